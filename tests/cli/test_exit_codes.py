@@ -52,6 +52,11 @@ BAD = [
     "topics list README.md",
     f"topics tail {RECORDING} nope",
     "topics create --groups 0",
+    "model publish nowhere --kafka 127.0.0.1:1",
+    "model alias prod --kafka 127.0.0.1:1",
+    "model alias prod m --remove --kafka 127.0.0.1:1",
+    "model alias prod m=0 --kafka 127.0.0.1:1",
+    "model alias prod m=nan n --kafka 127.0.0.1:1",
     f"index dump {RECORDING} --worker nope",
     "config show nope",
 ]

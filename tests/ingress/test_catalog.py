@@ -14,12 +14,13 @@ from forebay.events.codec import encode
 from forebay.events.control import PoolConfigured
 from forebay.events.groups import GroupPlaced
 from forebay.events.heartbeats import RouterHeartbeat
-from forebay.events.models import ModelFile
+from forebay.events.models import AliasSet, AliasTarget, ModelFile
 from forebay.events.topics import CONTROL, GROUPS, HEARTBEATS
 from forebay.ingress import catalog as module
 from forebay.ingress.catalog import Catalog
 from forebay.ingress.errors import ApiError
 from forebay.ingress.front import Front
+from forebay.ingress.ingress import Ingress
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL
 from forebay.ingress.model_cards import read_card
@@ -70,6 +71,23 @@ class Scene:
         expected = {name} if ready else set()
         await until(lambda: {one.name for one in self.catalog.ready()} & {name} == expected)
 
+    async def find(self, name: str, request_id: str = "r") -> Ingress:
+        """Return the ingress for a request."""
+        return (await self.catalog.find(name, request_id)).ingress
+
+    async def alias(self, name: str, *targets: str, fallback: str = "", weight: float = 1.0) -> None:
+        """Set an alias whose first target has this weight, and wait until the catalog knows it."""
+        weights = [weight, *[1.0] * len(targets)]
+        event = AliasSet(
+            alias=name,
+            targets=tuple(
+                AliasTarget(model=model, weight=share) for model, share in zip(targets, weights, strict=False)
+            ),
+            fallback=fallback,
+        )
+        await self._store.set_alias(event)
+        await until(lambda: self._store.aliases.get(name) == (event if targets else None))
+
     async def listed(self) -> dict[str, int]:
         return {card["id"]: card["max_model_len"] for card in await self.catalog.cards()}
 
@@ -111,17 +129,17 @@ async def test_a_model_is_loaded_at_its_first_request(scene: Scene) -> None:
     await scene.serve("one", digest)
     assert await scene.listed() == {"one": 4_096}
     assert scene.loaded == []
-    ingress = await scene.catalog.find("one")
+    ingress = await scene.find("one")
     assert ingress.settings.model_name == "one"
     assert ingress.model.decode(ingress.model.encode("hello")) == "hello"
-    assert await scene.catalog.find("one") is ingress
+    assert await scene.find("one") is ingress
     assert scene.loaded == ["one"]
 
 
 async def test_an_unknown_model_is_rejected_with_the_listed_ones(scene: Scene) -> None:
     await scene.serve("two", await scene.store())
     with pytest.raises(ApiError, match=r"'no'.*two") as caught:
-        await scene.catalog.find("no")
+        await scene.find("no")
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
     with pytest.raises(ApiError, match="name a model; models are: two"):
         await scene.catalog.only("")
@@ -134,7 +152,7 @@ async def test_an_unknown_model_is_rejected_with_the_listed_ones(scene: Scene) -
 async def test_a_card_that_cannot_be_used_is_an_error(scene: Scene, changes: dict[str, bytes], message: str) -> None:
     await scene.serve("one", await scene.store(changes))
     with pytest.raises(ApiError, match=message) as caught:
-        await scene.catalog.find("one")
+        await scene.find("one")
     assert (caught.value.status, caught.value.code) == (503, "model_card_unusable")
 
 
@@ -143,14 +161,14 @@ async def test_a_card_that_is_not_stored_is_an_error(scene: Scene, monkeypatch: 
     await scene.serve("one", "0" * 64)
     assert await scene.listed() == {}
     with pytest.raises(ApiError, match="is not on the topic models") as caught:
-        await scene.catalog.find("one")
+        await scene.find("one")
     assert (caught.value.status, caught.value.code) == (503, "no_model_card")
 
 
 async def test_workers_without_a_card_cannot_be_used(scene: Scene) -> None:
     await scene.serve("one", "")
     with pytest.raises(ApiError, match="its workers have stored no model card"):
-        await scene.catalog.find("one")
+        await scene.find("one")
 
 
 async def test_readiness_names_what_each_model_lacks(scene: Scene) -> None:
@@ -166,13 +184,13 @@ async def test_readiness_names_what_each_model_lacks(scene: Scene) -> None:
 
 async def test_a_new_card_replaces_the_loaded_one(scene: Scene) -> None:
     await scene.serve("one", await scene.store())
-    ingress = await scene.catalog.find("one")
+    ingress = await scene.find("one")
     stream = ingress.replies.open("request")
     await scene.serve("one", "", ready=0)
     digest = await scene.store(context_tokens=99)
     await scene.serve("one", digest)
     await until(lambda: scene.catalog.ready()[0].card == digest)
-    newer = await scene.catalog.find("one")
+    newer = await scene.find("one")
     assert newer is not ingress
     assert await scene.listed() == {"one": 99}
     newer.front.slot.interrupt_all("stop")
@@ -186,10 +204,55 @@ async def test_the_model_that_was_not_used_for_the_longest_time_is_dropped(
     digest = await scene.store()
     for name in MODELS:
         await scene.serve(name, digest)
-    first = await scene.catalog.find("one")
-    second = await scene.catalog.find("two")
+    first = await scene.find("one")
+    second = await scene.find("two")
     second.replies.open("in flight")
-    assert await scene.catalog.find("one") is first
-    await scene.catalog.find("three")
-    assert await scene.catalog.find("two") is second, "it has a request in flight"
-    assert await scene.catalog.find("one") is not first
+    assert await scene.find("one") is first
+    await scene.find("three")
+    assert await scene.find("two") is second, "it has a request in flight"
+    assert await scene.find("one") is not first
+
+
+async def test_an_alias_names_a_model_and_can_be_moved(scene: Scene) -> None:
+    digest = await scene.store()
+    for name in ("one", "two"):
+        await scene.serve(name, digest)
+    await scene.alias("prod", "one")
+    assert await scene.catalog.find("prod", "r") == (await scene.find("one"), "one")
+    cards = {card["id"]: card.get("root") for card in await scene.catalog.cards()}
+    assert cards == {"one": None, "two": None, "prod": "one"}
+    await scene.alias("prod", "two")
+    assert await scene.find("prod") is await scene.find("two")
+    await scene.alias("prod")
+    with pytest.raises(ApiError, match="'prod'"):
+        await scene.find("prod")
+
+
+async def test_the_requests_of_an_alias_are_divided_by_weight(scene: Scene) -> None:
+    digest = await scene.store()
+    for name in ("one", "two"):
+        await scene.serve(name, digest)
+    await scene.alias("prod", "one", "two", weight=3.0)
+    chosen = [(await scene.catalog.find("prod", f"request-{number}")).name for number in range(400)]
+    again = [(await scene.catalog.find("prod", f"request-{number}")).name for number in range(400)]
+    assert chosen == again
+    assert 270 <= chosen.count("one") <= 330  # a function of the ids, so always the same number
+    await scene.serve("one", "", ready=0)
+    assert {(await scene.catalog.find("prod", f"request-{number}")).name for number in range(9)} == {"two"}
+
+
+async def test_the_fallback_of_an_alias_serves_while_no_target_is_ready(scene: Scene) -> None:
+    digest = await scene.store()
+    await scene.serve("two", digest)
+    await scene.alias("prod", "one", fallback="two")
+    assert (await scene.catalog.find("prod", "r")).name == "two"
+    await scene.serve("one", digest)
+    assert (await scene.catalog.find("prod", "r")).name == "one"
+
+
+async def test_a_model_has_precedence_over_an_alias_of_its_name(scene: Scene) -> None:
+    digest = await scene.store()
+    for name in ("one", "two"):
+        await scene.serve(name, digest)
+    await scene.alias("one", "two")
+    assert (await scene.catalog.find("one", "r")).name == "one"

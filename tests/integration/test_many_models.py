@@ -126,6 +126,40 @@ async def test_the_kafka_api_serves_every_model(cluster: Cluster) -> None:
     assert answers == {"first": (200, GROUP), "second": (200, OTHER), "unknown": (404, None)}
 
 
+async def test_an_alias_is_moved_under_load_without_an_error(cluster: Cluster, client: httpx.AsyncClient) -> None:
+    where = ["--kafka", cluster.settings.bootstrap, "--namespace", cluster.namespace]
+    assert (await cluster.command("alias", "model", "alias", "prod", GROUP, *where, within_s=60))[0] == 0
+    await until_listed(client, GROUP, OTHER, "prod")
+    moved = asyncio.Event()
+    statuses, models = set(), []
+
+    async def load() -> None:
+        while not moved.is_set():
+            response = await client.post("/v1/completions", json={"model": "prod", "prompt": "a", "max_tokens": 1})
+            statuses.add(response.status_code)
+            models.append(response.json()["model"])
+
+    loads = [asyncio.create_task(load()) for _ in range(8)]
+    before = await routed(cluster)
+    moving = await cluster.command("alias", "model", "alias", "prod", OTHER, *where, within_s=60)
+    async with asyncio.timeout(PATIENCE_S):
+        while (await routed(cluster))[OTHER] < before[OTHER] + 20:  # noqa: ASYNC110 - polls other processes
+            await asyncio.sleep(0.1)
+    moved.set()
+    await asyncio.gather(*loads)
+    assert (moving[0], statuses, set(models)) == (0, {200}, {"prod"})
+    after = await routed(cluster)
+    assert after[GROUP] > before[GROUP]
+    chosen = await client.post("/v1/completions", json={"model": "prod", "prompt": "a", "max_tokens": 1})
+    assert chosen.status_code == 200
+    assert (await routed(cluster))[GROUP] == after[GROUP], "the alias names only the other model now"
+    assert (await cluster.command("alias", "model", "alias", "prod", "--remove", *where, within_s=60))[0] == 0
+
+
+async def routed(cluster: Cluster) -> dict[str, int]:
+    return {model: await cluster.routed(model) for model in (GROUP, OTHER)}
+
+
 async def test_models_come_and_go(cluster: Cluster, client: httpx.AsyncClient, tmp_path: Path) -> None:
     await until_listed(client, GROUP, OTHER)
     cards = await cluster.log.end(MODELS.name, 0)

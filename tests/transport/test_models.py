@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.events.codec import decode, encode
-from forebay.events.models import CHUNK_BYTES_MAX, FileChunk, ModelCard, ModelFile, ModelStored, StoredFile
+from forebay.events.models import (
+    CHUNK_BYTES_MAX,
+    AliasSet,
+    AliasTarget,
+    FileChunk,
+    ModelCard,
+    ModelFile,
+    ModelStored,
+    StoredFile,
+)
 from forebay.events.topics import MODELS
 from forebay.transport.base import Draft
 from forebay.transport.models import CARDS, CONTENT, ModelDamaged, ModelMissing, ModelStore
@@ -88,6 +97,17 @@ async def test_a_record_without_a_value_removes_a_card(log: SqliteLog, store: Mo
     assert other.cards == {}
     with pytest.raises(ModelMissing, match=f"has no model card {digest}"):
         await other.load(digest)
+    other.close()
+
+
+async def test_the_newest_event_of_an_alias_counts(log: SqliteLog, store: ModelStore) -> None:
+    for alias, models in (("a", "m"), ("b", "m"), ("a", "no"), ("b", "")):
+        targets = tuple(AliasTarget(model=model) for model in models)
+        await store.set_alias(AliasSet(alias=alias, targets=targets))
+    other = ModelStore(log)
+    await other.start()
+    assert {name: [one.model for one in alias.targets] for name, alias in other.aliases.items()} == {"a": ["n", "o"]}
+    assert [record.key for record in log.records(MODELS.name, CARDS, 0, 9)] == [b"alias/a", b"alias/b"] * 2
     other.close()
 
 

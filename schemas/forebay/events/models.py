@@ -1,8 +1,9 @@
-"""Topic `models`: the model cards, and the files of models that an ingress needs, without weights.
+"""Topic `models`: model cards, aliases, and the files of models that an ingress needs, without weights.
 
-Partition 0 has one `ModelStored` per model card, with the digest of the card as its key. Partition 1 has the content of
-the files in pieces. Compaction keeps both for ever, until a record without a value removes them. Offsets stay valid
-after compaction, so a reader finds each piece by the offset in `ModelStored`. Replays do not use this topic.
+Partition 0 has one `ModelStored` per model card, with the digest of the card as its key, and one `AliasSet` per alias.
+Partition 1 has the content of the files in pieces. Compaction keeps both for ever, until a record without a value
+removes them. Offsets stay valid after compaction, so a reader finds each piece by the offset in `ModelStored`. Replays
+do not use this topic.
 """
 
 from hashlib import sha256
@@ -11,10 +12,12 @@ from typing import Annotated
 import msgspec
 
 from forebay.events.base import Count, Event, Name, Part
-from forebay.events.privacy import KEPT, SystemName
+from forebay.events.privacy import KEPT, OperatorName, SystemName
 
 CHUNK_BYTES_MAX = 512 << 10  # compressed bytes of a piece: half of the default record limit of brokers
 FILES_MAX = 64
+TARGETS_MAX = 16
+WEIGHT_MAX = 1e6
 
 Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$", max_length=64), KEPT]
 CardDigest = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$", max_length=64), KEPT]  # empty for no card
@@ -105,4 +108,39 @@ class FileChunk(Event, tag="model.file_chunk", frozen=True, kw_only=True):
     data: Annotated[bytes, KEPT]
 
 
-ModelEvent = ModelStored | FileChunk
+class AliasTarget(Part, frozen=True, kw_only=True):
+    """One model behind an alias.
+
+    Attributes:
+        model: name of the model.
+        weight: share of the requests, relative to the other targets.
+    """
+
+    model: SystemName
+    weight: Annotated[float, msgspec.Meta(gt=0, le=WEIGHT_MAX)] = 1.0
+
+
+class AliasSet(Event, tag="model.alias_set", frozen=True, kw_only=True):
+    """An alias names these models from now on. The record key is `alias/` and the name. The newest event counts.
+
+    Attributes:
+        alias: name that requests use.
+        targets: the models; empty to remove the alias.
+        fallback: model that gets the requests while no target has a ready worker; empty for none.
+        operator: name of the operator.
+        at_us: wall clock in microseconds.
+    """
+
+    alias: SystemName
+    targets: Annotated[tuple[AliasTarget, ...], msgspec.Meta(max_length=TARGETS_MAX)]
+    fallback: Annotated[str, msgspec.Meta(max_length=256), KEPT] = ""
+    operator: OperatorName = ""
+    at_us: int = 0
+
+    @property
+    def key(self) -> bytes:
+        """Key of the record."""
+        return f"alias/{self.alias}".encode()
+
+
+ModelEvent = ModelStored | FileChunk | AliasSet

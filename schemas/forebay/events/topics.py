@@ -72,8 +72,8 @@ MODELS = Topic(
     "models",
     "msgpack",
     models.ModelEvent,
-    "two: 0 for cards, 1 for content",
-    "model cards, with tokenizers and chat templates",
+    "two: 0 for cards and aliases, 1 for content",
+    "model cards, with tokenizers and chat templates, and aliases of models",
 )
 DEAD_LETTERS = Topic("dead-letters", "raw", None, "group", "records that did not decode or were rejected, unchanged")
 

@@ -15,7 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh3_64_intdigest
+
 from forebay import runtime
+from forebay.events.models import AliasSet
 from forebay.events.names import unknown_name
 from forebay.ingress.errors import ApiError
 from forebay.ingress.front import Front
@@ -23,7 +26,7 @@ from forebay.ingress.ingress import Ingress
 from forebay.ingress.model import Model, ModelUnusable
 from forebay.ingress.model_cards import open_model
 from forebay.ingress.readiness import Readiness
-from forebay.ingress.served import card_of
+from forebay.ingress.served import ServedModel, card_of
 from forebay.transport.base import LogError
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import RouterHeartbeats
@@ -124,26 +127,45 @@ class Catalog:
         reasons = [f"{name}: {entry.ready.why_not()}" for name, entry in sorted(self._entries.items())]
         return None if self.ready() else "; ".join(reasons)
 
-    async def find(self, name: str) -> Ingress:
-        """Return the ingress of a model, or of the model that has an adapter of this name.
+    async def find(self, name: str, request_id: str) -> ServedModel:
+        """Return the model that a request names, also by an alias or an adapter.
 
         Raises ApiError: 404 for an unknown name, 503 if the model cannot be served now.
         """
+        alias = None if name in self._entries else self._store.aliases.get(name)
+        if alias is not None:
+            name = self._target(alias, request_id)
         entry = self._entries.get(name) or await self._with_adapter(name)
         if entry is None:
             raise ApiError(404, "model_not_found", unknown_name("model", name, await self._names()), "model")
         ingress = await self._ingress(entry)
         ingress.require_owner()
-        return ingress
+        return ServedModel(ingress, name)
 
-    async def only(self, name: str) -> Ingress:
-        """Return the ingress of a model. An empty name means the only model. Raises ApiError as `find`."""
+    def _target(self, alias: AliasSet, request_id: str) -> str:
+        """Return the model behind an alias for a request.
+
+        It is a function of the request id, so a record of the Kafka API that two ingresses submit has one model.
+        """
+        ready = {entry.name for entry in self.ready()}
+        targets = [target for target in alias.targets if target.model in ready]
+        if not targets:
+            return alias.fallback if alias.fallback in ready else alias.targets[0].model
+        place = xxh3_64_intdigest(request_id.encode()) / (1 << 64) * sum(target.weight for target in targets)
+        for target in targets:
+            place -= target.weight
+            if place < 0:
+                return target.model
+        return targets[-1].model
+
+    async def only(self, name: str) -> ServedModel:
+        """Return the model of this name. An empty name means the only model. Raises ApiError as `find`."""
         if name:
-            return await self.find(name)
+            return await self.find(name, name)
         if len(self._entries) != 1:
             text = f"name a model; models are: {', '.join(await self._names()) or 'none'}"
             raise ApiError(400, "model_required", text, "model")
-        return await self.find(next(iter(self._entries)))
+        return await self.find(next(iter(self._entries)), "")
 
     async def cards(self) -> list[dict[str, Any]]:
         """Return the models with ready workers and their adapters, as `GET /v1/models` lists them."""
@@ -153,6 +175,11 @@ class Catalog:
             if stored is not None:
                 adapters = () if entry.ingress is None else await entry.ingress.adapters.names()
                 listed += card_of(entry.name, stored.card.context_tokens, self._created_s, adapters)
+        found = {card["id"]: card for card in listed}
+        for name, alias in sorted(self._store.aliases.items()):
+            target = found.get(self._target(alias, ""))
+            if target is not None and name not in found:
+                listed.append({**target, "id": name, "root": target["id"]})
         return listed
 
     async def _names(self) -> list[str]:

@@ -131,7 +131,12 @@ class Ingress:
         self.adapters.close()
 
     async def prepare(
-        self, body: ChatBody | TextBody, headers: Iterable[tuple[str, str]], *, is_patient: bool = False
+        self,
+        body: ChatBody | TextBody,
+        headers: Iterable[tuple[str, str]],
+        model: str = "",
+        *,
+        is_patient: bool = False,
     ) -> list[PreparedRequest]:
         """Turn a chat or text completion into requests for the log: tokenise the prompts and fetch their media.
 
@@ -140,13 +145,14 @@ class Ingress:
         Args:
             body: parsed body of the client's request.
             headers: HTTP headers, or headers of the Kafka record.
+            model: name of the model or of its adapter, if it differs from the name in the body.
             is_patient: whether to wait if the tokenizer queue is full, instead of raising ApiError 503.
 
         Raises:
             ApiError: the request is invalid or cannot be served.
         """
         steps = self._preparer
-        lora_name = await self.adapters.resolve(body.model)
+        lora_name = await self.adapters.resolve(model or body.model)
         routing = steps.routing(body.nvext, self._routing_headers(headers))
         refs = steps.media_refs(body)
         prompts = await self._tokenize(body, refs, is_patient=is_patient)
@@ -159,13 +165,17 @@ class Ingress:
             prepared += steps.choices(body, steps.complete(body, prompt, refs, fetched, target))
         return prepared
 
-    async def tokenize(self, body: ChatBody | TextBody) -> list[int]:
+    async def tokenize(self, body: ChatBody | TextBody, model: str = "") -> list[int]:
         """Return the token ids of the prompt of a chat, or of the only prompt of a text completion.
+
+        Args:
+            body: parsed body of the client's request.
+            model: name of the model or of its adapter, if it differs from the name in the body.
 
         Raises:
             ApiError: the body is invalid, its prompt does not fit into the context, or it has images or videos.
         """
-        await self.resolve_adapter(body.model)
+        await self.resolve_adapter(model or body.model)
         if refs := self._preparer.media_refs(body):
             text = "images and videos cannot be tokenized; leave them out"
             raise invalid(text, "messages", "unsupported_parameter")
@@ -182,20 +192,26 @@ class Ingress:
         return self.front.parse(kind, raw)
 
     async def prepare_embedding(
-        self, body: EmbeddingBody, headers: Iterable[tuple[str, str]], *, is_patient: bool = False
+        self,
+        body: EmbeddingBody,
+        headers: Iterable[tuple[str, str]],
+        model: str = "",
+        *,
+        is_patient: bool = False,
     ) -> list[PreparedRequest]:
         """Turn each input of an embedding request into a request for the log.
 
         Args:
             body: parsed body of the client's request.
             headers: HTTP headers, or headers of the Kafka record.
+            model: name of the model or of its adapter, if it differs from the name in the body.
             is_patient: whether to wait if the tokenizer queue is full, instead of raising ApiError 503.
 
         Raises:
             ApiError: the request is invalid or cannot be served.
         """
         steps, inputs = self._preparer, body.inputs
-        lora_name = await self.adapters.resolve(body.model)
+        lora_name = await self.adapters.resolve(model or body.model)
         body.require_dimensions(self.model)
         routing = steps.routing(body.nvext, self._routing_headers(headers))
         target = Target(lora_name, routing, await self._block_size())

@@ -1,11 +1,23 @@
 """The models that an ingress process serves: one from a directory, or all models of a distributed system."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from forebay import runtime
 from forebay.ingress.front import Front
 from forebay.ingress.ingress import Ingress
+
+
+class ServedModel(NamedTuple):
+    """The model of a request.
+
+    Attributes:
+        ingress: ingress of the model.
+        name: name of the model or of its adapter, after aliases were resolved.
+    """
+
+    ingress: Ingress
+    name: str
 
 
 class ServedModels(Protocol):
@@ -30,15 +42,19 @@ class ServedModels(Protocol):
         """Raise ApiError (503) if no model can be served now. Called before the body of a request is read."""
         ...
 
-    async def find(self, name: str) -> Ingress:
-        """Return the ingress of a model, or of the model that has an adapter of this name.
+    async def find(self, name: str, request_id: str) -> ServedModel:
+        """Return the model that a request names, also by an alias or an adapter.
+
+        Args:
+            name: field `model` of the request.
+            request_id: id of the request, which decides between the models of an alias.
 
         Raises ApiError: 404 for an unknown name, 503 if the model cannot be served now.
         """
         ...
 
-    async def only(self, name: str) -> Ingress:
-        """Return the ingress of a model. An empty name means the only model. Raises ApiError as `find`."""
+    async def only(self, name: str) -> ServedModel:
+        """Return the model of this name. An empty name means the only model. Raises ApiError as `find`."""
         ...
 
     async def cards(self) -> list[dict[str, Any]]:
@@ -90,15 +106,14 @@ class OneModel:
         """Raise ApiError (503) if the model has no owner."""
         self.ingress.require_owner()
 
-    async def find(self, name: str) -> Ingress:
+    async def find(self, name: str, request_id: str) -> ServedModel:
         """Return the ingress. It rejects unknown names itself, when it prepares a request."""
-        del name
-        return self.ingress
+        del request_id
+        return ServedModel(self.ingress, name)
 
-    async def only(self, name: str) -> Ingress:
+    async def only(self, name: str) -> ServedModel:
         """Return the ingress. It rejects unknown names itself."""
-        del name
-        return self.ingress
+        return ServedModel(self.ingress, name)
 
     async def cards(self) -> list[dict[str, Any]]:
         """Return the model and its adapters."""

@@ -14,7 +14,7 @@ from hashlib import sha256
 
 from forebay import runtime
 from forebay.events.codec import DecodeError, decode, encode
-from forebay.events.models import CHUNK_BYTES_MAX, FileChunk, ModelCard, ModelStored, StoredFile
+from forebay.events.models import CHUNK_BYTES_MAX, AliasSet, FileChunk, ModelCard, ModelStored, StoredFile
 from forebay.events.topics import MODELS
 from forebay.transport.base import Draft, Log, LogError, Record, Tail
 
@@ -39,11 +39,13 @@ class ModelStore:
 
     Attributes:
         cards: newest record of each card, by digest.
+        aliases: newest event of each alias that has targets, by its name.
         undecodable: number of records that are no valid cards.
     """
 
     def __init__(self, log: Log) -> None:
         self.cards: dict[str, ModelStored] = {}
+        self.aliases: dict[str, AliasSet] = {}
         self.undecodable = 0
         self._log = log
         self._wake = asyncio.Event()
@@ -105,6 +107,10 @@ class ModelStore:
         event = ModelStored(model=model, card=card, stored=tuple(places), at_us=runtime.wall_us())
         await self._log.append([Draft(MODELS.name, CARDS, encode(MODELS, event), digest.encode())])
         return digest
+
+    async def set_alias(self, event: AliasSet) -> None:
+        """Set or remove an alias. Raises LogError if the log fails."""
+        await self._log.append([Draft(MODELS.name, CARDS, encode(MODELS, event), event.key)])
 
     async def load(self, digest: str) -> dict[str, bytes]:
         """Return the content of all files of a card by name.
@@ -174,7 +180,11 @@ class ModelStore:
         except DecodeError as error:
             self._reject(record, str(error))
             return
-        if not isinstance(event, ModelStored):
+        if isinstance(event, AliasSet):
+            self.aliases.pop(event.alias, None)
+            if event.targets:
+                self.aliases[event.alias] = event
+        elif not isinstance(event, ModelStored):
             self._reject(record, f"an event {type(event).__name__}")
         elif record.key != (digest := event.card.digest()).encode():
             self._reject(record, f"its key is {record.key!r}, but the card has the digest {digest}")
@@ -183,7 +193,12 @@ class ModelStore:
 
     def _reject(self, record: Record, reason: str) -> None:
         self.undecodable += 1
-        logger.warning("ignored record %d of %s, which is no model card: %s", record.offset, MODELS.name, reason)
+        logger.warning(
+            "ignored record %d of %s, which is neither a model card nor an alias: %s",
+            record.offset,
+            MODELS.name,
+            reason,
+        )
 
 
 def _unpacked(packed: bytes, size: int) -> bytes | None:

@@ -5,15 +5,16 @@ from typing import Annotated
 import typer
 
 from forebay.cli.common.cluster_options import KafkaOptions
+from forebay.cli.common.operator_name import OperatorOption
 from forebay.cli.common.option_groups import spread
 from forebay.cli.processes.options import ModelNameOption, RevisionOption
 
-app = typer.Typer(help="Store and list model cards, from which ingresses tokenize.", no_args_is_help=True)
+app = typer.Typer(help="Store and list model cards, and set aliases of models.", no_args_is_help=True)
 
 
 @app.callback()
 def _root() -> None:
-    """Store and list model cards, from which ingresses tokenize."""
+    """Store and list model cards, and set aliases of models."""
 
 
 @app.command("publish")
@@ -41,9 +42,34 @@ def publish(
 def list_models(
     *,
     kafka: KafkaOptions,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per card on stdout.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per card or alias on stdout.")] = False,
 ) -> None:
-    """List the stored model cards, newest first."""
+    """List the stored model cards, newest first, and the aliases."""
     from forebay.cli.models.run import run_list  # noqa: PLC0415
 
     run_list(kafka=kafka, json=json)
+
+
+@app.command("alias")
+@spread
+def alias(
+    name: Annotated[str, typer.Argument(metavar="ALIAS", help="Name that requests use.")],
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL[=WEIGHT]...", help="Models of the requests. Default weight: 1."),
+    ] = None,
+    fallback: Annotated[
+        str, typer.Option(metavar="MODEL", help="Model for all requests while no worker of the others is ready.")
+    ] = "",
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the alias.")] = False,
+    operator: OperatorOption = "",
+    *,
+    kafka: KafkaOptions,
+) -> None:
+    """Let requests name a model by an alias, or divide the requests of an alias between models by weight.
+
+    Running ingresses apply the change as soon as they read it. Requests in flight stay on their model.
+    """
+    from forebay.cli.models.run import run_alias  # noqa: PLC0415
+
+    run_alias(name=name, targets=targets or [], fallback=fallback, remove=remove, operator=operator, kafka=kafka)

@@ -1,7 +1,8 @@
-"""`forebay model`: store and list model cards."""
+"""`forebay model`: store and list model cards, and set aliases."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -10,9 +11,11 @@ from rich.table import Table
 
 from forebay.cli.common.cluster_options import KafkaOptions
 from forebay.cli.common.errors import explained, fail
-from forebay.cli.common.terminal import in_markup, results
+from forebay.cli.common.operator_name import operator_name
+from forebay.cli.common.terminal import in_markup, printable, results
 from forebay.cli.processes.model_source import find_model
-from forebay.events.models import ModelCard, ModelStored
+from forebay.cli.processes.options import named
+from forebay.events.models import TARGETS_MAX, WEIGHT_MAX, AliasSet, AliasTarget, ModelCard, ModelStored
 from forebay.ingress.model_cards import read_card
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
@@ -36,21 +39,72 @@ def run_publish(*, model: str, revision: str | None, model_name: str, kafka: Kaf
 def run_list(*, kafka: KafkaOptions, json: bool) -> None:
     """Run `forebay model list`. command.py documents its options."""
     with explained():
-        found = asyncio.run(_list(kafka.settings()))
+        cards, aliases = asyncio.run(_list(kafka.settings()))
     if json:
-        for digest, stored in found:
+        for digest, stored in cards:
             card = {"digest": digest, "model": stored.model, "stored_us": stored.at_us, "card": stored.card}
             typer.echo(msgspec.json.encode(card))
+        for alias in aliases:
+            typer.echo(msgspec.json.encode(alias))
         return
-    if not found:
+    if not cards and not aliases:
         typer.echo("no model cards")
         return
     table = Table("digest", "model", "stored", "context", "bytes", box=None)
-    for digest, stored in found:
+    for digest, stored in cards:
         size = sum(file.size for file in stored.card.files)
         cells = digest[:16], in_markup(stored.model), utc(stored.at_us), str(stored.card.context_tokens), str(size)
         table.add_row(*cells)
     results().print(table)
+    for alias in aliases:
+        typer.echo(f"alias {printable(alias.alias)}: {_described(alias)}")
+
+
+def run_alias(
+    *, name: str, targets: Sequence[str], fallback: str, remove: bool, operator: str, kafka: KafkaOptions
+) -> None:
+    """Run `forebay model alias`. command.py documents its options."""
+    if remove == bool(targets):
+        fail("expected either models or --remove")
+    if fallback and remove:
+        fail("--fallback requires models")
+    with explained():
+        event = AliasSet(
+            alias=named("ALIAS", "model", name),
+            targets=tuple(map(_target, targets)),
+            fallback=named("--fallback", "model", fallback) if fallback else "",
+            operator=operator_name(operator),
+            at_us=time.time_ns() // 1000,
+        )
+        if len(event.targets) > TARGETS_MAX:
+            fail(f"expected at most {TARGETS_MAX} models, got {len(event.targets)}")
+        asyncio.run(_set_alias(kafka.settings(), event))
+    typer.echo(f"alias {printable(name)}: {_described(event) if targets else 'removed'}")
+
+
+def _target(text: str) -> AliasTarget:
+    """Parse MODEL or MODEL=WEIGHT. A text of another form ends the command."""
+    model, separator, weight = text.rpartition("=")
+    if not separator:
+        return AliasTarget(model=named("MODEL", "model", text))
+    try:
+        share = float(weight)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= WEIGHT_MAX:
+        fail(f"MODEL=WEIGHT: expected a weight above 0 and at most {WEIGHT_MAX:g}, got {text!r}")
+    return AliasTarget(model=named("MODEL", "model", model), weight=share)
+
+
+def _described(alias: AliasSet) -> str:
+    total = sum(target.weight for target in alias.targets)
+    shares = ", ".join(f"{printable(target.model)} {target.weight / total:.0%}" for target in alias.targets)
+    return shares + (f", fallback {printable(alias.fallback)}" if alias.fallback else "")
+
+
+async def _set_alias(settings: KafkaSettings, event: AliasSet) -> None:
+    async with _store(settings) as store:
+        await store.set_alias(event)
 
 
 async def _publish(settings: KafkaSettings, name: str, card: ModelCard, files: Mapping[str, bytes]) -> str:
@@ -58,9 +112,10 @@ async def _publish(settings: KafkaSettings, name: str, card: ModelCard, files: M
         return await store.store(name, card, files)
 
 
-async def _list(settings: KafkaSettings) -> list[tuple[str, ModelStored]]:
+async def _list(settings: KafkaSettings) -> tuple[list[tuple[str, ModelStored]], list[AliasSet]]:
     async with _store(settings) as store:
-        return sorted(store.cards.items(), key=lambda one: -one[1].at_us)
+        cards = sorted(store.cards.items(), key=lambda one: -one[1].at_us)
+        return cards, [alias for _, alias in sorted(store.aliases.items())]
 
 
 @asynccontextmanager

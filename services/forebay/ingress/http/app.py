@@ -109,7 +109,7 @@ class GroupRoutes:
         """Serve a request about a model."""
         name = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("model", "")
         try:
-            ingress = await self._models.only(name)
+            ingress, _ = await self._models.only(name)
         except (ApiError, LogError) as error:
             await error_response(self._models.front, error)(scope, receive, send)
             return
@@ -180,10 +180,10 @@ def _add_embeddings(app: FastAPI, models: ServedModels) -> None:
             raw = await reader.read(request)
             await front.admission.turn()
             body = front.parse(EmbeddingBody, raw)
-            ingress = await models.find(body.model)
             request_id = request_id_of(request, "embd-")
             add_fields(request.scope, request_id=request_id)
-            inputs = await ingress.prepare_embedding(body, request.headers.items())
+            ingress, model = await models.find(body.model, request_id)
+            inputs = await ingress.prepare_embedding(body, request.headers.items(), model)
             add_fields(request.scope, model=body.model)
         prompt_tokens = sum(one.prompt_tokens for one in inputs)
         return EmbeddingResponse(ingress, EmbeddingFold(request_id, body, prompt_tokens, len(inputs)), inputs)

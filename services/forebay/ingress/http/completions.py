@@ -68,12 +68,12 @@ async def complete(request: Request, models: ServedModels, kind: type[ChatBody] 
         raw = await reader.read(request)
         await front.admission.turn()
         body = front.parse(kind, raw)
-        ingress = await models.find(body.model)
         if body.queries_route:
-            return await respond_to_query(request, ingress, body)
+            return await respond_to_query(request, models, body)
         request_id = request_id_of(request, "chatcmpl-" if isinstance(body, ChatBody) else "cmpl-")
         add_fields(request.scope, request_id=request_id)
-        prepared = await ingress.prepare(body, request.headers.items())
+        ingress, model = await models.find(body.model, request_id)
+        prepared = await ingress.prepare(body, request.headers.items(), model)
         add_fields(request.scope, model=body.model)
     response = ingress.completion(request_id, body, prepared, created_s=int(runtime.wall_s()))
     if len(prepared) > 1:

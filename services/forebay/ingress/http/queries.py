@@ -36,7 +36,7 @@ def add_route_query(app: FastAPI, models: ServedModels) -> None:
         with front.bodies.reader() as reader:
             raw = await reader.read(request)
             body = front.parse(kind_of(raw), raw)
-            return await respond_to_query(request, await models.find(body.model), body)
+            return await respond_to_query(request, models, body)
 
 
 def add_explain(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
@@ -64,12 +64,12 @@ def add_explain(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
         return Response(explanation, media_type="application/json")
 
 
-async def respond_to_query(request: Request, ingress: Ingress, body: ChatBody | TextBody) -> Response:
+async def respond_to_query(request: Request, models: ServedModels, body: ChatBody | TextBody) -> Response:
     """Query the owner where it would route a request now, and return the HTTP response with the selected worker.
 
     Args:
         request: HTTP request of the client, for its headers.
-        ingress: sends the query to the owner.
+        models: the models, one of which sends the query to its owner.
         body: parsed body of the request that would be routed.
 
     Raises:
@@ -78,9 +78,10 @@ async def respond_to_query(request: Request, ingress: Ingress, body: ChatBody | 
     if isinstance(body, TextBody) and len(body.prompts) > 1:
         raise invalid("a route query has one prompt; send one query per prompt", "prompt", "unsupported_parameter")
     request_id = request_id_of(request, "route-")
+    ingress, model = await models.find(body.model, request_id)
     status = "error"
     try:
-        prepared, *_ = await ingress.prepare(body, request.headers.items())
+        prepared, *_ = await ingress.prepare(body, request.headers.items(), model)
         result = await ingress.query(request_id, prepared)
         status = "success"
     finally:

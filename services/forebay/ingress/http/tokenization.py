@@ -37,9 +37,9 @@ def add_tokenization(app: FastAPI, models: ServedModels) -> None:
                 body = front.parse(TokenizeChatBody, raw)
             else:
                 body = front.parse(TokenizeTextBody, raw)
-            ingress = await models.only(body.model)
+            ingress, name = await models.only(body.model)
             model = ingress.model
-            token_ids = await ingress.tokenize(body)
+            token_ids = await ingress.tokenize(body, name)
         names = [model.tokenizer.id_to_token(one) for one in token_ids] if body.return_token_strs else None
         return {
             "count": len(token_ids),
@@ -55,8 +55,8 @@ def add_tokenization(app: FastAPI, models: ServedModels) -> None:
             raw = await reader.read(request)
             await front.admission.turn()
             body = front.parse(DetokenizeBody, raw)
-            ingress = await models.only(body.model or "")
-            await ingress.resolve_adapter(body.model)
+            ingress, name = await models.only(body.model or "")
+            await ingress.resolve_adapter(name)
             model = ingress.model
             if body.tokens and (highest := max(body.tokens)) >= model.vocabulary_size:
                 text = f"token id {highest} is not in the vocabulary; ids must be below {model.vocabulary_size}"

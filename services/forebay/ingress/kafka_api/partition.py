@@ -259,15 +259,15 @@ class PartitionServer:
         """Open the requests of a record, one per choice or input. Raises ApiError if one is invalid."""
         front, request_id = self._shared.front, kafka_api_request_id(where.request_id)
         body = body_of(record, front.bodies.limits, ignores_unknown=front.settings.ignore_unknown_fields)
-        ingress = await self._shared.find(body.model)
+        ingress, model = await self._shared.find(body.model, request_id)
         headers = (record.headers or {}).items()
         fold: ResponseFold
         if isinstance(body, EmbeddingBody):
-            inputs = await ingress.prepare_embedding(body, headers, is_patient=True)
+            inputs = await ingress.prepare_embedding(body, headers, model, is_patient=True)
             fold = EmbeddingFold(request_id, body, sum(one.prompt_tokens for one in inputs), len(inputs))
             ids = [part_id(request_id, index) for index in range(len(inputs))]
         else:
-            inputs = await ingress.prepare(body, headers, is_patient=True)
+            inputs = await ingress.prepare(body, headers, model, is_patient=True)
             fold = ingress.completion(request_id, body, inputs, created_s=record.at_us // 1_000_000)
             ids = [*choice_ids(request_id, len(inputs))]
         if where.request_id in self._shared.ids:

@@ -4,10 +4,9 @@ import asyncio
 
 from forebay import runtime
 from forebay.ingress.errors import ApiError
-from forebay.ingress.ingress import Ingress
 from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
 from forebay.ingress.kafka_api.topics import ReplyTopics
-from forebay.ingress.served import ServedModels
+from forebay.ingress.served import ServedModel, ServedModels
 from forebay.transport.base import LogError
 from forebay.transport.kafka.group import KafkaGroup
 from forebay.transport.kafka.log import KafkaLog
@@ -52,15 +51,15 @@ class SharedState:
         while not self.models.has_owner():  # noqa: ASYNC110 - nothing sets an event
             await asyncio.sleep(PLACE_S)
 
-    async def find(self, model: str) -> Ingress:
-        """Return the ingress of a model. Wait up to `OWNER_S` while it has no owner, for example in a failover.
+    async def find(self, model: str, request_id: str) -> ServedModel:
+        """Return the model of a request. Wait up to `OWNER_S` while it has no owner, for example in a failover.
 
         Raises ApiError: 404 for an unknown model, 503 if it cannot be served after this time.
         """
         until_s = runtime.monotonic_s() + OWNER_S
         while True:
             try:
-                return await self.models.find(model)
+                return await self.models.find(model, request_id)
             except ApiError as error:
                 if error.status != 503 or runtime.monotonic_s() >= until_s:
                     raise
