@@ -59,7 +59,7 @@ async def test_a_burst_is_prepared_gradually_without_rejections(scene: Scene) ->
 
 async def test_other_routes_are_served_while_requests_are_rejected(scene: Scene) -> None:
     scene.ingress.admission.enter()
-    scene.ingress.admission.mark_queue_full()
+    scene.ingress.full.mark()
     assert (await scene.client.post("/v1/completions", json={})).status_code == 429
     assert (await scene.client.get("/v1/models")).status_code == 200
     assert (await scene.client.get("/live")).status_code == 200

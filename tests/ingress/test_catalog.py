@@ -1,11 +1,14 @@
 """The models of a distributed system, as an ingress without a model directory finds and loads them."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
@@ -15,14 +18,17 @@ from forebay.events.control import PoolConfigured
 from forebay.events.groups import GroupPlaced
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.models import AliasSet, AliasTarget, ModelFile
-from forebay.events.topics import CONTROL, GROUPS, HEARTBEATS
+from forebay.events.request_ids import http_request_id
+from forebay.events.tokens import ResponseEnded
+from forebay.events.topics import CONTROL, GROUPS, HEARTBEATS, TOKENS
 from forebay.ingress import catalog as module
 from forebay.ingress.catalog import Catalog
 from forebay.ingress.errors import ApiError
 from forebay.ingress.front import Front
+from forebay.ingress.http.app import build_app
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.metrics import IngressMetrics
-from forebay.ingress.model import DEFAULT_MODEL
+from forebay.ingress.model import DEFAULT_MODEL, Model, ModelUnusable
 from forebay.ingress.model_cards import read_card
 from forebay.ingress.settings import ALL_MODELS, IngressSettings
 from forebay.transport.base import Draft
@@ -32,6 +38,7 @@ from forebay.transport.sqlite.log import SqliteLog
 from tests.system import until
 
 MODELS = ("one", "two", "three")
+TOKEN = "secret"
 
 
 class Scene:
@@ -92,6 +99,11 @@ class Scene:
         return {card["id"]: card["max_model_len"] for card in await self.catalog.cards()}
 
 
+def files_in(folder: Path) -> list[str]:
+    """Return the names in a folder."""
+    return [path.name for path in folder.iterdir()]
+
+
 @pytest.fixture
 async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
     async with opened(tmp_path) as scene:
@@ -107,7 +119,7 @@ async def opened(folder: Path) -> AsyncIterator[Scene]:
     directory, store = Directory(log), ModelStore(log)
     await directory.start()
     await store.start()
-    settings = IngressSettings(model_name=ALL_MODELS, ingress_id="i")
+    settings = IngressSettings(model_name=ALL_MODELS, ingress_id="i", admin_token=TOKEN)
     front = Front(log, settings, IngressMetrics(CollectorRegistry(), None), 0)
     loaded: list[str] = []
     catalog = Catalog(front, directory, store, folder, loaded.append)
@@ -141,7 +153,7 @@ async def test_an_unknown_model_is_rejected_with_the_listed_ones(scene: Scene) -
     with pytest.raises(ApiError, match=r"'no'.*two") as caught:
         await scene.find("no")
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
-    with pytest.raises(ApiError, match="name a model; models are: two"):
+    with pytest.raises(ApiError, match=r"name a model, as in \?model=NAME; models are: one, three, two"):
         await scene.catalog.only("")
 
 
@@ -197,20 +209,92 @@ async def test_a_new_card_replaces_the_loaded_one(scene: Scene) -> None:
     assert stream.interrupt_reason == "stop", "requests of the replaced ingress go on"
 
 
-async def test_the_model_that_was_not_used_for_the_longest_time_is_dropped(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
+async def test_the_model_that_was_not_used_for_the_longest_time_is_freed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(module, "LOADED_MAX", 2)
     digest = await scene.store()
     for name in MODELS:
         await scene.serve(name, digest)
-    first = await scene.find("one")
-    second = await scene.find("two")
-    second.replies.open("in flight")
-    assert await scene.find("one") is first
-    await scene.find("three")
-    assert await scene.find("two") is second, "it has a request in flight"
-    assert await scene.find("one") is not first
+    loaded = {name: weakref.ref((await scene.find(name)).model) for name in ("one", "two", "one", "three")}
+    gc.collect()
+    assert {name for name, model in loaded.items() if model() is not None} == {"one", "three"}
+    assert len(files_in(tmp_path)) == 2, "the files of a model are removed with it"
+
+
+async def test_a_response_of_a_dropped_model_goes_on(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOADED_MAX", 1)
+    digest = await scene.store()
+    for name in ("one", "two"):
+        await scene.serve(name, digest)
+    dropped = await scene.find("one")
+    stream = dropped.replies.open("request")
+    await scene.find("two")
+    end = ResponseEnded(request_id="request", attempt=1, owner_epoch=7, group="one", finish_reason="stop")
+    await scene.log.append([Draft(TOKENS.name, 0, encode(TOKENS, end))])
+    await until(lambda: stream.ended is not None)
+
+
+async def test_a_card_that_cannot_be_loaded_is_not_tried_again_by_each_request(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    async def fail(_: ModelStore, digest: str, __: Path) -> Model:
+        opened.append(digest)
+        raise ModelUnusable("broken")
+
+    monkeypatch.setattr(module, "open_model", fail)
+    digest = await scene.store()
+    await scene.serve("one", digest)
+    results = await asyncio.gather(*(scene.find("one") for _ in range(5)), return_exceptions=True)
+    assert {str(result) for result in results} == {"the model card of one: broken"}
+    assert opened == [digest]
+
+
+async def test_the_full_pool_of_a_model_does_not_reject_requests_for_others(scene: Scene) -> None:
+    digest = await scene.store()
+    for name in ("one", "two"):
+        await scene.serve(name, digest)
+    (await scene.find("one")).observe(ApiError(429, "pool_full", "full"))
+    with pytest.raises(ApiError) as caught:
+        await scene.find("one")
+    assert (caught.value.status, caught.value.code) == (429, "pool_full")
+    assert await scene.find("two")
+    scene.catalog.front.admission.enter()
+
+
+async def test_the_files_of_a_card_stay_in_their_folder(scene: Scene, tmp_path: Path) -> None:
+    await scene.serve("one", await scene.store({"../config.json": b"{}"}))
+    with pytest.raises(ApiError, match=r"unknown files: \.\./config\.json"):
+        await scene.find("one")
+    assert files_in(tmp_path) == []
+
+
+def client_of(scene: Scene) -> httpx.AsyncClient:
+    """Return an HTTP client of the catalog."""
+    app = build_app(scene.catalog, CollectorRegistry())
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
+
+
+async def test_routes_about_a_model_work_without_its_card(scene: Scene) -> None:
+    async with client_of(scene) as client:
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        for path, method, status, code in (
+            ("/v1/status", "GET", 400, "model_required"),
+            ("/v1/status?model=one", "GET", 501, "not_recorded"),
+            ("/v1/status?model=nope", "GET", 404, "model_not_found"),
+            ("/busy_threshold?model=one", "GET", 200, None),
+            ("/v1/status?model=one", "POST", 405, "method_not_allowed"),
+            ("/v1/chat/completions", "GET", 405, "method_not_allowed"),
+            ("/favicon.ico?model=one", "GET", 404, "not_found"),
+        ):
+            response = await client.request(method, path, headers=headers)
+            found = response.json().get("error", {}).get("code")
+            assert (path, response.status_code, found) == (path, status, code), response.text
+        refused = await client.get("/busy_threshold?model=one")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "admin_token_missing")
+    assert scene.loaded == []
 
 
 async def test_an_alias_names_a_model_and_can_be_moved(scene: Scene) -> None:
@@ -237,8 +321,22 @@ async def test_the_requests_of_an_alias_are_divided_by_weight(scene: Scene) -> N
     again = [(await scene.catalog.find("prod", f"request-{number}")).name for number in range(400)]
     assert chosen == again
     assert 270 <= chosen.count("one") <= 330  # a function of the ids, so always the same number
+    sent_again = [(await scene.catalog.find("prod", http_request_id("mine", number))).name for number in range(20)]
+    assert len(set(sent_again)) == 1, "only the part of the id that the client chose counts"
     await scene.serve("one", "", ready=0)
     assert {(await scene.catalog.find("prod", f"request-{number}")).name for number in range(9)} == {"two"}
+
+
+async def test_a_target_that_is_not_ready_moves_only_its_own_requests(scene: Scene) -> None:
+    digest = await scene.store()
+    for name in MODELS:
+        await scene.serve(name, digest)
+    await scene.alias("prod", *MODELS)
+    ids = [f"request-{number}" for number in range(200)]
+    before = {name: (await scene.catalog.find("prod", name)).name for name in ids}
+    await scene.serve("one", "", ready=0)
+    after = {name: (await scene.catalog.find("prod", name)).name for name in ids}
+    assert {before[name] for name in ids if before[name] != after[name]} == {"one"}
 
 
 async def test_the_fallback_of_an_alias_serves_while_no_target_is_ready(scene: Scene) -> None:

@@ -15,6 +15,7 @@ from aiokafka.errors import (
     IncompatibleBrokerVersion,
     KafkaConnectionError,
     KafkaError,
+    NodeNotReadyError,
     NotLeaderForPartitionError,
     OffsetOutOfRangeError,
     RequestTimedOutError,
@@ -67,6 +68,7 @@ class Broker:
         self.versions = {PRODUCE: (3, 9), FETCH: (4, 17), METADATA: (0, 12)}
         self.requests: asyncio.Queue[Request] = asyncio.Queue()
         self.connections = 0
+        self.closes_after_versions = False
         self._writers: list[asyncio.StreamWriter] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -82,6 +84,9 @@ class Broker:
                 if key == API_VERSIONS:
                     known = [(number, *span) for number, span in self.versions.items()]
                     request.respond(ApiVersionResponse_v0(0, known).encode())
+                    if self.closes_after_versions:
+                        writer.close()
+                        return
                 elif key == METADATA:
                     request.respond(self._metadata())
                 else:
@@ -156,6 +161,17 @@ async def test_the_results_of_a_produce_request_are_returned_by_partition(broker
     results = await producing
     assert results[A] == 10
     assert isinstance(results[B], NotLeaderForPartitionError)
+
+
+async def test_a_broker_that_closes_a_new_connection_is_asked_again(broker: Broker, wire: Wire) -> None:
+    broker.closes_after_versions = True
+    with pytest.raises((KafkaConnectionError, NodeNotReadyError)) as caught:
+        await fetch(wire)
+    assert is_transient(caught.value)
+    broker.closes_after_versions = False
+    fetching = fetch(wire)
+    (await broker.next()).respond(records())
+    assert await fetching == FETCHED
 
 
 async def test_a_broker_with_tls_gets_the_same_requests(tmp_path: Path) -> None:

@@ -60,8 +60,12 @@ class ModelCard(Part, frozen=True, kw_only=True):
     reasoning_parser: Text = ""
 
     def digest(self) -> str:
-        """Return the SHA-256 of the card as 64 hex digits. It covers the content of the files by their hashes."""
-        return sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
+        """Return the SHA-256 of the card as 64 hex digits. It covers the content of the files by their hashes.
+
+        The revision does not count, because a copy of the same files may have none.
+        """
+        compared = msgspec.structs.replace(self, revision="")
+        return sha256(msgspec.json.encode(compared, order="deterministic")).hexdigest()
 
 
 class StoredFile(Part, frozen=True, kw_only=True):

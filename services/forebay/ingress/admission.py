@@ -37,6 +37,35 @@ GATED = {
 }
 
 
+class FullPool:
+    """Whether an ingress assumes that the queue of a pool is full, because the owner just rejected a request.
+
+    Args:
+        in_flight: returns the number of requests in flight that may be in this queue.
+        now_s: clock.
+    """
+
+    def __init__(self, in_flight: Callable[[], int], now_s: Callable[[], float] = runtime.monotonic_s) -> None:
+        self._in_flight = in_flight
+        self._now_s = now_s
+        self._full_from = 0
+        self._full_until_s = -math.inf
+
+    def __bool__(self) -> bool:
+        """Return whether new requests should be rejected."""
+        return self._in_flight() >= self._full_from and self._now_s() < self._full_until_s
+
+    def mark(self) -> None:
+        """Record that the owner rejected a request because the queue of its pool is full."""
+        self._full_from = max(0, self._in_flight() - 1)
+        self._full_until_s = self._now_s() + FULL_S
+
+    def error(self, retry_after_s: int) -> ApiError:
+        """Return the error for a request that is rejected."""
+        text = "all workers and the queue of the pool are full; try again later"
+        return ApiError(429, POOL_FULL, text, retry_after_s=retry_after_s)
+
+
 class IngressAdmission:
     """Counts the requests of an ingress, spreads their preparation over iterations of the event loop, and rejects some.
 
@@ -44,6 +73,7 @@ class IngressAdmission:
 
     Attributes:
         in_flight: number of admitted requests that have not ended.
+        full: whether the queue of the only model is assumed to be full.
     """
 
     def __init__(self, metrics: IngressMetrics, now_s: Callable[[], float] = runtime.monotonic_s) -> None:
@@ -54,15 +84,9 @@ class IngressAdmission:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._busy_since_s = 0.0  # time from which on requests have been waiting without a break
         self._begun = 0  # requests started since that time
-        self._full_from = 0
-        self._full_until_s = -math.inf
+        self.full = FullPool(lambda: self.in_flight, now_s)
         self._window = (now_s(), 0)  # beginning of the window, and requests that ended in it
         self._ended_per_s = 0.0
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the ingress assumes that the router's queue is full, because the owner just rejected a request."""
-        return self.in_flight >= self._full_from and self._now_s() < self._full_until_s
 
     def enter(self, count: int = 1) -> None:
         """Admit a request, or `count` more choices of it. The caller must call `leave` with the same count at its end.
@@ -70,9 +94,8 @@ class IngressAdmission:
         Raises:
             ApiError: 429 if the router's queue is full, 503 if too many requests are in flight or wait.
         """
-        if self.is_full:
-            text = "all workers and the queue of the pool are full; try again later"
-            raise ApiError(429, POOL_FULL, text, retry_after_s=self.retry_after_s)
+        if self.full:
+            raise self.full.error(self.retry_after_s)
         if self.in_flight + count > IN_FLIGHT_MAX or self._is_behind():
             raise ApiError(
                 503, "overloaded", "requests arrive faster than this ingress can prepare them; try again later"
@@ -100,11 +123,6 @@ class IngressAdmission:
         else:
             self._ended_per_s = (ended + count) / took_s
             self._window = began_s + took_s, 0
-
-    def mark_queue_full(self) -> None:
-        """Record that the owner rejected a request because the queue of its pool is full."""
-        self._full_from = max(0, self.in_flight - 1)
-        self._full_until_s = self._now_s() + FULL_S
 
     @property
     def retry_after_s(self) -> int:

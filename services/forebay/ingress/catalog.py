@@ -2,9 +2,9 @@
 
 Theory of operation. The topic `groups` lists the models. For each model the catalog follows the heartbeats of its
 owner, which contain the number of ready workers and the digest of their model card. The first request for a model loads
-the card from the topic `models`, and later requests use the loaded model. At most `LOADED_MAX` models are loaded. When
-another one is needed, the one that was not used for the longest time is dropped, unless it has requests in flight. A
-model whose workers have another card than before is loaded again.
+the card from the topic `models`, and later requests use the loaded model. At most `LOADED_MAX` models stay loaded. The
+one that was not used for the longest time is dropped first; its requests in flight go on. A model whose workers have
+another card than before is loaded again. Loading holds the interpreter for about a second if the vocabulary is large.
 """
 
 import asyncio
@@ -13,17 +13,19 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
 from forebay import runtime
-from forebay.events.models import AliasSet
+from forebay.events.models import AliasSet, AliasTarget
 from forebay.events.names import unknown_name
-from forebay.ingress.errors import ApiError
+from forebay.events.request_ids import client_id_of
+from forebay.ingress.admission import FullPool
+from forebay.ingress.errors import ApiError, Unusable
 from forebay.ingress.front import Front
+from forebay.ingress.group import GroupClient
 from forebay.ingress.ingress import Ingress
-from forebay.ingress.model import Model, ModelUnusable
 from forebay.ingress.model_cards import open_model
 from forebay.ingress.readiness import Readiness
 from forebay.ingress.served import ServedModel, card_of
@@ -35,7 +37,22 @@ from forebay.transport.models import ModelStore
 logger = logging.getLogger(__name__)
 
 LOADED_MAX = 64  # a tokenizer takes 5 to 60 MB of memory
+FAILED_S = 10.0  # between two attempts to load a card that cannot be loaded
 CARD_S = 5.0  # until the topic `models` shows a card that a worker has stored before it joined
+
+
+class _Failure(NamedTuple):
+    """A card that could not be loaded.
+
+    Attributes:
+        card: digest of the card.
+        until_s: time of the next attempt, on the monotonic clock.
+        error: the error of requests until then.
+    """
+
+    card: str
+    until_s: float
+    error: ApiError
 
 
 class Entry:
@@ -45,23 +62,35 @@ class Entry:
         name: name of the model.
         heartbeats: heartbeats of its routers.
         ready: whether it can be served now.
+        group: client of its group.
         ingress: its ingress; None while its card is not loaded.
         digest: digest of the loaded card; empty while no card is loaded.
+        loading: held while its card is loaded.
+        failure: the newest failure to load its card.
     """
 
-    def __init__(self, name: str, heartbeats: RouterHeartbeats, ready: Readiness) -> None:
+    def __init__(self, name: str, heartbeats: RouterHeartbeats, ready: Readiness, group: GroupClient) -> None:
         self.name = name
         self.heartbeats = heartbeats
         self.ready = ready
+        self.group = group
+        group.follow(heartbeats, ready)
         self.ingress: Ingress | None = None
         self.digest = ""
         self.loading = asyncio.Lock()
+        self.failure: _Failure | None = None
 
     @property
     def card(self) -> str:
         """Digest of the card of its ready workers; empty if unknown."""
         owner = self.heartbeats.owner
         return "" if owner is None else owner.card
+
+    def require_loadable(self, card: str) -> None:
+        """Raise the error of the last attempt to load a card, until the next attempt is due."""
+        failure = self.failure
+        if failure is not None and failure.card == card and runtime.monotonic_s() < failure.until_s:
+            raise failure.error
 
 
 class Catalog:
@@ -94,15 +123,27 @@ class Catalog:
 
     async def run(self) -> None:
         """Follow the models until cancelled. Raises LogError if the log cannot be read."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._store.run())
-            while True:
-                self._placed.clear()
-                for name in self._directory.groups.partitions.keys() - self._entries.keys():
-                    heartbeats = RouterHeartbeats(self.front.log, name)
-                    entry = self._entries[name] = Entry(name, heartbeats, Readiness(heartbeats, self._directory))
-                    tasks.create_task(entry.ready.run())
-                await self._placed.wait()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._store.run())
+                while True:
+                    self._placed.clear()
+                    for name in sorted(self._directory.groups.partitions.keys() - self._entries.keys()):
+                        entry = self._entries[name] = self._new_entry(name)
+                        tasks.create_task(entry.ready.run())
+                    await self._placed.wait()
+        finally:
+            for entry in self._entries.values():
+                entry.group.close()
+
+    def _new_entry(self, name: str) -> Entry:
+        front = self.front
+        heartbeats = RouterHeartbeats(front.log, name)
+        ready = Readiness(heartbeats, self._directory)
+        settings = replace(front.settings, model_name=name, loras=())
+        group = GroupClient(front, settings, front.metrics.of_model(name), ready, ready.partition)
+        group.full = FullPool(lambda: len(group.replies))  # other models have other pools
+        return Entry(name, heartbeats, ready, group)
 
     def ready(self) -> list[Entry]:
         """Return the models that can be served now, by name."""
@@ -130,7 +171,7 @@ class Catalog:
     async def find(self, name: str, request_id: str) -> ServedModel:
         """Return the model that a request names, also by an alias or an adapter.
 
-        Raises ApiError: 404 for an unknown name, 503 if the model cannot be served now.
+        Raises ApiError: 404 for an unknown name, 429 if its pool is full, 503 if the model cannot be served now.
         """
         alias = None if name in self._entries else self._store.aliases.get(name)
         if alias is not None:
@@ -138,43 +179,57 @@ class Catalog:
         entry = self._entries.get(name) or await self._with_adapter(name)
         if entry is None:
             raise ApiError(404, "model_not_found", unknown_name("model", name, await self._names()), "model")
+        if entry.group.full:
+            raise entry.group.full.error(self.front.admission.retry_after_s)
         ingress = await self._ingress(entry)
         ingress.require_owner()
         return ServedModel(ingress, name)
 
+    def group(self, name: str) -> GroupClient:
+        """Return the client of a model's group. An empty name means the only model.
+
+        Raises ApiError: 400 if the name is missing, 404 for an unknown name.
+        """
+        names = sorted(self._entries)
+        if not name and len(names) != 1:
+            text = f"name a model, as in ?model=NAME; models are: {', '.join(names) or 'none'}"
+            raise ApiError(400, "model_required", text, "model")
+        entry = self._entries.get(name or names[0])
+        if entry is None:
+            raise ApiError(404, "model_not_found", unknown_name("model", name, names), "model")
+        return entry.group
+
     def _target(self, alias: AliasSet, request_id: str) -> str:
         """Return the model behind an alias for a request.
 
-        It is a function of the request id, so a record of the Kafka API that two ingresses submit has one model.
+        It is a function of the id that the client chose, so a request that is sent again has the same model. If that
+        model is not ready, only its own requests go to others (weighted rendezvous hashing).
         """
+        client_id = client_id_of(request_id)
+
+        def place(target: AliasTarget) -> float:
+            drawn = (xxh3_64_intdigest(f"{client_id}/{target.model}".encode()) + 1) / ((1 << 64) + 1)
+            return float(drawn ** (1 / target.weight))
+
         ready = {entry.name for entry in self.ready()}
-        targets = [target for target in alias.targets if target.model in ready]
-        if not targets:
-            return alias.fallback if alias.fallback in ready else alias.targets[0].model
-        place = xxh3_64_intdigest(request_id.encode()) / (1 << 64) * sum(target.weight for target in targets)
-        for target in targets:
-            place -= target.weight
-            if place < 0:
+        for target in sorted(alias.targets, key=place, reverse=True):
+            if target.model in ready:
                 return target.model
-        return targets[-1].model
+        return alias.fallback if alias.fallback in ready else alias.targets[0].model
 
     async def only(self, name: str) -> ServedModel:
-        """Return the model of this name. An empty name means the only model. Raises ApiError as `find`."""
-        if name:
-            return await self.find(name, name)
-        if len(self._entries) != 1:
-            text = f"name a model; models are: {', '.join(await self._names()) or 'none'}"
-            raise ApiError(400, "model_required", text, "model")
-        return await self.find(next(iter(self._entries)), "")
+        """Return the model of this name. An empty name means the only model. Raises ApiError as `find` and `group`."""
+        name = name or self.group("").settings.model_name
+        return await self.find(name, name)
 
     async def cards(self) -> list[dict[str, Any]]:
-        """Return the models with ready workers and their adapters, as `GET /v1/models` lists them."""
-        listed = []
-        for entry in self.ready():
-            stored = self._store.cards.get(entry.card)
-            if stored is not None:
-                adapters = () if entry.ingress is None else await entry.ingress.adapters.names()
-                listed += card_of(entry.name, stored.card.context_tokens, self._created_s, adapters)
+        """Return the models with ready workers, their adapters and aliases, as `GET /v1/models` lists them."""
+        entries = [entry for entry in self.ready() if entry.card in self._store.cards]
+        adapters = await asyncio.gather(*(entry.group.adapters.names() for entry in entries))
+        listed: list[dict[str, Any]] = []
+        for entry, names in zip(entries, adapters, strict=True):
+            context_tokens = self._store.cards[entry.card].card.context_tokens
+            listed += card_of(entry.name, context_tokens, self._created_s, names)
         found = {card["id"]: card for card in listed}
         for name, alias in sorted(self._store.aliases.items()):
             target = found.get(self._target(alias, ""))
@@ -186,58 +241,48 @@ class Catalog:
         return [card["id"] for card in await self.cards()]
 
     async def _with_adapter(self, name: str) -> Entry | None:
-        """Return the loaded model that has an adapter of this name, or None."""
-        for entry in self.ready():
-            if entry.ingress is not None and name in await entry.ingress.adapters.names():
-                return entry
-        return None
+        """Return the model that has an adapter of this name, or None."""
+        entries = self.ready()
+        adapters = await asyncio.gather(*(entry.group.adapters.names() for entry in entries))
+        return next((entry for entry, names in zip(entries, adapters, strict=True) if name in names), None)
 
     async def _ingress(self, entry: Entry) -> Ingress:
         """Return the ingress of a model, and load its card unless it is loaded. Raises ApiError."""
         card = entry.card or entry.digest  # between two owners the loaded card stays valid
-        if entry.ingress is None or entry.digest != card:
-            async with entry.loading:
-                if entry.ingress is None or entry.digest != card:
-                    await self._load(entry, card)
-        assert entry.ingress is not None
-        self._loaded[entry.name] = entry
-        self._loaded.move_to_end(entry.name)
-        return entry.ingress
-
-    async def _load(self, entry: Entry, card: str) -> None:
         if not card:
             why = entry.ready.why_not() if not entry.ready() else "its workers have stored no model card"
             raise ApiError(503, "not_ready", f"the model {entry.name} cannot be served now: {why}")
+        if entry.ingress is None or entry.digest != card:
+            entry.require_loadable(card)
+            async with entry.loading:
+                if entry.ingress is None or entry.digest != card:
+                    entry.require_loadable(card)
+                    entry.ingress, entry.digest = await self._load(entry, card), card
+        ingress = entry.ingress
+        self._loaded[entry.name] = entry
+        self._loaded.move_to_end(entry.name)
+        while len(self._loaded) > LOADED_MAX:
+            _, unused = self._loaded.popitem(last=False)
+            unused.ingress, unused.digest = None, ""
+        return ingress
+
+    async def _load(self, entry: Entry, card: str) -> Ingress:
         try:
             async with asyncio.timeout(CARD_S):
                 await self._store.stored(card)
-            model = await open_model(self._store, card, self._folder)
-        except TimeoutError as error:
+            ingress = Ingress.of_group(entry.group, await open_model(self._store, card, self._folder))
+        except TimeoutError:
             text = f"the model card {card} of {entry.name} is not on the topic models"
-            raise ApiError(503, "no_model_card", text) from error
-        except (ModelUnusable, LogError) as error:
-            logger.error("cannot load the model card %s of %s: %s", card, entry.name, error)  # noqa: TRY400
-            raise ApiError(503, "model_card_unusable", f"the model card of {entry.name}: {error}") from error
-        if entry.ingress is not None:
-            entry.ingress.close()
-        self._drop_idle()
+            raise self._failed(entry, card, ApiError(503, "no_model_card", text)) from None
+        except (Unusable, LogError) as error:
+            text = f"the model card of {entry.name}: {error}"
+            raise self._failed(entry, card, ApiError(503, "model_card_unusable", text)) from error
         self._on_loaded(entry.name)
-        entry.ingress, entry.digest = self._new_ingress(entry, model), card
         logger.info("loaded the model card %s of %s", card, entry.name)
-
-    def _new_ingress(self, entry: Entry, model: Model) -> Ingress:
-        front = self.front
-        settings = replace(front.settings, model_name=entry.name, loras=())
-        metrics = front.metrics.of_model(entry.name)
-        ingress = Ingress(front.log, model, settings, metrics, entry.ready, 0, entry.ready.partition, front)
-        ingress.follow(entry.heartbeats, entry.ready)
         return ingress
 
-    def _drop_idle(self) -> None:
-        """Drop the models that were not used for the longest time, until another one may be loaded."""
-        idle = [name for name, entry in self._loaded.items() if entry.ingress is None or not len(entry.ingress.replies)]
-        for name in idle[: max(0, len(self._loaded) + 1 - LOADED_MAX)]:
-            entry = self._loaded.pop(name)
-            if entry.ingress is not None:
-                entry.ingress.close()
-            entry.ingress, entry.digest = None, ""
+    def _failed(self, entry: Entry, card: str, error: ApiError) -> ApiError:
+        """Return an error, which requests get until the next attempt."""
+        logger.error("cannot load the model card %s of %s: %s", card, entry.name, error)
+        entry.failure = _Failure(card, runtime.monotonic_s() + FAILED_S, error)
+        return error

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Self
 
 from forebay import runtime
 from forebay.events.base import Event
@@ -12,12 +13,10 @@ from forebay.events.request_ids import choice_ids
 from forebay.events.requests import RequestCancelled
 from forebay.events.tokens import RouteResponse
 from forebay.events.topics import REQUESTS
-from forebay.ingress.adapters import Adapters
 from forebay.ingress.admission import POOL_FULL
-from forebay.ingress.commands import CommandClient
-from forebay.ingress.errors import ApiError, invalid, no_router
+from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.front import Front
-from forebay.ingress.http.pool_settings import PoolConfigurator
+from forebay.ingress.group import GroupClient
 from forebay.ingress.media.refs import MediaRef
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
@@ -27,12 +26,10 @@ from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.openai.routing_hints import RoutingHeaders, routing_headers
 from forebay.ingress.parsers.selection import ParserFactory
 from forebay.ingress.prepare import PreparedRequest, Preparer, Target, TokenizedPrompt
-from forebay.ingress.readiness import NO_OWNER, NO_WORKER, Readiness
 from forebay.ingress.response_fold import CompletionFold
 from forebay.ingress.settings import IngressSettings
 from forebay.ingress.streams import Stream, interruption
 from forebay.transport.base import Draft, Log, LogError, LogFull
-from forebay.transport.heartbeats import RouterHeartbeats
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +44,7 @@ QUERY_S = 10.0  # for a route query: longer than a failover
 QUEUE_CODES = frozenset({POOL_FULL, "queue_full", "queue_timeout"})
 
 
-class Ingress:
+class Ingress(GroupClient):
     """Appends requests to the log, and reads their responses from one reply slot (a partition of `tokens`).
 
     Args:
@@ -56,16 +53,8 @@ class Ingress:
         settings: settings of the ingress.
         metrics: metrics of the ingress.
         ready: returns whether requests can be served.
-        reply_from: offset in the reply slot at which reading begins, unless `front` is given.
+        reply_from: offset in the reply slot at which reading begins.
         find_partition: returns the partition of the model's control topics; None while no router has assigned one.
-        front: parts that the ingress shares with the ingresses of other models in this process. None creates them.
-
-    Attributes:
-        front: parts that all models of the process share.
-        ready_details: additional fields of the response to `GET /ready`.
-        not_ready_reason: returns the error message of `GET /ready` while the ingress is not ready.
-        has_owner: returns whether the model has an owner. In the embedded system the owner is a task of this process.
-        owner_silent_s: returns the seconds since the owner's last heartbeat, 0 in the embedded system.
     """
 
     def __init__(
@@ -77,36 +66,31 @@ class Ingress:
         ready: Callable[[], bool],
         reply_from: int,
         find_partition: Callable[[], int | None] = lambda: 0,
-        front: Front | None = None,
     ) -> None:
-        if front is None:
-            front = Front(
-                log,
-                settings,
-                metrics,
-                reply_from,
-                takes_media=bool(model.media.ids),
-                context_tokens=model.context_tokens,
-            )
-        self.front = front
+        takes_media = bool(model.media.ids)
+        front = Front(log, settings, metrics, reply_from, takes_media=takes_media, context_tokens=model.context_tokens)
+        super().__init__(front, settings, metrics, ready, find_partition)
+        self._use(model)
+
+    @classmethod
+    def of_group(cls, group: GroupClient, model: Model) -> Self:
+        """Return the ingress of a group that also exists without a model. Both share all parts of the group.
+
+        Raises Unusable if a configured parser does not support the model.
+        """
+        ingress = cls.__new__(cls)
+        vars(ingress).update(vars(group))
+        ingress._use(model)
+        return ingress
+
+    def _use(self, model: Model) -> None:
+        settings, front = self.settings, self.front
         self.model = model
-        self.settings = settings
         self.parsers = ParserFactory(model, settings.tool_call_parser, settings.reasoning_parser)
         self._preparer = Preparer(model, self.parsers, settings)
-        self.metrics = metrics
-        self.ready = ready
-        self.not_ready_reason: Callable[[], str] = lambda: NO_WORKER
-        self.ready_details: dict[str, str] = {}
-        self.has_owner: Callable[[], bool] = lambda: True
-        self.owner_silent_s: Callable[[], float] = lambda: 0.0
         self.drain, self.admission = front.drain, front.admission
         self.tokenizer_pool, self._fetcher = front.tokenizer_pool, front.fetcher
-        self.find_partition = find_partition
-        self.replies = front.slot.reader(settings.model_name)
-        self.pools = PoolConfigurator(log, find_partition, metrics.undecodable.inc)
-        self.commands = CommandClient(log, self.replies, settings.model_name, settings.reply_slot, self.require_owner)
-        self.adapters = Adapters(log, self.commands, settings.model_name, settings.loras, find_partition)
-        self._log = log
+        self._log = front.log
 
     async def run(self) -> None:
         """Read the reply slot and dispatch its events to their requests, until cancelled.
@@ -117,18 +101,6 @@ class Ingress:
             await self.front.run()
         finally:
             self.close()
-
-    def follow(self, heartbeats: RouterHeartbeats, ready: Readiness) -> None:
-        """Decide by the heartbeats of the group's owner whether the model has an owner and can be served."""
-        ready.enforced = self.has_enforced_prefill
-        self.not_ready_reason = ready.why_not
-        self.has_owner = lambda: heartbeats.has_owner
-        self.owner_silent_s = lambda: heartbeats.owner_age_s or 0.0
-        self.pools.allowed_policies = lambda: None if heartbeats.owner is None else heartbeats.owner.policies
-
-    def close(self) -> None:
-        """Stop following the topics of the model."""
-        self.adapters.close()
 
     async def prepare(
         self,
@@ -291,19 +263,13 @@ class Ingress:
             raise ApiError(result.error.status, result.error.code, result.error.message)
         return result
 
-    async def has_enforced_prefill(self) -> bool:
-        """Return whether requests are rejected while no prefill worker is ready. Raises ApiError (503)."""
-        model = self.settings.model_name
-        pools = await self.pools.disaggregation_settings()
-        return any(disagg.enforce and disagg.policy == "always" for _, served, disagg in pools if served == model)
-
     def observe(self, error: ApiError) -> ApiError:
         """Return an error of the owner, with the estimated time for a retry if it concerns the router's queue.
 
-        If the queue of the pool is full, also make the admission reject new requests for a short time.
+        If the queue of the pool is full, new requests for the model are rejected for a short time.
         """
         if error.code == POOL_FULL:
-            self.admission.mark_queue_full()
+            self.full.mark()
         if error.code in QUEUE_CODES:
             error.retry_after_s = self.admission.retry_after_s
         return error
@@ -315,20 +281,6 @@ class Ingress:
             self._log.append_soon([_draft(self.require_partition(), request_id, event)])
         except LogError as error:
             logger.warning("cannot cancel request %s: %s", request_id, error)
-
-    def require_partition(self) -> int:
-        """Return the partition of the model's control topics. Raises ApiError (503) while it has no router."""
-        partition = self.find_partition()
-        if partition is None:
-            raise no_router(self.settings.model_name)
-        return partition
-
-    def require_owner(self) -> int:
-        """Return the partition of the model's control topics. Raises ApiError (503) while the model has no owner."""
-        partition = self.require_partition()
-        if not self.has_owner():
-            raise ApiError(503, "no_owner", NO_OWNER)
-        return partition
 
     async def _append(self, partition: int, request_id: str, event: Event) -> None:
         try:

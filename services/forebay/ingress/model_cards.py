@@ -1,11 +1,15 @@
 """Read the model card of a model directory, and open a model from the files of a stored card."""
 
+import shutil
+import weakref
 from hashlib import sha256
 from pathlib import Path
+from tempfile import mkdtemp
 
 from forebay import runtime
 from forebay.events.models import ModelCard, ModelFile
-from forebay.ingress.model import Model, context_tokens_of, read_json
+from forebay.events.names import printable
+from forebay.ingress.model import Model, ModelUnusable, context_tokens_of, read_json
 from forebay.transport.models import FILE_BYTES_MAX, ModelStore
 
 # Files that an ingress or a mock engine reads.
@@ -45,17 +49,25 @@ def read_card(directory: Path) -> tuple[ModelCard, dict[str, bytes]] | None:
 async def open_model(store: ModelStore, digest: str, folder: Path) -> Model:
     """Load the files of a stored card into a new directory in `folder`, and return the model.
 
+    The directory is removed with the model.
+
     Raises:
         ModelUnusable: the model cannot be loaded from the files of the card.
         LogError: the card is missing or damaged, or the log cannot be read.
     """
     files = await store.load(digest)
+    if unknown := sorted(files.keys() - set(TOKENIZER_FILES)):
+        raise ModelUnusable(f"the model card {digest} has unknown files: {', '.join(map(printable, unknown))}")
 
     def opened() -> Model:
-        directory = folder / digest
-        directory.mkdir(exist_ok=True)
-        for name, content in files.items():
-            (directory / Path(name).name).write_bytes(content)  # a card cannot name a file elsewhere
-        return Model(directory)
+        try:
+            directory = Path(mkdtemp(prefix=f"{digest[:16]}-", dir=folder))
+            for name, content in files.items():
+                (directory / name).write_bytes(content)
+        except OSError as error:
+            raise ModelUnusable(f"{folder}: cannot write the files of the model card {digest}: {error}") from error
+        model = Model(directory)
+        weakref.finalize(model, shutil.rmtree, directory, ignore_errors=True)
+        return model
 
     return await runtime.offload(opened)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 from forebay import runtime
 from forebay.ingress.front import Front
+from forebay.ingress.group import GroupClient
 from forebay.ingress.ingress import Ingress
 
 
@@ -55,6 +56,13 @@ class ServedModels(Protocol):
 
     async def only(self, name: str) -> ServedModel:
         """Return the model of this name. An empty name means the only model. Raises ApiError as `find`."""
+        ...
+
+    def group(self, name: str) -> GroupClient:
+        """Return the client of a model's group. An empty name means the only model.
+
+        Raises ApiError: 400 if the name is missing, 404 for an unknown name.
+        """
         ...
 
     async def cards(self) -> list[dict[str, Any]]:
@@ -114,6 +122,11 @@ class OneModel:
     async def only(self, name: str) -> ServedModel:
         """Return the ingress. It rejects unknown names itself."""
         return ServedModel(self.ingress, name)
+
+    def group(self, name: str) -> GroupClient:
+        """Return the ingress, whatever name is given."""
+        del name
+        return self.ingress
 
     async def cards(self) -> list[dict[str, Any]]:
         """Return the model and its adapters."""

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 CARDS, CONTENT = 0, 1  # partitions of the topic
 READ_MAX = 256
 FILE_BYTES_MAX = 128 << 20  # of one file; tokenizers with 260,000 tokens have 35 MB
+CARD_BYTES_MAX = 256 << 20  # of all files of a card
 LEVEL = 6
 
 
@@ -123,6 +124,9 @@ class ModelStore:
         stored = self.cards.get(digest)
         if stored is None:
             raise ModelMissing(f"the topic {MODELS.name} has no model card {digest}")
+        size = sum(file.size for file in stored.card.files)
+        if size > CARD_BYTES_MAX:
+            raise ModelDamaged(f"the files of the model card {digest} have {size:,} bytes, at most {CARD_BYTES_MAX:,}")
         places = {one.sha256: one for one in stored.stored}
         contents: dict[str, bytes] = {}
         for file in stored.card.files:
@@ -146,9 +150,14 @@ class ModelStore:
     async def _load_file(self, name: str, size: int, place: StoredFile) -> bytes:
         if size > FILE_BYTES_MAX:
             raise ModelDamaged(f"{name} has {size:,} bytes, at most {FILE_BYTES_MAX:,} are allowed")
-        pieces = [await self._chunk(name, place.sha256, offset) for offset in place.offsets]
-        content = await runtime.offload(_unpacked, b"".join(pieces), size)
-        if content is None or sha256(content).hexdigest() != place.sha256:
+        pieces, packed_bytes = [], 0
+        for offset in place.offsets:
+            pieces.append(await self._chunk(name, place.sha256, offset))
+            packed_bytes += len(pieces[-1])
+            if packed_bytes > FILE_BYTES_MAX:
+                raise ModelDamaged(f"the stored pieces of {name} have more than {FILE_BYTES_MAX:,} bytes")
+        content = await runtime.offload(_unpacked, b"".join(pieces), size, place.sha256)
+        if content is None:
             raise ModelDamaged(f"the stored content of {name} does not have the SHA-256 {place.sha256} of its card")
         return content
 
@@ -201,11 +210,11 @@ class ModelStore:
         )
 
 
-def _unpacked(packed: bytes, size: int) -> bytes | None:
-    """Return `size` bytes of content, or None if the compressed bytes do not hold exactly these."""
+def _unpacked(packed: bytes, size: int, sha: str) -> bytes | None:
+    """Return the content, or None if the compressed bytes do not hold `size` bytes with this SHA-256."""
     unpacker = zlib.decompressobj()
     try:
         content = unpacker.decompress(packed, size + 1)
     except zlib.error:
         return None
-    return content if len(content) == size else None
+    return content if len(content) == size and sha256(content).hexdigest() == sha else None

@@ -4,6 +4,7 @@ import contextlib
 import io
 import logging
 import os
+import select
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -15,7 +16,8 @@ QUEUE_MAX = 10_000  # lines; a few seconds of the highest request rate of one pr
 # Pause after a write, so that the next write has all lines of this time. Waking the thread for every line took as much
 # CPU time as creating the line.
 GATHER_S = 0.02
-BATCH_MAX = 256  # lines per write
+# Bytes per write, unless one line has more. Writes of several processes to one pipe are then not mixed.
+BATCH_BYTES_MAX = select.PIPE_BUF
 CLOSE_S = 1.0  # time to write the last lines if nobody reads them
 
 
@@ -94,10 +96,16 @@ class _BackgroundStream:
 
     def _take(self) -> str:
         """Return the next lines, and a line with the number of dropped lines if there are any."""
-        self._writing = min(len(self._lines), BATCH_MAX)
-        text = "".join([self._lines.popleft() for _ in range(self._writing)])
         dropped, self._dropped = self._dropped, 0
-        return text + self._dropped_line(dropped) if dropped else text
+        taken = [self._dropped_line(dropped)] if dropped else []
+        size = sum(len(line.encode(errors="replace")) for line in taken)
+        while self._lines:
+            size += len(self._lines[0].encode(errors="replace"))
+            if taken and size > BATCH_BYTES_MAX:
+                break
+            taken.append(self._lines.popleft())
+        self._writing = len(taken)
+        return "".join(taken)
 
 
 def unbuffered_stderr() -> TextIO:

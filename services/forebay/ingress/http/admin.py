@@ -14,12 +14,12 @@ from pydantic import Field
 
 from forebay.events.control import BusyThresholds, DisaggConfig, DisaggPolicy
 from forebay.ingress.errors import ApiError
+from forebay.ingress.group import GroupClient
 from forebay.ingress.http.body import read_body
 from forebay.ingress.http.control_api import BODY_BYTES_MAX, COMMAND_BODIES, add_commands
 from forebay.ingress.http.openapi import SETTINGS, body_of, errors
 from forebay.ingress.http.operator_name import OperatorField
 from forebay.ingress.http.pool_rules import POOL_RULE_BODIES, add_pool_rules
-from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai.fields import CheckedBody, parse
 from forebay.ingress.openai.nvext import WEIGHT_MAX
 from forebay.ingress.openai.requests import adapter_of
@@ -67,7 +67,7 @@ class DisaggregationBody(PoolSettingsBody):
 BODIES = (*COMMAND_BODIES, BusyThresholdBody, DisaggregationBody, *POOL_RULE_BODIES)
 
 
-def add_admin(app: FastAPI, ingress: Ingress) -> None:
+def add_admin(app: FastAPI, ingress: GroupClient) -> None:
     """Add the routes of the admin API to `app`: commands to workers and settings of pools.
 
     Each route requires the admin token in `ingress.settings.admin_token`.

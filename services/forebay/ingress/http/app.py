@@ -4,7 +4,6 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 from urllib.parse import parse_qsl
-from weakref import WeakKeyDictionary
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -20,6 +19,7 @@ from forebay.ingress.admission import AdmissionMiddleware
 from forebay.ingress.errors import ApiError
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.front import Front
+from forebay.ingress.group import GroupClient
 from forebay.ingress.http.admin import BODIES as ADMIN_BODIES
 from forebay.ingress.http.admin import add_admin
 from forebay.ingress.http.api_key import ApiKeyGuard
@@ -35,7 +35,6 @@ from forebay.ingress.http.queries import add_explain, add_route_query
 from forebay.ingress.http.status import SharedReader, StatusReader, add_status
 from forebay.ingress.http.tokenization import BODIES as TOKENIZATION_BODIES
 from forebay.ingress.http.tokenization import add_tokenization
-from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.response_fold import EmbeddingFold
@@ -75,54 +74,53 @@ def build_app(
     if isinstance(models, OneModel):
         _add_group_routes(app, models.ingress, explain, read_status)
     else:
-        app.mount("/", GroupRoutes(models, explain))
+        _add_routes_by_model(app, models, explain)
     admin = ADMIN_BODIES if settings.admin_token else ()
     bodies = (ChatBody, TextBody, EmbeddingBody, *TOKENIZATION_BODIES, *admin)
     describe(app, bodies, (GroupStatus,), has_key=bool(settings.api_keys))
     return app
 
 
-def _add_group_routes(app: FastAPI, ingress: Ingress, explainer: Explainer, read_status: StatusReader | None) -> None:
+def _add_group_routes(app: FastAPI, group: GroupClient, explainer: Explainer, read_status: StatusReader | None) -> None:
     """Add the routes about the requests, the workers and the settings of one model."""
-    add_explain(app, ingress, explainer)
+    add_explain(app, group, explainer)
     add_status(app, read_status)
-    if ingress.settings.admin_token:
-        add_admin(app, ingress)
+    if group.settings.admin_token:
+        add_admin(app, group)
 
 
-class GroupRoutes:
-    """ASGI application with the routes about one model, which the query parameter `model` names.
+def _add_routes_by_model(app: FastAPI, models: ServedModels, explainer: Explainer) -> None:
+    """Add the same routes for several models. The query parameter `model` names the model of a request.
 
     The parameter may be left out if there is only one model.
-
-    Args:
-        models: the models.
-        explainer: explains requests, and derives statuses.
     """
+    front = models.front
+    apps: dict[str, FastAPI] = {}  # by model; the log has few models
 
-    def __init__(self, models: ServedModels, explainer: Explainer) -> None:
-        self._models = models
-        self._explainer = explainer
-        self._apps: WeakKeyDictionary[Ingress, FastAPI] = WeakKeyDictionary()
+    def app_of(group: GroupClient) -> FastAPI:
+        status = SharedReader(lambda: explainer.status(group.settings.model_name, group.require_partition()))
+        made = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        _add_errors(made, front)
+        _add_group_routes(made, group, explainer, status.read)
+        return made
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request about a model."""
-        name = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("model", "")
-        try:
-            ingress, _ = await self._models.only(name)
-        except (ApiError, LogError) as error:
-            await error_response(self._models.front, error)(scope, receive, send)
-            return
-        app = self._apps.get(ingress)
-        if app is None:
-            app = self._apps[ingress] = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-            _add_errors(app, self._models.front)
-            _add_group_routes(app, ingress, self._explainer, self._status_of(ingress))
-        await app(scope, receive, send)
+    class ByModel:
+        """ASGI application that passes a request to the application of its model."""
 
-    def _status_of(self, ingress: Ingress) -> StatusReader:
-        name = ingress.settings.model_name
-        return SharedReader(lambda: self._explainer.status(name, ingress.require_partition())).read
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            name = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("model", "")
+            group = models.group(name)
+            served = apps.get(group.settings.model_name)
+            if served is None:
+                served = apps[group.settings.model_name] = app_of(group)
+            await served(scope, receive, send)
+
+    template = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    nobody = GroupClient(front, front.settings, front.metrics, lambda: False, lambda: None)
+    _add_group_routes(template, nobody, explainer, None)
+    for route in template.routes:
+        if isinstance(route, Route):
+            app.router.routes.append(Route(route.path, ByModel(), methods=route.methods, include_in_schema=False))
 
 
 class IngressApp(FastAPI):

@@ -19,10 +19,10 @@ from forebay.events.control import LORA_CHANGES, Action, Command
 from forebay.events.decisions import CommandOutcome
 from forebay.events.names import NameInvalid, require_adapter, unknown_name
 from forebay.ingress.errors import ApiError, invalid
+from forebay.ingress.group import GroupClient
 from forebay.ingress.http.body import client_id, read_body
 from forebay.ingress.http.openapi import COMMANDS, body_of, errors
 from forebay.ingress.http.operator_name import OperatorField
-from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai.fields import CheckedBody, Neutral, parse
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
@@ -190,7 +190,7 @@ COMMAND_BODIES = (AnyCommandBody, CommandBody, DrainBody, LoadBody, SleepBody, U
 BodyT = TypeVar("BodyT", bound=CommandBody)
 
 
-def add_commands(router: APIRouter, ingress: Ingress) -> None:
+def add_commands(router: APIRouter, ingress: GroupClient) -> None:
     """Add the routes that send commands to workers.
 
     Args:
@@ -244,7 +244,7 @@ def add_commands(router: APIRouter, ingress: Ingress) -> None:
     add("/resume", "resume", CommandBody, "Continue after `/pause`.")
 
 
-async def _run(request: Request, ingress: Ingress, body: CommandBody, command: Command) -> Response:
+async def _run(request: Request, ingress: GroupClient, body: CommandBody, command: Command) -> Response:
     status = "error"
     try:
         if command.action == "load_lora":  # only for loading: a loaded adapter can be unloaded whatever its name is

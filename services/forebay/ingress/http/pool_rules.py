@@ -15,10 +15,10 @@ from forebay.core.state.pool_registry import PoolEvent
 from forebay.events.control import PolicySet
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolGrid, PoolRoutingConfigured
 from forebay.ingress.errors import invalid
+from forebay.ingress.group import GroupClient
 from forebay.ingress.http.body import read_body
 from forebay.ingress.http.openapi import SETTINGS, body_of, errors
 from forebay.ingress.http.operator_name import OperatorField
-from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai.fields import CheckedBody, parse
 from forebay.ingress.openai.requests import adapter_of
 from forebay.simulate.pool_routing_file import PoolRoutingUnusable, pool_routing
@@ -110,7 +110,7 @@ class PoolPolicyBody(PoolRuleBody):
 POOL_RULE_BODIES = (PoolRoutingBody, PoolCanaryBody, PoolDrainBody, PoolPolicyBody)
 
 
-def add_pool_rules(router: APIRouter, ingress: Ingress) -> None:
+def add_pool_rules(router: APIRouter, ingress: GroupClient) -> None:
     """Add the routes that show and change the rules for the pools of the model.
 
     Args:

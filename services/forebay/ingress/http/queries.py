@@ -7,9 +7,9 @@ from fastapi.responses import Response
 from forebay.events.request_ids import client_id_of
 from forebay.ingress.errors import invalid
 from forebay.ingress.explainer import Explainer
+from forebay.ingress.group import GroupClient
 from forebay.ingress.http.body import request_id_of
 from forebay.ingress.http.openapi import QUERIES, body_of, errors
-from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai.render import route_of
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.served import ServedModels
@@ -39,7 +39,7 @@ def add_route_query(app: FastAPI, models: ServedModels) -> None:
             return await respond_to_query(request, models, body)
 
 
-def add_explain(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
+def add_explain(app: FastAPI, ingress: GroupClient, explainer: Explainer) -> None:
     """Add `GET /v1/requests/{request_id}/explain` to `app`.
 
     Args:

@@ -14,7 +14,7 @@ from forebay.transport.kafka.replies import KafkaReplies
 
 IN_FLIGHT_MAX = 1_024  # per ingress: enough to keep many engines busy, few enough to hold in memory
 PLACE_S = 0.1  # poll interval while the model has no control partition or no owner
-OWNER_S = 30.0  # a record waits this long for its model; the records behind it wait, too
+OWNER_S = 30.0  # the records behind one that waits for its model wait, too
 
 
 class SharedState:
@@ -41,6 +41,7 @@ class SharedState:
         self.commit_soon = asyncio.Event()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._in_flight = 0
+        self._waits_until_s: dict[str, float] = {}  # by a model that was found unusable; only models of the log get 503
         self._capacity = asyncio.Event()
         self._capacity.set()
 
@@ -52,17 +53,22 @@ class SharedState:
             await asyncio.sleep(PLACE_S)
 
     async def find(self, model: str, request_id: str) -> ServedModel:
-        """Return the model of a request. Wait up to `OWNER_S` while it has no owner, for example in a failover.
+        """Return the model of a request. Wait while it has no owner or worker, for example in a failover.
 
-        Raises ApiError: 404 for an unknown model, 503 if it cannot be served after this time.
+        The wait ends `OWNER_S` after the model was found unusable, so later records for it are rejected at once.
+
+        Raises ApiError: 404 for an unknown model, 503 if the model cannot be served.
         """
-        until_s = runtime.monotonic_s() + OWNER_S
         while True:
             try:
-                return await self.models.find(model, request_id)
+                found = await self.models.find(model, request_id)
             except ApiError as error:
-                if error.status != 503 or runtime.monotonic_s() >= until_s:
+                now_s = runtime.monotonic_s()
+                if error.status != 503 or now_s >= self._waits_until_s.setdefault(model, now_s + OWNER_S):
                     raise
+            else:
+                self._waits_until_s.pop(model, None)
+                return found
             await asyncio.sleep(PLACE_S)
 
     def count(self, change: int) -> None:

@@ -125,10 +125,10 @@ class FedTail:
         log, (topic, partition) = self._log, self._place
         before, still_s = -1, STILL_S
         while self._failure is None:
-            self._hurry.clear()
             try:
                 async with asyncio.timeout(still_s):
                     await self._hurry.wait()
+                self._hurry.clear()  # only now, because it may be set while the log is asked for its end
                 before, still_s = self.position, STILL_S
             except TimeoutError:
                 pass

@@ -179,7 +179,10 @@ class Wire:
             raise NodeNotReadyError(f"the broker {node} cannot be reached")
         connection = self._connections.get((node, channel))
         if connection is None or not connection.is_open:  # otherwise another request has connected meanwhile
-            connection = BrokerConnection(self._client._conns[node, channel], REQUEST_MS / 1000)
+            opened = self._client._conns.get((node, channel))
+            if opened is None or not opened.connected():  # a broker that shuts down closes it after its first response
+                raise NodeNotReadyError(f"the broker {node} closed the connection")
+            connection = BrokerConnection(opened, REQUEST_MS / 1000)
             self._connections[node, channel] = connection
         return connection
 
