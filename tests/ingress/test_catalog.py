@@ -260,7 +260,7 @@ async def test_the_full_pool_of_a_model_does_not_reject_requests_for_others(scen
     with pytest.raises(ApiError) as caught:
         await scene.find("one")
     assert (caught.value.status, caught.value.code) == (429, "pool_full")
-    assert await scene.find("two")
+    assert (await scene.find("two")).settings.model_name == "two"
     scene.catalog.front.admission.enter()
 
 
