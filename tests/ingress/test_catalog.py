@@ -15,12 +15,13 @@ from prometheus_client import CollectorRegistry
 
 from forebay.events.codec import encode
 from forebay.events.control import PoolConfigured
+from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.groups import GroupPlaced
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.models import AliasSet, AliasTarget, ModelFile
 from forebay.events.request_ids import http_request_id
 from forebay.events.tokens import ResponseEnded
-from forebay.events.topics import CONTROL, GROUPS, HEARTBEATS, TOKENS
+from forebay.events.topics import CONTROL, FLEET, GROUPS, HEARTBEATS, TOKENS
 from forebay.ingress import catalog as module
 from forebay.ingress.catalog import Catalog
 from forebay.ingress.errors import ApiError
@@ -31,6 +32,7 @@ from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model, ModelUnusable
 from forebay.ingress.model_cards import read_card
 from forebay.ingress.settings import ALL_MODELS, IngressSettings
+from forebay.transport import heartbeats
 from forebay.transport.base import Draft
 from forebay.transport.directory import Directory
 from forebay.transport.models import ModelStore
@@ -105,7 +107,8 @@ def files_in(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+async def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
+    monkeypatch.setattr(heartbeats, "OWNER_SILENT_S", 3_600.0)  # each test writes few heartbeats
     async with opened(tmp_path) as scene:
         yield scene
 
@@ -159,13 +162,20 @@ async def test_an_unknown_model_is_rejected_with_the_listed_ones(scene: Scene) -
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"tokenizer.json": b"{}"}, "not a valid tokenizer"), ({"config.json": b"no"}, "not valid JSON")],
+    [
+        ({"tokenizer.json": b"{}"}, "not a valid tokenizer"),
+        ({"config.json": b"no"}, "not valid JSON"),
+        ({"chat_template.jinja": b"\xff"}, "cannot be loaded: UnicodeDecodeError"),
+    ],
 )
-async def test_a_card_that_cannot_be_used_is_an_error(scene: Scene, changes: dict[str, bytes], message: str) -> None:
+async def test_a_card_that_cannot_be_used_is_an_error(
+    scene: Scene, changes: dict[str, bytes], message: str, tmp_path: Path
+) -> None:
     await scene.serve("one", await scene.store(changes))
     with pytest.raises(ApiError, match=message) as caught:
         await scene.find("one")
     assert (caught.value.status, caught.value.code) == (503, "model_card_unusable")
+    assert files_in(tmp_path) == []
 
 
 async def test_a_card_that_is_not_stored_is_an_error(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +189,27 @@ async def test_a_card_that_is_not_stored_is_an_error(scene: Scene, monkeypatch: 
 
 async def test_workers_without_a_card_cannot_be_used(scene: Scene) -> None:
     await scene.serve("one", "")
+    assert "one: its workers have stored no model card" in (scene.catalog.why_not_ready() or "")
     with pytest.raises(ApiError, match="its workers have stored no model card"):
         await scene.find("one")
+
+
+async def test_an_adapter_is_unknown_only_once_all_models_have_listed_theirs(scene: Scene) -> None:
+    """Without an owner the workers cannot list their adapters."""
+    spec = WorkerSpec(
+        worker_id="w",
+        model="one",
+        block_size=16,
+        kv_blocks_total=8,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        loras=("sql",),
+    )
+    joined = WorkerJoined(owner_epoch=7, spec=spec, lease="t", slot=0, from_offset=0)
+    await scene.log.append([Draft(FLEET.name, 0, encode(FLEET, joined))])
+    with pytest.raises(ApiError) as caught:
+        await scene.find("sql")
+    assert (caught.value.status, caught.value.code) == (503, "adapters_unknown")
 
 
 async def test_readiness_names_what_each_model_lacks(scene: Scene) -> None:
@@ -250,6 +279,8 @@ async def test_a_card_that_cannot_be_loaded_is_not_tried_again_by_each_request(
     results = await asyncio.gather(*(scene.find("one") for _ in range(5)), return_exceptions=True)
     assert {str(result) for result in results} == {"the model card of one: broken"}
     assert opened == [digest]
+    errors = [result for result in results if isinstance(result, ApiError)]
+    assert len({id(error) for error in errors}) == len(results), "a shared error would keep the frames of all requests"
 
 
 async def test_the_full_pool_of_a_model_does_not_reject_requests_for_others(scene: Scene) -> None:
@@ -257,11 +288,14 @@ async def test_the_full_pool_of_a_model_does_not_reject_requests_for_others(scen
     for name in ("one", "two"):
         await scene.serve(name, digest)
     (await scene.find("one")).observe(ApiError(429, "pool_full", "full"))
-    with pytest.raises(ApiError) as caught:
-        await scene.find("one")
-    assert (caught.value.status, caught.value.code) == (429, "pool_full")
-    assert (await scene.find("two")).settings.model_name == "two"
+    body = {"prompt": "a", "max_tokens": 1}
+    async with client_of(scene) as client:
+        response = await client.post("/v1/completions", json={"model": "one", **body})
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "pool_full")
+        assert (await client.post("/tokenize", json={"model": "one", "prompt": "a"})).status_code == 200
+    scene.catalog.require_capacity(await scene.find("two"), "completions")
     scene.catalog.front.admission.enter()
+    assert await scene.find("one") is not None, "the Kafka API lets its requests wait in the router's queue"
 
 
 async def test_the_files_of_a_card_stay_in_their_folder(scene: Scene, tmp_path: Path) -> None:
@@ -285,6 +319,7 @@ async def test_routes_about_a_model_work_without_its_card(scene: Scene) -> None:
             ("/v1/status?model=one", "GET", 501, "not_recorded"),
             ("/v1/status?model=nope", "GET", 404, "model_not_found"),
             ("/busy_threshold?model=one", "GET", 200, None),
+            ("/v1/loras?model=one", "GET", 503, "no_owner"),
             ("/v1/status?model=one", "POST", 405, "method_not_allowed"),
             ("/v1/chat/completions", "GET", 405, "method_not_allowed"),
             ("/favicon.ico?model=one", "GET", 404, "not_found"),

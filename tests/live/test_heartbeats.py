@@ -147,7 +147,7 @@ async def test_earlier_heartbeats_and_foreign_records_are_ignored(log: SqliteLog
 async def test_standbys_are_counted_while_they_send_heartbeats(log: SqliteLog) -> None:
     clock, registry = Clock(), CollectorRegistry()
     async with following(log, clock) as heartbeats:
-        registry.register(HeartbeatMetrics(heartbeats))
+        registry.register(HeartbeatMetrics(lambda: [heartbeats]))
         for name in ("b", "c", "b"):
             await beat(log, router_id=name, role="standby", position=5)
         await beat(log)

@@ -57,6 +57,7 @@ class Adapters:
         self._tails: dict[Topic, Tail] = {}
         self._positions: dict[Topic, int] = {}
         self._changes = self._listed_changes = 0
+        self._has_caught_up = False
         self._loaded: tuple[str, ...] = ()
         self._retry_at_s = 0.0
         self._lock = asyncio.Lock()
@@ -66,6 +67,16 @@ class Adapters:
         for tail in self._tails.values():
             tail.close()
         self._tails.clear()
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Names of the adapters according to the last list, without reading the log."""
+        return (*self._static, *self._loaded)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the log was read, and no worker has joined, left or changed its adapters since the last list."""
+        return self._has_caught_up and self._changes <= self._listed_changes
 
     async def resolve(self, name: str) -> str:
         """Return the adapter that the field `model` of a request names; empty for the base model.
@@ -91,7 +102,7 @@ class Adapters:
                 await self._catch_up(partition)
                 if self._changes > self._listed_changes and runtime.monotonic_s() >= self._retry_at_s:
                     await self._list()
-        return (*self._static, *self._loaded)
+        return self.known
 
     async def _list(self) -> None:
         """List the adapters of all workers. If some workers do not respond, keep a partial list and retry later."""
@@ -121,6 +132,7 @@ class Adapters:
                     self._wake.clear()
                     self._read()
                     if all(self._positions[topic] >= end for topic, end in ends.items()):
+                        self._has_caught_up = True
                         return
                     await self._wake.wait()
         except TimeoutError as error:

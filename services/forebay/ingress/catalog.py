@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 LOADED_MAX = 64  # a tokenizer takes 5 to 60 MB of memory
 FAILED_S = 10.0  # between two attempts to load a card that cannot be loaded
+LISTED_S = 0.5  # until the last known adapters of a model count, because a worker may be slow to list them
 CARD_S = 5.0  # until the topic `models` shows a card that a worker has stored before it joined
 
 
@@ -47,12 +48,14 @@ class _Failure(NamedTuple):
     Attributes:
         card: digest of the card.
         until_s: time of the next attempt, on the monotonic clock.
-        error: the error of requests until then.
+        code: code of the error that requests get until then.
+        message: its message.
     """
 
     card: str
     until_s: float
-    error: ApiError
+    code: str
+    message: str
 
 
 class Entry:
@@ -90,7 +93,7 @@ class Entry:
         """Raise the error of the last attempt to load a card, until the next attempt is due."""
         failure = self.failure
         if failure is not None and failure.card == card and runtime.monotonic_s() < failure.until_s:
-            raise failure.error
+            raise ApiError(503, failure.code, failure.message)
 
 
 class Catalog:
@@ -165,13 +168,20 @@ class Catalog:
         """Return why no model can be served now, or None if one can be served."""
         if not self._entries:
             return "no model has workers yet"
-        reasons = [f"{name}: {entry.ready.why_not()}" for name, entry in sorted(self._entries.items())]
-        return None if self.ready() else "; ".join(reasons)
+        reasons = []
+        for name, entry in sorted(self._entries.items()):
+            if not entry.ready():
+                reasons.append(f"{name}: {entry.ready.why_not()}")
+            elif entry.card in self._store.cards:
+                return None
+            else:
+                reasons.append(f"{name}: its workers have stored no model card")
+        return "; ".join(reasons)
 
     async def find(self, name: str, request_id: str) -> ServedModel:
         """Return the model that a request names, also by an alias or an adapter.
 
-        Raises ApiError: 404 for an unknown name, 429 if its pool is full, 503 if the model cannot be served now.
+        Raises ApiError: 404 for an unknown name, 503 if the model cannot be served now.
         """
         alias = None if name in self._entries else self._store.aliases.get(name)
         if alias is not None:
@@ -179,11 +189,19 @@ class Catalog:
         entry = self._entries.get(name) or await self._with_adapter(name)
         if entry is None:
             raise ApiError(404, "model_not_found", unknown_name("model", name, await self._names()), "model")
-        if entry.group.full:
-            raise entry.group.full.error(self.front.admission.retry_after_s)
         ingress = await self._ingress(entry)
         ingress.require_owner()
         return ServedModel(ingress, name)
+
+    def require_capacity(self, ingress: Ingress, endpoint: str) -> None:
+        """Raise ApiError (429), and count it for this endpoint, if the pool of the model is assumed to be full."""
+        if ingress.full:
+            ingress.metrics.rejected(endpoint)
+            raise ingress.full.error(self.front.admission.retry_after_s)
+
+    def heartbeats(self) -> list[RouterHeartbeats]:
+        """Return the heartbeats of all models."""
+        return [entry.heartbeats for _, entry in sorted(self._entries.items())]
 
     def group(self, name: str) -> GroupClient:
         """Return the client of a model's group. An empty name means the only model.
@@ -225,7 +243,7 @@ class Catalog:
     async def cards(self) -> list[dict[str, Any]]:
         """Return the models with ready workers, their adapters and aliases, as `GET /v1/models` lists them."""
         entries = [entry for entry in self.ready() if entry.card in self._store.cards]
-        adapters = await asyncio.gather(*(entry.group.adapters.names() for entry in entries))
+        adapters = await asyncio.gather(*(_adapters_of(entry) for entry in entries))
         listed: list[dict[str, Any]] = []
         for entry, names in zip(entries, adapters, strict=True):
             context_tokens = self._store.cards[entry.card].card.context_tokens
@@ -241,30 +259,47 @@ class Catalog:
         return [card["id"] for card in await self.cards()]
 
     async def _with_adapter(self, name: str) -> Entry | None:
-        """Return the model that has an adapter of this name, or None."""
-        entries = self.ready()
-        adapters = await asyncio.gather(*(entry.group.adapters.names() for entry in entries))
-        return next((entry for entry, names in zip(entries, adapters, strict=True) if name in names), None)
+        """Return the model that has an adapter of this name, or None. Raises ApiError (503) if that cannot be known."""
+        entries = list(self._entries.values())
+        for entry in entries:
+            if name in entry.group.adapters.known:
+                return entry
+        adapters = await asyncio.gather(*(_adapters_of(entry) for entry in entries))
+        for entry, names in zip(entries, adapters, strict=True):
+            if name in names:
+                return entry
+        if not all(entry.group.adapters.is_current for entry in entries):
+            text = f"no model {name} is known, but a model has not listed its adapters yet; try again soon"
+            raise ApiError(503, "adapters_unknown", text)
+        return None
 
     async def _ingress(self, entry: Entry) -> Ingress:
         """Return the ingress of a model, and load its card unless it is loaded. Raises ApiError."""
-        card = entry.card or entry.digest  # between two owners the loaded card stays valid
-        if not card:
-            why = entry.ready.why_not() if not entry.ready() else "its workers have stored no model card"
-            raise ApiError(503, "not_ready", f"the model {entry.name} cannot be served now: {why}")
-        if entry.ingress is None or entry.digest != card:
-            entry.require_loadable(card)
-            async with entry.loading:
-                if entry.ingress is None or entry.digest != card:
-                    entry.require_loadable(card)
-                    entry.ingress, entry.digest = await self._load(entry, card), card
         ingress = entry.ingress
+        if ingress is None or entry.digest != self._card_of(entry):
+            entry.require_loadable(self._card_of(entry))
+            async with entry.loading:
+                card = self._card_of(entry)  # the workers may have another one by now
+                ingress = entry.ingress
+                if ingress is None or entry.digest != card:
+                    entry.require_loadable(card)
+                    ingress = await self._load(entry, card)
+                    entry.ingress, entry.digest, entry.failure = ingress, card, None
         self._loaded[entry.name] = entry
         self._loaded.move_to_end(entry.name)
         while len(self._loaded) > LOADED_MAX:
             _, unused = self._loaded.popitem(last=False)
             unused.ingress, unused.digest = None, ""
         return ingress
+
+    def _card_of(self, entry: Entry) -> str:
+        """Return the digest of the card to use. Raises ApiError (503) if there is none."""
+        is_ready = entry.ready()
+        card = entry.card if is_ready else entry.card or entry.digest  # between two owners the loaded card stays valid
+        if not card:
+            why = "its workers have stored no model card" if is_ready else entry.ready.why_not()
+            raise ApiError(503, "not_ready", f"the model {entry.name} cannot be served now: {why}")
+        return card
 
     async def _load(self, entry: Entry, card: str) -> Ingress:
         try:
@@ -284,5 +319,15 @@ class Catalog:
     def _failed(self, entry: Entry, card: str, error: ApiError) -> ApiError:
         """Return an error, which requests get until the next attempt."""
         logger.error("cannot load the model card %s of %s: %s", card, entry.name, error)
-        entry.failure = _Failure(card, runtime.monotonic_s() + FAILED_S, error)
+        entry.failure = _Failure(card, runtime.monotonic_s() + FAILED_S, error.code, str(error))
         return error
+
+
+async def _adapters_of(entry: Entry) -> tuple[str, ...]:
+    """Return the adapters of a model, as far as they are known after `LISTED_S`."""
+    adapters = entry.group.adapters
+    try:
+        async with asyncio.timeout(LISTED_S):
+            return await adapters.names()
+    except TimeoutError:
+        return adapters.known

@@ -30,6 +30,7 @@ class GroupClient:
         has_owner: returns whether the model has an owner. In the embedded system the owner is a task of this process.
         owner_silent_s: returns the seconds since the owner's last heartbeat, 0 in the embedded system.
         full: whether the queue of the model's pool is assumed to be full.
+        heartbeats: heartbeats of the routers of the group; None in the embedded system.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class GroupClient:
         self.owner_silent_s: Callable[[], float] = lambda: 0.0
         self.find_partition = find_partition
         self.full = front.admission.full
+        self.heartbeats: RouterHeartbeats | None = None
         log, name = front.log, settings.model_name
         self.replies = front.slot.reader(name)
         self.pools = PoolConfigurator(log, find_partition, metrics.undecodable.inc)
@@ -58,6 +60,7 @@ class GroupClient:
 
     def follow(self, heartbeats: RouterHeartbeats, ready: Readiness) -> None:
         """Decide by the heartbeats of the group's owner whether the model has an owner and can be served."""
+        self.heartbeats = heartbeats
         ready.enforced = self.has_enforced_prefill
         self.not_ready_reason = ready.why_not
         self.has_owner = lambda: heartbeats.has_owner

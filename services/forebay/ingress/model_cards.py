@@ -60,13 +60,18 @@ async def open_model(store: ModelStore, digest: str, folder: Path) -> Model:
         raise ModelUnusable(f"the model card {digest} has unknown files: {', '.join(map(printable, unknown))}")
 
     def opened() -> Model:
+        directory = None
         try:
             directory = Path(mkdtemp(prefix=f"{digest[:16]}-", dir=folder))
             for name, content in files.items():
                 (directory / name).write_bytes(content)
-        except OSError as error:
-            raise ModelUnusable(f"{folder}: cannot write the files of the model card {digest}: {error}") from error
-        model = Model(directory)
+            model = Model(directory)
+        except Exception as error:  # a card may hold anything
+            if directory is not None:
+                shutil.rmtree(directory, ignore_errors=True)
+            if isinstance(error, ModelUnusable):
+                raise
+            raise ModelUnusable(f"the model card {digest} cannot be loaded: {error!r}") from error
         weakref.finalize(model, shutil.rmtree, directory, ignore_errors=True)
         return model
 

@@ -54,6 +54,13 @@ class ServedModels(Protocol):
         """
         ...
 
+    def require_capacity(self, ingress: Ingress, endpoint: str) -> None:
+        """Raise ApiError (429), and count it for this endpoint, if the pool of the model is assumed to be full.
+
+        Requests of the Kafka API wait in the router's queue instead.
+        """
+        ...
+
     async def only(self, name: str) -> ServedModel:
         """Return the model of this name. An empty name means the only model. Raises ApiError as `find`."""
         ...
@@ -118,6 +125,9 @@ class OneModel:
         """Return the ingress. It rejects unknown names itself, when it prepares a request."""
         del request_id
         return ServedModel(self.ingress, name)
+
+    def require_capacity(self, ingress: Ingress, endpoint: str) -> None:
+        """Do nothing, because the admission has rejected the request before its body was read."""
 
     async def only(self, name: str) -> ServedModel:
         """Return the ingress. It rejects unknown names itself."""

@@ -5,7 +5,7 @@ Ages are measured with this process's monotonic clock from the arrival of a hear
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -114,22 +114,26 @@ class RouterHeartbeats:
 
 
 class HeartbeatMetrics(Collector):
-    """Prometheus metrics of the heartbeats of one group."""
+    """Prometheus metrics of the heartbeats of groups.
 
-    def __init__(self, heartbeats: RouterHeartbeats) -> None:
-        self._heartbeats = heartbeats
+    Args:
+        groups: Returns the heartbeats of all groups.
+    """
+
+    def __init__(self, groups: Callable[[], Iterable[RouterHeartbeats]]) -> None:
+        self._groups = groups
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics."""
-        heartbeats = self._heartbeats
         standbys = GaugeMetricFamily(
             "forebay_group_standbys", "routers that are standbys of the group", labels=["group"]
         )
-        standbys.add_metric([heartbeats.group], len(heartbeats.standbys()))
-        yield standbys
         age = GaugeMetricFamily(
             "forebay_owner_heartbeat_age_seconds", "seconds since the owner's last heartbeat arrived", labels=["group"]
         )
-        if heartbeats.owner_age_s is not None:
-            age.add_metric([heartbeats.group], heartbeats.owner_age_s)
+        for heartbeats in self._groups():
+            standbys.add_metric([heartbeats.group], len(heartbeats.standbys()))
+            if heartbeats.owner_age_s is not None:
+                age.add_metric([heartbeats.group], heartbeats.owner_age_s)
+        yield standbys
         yield age

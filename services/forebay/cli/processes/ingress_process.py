@@ -136,7 +136,7 @@ async def _run(
         leases = _IngressLeases(keeper, settings)
         with tempfile.TemporaryDirectory(prefix="forebay-models-") as folder:
             served = (
-                await _all_models(Front(log, settings, metrics, reply_from), directory, Path(folder), leases)
+                await _all_models(Front(log, settings, metrics, reply_from), directory, Path(folder), leases, registry)
                 if model is None
                 else _one_model(log, model, settings, metrics, directory, reply_from, registry, explainer)
             )
@@ -191,7 +191,7 @@ def _one_model(
 ) -> _Served:
     """Return the model of a directory."""
     heartbeats = RouterHeartbeats(log, settings.model_name)
-    registry.register(HeartbeatMetrics(heartbeats))
+    registry.register(HeartbeatMetrics(lambda: [heartbeats]))
     ready = Readiness(heartbeats, directory)
     ingress = Ingress(log, model, settings, metrics, ready, reply_from, ready.partition)
     ingress.follow(heartbeats, ready)
@@ -206,11 +206,14 @@ def _one_model(
     return _Served(OneModel(ingress), run, read_status)
 
 
-async def _all_models(front: Front, directory: Directory, folder: Path, leases: "_IngressLeases") -> _Served:
+async def _all_models(
+    front: Front, directory: Directory, folder: Path, leases: "_IngressLeases", registry: CollectorRegistry
+) -> _Served:
     """Return all models of the system, whose cards are on the topic `models`."""
     store = ModelStore(front.log)
     await store.start()
     catalog = Catalog(front, directory, store, folder, leases.hold)
+    registry.register(HeartbeatMetrics(catalog.heartbeats))
 
     async def run() -> None:
         await _together(front.run(), catalog.run())

@@ -3,7 +3,7 @@
 from functools import partial
 from importlib.metadata import version
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -39,7 +39,7 @@ from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.response_fold import EmbeddingFold
 from forebay.ingress.served import OneModel, ServedModels
-from forebay.replay.status import GroupStatus
+from forebay.replay.status import GroupStatus, with_heartbeats
 from forebay.transport.base import LogError
 
 
@@ -98,22 +98,28 @@ def _add_routes_by_model(app: FastAPI, models: ServedModels, explainer: Explaine
     apps: dict[str, FastAPI] = {}  # by model; the log has few models
 
     def app_of(group: GroupClient) -> FastAPI:
-        status = SharedReader(lambda: explainer.status(group.settings.model_name, group.require_partition()))
+        derived = SharedReader(lambda: explainer.status(group.settings.model_name, group.require_partition()))
+
+        async def read_status() -> GroupStatus:
+            status = await derived.read()
+            return status if group.heartbeats is None else with_heartbeats(status, group.heartbeats)
+
         made = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         _add_errors(made, front)
-        _add_group_routes(made, group, explainer, status.read)
+        _add_group_routes(made, group, explainer, read_status)
         return made
 
     class ByModel:
         """ASGI application that passes a request to the application of its model."""
 
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            name = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("model", "")
-            group = models.group(name)
+            query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+            group = models.group(dict(query).get("model", ""))
             served = apps.get(group.settings.model_name)
             if served is None:
                 served = apps[group.settings.model_name] = app_of(group)
-            await served(scope, receive, send)
+            rest = urlencode([(name, value) for name, value in query if name != "model"])  # a route may read its query
+            await served({**scope, "query_string": rest.encode()}, receive, send)
 
     template = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     nobody = GroupClient(front, front.settings, front.metrics, lambda: False, lambda: None)
@@ -181,6 +187,7 @@ def _add_embeddings(app: FastAPI, models: ServedModels) -> None:
             request_id = request_id_of(request, "embd-")
             add_fields(request.scope, request_id=request_id)
             ingress, model = await models.find(body.model, request_id)
+            models.require_capacity(ingress, "embeddings")
             inputs = await ingress.prepare_embedding(body, request.headers.items(), model)
             add_fields(request.scope, model=body.model)
         prompt_tokens = sum(one.prompt_tokens for one in inputs)

@@ -73,6 +73,7 @@ async def complete(request: Request, models: ServedModels, kind: type[ChatBody] 
         request_id = request_id_of(request, "chatcmpl-" if isinstance(body, ChatBody) else "cmpl-")
         add_fields(request.scope, request_id=request_id)
         ingress, model = await models.find(body.model, request_id)
+        models.require_capacity(ingress, "chat_completions" if isinstance(body, ChatBody) else "completions")
         prepared = await ingress.prepare(body, request.headers.items(), model)
         add_fields(request.scope, model=body.model)
     response = ingress.completion(request_id, body, prepared, created_s=int(runtime.wall_s()))

@@ -41,7 +41,8 @@ class SharedState:
         self.commit_soon = asyncio.Event()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._in_flight = 0
-        self._waits_until_s: dict[str, float] = {}  # by a model that was found unusable; only models of the log get 503
+        # By unusable model, the first and last time of its outage. Only names of the log get 503, so there are few.
+        self._unusable: dict[str, tuple[float, float]] = {}
         self._capacity = asyncio.Event()
         self._capacity.set()
 
@@ -55,21 +56,26 @@ class SharedState:
     async def find(self, model: str, request_id: str) -> ServedModel:
         """Return the model of a request. Wait while it has no owner or worker, for example in a failover.
 
-        The wait ends `OWNER_S` after the model was found unusable, so later records for it are rejected at once.
+        The wait ends `OWNER_S` after the outage was noticed, so later records of the same outage are rejected at once.
 
         Raises ApiError: 404 for an unknown model, 503 if the model cannot be served.
         """
         while True:
             try:
-                found = await self.models.find(model, request_id)
+                return await self.models.find(model, request_id)
             except ApiError as error:
-                now_s = runtime.monotonic_s()
-                if error.status != 503 or now_s >= self._waits_until_s.setdefault(model, now_s + OWNER_S):
+                if error.status != 503 or not self._may_wait(model):
                     raise
-            else:
-                self._waits_until_s.pop(model, None)
-                return found
             await asyncio.sleep(PLACE_S)
+
+    def _may_wait(self, model: str) -> bool:
+        """Note that a model is unusable, and return whether it has not been for `OWNER_S` yet."""
+        now_s = runtime.monotonic_s()
+        since_s, last_s = self._unusable.get(model, (now_s, now_s))
+        if now_s - last_s > OWNER_S:
+            since_s = now_s  # nobody used it meanwhile, so this may be another outage
+        self._unusable[model] = since_s, now_s
+        return now_s - since_s < OWNER_S
 
     def count(self, change: int) -> None:
         """Add `change` to the number of requests in flight. Wake `wait_for_capacity` if it is below the limit."""
