@@ -66,3 +66,14 @@ async def test_a_worker_with_another_model_card_is_rejected_naming_both(
 async def test_a_worker_of_another_model_may_have_another_card(log: SqliteLog) -> None:
     joined = await Polled(log).poll(lease("a", "a" * 64), lease("b", "b" * 64, "n", "other"))
     assert joined == ["a", "b"]
+
+
+def test_the_card_does_not_change_the_digest_of_the_state() -> None:
+    """Decisions do not depend on it, and journals of versions without cards must be derived with equal digests."""
+    digests = set()
+    for card in ("", "a" * 64):
+        payload = msgspec.msgpack.decode(lease("a", card).payload, type=WorkerLease)
+        fleet = Fleet()
+        fleet.apply(WorkerJoined(owner_epoch=0, spec=payload.spec, lease="t", slot=0, from_offset=0), 1)
+        digests.add(fleet.digest())
+    assert len(digests) == 1

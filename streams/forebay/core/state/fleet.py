@@ -249,9 +249,14 @@ class Fleet:
         return worker
 
 
+# No decision depends on the card. Without it, journals of versions that do not know it have the same digests.
+_DIGESTED = [name for name in WorkerSpec.__struct_fields__ if name != "card"]
+
+
 def _term(worker: FleetWorker) -> int:
     place = worker.lease, worker.slot, worker.worker_epoch, worker.from_offset
-    return digest_of(*place, worker.phase, worker.lease_ttl_ms, plain(worker.spec))
+    spec = tuple([plain(getattr(worker.spec, name)) for name in _DIGESTED])
+    return digest_of(*place, worker.phase, worker.lease_ttl_ms, spec)
 
 
 def _ingress_term(ingress: FleetIngress) -> int:
