@@ -109,7 +109,7 @@ class Filled:
             case inspect.StrType(pattern=None):
                 return self._text(owner, name)
             case inspect.StrType():
-                return "00000000000000aa"
+                return "aa".zfill(info.max_length or 16)  # hexadecimal digits
             case inspect.BytesType():
                 return self._packed(name)
             case inspect.IntType() if name in HASHES | TOKENS:

@@ -68,8 +68,6 @@ def ingress(
         directory, called = find_model(model, revision, model_name, weights=False)
         if model is None and model_name:
             directory = DEFAULT_MODEL
-        if directory is None and lora:
-            fail("--lora requires --model or --model-name, the model of the adapter")
         settings = http.settings(
             model_name=ALL_MODELS if directory is None else called,
             block_size=block_size,
@@ -77,5 +75,7 @@ def ingress(
             loras=adapters(names("--lora", lora), called),
             reply_topics=tuple(reply_topic or ()),
         )
+        if directory is None and lora:
+            fail("--lora requires --model or --model-name, the model of the adapter")
         policies = tuple(allowed_policies(allow_policy))
         serve(cluster, http.endpoint(host, port), directory, settings, drain_s, policies)
