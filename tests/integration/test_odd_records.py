@@ -31,6 +31,7 @@ from forebay.events.topics import (
     FIXED_TOPICS,
     FLEET,
     INPUTS,
+    MODELS,
     OPENAI_REQUESTS,
     OPENAI_RESPONSES,
     REQUESTS,
@@ -206,7 +207,8 @@ def transactions(cluster: Cluster) -> None:
     for end in (producer.commit_transaction, producer.abort_transaction):
         producer.begin_transaction()
         for topic in PARTITIONS:
-            producer.produce(cluster.settings.topic(topic.name), b"{}", partition=0, headers=[("x", None)])
+            key = b"x" if topic == MODELS else None  # a broker rejects records without a key for a compacted topic
+            producer.produce(cluster.settings.topic(topic.name), b"{}", key, partition=0, headers=[("x", None)])
         producer.flush(PATIENCE_S)
         end(PATIENCE_S)
 
