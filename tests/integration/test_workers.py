@@ -1,5 +1,6 @@
 """Shutdown of worker processes: drained, immediate, or with their parent, without effect on clients."""
 
+import asyncio
 import functools
 import os
 import re
@@ -15,6 +16,7 @@ import pytest_asyncio
 
 from forebay.events.fleet import WorkerDraining, WorkerFact, WorkerLost
 from forebay.events.topics import FLEET
+from forebay.transport.heartbeats import RouterHeartbeats
 from tests.harness import fork_server
 from tests.harness.cluster import FOREBAY, GROUP, Cluster
 from tests.harness.local import free_ports
@@ -78,12 +80,22 @@ async def until_started(cluster: Cluster, results: Sequence[StreamResult]) -> No
 
 
 async def members(cluster: Cluster, names: set[str]) -> None:
-    """Wait until exactly these workers are members."""
+    """Wait until exactly these workers are members, and the owner has applied that."""
+    partition = cluster.partition()
+    assert partition is not None
+    heartbeats = RouterHeartbeats(cluster.log, GROUP)
+    following = asyncio.create_task(heartbeats.follow(partition))
 
     async def are() -> bool:
-        return set(await cluster.members()) == names
+        owner = heartbeats.owner
+        is_applied = owner is not None and owner.ready_aggregated == len(names)
+        return is_applied and set(await cluster.members()) == names
 
-    await cluster.processes.until(f"{names} are members", are)
+    try:
+        await cluster.processes.until(f"{names} are members", are)
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
 
 
 async def fact_count(cluster: Cluster, kind: type[WorkerFact], worker_id: str) -> int:
