@@ -247,7 +247,7 @@ def print_hops(runs: dict[str, Run]) -> None:
         for run in runs.values()
     ]
     print(
-        f"| of that, before and after the exact rows: HTTP, tokenising, tokens -> ingress, SSE | {' | '.join(rest)} |"
+        f"| of that, before and after the exact rows: HTTP, tokenizing, tokens -> ingress, SSE | {' | '.join(rest)} |"
     )
     print("\nNo record has the time at which a worker took work or an ingress took tokens; receivers count those hops.")
 

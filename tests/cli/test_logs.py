@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import os
+import select
 import signal
 import threading
 from pathlib import Path
@@ -117,6 +118,32 @@ def test_log_lines_never_wait_for_a_slow_reader() -> None:
     assert 10 <= len(written) <= 11
     assert sum(int(count) for count, _, _ in dropped) == 100 - len(written)
     assert {rest for _, _, rest in dropped} == {"log lines were dropped, because stderr is read too slowly"}
+
+
+class _Writes(io.StringIO):
+    """Stream that records the text of each write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[str] = []
+
+    def write(self, text: str, /) -> int:
+        self.writes.append(text)
+        return super().write(text)
+
+
+def test_lines_of_several_processes_in_one_pipe_are_not_mixed() -> None:
+    stream = _Writes()
+    handler = BackgroundHandler(stream)
+    lengths = [*[99] * 500, 2 * select.PIPE_BUF, *[99] * 500]
+    for number, length in enumerate(lengths):
+        handler.handle(record_of(f"{number:09}" + "\N{LATIN SMALL LETTER E WITH ACUTE}" * (length // 2)))
+    handler.close()
+    assert len(stream.getvalue().splitlines()) == len(lengths)
+    assert all(write.endswith("\n") for write in stream.writes)
+    assert len(stream.writes) < len(lengths)
+    long = [write for write in stream.writes if len(write.encode()) > select.PIPE_BUF]
+    assert [write.count("\n") for write in long] == [1]
 
 
 def test_a_service_runs_and_stops_while_its_stderr_is_a_full_pipe() -> None:

@@ -389,3 +389,13 @@ async def test_a_model_has_precedence_over_an_alias_of_its_name(scene: Scene) ->
         await scene.serve(name, digest)
     await scene.alias("one", "two")
     assert (await scene.catalog.find("one", "r")).name == "one"
+
+
+def test_files_that_no_ingress_would_load_have_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = read_card(DEFAULT_MODEL)
+    assert whole is not None
+    total = sum(map(len, whole[1].values()))
+    monkeypatch.setattr("forebay.ingress.model_cards.FILE_BYTES_MAX", total)
+    assert read_card(DEFAULT_MODEL) == whole
+    monkeypatch.setattr("forebay.ingress.model_cards.FILE_BYTES_MAX", total - 1)
+    assert read_card(DEFAULT_MODEL) is None

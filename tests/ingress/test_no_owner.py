@@ -24,10 +24,10 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 async def test_without_an_owner_a_request_is_rejected_at_once(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
-    def tokenised(*_: object, **__: object) -> list[int]:
-        raise AssertionError("the text was tokenised before the request was refused")
+    def tokenized(*_: object, **__: object) -> list[int]:
+        raise AssertionError("the text was tokenized before the request was refused")
 
-    monkeypatch.setattr(scene.ingress.model, "encode", tokenised)
+    monkeypatch.setattr(scene.ingress.model, "encode", tokenized)
     scene.ingress.has_owner = lambda: False
     response = await scene.client.post(path, json=body)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "no_owner")

@@ -1,4 +1,4 @@
-"""Requests beyond the limits are rejected before they are stored, decoded or tokenised completely."""
+"""Requests beyond the limits are rejected before they are stored, decoded or tokenized completely."""
 
 import asyncio
 import base64
@@ -33,7 +33,7 @@ PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQV
 
 
 class CountingModel(Model):
-    """A model with a small context that records the lengths of tokenised texts."""
+    """A model with a small context that records the lengths of tokenized texts."""
 
     def __init__(self, directory: Path, context: int = CONTEXT) -> None:
         super().__init__(directory)
@@ -69,7 +69,7 @@ def bodies(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize(("path", "body"), bodies(words(BODY_MAX - 1_000)))
-async def test_a_text_beyond_the_context_is_not_tokenised_whole(path: str, body: Any, *, bounded: bool) -> None:
+async def test_a_text_beyond_the_context_is_not_tokenized_whole(path: str, body: Any, *, bounded: bool) -> None:
     model = CountingModel(DEFAULT_MODEL)
     model.text_chars_max = CONTEXT * 12 if bounded else None  # else the pieces are counted
     async with make_scene(model) as scene:

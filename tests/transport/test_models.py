@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import zlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from hashlib import sha256
 
@@ -132,6 +133,7 @@ async def test_records_that_are_no_cards_are_ignored(log: SqliteLog, store: Mode
     ("change", "error"),
     [
         (lambda chunk: msgspec.structs.replace(chunk, data=b"not zlib"), ModelDamaged),
+        (lambda chunk: msgspec.structs.replace(chunk, data=zlib.compress(b"A tokenizer" * 1_000)), ModelDamaged),
         (lambda chunk: msgspec.structs.replace(chunk, data=chunk.data[: len(chunk.data) // 2]), ModelDamaged),
         (lambda chunk: msgspec.structs.replace(chunk, sha256="0" * 64), ModelMissing),
     ],

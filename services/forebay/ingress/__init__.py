@@ -1,1 +1,1 @@
-"""The ingress: validates and tokenises requests, appends them to the log, and streams the responses."""
+"""The ingress: validates and tokenizes requests, appends them to the log, and streams the responses."""

@@ -2,7 +2,7 @@
 
 Theory of operation. Two resources can run out.
 
-- *CPU of this process.* Validating and tokenising a prompt takes milliseconds of the event loop, which also accepts
+- *CPU of this process.* Validating and tokenizing a prompt takes milliseconds of the event loop, which also accepts
   connections and streams responses. So only a few requests are prepared per iteration of the loop, and the others wait.
   If requests would wait too long, new requests get 503.
 - *Capacity of the router's queue.* The bounds of the queue depend on the workers, and only the owner knows them. So the

@@ -110,7 +110,7 @@ class Ingress(GroupClient):
         *,
         is_patient: bool = False,
     ) -> list[PreparedRequest]:
-        """Turn a chat or text completion into requests for the log: tokenise the prompts and fetch their media.
+        """Turn a chat or text completion into requests for the log: tokenize the prompts and fetch their media.
 
         The result has one request per choice: `n` for the first prompt, then `n` for the next one.
 

@@ -37,7 +37,7 @@ TEMPLATE_ERRORS = (
     AttributeError,
     RecursionError,
 )
-WORDS_CHARS_MAX = 8_000  # threads tokenise longer texts; the library then lets other threads run, Python does not
+WORDS_CHARS_MAX = 8_000  # threads tokenize longer texts; the library then lets other threads run, Python does not
 NO_TEXT = "\ufffd"  # the decoder writes it for bytes that are not a valid character
 RENDERED_CHARS_MAX = (
     16 << 20
@@ -189,7 +189,7 @@ class Model:
 
 
 class Decoder:
-    """Incremental detokeniser of one response. A character that spans tokens is emitted with its last token.
+    """Incremental detokenizer of one response. A character that spans tokens is emitted with its last token.
 
     Args:
         tokenizer: the tokenizer of the model.

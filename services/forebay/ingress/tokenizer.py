@@ -1,13 +1,13 @@
-"""Tokenise prompts off the event loop, with bounded work.
+"""Tokenize prompts off the event loop, with bounded work.
 
-Theory of operation. Tokenising takes about one second per megabyte of text, and 100 bytes of memory per byte of text.
-So a text that cannot fit into the context is rejected before it is tokenised as a whole:
+Theory of operation. Tokenizing takes about one second per megabyte of text, and 100 bytes of memory per byte of text.
+So a text that cannot fit into the context is rejected before it is tokenized as a whole:
 
 1. If the tokenizer allows such a bound, a text of more than `Model.text_chars_max` characters is rejected at once.
 2. The tokens of a text of more than `CHARS_PER_TOKEN` characters per token of the context are first counted piece by
    piece. The text is rejected as soon as the pieces exceed the context.
 
-The count has no other effect: an accepted text is tokenised as a whole, so its tokens do not depend on the pieces.
+The count has no other effect: an accepted text is tokenized as a whole, so its tokens do not depend on the pieces.
 """
 
 import asyncio
@@ -19,21 +19,21 @@ from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.model import Model
 
 INLINE_CHARS_MAX = (
-    8_000  # longer texts take milliseconds and are tokenised in a thread, so that other requests do not wait
+    8_000  # longer texts take milliseconds and are tokenized in a thread, so that other requests do not wait
 )
 THREADS = 2
 QUEUE_CHARS_MAX = 8 << 20  # about ten seconds of work for the threads, the longest wait
 CHARS_PER_TOKEN = 4  # as in English: rejecting a text costs no more than accepting an English text
 PIECE_CHARS = 32_768  # length of a piece; counting its tokens takes about 50 ms
 # Tokens subtracted per piece, because a cut may add tokens: in the whole text one token can span the cut. Few tokens
-# are affected, so 64 is far more than needed. A text this close to the limit is tokenised as a whole, which decides.
+# are affected, so 64 is far more than needed. A text this close to the limit is tokenized as a whole, which decides.
 CUT_TOKENS = 64
 
 T = TypeVar("T")
 
 
 class TokenizerPool:
-    """Threads of one ingress that tokenise long texts.
+    """Threads of one ingress that tokenize long texts.
 
     Attributes:
         chars_queued: number of characters that were submitted to the threads and are not finished.
@@ -41,7 +41,7 @@ class TokenizerPool:
 
     def __init__(self) -> None:
         self.chars_queued = 0
-        self._threads = runtime.executor(THREADS, "tokenise")
+        self._threads = runtime.executor(THREADS, "tokenize")
 
     def close(self) -> None:
         """Stop the threads, and drop queued work that has not started."""
@@ -92,7 +92,7 @@ def encode_prompt(model: Model, text: str, what: str, param: str, *, special: bo
 
 
 def require_fits(model: Model, text: str, what: str, param: str) -> None:
-    """Raise ApiError (400) for a text with more tokens than the context, without tokenising all of it.
+    """Raise ApiError (400) for a text with more tokens than the context, without tokenizing all of it.
 
     Args:
         model: the model, with its tokenizer and context length.

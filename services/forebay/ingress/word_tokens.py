@@ -1,4 +1,4 @@
-"""Tokenise short ASCII texts word by word, with the tokens of each word from a cache.
+"""Tokenize short ASCII texts word by word, with the tokens of each word from a cache.
 
 Theory of operation. A byte-level BPE tokenizer splits a text at its added tokens, splits the remaining parts into words
 with a regular expression, and encodes each word independently. So the tokens of a word do not depend on the text around
@@ -43,7 +43,7 @@ NEVER = "(?!)()"  # matches no text; the group is the separator that `split` ret
 
 
 class WordTokens:
-    """Tokenises ASCII texts word by word. Create it with `word_tokens`."""
+    """Tokenizes ASCII texts word by word. Create it with `word_tokens`."""
 
     def __init__(self, tokenizer: Tokenizer, pattern: str, added: Mapping[str, int]) -> None:
         self._split = re.compile(pattern, re.ASCII).findall
@@ -84,7 +84,7 @@ class _Words(dict[str, tuple[int, ...]]):
 
 
 def word_tokens(tokenizer: Tokenizer) -> WordTokens | None:
-    """Return the word tokeniser of a tokenizer; None if the tokenizer might encode a text differently."""
+    """Return the word tokenizer of a tokenizer; None if the tokenizer might encode a text differently."""
     model = tokenizer.model
     added = tokenizer.get_added_tokens_decoder()
     pattern = _pattern(tokenizer)

@@ -55,7 +55,7 @@ class Start:
     offset: int
     lost: tuple[LossFacts, ...] | None = None
     unverified: Mapping[str, int] = field(default_factory=dict)
-    rules: int = field(default_factory=lambda: CORE_VERSION)
+    rules: int = field(default_factory=lambda: CORE_VERSION)  # when created: the fault simulator changes it
 
 
 class StateTime(NamedTuple):

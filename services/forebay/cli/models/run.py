@@ -20,7 +20,7 @@ from forebay.ingress.model_cards import read_card
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import count_topics
-from forebay.transport.models import ModelStore
+from forebay.transport.models import FILE_BYTES_MAX, ModelStore
 from forebay.transport.recording.manifest import utc
 
 
@@ -31,7 +31,7 @@ def run_publish(*, model: str, revision: str | None, model_name: str, kafka: Kaf
         assert directory is not None
         read = read_card(directory)
         if read is None:
-            fail(f"{directory} has no tokenizer.json; an ingress cannot tokenize for this model")
+            fail(f"{directory}: expected a tokenizer.json, and files of at most {FILE_BYTES_MAX >> 20} MiB together")
         digest = asyncio.run(_publish(kafka.settings(), name, *read))
     typer.echo(digest)
 

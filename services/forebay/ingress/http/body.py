@@ -10,13 +10,13 @@ from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.http.body_limits import SMALL_BYTES, BodyLimits
 from forebay.ingress.openai.requests import REQUEST_ID
 
-MEMORY_BYTES_MAX = 256 << 20  # per process: bodies that are read, decoded or tokenised at the same time
+MEMORY_BYTES_MAX = 256 << 20  # per process: bodies that are read, decoded or tokenized at the same time
 CLIENT_ID_BYTES = 8  # random; for a request without `x-request-id`
 LENGTH_DIGITS_MAX = 19  # a signed 64-bit integer has at most 19 digits
 
 
 class BodyMemory:
-    """Limits the memory of all request bodies that one process has read and not yet tokenised.
+    """Limits the memory of all request bodies that one process has read and not yet tokenized.
 
     Bodies of at most `SMALL_BYTES` do not count, because the number of connections limits their total.
 

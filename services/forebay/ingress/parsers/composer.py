@@ -1,6 +1,6 @@
 """Turn output tokens into deltas, the consecutive parts of a response.
 
-The steps are: detokenise, end at stop strings, parse reasoning and tool calls, and add log probabilities.
+The steps are: detokenize, end at stop strings, parse reasoning and tool calls, and add log probabilities.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class Composer:
     """Turns the output tokens of one response into deltas: parts of the text, of tool calls and of log probabilities.
 
     Args:
-        text: detokeniser, which also detects stop strings.
+        text: detokenizer, which also detects stop strings.
         parser: splits the text into reasoning, content and tool calls; None to emit all text as content.
         logprobs: bytes of the model's tokens, and the number of alternative tokens to report per output token; None
             reports no log probabilities.

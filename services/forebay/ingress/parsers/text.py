@@ -1,4 +1,4 @@
-"""Incremental detokenisation that ends at the first stop string."""
+"""Incremental detokenization that ends at the first stop string."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from forebay.ingress.model import Decoder
 
 
 class TextAssembler:
-    """Detokenises one response and detects stop strings. Text that may begin a stop string is buffered.
+    """Detokenizes one response and detects stop strings. Text that may begin a stop string is buffered.
 
     Attributes:
         stopped: whether a stop string was found. The text after it is dropped.

@@ -128,7 +128,7 @@ class FedTail:
             try:
                 async with asyncio.timeout(still_s):
                     await self._hurry.wait()
-                self._hurry.clear()  # only now, because it may be set while the log is asked for its end
+                self._hurry.clear()  # not later: it may be set again while `log.end` runs
                 before, still_s = self.position, STILL_S
             except TimeoutError:
                 pass

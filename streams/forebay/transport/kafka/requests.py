@@ -180,7 +180,7 @@ def _bytes(payload: bytes, at: int, size: int) -> bytes:
 
 
 def _after_record_errors(payload: bytes, at: int) -> int:
-    """Return the position after the explanations of a rejected batch. The error code says enough."""
+    """Return the position after the explanations of a rejected batch. Only the error code is used."""
     errors, at = _count(payload, at)
     for _ in range(errors):
         _, at = _text(payload, at + _I32.size)  # index of a record and what is wrong with it
