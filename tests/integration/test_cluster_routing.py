@@ -186,15 +186,19 @@ async def test_a_worker_reannounces_its_cache_after_a_gap_in_its_kv_events(
     async def continues() -> bool:
         return (await client.overlaps(22))[home] == SHORT
 
+    async def is_applied() -> bool:
+        return await client.overlaps(21) == dict.fromkeys(WORKERS, 0)
+
     async def is_cleared() -> bool:
         events = [event for event in await cluster.events(KV_EVENTS) if isinstance(event, CacheCleared)]
         return [(event.worker_id, event.seq) for event in events] == [(home, forged.seq + 1)]
 
     await cluster.processes.until("the worker cleared its cache", is_cleared)
+    await cluster.processes.until("the owner has applied the cleared cache", is_applied)
     await cluster.processes.until("the worker has re-announced its cache", is_resynced)
     (resync,) = [event for event in await cluster.events(DECISIONS) if isinstance(event, CacheResyncRequested)]
     assert (resync.worker_id, resync.expected_seq, resync.found_seq) == (home, max(sequence_numbers) + 1, forged.seq)
-    assert await client.overlaps(21) == dict.fromkeys(WORKERS, 0)
+    assert await is_applied()
     await client.complete(22, decode_worker_id=home)
     await cluster.processes.until("events go on after that", continues)
 
