@@ -311,8 +311,13 @@ def eventful_world() -> World:
 
 
 EVENTFUL = list(eventful_world().snapshot())
-# Of the journal, which says them itself.
-NO_STATE = {("WorldState", "owner_epoch"), ("WorldState", "owner_events"), ("WorldState", "seq")}
+# Of the journal, which says them itself. The digest of `content` covers `is_salted`.
+NO_STATE = {
+    ("WorldState", "owner_epoch"),
+    ("WorldState", "owner_events"),
+    ("WorldState", "seq"),
+    ("RequestState", "is_salted"),
+}
 FACTS = [
     (at, field)
     for at, part in enumerate(EVENTFUL)

@@ -123,7 +123,13 @@ async def client(cluster: Cluster) -> AsyncIterator[RoutingClient]:
         yield RoutingClient(client, cluster)
 
 
-async def test_route_queries_are_answered_and_busy_workers_reject(client: RoutingClient) -> None:
+async def test_route_queries_are_answered_and_busy_workers_reject(cluster: Cluster, client: RoutingClient) -> None:
+    async def is_busy() -> bool:
+        return "error" in (await client.post("/v1/route", prompt=prompt(1))).json()
+
+    async def is_free() -> bool:
+        return not await is_busy()
+
     route = (await client.post("/v1/route", prompt=prompt(0))).json()
     assert [one["cost"] for one in route["candidates"]] == [2 * (SHORT * BLOCK + 1) / BLOCK - 1 / BLOCK] * 2
     assert route["worker_id"] in WORKERS
@@ -132,6 +138,7 @@ async def test_route_queries_are_answered_and_busy_workers_reject(client: Routin
     async with client.occupied(10, SHORT):
         changed = await client.post("/busy_threshold", active_decode_blocks_threshold=0.0)
         assert changed.json() == {"model": GROUP, "active_decode_blocks_threshold": 0.0, **off}
+        await cluster.processes.until("the owner has applied the threshold", is_busy)  # it is only on the log
         rejected = await client.complete(1)
         assert (rejected.status_code, rejected.headers["retry-after"]) == (503, "1")
         assert rejected.json()["error"]["code"] == "busy"
@@ -139,6 +146,7 @@ async def test_route_queries_are_answered_and_busy_workers_reject(client: Routin
         assert route["error"]["code"] == "busy"
         changed = await client.post("/busy_threshold", "i2", active_decode_blocks_threshold=None)
         assert changed.json() == {"model": GROUP, "active_decode_blocks_threshold": None, **off}
+        await cluster.processes.until("the owner has applied the removal of the threshold", is_free)
         answered = await client.complete(1)
         assert answered.status_code == httpx.codes.OK, answered.text
 

@@ -40,6 +40,7 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
         role: stage of requests that the worker computes.
         kv_layout: memory layout of the worker's KV blocks, for workers that fetch them; null if unknown.
         card: digest of the worker's model card on the topic `models`; empty if it stored none.
+        salts_cache: whether requests with different cache namespaces share no cached blocks on the worker.
     """
 
     worker_id: SystemName
@@ -59,6 +60,7 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
     role: Role = "aggregated"
     kv_layout: KvLayout | None = None
     card: CardDigest = ""
+    salts_cache: bool = True
 
     @property
     def ranks(self) -> range:

@@ -158,6 +158,7 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
             faster pools.
         decoder_id: worker that was last sent to fetch the KV; empty if none.
         ingress: incarnation of the ingress whose HTTP client waits; empty if there is none.
+        is_salted: whether it has a cache namespace.
         queue_due_us: when it times out in the queue, on the owner's clock in microseconds; 0 if only its deadline
             applies.
         prefill_pool: pool that a grid or canary chose for its last remote prefill; empty if there was none.
@@ -188,6 +189,7 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
     queued_at_us: int = 0
     task: Task = "generate"
     media_tokens: Count = 0
+    is_salted: bool = False
     stage: Stage = "aggregated"
     encodings: Count = 0
     encoder_id: Annotated[str, KEPT] = ""

@@ -85,6 +85,8 @@ class TokenChunk(Part, frozen=True, kw_only=True):
         logprobs: one entry per token, if the request asked for log probabilities; otherwise empty.
         prefilled: worker that computed the prompt, if it is not the worker that generates the response. Only the chunk
             with the first token of an attempt has it.
+        text_only: whether the engine returned text, from which the worker computed the tokens. Another worker cannot
+            continue such a response.
     """
 
     request_id: Name
@@ -93,6 +95,7 @@ class TokenChunk(Part, frozen=True, kw_only=True):
     token_ids: bytes
     logprobs: tuple[TokenLogprob, ...] = ()
     prefilled: PrefilledBy | None = None
+    text_only: bool = False
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)

@@ -18,6 +18,7 @@ class Emitted(msgspec.Struct, frozen=True, gc=False):
         first_index: position of the first of these tokens in the output, from 0.
         token_ids: tokens, as packed u32.
         logprobs: log probabilities of the tokens; empty if not requested.
+        text_only: whether the engine returned text, from which the tokens were computed.
     """
 
     request_id: str
@@ -25,6 +26,7 @@ class Emitted(msgspec.Struct, frozen=True, gc=False):
     first_index: int
     token_ids: bytes
     logprobs: tuple[TokenLogprob, ...] = ()
+    text_only: bool = False
 
 
 class FirstTokenStep(msgspec.Struct, frozen=True, gc=False):

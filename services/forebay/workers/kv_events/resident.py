@@ -8,6 +8,8 @@ is reported as removed with its last copy.
 """
 
 from collections import Counter
+from collections.abc import Iterable
+from itertools import takewhile
 from typing import get_args
 
 from forebay.core.block_hashes import block_hashes, extend_chain, hash_seed
@@ -55,6 +57,11 @@ class ResidentBlocks:
     def held(self, tier: Tier = "device") -> tuple[int, ...]:
         """Return the sequence hashes of the blocks in a tier, in the order in which they were stored."""
         return tuple(self._held[tier])
+
+    def leading(self, sequence_hashes: Iterable[int]) -> int:
+        """Return how many of these blocks, from the first on, are in device memory without a gap."""
+        held = self._held["device"]
+        return sum(1 for _ in takewhile(held.__contains__, sequence_hashes))
 
     def __len__(self) -> int:
         """Return the number of engine hashes with an entry."""

@@ -289,6 +289,7 @@ class Outbox:
                 first_index=one.earlier_tokens + output.first_index,
                 token_ids=output.token_ids,
                 logprobs=output.logprobs,
+                text_only=output.text_only,
                 prefilled=None
                 if one.fetched is None or output.first_index
                 else _prefilled_by(one.fetched, output, batch),

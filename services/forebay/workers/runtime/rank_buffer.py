@@ -25,6 +25,7 @@ class RankBuffer:
     Args:
         rank: the rank.
         kv_blocks_total: number of KV blocks of the rank, without blocks that the engine reserves for itself.
+        text_only: whether the engine returns text, from which the tokens are computed.
 
     Attributes:
         rank: the rank.
@@ -32,7 +33,8 @@ class RankBuffer:
         clears: number of times that the engine reported an empty cache.
     """
 
-    def __init__(self, rank: int, kv_blocks_total: int) -> None:
+    def __init__(self, rank: int, kv_blocks_total: int, *, text_only: bool = False) -> None:
+        self._text_only = text_only
         self.rank = rank
         self.load = self._idle = EngineLoad(0, 0, 0, kv_blocks_total)
         self.clears = 0  # number of times the engine reported an empty cache
@@ -166,7 +168,14 @@ class RankBuffer:
             load=self.load,
             cache_changes=self._changes,
             emitted=[
-                Emitted(request_id, attempt, chunk.first_index, pack_u32(chunk.token_ids), tuple(chunk.logprobs))
+                Emitted(
+                    request_id,
+                    attempt,
+                    chunk.first_index,
+                    pack_u32(chunk.token_ids),
+                    tuple(chunk.logprobs),
+                    self._text_only,
+                )
                 for (request_id, attempt), chunk in self._chunks.items()
             ],
             vectors=self._vectors,

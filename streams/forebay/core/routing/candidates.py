@@ -28,7 +28,7 @@ def find_candidates(
         Ineligible: no worker may take the request.
     """
     hints = request.hints
-    roster = filter_eligible(world.roster(pool.pool), world.fleet, pool, hints, request.lora_name, request.task)
+    roster = filter_eligible(world.roster(pool.pool), world.fleet, pool, request)
     sticky = hints.session_id and pool.router.session_ttl_s
     bound = world.sessions.find(pool.pool, hints.session_id) if sticky else None
     mine = None if bound is None or hints.worker_id else session_roster(roster, bound)
@@ -63,7 +63,7 @@ def find_suspect_candidates(
         raise refusal
     roster = suspect_roster_of(pool.pool, world.fleet, world.load)
     try:
-        return filter_eligible(roster, world.fleet, pool, request.hints, request.lora_name, request.task)
+        return filter_eligible(roster, world.fleet, pool, request)
     except Ineligible:
         raise refusal from None
 
@@ -74,7 +74,7 @@ def find_retry_candidates(world: World, pool: PoolConfigured, request: Submitted
     Raises:
         Ineligible: no worker may take the request.
     """
-    return filter_eligible(world.roster(pool.pool), world.fleet, pool, request.hints, request.lora_name, request.task)
+    return filter_eligible(world.roster(pool.pool), world.fleet, pool, request)
 
 
 def must_queue(pool: PoolConfigured, roster: Roster) -> bool:

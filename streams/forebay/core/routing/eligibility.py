@@ -10,9 +10,10 @@ PinnedWorkerOverloaded are `no_eligible_worker` and `busy` here.
 
 from forebay.core.state.fleet import Fleet
 from forebay.core.state.roster import CandidateRank, Roster
+from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.events.control import BusyThresholds, PoolConfigured
 from forebay.events.decisions import RejectReason
-from forebay.events.requests import RoutingHints, Task
+from forebay.events.requests import RoutingHints
 
 NO_THRESHOLDS = BusyThresholds()
 NAMES_SHOWN = 4  # names of a client's list that an error message shows
@@ -26,39 +27,38 @@ class Ineligible(Exception):
         self.reason = reason
 
 
-def filter_eligible(
-    roster: Roster, fleet: Fleet, pool: PoolConfigured, hints: RoutingHints, lora_name: str, task: Task
-) -> Roster:
-    """Return the ranks that meet the conditions of a request: its routing hints, its adapter and its task.
+def filter_eligible(roster: Roster, fleet: Fleet, pool: PoolConfigured, request: SubmittedRequest) -> Roster:
+    """Return the ranks that meet the conditions of a request: routing hints, adapter, task and cache namespace.
 
     Args:
         roster: ranks of the pool that may be used at all.
         fleet: workers of all pools, to explain an unknown worker.
         pool: pool that serves the request.
-        hints: routing hints of the request.
-        lora_name: adapter that the worker must have loaded; empty for none.
-        task: what the request asks for: a response or an embedding.
+        request: the request.
 
     Raises:
         Ineligible: no rank meets the conditions, or the hints contradict each other.
     """
+    hints, lora_name = request.hints, request.lora_name
     _validate_hints(hints, pool, fleet)
     if not roster.ranks:
         raise Ineligible("no_workers", f"no worker of the pool {pool.pool} is ready")
-    if task in roster.tasks and not (hints.worker_id or hints.allowed_workers or hints.required_taints or lora_name):
+    is_special = hints.worker_id or hints.allowed_workers or hints.required_taints or lora_name
+    if request.task in roster.tasks and not is_special and (roster.salts_cache or not request.is_salted):
         return roster
-    found = [at for at, candidate in enumerate(roster.ranks) if _meets_requirements(candidate, hints, lora_name, task)]
+    found = [at for at, candidate in enumerate(roster.ranks) if _meets_requirements(candidate, request)]
     if not found:
-        wanted = _describe_requirements(hints, lora_name, task)
+        wanted = _describe_requirements(request)
         raise Ineligible("no_eligible_worker", f"no ready worker of the pool {pool.pool} {wanted}")
     return roster.only(found)
 
 
-def requirements_key(hints: RoutingHints, lora_name: str, task: Task) -> tuple[object, ...]:
+def requirements_key(request: SubmittedRequest) -> tuple[object, ...]:
     """Return a key over the conditions of a request. Requests with equal keys have the same candidates."""
+    hints = request.hints
     mode = None if hints.override is None else hints.override.mode
     names = hints.worker_id, hints.rank, hints.allowed_workers, hints.session_id
-    return (*names, hints.required_taints, lora_name, task, mode)
+    return (*names, hints.required_taints, request.lora_name, request.task, mode, request.is_salted)
 
 
 def filter_not_busy(roster: Roster, thresholds: BusyThresholds, pool: str) -> Roster:
@@ -124,9 +124,9 @@ def _validate_hints(hints: RoutingHints, pool: PoolConfigured, fleet: Fleet) -> 
         )
 
 
-def _meets_requirements(candidate: CandidateRank, hints: RoutingHints, lora_name: str, task: Task) -> bool:
-    spec = candidate.worker.spec
-    if task not in spec.tasks:
+def _meets_requirements(candidate: CandidateRank, request: SubmittedRequest) -> bool:
+    spec, hints, lora_name = candidate.worker.spec, request.hints, request.lora_name
+    if request.task not in spec.tasks or (request.is_salted and not spec.salts_cache):
         return False
     if hints.worker_id and (spec.worker_id != hints.worker_id or hints.rank not in (None, candidate.rank)):
         return False
@@ -137,8 +137,9 @@ def _meets_requirements(candidate: CandidateRank, hints: RoutingHints, lora_name
     return not lora_name or lora_name in spec.loras
 
 
-def _describe_requirements(hints: RoutingHints, lora_name: str, task: Task) -> str:
-    wants = [] if task == "generate" else [f"can {task}"]
+def _describe_requirements(request: SubmittedRequest) -> str:
+    hints, lora_name = request.hints, request.lora_name
+    wants = [] if request.task == "generate" else [f"can {request.task}"]
     if hints.worker_id:
         wants.append(f"is {hints.worker_id}")
     elif hints.allowed_workers:
@@ -147,6 +148,8 @@ def _describe_requirements(hints: RoutingHints, lora_name: str, task: Task) -> s
         wants.append("has the taints " + _format_names(hints.required_taints))
     if lora_name:
         wants.append(f"has the adapter {lora_name}")
+    if request.is_salted:
+        wants.append("separates the cache of the request's namespace")
     return " and ".join(wants)
 
 

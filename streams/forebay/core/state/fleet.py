@@ -249,14 +249,16 @@ class Fleet:
         return worker
 
 
-# No decision depends on the card. Without it, journals of versions that do not know it have the same digests.
-_DIGESTED = [name for name in WorkerSpec.__struct_fields__ if name != "card"]
+# No decision depends on the card. Without it, journals of versions that do not know it have the same digests. For the
+# same reason `salts_cache` is part of the digest only if it is false.
+_DIGESTED = [name for name in WorkerSpec.__struct_fields__ if name not in ("card", "salts_cache")]
 
 
 def _term(worker: FleetWorker) -> int:
     place = worker.lease, worker.slot, worker.worker_epoch, worker.from_offset
     spec = tuple([plain(getattr(worker.spec, name)) for name in _DIGESTED])
-    return digest_of(*place, worker.phase, worker.lease_ttl_ms, spec)
+    shared = () if worker.spec.salts_cache else ("shared cache",)
+    return digest_of(*place, worker.phase, worker.lease_ttl_ms, spec, *shared)
 
 
 def _ingress_term(ingress: FleetIngress) -> int:

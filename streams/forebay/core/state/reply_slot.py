@@ -37,6 +37,7 @@ class ResponseState:
         rank: rank that generated the last valid token.
         prefilled: worker that computed the prompt; None if the worker that generated the first token did.
         ended: valid end of the response; None if it has not ended. Later records have no effect.
+        text_only: whether valid tokens were computed from text.
         gap: whether tokens after `next_index` are missing. If so, no record can be applied.
     """
 
@@ -49,6 +50,7 @@ class ResponseState:
         "next_index",
         "prefilled",
         "rank",
+        "text_only",
         "tokens",
         "vector",
         "worker_id",
@@ -65,6 +67,7 @@ class ResponseState:
         self.prefilled: PrefilledBy | None = None
         self.ended: ResponseEnded | None = None
         self.gap = False
+        self.text_only = False
         self._valid_from = (0, -1)
 
     def is_stale(self, attempt: int, owner_epoch: int) -> bool:
@@ -101,6 +104,7 @@ class ResponseState:
         self.tokens += token_ids[known:] if known else token_ids
         self.logprobs += chunk.logprobs[known:]
         self.next_index += len(token_ids) - known
+        self.text_only |= chunk.text_only
         return True
 
     def embed(self, event: Embedded) -> bool:

@@ -68,6 +68,11 @@ class Roster:
         return frozenset(first).intersection(*(candidate.worker.spec.tasks for candidate in self.ranks))
 
     @cached_property
+    def salts_cache(self) -> bool:
+        """Whether no rank shares cached blocks between cache namespaces."""
+        return all(candidate.worker.spec.salts_cache for candidate in self.ranks)
+
+    @cached_property
     def names_hash(self) -> int:
         """64-bit hash over worker id and number of all ranks, in order."""
         names = [candidate.worker.spec.worker_id.encode() + pack("<xI", candidate.rank) for candidate in self.ranks]

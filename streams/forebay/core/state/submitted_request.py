@@ -32,6 +32,7 @@ class SubmittedRequest:
         task: whether to generate a response or an embedding.
         media_tokens: number of placeholder tokens of its images and videos.
         ingress: incarnation of the ingress whose HTTP client waits; empty if there is none.
+        is_salted: whether it has a cache namespace, so that it must not use blocks of other namespaces.
         patient: whether the request ignores the length limit and the timeout of the queue. It is used on submission
             only and is not part of the state.
     """
@@ -51,10 +52,11 @@ class SubmittedRequest:
     task: Task
     media_tokens: int = 0
     ingress: str = ""
+    is_salted: bool = False
     patient: bool = False
 
     def identity_hash(self) -> int:
-        """Return a 64-bit digest over all fields except `patient`."""
+        """Return a 64-bit digest over all fields except `patient`. `content` covers `is_salted`."""
         return digest_of(
             self.request_id,
             self.offset,
@@ -98,6 +100,7 @@ def request_from_event(event: RequestSubmitted, pool: str, offset: int, now_us: 
         task=event.task,
         media_tokens=sum(one.tokens for one in event.media),
         ingress=event.ingress_incarnation,
+        is_salted=bool(event.cache_namespace),
         patient=event.patient,
     )
 

@@ -210,6 +210,8 @@ def _unmet(worker: FleetWorker, rank: int, request: SubmittedRequest) -> Iterato
         yield "missing_taint", f"it lacks the required taints {', '.join(missing)}"
     if request.lora_name and request.lora_name not in spec.loras:
         yield "missing_adapter", f"it has not loaded the LoRA adapter {request.lora_name}"
+    if request.is_salted and not spec.salts_cache:
+        yield "shared_cache", "it cannot separate the cache of the request's namespace"
 
 
 def _exclusion_by_policy(

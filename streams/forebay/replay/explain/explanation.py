@@ -52,6 +52,7 @@ ExclusionReason = Literal[
     "not_allowed",
     "missing_taint",
     "missing_adapter",
+    "shared_cache",
     "busy",
     "full",
     "other_session",

@@ -65,7 +65,7 @@ def limiting_session(
     if bound is None or any(key != (bound.worker_id, bound.rank) for key in candidates):
         return None
     try:
-        roster = filter_eligible(world.roster(pool.pool), world.fleet, pool, hints, request.lora_name, request.task)
+        roster = filter_eligible(world.roster(pool.pool), world.fleet, pool, request)
     except Ineligible:
         return None
     return bound if len(roster.ranks) > 1 and session_roster(roster, bound) is not None else None

@@ -65,6 +65,7 @@ REMEDIES = {
     "full": "had room for another request",
     "missing_taint": "had the required taints",
     "missing_adapter": "had loaded the request's LoRA adapter",
+    "shared_cache": "had separated the cache of the request's namespace",
     "had_it_last": "had been a candidate although it ran the previous attempt",
 }
 # Conditions of a request, with the hints that remove each and the condition in words.

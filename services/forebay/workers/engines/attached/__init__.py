@@ -1,0 +1,1 @@
+"""Adapter of servers that already run: `vllm serve`, SGLang, or any other server with OpenAI's completions API."""

@@ -1,0 +1,243 @@
+"""Requests to OpenAI's completions API, with vLLM's additional fields where a server supports them.
+
+vLLM accepts prompts as token ids, and returns token ids with `return_token_ids`. Of other servers, `Completions.probe`
+finds out whether they do.
+"""
+
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import msgspec
+
+from forebay.events.requests import Sampling
+from forebay.events.tokens import ResponseError, TokenLogprob, TopLogprob
+from forebay.workers.engine import EngineError
+from forebay.workers.engines.attached.api import Call, Delta
+from forebay.workers.engines.attached.errors import Rejected, StreamCut
+from forebay.workers.engines.attached.server import MALFORMED, Server
+from forebay.workers.engines.model_directory import one_line
+from forebay.workers.engines.vllm.requests import LOGPROB_MIN, structured_arguments
+
+PATH = "/v1/completions"
+TOKEN_ID = "token_id:"  # noqa: S105 - prefix of a token in vLLM's log probabilities
+ABORTED = "abort"
+STANDARD = ("max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty")
+EXTENSIONS = ("ignore_eos", "top_k", "min_p", "repetition_penalty", "min_tokens")
+DEFAULTS = Sampling(max_tokens=1)
+
+
+class _Logprobs(msgspec.Struct):
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float | None] | None] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: int | str | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Error | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class Prefill(msgspec.Struct, frozen=True):
+    """Result of computing a prompt for another server.
+
+    Attributes:
+        transfer: vLLM's `kv_transfer_params`; None if the server keeps no KV.
+        cached_tokens: number of prompt tokens in the server's cache; None if the server does not report it.
+        finish_reason: why the response ended.
+    """
+
+    transfer: dict[str, Any] | None
+    cached_tokens: int | None
+    finish_reason: str
+
+
+_DECODER = msgspec.json.Decoder(_Completion)
+
+
+class Completions:
+    """Completions API of one server.
+
+    Args:
+        server: client of the server.
+        model: name of the base model in the server's API.
+        is_vllm: whether the server is vLLM, which supports all parameters.
+    """
+
+    def __init__(self, server: Server, model: str, *, is_vllm: bool) -> None:
+        self._server = server
+        self._model = model
+        self._is_vllm = is_vllm
+        self.takes_token_ids = True
+        self.returns_token_ids = True
+        self.salts_cache = is_vllm
+
+    async def probe(self, prompt: list[int], text: str) -> None:
+        """Find out whether the server accepts and returns token ids. See `Api.probe`."""
+        call = Call(token_ids=prompt, text=text, sampling=Sampling(max_tokens=1, temperature=0.0), request_id="")
+        for self.takes_token_ids in (True, False):
+            try:
+                found = self._read(await self._server.post(PATH, self.body(call, stream=False)))
+            except Rejected as rejected:
+                if rejected.error.code == "invalid_request" and self.takes_token_ids and not self._is_vllm:
+                    continue
+                raise EngineError(f"the server {self._server.url} rejected the first prompt: {rejected}") from None
+            except StreamCut as cut:
+                raise EngineError(f"the server {self._server.url} sent no completion: {cut}") from None
+            self.returns_token_ids = bool(found.choices and found.choices[0].token_ids)
+            return
+
+    async def generate(self, call: Call) -> AsyncGenerator[Delta, None]:
+        """Run a request, and yield its output. See `Api.generate`."""
+        top, is_over = call.sampling.logprobs, False
+        async with self._server.stream(PATH, self.body(call, stream=True), _headers(call)) as events:
+            async for data in events:
+                found = self._read(data)
+                choice = found.choices[0] if found.choices else None
+                cached = _cached_tokens(found)
+                if choice is None:
+                    if cached is not None:
+                        yield Delta(token_ids=[], cached_tokens=cached)
+                    continue
+                if self.returns_token_ids and choice.token_ids is None:
+                    raise StreamCut("the server stopped returning token ids")
+                is_over = is_over or bool(choice.finish_reason)
+                yield Delta(
+                    token_ids=choice.token_ids if self.returns_token_ids else None,
+                    text=choice.text,
+                    logprobs=() if top is None else _logprobs(choice.logprobs, top),
+                    finish_reason=choice.finish_reason or "",
+                    cached_tokens=cached,
+                )
+        if not is_over:
+            raise StreamCut("the stream ended without a finish reason")
+
+    async def prefill(self, call: Call) -> Prefill:
+        """Compute a prompt whose KV another server fetches. `call` has its `transfer`, and asks for one token.
+
+        Raises:
+            Rejected: the server responded with an error.
+            StreamCut: the response is unreadable.
+            EngineError: the server cannot be reached.
+        """
+        found = self._read(await self._server.post(PATH, self.body(call, stream=False), _headers(call)))
+        if not found.choices:
+            raise StreamCut("the response has no choice")
+        return Prefill(found.kv_transfer_params, _cached_tokens(found), found.choices[0].finish_reason or "")
+
+    def body(self, call: Call, *, stream: bool) -> dict[str, Any]:
+        """Return the body of a request. Raises Rejected if its structured output is invalid."""
+        sampling = call.sampling
+        body: dict[str, Any] = {
+            "model": call.lora_name or self._model,
+            "prompt": call.token_ids if self.takes_token_ids else call.text,
+            "stream": stream,
+            **{name: getattr(sampling, name) for name in STANDARD},
+        }
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+        for name in ("seed", "logprobs"):
+            if (value := getattr(sampling, name)) is not None:
+                body[name] = value
+        if sampling.logit_bias:
+            body["logit_bias"] = {str(one.token_id): one.bias for one in sampling.logit_bias}
+        if self.returns_token_ids:
+            body["return_token_ids"] = True
+            body["return_tokens_as_token_ids"] = True
+        if not self.takes_token_ids:
+            body["add_special_tokens"] = False  # the prompt already has them
+        # vLLM replaces fields that are missing by the defaults of the model, and the ingress has already done that.
+        # Other servers may not know the fields, so they get only those that the client has set.
+        for name in EXTENSIONS:
+            value = getattr(sampling, name)
+            if self._is_vllm or value != getattr(DEFAULTS, name):
+                body[name] = value
+        if sampling.stop_token_ids:
+            body["stop_token_ids"] = list(sampling.stop_token_ids)
+        if sampling.structured is not None:
+            try:
+                body["structured_outputs"] = structured_arguments(sampling.structured)
+            except ValueError as error:
+                message = one_line(error)
+                raise Rejected(ResponseError(status=400, code="invalid_request", message=message)) from None
+        if call.cache_salt:
+            body["cache_salt"] = call.cache_salt
+        if call.transfer is not None:
+            body["kv_transfer_params"] = dict(call.transfer)
+        return body
+
+    def _read(self, data: bytes) -> _Completion:
+        """Decode a response or an event of a stream.
+
+        Raises:
+            Rejected: it is an error.
+            StreamCut: it is malformed.
+        """
+        try:
+            found = _DECODER.decode(data)
+        except MALFORMED as error:
+            raise StreamCut(f"the server sent a malformed completion: {one_line(error)}") from error
+        if found.error is not None:
+            code = found.error.code
+            status = code if isinstance(code, int) and 400 <= code <= 599 else 502
+            name = "invalid_request" if status < 500 else "engine_error"
+            message = found.error.message or "the server reported an error without a message"
+            raise Rejected(ResponseError(status=status, code=name, message=message))
+        return found
+
+
+def _headers(call: Call) -> Mapping[str, str]:
+    return {"x-request-id": call.request_id}
+
+
+def _cached_tokens(found: _Completion) -> int | None:
+    details = None if found.usage is None else found.usage.prompt_tokens_details
+    return None if details is None else details.cached_tokens
+
+
+def _logprobs(found: _Logprobs | None, top: int) -> tuple[TokenLogprob, ...]:
+    """Return the log probability of each token, with the `top` most likely tokens at its position.
+
+    Raises StreamCut if an entry has no token id.
+    """
+    if found is None:
+        return ()
+    places = found.top_logprobs or [None] * len(found.tokens)
+    converted = []
+    for logprob, place in zip(found.token_logprobs, places, strict=False):
+        ranked = sorted(((_bounded(value), name) for name, value in (place or {}).items()), reverse=True)
+        likeliest = tuple(TopLogprob(token_id=_token_id(name), logprob=value) for value, name in ranked[:top])
+        converted.append(TokenLogprob(logprob=_bounded(logprob), top=likeliest))
+    return tuple(converted)
+
+
+def _bounded(logprob: float | None) -> float:
+    return LOGPROB_MIN if logprob is None else max(logprob, LOGPROB_MIN)
+
+
+def _token_id(name: str) -> int:
+    number = name.removeprefix(TOKEN_ID)
+    if not number.isdecimal():
+        raise StreamCut("the log probabilities have no token ids")
+    return int(number)

@@ -1,0 +1,468 @@
+"""Engine adapter of a server that already runs, such as `vllm serve`.
+
+Theory of operation. The server keeps its engine, its cache and its other clients. forebay sends prompts as token ids
+and reads token ids back, so that a response can continue on another worker. A server that returns text only is served,
+too: `TextEncoder` converts the text to tokens, and a response that it has begun cannot continue.
+
+If a stream is cut, but the server is healthy, the request continues there from the tokens received so far. If the
+server does not respond, the engine ends, so that the requests continue on other workers. The caller of the worker then
+waits for the server and attaches it again.
+
+The server's cache is never cleared by forebay itself, because other clients use it. After a loss of KV events the index
+has fewer blocks than the server.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from forebay import runtime
+from forebay.events.base import unpack_u64
+from forebay.events.fleet import WorkerSpec
+from forebay.events.requests import Sampling
+from forebay.events.tokens import ResponseError
+from forebay.events.work import WorkItem
+from forebay.workers.engine import EngineError, EngineRefused
+from forebay.workers.engines.async_engine import CANARY_TOKENS
+from forebay.workers.engines.attached.api import Api, Call
+from forebay.workers.engines.attached.completions import Completions
+from forebay.workers.engines.attached.errors import Rejected, StreamCut
+from forebay.workers.engines.attached.generate import Generate
+from forebay.workers.engines.attached.load import MetricsUnreadable, ServerLoad, read_load
+from forebay.workers.engines.attached.server import Server
+from forebay.workers.engines.attached.settings import AttachedSettings
+from forebay.workers.engines.attached.text import TextEncoder
+from forebay.workers.engines.attached.transfer import LAYOUT, PREFILL_PARAMS, READABLE_S, fetch_params, offer
+from forebay.workers.engines.kv_descriptor import Unfetchable
+from forebay.workers.engines.loras import LoraAdapter
+from forebay.workers.engines.model_directory import one_line
+from forebay.workers.engines.model_engine import GeneratedResponse, ModelEngine
+from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.engines.vllm.transfer import PREFILL_SAMPLING, VLLM_LEASE_S
+from forebay.workers.kv_events.metrics import KvEventMetrics
+from forebay.workers.kv_events.resident import ResidentBlocks
+from forebay.workers.kv_events.sglang_wire import decode_sglang
+from forebay.workers.kv_events.vllm_wire import VllmDecoder
+from forebay.workers.kv_events.zmq_feed import KvFeed
+from forebay.workers.runtime.rank_buffer import RankBuffer
+
+logger = logging.getLogger(__name__)
+
+LOAD_S = 1.0  # interval between two readings of the server's metrics; each costs the server some milliseconds
+CONTINUATIONS_MAX = 3  # cut streams per request; the server is probably broken then
+BLOCK_SIZE = 16  # for servers that do not publish theirs; vLLM's default
+KV_BLOCKS = 16_384  # likewise
+MAX_NUM_SEQS = 256  # likewise
+MAX_NUM_BATCHED_TOKENS = 8_192  # likewise
+ROLES = ("aggregated", "prefill", "decode")
+
+
+class AttachedEngine(ModelEngine):
+    """Adapter of one server. It has one rank.
+
+    Args:
+        settings: settings of the engine. `model` is a directory with the tokenizer; weights are not needed.
+        attached: address and properties of the server.
+    """
+
+    NAME = "the server"
+    METRICS = ()
+    LORA_ARGUMENT = ""
+
+    def __init__(self, settings: EngineSettings, attached: AttachedSettings) -> None:
+        super().__init__(settings)
+        self.counts: Counter[str] = Counter()
+        self._attached = attached
+        self._info = attached.info
+        self._server: Server | None = None
+        self._api: Api = Generate.__new__(Generate)  # replaced in `_launch`
+        self._past_loras: dict[str, str] = {}
+        self._warned = ""
+
+    # Start and stop
+
+    async def start(self, spec: WorkerSpec) -> WorkerSpec:
+        """Connect to the server, and run a small request.
+
+        Returns:
+            The spec of the worker, with the sizes of the server.
+
+        Raises:
+            EngineError: the server cannot be reached, or does not serve the model.
+        """
+        self._worker_id = spec.worker_id
+        await self._launch(spec)
+        return msgspec.structs.replace(
+            await self._sized(spec),
+            tasks=self._tasks,
+            loras=tuple(self._loras.loaded),
+            kv_events=bool(self._caches),
+            salts_cache=self._api.salts_cache or self._attached.allow_shared_cache,
+        )
+
+    async def _launch(self, spec: WorkerSpec) -> None:
+        settings, info = self._settings, self._info
+        self._server = server = Server(self._attached.url, self._attached.api_key)
+        if info.kind == "sglang":
+            self._api = Generate(server)
+        else:
+            self._api = Completions(server, info.model, is_vllm=info.kind == "vllm")
+        self._context_tokens = info.context_tokens or self._attached.context_tokens
+        self._tasks = ("generate",)
+        for number, (name, directory) in enumerate(info.loras.items(), 1):
+            self._loras.add(LoraAdapter(name, number, directory))
+            self._past_loras[name] = directory
+        canary = [0] * min(CANARY_TOKENS, self._context_tokens - 1)
+        await self._api.probe(canary, self._attached.decode(canary) or "a")
+        (rank,) = spec.ranks
+        blocks_total = settings.kv_blocks or info.kv_blocks or KV_BLOCKS
+        self._ranks = {rank: RankBuffer(rank, blocks_total, text_only=not self._api.returns_token_ids)}
+        if not self._api.returns_token_ids:
+            logger.warning(
+                "the server %s returns text only: usage is approximate, and a response that is interrupted ends with an"
+                " error",
+                server.url,
+            )
+        if settings.role != "aggregated" and info.kind != "vllm":
+            raise EngineError(f"--role {settings.role}: only vLLM transfers KV for attached servers, got {info.kind}")
+        self._last_response_s = runtime.monotonic_s()
+        if self._attached.kv_events is not None:
+            block_size = self._block_size
+            is_vllm = info.kind != "sglang"
+            decoder = VllmDecoder() if is_vllm else decode_sglang
+            blocks = ResidentBlocks(block_size, counts_copies=is_vllm)
+            self._caches = {rank: KvFeed(rank, self._attached.kv_events, decoder, blocks)}
+
+    @property
+    def _block_size(self) -> int:
+        return self._settings.block_size or self._info.block_size or BLOCK_SIZE
+
+    @property
+    def _client(self) -> Server:
+        assert self._server is not None
+        return self._server
+
+    async def _sized(self, spec: WorkerSpec) -> WorkerSpec:
+        settings = self._settings
+        return msgspec.structs.replace(
+            spec,
+            block_size=self._block_size,
+            kv_blocks_total=settings.kv_blocks or self._info.kv_blocks or KV_BLOCKS,
+            max_num_seqs=settings.max_num_seqs or MAX_NUM_SEQS,
+            max_num_batched_tokens=settings.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS,
+            kv_layout=LAYOUT if settings.role != "aggregated" else None,
+        )
+
+    async def _shut_down(self) -> None:
+        if self._server is not None:
+            await self._server.close()
+
+    # Health, load and cache
+
+    def _is_dead(self) -> bool:
+        return False  # the health check ends the engine
+
+    def _death(self) -> str:
+        return f"the server {self._attached.url} does not respond"
+
+    async def _run_canary(self, rank: int) -> None:
+        call = Call(token_ids=[0], text="a", sampling=Sampling(max_tokens=1, temperature=0.0), request_id=_new_id())
+        async for _ in self._api.generate(call):
+            pass
+
+    async def check(self) -> None:
+        """Check that the server is healthy and still serves the model.
+
+        Raises:
+            EngineError: the server does not respond, is not healthy, or serves another model.
+        """
+        if self._dead.is_set():
+            raise EngineError(self._death())
+        await self._client.check_health()
+        served = [one.id for one in await self._client.models()]
+        if self._info.model not in served:
+            raise EngineError(f"the server {self._attached.url} serves {', '.join(served)}, not {self._info.model}")
+
+    def _followers(self) -> Sequence[Coroutine[Any, Any, None]]:
+        return [*super()._followers(), self._follow_load()]
+
+    def _on_lost(self, rank: int, reason: str) -> None:
+        logger.warning("rank %d: the index lacks blocks of %s until they are stored again: %s", rank, self._url, reason)
+
+    @property
+    def _url(self) -> str:
+        return self._attached.url
+
+    def _drop_cache(self) -> None:
+        for rank in self._ranks.values():
+            rank.reset(clears=False)  # the server keeps its cache, and `held` reports it
+
+    async def _follow_load(self) -> None:
+        while True:
+            load = await self._read_load()
+            for rank in self._ranks.values():
+                if load is not None:
+                    rank.report(*load)
+            self._wake.set()
+            await asyncio.sleep(LOAD_S)
+
+    async def _read_load(self) -> ServerLoad | None:
+        """Return the load of the server; without readable metrics the requests of this worker."""
+        own = ServerLoad(len(self._requests), 0, 0.0)
+        try:
+            status, body = await self._client.get("/metrics")
+        except EngineError:
+            return None  # the health check decides whether the server is lost
+        try:
+            if status != 200:
+                raise MetricsUnreadable(f"/metrics responded with {status}")
+            return read_load(body.decode(errors="replace"))
+        except MetricsUnreadable as error:
+            self.counts["metrics_unreadable"] += 1
+            if self._warned != str(error):
+                self._warned = str(error)
+                logger.warning("the load of %s is that of this worker's requests only: %s", self._url, error)
+            return own
+
+    # Requests
+
+    def _refusal(self, item: WorkItem, prompt_tokens: int) -> ResponseError | None:
+        """Return the error for a request that the server cannot run correctly."""
+        if item.cache_namespace and not (self._api.salts_cache or self._attached.allow_shared_cache):
+            message = (
+                f"the server {self._url} cannot separate the cache of the namespace of this request;"
+                " --allow-shared-cache permits it"
+            )
+            return ResponseError(status=501, code="not_supported", message=message)
+        if item.output_tokens and (reason := _why_not_continued(item.sampling)):
+            return _interrupted(item.output_tokens, reason)
+        return super()._refusal(item, prompt_tokens)
+
+    def _request_error(self, error: Exception) -> ResponseError | None:
+        match error:
+            case Rejected():
+                self.counts["rejected"] += 1
+                return error.error
+            case EngineError():
+                logger.warning("the server is lost: %s", error)
+                return None
+            case Unfetchable():
+                return ResponseError(status=502, code="engine_error", message=str(error))
+        logger.error("unexpected error of a request; the worker continues", exc_info=error)
+        return ResponseError(status=500, code="engine_error", message=one_line(error))
+
+    def _call(self, item: WorkItem, prompt: list[int], sampling: Sampling, transfer: Mapping[str, Any] | None) -> Call:
+        return Call(
+            token_ids=prompt,
+            text="" if self._api.takes_token_ids else self._attached.decode(prompt),
+            sampling=sampling,
+            lora_name=item.lora_name,
+            cache_salt=item.cache_namespace if self._api.salts_cache else "",
+            request_id=_new_id(item.request_id),
+            transfer=transfer,
+        )
+
+    async def _generate(self, prompt: list[int], response: GeneratedResponse, transfer: Any) -> None:
+        """Run a request. If its stream is cut, continue it on the same server while the server is healthy."""
+        output: list[int] = []
+        for attempt in range(CONTINUATIONS_MAX + 1):
+            sampling = _remaining(response.item.sampling, len(output))
+            call = self._call(response.item, prompt + output, sampling, None if output or attempt else transfer)
+            try:
+                return await self._stream(call, response, output)
+            except StreamCut as cut:
+                self.counts["cut"] += 1
+                logger.warning("a stream of %s was cut after %d tokens: %s", self._url, response.tokens, cut)
+                await self._require_alive(response, cut)
+                if len(output) >= response.item.sampling.max_tokens:
+                    return self._end_response(response, "length")
+                if attempt == CONTINUATIONS_MAX:
+                    raise Rejected(_interrupted(response.tokens, f"the server cut its stream again: {cut}")) from None
+                reason = self._why_not_repeated(response)
+                if reason:
+                    raise Rejected(_interrupted(response.tokens, reason)) from None
+                self.counts["continued"] += 1
+
+    async def _require_alive(self, response: GeneratedResponse, cut: StreamCut) -> None:
+        """Raise if the server is lost: EngineError for a response that can continue on another worker."""
+        try:
+            await self._client.check_health()
+        except EngineError:
+            if response.tokens and not self._api.returns_token_ids:
+                # Another worker would continue with tokens that the server did not generate.
+                self._dead.set()
+                raise Rejected(_interrupted(response.tokens, f"the server returned text only: {cut}")) from None
+            raise
+
+    def _why_not_repeated(self, response: GeneratedResponse) -> str:
+        """Return why a response cannot continue on the same server; empty if it can."""
+        if not response.tokens:
+            return ""
+        if not self._api.returns_token_ids:
+            return "the server returned text only"
+        return _why_not_continued(response.item.sampling)
+
+    async def _stream(self, call: Call, response: GeneratedResponse, output: list[int]) -> None:
+        text = None if self._api.returns_token_ids else TextEncoder(self._attached.encode, self._attached.decode)
+        expected, reason = self._cached_tokens(response.item), ""
+        deltas = self._api.generate(call)
+        try:
+            async for delta in deltas:
+                reason = delta.finish_reason or reason
+                token_ids = delta.token_ids
+                if token_ids is None:
+                    assert text is not None
+                    token_ids = text.push(delta.text, is_last=bool(delta.finish_reason))
+                if delta.cached_tokens is not None:
+                    expected = response.cached_tokens = delta.cached_tokens
+                output += token_ids
+                response.add(token_ids, expected, delta.logprobs)
+                self._wake.set()
+        finally:
+            await deltas.aclose()  # aborts the request
+            if text is not None:
+                self.counts["inexact_text"] += text.inexact
+        self._end_response(response, reason)
+
+    def _cached_tokens(self, item: WorkItem) -> int:
+        """Return how many prompt tokens the server probably has cached: those of blocks that its events report."""
+        cache = self._caches.get(item.rank)
+        if not isinstance(cache, KvFeed):
+            return 0
+        return cache.resident.leading(unpack_u64(item.sequence_hashes)) * self._block_size
+
+    async def _prefill(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
+        sampling = msgspec.structs.replace(item.sampling, **PREFILL_SAMPLING)
+        assert isinstance(self._api, Completions)
+        try:
+            done = await self._api.prefill(self._call(item, prompt, sampling, PREFILL_PARAMS))
+        except StreamCut as cut:
+            raise Rejected(ResponseError(status=502, code="engine_error", message=str(cut))) from None
+        if done.transfer is None:
+            message = f"the server {self._url} keeps no KV for others: start it with --kv-transfer-config"
+            raise Rejected(ResponseError(status=501, code="not_supported", message=message))
+        prefilled = offer(item, self._worker_id, self._settings.model_name, done.transfer)
+        self._kept.add(item.request_id, VLLM_LEASE_S)
+        cached = self._cached_tokens(item) if done.cached_tokens is None else done.cached_tokens
+        rank.prefilled(item, prefilled, cached)
+
+    def release(self, request_id: str) -> None:
+        """Count KV that no worker fetches. The server frees it after its own timeout."""
+        if self._kept.pop(request_id) is not None:
+            self.counts["unfetched_kv"] += 1
+
+    def _transfer(self, item: WorkItem, prompt_tokens: int) -> dict[str, Any]:
+        return fetch_params(item.prefilled, self._settings.model_name, prompt_tokens)
+
+    def _lease_s(self, item: WorkItem) -> float | None:
+        return None if item.prefilled is None else READABLE_S
+
+    def _finish(self, item: WorkItem, rank: RankBuffer, why: str, tokens: tuple[int, int, int]) -> None:
+        if why == "abort":  # the server dropped the request, which may be sent again
+            message = f"the server {self._url} aborted the request"
+            rank.failed(item, ResponseError(status=503, code="engine_error", message=message))
+        else:
+            super()._finish(item, rank, why, tokens)
+
+    # Commands
+
+    def _has_lora(self) -> bool:
+        return True  # otherwise the server rejects the command
+
+    async def _load_lora(self, name: str, directory: str) -> None:
+        if not name or not directory:
+            raise EngineRefused("lora_name and lora_path are both required to load an adapter")
+        if (known := self._loras.loaded.get(name)) is not None:
+            if known.directory == directory:
+                return
+            raise EngineRefused(f"the adapter {name} is already loaded from {known.directory}; unload it first")
+        if self._past_loras.get(name, directory) != directory:
+            raise EngineRefused(f"the name {name} was used for {self._past_loras[name]}: use another name")
+        await self._add_lora(LoraAdapter(name, len(self._past_loras) + 1, directory))
+        self._past_loras[name] = directory
+        self._loras.add(LoraAdapter(name, len(self._past_loras), directory))
+
+    async def _add_lora(self, adapter: LoraAdapter) -> None:
+        body = {"lora_name": adapter.name, "lora_path": adapter.directory}
+        await self._command("/load_lora_adapter" if self._is_sglang else "/v1/load_lora_adapter", body)
+
+    async def _remove_lora(self, adapter: LoraAdapter) -> None:
+        path = "/unload_lora_adapter" if self._is_sglang else "/v1/unload_lora_adapter"
+        await self._command(path, {"lora_name": adapter.name})
+
+    @property
+    def _is_sglang(self) -> bool:
+        return self._info.kind == "sglang"
+
+    async def _clear(self) -> None:
+        before = self._clears()
+        await self._command("/flush_cache" if self._is_sglang else "/reset_prefix_cache", {})
+        self._report_cleared(before)
+
+    async def _command(self, path: str, body: Mapping[str, Any]) -> None:
+        try:
+            await self._client.post(path, body)
+        except (Rejected, EngineError) as error:
+            raise EngineRefused(f"the server {self._url} did not execute {path}: {one_line(error)}") from error
+
+    # Metrics
+
+    def collectors(self) -> Sequence[Collector]:
+        """Return Prometheus collectors of the counters of this adapter and of its KV events."""
+        totals = {rank: cache.totals for rank, cache in self._caches.items()}
+        return (AttachedMetrics(self._worker_id, self.counts), KvEventMetrics(self._worker_id, totals))
+
+
+class AttachedMetrics(Collector):
+    """Prometheus collector of an attached server's counters.
+
+    Args:
+        worker_id: id of the worker.
+        counts: counters by kind.
+    """
+
+    def __init__(self, worker_id: str, counts: Mapping[str, int]) -> None:
+        self._worker_id = worker_id
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the current counters."""
+        family = CounterMetricFamily(
+            "forebay_upstream_events", "Events of an attached server, by kind.", labels=["worker_id", "kind"]
+        )
+        for kind in ("cut", "continued", "rejected", "metrics_unreadable", "inexact_text", "unfetched_kv"):
+            family.add_metric([self._worker_id, kind], self._counts.get(kind, 0))
+        yield family
+
+
+def _new_id(request_id: str = "health") -> str:
+    # A request that was aborted may still be in flight at the server when it is sent again.
+    return f"{request_id}-{runtime.random_id()[:8]}"
+
+
+def _remaining(sampling: Sampling, done: int) -> Sampling:
+    """Return the sampling parameters for the output after the first `done` tokens."""
+    if not done:
+        return sampling
+    left = max(1, sampling.max_tokens - done)
+    return msgspec.structs.replace(sampling, max_tokens=left, min_tokens=max(0, sampling.min_tokens - done))
+
+
+def _why_not_continued(sampling: Sampling) -> str:
+    """Return why a response with some output cannot continue as part of a prompt; empty if it can."""
+    if sampling.structured is not None:
+        return "a structured response cannot go on"
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        return "penalties count output tokens only, and the server would count the earlier output as prompt"
+    return ""
+
+
+def _interrupted(tokens: int, reason: str) -> ResponseError:
+    message = f"the response was interrupted after {tokens} output tokens: {reason}"
+    return ResponseError(status=502, code="response_interrupted", message=message)

@@ -1,0 +1,272 @@
+"""HTTP client of one attached server.
+
+Theory of operation. Requests use connections that are kept open. A stream is aborted by closing its connection, on
+which every known server frees the request. Discovery reads what servers publish about themselves: `/v1/models`, and
+the sizes of the KV cache in vLLM's metrics or in SGLang's `/server_info`.
+"""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+
+from forebay.workers.engine import EngineError
+from forebay.workers.engines.attached.errors import Rejected, StreamCut, message_of, rejection
+from forebay.workers.engines.attached.load import sample_lines
+from forebay.workers.engines.model_directory import one_line
+
+CONNECT_S = 5.0
+REPLY_S = 5.0  # of small requests; HealthWatch ends a check after twice this time
+COMMAND_S = 300.0  # loading an adapter, or computing a prompt
+BODY_BYTES_MAX = 64 << 20  # of a response that is not a stream
+EVENT_BYTES_MAX = 4 << 20  # of one event of a stream; with many log probabilities, some 10 KB
+DATA = b"data:"
+DONE = b"[DONE]"
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+ServerKind = Literal["vllm", "sglang", "tensorrt-llm", "openai"]
+OWNERS: Mapping[str, ServerKind] = {"vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "tensorrt-llm"}
+"""Kind of a server by the field `owned_by` of its models; any other value is `openai`."""
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """Entry of `/v1/models`. Servers add further fields.
+
+    Attributes:
+        id: name of the model in the API.
+        owned_by: name of the server's program.
+        root: model directory or name on the Hugging Face Hub; None if the server does not publish it.
+        parent: base model of an adapter; None for a base model.
+        max_model_len: context length in tokens; None if the server does not publish it.
+    """
+
+    id: str
+    owned_by: str = ""
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[ServedModel]
+
+
+class _SglangInfo(msgspec.Struct):
+    page_size: int | None = None
+    max_total_num_tokens: int | None = None
+
+
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Properties that a server publishes about itself.
+
+    Attributes:
+        kind: program of the server.
+        model: name of the base model in the server's API.
+        root: model directory or name on the Hugging Face Hub, as the server knows it; empty if unknown.
+        context_tokens: context length; None if unknown.
+        block_size: tokens per KV block; None if unknown.
+        kv_blocks: number of KV blocks; None if unknown.
+        loras: loaded adapters, with their directories on the server.
+    """
+
+    kind: ServerKind
+    model: str
+    root: str = ""
+    context_tokens: int | None = None
+    block_size: int | None = None
+    kv_blocks: int | None = None
+    loras: Mapping[str, str] = {}
+
+
+class Server:
+    """Client of one server. Use it on one event loop, and close it.
+
+    Args:
+        url: base address, for example `http://host:8000`.
+        api_key: key for the server's API; empty for none.
+
+    Attributes:
+        url: base address, without a slash at its end.
+    """
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        self.url = url.rstrip("/")
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),  # the router limits the requests in flight
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            json_serialize=lambda body: msgspec.json.encode(body).decode(),
+        )
+
+    async def close(self) -> None:
+        """Close all connections, which aborts the requests in flight."""
+        await self._session.close()
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Return status and body of a small resource.
+
+        Raises:
+            EngineError: the server cannot be reached, or does not reply within `REPLY_S`.
+        """
+        return await self._request("GET", path, None, REPLY_S)
+
+    async def post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> bytes:
+        """Return the body of the response to a request that is not a stream.
+
+        Raises:
+            Rejected: the server responded with an error.
+            EngineError: the server cannot be reached, or does not reply within `COMMAND_S`.
+        """
+        status, content = await self._request("POST", path, body, COMMAND_S, headers)
+        if status >= 400:
+            raise rejection(self.url, status, content)
+        return content
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        within_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[int, bytes]:
+        try:
+            async with (
+                asyncio.timeout(within_s),
+                self._session.request(method, self.url + path, json=body, headers=headers) as response,
+            ):
+                return response.status, await response.content.read(BODY_BYTES_MAX)
+        except TimeoutError:
+            raise EngineError(f"the server {self.url} did not reply to {path} within {within_s:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: an invalid address
+            raise EngineError(f"the server {self.url} cannot be reached: {one_line(error)}") from None
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Send a request, and yield the data of the events of its stream. Leaving the context aborts the request.
+
+        Raises:
+            Rejected: the server responded with an error before the stream began.
+            StreamCut: the connection failed.
+        """
+        try:
+            async with self._session.post(self.url + path, json=body, headers=headers) as response:
+                if response.status != 200:
+                    raise rejection(self.url, response.status, await response.content.read(BODY_BYTES_MAX))
+                try:
+                    yield _events(response.content)
+                finally:
+                    if not response.content.at_eof():
+                        response.close()
+        except (aiohttp.ClientError, OSError) as error:
+            raise StreamCut(one_line(error)) from error
+
+    async def models(self) -> list[ServedModel]:
+        """Return the entries of `/v1/models`.
+
+        Raises:
+            EngineError: the server cannot be reached, or its response is not a list of models.
+        """
+        status, body = await self.get("/v1/models")
+        if status != 200:
+            raise EngineError(f"the server {self.url} responded to /v1/models with {status}: {message_of(body)}")
+        try:
+            return msgspec.json.decode(body, type=_Models).data
+        except MALFORMED as error:
+            raise EngineError(
+                f"the server {self.url} sent no list of models at /v1/models: {one_line(error)}"
+            ) from None
+
+    async def check_health(self) -> None:
+        """Raise EngineError if the server does not respond, or reports that it is not healthy.
+
+        A server without `/health` is healthy if it responds.
+        """
+        status, body = await self.get("/health")
+        if status >= 500:
+            raise EngineError(f"the server {self.url} is not healthy: {status}, {message_of(body)}")
+
+    async def describe(self, name: str = "") -> ServerInfo:
+        """Return what the server publishes about itself.
+
+        Args:
+            name: name of the model; empty for the server's first base model.
+
+        Raises:
+            EngineError: the server cannot be reached, or serves no such model.
+        """
+        models = await self.models()
+        bases = [one for one in models if not one.parent]
+        if not bases:
+            raise EngineError(f"the server {self.url} serves no model")
+        base = next((one for one in bases if one.id == name), None) if name else bases[0]
+        if base is None:
+            served = ", ".join(one.id for one in bases)
+            raise EngineError(f"the server {self.url} serves {served}, not {name}")
+        kind = OWNERS.get(base.owned_by, "openai")
+        block_size, kv_blocks = await self._cache_sizes(kind)
+        return ServerInfo(
+            kind=kind,
+            model=base.id,
+            root=base.root or "",
+            context_tokens=base.max_model_len,
+            block_size=block_size,
+            kv_blocks=kv_blocks,
+            loras={one.id: one.root or "" for one in models if one.parent in {known.id for known in bases}},
+        )
+
+    async def _cache_sizes(self, kind: ServerKind) -> tuple[int | None, int | None]:
+        """Return tokens per KV block and number of KV blocks, each None if unknown."""
+        if kind == "vllm":
+            status, body = await self.get("/metrics")
+            return vllm_cache_sizes(body.decode(errors="replace")) if status == 200 else (None, None)
+        if kind == "sglang":
+            for path in ("/server_info", "/get_server_info"):  # the second name is that of older releases
+                status, body = await self.get(path)
+                if status == 200:
+                    with contextlib.suppress(*MALFORMED):
+                        info = msgspec.json.decode(body, type=_SglangInfo)
+                        size, tokens = info.page_size, info.max_total_num_tokens
+                        return size, tokens // size if size and tokens else None
+        return None, None
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the data of each server-sent event until `[DONE]`. Raises StreamCut if the stream ends before."""
+    pending = b""
+    async for received in content.iter_any():
+        *lines, pending = (pending + received).split(b"\n")
+        for line in lines:
+            if line.startswith(DATA):
+                data = line[len(DATA) :].strip()
+                if data == DONE:
+                    return
+                yield data
+        if len(pending) > EVENT_BYTES_MAX:
+            raise StreamCut(f"an event of the stream is longer than {EVENT_BYTES_MAX} bytes")
+    raise StreamCut("the server closed the connection before the response was complete")
+
+
+def vllm_cache_sizes(metrics: str) -> tuple[int | None, int | None]:
+    """Return tokens per block and number of blocks from vLLM's metric `vllm:cache_config_info`, each None if unknown.
+
+    vLLM reserves one of its blocks.
+    """
+    for line in sample_lines(metrics, ("vllm:cache_config_info",)):
+        labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
+        size, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
+        return (
+            int(size) if size.isdecimal() and int(size) else None,
+            int(blocks) - 1 if blocks.isdecimal() and int(blocks) > 1 else None,
+        )
+    return None, None
+
+
+__all__ = ["MALFORMED", "Rejected", "Server", "ServerInfo", "StreamCut"]
