@@ -1,43 +1,33 @@
 """`forebay worker`: a separate process with one engine."""
 
 import asyncio
-import contextlib
-import logging
 import os
 import socket
 import uuid
-from collections.abc import Mapping
 
 import msgspec
 
 from forebay.cli.common.cluster import connected, leases_at, run_service, until_signal
 from forebay.cli.common.cluster_options import Cluster, ClusterOptions, ServiceOptions
-from forebay.cli.common.errors import complain, explained
+from forebay.cli.common.errors import explained
 from forebay.cli.common.logs import LoggingOptions, announce
 from forebay.cli.common.process_metrics import process_registry
 from forebay.cli.common.shutdown import stop_notice
+from forebay.cli.processes.attached import UpstreamSettings, attachments, check_options, run_attached
 from forebay.cli.processes.engine_options import EngineOptions
 from forebay.cli.processes.engines import built, ranked_from, reached_at
+from forebay.cli.processes.joining import join_group, stored_card, warn_if_not_admitted
 from forebay.cli.processes.options import KvEventsOption, names
+from forebay.cli.processes.upstream_options import UpstreamOptions
 from forebay.events.fleet import WorkerSpec
 from forebay.events.models import ModelCard
+from forebay.ingress.errors import Unusable
 from forebay.ingress.model_cards import read_card
-from forebay.transport.base import LeaseError, Leases, Log
-from forebay.transport.directory import Directory
-from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics
-from forebay.transport.models import ModelStore
 from forebay.workers.engine import Engine
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
-from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.metrics import WorkerMetrics
 from forebay.workers.runtime.probes import Probes
 from forebay.workers.runtime.worker import ENGINE_STOP_S, Worker
-
-logger = logging.getLogger(__name__)
-
-ANNOUNCEMENT_TTL_MS = 6_000
-CHECK_S = 5.0
-CHECKS = 3  # consecutive checks: a takeover takes six seconds, and an owner reads the leases twice per second
 
 
 def run_worker(
@@ -53,12 +43,28 @@ def run_worker(
     lease_ttl_s: float,
     service: ServiceOptions,
     logs: LoggingOptions,
+    upstream: UpstreamOptions,
     engine: EngineOptions,
 ) -> None:
     """Run `forebay worker`. worker_command.py documents its options."""
     logs.start()
     with explained():
         cluster = addresses.cluster(service.metrics_host, service.metrics_port)
+        if servers := upstream.upstreams():
+            check_options(engine)
+            if dp_start_rank or kv_host is not None:
+                flag = "--kv-host" if kv_host is not None else "--dp-start-rank"
+                raise Unusable(f"{flag} cannot be combined with --upstream")
+            attached = attachments(servers, worker_id)
+            settings = UpstreamSettings(
+                engine=engine,
+                pool=pool,
+                taints=names("--taint", taint),
+                api_key=upstream.api_key(),
+                allow_shared_cache=upstream.allow_shared_cache,
+            )
+            run_service(run_attached(cluster, attached, settings, lease_ttl_s=lease_ttl_s, drain_s=drain_s))
+            return
         choice = reached_at(ranked_from(engine.choice(), dp_start_rank), kv_host, addresses.kafka)
         running, spec = built(
             choice,
@@ -81,20 +87,14 @@ async def _run(
     drain_s: float,
 ) -> None:
     registry = process_registry()
-    counts = await count_topics(cluster.kafka)
-    if spec.pool not in counts.pools:
-        await create_topics(cluster.kafka, TopicPlan(slots=max(counts.pools.values())), [spec.pool])
     leases = leases_at(cluster.redis_url, cluster.kafka.namespace)
     probes = Probes()
     async with connected(cluster, registry, {"/ready": probes.ready, "/live": probes.live}) as log:
         if card is not None:
             spec = msgspec.structs.replace(spec, card=await stored_card(log, spec.model, *card))
-        directory = Directory(log)
-        await directory.start()
         announce(f"forebay: worker {spec.worker_id} requests to join {spec.model}, pool {spec.pool}")
         waiting = asyncio.create_task(warn_if_not_admitted(probes, spec.worker_id))
-        partition = await _partition_of(directory, leases, spec.model)
-        directory.close()
+        partition = await join_group(cluster, log, spec)
         keeper = LeaseKeeper(leases, ttl_s=lease_ttl_s)
         keeper.start()
         token = uuid.uuid4().hex
@@ -111,43 +111,3 @@ async def _run(
         finally:
             waiting.cancel()
             await keeper.stop()
-
-
-async def stored_card(log: Log, model: str, card: ModelCard, files: Mapping[str, bytes]) -> str:
-    """Store the model card of a worker unless it is stored already, and return its digest.
-
-    Raises LogError if the log fails.
-    """
-    store = ModelStore(log)
-    await store.start()
-    try:
-        return await store.store(model, card, files)
-    finally:
-        store.close()
-
-
-async def warn_if_not_admitted(probes: Probes, name: str, *, check_s: float = CHECK_S) -> None:
-    """Print a warning if the engine runs, but `CHECKS` checks in a row find that no owner has added the worker."""
-    checks = 0
-    while checks < CHECKS:
-        await asyncio.sleep(check_s)
-        is_waiting = probes.worker is None or probes.worker.life.state is State.REGISTERED
-        checks = checks + 1 if is_waiting else 0
-    why = "either no router is running, or the router rejected the worker and logged the reason"
-    complain(f"worker {name} is not admitted and keeps trying: {why}")
-
-
-async def _partition_of(directory: Directory, leases: Leases, group: str) -> int:
-    """Announce the group until a router has assigned a partition to it, and return the partition."""
-    is_first_error = True
-    while (partition := directory.partition_of(group)) is None:
-        try:
-            await asyncio.to_thread(leases.announce, group, ANNOUNCEMENT_TTL_MS)
-        except LeaseError as error:
-            if is_first_error:
-                logger.warning("cannot announce the group %s, will retry: %s", group, error)
-            is_first_error = False
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ANNOUNCEMENT_TTL_MS / 3000):
-                await directory.placed(group)
-    return partition

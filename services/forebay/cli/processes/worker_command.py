@@ -9,6 +9,7 @@ from forebay.cli.common.logs import LoggingOptions
 from forebay.cli.common.option_groups import spread
 from forebay.cli.processes.engine_options import EngineOptions
 from forebay.cli.processes.options import KvEventsOption
+from forebay.cli.processes.upstream_options import UpstreamOptions
 
 
 @spread
@@ -40,6 +41,7 @@ def worker(
     *,
     service: ServiceOptions,
     logs: LoggingOptions,
+    upstream: UpstreamOptions,
     engine: EngineOptions,
 ) -> None:
     """Run a worker of a distributed system."""
@@ -57,5 +59,6 @@ def worker(
         lease_ttl_s=lease_ttl_s,
         service=service,
         logs=logs,
+        upstream=upstream,
         engine=engine,
     )

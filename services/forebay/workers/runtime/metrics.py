@@ -1,6 +1,7 @@
 """Prometheus metrics of workers, computed from their counters at each scrape."""
 
 from collections.abc import Iterator
+from itertools import chain
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -13,7 +14,7 @@ from forebay.workers.runtime.worker import Worker
 class WorkerMetrics(Collector):
     """Prometheus collector for the workers of a process. Metrics of the same name are merged.
 
-    The metrics of an engine are included if the process has one worker, because they have no label for the worker.
+    If the process has several workers, only those metrics of engines are included that have a label for the worker.
     """
 
     def __init__(self, *workers: Worker) -> None:
@@ -23,15 +24,18 @@ class WorkerMetrics(Collector):
         """Yield the current metrics."""
         found: dict[str, Metric] = {}
         for worker in self._workers:
-            for metric in _worker_metrics(worker):
+            for metric in chain(_worker_metrics(worker), self._engine_metrics(worker)):
                 if metric.name in found:
                     found[metric.name].samples += metric.samples
                 else:
                     found[metric.name] = metric
         yield from found.values()
-        if len(self._workers) == 1:
-            for collector in self._workers[0].engine.collectors():
-                yield from collector.collect()
+
+    def _engine_metrics(self, worker: Worker) -> Iterator[Metric]:
+        for collector in worker.engine.collectors():
+            for metric in collector.collect():
+                if len(self._workers) == 1 or all("worker_id" in sample.labels for sample in metric.samples):
+                    yield metric
 
 
 def _worker_metrics(worker: Worker) -> Iterator[Metric]:

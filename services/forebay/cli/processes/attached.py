@@ -1,0 +1,339 @@
+"""`forebay worker --upstream`: workers in front of servers that already run.
+
+Theory of operation. Each server has its own worker, which joins the group of the server's model. If the server stops
+responding, its worker leaves, so that its requests continue on other workers. The process then waits for the server and
+attaches it again, but only if it still serves the same model.
+"""
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from forebay import runtime
+from forebay.cli.common.cluster import connected, leases_at, until_signal
+from forebay.cli.common.cluster_options import Cluster
+from forebay.cli.common.errors import cause_of
+from forebay.cli.common.logs import announce
+from forebay.cli.common.metrics_server import Probe
+from forebay.cli.common.process_metrics import process_registry
+from forebay.cli.common.shutdown import stop_notice
+from forebay.cli.processes.engine_options import EngineOptions, pool_of
+from forebay.cli.processes.engines import SIZE_OPTIONS
+from forebay.cli.processes.joining import join_group, stored_card, warn_if_not_admitted
+from forebay.cli.processes.model_source import HUB_NAME, find_model
+from forebay.cli.processes.options import adapters, named
+from forebay.cli.processes.upstream_options import Upstream
+from forebay.events.control import Role
+from forebay.events.fleet import WorkerSpec
+from forebay.events.models import ModelCard
+from forebay.ingress.errors import Unusable
+from forebay.ingress.model import Model, model_name_of
+from forebay.ingress.model_cards import read_card
+from forebay.transport.base import Log
+from forebay.workers.engine import EngineError
+from forebay.workers.engines.attached.engine import ROLES, AttachedEngine
+from forebay.workers.engines.attached.server import Server, ServerInfo
+from forebay.workers.engines.attached.settings import AttachedSettings
+from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.kv_events.zmq_feed import KvSource
+from forebay.workers.runtime.lease_keeper import LeaseKeeper
+from forebay.workers.runtime.metrics import WorkerMetrics
+from forebay.workers.runtime.probes import Probes
+from forebay.workers.runtime.worker import ENGINE_STOP_S, Worker
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 2.0  # pause before a server that does not respond is tried again
+ENGINE = "attached"
+Card = tuple[ModelCard, dict[str, bytes]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpstreamSettings:
+    """Settings that all servers of a process share.
+
+    Attributes:
+        engine: options of the command: model, names, role and sizes.
+        pool: pool to join; empty for the default of the role.
+        taints: labels of the workers.
+        api_key: key for the API of the servers; empty for none.
+        allow_shared_cache: whether servers that cannot separate their cache get requests with a cache namespace.
+    """
+
+    engine: EngineOptions
+    pool: str
+    taints: tuple[str, ...]
+    api_key: str
+    allow_shared_cache: bool
+
+
+@dataclass(slots=True)
+class Attachment:
+    """A server, and the worker in front of it.
+
+    Attributes:
+        upstream: addresses of the server.
+        worker_id: id of its worker.
+        model: name of the model that the server served first; empty before it was reached.
+        worker: current worker; None while the server is not attached.
+        probes: readiness and liveness of the worker.
+    """
+
+    upstream: Upstream
+    worker_id: str
+    model: str = ""
+    worker: Worker | None = None
+    probes: Probes = field(default_factory=Probes)
+
+
+def check_options(options: EngineOptions) -> None:
+    """Raise Unusable if an option of an engine is given that has no effect on a server that already runs."""
+    default = EngineOptions()
+    used = {"model", "revision", "model_name", "role", *SIZE_OPTIONS} - {"dp_size"}
+    for name in EngineOptions.__dataclass_fields__:
+        if name not in used and getattr(options, name) != getattr(default, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise Unusable(f"{flag} cannot be combined with --upstream: the server has its own engine options")
+    if options.role not in ROLES:
+        raise Unusable(f"--role {options.role}: a server that already runs supports {', '.join(ROLES)}")
+
+
+def attachments(upstreams: list[Upstream], worker_id: str) -> list[Attachment]:
+    """Return the attachments of the servers. With several servers, their number is added to a given worker id."""
+    ids = [f"{worker_id}-{at}" if len(upstreams) > 1 else worker_id for at in range(len(upstreams))]
+    return [
+        Attachment(upstream, named("--worker-id", "worker", given if worker_id else upstream.name))
+        for upstream, given in zip(upstreams, ids, strict=True)
+    ]
+
+
+async def run_attached(
+    cluster: Cluster,
+    attached: list[Attachment],
+    settings: UpstreamSettings,
+    *,
+    lease_ttl_s: float,
+    drain_s: float,
+) -> None:
+    """Attach the servers, and serve until a signal.
+
+    Raises:
+        Unusable: a server's model has no tokenizer, or an option contradicts what the server serves.
+    """
+    registry = process_registry()
+    probes = {path: _combined(attached, path) for path in ("/ready", "/live")}
+    async with connected(cluster, registry, probes) as log:
+        keeper = LeaseKeeper(leases_at(cluster.redis_url, cluster.kafka.namespace), ttl_s=lease_ttl_s)
+        keeper.start()
+        fleet = _Fleet(cluster, log, keeper, attached, settings, registry, drain_s)
+        try:
+            await until_signal(fleet.run(), stop=fleet.stop, stop_s=drain_s + ENGINE_STOP_S)
+        finally:
+            await keeper.stop()
+
+
+def _combined(attached: list[Attachment], path: str) -> Probe:
+    """Return a probe that succeeds if those of all workers do."""
+
+    def probe() -> tuple[bool, str]:
+        results = {one.worker_id: one.probes.ready() if path == "/ready" else one.probes.live() for one in attached}
+        return all(ok for ok, _ in results.values()), ", ".join(f"{name} {text}" for name, (_, text) in results.items())
+
+    return probe
+
+
+class _Fleet:
+    """The workers of the process."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        log: Log,
+        keeper: LeaseKeeper,
+        attached: list[Attachment],
+        settings: UpstreamSettings,
+        registry: CollectorRegistry,
+        drain_s: float,
+    ) -> None:
+        self._cluster = cluster
+        self._log = log
+        self._keeper = keeper
+        self._attached = attached
+        self._settings = settings
+        self._registry = registry
+        self._metrics: WorkerMetrics | None = None
+        self._drain_s = drain_s
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for one in self._attached:
+                tasks.create_task(self._keep(one), name=one.worker_id)
+
+    async def stop(self) -> None:
+        self._stopping.set()
+        for one in self._attached:
+            if one.worker is not None:
+                announce(stop_notice(f"worker {one.worker_id}", len(one.worker.active_requests), self._drain_s))
+                one.worker.drain(self._drain_s)
+
+    async def _keep(self, one: Attachment) -> None:
+        """Attach a server, and attach it again after it was lost, until the process stops."""
+        warned = ""
+        while not self._stopping.is_set():
+            try:
+                await self._attach(one)
+            except EngineError as error:
+                problem = str(error)
+            except BaseExceptionGroup as group:
+                if group.subgroup(EngineError) is None:
+                    raise
+                problem = str(cause_of(group.subgroup(EngineError) or group))
+            except Unusable as error:
+                if not one.model:
+                    raise
+                problem = str(error)
+            else:
+                return
+            if problem != warned:
+                logger.warning("worker %s waits for its server, and retries: %s", one.worker_id, problem)
+            warned = problem
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_S):
+                    await self._stopping.wait()
+
+    async def _attach(self, one: Attachment) -> None:
+        """Start a worker for a server, and run it until it is drained.
+
+        Raises:
+            EngineError: the server does not respond, or serves another model than before.
+            Unusable: its model has no tokenizer.
+        """
+        settings = self._settings
+        info = await _described(one.upstream, settings)
+        if one.model and info.model != one.model:
+            raise EngineError(
+                f"the server {one.upstream.url} serves {info.model} now, but worker {one.worker_id} joined with"
+                f" {one.model}; restart the worker to serve the new model"
+            )
+        engine, spec, card = await runtime.offload(_engine, one, info, settings)
+        if card is not None:
+            spec = msgspec.structs.replace(spec, card=await stored_card(self._log, spec.model, *card))
+        one.model = info.model
+        announce(
+            f"forebay: worker {spec.worker_id} requests to join {spec.model}, pool {spec.pool}, for {one.upstream.url}"
+        )
+        waiting = asyncio.create_task(warn_if_not_admitted(one.probes, spec.worker_id))
+        try:
+            partition = await join_group(self._cluster, self._log, spec)
+            token = uuid.uuid4().hex
+            one.worker = one.probes.worker = Worker(
+                self._log,
+                self._keeper,
+                spec,
+                engine,
+                token=token,
+                group=spec.model,
+                partition=partition,
+                drain_s=self._drain_s,
+            )
+            self._register()
+            if self._stopping.is_set():
+                return
+            await one.worker.run()
+        finally:
+            waiting.cancel()
+            one.worker = None
+
+    def _register(self) -> None:
+        """Export the metrics of the current workers."""
+        if self._metrics is not None:
+            self._registry.unregister(self._metrics)
+        self._metrics = WorkerMetrics(*(one.worker for one in self._attached if one.worker is not None))
+        self._registry.register(self._metrics)
+
+
+async def _described(upstream: Upstream, settings: UpstreamSettings) -> ServerInfo:
+    server = Server(upstream.url, settings.api_key)
+    try:
+        return await server.describe(settings.engine.model_name)
+    finally:
+        await server.close()
+
+
+def _engine(
+    one: Attachment, info: ServerInfo, settings: UpstreamSettings
+) -> tuple[AttachedEngine, WorkerSpec, Card | None]:
+    """Return the engine of a server, the spec of its worker, and the card of its model."""
+    options, url = settings.engine, one.upstream.url
+    directory = _tokenizer_of(info, options, url)
+    name = model_name_of(None, options.model_name or _api_name(info.model))
+    role = cast(Role, options.role)  # `check_options` has checked it
+    model = Model(directory)
+    source = None
+    if one.upstream.kv_events:
+        source = KvSource(one.upstream.kv_events, one.upstream.kv_replay or None)
+    sizes: dict[str, Any] = {size: getattr(options, size) for size in SIZE_OPTIONS}
+    engine = AttachedEngine(
+        EngineSettings(model=directory, model_name=name, role=role, **sizes),
+        AttachedSettings(
+            url=url,
+            info=info,
+            encode=model.encode,
+            decode=lambda ids: model.tokenizer.decode(ids, skip_special_tokens=False),
+            context_tokens=model.context_tokens,
+            api_key=settings.api_key,
+            kv_events=source,
+            allow_shared_cache=settings.allow_shared_cache,
+        ),
+    )
+    spec = WorkerSpec(
+        worker_id=one.worker_id,
+        model=name,
+        pool=named("--pool", "pool", settings.pool or pool_of(role)),
+        engine=info.kind if info.kind != "openai" else ENGINE,
+        block_size=1,  # the engine reports the sizes after its start
+        kv_blocks_total=1,
+        max_num_seqs=1,
+        max_num_batched_tokens=1,
+        taints=settings.taints,
+        loras=adapters(tuple(info.loras), name),
+        kv_events=source is not None,
+        role=role,
+    )
+    return engine, spec, read_card(directory)
+
+
+def _api_name(served: str) -> str:
+    """Return the default name of a model. A server started with a directory serves the model under its path."""
+    return Path(served).name if served.startswith("/") else served
+
+
+def _tokenizer_of(info: ServerInfo, options: EngineOptions, url: str) -> Path:
+    """Return the directory with the tokenizer of a server's model.
+
+    Raises Unusable if neither --model nor the server names one.
+    """
+    if options.model is not None:
+        found = find_model(options.model, options.revision, options.model_name, weights=False).directory
+        assert found is not None
+        return found
+    for named_by_server in (info.root, info.model):
+        if named_by_server and (Path(named_by_server).is_dir() or HUB_NAME.fullmatch(named_by_server)):
+            try:
+                found = find_model(named_by_server, None, "", weights=False).directory
+            except Unusable as error:
+                raise Unusable(f"the tokenizer of {url} was not found; set --model: {error}") from None
+            assert found is not None
+            return found
+    raise Unusable(
+        f"the server {url} serves {info.model}, but names no directory or Hugging Face model of this machine"
+        f" ({info.root or 'no root'}): set --model to a directory with its tokenizer.json"
+    )

@@ -1,0 +1,129 @@
+"""Options of `forebay worker` for servers that already run. They are separate from the client, which --help skips."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+from urllib.parse import urlsplit
+
+import typer
+
+from forebay.ingress.errors import Unusable
+
+UPSTREAMS_MAX = 64  # each has a worker in this process
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """Addresses of a server.
+
+    Attributes:
+        url: base address of its HTTP API.
+        kv_events: ZMQ address of its KV events; empty if it publishes none.
+        kv_replay: ZMQ address for replays of its KV events; empty if it has none.
+    """
+
+    url: str
+    kv_events: str = ""
+    kv_replay: str = ""
+
+    @property
+    def name(self) -> str:
+        """Default worker id: host and port."""
+        parts = urlsplit(self.url)
+        return f"{parts.hostname}-{parts.port or (443 if parts.scheme == 'https' else 80)}"
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamOptions:
+    """Options that attach servers. Each field is a command-line option."""
+
+    PANEL: ClassVar = "Servers that already run"
+
+    upstream: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="Server that already runs, as http://host:port, instead of an engine in this process. Repeatable.",
+        ),
+    ] = None
+    upstream_kv_events: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ZMQ",
+            help="KV events of a server as tcp://host:port, or tcp://host:port,tcp://host:port with its replay socket."
+            " One per --upstream, in the same order; - for none.",
+        ),
+    ] = None
+    upstream_api_key_file: Annotated[Path | None, typer.Option(help="File with the API key of the servers.")] = None
+    allow_shared_cache: Annotated[
+        bool,
+        typer.Option(
+            "--allow-shared-cache",
+            help="Send requests with a cache salt also to servers that cannot separate their cache.",
+        ),
+    ] = False
+
+    def upstreams(self) -> list[Upstream]:
+        """Return the servers; empty without --upstream. Raises Unusable if an option is invalid."""
+        urls, events = self.upstream or [], self.upstream_kv_events or []
+        if not urls:
+            for flag, value in (
+                ("--upstream-kv-events", events),
+                ("--upstream-api-key-file", self.upstream_api_key_file),
+                ("--allow-shared-cache", self.allow_shared_cache),
+            ):
+                if value:
+                    raise Unusable(f"{flag} requires --upstream URL")
+            return []
+        if len(urls) > UPSTREAMS_MAX:
+            raise Unusable(f"--upstream: got {len(urls)} servers, the maximum of one process is {UPSTREAMS_MAX}")
+        if events and len(events) != len(urls):
+            raise Unusable(
+                f"--upstream-kv-events: got {len(events)} values for {len(urls)} servers; give one per --upstream, and"
+                " - for none"
+            )
+        for url in urls:
+            _require_url(url)
+            if urls.count(url) > 1:
+                raise Unusable(f"--upstream {url}: the server appears twice")
+        return [
+            Upstream(url.rstrip("/"), *_sockets(text))
+            for url, text in zip(urls, events or ["-"] * len(urls), strict=True)
+        ]
+
+    def api_key(self) -> str:
+        """Return the API key of the servers; empty if there is none. Raises Unusable if the file cannot be read."""
+        file = self.upstream_api_key_file
+        if file is None:
+            return ""
+        try:
+            key = file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise Unusable(f"cannot read --upstream-api-key-file {file}: {reason}") from error
+        if not key or not all("!" <= character <= "~" for character in key):
+            raise Unusable(f"--upstream-api-key-file {file}: expected one key of visible ASCII characters")
+        return key
+
+
+def _require_url(url: str) -> None:
+    """Raise Unusable if `url` is not the base address of an HTTP server."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid or parts.query or parts.fragment or parts.path.strip("/"):
+        hint = "; leave out /v1" if valid and parts.path.strip("/") == "v1" else ""
+        raise Unusable(f"--upstream {url}: expected http://host:port{hint}")
+
+
+def _sockets(text: str) -> tuple[str, str]:
+    """Return the addresses of KV events and replays, each empty if there is none. Raises Unusable if one is invalid."""
+    if text == "-":
+        return "", ""
+    events, comma, replay = text.partition(",")
+    for address in (events, replay) if comma else (events,):
+        if not address.startswith(("tcp://", "ipc://")):
+            raise Unusable(f"--upstream-kv-events {text}: expected tcp://host:port, or two of them with a comma")
+    return events, replay
