@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from forebay.events.requests import Sampling
 from forebay.ingress.model import DEFAULT_MODEL, DEFAULT_NAME, Model, word_token_ids
 from forebay.workers.engine import EngineBatch
 from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.engines.mock.scripts import OutputScripts
 from forebay.workers.kv_events.engine_events import Decode
 from forebay.workers.kv_events.resident import ResidentBlocks
 from forebay.workers.kv_events.sglang_wire import decode_sglang
@@ -64,7 +66,9 @@ async def streamed(client: httpx.AsyncClient, **more: Any) -> list[dict[str, Any
 async def mock_output(prompt: list[int], count: int, earlier: Sequence[int] = (), **sampling: Any) -> list[int]:
     """Return the output of a mock engine for a prompt, or the rest of it after some output."""
     config = EngineConfig(vocabulary=word_token_ids(MODEL.tokenizer), block_size=BLOCK, kv_blocks_total=400)
-    engine = MockEngine(config, speedup=1e5)
+    decode = partial(MODEL.tokenizer.decode, skip_special_tokens=False)
+    words = [word for one in config.vocabulary or () if (word := MODEL.decode([one]).strip())]
+    engine = MockEngine(config, speedup=1e5, scripts=OutputScripts(MODEL.encode, decode, words))
     given = Sampling(**{"max_tokens": count, "temperature": 0.0, "ignore_eos": True, **sampling})
     item = work_item("request-1", prompt, count, sampling=given)
     engine.submit(continued(item, list(earlier), BLOCK) if earlier else item)
@@ -89,7 +93,6 @@ async def feed_of(server: OpenAiServer, decode: Decode, *, copies: bool = True) 
     resident = ResidentBlocks(BLOCK, counts_copies=copies)
     feed = KvFeed(0, KvSource(server.kv_events, server.kv_replay), decode, resident, quiet_s=0.05)
     running = asyncio.create_task(feed.run(lambda *_: None, lambda *_: None))
-    await until(lambda: running.done() or feed.counts["live"] or feed.counts["replayed"] or feed.sequence is not None)
     try:
         yield feed
     finally:
@@ -118,6 +121,16 @@ async def test_output_after_output_of_a_mock_engine_continues_it(earlier: int) -
     async with served() as (_, client):
         assert await output(client, PROMPT + whole[:earlier], 12 - earlier) == whole[earlier:]
     assert await mock_output(PROMPT, 12, whole[:earlier]) == whole[earlier:]
+
+
+@pytest.mark.parametrize("earlier", [0, 4, 20])
+async def test_reasoning_is_that_of_a_mock_engine(earlier: int) -> None:
+    prompt = MODEL.encode("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n<think>\n")
+    whole = await mock_output(prompt, 40, ignore_eos=False)
+    assert "</think>" in MODEL.decode(whole)
+    async with served() as (_, client):
+        found = await output(client, prompt + whole[:earlier], 40 - earlier, ignore_eos=False)
+        assert found == whole[earlier:]
 
 
 async def test_stream_has_the_fields_of_vllm() -> None:

@@ -22,7 +22,6 @@ from forebay.ingress.model import Model, word_token_ids
 from forebay.workers.engines.mock.outputs import sampler_seed
 from forebay.workers.engines.mock.scripts import REPLY, THINK, OutputScripts, Script
 
-CONTINUED_MAX = 8_192  # maximum output tokens at the end of a prompt
 BATCH = 64
 WORDS_MAX = 4_096  # as for a mock engine
 
@@ -53,19 +52,23 @@ class TokenSource:
         words = [word for one in self.vocabulary[:WORDS_MAX] if (word := model.decode([one]).strip())]
         decode = partial(model.tokenizer.decode, skip_special_tokens=False)
         self._scripts = OutputScripts(model.encode, decode, words or ["word"])
-        self._replies = (model.encode(REPLY), model.encode(REPLY + THINK))
+        self._replies = tuple(pack_u32(model.encode(text)) for text in (REPLY, REPLY + THINK))
+        self._words = frozenset(self.vocabulary)
         self._end_id = min(model.end_ids, default=None)
 
     def output(self, prompt: Sequence[int], request_id: str, sampling: Sampling) -> Output:
         """Return the output after a prompt, which may end with output of an earlier attempt."""
         seed = sampler_seed(request_id, sampling)
         packed = pack_u32(prompt)
-        first = max(1, len(prompt) - CONTINUED_MAX)
-        hashed = xxh3_64(packed[: first * U32_BYTES], seed=seed)
-        for length in range(first, len(prompt)):
+        hashed = xxh3_64(seed=seed)
+        hashed_bytes = 0
+        replies = self._reply_ends(packed)
+        for length in sorted({*replies, *range(self._words_begin(prompt), len(prompt))}):
+            end = length * U32_BYTES
+            hashed.update(packed[hashed_bytes:end])
+            hashed_bytes = end
             output = Output(hashed.intdigest(), len(prompt) - length, None)
-            is_reply = self._is_reply(prompt, length)
-            script = self._script(packed[: length * U32_BYTES], request_id, sampling) if is_reply else None
+            script = self._script(packed[:end], request_id, sampling) if length in replies else None
             if script is not None:
                 given = prompt[length : length + len(script.token_ids)]
                 words = prompt[length + len(given) :]
@@ -74,7 +77,7 @@ class TokenSource:
                     return output._replace(script=script._replace(token_ids=script.token_ids[len(given) :]))
             elif self._are_words(prompt[length:], output.seed, 0):
                 return output
-            hashed.update(packed[length * U32_BYTES : (length + 1) * U32_BYTES])
+        hashed.update(packed[hashed_bytes:])
         return Output(hashed.intdigest(), 0, self._script(packed, request_id, sampling))
 
     def tokens(self, output: Output, seen: int = 0) -> Iterator[int]:
@@ -100,10 +103,24 @@ class TokenSource:
         """Return whether a token ends the output."""
         return token_id == self._end_id
 
-    def _is_reply(self, prompt: Sequence[int], length: int) -> bool:
-        return any(
-            list(prompt[length - len(reply) : length]) == reply for reply in self._replies if len(reply) <= length
-        )
+    def _words_begin(self, prompt: Sequence[int]) -> int:
+        """Return where the words at the end of a prompt begin, but not 0."""
+        begin = len(prompt)
+        while begin > 1 and prompt[begin - 1] in self._words:
+            begin -= 1
+        return begin
+
+    def _reply_ends(self, packed: bytes) -> set[int]:
+        """Return the positions in a prompt at which the reply of a chat begins, except its end."""
+        found = set()
+        for reply in self._replies:
+            at = packed.find(reply)
+            while at >= 0:
+                end = at + len(reply)
+                if at % U32_BYTES == 0 and end < len(packed):
+                    found.add(end // U32_BYTES)
+                at = packed.find(reply, at + 1)
+        return found
 
     def _are_words(self, tokens: Sequence[int], seed: int, position: int) -> bool:
         """Return whether these are the output from a position on. Most prompts differ in the first token."""
