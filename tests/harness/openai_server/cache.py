@@ -1,0 +1,201 @@
+"""KV blocks of the stand-in: a pool with a prefix cache that evicts as the imitated engine does.
+
+A prompt needs at least one token to compute, so its last full block may be computed again while it is cached. vLLM
+then has two copies of the block and reports each. SGLang keeps one.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from xxhash import xxh3_64_intdigest
+
+from forebay.events.base import U64_BYTES, pack_u32
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What a block depends on besides tokens.
+
+    Attributes:
+        salt: cache salt; empty for none.
+        lora_name: adapter; empty for none.
+        lora_id: number of the adapter; 0 for none.
+    """
+
+    salt: str = ""
+    lora_name: str = ""
+    lora_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Consecutive full blocks are now cached.
+
+    Attributes:
+        hashes: their hashes.
+        parent: hash of the block before them; None at the beginning of a prompt.
+        token_ids: their tokens.
+        prefix: what they depend on besides tokens.
+    """
+
+    hashes: list[int]
+    parent: int | None
+    token_ids: list[int]
+    prefix: Prefix
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """A copy of a block is no longer cached."""
+
+    hash: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksCleared:
+    """No block is cached any more."""
+
+
+CacheEvent = BlocksStored | BlockRemoved | BlocksCleared
+
+
+@dataclass(slots=True)
+class Block:
+    """Block of the pool.
+
+    Attributes:
+        number: number of the block.
+        hash: hash of its content; None unless it is cached.
+        users: number of sequences that use it.
+    """
+
+    number: int
+    hash: int | None = None
+    users: int = 0
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """Blocks of one sequence.
+
+    Attributes:
+        prefix: what its blocks depend on besides tokens.
+        tokens: its tokens.
+        blocks: its blocks.
+        hashes: hashes of its full blocks, as far as they are known.
+        cached: number of its blocks that are cached.
+    """
+
+    prefix: Prefix
+    tokens: list[int]
+    blocks: list[Block] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
+    cached: int = 0
+
+
+class BlockCache:
+    """Pool of KV blocks.
+
+    Args:
+        total: number of blocks.
+        block_size: tokens per block.
+        counts_copies: whether every copy of a block is reported.
+
+    Attributes:
+        total: number of blocks.
+        block_size: tokens per block.
+        events: changes that have not been published yet.
+    """
+
+    def __init__(self, total: int, block_size: int, *, counts_copies: bool) -> None:
+        self.total = total
+        self.block_size = block_size
+        self.events: list[CacheEvent] = []
+        self._counts_copies = counts_copies
+        self._free = OrderedDict((number, Block(number)) for number in range(1, total + 1))  # next to evict first
+        self._cached: dict[int, dict[int, Block]] = {}
+
+    @property
+    def used(self) -> int:
+        """Number of blocks that sequences use."""
+        return self.total - len(self._free)
+
+    def open(self, tokens: list[int], prefix: Prefix) -> BlockTable:
+        """Return a table for a prompt with the blocks of it that are cached. At least one token must be computed."""
+        table = BlockTable(prefix, list(tokens))
+        for _ in range((len(tokens) - 1) // self.block_size):
+            copies = self._cached.get(self._next_hash(table))
+            if not copies:
+                table.hashes.pop()
+                break
+            block = next(iter(copies.values()))
+            self._free.pop(block.number, None)
+            block.users += 1
+            table.blocks.append(block)
+        table.cached = len(table.blocks)
+        return table
+
+    def compute(self, table: BlockTable, tokens: int) -> None:
+        """Compute the first tokens of a sequence. There must be free blocks for them. Full blocks are cached then."""
+        while len(table.blocks) * self.block_size < tokens:
+            _, block = self._free.popitem(last=False)
+            self._forget(block)
+            block.users = 1
+            table.blocks.append(block)
+        first, full = table.cached, tokens // self.block_size
+        if full == first:
+            return
+        parent = table.hashes[first - 1] if first else None
+        for block in table.blocks[first:full]:
+            block.hash = self._next_hash(table)
+            self._cached.setdefault(block.hash, {})[block.number] = block
+        table.cached = full
+        self._report(table, first, parent)
+
+    def close(self, table: BlockTable) -> None:
+        """Give back the blocks of a sequence. They stay cached, and the last is evicted first."""
+        for block in reversed(table.blocks):
+            block.users -= 1
+            if not block.users:
+                self._free[block.number] = block
+        table.blocks.clear()
+
+    def clear(self) -> bool:
+        """Clear the cache, unless a sequence uses blocks."""
+        if self.used:
+            return False
+        for block in self._free.values():
+            block.hash = None
+        self._cached.clear()
+        self.events.append(BlocksCleared())
+        return True
+
+    def _report(self, table: BlockTable, first: int, parent: int | None) -> None:
+        """Report the cached blocks of a sequence from one on. SGLang does not report those that it had already."""
+        if not self._counts_copies:
+            while first < table.cached and len(self._cached[table.hashes[first]]) > 1:
+                parent = table.hashes[first]
+                first += 1
+        if first < table.cached:
+            tokens = table.tokens[first * self.block_size : table.cached * self.block_size]
+            self.events.append(BlocksStored(table.hashes[first : table.cached], parent, tokens, table.prefix))
+
+    def _forget(self, block: Block) -> None:
+        if block.hash is None:
+            return
+        copies = self._cached[block.hash]
+        del copies[block.number]
+        if self._counts_copies or not copies:
+            self.events.append(BlockRemoved(block.hash))
+        if not copies:
+            del self._cached[block.hash]
+        block.hash = None
+
+    def _next_hash(self, table: BlockTable) -> int:
+        """Append the hash of the next block of a sequence, and return it."""
+        at, prefix = len(table.hashes), table.prefix
+        parent = table.hashes[-1].to_bytes(U64_BYTES, "little") if at else prefix.salt.encode()
+        tokens = table.tokens[at * self.block_size : (at + 1) * self.block_size]
+        found = xxh3_64_intdigest(b"\0".join((parent, prefix.lora_name.encode(), pack_u32(tokens))))
+        table.hashes.append(found)
+        return found

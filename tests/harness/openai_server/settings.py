@@ -1,0 +1,113 @@
+"""Settings of the stand-in, its faults, and its counters."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from forebay.ingress.model import DEFAULT_MODEL, DEFAULT_NAME
+
+Flavor = Literal["vllm", "sglang", "plain"]
+"""Server to imitate: vLLM 0.32, SGLang 0.5.23, or a server that has only the API of OpenAI, for text prompts."""
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one stand-in.
+
+    Attributes:
+        model: model directory.
+        model_name: name of the model in the API.
+        flavor: server to imitate.
+        block_size: tokens per KV block.
+        kv_blocks: KV blocks. With vLLM one of them is never used.
+        max_num_seqs: maximum number of running requests. Others wait.
+        max_model_len: maximum tokens of a prompt and its response; 0 for the maximum of the model.
+        token_s: seconds per output token.
+        prefill_us_per_token: microseconds to compute a prompt token that is not cached.
+        chunk_tokens: maximum output tokens per chunk of a stream.
+        kv_events: whether to publish KV events.
+        kv_events_port: port of the PUB socket; replays are on the next port. 0 for two free ports.
+        kv_events_topic: topic of the KV events.
+        kv_transfer: whether prompts can be computed for, and fetched from, other servers.
+        kv_lease_s: seconds for which the KV of a prompt is kept for another server.
+        enable_lora: whether adapters can be loaded.
+        prompt_tokens_details: whether `usage` has the number of cached tokens.
+        priorities: whether a lower `priority` goes first, as with vLLM's `--scheduling-policy priority`.
+    """
+
+    model: Path = DEFAULT_MODEL
+    model_name: str = DEFAULT_NAME
+    flavor: Flavor = "vllm"
+    block_size: int = 32
+    kv_blocks: int = 4096
+    max_num_seqs: int = 64
+    max_model_len: int = 0
+    token_s: float = 0.0
+    prefill_us_per_token: float = 0.0
+    chunk_tokens: int = 1
+    kv_events: bool = False
+    kv_events_port: int = 0
+    kv_events_topic: str = ""
+    kv_transfer: bool = False
+    kv_lease_s: float = 30.0
+    enable_lora: bool = False
+    prompt_tokens_details: bool = True
+    priorities: bool = False
+
+
+class Faults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Faults, which may be changed at any time, and apply to the requests that arrive from then on.
+
+    Attributes:
+        cut_after_tokens: number of output tokens after which the connection of a stream is closed.
+        status: status of all completions, such as 500 or 503.
+        health_status: status of `/health`.
+        hang: whether completions are accepted and never answered.
+        hang_all: whether no route is answered, except `/fault` and `/counters`.
+        without_token_ids: whether `return_token_ids` is ignored.
+        metrics: whether `/metrics` is well-formed.
+        model_name: name of the served model, instead of that of the settings.
+        token_s: seconds per output token, instead of those of the settings; also for running requests.
+        lose_kv: whether fetches of KV from this server fail.
+    """
+
+    cut_after_tokens: int | None = None
+    status: int | None = None
+    health_status: int | None = None
+    hang: bool = False
+    hang_all: bool = False
+    without_token_ids: bool = False
+    metrics: Literal["ok", "malformed", "missing"] = "ok"
+    model_name: str | None = None
+    token_s: float | None = None
+    lose_kv: bool = False
+
+
+class Counters(msgspec.Struct, kw_only=True):
+    """What the server has done since it was started.
+
+    Attributes:
+        requests: prompts that the engine accepted.
+        finished: prompts whose output is complete.
+        aborted: prompts that ended because their client closed the connection, or by a fault.
+        refused: completions that were answered with an error.
+        prompt_tokens: tokens of the prompts that were started.
+        cached_tokens: those of them that were in the cache of this server.
+        fetched_tokens: those of them whose KV was fetched from another server.
+        generated_tokens: output tokens.
+        kv_offered: prompts whose KV was kept for another server.
+        kv_fetched: fetches of KV by other servers.
+        cache_resets: resets of the prefix cache.
+    """
+
+    requests: int = 0
+    finished: int = 0
+    aborted: int = 0
+    refused: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    fetched_tokens: int = 0
+    generated_tokens: int = 0
+    kv_offered: int = 0
+    kv_fetched: int = 0
+    cache_resets: int = 0
