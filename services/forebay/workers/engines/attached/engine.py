@@ -240,6 +240,9 @@ class AttachedEngine(ModelEngine):
                 " --allow-shared-cache permits it"
             )
             return ResponseError(status=501, code="not_supported", message=message)
+        if item.sampling.logprobs is not None and not self._api.returns_token_ids:
+            message = f"the server {self._url} returns text only, and so no log probabilities of tokens"
+            return ResponseError(status=501, code="not_supported", message=message)
         if item.output_tokens and (reason := _why_not_continued(item.sampling)):
             return _interrupted(item.output_tokens, reason)
         return super()._refusal(item, prompt_tokens)
