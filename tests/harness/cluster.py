@@ -350,9 +350,13 @@ class Cluster:
         report: dict[str, Any] = json.loads(out)
         return report
 
-    def _service(self, program: str, kind: str, name: str, *options: str, on: Host | None = None) -> None:
+    def command_of(self, kind: str, program: str = FOREBAY) -> list[str]:
+        """Return the command of a service with the options that all services share."""
         shared = ["--kafka", self.settings.bootstrap, "--redis", self._redis_url, "--namespace", self.namespace]
-        command = [program, kind, *shared, *options]
+        return [program, kind, *shared]
+
+    def _service(self, program: str, kind: str, name: str, *options: str, on: Host | None = None) -> None:
+        command = [*self.command_of(kind, program), *options]
         self.processes.start(name, command if on is None else on.command(*command))
 
     def _forget(self, name: str) -> None:
