@@ -153,11 +153,15 @@ class BlockCache:
         self._report(table, first, parent)
 
     def close(self, table: BlockTable) -> None:
-        """Give back the blocks of a sequence. They stay cached, and the last is evicted first."""
-        for block in reversed(table.blocks):
+        """Give back the blocks of a sequence. Full blocks stay cached, and the last is evicted first."""
+        for block in table.blocks:
             block.users -= 1
-            if not block.users:
-                self._free[block.number] = block
+        unused = [block for block in reversed(table.blocks) if not block.users]
+        for block in unused:
+            self._free[block.number] = block
+        for block in reversed(unused):
+            if block.hash is None:
+                self._free.move_to_end(block.number, last=False)
         table.blocks.clear()
 
     def clear(self) -> bool:

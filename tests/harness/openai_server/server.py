@@ -19,7 +19,7 @@ from tests.harness.local import free_ports
 from tests.harness.openai_server.cache import CacheEvent
 from tests.harness.openai_server.completions import Completion
 from tests.harness.openai_server.engine import StandInEngine
-from tests.harness.openai_server.events import EventPublisher
+from tests.harness.openai_server.events import REPLAY_BATCHES, EventPublisher
 from tests.harness.openai_server.metrics import MALFORMED, EngineCollector, metrics_text
 from tests.harness.openai_server.protocol import (
     ApiFailure,
@@ -35,6 +35,20 @@ HOST = "127.0.0.1"
 VLLM_VERSION = "0.32.0"
 SGLANG_VERSION = "0.5.23"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PERMISSION = {
+    "id": "modelperm-standin",
+    "object": "model_permission",
+    "created": 0,
+    "allow_create_engine": False,
+    "allow_sampling": True,
+    "allow_logprobs": True,
+    "allow_search_indices": False,
+    "allow_view": True,
+    "allow_fine_tuning": False,
+    "organization": "*",
+    "group": None,
+    "is_blocking": False,
+}
 CONTROL_ROUTES = ("/fault", "/counters")
 T = TypeVar("T")
 
@@ -254,7 +268,7 @@ class OpenAiServer:
         card = {"id": name, "object": "model", "created": self._created, "owned_by": flavor}
         if flavor == "plain":
             return JSONResponse({"object": "list", "data": [card]})
-        more: dict[str, Any] = {"permission": []} if flavor == "vllm" else {}
+        more = {"permission": [{**PERMISSION, "created": self._created}]} if flavor == "vllm" else {}
         root = str(self.settings.model) if flavor == "vllm" else name
         longest = self.engine.max_model_len
         cards = [{**card, "root": root, "parent": None, "max_model_len": longest, **more}]
@@ -289,8 +303,17 @@ class OpenAiServer:
     async def _kv_event_sources(self) -> JSONResponse:
         if self.events is None:
             return JSONResponse({})
-        source = {"publisher": "zmq", "endpoint": self.kv_events, "replay_endpoint": self.kv_replay}
-        return JSONResponse({"0": {**source, "topic": self.settings.kv_events_topic}})
+        source = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{self.events.port}",
+            "replay_endpoint": f"tcp://*:{self.events.replay_port}",
+            "buffer_steps": REPLAY_BATCHES,
+            "hwm": 100_000,
+            "max_queue_size": 100_000,
+            "topic": self.settings.kv_events_topic,
+        }
+        return JSONResponse({"0": source})
 
     async def _load_lora(self, body: LoraBody) -> Response:
         name, path = body.lora_name, body.lora_path
