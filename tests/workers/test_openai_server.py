@@ -257,13 +257,18 @@ async def test_decode_server_fetches_the_kv_of_a_prefill_server() -> None:
         assert (await first.post("/reset_prefix_cache")).json() == {"success": False}, "blocks are kept"
         found = await complete(second, kv_transfer_params=params)
         assert found["choices"][0]["token_ids"] == await mock_output(PROMPT, 10)
-        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == len(PROMPT)
+        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "that of the prefill server"
         assert (prefill.counters.kv_fetched, decode.counters.fetched_tokens) == (1, len(PROMPT))
-        again = await second.post("/v1/completions", json={"prompt": PROMPT[1:], "kv_transfer_params": params})
-        assert again.status_code == 500, "the KV was fetched and freed"
-        assert again.json()["error"]["message"] == "Internal server error"
-        other = (await complete(first, PROMPT[1:], 1, kv_transfer_params=PREFILL))["kv_transfer_params"]
-        assert await output(second, kv_transfer_params=other) != await mock_output(PROMPT, 10)
+        freed = await output(second, [*PROMPT[:-1], 7], kv_transfer_params=params)
+        assert freed != await mock_output([*PROMPT[:-1], 7], 10), "vLLM reads the wrong blocks, without an error"
+        unknown = {**params, "remote_engine_id": "other"}
+        for wrong in (unknown, {**unknown, "remote_port": 1}):
+            failed = await second.post("/v1/completions", json={"prompt": "hello", "kv_transfer_params": wrong})
+            assert failed.status_code == 500
+            assert failed.json()["error"]["message"] == "Internal server error"
+        await prefill.restart()
+        gone = await second.post("/v1/completions", json={"prompt": "hello", "kv_transfer_params": params})
+        assert gone.status_code == 500, "the engine of a restarted server has another id"
 
 
 async def test_closing_the_connection_aborts_a_request() -> None:

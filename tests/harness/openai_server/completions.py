@@ -35,7 +35,7 @@ class Choice:
         request: request to the engine.
         text: text of the output, up to a stop string.
         token_ids: output tokens.
-        cached_tokens: prompt tokens that were not computed.
+        cached_tokens: cached prompt tokens, as `usage` reports them.
         finish_reason: why the output ended; None until then.
         stop_reason: stop string or stop token that ended the output.
         transfer: `kv_transfer_params` of the response.
@@ -176,12 +176,14 @@ class Completion:
                     yield "data: [DONE]\n\n"
                     return
                 chunk = self._chunk(choice, text, ids, offset)
+                offset += sum(len(token) for token in (chunk["choices"][0]["logprobs"] or {}).get("tokens", ()))
                 if self._shows_ids:
                     chunk["choices"][0]["prompt_token_ids"] = choice.prompt if is_first else None
                 if options is not None and options.continuous_usage_stats:
                     chunk["usage"] = self._usage([choice], details=False)
+                if choice.finish_reason is not None and not (options is not None and options.include_usage):
+                    chunk |= self._fingerprint()
                 is_first = False
-                offset += len(text)
                 yield _event(chunk)
                 cut = self._faults().cut_after_tokens
                 if cut is not None and len(choice.token_ids) >= cut:

@@ -347,15 +347,10 @@ class OpenAiServer:
         return JSONResponse({"success": True, "error_message": "", "loaded_adapters": loaded})
 
     async def _kv(self, request: Request) -> JSONResponse:
-        """Give the KV of a prompt to another server, and free its blocks."""
-        params = await request.json()
+        """Give the contents of blocks to another server."""
         keeper = self.engine.keeper
-        key = None
-        if keeper is not None and not self.faults.lose_kv:
-            key = keeper.take(params["remote_engine_id"], params["remote_request_id"], params["remote_block_ids"])
-        if key is None:
-            return JSONResponse({"error": "no such KV"}, 404)
-        return JSONResponse({"key": key})
+        contents = None if keeper is None or self.faults.lose_kv else keeper.read(await request.json())
+        return JSONResponse({"error": "no such KV"}, 404) if contents is None else JSONResponse({"contents": contents})
 
     async def _sglang_model(self) -> JSONResponse:
         path = str(self.settings.model)
