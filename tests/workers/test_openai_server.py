@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from forebay.core.block_hashes import hash_seed, sequence_hashes
 from forebay.engine_model.model import EngineConfig
@@ -285,6 +286,29 @@ async def test_closing_the_connection_aborts_a_request() -> None:
         assert (server.engine.running, server.engine.cache.used) == (0, 0)
 
 
+async def test_requests_wait_in_order_of_priority() -> None:
+    async with served(max_num_seqs=1, priorities=True) as (server, client):
+        server.faults = Faults(token_s=60.0)
+        first = asyncio.create_task(output(client, count=2))
+        await until(lambda: server.engine.running == 1)
+        ended: list[int] = []
+
+        async def run(priority: int) -> None:
+            await complete(client, priority=priority)
+            ended.append(priority)
+
+        waiting = []
+        for count, priority in enumerate((2, 1, 0), 1):
+            waiting.append(asyncio.create_task(run(priority)))
+            await until(lambda count=count: server.engine.waiting == count)  # type: ignore[misc]
+        assert "vllm:num_requests_waiting" in (await client.get("/metrics")).text
+        server.faults = Faults()
+        first.cancel()
+        await asyncio.gather(*waiting)
+        assert ended == [0, 1, 2]
+        assert server.counters.aborted == 1
+
+
 async def test_faults() -> None:
     async with served() as (server, client):
         server.faults = Faults(cut_after_tokens=2)
@@ -298,6 +322,12 @@ async def test_faults() -> None:
         assert (await client.get("/metrics")).status_code == 404
         server.faults = Faults(model_name="renamed")
         assert (await client.get("/v1/models")).json()["data"][0]["id"] == "renamed"
+        server.faults = Faults(metrics="malformed")
+        with pytest.raises(ValueError, match="could not convert"):
+            list(text_string_to_metric_families((await client.get("/metrics")).text))
+        server.faults = Faults(hang=True)
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/v1/completions", json={"prompt": "hello"}, timeout=0.05)
         server.faults = Faults(hang_all=True)
         with pytest.raises(httpx.ReadTimeout):
             await client.get("/health", timeout=0.05)
@@ -330,7 +360,8 @@ async def test_sglang() -> None:
             assert await feed.catch_up()
             assert not feed.held()
         assert "sglang:max_total_num_tokens" in (await client.get("/metrics")).text
-        assert (await client.get("/server_info")).json()["page_size"] == BLOCK
+        info = (await client.get("/server_info")).json()
+        assert (info["page_size"], info["kv_events"]["block_size"]) == (BLOCK, BLOCK)
         assert (await client.get("/get_model_info")).json()["served_model_name"] == DEFAULT_NAME
 
 

@@ -223,9 +223,11 @@ class Completion:
             body["usage"]["completion_tokens_details"] = None
             body |= {"service_tier": None, **self._fingerprint(), "kv_transfer_params": self._choices[0].transfer}
             body |= {"ec_transfer_params": None, "metrics": None}
-        elif self._shows_ids:
+        elif self._settings.flavor == "sglang":
+            body["metadata"] = {"weight_version": "default"}
             for choice, written in zip(self._choices, choices, strict=True):
-                written["prompt_token_ids"] = choice.prompt
+                if self._shows_ids:
+                    written["prompt_token_ids"] = choice.prompt
         return body
 
     async def _run(self, choice: Choice) -> AsyncGenerator[tuple[str, list[int]], None]:

@@ -53,7 +53,7 @@ class Delta:
         cached_tokens: prompt tokens that were not computed; for a prompt that another server computed, those that that
             server did not compute.
         finish_reason: why the output ends with these tokens; None if it goes on.
-        stop_reason: token of `stop_token_ids` that ended the output; None for none.
+        stop_reason: token of `stop_token_ids` that ended the output, and with SGLang also the end token; None for none.
         transfer: `kv_transfer_params` of the response; None for none.
     """
 
@@ -204,7 +204,7 @@ class StandInEngine:
     def _ending(self, token: int | None, count: int, sampling: Sampling) -> tuple[FinishReason | None, int | None]:
         """Return why the output ends with a token, and the stop token that ended it."""
         if token is None or (self._tokens.is_end(token) and not sampling.ignore_eos):
-            return "stop", None
+            return "stop", token if self._settings.flavor == "sglang" else None
         if count >= sampling.min_tokens and token in sampling.stop_token_ids:
             return "stop", token
         return ("length" if count == sampling.max_tokens else None), None

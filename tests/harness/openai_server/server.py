@@ -252,7 +252,7 @@ class OpenAiServer:
         name = body.model or self._model_name
         if self.settings.flavor == "sglang":
             adapter = name.partition(":")[2]
-            adapter = body.lora_path or adapter
+            adapter = adapter or body.lora_path or ""
             if adapter and adapter not in self._loras:
                 raise ApiFailure(400, f"Got LoRA adapter that has never been loaded: {adapter}")
             return name, (adapter, self._loras[adapter][1]) if adapter else None
@@ -297,7 +297,7 @@ class OpenAiServer:
 
     async def _flush_cache(self) -> Response:
         done = self.engine.reset_prefix_cache()
-        text = "Cache flushed.\n" if done else "Flush cache failed: there are running or waiting requests.\n"
+        text = "Cache flushed.\n" if done else "Flush cache failed.\n"
         return PlainTextResponse(text, 200 if done else 400)
 
     async def _kv_event_sources(self) -> JSONResponse:
@@ -385,8 +385,18 @@ class OpenAiServer:
             "tp_size": 1,
             "dp_size": 1,
             "disaggregation_mode": "null",
+            "kv_events": None,
             "version": SGLANG_VERSION,
         }
+        if self.events is not None:
+            info["kv_events"] = {
+                "publisher": "zmq",
+                "endpoint_host": "*",
+                "endpoint_port_base": self.events.port,
+                "topic": settings.kv_events_topic,
+                "block_size": settings.block_size,
+                "dp_size": 1,
+            }
         return JSONResponse(info)
 
     async def _set_faults(self, request: Request) -> JSONResponse:
