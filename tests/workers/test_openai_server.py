@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from forebay.core.block_hashes import hash_seed, sequence_hashes
 from forebay.engine_model.model import EngineConfig
@@ -257,13 +258,18 @@ async def test_decode_server_fetches_the_kv_of_a_prefill_server() -> None:
         assert (await first.post("/reset_prefix_cache")).json() == {"success": False}, "blocks are kept"
         found = await complete(second, kv_transfer_params=params)
         assert found["choices"][0]["token_ids"] == await mock_output(PROMPT, 10)
-        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == len(PROMPT)
+        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "that of the prefill server"
         assert (prefill.counters.kv_fetched, decode.counters.fetched_tokens) == (1, len(PROMPT))
-        again = await second.post("/v1/completions", json={"prompt": PROMPT[1:], "kv_transfer_params": params})
-        assert again.status_code == 500, "the KV was fetched and freed"
-        assert again.json()["error"]["message"] == "Internal server error"
-        other = (await complete(first, PROMPT[1:], 1, kv_transfer_params=PREFILL))["kv_transfer_params"]
-        assert await output(second, kv_transfer_params=other) != await mock_output(PROMPT, 10)
+        freed = await output(second, [*PROMPT[:-1], 7], kv_transfer_params=params)
+        assert freed != await mock_output([*PROMPT[:-1], 7], 10), "vLLM reads the wrong blocks, without an error"
+        unknown = {**params, "remote_engine_id": "other"}
+        for wrong in (unknown, {**unknown, "remote_port": 1}):
+            failed = await second.post("/v1/completions", json={"prompt": "hello", "kv_transfer_params": wrong})
+            assert failed.status_code == 500
+            assert failed.json()["error"]["message"] == "Internal server error"
+        await prefill.restart()
+        gone = await second.post("/v1/completions", json={"prompt": "hello", "kv_transfer_params": params})
+        assert gone.status_code == 500, "the engine of a restarted server has another id"
 
 
 async def test_closing_the_connection_aborts_a_request() -> None:
@@ -280,6 +286,29 @@ async def test_closing_the_connection_aborts_a_request() -> None:
         assert (server.engine.running, server.engine.cache.used) == (0, 0)
 
 
+async def test_requests_wait_in_order_of_priority() -> None:
+    async with served(max_num_seqs=1, priorities=True) as (server, client):
+        server.faults = Faults(token_s=60.0)
+        first = asyncio.create_task(output(client, count=2))
+        await until(lambda: server.engine.running == 1)
+        ended: list[int] = []
+
+        async def run(priority: int) -> None:
+            await complete(client, priority=priority)
+            ended.append(priority)
+
+        waiting = []
+        for count, priority in enumerate((2, 1, 0), 1):
+            waiting.append(asyncio.create_task(run(priority)))
+            await until(lambda count=count: server.engine.waiting == count)  # type: ignore[misc]
+        assert "vllm:num_requests_waiting" in (await client.get("/metrics")).text
+        server.faults = Faults()
+        first.cancel()
+        await asyncio.gather(*waiting)
+        assert ended == [0, 1, 2]
+        assert server.counters.aborted == 1
+
+
 async def test_faults() -> None:
     async with served() as (server, client):
         server.faults = Faults(cut_after_tokens=2)
@@ -293,6 +322,12 @@ async def test_faults() -> None:
         assert (await client.get("/metrics")).status_code == 404
         server.faults = Faults(model_name="renamed")
         assert (await client.get("/v1/models")).json()["data"][0]["id"] == "renamed"
+        server.faults = Faults(metrics="malformed")
+        with pytest.raises(ValueError, match="could not convert"):
+            list(text_string_to_metric_families((await client.get("/metrics")).text))
+        server.faults = Faults(hang=True)
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/v1/completions", json={"prompt": "hello"}, timeout=0.05)
         server.faults = Faults(hang_all=True)
         with pytest.raises(httpx.ReadTimeout):
             await client.get("/health", timeout=0.05)
@@ -325,7 +360,8 @@ async def test_sglang() -> None:
             assert await feed.catch_up()
             assert not feed.held()
         assert "sglang:max_total_num_tokens" in (await client.get("/metrics")).text
-        assert (await client.get("/server_info")).json()["page_size"] == BLOCK
+        info = (await client.get("/server_info")).json()
+        assert (info["page_size"], info["kv_events"]["block_size"]) == (BLOCK, BLOCK)
         assert (await client.get("/get_model_info")).json()["served_model_name"] == DEFAULT_NAME
 
 

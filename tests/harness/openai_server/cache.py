@@ -65,12 +65,15 @@ class Block:
 
     Attributes:
         number: number of the block.
-        hash: hash of its content; None unless it is cached.
+        content: hash of the tokens that it was computed for, and of all before them. It stays until the block is used
+            again.
+        is_cached: whether a prompt may reuse the block.
         users: number of sequences that use it.
     """
 
     number: int
-    hash: int | None = None
+    content: int = 0
+    is_cached: bool = False
     users: int = 0
 
 
@@ -112,7 +115,8 @@ class BlockCache:
         self.block_size = block_size
         self.events: list[CacheEvent] = []
         self._counts_copies = counts_copies
-        self._free = OrderedDict((number, Block(number)) for number in range(1, total + 1))  # next to evict first
+        self._blocks = {number: Block(number) for number in range(1, total + 1)}
+        self._free = OrderedDict(self._blocks)  # next to evict first
         self._cached: dict[int, dict[int, Block]] = {}
 
     @property
@@ -123,15 +127,16 @@ class BlockCache:
     def open(self, tokens: list[int], prefix: Prefix) -> BlockTable:
         """Return a table for a prompt with the blocks of it that are cached. At least one token must be computed."""
         table = BlockTable(prefix, list(tokens))
-        for _ in range((len(tokens) - 1) // self.block_size):
-            copies = self._cached.get(self._next_hash(table))
+        for at in range((len(tokens) - 1) // self.block_size):
+            content = self._content(table, at, len(tokens))
+            copies = self._cached.get(content)
             if not copies:
-                table.hashes.pop()
                 break
             block = next(iter(copies.values()))
             self._free.pop(block.number, None)
             block.users += 1
             table.blocks.append(block)
+            table.hashes.append(content)
         table.cached = len(table.blocks)
         return table
 
@@ -142,22 +147,35 @@ class BlockCache:
             self._forget(block)
             block.users = 1
             table.blocks.append(block)
-        first, full = table.cached, tokens // self.block_size
-        if full == first:
-            return
-        parent = table.hashes[first - 1] if first else None
-        for block in table.blocks[first:full]:
-            block.hash = self._next_hash(table)
-            self._cached.setdefault(block.hash, {})[block.number] = block
-        table.cached = full
-        self._report(table, first, parent)
+        first = table.cached
+        for at in range(first, len(table.blocks)):
+            block = table.blocks[at]
+            block.content = self._content(table, at, tokens)
+            if (at + 1) * self.block_size <= tokens:
+                block.is_cached = True
+                self._cached.setdefault(block.content, {})[block.number] = block
+                table.hashes.append(block.content)
+                table.cached += 1
+        if table.cached > first:
+            self._report(table, first, table.hashes[first - 1] if first else None)
+
+    def contents(self, numbers: list[int]) -> list[int] | None:
+        """Return the contents of blocks, whoever uses them now; None if there is no such block."""
+        try:
+            return [self._blocks[number].content for number in numbers]
+        except KeyError:
+            return None
 
     def close(self, table: BlockTable) -> None:
-        """Give back the blocks of a sequence. They stay cached, and the last is evicted first."""
-        for block in reversed(table.blocks):
+        """Give back the blocks of a sequence. Full blocks stay cached, and the last is evicted first."""
+        for block in table.blocks:
             block.users -= 1
-            if not block.users:
-                self._free[block.number] = block
+        unused = [block for block in reversed(table.blocks) if not block.users]
+        for block in unused:
+            self._free[block.number] = block
+        for block in reversed(unused):
+            if not block.is_cached:
+                self._free.move_to_end(block.number, last=False)
         table.blocks.clear()
 
     def clear(self) -> bool:
@@ -165,7 +183,7 @@ class BlockCache:
         if self.used:
             return False
         for block in self._free.values():
-            block.hash = None
+            block.is_cached = False
         self._cached.clear()
         self.events.append(BlocksCleared())
         return True
@@ -181,21 +199,19 @@ class BlockCache:
             self.events.append(BlocksStored(table.hashes[first : table.cached], parent, tokens, table.prefix))
 
     def _forget(self, block: Block) -> None:
-        if block.hash is None:
+        if not block.is_cached:
             return
-        copies = self._cached[block.hash]
+        copies = self._cached[block.content]
         del copies[block.number]
         if self._counts_copies or not copies:
-            self.events.append(BlockRemoved(block.hash))
+            self.events.append(BlockRemoved(block.content))
         if not copies:
-            del self._cached[block.hash]
-        block.hash = None
+            del self._cached[block.content]
+        block.is_cached = False
 
-    def _next_hash(self, table: BlockTable) -> int:
-        """Append the hash of the next block of a sequence, and return it."""
-        at, prefix = len(table.hashes), table.prefix
-        parent = table.hashes[-1].to_bytes(U64_BYTES, "little") if at else prefix.salt.encode()
-        tokens = table.tokens[at * self.block_size : (at + 1) * self.block_size]
-        found = xxh3_64_intdigest(b"\0".join((parent, prefix.lora_name.encode(), pack_u32(tokens))))
-        table.hashes.append(found)
-        return found
+    def _content(self, table: BlockTable, at: int, tokens: int) -> int:
+        """Return the content of a block of a sequence of which the first `tokens` tokens are computed."""
+        prefix = table.prefix
+        parent = table.hashes[at - 1].to_bytes(U64_BYTES, "little") if at else prefix.salt.encode()
+        own = table.tokens[at * self.block_size : min((at + 1) * self.block_size, tokens)]
+        return xxh3_64_intdigest(b"\0".join((parent, prefix.lora_name.encode(), pack_u32(own))))

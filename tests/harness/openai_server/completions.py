@@ -12,7 +12,7 @@ from forebay.events.requests import Sampling
 from forebay.ingress.model import Model
 from tests.harness.openai_server.cache import Prefix
 from tests.harness.openai_server.engine import Delta, EngineRequest, StandInEngine
-from tests.harness.openai_server.protocol import ApiFailure, CompletionBody, error_body
+from tests.harness.openai_server.protocol import ApiFailure, CompletionBody, error_body, invalid
 from tests.harness.openai_server.settings import Faults, ServerSettings
 from tests.harness.openai_server.text import StopText
 from tests.harness.openai_server.tokens import structure_of
@@ -35,7 +35,7 @@ class Choice:
         request: request to the engine.
         text: text of the output, up to a stop string.
         token_ids: output tokens.
-        cached_tokens: prompt tokens that were not computed.
+        cached_tokens: cached prompt tokens, as `usage` reports them.
         finish_reason: why the output ended; None until then.
         stop_reason: stop string or stop token that ended the output.
         transfer: `kv_transfer_params` of the response.
@@ -105,6 +105,8 @@ class Completion:
             prompts = [prompt] if prompt and isinstance(prompt[0], int) else prompt
         if self._settings.flavor == "plain" and not all(isinstance(one, str) for one in prompts):
             raise ApiFailure(400, "prompt must be a string", "invalid_request_error", "prompt")
+        if not prompts:
+            raise ApiFailure(400, "You must pass at least one prompt")
         special = self._body.add_special_tokens
         found = [self._model.encode(one, special=special) if isinstance(one, str) else list(one) for one in prompts]
         longest, most = self._engine.max_model_len, self._body.max_tokens or 0
@@ -112,7 +114,7 @@ class Completion:
             message = (
                 f"max_tokens={most} cannot be greater than max_model_len={longest}. Please request fewer output tokens."
             )
-            raise ApiFailure(400, message, param="max_tokens")
+            raise invalid(message, "max_tokens", most)
         for one in found:
             if len(one) > longest:
                 message = (
@@ -120,21 +122,21 @@ class Completion:
                     " input tokens, which exceeds this limit even without any output tokens. Please reduce the length"
                     " of the input prompt."
                 )
-                raise ApiFailure(400, message, param="input_tokens")
+                raise invalid(message, "input_tokens", len(one))
             if not one:
                 raise ApiFailure(400, "The decoder prompt cannot be empty", param="prompt")
             if max(one) >= self._model.vocabulary_size:
-                raise ApiFailure(400, f"Token id {max(one)} is out of vocabulary", param="prompt")
+                raise ApiFailure(400, f"Token id {max(one)} is out of vocabulary")
         return found
 
     def _choice(self, index: int, prompt: list[int], lora: tuple[str, int] | None) -> Choice:
         body = self._body
         most = min(body.max_tokens or 0, self._engine.max_model_len - len(prompt))
         if most < 1:
-            raise ApiFailure(400, f"max_tokens must be at least 1, got {most}.", param="max_tokens")
+            raise invalid(f"max_tokens must be at least 1, got {most}.", "max_tokens", most)
         if body.min_tokens > most:
             text = f"min_tokens must be less than or equal to max_tokens={most}, got {body.min_tokens}."
-            raise ApiFailure(400, text, param="min_tokens")
+            raise ApiFailure(400, text)
         sampling = Sampling(
             max_tokens=most,
             min_tokens=body.min_tokens,
@@ -174,12 +176,14 @@ class Completion:
                     yield "data: [DONE]\n\n"
                     return
                 chunk = self._chunk(choice, text, ids, offset)
+                offset += sum(len(token) for token in (chunk["choices"][0]["logprobs"] or {}).get("tokens", ()))
                 if self._shows_ids:
                     chunk["choices"][0]["prompt_token_ids"] = choice.prompt if is_first else None
                 if options is not None and options.continuous_usage_stats:
                     chunk["usage"] = self._usage([choice], details=False)
+                if choice.finish_reason is not None and not (options is not None and options.include_usage):
+                    chunk |= self._fingerprint()
                 is_first = False
-                offset += len(text)
                 yield _event(chunk)
                 cut = self._faults().cut_after_tokens
                 if cut is not None and len(choice.token_ids) >= cut:
@@ -213,13 +217,17 @@ class Completion:
                     "prompt_token_ids": choice.prompt if self._shows_ids else None,
                     "routed_experts": None,
                 }
-            usage_details = {"completion_tokens_details": None}
-            body["usage"] = {"prompt_tokens_details": None, **body["usage"], **usage_details}
+            details = body["usage"].setdefault("prompt_tokens_details", None)
+            if details is not None:
+                details |= {"created_cache_tokens": None, "multimodal_tokens": None}
+            body["usage"]["completion_tokens_details"] = None
             body |= {"service_tier": None, **self._fingerprint(), "kv_transfer_params": self._choices[0].transfer}
             body |= {"ec_transfer_params": None, "metrics": None}
-        elif self._shows_ids:
+        elif self._settings.flavor == "sglang":
+            body["metadata"] = {"weight_version": "default"}
             for choice, written in zip(self._choices, choices, strict=True):
-                written["prompt_token_ids"] = choice.prompt
+                if self._shows_ids:
+                    written["prompt_token_ids"] = choice.prompt
         return body
 
     async def _run(self, choice: Choice) -> AsyncGenerator[tuple[str, list[int]], None]:

@@ -8,12 +8,14 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from xxhash import xxh3_64_intdigest
+
 from forebay.events.requests import Sampling
 from forebay.ingress.model import Model
 from tests.harness.openai_server.cache import BlockCache, BlockTable, CacheEvent, Prefix
 from tests.harness.openai_server.settings import Counters, Faults, ServerSettings
 from tests.harness.openai_server.tokens import TokenSource
-from tests.harness.openai_server.transfer import FetchFailed, KvKeeper, fetch, prompt_key
+from tests.harness.openai_server.transfer import FetchFailed, KvKeeper
 
 US_PER_S = 1_000_000
 FinishReason = Literal["stop", "length", "error"]
@@ -48,9 +50,10 @@ class Delta:
 
     Attributes:
         token_ids: the tokens.
-        cached_tokens: prompt tokens that were not computed.
+        cached_tokens: prompt tokens that were not computed; for a prompt that another server computed, those that that
+            server did not compute.
         finish_reason: why the output ends with these tokens; None if it goes on.
-        stop_reason: token of `stop_token_ids` that ended the output; None for none.
+        stop_reason: token of `stop_token_ids` that ended the output, and with SGLang also the end token; None for none.
         transfer: `kv_transfer_params` of the response; None for none.
     """
 
@@ -153,16 +156,24 @@ class StandInEngine:
         sampling, prompt = request.sampling, request.prompt
         params = request.transfer or {} if self.keeper is not None else {}
         cached = len(table.blocks) * self.cache.block_size
-        fetched = seen = 0
-        if params.get("do_remote_prefill"):
+        contents: list[int] | None = None
+        fetched = 0
+        if params.get("do_remote_prefill") and self.keeper is not None:
             try:
-                seen = await fetch(params, prompt_key(prompt, request.prefix))
+                contents = await self.keeper.fetch(params)
             except FetchFailed:
                 yield Delta(token_ids=[], cached_tokens=cached, finish_reason="error")
                 return
             fetched = len(prompt) - cached
+        remote = params.get("remote_prefill_cached_tokens") if fetched else None
+        reported = remote if isinstance(remote, int) else cached + fetched
         self._count_prompt(len(prompt), cached, fetched)
         await asyncio.sleep((len(prompt) - cached - fetched) * self._settings.prefill_us_per_token / US_PER_S)
+        first = len(table.blocks)
+        self.cache.compute(table, len(prompt))
+        expected = [block.content for block in table.blocks]
+        is_right = contents is None or contents[first:] == expected[first:]
+        seen = 0 if is_right else xxh3_64_intdigest(repr(contents).encode())
         output = self._tokens.output(prompt, request.client_id, sampling)
         tokens = self._tokens.tokens(output, seen)
         for count in range(1, sampling.max_tokens + 1):
@@ -177,12 +188,11 @@ class StandInEngine:
             reason, stopped = self._ending(token, count, sampling)
             transfer = None
             if reason is not None and params.get("do_remote_decode") and self.keeper is not None:
-                key = prompt_key(prompt, request.prefix)
-                transfer = self.keeper.offer(request.request_id, table, key, len(prompt), cached)
+                transfer = self.keeper.offer(request.request_id, table, len(prompt), cached)
             ids = [] if token is None else [token]
             yield Delta(
                 token_ids=ids,
-                cached_tokens=cached + fetched,
+                cached_tokens=reported,
                 finish_reason=reason,
                 stop_reason=stopped,
                 transfer=transfer,
@@ -194,7 +204,7 @@ class StandInEngine:
     def _ending(self, token: int | None, count: int, sampling: Sampling) -> tuple[FinishReason | None, int | None]:
         """Return why the output ends with a token, and the stop token that ended it."""
         if token is None or (self._tokens.is_end(token) and not sampling.ignore_eos):
-            return "stop", None
+            return "stop", token if self._settings.flavor == "sglang" else None
         if count >= sampling.min_tokens and token in sampling.stop_token_ids:
             return "stop", token
         return ("length" if count == sampling.max_tokens else None), None

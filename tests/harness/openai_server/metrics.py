@@ -61,7 +61,8 @@ class EngineCollector(Collector):
 
     def _sglang(self) -> Iterable[Metric]:
         engine, counters, settings = self._engine, self._counters, self._settings
-        labels = {"engine_type": "unified", "model_name": self._model_name, "pp_rank": "0", "tp_rank": "0"}
+        ranks = dict.fromkeys(("tp_rank", "pp_rank", "moe_ep_rank"), "0")
+        labels = {"model_name": self._model_name, "engine_type": "unified", **ranks}
         tokens, used = engine.cache.total * settings.block_size, engine.cache.used * settings.block_size
         rate = counters.cached_tokens / max(1, counters.prompt_tokens)
         yield _gauge("sglang:num_running_reqs", "The number of running requests.", labels, engine.running)

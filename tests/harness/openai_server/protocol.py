@@ -1,5 +1,6 @@
 """Requests and errors of the stand-in, as vLLM 0.32, SGLang 0.5.23 and a plain server have them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request
@@ -10,6 +11,29 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from tests.harness.openai_server.settings import Flavor
 
 Tokens = list[int]
+
+
+class ApiFailure(Exception):
+    """A request is answered with an error.
+
+    Args:
+        status: status of the response.
+        message: message for the client.
+        kind: type of the error in the response.
+        param: parameter that is wrong; None for none.
+    """
+
+    def __init__(self, status: int, message: str, kind: str = "BadRequestError", param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+
+
+def invalid(message: str, param: str, value: int | None = None) -> ApiFailure:
+    """Return the error for an invalid parameter, with a message like vLLM's."""
+    shown = "" if value is None else f", value={value}"
+    return ApiFailure(400, f"{message} (parameter={param}{shown})", param=param)
 
 
 class StreamOptions(BaseModel):
@@ -44,7 +68,7 @@ class CompletionBody(BaseModel):
     response_format: dict[str, Any] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
+    cache_salt: str | None = Field(default=None, max_length=1024)
     priority: int = 0
     request_id: str | None = None
     rid: str | None = None  # of SGLang
@@ -60,12 +84,14 @@ class CompletionBody(BaseModel):
         if data.get("max_tokens") is None:
             data = {**data, "max_tokens": 16}
         if data.get("prompt") in (None, ""):
-            raise ValueError("Either prompt or prompt_embeds must be provided and non-empty.")
+            raise invalid("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
         if data.get("stream_options") and not data.get("stream"):
-            raise ValueError("Stream options can only be defined when `stream=True`.")
+            raise invalid("Stream options can only be defined when `stream=True`.", "stream_options")
+        if data.get("cache_salt") == "":
+            raise invalid("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
         logprobs = data.get("logprobs")
         if isinstance(logprobs, int) and logprobs < -1:
-            raise ValueError("`logprobs` must be a positive value or -1.")
+            raise invalid("`logprobs` must be a positive value or -1.", "logprobs", logprobs)
         return data
 
 
@@ -77,23 +103,6 @@ class LoraBody(BaseModel):
     load_inplace: bool = False
 
 
-class ApiFailure(Exception):
-    """A request is answered with an error.
-
-    Args:
-        status: status of the response.
-        message: message for the client.
-        kind: type of the error in the response.
-        param: parameter that is wrong; None for none.
-    """
-
-    def __init__(self, status: int, message: str, kind: str = "BadRequestError", param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = kind
-        self.param = param
-
-
 def error_body(flavor: Flavor, failure: ApiFailure) -> dict[str, Any]:
     """Return the body of a response for an error."""
     error = {"message": str(failure), "type": failure.kind, "param": failure.param, "code": failure.status}
@@ -102,11 +111,17 @@ def error_body(flavor: Flavor, failure: ApiFailure) -> dict[str, Any]:
 
 def validation_failure(error: RequestValidationError) -> ApiFailure:
     """Return the error for a body that cannot be read. The message lists the errors as vLLM's does."""
-    errors = [{name: value for name, value in one.items() if name != "ctx"} for one in error.errors()]
+    errors = [{**one, "loc": _location(one["loc"])} for one in error.errors()]
+    for one in errors:
+        one.pop("ctx", None)
     lines = "\n".join(f"  {one}" for one in errors)
     label = "error" if len(errors) == 1 else "errors"
-    param = ".".join(str(part) for part in errors[0]["loc"]) if errors else None
-    return ApiFailure(400, f"{len(errors)} validation {label}:\n{lines}", "Bad Request", param)
+    return ApiFailure(400, f"{len(errors)} validation {label}:\n{lines}", "Bad Request", errors[0]["loc"])
+
+
+def _location(parts: Sequence[int | str]) -> str:
+    """Return the path of a field, without pydantic's names of the types of a union."""
+    return ".".join(str(part) for part in parts if part not in ("str", "int") and "[" not in str(part))
 
 
 def answer_failure(flavor: Flavor, failure: ApiFailure) -> JSONResponse:

@@ -19,7 +19,7 @@ from tests.harness.local import free_ports
 from tests.harness.openai_server.cache import CacheEvent
 from tests.harness.openai_server.completions import Completion
 from tests.harness.openai_server.engine import StandInEngine
-from tests.harness.openai_server.events import EventPublisher
+from tests.harness.openai_server.events import REPLAY_BATCHES, EventPublisher
 from tests.harness.openai_server.metrics import MALFORMED, EngineCollector, metrics_text
 from tests.harness.openai_server.protocol import (
     ApiFailure,
@@ -35,6 +35,20 @@ HOST = "127.0.0.1"
 VLLM_VERSION = "0.32.0"
 SGLANG_VERSION = "0.5.23"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PERMISSION = {
+    "id": "modelperm-standin",
+    "object": "model_permission",
+    "created": 0,
+    "allow_create_engine": False,
+    "allow_sampling": True,
+    "allow_logprobs": True,
+    "allow_search_indices": False,
+    "allow_view": True,
+    "allow_fine_tuning": False,
+    "organization": "*",
+    "group": None,
+    "is_blocking": False,
+}
 CONTROL_ROUTES = ("/fault", "/counters")
 T = TypeVar("T")
 
@@ -238,7 +252,7 @@ class OpenAiServer:
         name = body.model or self._model_name
         if self.settings.flavor == "sglang":
             adapter = name.partition(":")[2]
-            adapter = body.lora_path or adapter
+            adapter = adapter or body.lora_path or ""
             if adapter and adapter not in self._loras:
                 raise ApiFailure(400, f"Got LoRA adapter that has never been loaded: {adapter}")
             return name, (adapter, self._loras[adapter][1]) if adapter else None
@@ -254,7 +268,7 @@ class OpenAiServer:
         card = {"id": name, "object": "model", "created": self._created, "owned_by": flavor}
         if flavor == "plain":
             return JSONResponse({"object": "list", "data": [card]})
-        more: dict[str, Any] = {"permission": []} if flavor == "vllm" else {}
+        more = {"permission": [{**PERMISSION, "created": self._created}]} if flavor == "vllm" else {}
         root = str(self.settings.model) if flavor == "vllm" else name
         longest = self.engine.max_model_len
         cards = [{**card, "root": root, "parent": None, "max_model_len": longest, **more}]
@@ -283,14 +297,23 @@ class OpenAiServer:
 
     async def _flush_cache(self) -> Response:
         done = self.engine.reset_prefix_cache()
-        text = "Cache flushed.\n" if done else "Flush cache failed: there are running or waiting requests.\n"
+        text = "Cache flushed.\n" if done else "Flush cache failed.\n"
         return PlainTextResponse(text, 200 if done else 400)
 
     async def _kv_event_sources(self) -> JSONResponse:
         if self.events is None:
             return JSONResponse({})
-        source = {"publisher": "zmq", "endpoint": self.kv_events, "replay_endpoint": self.kv_replay}
-        return JSONResponse({"0": {**source, "topic": self.settings.kv_events_topic}})
+        source = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{self.events.port}",
+            "replay_endpoint": f"tcp://*:{self.events.replay_port}",
+            "buffer_steps": REPLAY_BATCHES,
+            "hwm": 100_000,
+            "max_queue_size": 100_000,
+            "topic": self.settings.kv_events_topic,
+        }
+        return JSONResponse({"0": source})
 
     async def _load_lora(self, body: LoraBody) -> Response:
         name, path = body.lora_name, body.lora_path
@@ -324,15 +347,10 @@ class OpenAiServer:
         return JSONResponse({"success": True, "error_message": "", "loaded_adapters": loaded})
 
     async def _kv(self, request: Request) -> JSONResponse:
-        """Give the KV of a prompt to another server, and free its blocks."""
-        params = await request.json()
+        """Give the contents of blocks to another server."""
         keeper = self.engine.keeper
-        key = None
-        if keeper is not None and not self.faults.lose_kv:
-            key = keeper.take(params["remote_engine_id"], params["remote_request_id"], params["remote_block_ids"])
-        if key is None:
-            return JSONResponse({"error": "no such KV"}, 404)
-        return JSONResponse({"key": key})
+        contents = None if keeper is None or self.faults.lose_kv else keeper.read(await request.json())
+        return JSONResponse({"error": "no such KV"}, 404) if contents is None else JSONResponse({"contents": contents})
 
     async def _sglang_model(self) -> JSONResponse:
         path = str(self.settings.model)
@@ -367,8 +385,18 @@ class OpenAiServer:
             "tp_size": 1,
             "dp_size": 1,
             "disaggregation_mode": "null",
+            "kv_events": None,
             "version": SGLANG_VERSION,
         }
+        if self.events is not None:
+            info["kv_events"] = {
+                "publisher": "zmq",
+                "endpoint_host": "*",
+                "endpoint_port_base": self.events.port,
+                "topic": settings.kv_events_topic,
+                "block_size": settings.block_size,
+                "dp_size": 1,
+            }
         return JSONResponse(info)
 
     async def _set_faults(self, request: Request) -> JSONResponse:

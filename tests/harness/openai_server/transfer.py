@@ -1,7 +1,8 @@
 """KV of prompts that one stand-in keeps for another, with the parameters of vLLM's NixlConnector.
 
-The KV of a prompt is a number that depends on the prompt. It is fetched over HTTP, from the port of the server itself.
-The output of a request with the number of another prompt is wrong, as it would be with the wrong KV.
+KV is the contents of blocks, which are fetched over HTTP from the port of the server itself. As with NIXL, a known
+server is found by the id of its engine, and its blocks are read even if it has freed them. If it has used them again,
+the output is wrong, without an error.
 """
 
 import asyncio
@@ -11,10 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from xxhash import xxh3_64_intdigest
 
-from forebay.events.base import pack_u32
-from tests.harness.openai_server.cache import BlockCache, BlockTable, Prefix
+from tests.harness.openai_server.cache import BlockCache, BlockTable
 from tests.harness.openai_server.settings import Counters
 
 FETCH_TIMEOUT_S = 5.0
@@ -28,13 +27,12 @@ class FetchFailed(Exception):
 @dataclass(slots=True)
 class _Kept:
     table: BlockTable
-    key: int
     blocks: int
     expiry: asyncio.TimerHandle
 
 
 class KvKeeper:
-    """Keeps the KV of prompts until another server has fetched it or its lease expires.
+    """Keeps the KV of prompts until another server has fetched it or its lease expires, and fetches KV from others.
 
     Args:
         cache: cache with the blocks of the prompts.
@@ -57,16 +55,15 @@ class KvKeeper:
         self._lease_s = lease_s
         self._freed = freed
         self._kept: dict[str, _Kept] = {}
+        self._peers: dict[str, str] = {}  # URLs by the id of the engine
 
-    def offer(
-        self, request_id: str, table: BlockTable, key: int, prompt_tokens: int, cached_tokens: int
-    ) -> dict[str, Any]:
+    def offer(self, request_id: str, table: BlockTable, prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:
         """Keep the blocks of a prompt, and return the parameters with which another server fetches them."""
         kept = BlockTable(table.prefix, [], list(table.blocks))
         for block in kept.blocks:
             block.users += 1
         expiry = asyncio.get_running_loop().call_later(self._lease_s, self._release, request_id)
-        self._kept[request_id] = _Kept(kept, key, len(kept.blocks), expiry)
+        self._kept[request_id] = _Kept(kept, len(kept.blocks), expiry)
         self.blocks += len(kept.blocks)
         self._counters.kv_offered += 1
         return {
@@ -86,16 +83,34 @@ class KvKeeper:
             "remote_prefill_cached_tokens": cached_tokens,
         }
 
-    def take(self, engine_id: str, request_id: str, block_ids: list[list[int]]) -> int | None:
-        """Return the KV of a prompt and free its blocks; None if this engine does not keep it in these blocks."""
-        kept = self._kept.get(request_id)
-        if engine_id != self.engine_id or kept is None:
+    def read(self, params: dict[str, Any]) -> list[int] | None:
+        """Return the contents of blocks, and free them if they are kept; None if these are blocks of another engine."""
+        if params.get("remote_engine_id") != self.engine_id:
             return None
-        if block_ids != [[block.number for block in kept.table.blocks]]:
-            return None
-        self._counters.kv_fetched += 1
-        self._release(request_id)
-        return kept.key
+        contents = self._cache.contents(params["remote_block_ids"][0])
+        self._counters.kv_fetched += contents is not None
+        if params.get("remote_request_id") in self._kept:
+            self._release(params["remote_request_id"])
+        return contents
+
+    async def fetch(self, params: dict[str, Any]) -> list[int]:
+        """Return the contents of blocks of another server.
+
+        Raises:
+            FetchFailed: the server does not answer, or has another engine.
+        """
+        engine_id = str(params.get("remote_engine_id"))
+        url = self._peers.get(engine_id, f"http://{params.get('remote_host')}:{params.get('remote_port')}/kv")
+        try:
+            async with httpx.AsyncClient(timeout=FETCH_TIMEOUT_S) as client:
+                response = await client.post(url, json=params)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise FetchFailed(str(error)) from error
+        if response.status_code != OK:
+            raise FetchFailed(response.text)
+        self._peers[engine_id] = url
+        contents: list[int] = response.json()["contents"]
+        return contents
 
     def expire(self) -> None:
         """Let the leases of all KV expire now."""
@@ -108,29 +123,3 @@ class KvKeeper:
         self.blocks -= kept.blocks
         self._cache.close(kept.table)
         self._freed()
-
-
-def prompt_key(prompt: list[int], prefix: Prefix) -> int:
-    """Return the KV of a prompt."""
-    return xxh3_64_intdigest(b"\0".join((prefix.salt.encode(), prefix.lora_name.encode(), pack_u32(prompt))))
-
-
-async def fetch(params: dict[str, Any], expected: int) -> int:
-    """Fetch the KV of a prompt from the server that keeps it.
-
-    Returns:
-        0 if it is the KV of the expected prompt; otherwise another value that the output depends on.
-
-    Raises:
-        FetchFailed: the other server does not keep the KV, or does not answer.
-    """
-    url = f"http://{params.get('remote_host')}:{params.get('remote_port')}/kv"
-    try:
-        async with httpx.AsyncClient(timeout=FETCH_TIMEOUT_S) as client:
-            response = await client.post(url, json=params)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise FetchFailed(str(error)) from error
-    if response.status_code != OK:
-        raise FetchFailed(response.text)
-    key: int = response.json()["key"]
-    return 0 if key == expected else key
