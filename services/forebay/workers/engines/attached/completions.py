@@ -1,7 +1,7 @@
-"""Requests to OpenAI's completions API, with vLLM's additional fields where a server supports them.
+"""Requests to OpenAI's completions API, with the additional fields of vLLM and SGLang where a server supports them.
 
-vLLM accepts prompts as token ids, and returns token ids with `return_token_ids`. Of other servers, `Completions.probe`
-finds out whether they do.
+vLLM and SGLang accept prompts as token ids, and return token ids with `return_token_ids`. Of other servers and older
+releases, `Completions.probe` finds out whether they do.
 """
 
 from collections.abc import AsyncGenerator, Mapping
@@ -9,21 +9,61 @@ from typing import Any
 
 import msgspec
 
-from forebay.events.requests import Sampling
+from forebay.events.requests import Sampling, StructuredOutput
 from forebay.events.tokens import ResponseError, TokenLogprob, TopLogprob
 from forebay.workers.engine import EngineError
-from forebay.workers.engines.attached.api import Call, Delta
 from forebay.workers.engines.attached.errors import Rejected, StreamCut
-from forebay.workers.engines.attached.server import MALFORMED, Server
+from forebay.workers.engines.attached.server import MALFORMED, Server, ServerKind
 from forebay.workers.engines.model_directory import one_line
+from forebay.workers.engines.sglang.requests import structured_argument
 from forebay.workers.engines.vllm.requests import LOGPROB_MIN, structured_arguments
 
 PATH = "/v1/completions"
 TOKEN_ID = "token_id:"  # noqa: S105 - prefix of a token in vLLM's log probabilities
-ABORTED = "abort"
 STANDARD = ("max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty")
+EXTENDED: tuple[ServerKind, ...] = ("vllm", "sglang")  # servers that support all parameters
 EXTENSIONS = ("ignore_eos", "top_k", "min_p", "repetition_penalty", "min_tokens")
 DEFAULTS = Sampling(max_tokens=1)
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """New output of a request.
+
+    Attributes:
+        token_ids: new output tokens; None if the server returns text only.
+        text: new output as text; only read if `token_ids` is None.
+        logprobs: log probability of each token; empty if none were requested.
+        finish_reason: why the response has ended; empty if it has not.
+        cached_tokens: number of prompt tokens in the server's cache; None if this event does not report it.
+    """
+
+    token_ids: list[int] | None = None
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str = ""
+    cached_tokens: int | None = None
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to a server.
+
+    Attributes:
+        token_ids: prompt tokens, with the output tokens of earlier attempts at their end.
+        text: the prompt as text, for a server that accepts no token ids; empty for the others.
+        sampling: sampling parameters for the remaining output.
+        lora_name: adapter; empty for the base model.
+        cache_salt: salt of the server's cache; empty for none.
+        request_id: id of the request at the server; no two requests in flight have the same.
+        transfer: vLLM's `kv_transfer_params`; None without KV transfer.
+    """
+
+    token_ids: list[int]
+    text: str = ""
+    sampling: Sampling
+    lora_name: str = ""
+    cache_salt: str = ""
+    request_id: str
+    transfer: Mapping[str, Any] | None = None
 
 
 class _Logprobs(msgspec.Struct):
@@ -82,25 +122,41 @@ class Completions:
     Args:
         server: client of the server.
         model: name of the base model in the server's API.
-        is_vllm: whether the server is vLLM, which supports all parameters.
+        kind: program of the server.
+
+    Attributes:
+        takes_token_ids: whether prompts are sent as token ids.
+        returns_token_ids: whether responses have token ids.
+        returns_logprobs: whether log probabilities name token ids.
+        salts_cache: whether requests with different salts share no cached blocks.
     """
 
-    def __init__(self, server: Server, model: str, *, is_vllm: bool) -> None:
+    def __init__(self, server: Server, model: str, kind: ServerKind) -> None:
         self._server = server
         self._model = model
-        self._is_vllm = is_vllm
+        self._kind = kind
         self.takes_token_ids = True
         self.returns_token_ids = True
-        self.salts_cache = is_vllm
+        self.returns_logprobs = kind == "vllm"
+        self.salts_cache = kind in EXTENDED
 
     async def probe(self, prompt: list[int], text: str) -> None:
-        """Find out whether the server accepts and returns token ids. See `Api.probe`."""
-        call = Call(token_ids=prompt, text=text, sampling=Sampling(max_tokens=1, temperature=0.0), request_id="")
+        """Run a small request, and find out whether the server accepts and returns token ids.
+
+        Args:
+            prompt: prompt tokens.
+            text: the same prompt as text.
+
+        Raises:
+            EngineError: the server does not serve the request.
+        """
+        sampling = Sampling(max_tokens=1, temperature=0.0)
+        call = Call(token_ids=prompt, text=text, sampling=sampling, request_id="forebay-probe")
         for self.takes_token_ids in (True, False):
             try:
                 found = self._read(await self._server.post(PATH, self.body(call, stream=False)))
             except Rejected as rejected:
-                if rejected.error.code == "invalid_request" and self.takes_token_ids and not self._is_vllm:
+                if rejected.error.code == "invalid_request" and self.takes_token_ids and self._kind != "vllm":
                     continue
                 raise EngineError(f"the server {self._server.url} rejected the first prompt: {rejected}") from None
             except StreamCut as cut:
@@ -109,7 +165,12 @@ class Completions:
             return
 
     async def generate(self, call: Call) -> AsyncGenerator[Delta, None]:
-        """Run a request, and yield its output. See `Api.generate`."""
+        """Run a request, and yield its output until its end. Closing the iterator aborts the request.
+
+        Raises:
+            Rejected: the server responded with an error, or does not support a parameter of the request.
+            StreamCut: the connection failed, or the response is unreadable.
+        """
         top, is_over = call.sampling.logprobs, False
         async with self._server.stream(PATH, self.body(call, stream=True), _headers(call)) as events:
             async for data in events:
@@ -167,25 +228,32 @@ class Completions:
             body["return_tokens_as_token_ids"] = True
         if not self.takes_token_ids:
             body["add_special_tokens"] = False  # the prompt already has them
-        # vLLM replaces fields that are missing by the defaults of the model, and the ingress has already done that.
-        # Other servers may not know the fields, so they get only those that the client has set.
+        # vLLM and SGLang replace fields that are missing by the defaults of the model, and the ingress has already done
+        # that. Other servers may not know the fields, so they get only those that the client has set.
         for name in EXTENSIONS:
             value = getattr(sampling, name)
-            if self._is_vllm or value != getattr(DEFAULTS, name):
+            if self._kind in EXTENDED or value != getattr(DEFAULTS, name):
                 body[name] = value
         if sampling.stop_token_ids:
             body["stop_token_ids"] = list(sampling.stop_token_ids)
         if sampling.structured is not None:
-            try:
-                body["structured_outputs"] = structured_arguments(sampling.structured)
-            except ValueError as error:
-                message = one_line(error)
-                raise Rejected(ResponseError(status=400, code="invalid_request", message=message)) from None
+            body |= self._structured(sampling.structured)
+        if self._kind == "sglang":
+            body["rid"] = call.request_id
+            body["top_k"] = sampling.top_k or -1
         if call.cache_salt:
             body["cache_salt"] = call.cache_salt
         if call.transfer is not None:
             body["kv_transfer_params"] = dict(call.transfer)
         return body
+
+    def _structured(self, structured: StructuredOutput) -> dict[str, Any]:
+        try:
+            if self._kind == "sglang":
+                return dict([structured_argument(structured)])
+            return {"structured_outputs": structured_arguments(structured)}
+        except ValueError as error:
+            raise Rejected(ResponseError(status=400, code="invalid_request", message=one_line(error))) from None
 
     def _read(self, data: bytes) -> _Completion:
         """Decode a response or an event of a stream.

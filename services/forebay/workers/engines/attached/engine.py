@@ -30,15 +30,13 @@ from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, EngineRefused
 from forebay.workers.engines.async_engine import CANARY_TOKENS
-from forebay.workers.engines.attached.api import Api, Call
-from forebay.workers.engines.attached.completions import Completions
+from forebay.workers.engines.attached.completions import Call, Completions
 from forebay.workers.engines.attached.errors import Rejected, StreamCut
-from forebay.workers.engines.attached.generate import Generate
 from forebay.workers.engines.attached.load import MetricsUnreadable, ServerLoad, read_load
 from forebay.workers.engines.attached.server import Server
 from forebay.workers.engines.attached.settings import AttachedSettings
 from forebay.workers.engines.attached.text import TextEncoder
-from forebay.workers.engines.attached.transfer import LAYOUT, PREFILL_PARAMS, READABLE_S, fetch_params, offer
+from forebay.workers.engines.attached.transfer import HALF_LEASE_S, LAYOUT, PREFILL_PARAMS, fetch_params, offer
 from forebay.workers.engines.kv_descriptor import Unfetchable
 from forebay.workers.engines.loras import LoraAdapter
 from forebay.workers.engines.model_directory import one_line
@@ -60,6 +58,7 @@ BLOCK_SIZE = 16  # for servers that do not publish theirs; vLLM's default
 KV_BLOCKS = 16_384  # likewise
 MAX_NUM_SEQS = 256  # likewise
 MAX_NUM_BATCHED_TOKENS = 8_192  # likewise
+SERVER_ERROR = 500  # lowest HTTP status for which the server, not the request, is responsible
 ROLES = ("aggregated", "prefill", "decode")
 
 
@@ -81,7 +80,7 @@ class AttachedEngine(ModelEngine):
         self._attached = attached
         self._info = attached.info
         self._server: Server | None = None
-        self._api: Api = Generate.__new__(Generate)  # replaced in `_launch`
+        self._completions: Completions | None = None
         self._past_loras: dict[str, str] = {}
         self._warned = ""
 
@@ -109,10 +108,7 @@ class AttachedEngine(ModelEngine):
     async def _launch(self, spec: WorkerSpec) -> None:
         settings, info = self._settings, self._info
         self._server = server = Server(self._attached.url, self._attached.api_key)
-        if info.kind == "sglang":
-            self._api = Generate(server)
-        else:
-            self._api = Completions(server, info.model, is_vllm=info.kind == "vllm")
+        self._completions = Completions(server, info.model, info.kind)
         self._context_tokens = info.context_tokens or self._attached.context_tokens
         self._tasks = ("generate",)
         for number, (name, directory) in enumerate(info.loras.items(), 1):
@@ -147,6 +143,11 @@ class AttachedEngine(ModelEngine):
     def _client(self) -> Server:
         assert self._server is not None
         return self._server
+
+    @property
+    def _api(self) -> Completions:
+        assert self._completions is not None
+        return self._completions
 
     async def _sized(self, spec: WorkerSpec) -> WorkerSpec:
         settings = self._settings
@@ -240,8 +241,8 @@ class AttachedEngine(ModelEngine):
                 " --allow-shared-cache permits it"
             )
             return ResponseError(status=501, code="not_supported", message=message)
-        if item.sampling.logprobs is not None and not self._api.returns_token_ids:
-            message = f"the server {self._url} returns text only, and so no log probabilities of tokens"
+        if item.sampling.logprobs is not None and not self._api.returns_logprobs:
+            message = f"the server {self._url} returns no log probabilities with token ids; only vLLM does"
             return ResponseError(status=501, code="not_supported", message=message)
         if item.output_tokens and (reason := _why_not_continued(item.sampling)):
             return _interrupted(item.output_tokens, reason)
@@ -342,7 +343,6 @@ class AttachedEngine(ModelEngine):
 
     async def _prefill(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
         sampling = msgspec.structs.replace(item.sampling, **PREFILL_SAMPLING)
-        assert isinstance(self._api, Completions)
         try:
             done = await self._api.prefill(self._call(item, prompt, sampling, PREFILL_PARAMS))
         except StreamCut as cut:
@@ -364,7 +364,12 @@ class AttachedEngine(ModelEngine):
         return fetch_params(item.prefilled, self._settings.model_name, prompt_tokens)
 
     def _lease_s(self, item: WorkItem) -> float | None:
-        return None if item.prefilled is None else READABLE_S
+        return None if item.prefilled is None else HALF_LEASE_S
+
+    def _fetch_failure(self, error: Exception) -> str | None:
+        if isinstance(error, Rejected) and error.error.status >= SERVER_ERROR:
+            return error.error.message  # vLLM does not report whether the fetch failed
+        return super()._fetch_failure(error)
 
     def _finish(self, item: WorkItem, rank: RankBuffer, why: str, tokens: tuple[int, int, int]) -> None:
         if why == "abort":  # the server dropped the request, which may be sent again

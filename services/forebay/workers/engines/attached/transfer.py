@@ -1,7 +1,9 @@
 """KV descriptors of attached vLLM servers: `kv_transfer_params` of a response, for a request to another server.
 
 A server keeps the blocks of a prompt until another server has read them, or until vLLM's own timeout. forebay cannot
-shorten that timeout over HTTP.
+change that timeout over HTTP. After it other requests may have overwritten the blocks, and vLLM would read them without
+an error. So the owner gets one half of the timeout to send the prompt to a decode worker, and the decode server gets
+the other half until its first token.
 """
 
 from collections.abc import Mapping
@@ -18,7 +20,7 @@ from forebay.workers.engines.vllm.transfer import PREFILL, UNREAD_S, VLLM_LEASE_
 CONNECTOR = "vllm-http"
 LAYOUT = KvLayout(connector=CONNECTOR, dtype="unknown", block_bytes=1)
 """Layout of all attached servers. Servers do not publish theirs; vLLM's connector itself compares them."""
-READABLE_S = VLLM_LEASE_S - UNREAD_S
+HALF_LEASE_S = (VLLM_LEASE_S - UNREAD_S) / 2
 NOTHING_REMOTE = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
 PREFILL_PARAMS: Mapping[str, Any] = {**PREFILL, **NOTHING_REMOTE}
 
@@ -52,7 +54,7 @@ def offer(item: WorkItem, worker_id: str, model: str, params: Mapping[str, Any])
     except msgspec.ValidationError as error:
         raise Unfetchable(f"unknown kv_transfer_params of the server: {error}") from error
     tokens = len(item.token_ids) // 4
-    return offered(item, worker_id, model, CONNECTOR, msgspec.json.encode(params), tokens=tokens, lease_s=READABLE_S)
+    return offered(item, worker_id, model, CONNECTOR, msgspec.json.encode(params), tokens=tokens, lease_s=HALF_LEASE_S)
 
 
 def fetch_params(prefilled: Prefilled | None, model: str, prompt_tokens: int) -> dict[str, Any]:

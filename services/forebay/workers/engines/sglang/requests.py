@@ -39,12 +39,13 @@ def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
     if sampling.logit_bias:
         arguments["logit_bias"] = {str(one.token_id): one.bias for one in sampling.logit_bias}
     if sampling.structured is not None:
-        name, text = _structure(sampling.structured)
+        name, text = structured_argument(sampling.structured)
         arguments[name] = text
     return arguments
 
 
-def _structure(structured: StructuredOutput) -> tuple[str, str]:
+def structured_argument(structured: StructuredOutput) -> tuple[str, str]:
+    """Return the name and value of SGLang's argument for a format. Raises ValueError if the choices are invalid."""
     match structured.kind:
         case "json_object":
             return "json_schema", ANY_OBJECT
