@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import statistics
 import subprocess
@@ -23,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.bench_http import CASES, STEADY_CASES, load, medians
+from tests.benchmarks.bench_http import CASES, HEADER, STEADY_CASES, load, medians
 
 FIRST_SERVER, SERVERS = 18_300, 4
 GATEWAY = 18_290
@@ -59,7 +58,8 @@ async def _answer(writer: asyncio.StreamWriter, request: dict[str, Any], step_s:
     for number in range(count):
         if step_s:
             await asyncio.sleep(step_s)
-        _event(writer, {"content": " token"}, "length" if number == count - 1 else None)
+        # LiteLLM ends a stream that repeats a chunk a hundred times.
+        _event(writer, {"content": f" {number}"}, "length" if number == count - 1 else None)
     writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
 
@@ -102,7 +102,13 @@ def commands(smg: str | None, litellm: str | None, urls: list[str], folder: Path
             for url in urls
         ]
         config = folder / "litellm.yaml"  # JSON is YAML
-        config.write_text(json.dumps({"model_list": models, "router_settings": {"routing_strategy": "least-busy"}}))
+        settings = {
+            "model_list": models,
+            "router_settings": {"routing_strategy": "least-busy"},
+            # It refuses to start without a key otherwise. The other measured systems check no key either.
+            "general_settings": {"dangerously_permit_weak_or_unset_master_key": True},
+        }
+        config.write_text(json.dumps(settings))
         found["LiteLLM"] = [litellm, "--config", str(config), "--host", "127.0.0.1", "--port", str(GATEWAY)]
     return found
 
@@ -123,30 +129,27 @@ def wait_ready(folder: Path, name: str) -> None:
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=Path, default=os.environ.get("FOREBAY_PEERS"))
-    parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "forebay-peers")
     parser.add_argument("--smg", help="program `smg` (pip install smg)")
     parser.add_argument("--litellm", help="program `litellm` (pip install 'litellm[proxy]')")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, help="requests per case and round, instead of those of `http`")
     parser.add_argument("--serve", nargs=2, metavar=("PORT", "STEP_S"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         asyncio.run(serve(int(args.serve[0]), float(args.serve[1])))
         return
-    if args.peers is None:
-        raise SystemExit("set FOREBAY_PEERS to the folder with load.py")
+    if not args.smg and not args.litellm:
+        parser.error("no gateway: give --smg PROGRAM, --litellm PROGRAM or both")
     results: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as text:
         for _ in range(args.rounds):
             for step_s, cases in ((0.0, CASES), (STEP_S, STEADY_CASES)):
                 for name, case, result in _round(args, Path(text), step_s, cases):
                     results.setdefault((name, case), []).append(result)
-    print("| case | gateway | requests/s | TTFT p50 ms | CPU us/request | of this, gateway | events/request |")
-    print("|---|---|---|---|---|---|---|")
+    print(f"| case | gateway | {HEADER} | of this CPU, gateway |\n|---|---|{'---|' * (HEADER.count('|') + 2)}")
     for (name, case), measured in sorted(results.items(), key=lambda item: item[0][1]):
-        rate, ttft, cpu, events = medians(measured)
         own = statistics.median(one["cpu_us_per_request"]["gateway"] for one in measured)
-        print(f"| {case} | {name} | {rate:.0f} | {ttft:.2f} | {cpu:.0f} | {own:.0f} | {events:.1f} |")
+        print(f"| {case} | {name} | {medians(measured).cells()} | {own:.0f} |")
 
 
 def _round(
@@ -154,7 +157,6 @@ def _round(
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     ports = range(FIRST_SERVER, FIRST_SERVER + SERVERS)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
-    python = str(args.home / "venv" / "bin" / "python")
     with contextlib.ExitStack() as stack:
         server = [sys.executable, "-m", "tests.benchmarks", "gateways", "--serve"]
         started = [running([*server, str(port), str(step_s)], folder, f"server-{port}") for port in ports]
@@ -165,7 +167,8 @@ def _round(
                 pids = f"gateway={pid}," + ",".join(f"server={one}" for one in servers.split(","))
                 for case, options in cases.items():
                     sys.stderr.write(f"{name}: {case}\n")
-                    yield name, case, load(args.peers, python, f"http://127.0.0.1:{GATEWAY}", pids, options)
+                    count = [] if args.requests is None else ["--requests", str(args.requests)]
+                    yield name, case, load(f"http://127.0.0.1:{GATEWAY}", pids, [*options, *count])
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Benchmark of forebay's control plane against Dynamo's: the same load on both, alternately, on one machine.
 
-It needs a folder of peer scripts (FOREBAY_PEERS or --peers): load.py, the load client, and dynamo.sh, which starts and
-stops Dynamo's frontend with mock engines. Engine time is near zero on both sides, so the benchmark measures HTTP, chat
-template, tokenization, routing and streaming. forebay runs in one process, with its log in a file.
+It needs a folder of peer scripts (FOREBAY_PEERS or --peers) with dynamo.sh, which starts and stops Dynamo's frontend
+with mock engines. Engine time is near zero on both sides, so the benchmark measures HTTP, chat template, tokenization,
+routing and streaming. forebay runs in one process, with its log in a file. Afterwards every decision in the log is
+verified; the exit code is 1 if one is not.
 """
 
 import argparse
 import json
+import math
 import os
 import signal
 import statistics
@@ -18,6 +20,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +37,75 @@ CASES: dict[str, list[str]] = {
 STEADY = "short, 128 tokens out, 64 connections, engine at speed 1"
 STEADY_CASES = {STEADY: ["--conc", "64", "--requests", "600", "--max-tokens", "128"]}
 FAST, STEADY_SPEED = "1000000", "1"
-STEADY_TOKENS = 128
+FOREBAY = str(Path(sys.executable).with_name("forebay"))
 
 
-def load(peers: Path, python: str, url: str, pids: str, options: list[str]) -> dict[str, Any]:
-    command = [python, str(peers / "load.py"), "--url", url, "--pids", pids, "--quickack", "--json", *options]
-    result: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+@dataclass(slots=True)
+class Verified:
+    """The outcome of verifying the logs of all rounds.
+
+    Attributes:
+        decisions: number of decisions in the logs.
+        verified: number of decisions that were derived again without a difference.
+        problems: what kept the others from it.
+    """
+
+    decisions: int = 0
+    verified: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, report: dict[str, Any]) -> None:
+        """Add a report of `forebay replay verify --json`."""
+        self.decisions += report["decisions"]
+        self.verified += report["verified"]
+        if report["divergence"] is not None:
+            self.problems.append(f"divergence: {report['divergence']}")
+
+    def check(self) -> None:
+        """Raise SystemExit with code 1 unless every decision was verified, and there was one."""
+        if self.verified < self.decisions or not self.decisions or self.problems:
+            raise SystemExit("; ".join([f"not all decisions could be verified: {self}", *self.problems]))
+
+    def __str__(self) -> str:
+        return f"verified {self.verified} of {self.decisions} decisions"
+
+
+@dataclass(frozen=True, slots=True)
+class Medians:
+    """Medians over the rounds of a case; NaN if no response had two events with text."""
+
+    requests_per_s: float
+    ttft_p50_ms: float
+    itl_p50_ms: float
+    itl_p90_ms: float
+    cpu_us: float
+    events: float
+
+    def cells(self) -> str:
+        """Return the cells of a table row, as in `HEADER`."""
+        itl = "-" if math.isnan(self.itl_p50_ms) else f"{self.itl_p50_ms:.2f} / {self.itl_p90_ms:.2f}"
+        return f"{self.requests_per_s:.0f} | {self.ttft_p50_ms:.2f} | {itl} | {self.cpu_us:.0f} | {self.events:.1f}"
+
+
+HEADER = "requests/s | TTFT p50 ms | ITL p50 / p90 ms | CPU us/request | events/request"
+
+
+def load(url: str, pids: str, options: list[str]) -> dict[str, Any]:
+    """Run the load client, and return its measurements. Raises SystemExit if a request failed."""
+    command = [sys.executable, "-m", "tests.benchmarks.http_load", "--url", url, "--pids", pids, *options]
+    result: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
     if result["failed"]:
         raise SystemExit(f"{result['failed']} requests failed: {result['first_failure']}")
     return result
 
 
 @contextmanager
-def forebay(model: Path, speedup: str = FAST) -> Iterator[str]:
-    program = str(Path(sys.executable).with_name("forebay"))
+def forebay(model: Path, verified: Verified, speedup: str = FAST) -> Iterator[str]:
+    """Run forebay, and verify its log afterwards."""
     with tempfile.TemporaryDirectory() as folder:
+        log = f"{folder}/log.db"
         command = [
-            *(program, "up", "--port", str(PORT), "--workers", str(WORKERS), "--log", f"{folder}/log.db"),
+            *(FOREBAY, "up", "--port", str(PORT), "--workers", str(WORKERS), "--log", log),
             *("--model", str(model), "--model-name", "tiny", "--speedup", speedup, "--kv-blocks", "65536"),
             *("--max-num-seqs", "512", "--max-num-batched-tokens", "65536"),
         ]
@@ -61,6 +116,8 @@ def forebay(model: Path, speedup: str = FAST) -> Iterator[str]:
         finally:
             process.send_signal(signal.SIGINT)
             process.wait()
+        command = [FOREBAY, "replay", "verify", log, "--json"]
+        verified.add(json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout))
 
 
 def wait_ready(url: str, process: "subprocess.Popen[bytes]") -> None:
@@ -86,14 +143,31 @@ def dynamo(peers: Path, speedup: str = FAST) -> Iterator[str]:
         subprocess.run([script, "stop"], check=True)
 
 
-def medians(results: list[dict[str, Any]]) -> tuple[float, float, float, float]:
-    """Return medians: requests per second, TTFT p50 in ms, CPU us per request of all processes, events per request."""
-    return (
+def medians(results: list[dict[str, Any]]) -> Medians:
+    """Return the medians of the load client's measurements in several rounds of a case."""
+    itl = [result["itl_ms"] or {"p50": math.nan, "p90": math.nan} for result in results]
+    return Medians(
         statistics.median(result["requests_per_s"] for result in results),
         statistics.median(result["ttft_ms"]["p50"] for result in results),
+        statistics.median(one["p50"] for one in itl),
+        statistics.median(one["p90"] for one in itl),
         statistics.median(sum(result["cpu_us_per_request"].values()) for result in results),
         statistics.median(result["events_per_request"] for result in results),
     )
+
+
+def print_cases(name: str, ours: dict[str, list[dict[str, Any]]], theirs: dict[str, list[dict[str, Any]]]) -> None:
+    """Print both systems' medians by case, and their ratios; of ITL the difference, forebay's minus Dynamo's."""
+    print(f"| case | | {HEADER} |\n|---|---|{'---|' * (HEADER.count('|') + 1)}")
+    for case, results in ours.items():
+        mine, peer = medians(results), medians(theirs[case])
+        print(f"| {case} | {name} | {mine.cells()} |\n| | Dynamo | {peer.cells()} |")
+        itl = f"{mine.itl_p50_ms - peer.itl_p50_ms:+.2f} / {mine.itl_p90_ms - peer.itl_p90_ms:+.2f}"
+        print(
+            f"| | ratio, ITL: difference | {mine.requests_per_s / peer.requests_per_s:.2f} "
+            f"| {mine.ttft_p50_ms / peer.ttft_p50_ms:.2f} | {'-' if 'nan' in itl else itl} "
+            f"| {mine.cpu_us / peer.cpu_us:.2f} | |"
+        )
 
 
 def main() -> None:
@@ -104,26 +178,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     if args.peers is None:
-        raise SystemExit("set FOREBAY_PEERS to the folder with load.py and dynamo.sh")
-    python = str(args.home / "venv" / "bin" / "python")
+        raise SystemExit("set FOREBAY_PEERS to the folder with dynamo.sh")
+    verified = Verified()
     ours: dict[str, list[dict[str, Any]]] = {case: [] for case in (*CASES, *STEADY_CASES)}
     theirs: dict[str, list[dict[str, Any]]] = {case: [] for case in ours}
     for number in range(args.rounds):
         sys.stderr.write(f"round {number + 1} of {args.rounds}\n")
         for speedup, cases in ((FAST, CASES), (STEADY_SPEED, STEADY_CASES)):
-            with forebay(args.home / "tiny-model", speedup) as pids:
+            with forebay(args.home / "tiny-model", verified, speedup) as pids:
                 for case, options in cases.items():
-                    ours[case].append(load(args.peers, python, f"http://127.0.0.1:{PORT}", pids, options))
+                    ours[case].append(load(f"http://127.0.0.1:{PORT}", pids, options))
             with dynamo(args.peers, speedup) as pids:
                 for case, options in cases.items():
-                    theirs[case].append(load(args.peers, python, f"http://127.0.0.1:{PEER_PORT}", pids, options))
-    print("| case | | requests/s | TTFT p50 ms | CPU us/request | events/request |")
-    print("|---|---|---|---|---|---|")
-    for case, results in ours.items():
-        mine, peer = medians(results), medians(theirs[case])
-        print(f"| {case} | forebay | {mine[0]:.0f} | {mine[1]:.2f} | {mine[2]:.0f} | {mine[3]:.1f} |")
-        print(f"| | Dynamo | {peer[0]:.0f} | {peer[1]:.2f} | {peer[2]:.0f} | {peer[3]:.1f} |")
-        print(f"| | ratio | {mine[0] / peer[0]:.2f} | {mine[1] / peer[1]:.2f} | {mine[2] / peer[2]:.2f} | |")
+                    theirs[case].append(load(f"http://127.0.0.1:{PEER_PORT}", pids, options))
+    print_cases("forebay", ours, theirs)
+    print(f"\n{verified}")
+    verified.check()
 
 
 if __name__ == "__main__":

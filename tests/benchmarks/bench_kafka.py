@@ -1,8 +1,9 @@
 """Compare forebay on Kafka with Dynamo under the same load, in turn, on one machine; and time each hop of a request.
 
-forebay is a router, an ingress and four mock workers, each a process, on a running Kafka and Redis. Dynamo, load and
-cases are those of `http`. Each round uses its own topics, which are removed afterwards. With --flood only forebay is
-measured: time to first token with and without eight busy engines' events in the same control partition.
+forebay is two routers, an ingress and four mock workers, each a process, on a running Kafka and Redis. Dynamo, load and
+cases are those of `http`. Each round uses its own topics. They are removed after every decision on them has been
+verified; the exit code is 1 if one could not be. With --flood only forebay is measured: time to first token with and
+without eight busy engines' events in the same control partition.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,22 +27,24 @@ from forebay.transport.base import LogError
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, create_topics
-from tests.benchmarks import bench_http, hops
+from tests.benchmarks import bench_hop, bench_http, hops
 from tests.benchmarks.bench_http import (
     FAST,
     PEER_PORT,
     STEADY,
     STEADY_CASES,
     STEADY_SPEED,
-    STEADY_TOKENS,
     WORKERS,
+    Verified,
     dynamo,
     load,
     medians,
+    print_cases,
 )
 from tests.benchmarks.flood import POOL as FLOOD_POOL
 from tests.benchmarks.flood import WORKERS as FLOOD_WORKERS
 from tests.benchmarks.flood import flood, leases_held
+from tests.benchmarks.profiles import print_profiles, profiled
 from tests.harness.cluster import Cluster, remove_topics
 from tests.harness.processes import ProcessError
 
@@ -51,20 +54,40 @@ ONE, MANY, LONG_ANSWERS = "short, 1 connection", "short, 64 connections", "short
 CASES = {name: bench_http.CASES[name] for name in (ONE, MANY, LONG_ANSWERS)}
 ALL_CASES = {**CASES, **STEADY_CASES}
 HOP_CASES = (ONE, MANY)
+FLOOR, LOG = "requests", "log"  # clients of the benchmark `hop`: bare requests, and `KafkaLog`
+HOPS_PER_REQUEST = 5  # the four passes through the log before the first token, and the owner's append to its journal
 IDLE_S = 20.0
+PROFILED = 6_000  # requests while services are profiled
 WARM_UP = 50  # unmeasured requests, as in the load client
 PLAN = TopicPlan(groups=1, slots=16, replies=1, kafka_api=1)
+KINDS = {"r": "router", "w": "worker", "i": "ingress"}  # by the first letter of a name
 
 
 @dataclass(slots=True)
 class System:
-    """A running forebay."""
+    """A running forebay.
 
-    settings: KafkaSettings
+    Attributes:
+        also: NAME=PID of further processes that belong to it, such as the broker.
+        epochs: epochs of the workers, by name.
+    """
+
+    cluster: Cluster
     url: str
-    pids: str
+    also: list[str]
     worker_ports: list[int]
     epochs: dict[str, int]
+
+    @property
+    def settings(self) -> KafkaSettings:
+        """Return the settings of its Kafka and namespace."""
+        return self.cluster.settings
+
+    @property
+    def pids(self) -> str:
+        """Return NAME=PID of its running processes, separated by commas."""
+        running = [f"{KINDS[one.name[0]]}={one.process.pid}" for one in self.cluster.processes.running()]
+        return ",".join([*running, *self.also])
 
     @property
     def ingress_port(self) -> int:
@@ -88,11 +111,15 @@ class Run:
 
 
 @asynccontextmanager
-async def forebay(args: argparse.Namespace, *, flooded: bool, speedup: str = FAST) -> AsyncIterator[System]:
-    """Run forebay on fresh topics; `flooded` adds the members whose events the flood writes."""
+async def forebay(
+    args: argparse.Namespace, verified: Verified, *, flooded: bool = False, speedup: str = FAST
+) -> AsyncIterator[System]:
+    """Run forebay on fresh topics, and verify its decisions afterwards.
+
+    `flooded` adds the members whose events the flood writes.
+    """
     namespace = f"bench-{uuid.uuid4().hex[:8]}"
-    settings = KafkaSettings(args.kafka, namespace)
-    model = ("--model", str(args.home / "tiny-model"), "--model-name", MODEL)
+    model = _model_options(args)
     sizes = ("--kv-blocks", "65536", "--max-num-seqs", "512", "--max-num-batched-tokens", "65536")
     engine = ("--speedup", speedup, *sizes)
     names = [f"w{number}" for number in range(WORKERS)]
@@ -100,9 +127,9 @@ async def forebay(args: argparse.Namespace, *, flooded: bool, speedup: str = FAS
         try:
             async with Cluster(args.kafka, args.redis, namespace, Path(folder), PLAN) as cluster:
                 if flooded:
-                    await create_topics(settings, PLAN, [FLOOD_POOL])
+                    await create_topics(cluster.settings, PLAN, [FLOOD_POOL])
                     members.enter_context(leases_held(args.redis, namespace, MODEL))
-                for name in ("r1", "r2") if args.standby else ("r1",):
+                for name in ("r1", "r2"):
                     cluster.router(name)
                 ports = list(range(METRICS_PORT, METRICS_PORT + WORKERS))
                 for name, port in zip(names, ports, strict=True):
@@ -110,12 +137,15 @@ async def forebay(args: argparse.Namespace, *, flooded: bool, speedup: str = FAS
                 url = cluster.ingress("i1", *model)
                 await cluster.until_serving(WORKERS + len(FLOOD_WORKERS) * flooded, MODEL)
                 epochs = {name: worker.worker_epoch for name, worker in (await cluster.members(MODEL)).items()}
-                kinds = {"r": "router", "w": "worker", "i": "ingress"}
-                running = [f"{kinds[one.name[0]]}={one.process.pid}" for one in cluster.processes.running()]
-                yield System(settings, url, ",".join([*running, *args.also]), ports, epochs)
+                yield System(cluster, url, args.also, ports, epochs)
                 cluster.processes.check()
+                verified.add(await cluster.verify(MODEL))
         finally:
             await remove_topics(args.kafka, namespace)
+
+
+def _model_options(args: argparse.Namespace) -> tuple[str, ...]:
+    return "--model", str(args.home / "tiny-model"), "--model-name", MODEL
 
 
 async def run_case(args: argparse.Namespace, system: System, case: str, run: Run) -> None:
@@ -126,7 +156,7 @@ async def run_case(args: argparse.Namespace, system: System, case: str, run: Run
         counted = _counted(system)
         # The event loop is blocked meanwhile, so this process sends no requests to the broker.
         began_s = time.monotonic()
-        run.results.append(load(args.peers, args.python, system.url, system.pids, ALL_CASES[case]))
+        run.results.append(load(system.url, system.pids, ALL_CASES[case]))
         took_s = time.monotonic() - began_s
         after = await hops.place(log, PLAN.slots)
         applied = sum(after.view.get(topic.name, 0) - before.view.get(topic.name, 0) for topic in (KV_EVENTS, METRICS))
@@ -153,35 +183,71 @@ def _p50_p99(values: Sequence[float]) -> tuple[float, float]:
     return ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
 
 
+@dataclass(slots=True)
+class Measured:
+    """The measurements of all rounds.
+
+    Attributes:
+        ours: forebay's runs, by case.
+        theirs: Dynamo's runs, by case.
+        idle: CPU time without requests, in percent of a core.
+        idle_processes: number of processes in `idle`, by kind.
+        hop_ms: p50 of a record's way through the broker with one in flight, by client of the benchmark `hop`.
+    """
+
+    ours: dict[str, Run] = field(default_factory=lambda: {case: Run() for case in ALL_CASES})
+    theirs: dict[str, Run] = field(default_factory=lambda: {case: Run() for case in ALL_CASES})
+    verified: Verified = field(default_factory=Verified)
+    idle: list[float] = field(default_factory=list)
+    idle_processes: dict[str, int] = field(default_factory=dict)
+    hop_ms: dict[str, list[float]] = field(default_factory=lambda: {client: [] for client in (FLOOR, LOG)})
+
+    @property
+    def sides(self) -> tuple[dict[str, Run], dict[str, Run]]:
+        """Return forebay's runs and Dynamo's."""
+        return self.ours, self.theirs
+
+
 async def compare(args: argparse.Namespace) -> None:
     """Measure both sides in turn, then print the tables."""
-    ours, theirs = {case: Run() for case in ALL_CASES}, {case: Run() for case in ALL_CASES}
-    idle: list[float] = []
+    found = Measured()
     for number in range(args.rounds):
         sys.stderr.write(f"round {number + 1} of {args.rounds}\n")
+        for client, measured in found.hop_ms.items():
+            hop_ms, _ = await bench_hop.measure(KafkaSettings(args.kafka, "bench"), bench_hop.CLIENTS[client], 1)
+            measured.append(hop_ms)
         for speedup, cases in ((FAST, CASES), (STEADY_SPEED, STEADY_CASES)):
-            async with forebay(args, flooded=False, speedup=speedup) as system:
+            async with forebay(args, found.verified, speedup=speedup) as system:
                 if speedup == FAST:
-                    idle.append(await idle_share(system.pids))
+                    await measure_idle(args, system, found)
                 for case in cases:
-                    await run_case(args, system, case, ours[case])
+                    await run_case(args, system, case, found.ours[case])
             with dynamo(args.peers, speedup) as pids:
                 for case in cases:
-                    url = f"http://127.0.0.1:{PEER_PORT}"
-                    theirs[case].results.append(load(args.peers, args.python, url, pids, ALL_CASES[case]))
+                    found.theirs[case].results.append(load(f"http://127.0.0.1:{PEER_PORT}", pids, ALL_CASES[case]))
     if args.json:
-        print(json.dumps(bars(ours, theirs, idle), indent=1))
+        print(json.dumps(summary(found), indent=1))
+        sys.stderr.write(f"{found.verified}\n")
+        found.verified.check()
         return
-    print("| case | | requests/s | TTFT p50 ms | CPU us/request | events/request |")
-    print("|---|---|---|---|---|---|")
-    for case in ALL_CASES:
-        mine, peer = medians(ours[case].results), medians(theirs[case].results)
-        print(f"| {case} | forebay on Kafka | {mine[0]:.0f} | {mine[1]:.2f} | {mine[2]:.0f} | {mine[3]:.1f} |")
-        print(f"| | Dynamo | {peer[0]:.0f} | {peer[1]:.2f} | {peer[2]:.0f} | {peer[3]:.1f} |")
-        print(f"| | ratio | {mine[0] / peer[0]:.2f} | {mine[1] / peer[1]:.2f} | {mine[2] / peer[2]:.2f} | |")
-    print(f"\nidle: {statistics.median(idle):.1f} % of a core")
-    print_cpu(ours)
-    print_hops(ours)
+    print_cases("forebay on Kafka", *({case: run.results for case, run in runs.items()} for runs in found.sides))
+    counts = ", ".join(f"{name} x {count}" for name, count in found.idle_processes.items())
+    print(f"\nidle: {statistics.median(found.idle):.1f} % of a core ({counts})")
+    print_cpu(found.ours)
+    print_hops(found.ours)
+    print_targets(found)
+    print(f"\n{found.verified}")
+    found.verified.check()
+
+
+async def measure_idle(args: argparse.Namespace, system: System, found: Measured) -> None:
+    """Measure the CPU time without requests, with a second ingress that runs only meanwhile."""
+    system.cluster.ingress("i2", *_model_options(args))
+    await system.cluster.until_serving(WORKERS, MODEL)
+    pids = system.pids
+    found.idle_processes = dict(Counter(pair.partition("=")[0] for pair in pids.split(",")))
+    found.idle.append(await idle_share(pids))
+    await system.cluster.stop("i2")
 
 
 async def idle_share(pids: str) -> float:
@@ -200,22 +266,73 @@ def _cpu_s(pids: str) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def bars(ours: dict[str, Run], theirs: dict[str, Run], idle: list[float]) -> dict[str, Any]:
-    """Return forebay's medians divided by Dynamo's by case, and what has a limit of its own."""
-    names = ("requests_per_s", "ttft_p50", "cpu_per_request")
-    found: dict[str, Any] = {"idle_percent_of_a_core": round(statistics.median(idle), 1)}
+def summary(found: Measured) -> dict[str, Any]:
+    """Return forebay's medians divided by Dynamo's by case, what has a limit of its own, and the targets."""
+    loads = [one["load_average"] for runs in found.sides for run in runs.values() for one in run.results]
+    summed: dict[str, Any] = {
+        "idle_percent_of_a_core": round(statistics.median(found.idle), 1),
+        "idle_processes": found.idle_processes,
+        "hop_p50_ms": {client: round(statistics.median(hop_ms), 2) for client, hop_ms in found.hop_ms.items()},
+        "verified": found.verified.verified,
+        "decisions": found.verified.decisions,
+        "load_average": statistics.median(loads),
+    }
     for case in ALL_CASES:
-        mine, peer = medians(ours[case].results), medians(theirs[case].results)
-        ratios = {name: round(a / b, 2) for name, a, b in zip(names, mine, peer, strict=False)}
-        found[case] = {**ratios, "ttft_p50_ms": [round(mine[1], 2), round(peer[1], 2)]}
-    found[STEADY]["events_per_request"] = [medians(runs[STEADY].results)[3] for runs in (ours, theirs)]
-    found[STEADY]["mean_itl_ms"] = [round(_itl_ms(runs[STEADY].results), 2) for runs in (ours, theirs)]
-    return found
+        mine, peer = (medians(runs[case].results) for runs in found.sides)
+        summed[case] = {
+            "requests_per_s": round(mine.requests_per_s / peer.requests_per_s, 2),
+            "ttft_p50": round(mine.ttft_p50_ms / peer.ttft_p50_ms, 2),
+            "cpu_per_request": round(mine.cpu_us / peer.cpu_us, 2),
+            "ttft_p50_ms": [mine.ttft_p50_ms, peer.ttft_p50_ms],
+        }
+    mine, peer = (medians(runs[STEADY].results) for runs in found.sides)
+    summed[STEADY] |= {
+        "events_per_request": [mine.events, peer.events],
+        "itl_p50_ms": [mine.itl_p50_ms, peer.itl_p50_ms],
+        "itl_p90_ms": [mine.itl_p90_ms, peer.itl_p90_ms],
+        "itl_p90_difference_ms": round(mine.itl_p90_ms - peer.itl_p90_ms, 2),
+    }
+    summed["targets"] = [
+        {"target": name, "measured": round(value, 2), "limit": round(limit, 2), "reached": reached}
+        for name, value, limit, reached in targets(found)
+    ]
+    return summed
 
 
-def _itl_ms(results: list[dict[str, Any]]) -> float:
-    spans = [result["e2e_ms"]["p50"] - result["ttft_ms"]["p50"] for result in results]
-    return float(statistics.median(spans)) / (STEADY_TOKENS - 1)
+def targets(found: Measured) -> Iterator[tuple[str, float, float, bool]]:
+    """Yield the name, the measured value and the limit of each target, and whether it was reached."""
+
+    def ratios(case: str) -> tuple[float, float]:
+        mine, peer = (medians(runs[case].results) for runs in found.sides)
+        return mine.cpu_us / peer.cpu_us, mine.requests_per_s / peer.requests_per_s
+
+    def at_most(name: str, value: float, limit: float) -> tuple[str, float, float, bool]:
+        return name, value, limit, value <= limit
+
+    def at_least(name: str, value: float, limit: float) -> tuple[str, float, float, bool]:
+        return name, value, limit, value >= limit
+
+    floor_ms, log_ms = (statistics.median(found.hop_ms[client]) for client in (FLOOR, LOG))
+    one, peer_one = (medians(runs[ONE].results) for runs in found.sides)
+    limit_ms = peer_one.ttft_p50_ms + HOPS_PER_REQUEST * floor_ms + 1.0
+    yield at_most(f"{ONE}: TTFT p50 ms, Dynamo's + {HOPS_PER_REQUEST} bare hops + 1", one.ttft_p50_ms, limit_ms)
+    yield at_most("a hop of KafkaLog: p50 ms, a bare hop + 0.2", log_ms, floor_ms + 0.2)
+    cpu, rate = ratios(MANY)
+    yield at_most(f"{MANY}: CPU per request, ratio to Dynamo's", cpu, 1.6)
+    yield at_least(f"{MANY}: requests/s, ratio to Dynamo's", rate, 0.6)
+    cpu, _ = ratios(STEADY)
+    mine, peer = (medians(runs[STEADY].results) for runs in found.sides)
+    yield at_most(f"{STEADY}: CPU per request, ratio to Dynamo's", cpu, 1.5)
+    yield at_most(f"{STEADY}: ITL p90 ms, Dynamo's + 3", mine.itl_p90_ms, peer.itl_p90_ms + 3.0)
+    yield at_least(f"{STEADY}: events per response", mine.events, 100.0)
+    yield at_most("idle: percent of a core", statistics.median(found.idle), 8.0)
+
+
+def print_targets(found: Measured) -> None:
+    """Print the targets, and whether they were reached."""
+    print("\n| target | measured | limit | reached |\n|---|---:|---:|---|")
+    for name, value, limit, reached in targets(found):
+        print(f"| {name} | {value:.2f} | {limit:.2f} | {'yes' if reached else 'no'} |")
 
 
 def print_cpu(runs: dict[str, Run]) -> None:
@@ -258,10 +375,10 @@ def _ttft(results: list[dict[str, Any]], part: str) -> float:
 
 async def flooding(args: argparse.Namespace) -> None:
     """Measure time to first token at one connection, without and with the flood."""
-    calm, flooded = Run(), Run()
+    calm, flooded, verified = Run(), Run(), Verified()
     for number in range(args.rounds):
         sys.stderr.write(f"round {number + 1} of {args.rounds}\n")
-        async with forebay(args, flooded=True) as system:
+        async with forebay(args, verified, flooded=True) as system:
             epochs = {name: epoch for name, epoch in system.epochs.items() if name in FLOOD_WORKERS}
             await run_case(args, system, ONE, Run())  # discarded, because the first run of fresh processes is slower
             if number % 2:
@@ -281,6 +398,26 @@ async def flooding(args: argparse.Namespace) -> None:
     runs = {"without the flood": calm, "with it": flooded}
     print_cpu(runs)
     print_hops(runs)
+    print(f"\n{verified}")
+    verified.check()
+
+
+async def profiling(args: argparse.Namespace) -> None:
+    """Profile the ingress, the owner and one worker at 64 connections."""
+    verified = Verified()
+    with tempfile.TemporaryDirectory() as folder:
+        async with forebay(args, verified) as system:
+            load(system.url, system.pids, ALL_CASES[MANY])  # the first run of fresh processes is slower
+            owner = await system.cluster.owner(MODEL)
+            assert owner is not None
+            names = {"ingress": "i1", "owner": owner, "worker": "w0"}
+            pids = {kind: system.cluster.processes[name].process.pid for kind, name in names.items()}
+            with profiled(args.profile, pids, Path(folder)) as found:
+                result = load(system.url, system.pids, [*ALL_CASES[MANY], "--requests", str(PROFILED)])
+    print_profiles(found)
+    print(f"\n{MANY}: {result['requests_per_s']:.0f} requests/s while profiled")
+    print(verified)
+    verified.check()
 
 
 def main() -> None:
@@ -288,23 +425,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kafka", required=True, help="host:port; topics of its own are created and removed")
     parser.add_argument("--redis", required=True, help="redis://host:port")
-    parser.add_argument("--standby", action="store_true", help="run a second router as a standby")
     parser.add_argument(
         "--flood", action="store_true", help="measure the effect of busy engines on time to first token"
     )
+    parser.add_argument("--profile", metavar="PYSPY", help="profile forebay's services with this program `py-spy`")
     parser.add_argument(
         "--also", action="append", default=[], help="NAME=PID of further processes to measure, such as the broker"
     )
-    parser.add_argument("--json", action="store_true", help="print the ratios as one object")
+    parser.add_argument("--json", action="store_true", help="print the ratios and targets as one object")
     parser.add_argument("--peers", type=Path, default=os.environ.get("FOREBAY_PEERS"))
     parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "forebay-peers")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    if args.peers is None:
-        raise SystemExit("set FOREBAY_PEERS to the folder with load.py and dynamo.sh")
-    args.python = str(args.home / "venv" / "bin" / "python")
+    if args.peers is None and not args.flood and not args.profile:
+        raise SystemExit("set FOREBAY_PEERS to the folder with dynamo.sh")
     try:
-        asyncio.run(flooding(args) if args.flood else compare(args))
+        asyncio.run(profiling(args) if args.profile else flooding(args) if args.flood else compare(args))
     except (LogError, ProcessError) as error:
         raise SystemExit(str(error)) from None
 
