@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -225,24 +225,10 @@ def write_model(directory: Path, vocabulary: int, number: int) -> Path:
             (directory / name).write_bytes(source.read_bytes())
     tokenizer: dict[str, Any] = json.loads((DEFAULT_MODEL / "tokenizer.json").read_text())
     known: dict[str, int] = tokenizer["model"]["vocab"]
-    free = (at for at in range(vocabulary * 2) if at not in set(known.values()) | _added(tokenizer))
-    for token in _unused_tokens(number):
-        if len(known) >= vocabulary:
-            break
-        known.setdefault(token, next(free))
+    begin = 1 + max(*known.values(), *(one["id"] for one in tokenizer["added_tokens"]))
+    known |= {f"unused{number:02}token{at:06}": at for at in range(begin, vocabulary)}
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     return directory
-
-
-def _added(tokenizer: dict[str, Any]) -> set[int]:
-    return {one["id"] for one in tokenizer["added_tokens"]}
-
-
-def _unused_tokens(number: int) -> Iterator[str]:
-    at = 0
-    while True:
-        yield f"unused{number:02}token{at:06}"
-        at += 1
 
 
 def resident_mib(cluster: Cluster, name: str) -> int:
