@@ -14,7 +14,8 @@ from tests.cli.in_process import forebay
 from tests.harness.local import free_ports
 
 RECORDING = "tests/logs/kv.rec"
-ONE_OR_SEVERAL = {"FOREBAY_API_KEY", "FOREBAY_GROUP", "FOREBAY_URL"}  # one value means the same to every command
+# One value means the same to every command.
+ONE_OR_SEVERAL = {"FOREBAY_API_KEY", "FOREBAY_GROUP", "FOREBAY_MODEL", "FOREBAY_URL"}
 
 
 def shown(*arguments: str) -> dict[str, Any]:

@@ -210,6 +210,19 @@ class ModelStore:
         )
 
 
+async def stored_card(log: Log, model: str, card: ModelCard, files: Mapping[str, bytes]) -> str:
+    """Store a model card and its files unless they are stored already, and return the digest of the card.
+
+    Raises LogError if the log fails.
+    """
+    store = ModelStore(log)
+    await store.start()
+    try:
+        return await store.store(model, card, files)
+    finally:
+        store.close()
+
+
 def _unpacked(packed: bytes, size: int, sha: str) -> bytes | None:
     """Return the content, or None if the compressed bytes do not hold `size` bytes with this SHA-256."""
     unpacker = zlib.decompressobj()

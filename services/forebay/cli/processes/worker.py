@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Mapping
 
 import msgspec
 
@@ -22,10 +21,10 @@ from forebay.cli.processes.options import KvEventsOption, names
 from forebay.events.fleet import WorkerSpec
 from forebay.events.models import ModelCard
 from forebay.ingress.model_cards import read_card
-from forebay.transport.base import LeaseError, Leases, Log
+from forebay.transport.base import LeaseError, Leases
 from forebay.transport.directory import Directory
 from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics
-from forebay.transport.models import ModelStore
+from forebay.transport.models import stored_card
 from forebay.workers.engine import Engine
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
 from forebay.workers.runtime.life_cycle import State
@@ -111,19 +110,6 @@ async def _run(
         finally:
             waiting.cancel()
             await keeper.stop()
-
-
-async def stored_card(log: Log, model: str, card: ModelCard, files: Mapping[str, bytes]) -> str:
-    """Store the model card of a worker unless it is stored already, and return its digest.
-
-    Raises LogError if the log fails.
-    """
-    store = ModelStore(log)
-    await store.start()
-    try:
-        return await store.store(model, card, files)
-    finally:
-        store.close()
 
 
 async def warn_if_not_admitted(probes: Probes, name: str, *, check_s: float = CHECK_S) -> None:
