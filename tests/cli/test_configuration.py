@@ -79,6 +79,7 @@ def test_options_with_the_same_variable_are_of_the_same_kind() -> None:
         ("control sleep", "FOREBAY_WORKER", "w0"),
         ("control sleep", "FOREBAY_POOL", "prefill"),
         ("control load-lora", "FOREBAY_LORA", "a=/a"),
+        ("control sleep", "FOREBAY_MODEL", "/models/a"),
         ("control sleep", "FOREBAY_TIMEOUT_S", "600"),
         ("profile aiconfigurator", "FOREBAY_ENGINE", "mock"),
         ("simulate", "FOREBAY_POLICY", "always"),

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from forebay.ingress.model import DEFAULT_MODEL
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli import in_process
-from tests.cli.up import ADMIN, forebay, running
+from tests.cli.up import ADMIN_TOKEN, Up, running
 from tests.harness.local import free_ports
 
 CONTEXT_TOKENS = 700  # of beta
@@ -102,12 +103,11 @@ def chat(model: str, text: str = "hello") -> dict[str, object]:
     return {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 4}
 
 
-def test_two_models_in_one_process(folder: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log.db"
-    with running("--log", str(log), "--model", str(folder / "alpha"), "--workers", "2") as up:
-        assert httpx.post(f"{up.url}/v1/chat/completions", json=chat("alpha")).status_code == 200
-        assert up.end(signal.SIGTERM) == 0
-    tables = f"""
+def tables(folder: Path) -> str:
+    """Return the path of a file with tables of both models."""
+    return configured(
+        folder,
+        f"""
 [[models]]
 model = "{folder}/alpha"
 workers = 2
@@ -117,46 +117,97 @@ model-name = "org/beta"
 workers = 1
 block-size = 16
 lora = "legal"
-"""
-    with running("--log", str(log), "--config", configured(tmp_path, tables), "--admin-api") as up:
+""",
+    )
+
+
+@pytest.fixture(scope="module")
+def system(folder: Path) -> Iterator[tuple[Up, Path]]:
+    log = folder / "log.db"
+    with running("--log", str(log), "--config", tables(folder), "--admin-api") as up:
         banner = up.banner()
         assert "model alpha, 2 mock workers" in banner
         assert "model org/beta, 1 mock worker," in banner
-        with httpx.Client(base_url=up.url, timeout=60) as client:
-            listed = {card["id"]: card["max_model_len"] for card in client.get("/v1/models").json()["data"]}
-            assert listed.keys() == {"alpha", "org/beta", "legal"}
-            assert listed["org/beta"] == listed["legal"] == CONTEXT_TOKENS < listed["alpha"]
-            for model, workers in (("alpha", {"mock-0", "mock-1"}), ("org/beta", {"mock-2"}), ("legal", {"mock-2"})):
-                response = client.post("/v1/chat/completions", json=chat(model))
-                assert response.status_code == 200, response.text
-                assert response.json()["model"] == model
-                assert response.json()["forebay"]["worker"] in workers
-            long = "word " * (CONTEXT_TOKENS + 50)
-            assert client.post("/v1/chat/completions", json=chat("org/beta", long)).status_code == 400
-            assert client.post("/v1/chat/completions", json=chat("alpha", long)).status_code == 200
-            unknown = client.post("/v1/chat/completions", json=chat("gamma"))
-            assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
-            assert "alpha, org/beta, legal" in unknown.text
-            assert client.get("/v1/status").json()["error"]["code"] == "model_required"
-            status = client.get("/v1/status", params={"model": "org/beta"}).json()
-            assert ([one["worker_id"] for one in status["workers"]], status["owner"]["alive"]) == (["mock-2"], True)
-            pools = client.get("/v1/pools", params={"model": "alpha"}, headers=ADMIN).json()
-            assert [pool["pool"] for pool in pools["pools"]] == ["default"]
-            explained = client.get(f"/v1/requests/{response.json()['id']}/explain", params={"model": "org/beta"})
-            assert explained.status_code == 200, explained.text
-        assert up.end(signal.SIGKILL) == -signal.SIGKILL
-    with running(
-        "--log", str(log), "--model", str(folder / "beta"), "--model-name", "org/beta", "--block-size", "16"
-    ) as up:
-        assert httpx.post(f"{up.url}/v1/chat/completions", json=chat("org/beta")).status_code == 200
-        assert [card["id"] for card in httpx.get(f"{up.url}/v1/models").json()["data"]] == ["org/beta"]
-        assert up.end(signal.SIGTERM) == 0
+        yield up, log
+
+
+@pytest.fixture
+def client(system: tuple[Up, Path]) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=system[0].url, timeout=60) as client:
+        yield client
+
+
+def test_requests_name_their_model(client: httpx.Client) -> None:
+    listed = {card["id"]: card["max_model_len"] for card in client.get("/v1/models").json()["data"]}
+    assert listed.keys() == {"alpha", "org/beta", "legal"}
+    assert listed["org/beta"] == listed["legal"] == CONTEXT_TOKENS < listed["alpha"]
+    for model, workers in (("alpha", {"mock-0", "mock-1"}), ("org/beta", {"mock-2"}), ("legal", {"mock-2"})):
+        response = client.post("/v1/chat/completions", json=chat(model))
+        assert response.status_code == 200, response.text
+        assert response.json()["model"] == model
+        assert response.json()["forebay"]["worker"] in workers
+    explained = client.get(f"/v1/requests/{response.json()['id']}/explain", params={"model": "org/beta"})
+    assert explained.status_code == 200, explained.text
+    long = "word " * (CONTEXT_TOKENS + 50)
+    assert client.post("/v1/chat/completions", json=chat("org/beta", long)).status_code == 400
+    assert client.post("/v1/chat/completions", json=chat("alpha", long)).status_code == 200
+    unknown = client.post("/v1/chat/completions", json=chat("gamma"))
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    assert "alpha, org/beta, legal" in unknown.text
+
+
+def test_routes_about_one_model_need_its_name(system: tuple[Up, Path], client: httpx.Client) -> None:
+    up, log = system
+    required = client.get("/v1/status").json()["error"]
+    assert required["code"] == "model_required"
+    status = client.get("/v1/status", params={"model": "org/beta"}).json()
+    assert ([one["worker_id"] for one in status["workers"]], status["owner"]["alive"]) == (["mock-2"], True)
+    shown = in_process.forebay("status", "--url", up.url, "--json")
+    assert (shown.returncode, f"{required['message']}; pass --group NAME" in shown.stderr) == (2, True)
+    shown = in_process.forebay("status", "--url", up.url, "--group", "alpha", "--json")
+    assert json.loads(shown.stdout)["group"] == "alpha"
+    shown = in_process.forebay("status", str(log), "--group", "org/beta", "--json")
+    assert json.loads(shown.stdout)["ready"]
+
+
+def test_control_names_the_model(system: tuple[Up, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    up, _ = system
+    monkeypatch.setenv("FOREBAY_ADMIN_TOKEN", ADMIN_TOKEN)
+    missing = "name a model, as in ?model=NAME; models are: alpha, org/beta; pass --model NAME"
+    for command in (["pools"], ["list-loras"], ["busy-threshold"], ["policy", "default", "round-robin"]):
+        run = in_process.forebay("control", *command, "--url", up.url)
+        assert (run.returncode, run.stderr) == (2, f"forebay: {missing}\n")
+    run = in_process.forebay("control", "list-loras", "--url", up.url, "--model", "alpha", "--json")
+    assert [one["worker_id"] for one in json.loads(run.stdout)["outcomes"]] == ["mock-0", "mock-1"]
+    run = in_process.forebay(
+        "control", "policy", "default", "round-robin", "--url", up.url, "--model", "org/beta", "--json"
+    )
+    assert (run.returncode, json.loads(run.stdout)["pools"][0]["policy"]) == (0, "round-robin")
+    run = in_process.forebay("control", "pools", "--url", up.url, "--model", "alpha", "--json")
+    assert json.loads(run.stdout)["pools"][0]["policy"] == "kv"
+    run = in_process.forebay("control", "pools", "--url", up.url, "--model", "alpah")
+    assert (run.returncode, run.stderr) == (2, "forebay: unknown model 'alpah'; did you mean alpha?\n")
+    run = in_process.forebay("control", "sleep", "--url", up.url, "--model", "alpha", "--worker", "mock-2")
+    assert (run.returncode, "workers are: mock-0, mock-1" in run.stderr) == (2, True), run.stderr
+
+
+def test_a_log_keeps_the_groups_of_all_models(folder: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log.db"
+    alone = "--model", str(folder / "beta"), "--model-name", "org/beta", "--block-size", "16"
+    starts = (["--model", str(folder / "alpha")], ["alpha"]), (["--config", tables(folder)], ["alpha", "org/beta"])
+    for options, models in (*starts, (alone, ["org/beta"])):
+        with running("--log", str(log), *options) as up:
+            for model in models:
+                assert httpx.post(f"{up.url}/v1/chat/completions", json=chat(model)).status_code == 200
+            listed = [card["id"] for card in httpx.get(f"{up.url}/v1/models").json()["data"] if "parent" not in card]
+            assert listed == models
+            assert up.end(signal.SIGKILL) == -signal.SIGKILL
     for group in ("alpha", "org/beta"):
         run = in_process.forebay("replay", "verify", str(log), "--group", group, "--json")
         report = json.loads(run.stdout)
-        assert (run.returncode, report["divergence"]) == (0, None), run.stdout
-        assert report["verified"] == report["decisions"] >= 3
-    required = forebay("replay", "verify", str(log))
+        assert (run.returncode, report["divergence"], report["claims"]) == (0, None, 2), run.stdout
+        assert report["verified"] == report["decisions"] >= 2
+    required = in_process.forebay("replay", "verify", str(log))
     assert (required.returncode, "--group is required; groups of" in required.stderr) == (2, True)
     recorded = tmp_path / "both.rec"
     assert in_process.forebay("record", str(log), str(recorded)).returncode == 0

@@ -166,10 +166,10 @@ class Actions:
             ApiError: 502 if the ingress does not respond, or if its response is not that of an ingress.
         """
         method, url = ("GET" if body is None else "POST"), f"{self._ingress_url}{path}"
-        headers = {"authorization": f"Bearer {admin_token}"}
+        headers, query = {"authorization": f"Bearer {admin_token}"}, {"model": self._model}
         try:
             async with httpx.AsyncClient(timeout=timeout_s + PATIENCE_S, mounts=self._mounts) as client:
-                response = await client.request(method, url, json=body, headers=headers)
+                response = await client.request(method, url, params=query, json=body, headers=headers)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             text = f"the ingress {self._ingress_url} does not respond ({type(error).__name__}); check --ingress"
             raise ApiError(502, "ingress_unreachable", text) from error

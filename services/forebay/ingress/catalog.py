@@ -22,7 +22,7 @@ from forebay.events.models import AliasSet, AliasTarget
 from forebay.events.names import unknown_name
 from forebay.events.request_ids import client_id_of
 from forebay.ingress.admission import FullPool
-from forebay.ingress.errors import ApiError, Unusable
+from forebay.ingress.errors import ApiError, Unusable, model_required
 from forebay.ingress.front import Front
 from forebay.ingress.group import GroupClient
 from forebay.ingress.ingress import Ingress
@@ -229,8 +229,7 @@ class Catalog:
         """
         names = sorted(self._entries)
         if not name and len(names) != 1:
-            text = f"name a model, as in ?model=NAME; models are: {', '.join(names) or 'none'}"
-            raise ApiError(400, "model_required", text, "model")
+            raise model_required(names)
         entry = self._entries.get(name or names[0])
         if entry is None:
             raise ApiError(404, "model_not_found", unknown_name("model", name, names), "model")
