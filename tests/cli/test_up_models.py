@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -191,12 +192,39 @@ def test_control_names_the_model(system: tuple[Up, Path], monkeypatch: pytest.Mo
     assert (run.returncode, "workers are: mock-0, mock-1" in run.stderr) == (2, True), run.stderr
 
 
-def test_a_log_keeps_the_groups_of_all_models(folder: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log.db"
+def require_console(url: str, model: str) -> None:
+    """Check that the console shows a model, and changes it."""
+    headers = {"authorization": f"Bearer {ADMIN_TOKEN}", "x-forebay-admin-token": ADMIN_TOKEN}
+    with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
+        while (workers := status_of(client).get("workers")) is None:
+            pass
+        assert {one["worker_id"] for one in workers} <= {"mock-0", "mock-1", "mock-2", "mock-3"}
+        assert client.get("/v1/console").json()["group"] == status_of(client)["group"] == model
+        action = {"operator": "alice", "pool": "default", "mode": "random"}
+        changed = client.post("/v1/console/actions/policy", json=action)
+        assert (changed.status_code, changed.json()["model"]) == (200, model), changed.text
+
+
+def status_of(client: httpx.Client) -> dict[str, Any]:
+    """Return the status that the console shows. Empty while it reads the log."""
+    try:
+        response = client.get("/v1/status")
+    except httpx.TransportError:
+        return {}
+    found: dict[str, Any] = response.json()
+    return found if found.get("workers") else {}
+
+
+def test_a_log_keeps_the_groups_of_all_models(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The console beside the system shows the first model of each start."""
+    monkeypatch.setenv("FOREBAY_CONSOLE_TOKEN", ADMIN_TOKEN)
+    log, console = tmp_path / "log.db", free_ports(1)
+    beside = "--console", "--console-port", str(console), "--admin-api"
     alone = "--model", str(folder / "beta"), "--model-name", "org/beta", "--block-size", "16"
     starts = (["--model", str(folder / "alpha")], ["alpha"]), (["--config", tables(folder)], ["alpha", "org/beta"])
     for options, models in (*starts, (alone, ["org/beta"])):
-        with running("--log", str(log), *options) as up:
+        with running("--log", str(log), *options, *beside) as up:
+            require_console(f"http://127.0.0.1:{console}", models[0])
             for model in models:
                 assert httpx.post(f"{up.url}/v1/chat/completions", json=chat(model)).status_code == 200
             listed = [card["id"] for card in httpx.get(f"{up.url}/v1/models").json()["data"] if "parent" not in card]

@@ -21,7 +21,8 @@ ServedOption = Annotated[
     str, typer.Option("--model", metavar="NAME", help="Model to change, if the ingress serves several models.")
 ]
 STATUS_S = 5.0  # an ingress on Kafka derives the status from the log; only a suggestion in an error waits for it
-INVALID = frozenset({"model_not_found", "unknown_worker", "unknown_policy", "unknown_pool"})  # error codes for names on the command line
+# Error codes for names on the command line.
+INVALID = frozenset({"model_not_found", "unknown_worker", "unknown_policy", "unknown_pool"})
 MODEL_HINT = "; pass --model NAME"
 PATIENCE_S = 10.0  # longer than every timeout of the ingress itself
 

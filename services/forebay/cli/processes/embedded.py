@@ -108,7 +108,7 @@ async def _serve(
     try:
         async with _running(settings, groups, only, hosts) as system:
             _on_signals(loop, stop.set)
-            async with _console(settings.console) as start_console:
+            async with _console(settings.console, groups[0].partition) as start_console:
 
                 def ready(disagg: Mapping[str, DisaggConfig]) -> None:
                     on_ready(disagg)
@@ -122,9 +122,11 @@ async def _serve(
 
 
 @asynccontextmanager
-async def _console(settings: ConsoleSettings | None) -> AsyncIterator[Callable[[], None]]:
+async def _console(settings: ConsoleSettings | None, partition: int) -> AsyncIterator[Callable[[], None]]:
     """Yield a function that starts the process of the console, if there is one, which ends with the body."""
-    child = None if settings is None else ChildProcess(CONSOLE, msgspec.json.encode(settings))
+    child = None
+    if settings is not None:
+        child = ChildProcess(CONSOLE, msgspec.json.encode(msgspec.structs.replace(settings, partition=partition)))
     starting: list[asyncio.Task[None]] = []
 
     def start() -> None:
