@@ -14,7 +14,7 @@ from forebay.transport.base import Draft
 from forebay.transport.model_use import UseUnknown, cards_in_use, remove_unused
 from forebay.transport.models import ModelStore
 from forebay.transport.sqlite.log import SqliteLog
-from tests.transport.test_models import FILES, card_of
+from tests.transport.cards import FILES, card_of
 
 CARDS = [card_of(FILES, context_tokens=tokens) for tokens in (1, 2, 3)]
 GROUPS = {"a": 0, "b": 1}

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import zlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from hashlib import sha256
 
 import msgspec
@@ -17,8 +17,6 @@ from forebay.events.models import (
     AliasSet,
     AliasTarget,
     FileChunk,
-    ModelCard,
-    ModelFile,
     ModelStored,
     StoredFile,
 )
@@ -27,17 +25,9 @@ from forebay.transport.base import Draft
 from forebay.transport.model_use import superseded_by
 from forebay.transport.models import CARDS, CONTENT, ModelDamaged, ModelMissing, ModelStore
 from forebay.transport.sqlite.log import SqliteLog
+from tests.transport.cards import FILES, card_of
 
-FILES = {"config.json": b"{}", "tokenizer.json": b"a tokenizer" * 1_000}
 BIG = random.Random(3).randbytes(CHUNK_BYTES_MAX * 2 + 5)  # does not compress, so it has three pieces
-
-
-def card_of(files: Mapping[str, bytes], context_tokens: int = 4_096) -> ModelCard:
-    """Return the card of a model with these files."""
-    listed = [
-        ModelFile(name=name, sha256=sha256(data).hexdigest(), size=len(data)) for name, data in sorted(files.items())
-    ]
-    return ModelCard(files=tuple(listed), context_tokens=context_tokens)
 
 
 @pytest.fixture

@@ -2,16 +2,12 @@
 
 Theory of operation. Retention reads a snapshot back. If the snapshot is complete, retention may delete all records
 before it, and the log then begins with that snapshot. The log therefore always holds a verified state and all records
-after it. `groups` and `control` are kept whole. The prompts and responses of requests in flight are kept as well,
-because a worker that takes over a request reads them again.
-`models` is kept whole, because its cards name offsets of that topic.
-
-If the log has several groups, each has a retention of its own, and all of them enforce the limits of the whole log. A
-retention deletes the records of its group, and records of topics that all groups share.
+after it. `groups`, `control` and `models` are kept whole. The prompts and responses of requests in flight are kept as
+well, because a worker that takes over a request reads them again.
 
 If the log is over its size and no snapshot allows a deletion, retention requests an early snapshot from the owner.
 Deletions are transactions of a few records on the event loop, with pauses between them. A decision waits for at most
-one such transaction.
+one such transaction. Each group of a log has a retention, which also deletes from topics that all groups share.
 """
 
 import asyncio
