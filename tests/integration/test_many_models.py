@@ -194,11 +194,19 @@ async def test_cards_that_no_worker_uses_are_removed(cluster: Cluster, client: h
     async with asyncio.timeout(PATIENCE_S):
         while sorted((cards := await stored(cluster, where)).values()) != sorted([GROUP, OTHER]):
             pass
-    for name in (OTHER, GROUP):
+    assert (await cluster.command("alias", "model", "alias", "prod", GROUP, *where, within_s=60))[0] == 0
+    newest = next(iter(cards))[:8]
+    for name, message in (
+        (OTHER, f"workers of {OTHER} use the card"),
+        (GROUP, f"the alias prod names {GROUP}; move it or remove it first"),
+        (newest, f"is the newest card of {cards[next(iter(cards))]}; `forebay model remove"),
+        ("other", f"unknown model 'other'; models are: {GROUP}, {OTHER}; `forebay model list` shows the digests"),
+    ):
         code, _ = await cluster.command("remove", "model", "remove", name, *where, within_s=60)
         error = (cluster.processes.folder / "remove.log").read_text()
-        assert code == 2
-        assert f"workers of {name} use the card" in error
+        assert (code, message in error) == (2, True), error
+    assert (await cluster.command("alias", "model", "alias", "prod", "--remove", *where, within_s=60))[0] == 0
+    assert (await cluster.command("remove", "model", "remove", GROUP, *where, within_s=60))[0] == 2
     await cluster.stop("b2")
     async with asyncio.timeout(PATIENCE_S):
         while (await cluster.command("remove", "model", "remove", OTHER, *where, within_s=60))[0]:

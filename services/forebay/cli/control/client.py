@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 URL = "http://127.0.0.1:8000"
 UrlOption = Annotated[str, typer.Option(metavar="URL", help="URL of an ingress of the running system.")]
 ServedOption = Annotated[
-    str, typer.Option("--model", metavar="NAME", help="Model to change, if the ingress serves several models.")
+    str, typer.Option("--model", metavar="NAME", help="Model of the command, if the ingress serves several models.")
 ]
 STATUS_S = 5.0  # an ingress on Kafka derives the status from the log; only a suggestion in an error waits for it
 # Error codes for names on the command line.

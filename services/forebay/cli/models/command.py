@@ -53,7 +53,9 @@ def list_models(
 @app.command("remove")
 @spread
 def remove(
-    name: Annotated[str, typer.Argument(metavar="NAME|DIGEST", help="Model, or the first digits of a digest.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME|DIGEST", help="Model, or the first 8 or more digits of a digest.")
+    ],
     *,
     kafka: KafkaOptions,
 ) -> None:
