@@ -72,7 +72,7 @@ def test_invalid_options_of_several_models(folder: Path, options: list[str], mes
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[[models]]\nmodle = "a"', "[[models]] table 1: unknown key 'modle'; did you mean model?"),
+        ('[[models]]\nmdel = "a"', "[[models]] table 1: unknown key 'mdel'; did you mean model?"),
         ("[[models]]\n[[models]]\nport = 1", "[[models]] table 2: unknown key 'port'"),
         ('[[models]]\nmodel = ["a", "b"]', "[[models]] table 1: model: expected a string"),
         ("[[models]]\nworkers = 0", "workers: expected a number greater than or equal to 1, got 0"),
@@ -186,8 +186,8 @@ def test_control_names_the_model(system: tuple[Up, Path], monkeypatch: pytest.Mo
     assert (run.returncode, json.loads(run.stdout)["pools"][0]["policy"]) == (0, "round-robin")
     run = in_process.forebay("control", "pools", "--url", up.url, "--model", "alpha", "--json")
     assert json.loads(run.stdout)["pools"][0]["policy"] == "kv"
-    run = in_process.forebay("control", "pools", "--url", up.url, "--model", "alpah")
-    assert (run.returncode, run.stderr) == (2, "forebay: unknown model 'alpah'; did you mean alpha?\n")
+    run = in_process.forebay("control", "pools", "--url", up.url, "--model", "alphaa")
+    assert (run.returncode, run.stderr) == (2, "forebay: unknown model 'alphaa'; did you mean alpha?\n")
     run = in_process.forebay("control", "sleep", "--url", up.url, "--model", "alpha", "--worker", "mock-2")
     assert (run.returncode, "workers are: mock-0, mock-1" in run.stderr) == (2, True), run.stderr
 
