@@ -14,7 +14,8 @@ from tests.cli.in_process import forebay
 from tests.harness.local import free_ports
 
 RECORDING = "tests/logs/kv.rec"
-ONE_OR_SEVERAL = {"FOREBAY_API_KEY", "FOREBAY_GROUP", "FOREBAY_URL"}  # one value means the same to every command
+# One value means the same to every command.
+ONE_OR_SEVERAL = {"FOREBAY_API_KEY", "FOREBAY_GROUP", "FOREBAY_MODEL", "FOREBAY_URL"}
 
 
 def shown(*arguments: str) -> dict[str, Any]:
@@ -78,6 +79,7 @@ def test_options_with_the_same_variable_are_of_the_same_kind() -> None:
         ("control sleep", "FOREBAY_WORKER", "w0"),
         ("control sleep", "FOREBAY_POOL", "prefill"),
         ("control load-lora", "FOREBAY_LORA", "a=/a"),
+        ("control sleep", "FOREBAY_MODEL", "/models/a"),
         ("control sleep", "FOREBAY_TIMEOUT_S", "600"),
         ("profile aiconfigurator", "FOREBAY_ENGINE", "mock"),
         ("simulate", "FOREBAY_POLICY", "always"),

@@ -77,6 +77,14 @@ def test_every_worker_sleeps_and_wakes_up(system: tuple[Up, Path]) -> None:
     assert completion(up, "forebay-default").status_code == 200
 
 
+def test_an_ingress_of_one_model_rejects_the_name_of_another(system: tuple[Up, Path]) -> None:
+    up, _ = system
+    assert control(up, "list-loras", "--model", "forebay-default")[0] == 0
+    for command in (["list-loras"], ["pools"], ["busy-threshold"]):
+        code, _, error = control(up, *command, "--model", "other")
+        assert (code, error) == (2, "forebay: unknown model 'other'; models are: forebay-default\n")
+
+
 def test_error_for_an_unreachable_target_gives_the_reason(system: tuple[Up, Path]) -> None:
     up, _ = system
     unknown = {

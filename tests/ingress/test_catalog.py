@@ -64,6 +64,10 @@ class Scene:
         card = msgspec.structs.replace(card, files=tuple(listed), context_tokens=context_tokens)
         return await self._store.store("m", card, files)
 
+    async def remove(self, digest: str) -> None:
+        """Remove a card."""
+        await self._store.remove([digest])
+
     async def serve(self, name: str, card: str, *, ready: int = 1) -> None:
         """Report that the owner of a model has ready workers with this card, and wait until the catalog knows it."""
         partition = MODELS.index(name)
@@ -185,6 +189,60 @@ async def test_a_card_that_is_not_stored_is_an_error(scene: Scene, monkeypatch: 
     with pytest.raises(ApiError, match="is not on the topic models") as caught:
         await scene.find("one")
     assert (caught.value.status, caught.value.code) == (503, "no_model_card")
+
+
+async def test_a_card_that_is_removed_and_stored_again_is_loaded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loaded model goes on without its card. A model that is not loaded yet fails until a worker stores the card."""
+    monkeypatch.setattr(module, "CARD_S", 0.01)
+    monkeypatch.setattr(module, "FAILED_S", 0.0)
+    digest = await scene.store()
+    for name in ("one", "two"):
+        await scene.serve(name, digest)
+    loaded = await scene.find("one")
+    await scene.remove(digest)
+    assert await scene.find("one") is loaded
+    with pytest.raises(ApiError, match=f"the model card {digest} of two is not on the topic models") as caught:
+        await scene.find("two")
+    assert (caught.value.status, caught.value.code) == (503, "no_model_card")
+    assert await scene.store() == digest
+    assert (await scene.find("two")).model.decode([1]) == loaded.model.decode([1])
+
+
+async def test_only_models_of_this_process_are_served(scene: Scene, tmp_path: Path) -> None:
+    """`forebay up` knows its owners without heartbeats. Other models on its log have no owner."""
+    digest = await scene.store()
+    directory, store = Directory(scene.log), ModelStore(scene.log)
+    await directory.start()
+    await store.start()
+    beat = RouterHeartbeat(group="two", router_id="r", role="owner", ready_aggregated=1, card=digest)
+    owners = {"two": Present(beat)}
+    catalog = Catalog(scene.catalog.front, directory, store, tmp_path, scene.loaded.append, owners.get)
+    running = asyncio.create_task(catalog.run())
+    await until(lambda: catalog.names == ["two"])
+    await catalog.load("two")
+    assert scene.loaded == ["two"]
+    assert [card["id"] for card in await catalog.cards()] == ["two"]
+    assert (await catalog.find("two", "r")).name == "two"
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+class Present:
+    """Owner that is always present, with this state."""
+
+    has_owner = True
+    owner_age_s = 0.0
+
+    def __init__(self, owner: RouterHeartbeat) -> None:
+        self.group = owner.group
+        self.owner = owner
+
+    def standbys(self) -> list[RouterHeartbeat]:
+        return []
+
+    async def follow(self, partition: int) -> None:
+        assert partition == MODELS.index(self.group)
+        await asyncio.Event().wait()
 
 
 async def test_workers_without_a_card_cannot_be_used(scene: Scene) -> None:

@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from forebay.events.topics import MODELS
 from forebay.ingress.model import DEFAULT_MODEL
+from forebay.transport.base import Draft
 from forebay.transport.kafka.topics import TopicPlan
 from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster
@@ -177,3 +178,47 @@ async def test_models_come_and_go(cluster: Cluster, client: httpx.AsyncClient, t
     assert (await listed(client))[OTHER] == 2 * CONTEXT_TOKENS
     long = "word " * (CONTEXT_TOKENS + 50)
     assert (await client.post("/v1/chat/completions", json=chat(OTHER, long))).status_code == 200
+
+
+async def stored(cluster: Cluster, where: list[str]) -> dict[str, str]:
+    """Return the model of each stored card by its digest."""
+    code, output = await cluster.command("list", "model", "list", "--json", *where, within_s=60)
+    assert code == 0
+    found = map(json.loads, output.splitlines())
+    return {one["digest"]: one["model"] for one in found if "digest" in one}
+
+
+async def test_cards_that_no_worker_uses_are_removed(cluster: Cluster, client: httpx.AsyncClient) -> None:
+    """The previous test replaced the workers of OTHER, which have another card."""
+    where = ["--kafka", cluster.settings.bootstrap, "--namespace", cluster.namespace]
+    async with asyncio.timeout(PATIENCE_S):
+        while sorted((cards := await stored(cluster, where)).values()) != sorted([GROUP, OTHER]):
+            pass
+    assert (await cluster.command("alias", "model", "alias", "prod", GROUP, *where, within_s=60))[0] == 0
+    newest = next(iter(cards))[:8]
+    for name, message in (
+        (OTHER, f"workers of {OTHER} use the card"),
+        (GROUP, f"the alias prod names {GROUP}; move it or remove it first"),
+        (newest, f"is the newest card of {cards[next(iter(cards))]}; `forebay model remove"),
+        ("other", f"unknown model 'other'; models are: {GROUP}, {OTHER}; `forebay model list` shows the digests"),
+    ):
+        code, _ = await cluster.command("remove", "model", "remove", name, *where, within_s=60)
+        error = (cluster.processes.folder / "remove.log").read_text()
+        assert (code, message in error) == (2, True), error
+    assert (await cluster.command("alias", "model", "alias", "prod", "--remove", *where, within_s=60))[0] == 0
+    assert (await cluster.command("remove", "model", "remove", GROUP, *where, within_s=60))[0] == 2
+    await cluster.stop("b2")
+    async with asyncio.timeout(PATIENCE_S):
+        while (await cluster.command("remove", "model", "remove", OTHER, *where, within_s=60))[0]:
+            pass
+    assert list((await stored(cluster, where)).values()) == [GROUP]
+    end = await cluster.log.end(MODELS.name, 1)
+    (last,) = await cluster.log.read(MODELS.name, 1, end - 1, 1)
+    assert (last.value, last.fault) == (b"", "its value is null")
+    (digest,) = (one for one, model in cards.items() if model == GROUP)
+    await cluster.log.append([Draft(MODELS.name, 0, b"", digest.encode())])
+    async with asyncio.timeout(PATIENCE_S):
+        while not await stored(cluster, where):
+            pass
+    await until_listed(client, GROUP, THIRD)
+    assert (await client.post("/v1/chat/completions", json=chat(THIRD))).status_code == 200

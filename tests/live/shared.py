@@ -2,12 +2,15 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from forebay.events.decisions import JournalRecord
 from forebay.events.topics import DECISIONS
+from forebay.live.owner.start_check import open_checked
+from forebay.live.router.standby import Standby
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft, Log, Record, Tail, Wake
 from forebay.transport.history.reader import Validity, journal
@@ -126,3 +129,9 @@ class Altered(SharedLog):
         if topic != self._topic:
             return records
         return [msgspec.structs.replace(record, value=self._alter(record.value)) for record in records]
+
+
+async def opened_one(path: Path) -> tuple[SqliteLog, Standby | None]:
+    """Open the log of one model for writing, and return it with its standby."""
+    opened = await open_checked(path, ["m"])
+    return opened.log, opened.groups["m"].standby

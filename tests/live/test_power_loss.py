@@ -15,11 +15,10 @@ from forebay.events.tokens import ResponseEnded, TokensEmitted
 from forebay.events.topics import DECISIONS, FLEET, REQUESTS, TOKENS, Topic, work_topic
 from forebay.events.work import WorkItem
 from forebay.live.owner.owner import Owner
-from forebay.live.owner.start_check import open_checked
 from forebay.transport.sqlite.log import SqliteLog
 from tests.depth import sampled
 from tests.live.scenarios import SENT, all_ended, scenario
-from tests.live.shared import proven
+from tests.live.shared import opened_one, proven
 from tests.system import SLOT, System, settings, until
 from tests.transport.power_loss import Outage
 
@@ -81,7 +80,7 @@ async def test_every_prefix_of_the_commits_is_a_log_from_which_an_owner_continue
     longest = 0
     for wal in sampled(cases, 60):
         outage.restore(path, wal)
-        log, standby = await open_checked(path, 0)
+        log, standby = await opened_one(path)
         with closing(log):
             require_causes(log)
             await proven(log)

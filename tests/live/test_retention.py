@@ -20,7 +20,6 @@ from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, REQUESTS, S
 from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.live.owner.retention import Retention, RetentionLimits
 from forebay.live.owner.retention_metrics import RetentionMetrics
-from forebay.live.owner.start_check import open_checked
 from forebay.live.router.standby import Standby
 from forebay.replay.applied import applied
 from forebay.replay.verify.verify import VerifyReport, verify
@@ -34,8 +33,9 @@ from forebay.transport.sqlite.log import SqliteLog
 from forebay.transport.sqlite.schema import checksum
 from tests.benchmarks.recordings import Shape, write_recording
 from tests.harness.fake_runtime import FakeRuntime
+from tests.live.shared import opened_one
 from tests.replay.mutations import rewrite_topic
-from tests.system import SLOT, System, submitted, until
+from tests.system import SLOT, System, settings, submitted, until
 
 SMALL = RetentionLimits(size_bytes=1)
 HOURS = RetentionLimits(size_bytes=1 << 40, age_s=3_600.0)
@@ -70,7 +70,7 @@ def path(history: Path, tmp_path: Path) -> Path:
 @asynccontextmanager
 async def owned(path: Path) -> AsyncIterator[tuple[SqliteLog, Owner]]:
     """Open the log as a process that has just started, with an owner."""
-    log, standby = await open_checked(path, 0)
+    log, standby = await opened_one(path)
     owner = Owner(
         log, embedded_leases(), GroupSettings(group="bench", partition=0, owner_id="next"), clock_us=lambda: 0
     )
@@ -207,6 +207,22 @@ async def test_the_responses_of_requests_in_flight_are_kept(path: Path) -> None:
         assert len(owner.world.requests)
         await Retention(log, owner, 0, SMALL).enforce()
         assert await log.begin(TOKENS.name, 0) == 0
+
+
+async def test_the_responses_of_requests_of_other_groups_are_kept(path: Path) -> None:
+    async with owned(path) as (log, owner):
+        other = Owner(log, embedded_leases(), settings(partition=2, groups=3))
+        await other.start()
+        await log.append([Draft(TOKENS.name, 5, encode(TOKENS, _tokens(number))) for number in range(3)])
+        waiting = submitted("waiting", [1, 2, 3], reply_slot=5, reply_from=1)
+        await log.append([Draft(REQUESTS.name, 2, encode(REQUESTS, waiting))])
+        await owner.take_snapshot()
+        retention, peer = Retention(log, owner, 0, SMALL), Retention(log, other, 2, SMALL)
+        retention.peers = [peer]
+        await retention.enforce()
+        assert await log.begin(DECISIONS.name, 0) > 0
+        assert [await log.begin(name, place) for name, place in ((TOKENS.name, 5), (REQUESTS.name, 2))] == [1, 0]
+        other.drop()
 
 
 async def test_records_before_a_snapshot_are_kept_while_requests_in_flight_need_them(path: Path) -> None:

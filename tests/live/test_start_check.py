@@ -14,16 +14,18 @@ from forebay.events.decisions import SnapshotTaken
 from forebay.events.tokens import TokenChunk, TokensEmitted
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, INPUTS, REQUESTS, SNAPSHOTS, TOKENS
 from forebay.live.owner.owner import GroupSettings, Owner
-from forebay.live.owner.start_check import open_checked
+from forebay.live.owner.start_check import GROUPS_MAX, open_checked
 from forebay.live.router.standby import Standby
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft, LogError, Record
+from forebay.transport.history.groups import groups_of
 from forebay.transport.history.snapshots import load_snapshot, newest_snapshot
 from forebay.transport.redis.leases import embedded_leases
 from forebay.transport.sqlite.log import LogUnusable, SqliteLog
 from forebay.transport.sqlite.schema import WriterLock
 from tests.benchmarks.recordings import Shape, write_recording
 from tests.depth import sampled
+from tests.live.shared import opened_one
 
 PLACES = 150
 READ_MAX = 100_000
@@ -97,7 +99,7 @@ def content_of(path: Path) -> bytes:
 async def start(path: Path) -> str:
     """Return the reason why a start is refused, or an empty string."""
     try:
-        opened, standby = await open_checked(path, 0)
+        opened, standby = await opened_one(path)
     except LogError as error:
         return str(error)
     opened.close()
@@ -154,7 +156,7 @@ async def test_a_refusal_names_the_damaged_record_and_the_remedies(
         db.execute(change.format(last=last))
     damaged = content_of(log)
     with pytest.raises(LogUnusable, match=message.format(last=last)) as caught:
-        await open_checked(log, 0)
+        await open_checked(log, ["m"])
     text = str(caught.value)
     assert "restore a copy" in text
     assert "pass a new file to --log" in text
@@ -208,7 +210,7 @@ async def test_history_before_the_snapshot_is_not_read(log: Path) -> None:
 
 
 async def test_an_owner_continues_from_the_state_of_the_check(log: Path) -> None:
-    opened, standby = await open_checked(log, 0)
+    opened, standby = await opened_one(log)
     assert standby is not None
     assert standby.position == opened.next_offset(DECISIONS.name, 0)
     owner = Owner(opened, embedded_leases(), GroupSettings(group="bench", partition=0, owner_id="next"))
@@ -229,18 +231,18 @@ async def test_a_new_log_has_nothing_to_check(tmp_path: Path, content: bytes | N
     path = tmp_path / "new.db"
     if content is not None:
         path.write_bytes(content)
-    log, standby = await open_checked(path, 0)
+    log, standby = await opened_one(path)
     assert standby is None
     log.close()
-    log, standby = await open_checked(path, 0)  # created, and never written to
+    log, standby = await opened_one(path)  # created, and never written to
     assert standby is not None
     log.close()
 
 
 async def test_a_log_in_use_is_refused_before_it_is_checked(log: Path) -> None:
-    opened, _ = await open_checked(log, 0)
+    opened, _ = await opened_one(log)
     with pytest.raises(LogUnusable, match="another process"):
-        await open_checked(log, 0)
+        await open_checked(log, ["m"])
     opened.close()
 
 
@@ -248,7 +250,7 @@ async def test_a_file_that_is_not_a_log_gets_no_lock_file(tmp_path: Path) -> Non
     page = tmp_path / "README.md"
     page.write_text("# A page\n")
     with pytest.raises(LogUnusable, match="is not a forebay log"):
-        await open_checked(page, 0)
+        await open_checked(page, ["m"])
     with pytest.raises(LogUnusable, match="is not a forebay log"):
         SqliteLog.open(page)
     assert names_in(tmp_path) == ["README.md"]
@@ -256,3 +258,37 @@ async def test_a_file_that_is_not_a_log_gets_no_lock_file(tmp_path: Path) -> Non
 
 def names_in(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
+
+
+async def test_a_log_of_one_model_gets_partitions_for_others(log: Path) -> None:
+    """The model that had the log alone keeps partition 0, also if it is not served any more."""
+    first = await open_checked(log, ["other", "third"])
+    assert {name: group.partition for name, group in first.groups.items()} == {"other": 1, "third": 2}
+    assert first.partitions == GROUPS_MAX
+    first.log.close()
+    second = await open_checked(log, ["third", "bench", "new"])
+    assert {name: group.partition for name, group in second.groups.items()} == {"third": 2, "bench": 0, "new": 3}
+    recorded = second.groups["bench"].standby
+    assert recorded is not None
+    assert recorded.world.requests.active()
+    second.log.close()
+    with closing(SqliteLog.open(log, readonly=True)) as reader:
+        assert await groups_of(reader) == {"bench": 0, "new": 3, "other": 1, "third": 2}
+
+
+async def test_one_model_needs_no_placement(tmp_path: Path) -> None:
+    opened = await open_checked(tmp_path / "log.db", ["m"])
+    assert (opened.groups["m"].partition, opened.partitions) == (0, 1)
+    assert await opened.log.end(GROUPS.name, 0) == 0
+    opened.log.close()
+    several = await open_checked(None, ["m", "n"])
+    assert await several.log.end(GROUPS.name, 0) == 2
+    several.log.close()
+
+
+async def test_a_log_has_a_limited_number_of_groups(tmp_path: Path) -> None:
+    path = tmp_path / "log.db"
+    opened = await open_checked(path, [f"m{number}" for number in range(GROUPS_MAX)])
+    opened.log.close()
+    with pytest.raises(LogUnusable, match="no control partition for the model new: all 64 belong to other models"):
+        await open_checked(path, ["new"])

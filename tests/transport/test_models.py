@@ -3,7 +3,7 @@
 import asyncio
 import random
 import zlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from hashlib import sha256
 
 import msgspec
@@ -17,26 +17,17 @@ from forebay.events.models import (
     AliasSet,
     AliasTarget,
     FileChunk,
-    ModelCard,
-    ModelFile,
     ModelStored,
     StoredFile,
 )
 from forebay.events.topics import MODELS
 from forebay.transport.base import Draft
+from forebay.transport.model_use import superseded_by
 from forebay.transport.models import CARDS, CONTENT, ModelDamaged, ModelMissing, ModelStore
 from forebay.transport.sqlite.log import SqliteLog
+from tests.transport.cards import FILES, card_of
 
-FILES = {"config.json": b"{}", "tokenizer.json": b"a tokenizer" * 1_000}
 BIG = random.Random(3).randbytes(CHUNK_BYTES_MAX * 2 + 5)  # does not compress, so it has three pieces
-
-
-def card_of(files: Mapping[str, bytes], context_tokens: int = 4_096) -> ModelCard:
-    """Return the card of a model with these files."""
-    listed = [
-        ModelFile(name=name, sha256=sha256(data).hexdigest(), size=len(data)) for name, data in sorted(files.items())
-    ]
-    return ModelCard(files=tuple(listed), context_tokens=context_tokens)
 
 
 @pytest.fixture
@@ -98,6 +89,52 @@ async def test_a_record_without_a_value_removes_a_card(log: SqliteLog, store: Mo
     assert other.cards == {}
     with pytest.raises(ModelMissing, match=f"has no model card {digest}"):
         await other.load(digest)
+    other.close()
+
+
+async def test_a_removed_card_keeps_the_pieces_of_others(log: SqliteLog, store: ModelStore) -> None:
+    first, second = card_of({**FILES, "big.json": BIG}), card_of(FILES, context_tokens=8_192)
+    await store.store("m", first, {**FILES, "big.json": BIG})
+    await store.store("m", second, FILES)
+    await store.remove([first.digest()])
+    assert list(store.cards) == [second.digest()]
+    big = sha256(BIG).hexdigest().encode()
+    removed = [record.key for record in log.records(MODELS.name, CONTENT, 0, 99) if not record.value]
+    assert [key.startswith(big) for key in removed if key is not None] == [True] * 3
+    other = ModelStore(log)
+    await other.start()
+    assert await other.load(second.digest()) == FILES
+    other.close()
+
+
+async def test_pieces_that_are_removed_meanwhile_are_stored_again(log: SqliteLog, store: ModelStore) -> None:
+    """A process stores a card with the files of another card, whose removal it has not read yet."""
+    first, second = card_of(FILES), card_of(FILES, context_tokens=8_192)
+    await store.store("m", first, FILES)
+    slow = ModelStore(log)
+    await slow.start()
+    await store.remove([first.digest()])
+    assert list(slow.cards) == [first.digest()], "it has not read the removal"
+    await slow.store("m", second, FILES)
+    stored = slow.cards[second.digest()].stored
+    removed = {record.key for record in log.records(MODELS.name, CONTENT, 0, 99) if not record.value}
+    kept = [log.records(MODELS.name, CONTENT, offset, 1)[0].key for place in stored for offset in place.offsets]
+    assert len(kept) == len(FILES)
+    assert not removed.intersection(kept)
+    slow.close()
+
+
+async def test_cards_are_in_the_order_of_their_newest_records(log: SqliteLog, store: ModelStore) -> None:
+    first, second, third = (card_of(FILES, context_tokens=tokens) for tokens in (1, 2, 3))
+    for card, model in ((first, "m"), (second, "n"), (third, "m")):
+        await store.store(model, card, FILES)
+    assert superseded_by(store, "m", third.digest()) == [first.digest()]
+    assert superseded_by(store, "m", first.digest()) == []
+    assert superseded_by(store, "m", "f" * 64) == []
+    await log.append([Draft(MODELS.name, CARDS, encode(MODELS, store.cards[first.digest()]), first.digest().encode())])
+    other = ModelStore(log)
+    await other.start()
+    assert superseded_by(other, "m", first.digest()) == [third.digest()]
     other.close()
 
 

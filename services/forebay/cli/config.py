@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from forebay.cli.common.command_class import is_secret, long_name, place_of, source_of
+from forebay.cli.common.config_file import MODELS, OPTION, model_tables
 from forebay.cli.common.errors import fail
 from forebay.cli.common.secrets import MASK, without_passwords
 from forebay.cli.common.terminal import in_markup, results
@@ -41,6 +42,8 @@ def show(
         param.required = False
     parsed = found.make_context(name, rest, parent=parent)
     rows = [_row(parsed, param) for param in found.params if long_name(param) and not getattr(param, "hidden", False)]
+    if tables := model_tables(parsed):
+        rows.append({"option": MODELS, "value": tables, "source": f"file {parsed.params[OPTION]}"})
     if json:
         typer.echo(jsonlib.dumps({row["option"]: {"value": row["value"], "source": row["source"]} for row in rows}))
         return
@@ -50,7 +53,8 @@ def show(
     for heading in ("option", "value", "source"):
         table.add_column(heading)
     for row in rows:
-        table.add_row(f"--{row['option']}", in_markup(_text(row["value"])), in_markup(row["source"]))
+        name = f"[[{MODELS}]]" if row["option"] == MODELS else f"--{row['option']}"
+        table.add_row(in_markup(name), in_markup(_text(row["value"])), in_markup(row["source"]))
     results().print(table)
 
 

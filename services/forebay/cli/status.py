@@ -31,7 +31,7 @@ def run_status(
 ) -> None:
     """Run `forebay status`. status_command.py documents its options."""
     if recording.log is None and recording.kafka is None:
-        found = _query(url, api_key)
+        found = _query(url, api_key, recording.group)
     else:
         recording.require_one_source()
         found = _derive(recording, allow_policy)
@@ -43,10 +43,10 @@ def run_status(
         raise typer.Exit(NOT_READY)
 
 
-def _query(url: str, api_key: str | None) -> GroupStatus:
+def _query(url: str, api_key: str | None, group: str) -> GroupStatus:
     with explained():
         headers = client_headers(api_key)
-    response = IngressClient(url, headers).request("/v1/status", timeout_s=DERIVED_WITHIN_S)
+    response = IngressClient(url, headers, group).request("/v1/status", timeout_s=DERIVED_WITHIN_S)
     answer = decode_response(url, response, "version")
     if response.status_code == httpx.codes.OK:
         try:
@@ -54,7 +54,8 @@ def _query(url: str, api_key: str | None) -> GroupStatus:
         except msgspec.ValidationError as error:
             fail(f"{url} returned another version of the status ({error}); use the same version of forebay")
     problem = answer["error"]
-    hint = f"; set {VARIABLE} or --api-key" if problem.get("code") == "invalid_api_key" else ""
+    hints = {"invalid_api_key": f"; set {VARIABLE} or --api-key", "model_required": "; pass --group NAME"}
+    hint = hints.get(str(problem.get("code")), "")
     complain(f"{url}: {problem['message']}{hint}")
     raise typer.Exit(USAGE if response.is_client_error else NOT_READY)
 

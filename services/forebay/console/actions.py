@@ -35,6 +35,7 @@ PATIENCE_S = 10.0  # added to the timeout of an action: longer than every timeou
 SIZE_MAX = 10_000  # as of `forebay planner set-size`
 TOKEN_CHARS_MAX = 4_096  # as of the admin token of an ingress
 POOL_SIZE = "pool-size"
+MODEL_REQUIRED = "model_required"  # error code of an ingress that serves several models
 
 OpenScaling = Callable[[KafkaSettings], AbstractAsyncContextManager[Log]]
 AdminToken = Annotated[
@@ -170,6 +171,9 @@ class Actions:
         try:
             async with httpx.AsyncClient(timeout=timeout_s + PATIENCE_S, mounts=self._mounts) as client:
                 response = await client.request(method, url, json=body, headers=headers)
+                if _error_code(response) == MODEL_REQUIRED:
+                    query = {"model": self._model}
+                    response = await client.request(method, url, params=query, json=body, headers=headers)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             text = f"the ingress {self._ingress_url} does not respond ({type(error).__name__}); check --ingress"
             raise ApiError(502, "ingress_unreachable", text) from error

@@ -22,7 +22,7 @@ from forebay.events.models import AliasSet, AliasTarget
 from forebay.events.names import unknown_name
 from forebay.events.request_ids import client_id_of
 from forebay.ingress.admission import FullPool
-from forebay.ingress.errors import ApiError, Unusable
+from forebay.ingress.errors import ApiError, Unusable, model_required
 from forebay.ingress.front import Front
 from forebay.ingress.group import GroupClient
 from forebay.ingress.ingress import Ingress
@@ -31,7 +31,7 @@ from forebay.ingress.readiness import Readiness
 from forebay.ingress.served import ServedModel, card_of
 from forebay.transport.base import LogError
 from forebay.transport.directory import Directory
-from forebay.transport.heartbeats import RouterHeartbeats
+from forebay.transport.heartbeats import OwnerPresence, RouterHeartbeats
 from forebay.transport.models import ModelStore
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Entry:
         failure: the newest failure to load its card.
     """
 
-    def __init__(self, name: str, heartbeats: RouterHeartbeats, ready: Readiness, group: GroupClient) -> None:
+    def __init__(self, name: str, heartbeats: OwnerPresence, ready: Readiness, group: GroupClient) -> None:
         self.name = name
         self.heartbeats = heartbeats
         self.ready = ready
@@ -105,15 +105,24 @@ class Catalog:
         store: the model cards.
         folder: folder for the files of loaded models.
         on_loaded: called with the name of a model before its first request.
+        presence_of: returns the owner of a model; None for a model that this process does not serve. By default the
+            heartbeats on the log show the owners.
 
     Attributes:
         front: parts that all models share.
     """
 
     def __init__(
-        self, front: Front, directory: Directory, store: ModelStore, folder: Path, on_loaded: Callable[[str], None]
+        self,
+        front: Front,
+        directory: Directory,
+        store: ModelStore,
+        folder: Path,
+        on_loaded: Callable[[str], None],
+        presence_of: Callable[[str], OwnerPresence | None] | None = None,
     ) -> None:
         self.front = front
+        self._presence_of = presence_of or (lambda name: RouterHeartbeats(front.log, name))
         self._on_loaded = on_loaded
         self._directory = directory
         self._store = store
@@ -132,16 +141,17 @@ class Catalog:
                 while True:
                     self._placed.clear()
                     for name in sorted(self._directory.groups.partitions.keys() - self._entries.keys()):
-                        entry = self._entries[name] = self._new_entry(name)
-                        tasks.create_task(entry.ready.run())
+                        presence = self._presence_of(name)
+                        if presence is not None:
+                            entry = self._entries[name] = self._new_entry(presence)
+                            tasks.create_task(entry.ready.run())
                     await self._placed.wait()
         finally:
             for entry in self._entries.values():
                 entry.group.close()
 
-    def _new_entry(self, name: str) -> Entry:
-        front = self.front
-        heartbeats = RouterHeartbeats(front.log, name)
+    def _new_entry(self, heartbeats: OwnerPresence) -> Entry:
+        front, name = self.front, heartbeats.group
         ready = Readiness(heartbeats, self._directory)
         settings = replace(front.settings, model_name=name, loras=())
         group = GroupClient(front, settings, front.metrics.of_model(name), ready, ready.partition)
@@ -193,13 +203,22 @@ class Catalog:
         ingress.require_owner()
         return ServedModel(ingress, name)
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the models, also of those that cannot be served now."""
+        return sorted(self._entries)
+
+    async def load(self, name: str) -> None:
+        """Load a model before its first request. Raises ApiError (503) if its card cannot be loaded."""
+        await self._ingress(self._entries[name])
+
     def require_capacity(self, ingress: Ingress, endpoint: str) -> None:
         """Raise ApiError (429), and count it for this endpoint, if the pool of the model is assumed to be full."""
         if ingress.full:
             ingress.metrics.rejected(endpoint)
             raise ingress.full.error(self.front.admission.retry_after_s)
 
-    def heartbeats(self) -> list[RouterHeartbeats]:
+    def heartbeats(self) -> list[OwnerPresence]:
         """Return the heartbeats of all models."""
         return [entry.heartbeats for _, entry in sorted(self._entries.items())]
 
@@ -210,8 +229,7 @@ class Catalog:
         """
         names = sorted(self._entries)
         if not name and len(names) != 1:
-            text = f"name a model, as in ?model=NAME; models are: {', '.join(names) or 'none'}"
-            raise ApiError(400, "model_required", text, "model")
+            raise model_required(names)
         entry = self._entries.get(name or names[0])
         if entry is None:
             raise ApiError(404, "model_not_found", unknown_name("model", name, names), "model")

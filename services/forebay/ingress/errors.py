@@ -1,5 +1,6 @@
 """Errors of the API: an HTTP status, a stable code, and a body in OpenAI's format."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -93,6 +94,12 @@ def retry_headers(status: int, after_s: int = RETRY_AFTER_S) -> dict[str, str]:
 def internal_error() -> ApiError:
     """Return the error 500, for an unexpected exception."""
     return ApiError(500, "internal_error", "an internal error; the server's log has the details")
+
+
+def model_required(names: Iterable[str]) -> ApiError:
+    """Return the error for a request about one model that names none, although there are several models."""
+    text = f"name a model, as in ?model=NAME; models are: {', '.join(names) or 'none'}"
+    return ApiError(400, "model_required", text, "model")
 
 
 def no_router(model: str) -> ApiError:

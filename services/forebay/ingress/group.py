@@ -10,7 +10,7 @@ from forebay.ingress.http.pool_settings import PoolConfigurator
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.readiness import NO_OWNER, NO_WORKER, Readiness
 from forebay.ingress.settings import IngressSettings
-from forebay.transport.heartbeats import RouterHeartbeats
+from forebay.transport.heartbeats import OwnerPresence
 
 
 class GroupClient:
@@ -51,14 +51,14 @@ class GroupClient:
         self.owner_silent_s: Callable[[], float] = lambda: 0.0
         self.find_partition = find_partition
         self.full = front.admission.full
-        self.heartbeats: RouterHeartbeats | None = None
+        self.heartbeats: OwnerPresence | None = None
         log, name = front.log, settings.model_name
         self.replies = front.slot.reader(name)
         self.pools = PoolConfigurator(log, find_partition, metrics.undecodable.inc)
         self.commands = CommandClient(log, self.replies, name, settings.reply_slot, self.require_owner)
         self.adapters = Adapters(log, self.commands, name, settings.loras, find_partition)
 
-    def follow(self, heartbeats: RouterHeartbeats, ready: Readiness) -> None:
+    def follow(self, heartbeats: OwnerPresence, ready: Readiness) -> None:
         """Decide by the heartbeats of the group's owner whether the model has an owner and can be served."""
         self.heartbeats = heartbeats
         ready.enforced = self.has_enforced_prefill

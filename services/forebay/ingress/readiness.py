@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from forebay.ingress.errors import ApiError
 from forebay.transport.directory import Directory
-from forebay.transport.heartbeats import RouterHeartbeats
+from forebay.transport.heartbeats import OwnerPresence
 
 POLL_S = 1.0  # seconds between two checks whether prompts must be computed by prefill workers
 NO_OWNER = "no router owns this model now: a failover is in progress, or Kafka does not respond; try again soon"
@@ -21,7 +21,7 @@ class Readiness:
     owner has applied. If prompts must be computed by prefill workers (`enforced`), a prefill worker must be ready, too.
     """
 
-    def __init__(self, heartbeats: RouterHeartbeats, directory: Directory) -> None:
+    def __init__(self, heartbeats: OwnerPresence, directory: Directory) -> None:
         self._heartbeats = heartbeats
         self._directory = directory
         self._is_enforced = False

@@ -23,7 +23,7 @@ from forebay.events.topics import DECISIONS, INPUTS
 from forebay.replay.at_time import last_time, seek_time
 from forebay.replay.moment import Fact, RankFacts, ranks_of
 from forebay.transport.base import Log
-from forebay.transport.heartbeats import RouterHeartbeats
+from forebay.transport.heartbeats import OwnerPresence
 from forebay.transport.history.snapshots import claim_at
 
 VERSION = 1
@@ -234,7 +234,7 @@ async def owner_status(log: Log, partition: int, group: str, world: World) -> Gr
     return msgspec.structs.replace(status, owner=owner)
 
 
-def with_heartbeats(status: GroupStatus, heartbeats: RouterHeartbeats) -> GroupStatus:
+def with_heartbeats(status: GroupStatus, heartbeats: OwnerPresence) -> GroupStatus:
     """Add to a status what the heartbeats of routers show: whether the owner runs, and which routers stand by."""
     alive = heartbeats.has_owner
     owner = msgspec.structs.replace(

@@ -40,7 +40,10 @@ class LeaseError(Exception):
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """A record to append."""
+    """A record to append.
+
+    On a compacted topic of Kafka, an empty value becomes a null value, which removes the older records of the key.
+    """
 
     topic: str
     partition: int

@@ -5,7 +5,8 @@ Ages are measured with this process's monotonic clock from the arrival of a hear
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -22,6 +23,39 @@ OWNER_SILENT_S = 2.0  # four missed heartbeats, because a busy owner may miss on
 STANDBY_SILENT_S = 10.0  # long, so that a standby that follows a long journal stays counted
 STANDBYS_MAX = 64  # maximum number of standbys kept per group
 READ_MAX = 256
+
+
+class OwnerPresence(Protocol):
+    """Owner and standbys of one group, as an ingress knows them.
+
+    Attributes:
+        group: Name of the group.
+    """
+
+    group: str
+
+    @property
+    def owner(self) -> RouterHeartbeat | None:
+        """Newest heartbeat of the owner, None if the group has had no owner yet."""
+        ...
+
+    @property
+    def owner_age_s(self) -> float | None:
+        """Age of the owner's newest heartbeat in seconds, None without a heartbeat."""
+        ...
+
+    @property
+    def has_owner(self) -> bool:
+        """Whether the group has an owner now."""
+        ...
+
+    def standbys(self) -> Sequence[RouterHeartbeat]:
+        """Return the newest heartbeat of each standby."""
+        ...
+
+    async def follow(self, partition: int) -> None:
+        """Follow the owner of the group in this control partition until cancelled. Raises LogError."""
+        ...
 
 
 class RouterHeartbeats:
@@ -120,7 +154,7 @@ class HeartbeatMetrics(Collector):
         groups: Returns the heartbeats of all groups.
     """
 
-    def __init__(self, groups: Callable[[], Iterable[RouterHeartbeats]]) -> None:
+    def __init__(self, groups: Callable[[], Iterable[OwnerPresence]]) -> None:
         self._groups = groups
 
     def collect(self) -> Iterator[Metric]:

@@ -4,12 +4,16 @@ Theory of operation. A file is stored once per content: another card with the sa
 card is appended after its files are durable, so each card on the topic can be loaded. Two processes that store the same
 card at the same time append it twice. Both copies are complete, and the newer one counts. A reader checks the SHA-256
 of the card and of every file, so it never uses content that differs from what a worker announced.
+
+A record without a value removes a card. Its pieces are removed after that, except those that another card on the topic
+names. A process that stores a card, and reuses pieces of another card, might not have read the removal of that card
+yet. So it reads the topic up to its own record, and stores the files again if no earlier card names their pieces.
 """
 
 import asyncio
 import logging
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from hashlib import sha256
 
 from forebay import runtime
@@ -39,7 +43,7 @@ class ModelStore:
     """The cards on the topic `models`. `run` reads new ones.
 
     Attributes:
-        cards: newest record of each card, by digest.
+        cards: newest record of each card, by digest, in the order of the records.
         aliases: newest event of each alias that has targets, by its name.
         undecodable: number of records that are no valid cards.
     """
@@ -60,20 +64,12 @@ class ModelStore:
         begin = await self._log.begin(MODELS.name, CARDS)
         self._tail = self._log.tail(MODELS.name, CARDS, begin, self._wake)
         self._position = begin
-        while self._position < end:
-            self._wake.clear()
-            if not self._read():
-                await self._wake.wait()
+        await self._reach(end)
 
     async def run(self) -> None:
         """Read new cards until cancelled. Raises LogError if the log cannot be read."""
         while True:
-            self._wake.clear()
-            if self._read():
-                async with self._changed:
-                    self._changed.notify_all()
-            else:
-                await self._wake.wait()
+            await self._advance()
 
     def close(self) -> None:
         """Stop following the topic."""
@@ -85,6 +81,11 @@ class ModelStore:
         async with self._changed:
             await self._changed.wait_for(lambda: digest in self.cards)
         return self.cards[digest]
+
+    async def removed(self, digest: str) -> None:
+        """Wait until the topic lacks the card with this digest. Requires `run`."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: digest not in self.cards)
 
     async def store(self, model: str, card: ModelCard, files: Mapping[str, bytes]) -> str:
         """Store a card and its files unless they are stored already, and return the digest of the card.
@@ -100,14 +101,22 @@ class ModelStore:
         digest = card.digest()
         if digest in self.cards:
             return digest
-        known = {one.sha256: one for stored in self.cards.values() for one in stored.stored}
-        places = []
-        for sha in dict.fromkeys(file.sha256 for file in card.files):
-            name = next(file.name for file in card.files if file.sha256 == sha)
-            places.append(known.get(sha) or await self._store_file(sha, files[name]))
-        event = ModelStored(model=model, card=card, stored=tuple(places), at_us=runtime.wall_us())
-        await self._log.append([Draft(MODELS.name, CARDS, encode(MODELS, event), digest.encode())])
+        await self._store_card(model, card, files)
         return digest
+
+    async def remove(self, digests: Collection[str]) -> None:
+        """Remove cards, and the pieces of files that no other card names.
+
+        Raises LogError if the log fails. Pieces may remain then, which nothing names.
+        """
+        places = [place for digest in digests for place in self.cards[digest].stored]
+        drafts = [Draft(MODELS.name, CARDS, b"", digest.encode()) for digest in digests]
+        await self._reach(max(await self._log.append(drafts)) + 1)
+        kept = {offset for place in self._places() for offset in place.offsets}
+        for offset in {offset for place in places for offset in place.offsets} - kept:
+            records = await self._log.read(MODELS.name, CONTENT, offset, 1)
+            if records and records[0].offset == offset and records[0].key is not None:
+                await self._log.append([Draft(MODELS.name, CONTENT, b"", records[0].key)])
 
     async def set_alias(self, event: AliasSet) -> None:
         """Set or remove an alias. Raises LogError if the log fails."""
@@ -136,6 +145,40 @@ class ModelStore:
                     raise ModelMissing(f"the model card {digest} does not name the location of {file.name}")
                 contents[file.sha256] = await self._load_file(file.name, file.size, place)
         return {file.name: contents[file.sha256] for file in stored.card.files}
+
+    def _places(self, without: str = "") -> Iterator[StoredFile]:
+        """Yield the locations that all cards name, except the card with the digest `without`."""
+        for digest, stored in self.cards.items():
+            if digest != without:
+                yield from stored.stored
+
+    async def _store_card(self, model: str, card: ModelCard, files: Mapping[str, bytes]) -> None:
+        """Append a card, and those of its files that no other card names."""
+        digest, places = card.digest(), []
+        known = {place.sha256: place for place in self._places(digest)}
+        for sha in dict.fromkeys(file.sha256 for file in card.files):
+            name = next(file.name for file in card.files if file.sha256 == sha)
+            places.append(known.get(sha) or await self._store_file(sha, files[name]))
+        event = ModelStored(model=model, card=card, stored=tuple(places), at_us=runtime.wall_us())
+        (offset,) = await self._log.append([Draft(MODELS.name, CARDS, encode(MODELS, event), digest.encode())])
+        await self._reach(offset + 1)
+        named = set(self._places(digest))
+        if any(place in known.values() and place not in named for place in places):
+            await self._store_card(model, card, files)
+
+    async def _reach(self, offset: int) -> None:
+        """Read the records of cards before this offset. Raises LogError if the log cannot be read."""
+        while self._position < offset:
+            await self._advance()
+
+    async def _advance(self) -> None:
+        """Apply the records that are ready, or wait until there are some."""
+        self._wake.clear()
+        if self._read():
+            async with self._changed:
+                self._changed.notify_all()
+        else:
+            await self._wake.wait()
 
     async def _store_file(self, sha: str, content: bytes) -> StoredFile:
         packed = await runtime.offload(zlib.compress, content, LEVEL)
@@ -198,6 +241,7 @@ class ModelStore:
         elif record.key != (digest := event.card.digest()).encode():
             self._reject(record, f"its key is {record.key!r}, but the card has the digest {digest}")
         else:
+            self.cards.pop(digest, None)  # the newest record comes last
             self.cards[digest] = event
 
     def _reject(self, record: Record, reason: str) -> None:
@@ -208,6 +252,19 @@ class ModelStore:
             MODELS.name,
             reason,
         )
+
+
+async def stored_card(log: Log, model: str, card: ModelCard, files: Mapping[str, bytes]) -> str:
+    """Store a model card and its files unless they are stored already, and return the digest of the card.
+
+    Raises LogError if the log fails.
+    """
+    store = ModelStore(log)
+    await store.start()
+    try:
+        return await store.store(model, card, files)
+    finally:
+        store.close()
 
 
 def _unpacked(packed: bytes, size: int, sha: str) -> bytes | None:

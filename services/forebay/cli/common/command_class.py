@@ -15,7 +15,7 @@ from forebay.events.names import unknown_name
 PREFIX = "FOREBAY_"
 EPILOG = "Environment variables set options, too: FOREBAY_PORT for --port, and so on. See docs/configuration.md."
 SECRETS = frozenset({"key", "keys", "token", "password", "secret"})  # last words of option names
-SERVICE_OPTIONS = frozenset({"engine", "lora", "policy", "pool", "timeout-s", "worker"})
+SERVICE_OPTIONS = frozenset({"engine", "lora", "model", "policy", "pool", "timeout-s", "worker"})
 SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")  # start of the address that Kubernetes sets as NAME_PORT for a Service
 NO_CHOICE = re.compile(r"Value error, (?P<value>'.*'|\".*\") is not one of (?P<choices>.*)\.", re.DOTALL)
 EXPECTATION = re.compile(r"Input should be (?P<text>[^,]*)")  # start of a message of pydantic

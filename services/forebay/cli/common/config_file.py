@@ -3,6 +3,8 @@
 Keys are names of options. Top-level keys apply to every service that has the option, and the keys of a table to the
 service of that name. The table of `forebay planner run` is `planner-run`. Environment variables and the command line
 override the file.
+
+`[[models]]` tables list the models of `forebay up`. Their keys are options of one model.
 """
 
 import tomllib
@@ -19,6 +21,13 @@ from forebay.cli.common.errors import fail
 from forebay.events.names import unknown_name
 
 OPTION = "config"
+MODELS = "models"
+UP = "up"  # the service that serves the models of `[[models]]` tables
+MODEL_KEYS = (
+    "model", "model-name", "revision", "engine", "engine-args", "engine-profile", "speedup", "workers", "lora",
+    "block-size", "kv-blocks", "max-num-seqs", "max-num-batched-tokens", "dp-size",
+)  # fmt: skip
+META = "forebay.models"  # key of the context
 BYTES_MAX = 1 << 20  # a file with all options has a few kilobytes
 
 Names = Callable[[], Iterable[str]]
@@ -40,7 +49,15 @@ def with_config_file(
         if path is not None:
             options = {name: param for param in context.command.params if (name := long_name(param))}
             del options[OPTION]
-            values = _values(path, table, options, tuple(services), names_of_all)
+            content = _read(path)
+            tables = _model_tables(path, content)
+            values = _values(path, content, table, options, tuple(services), names_of_all)
+            if table == UP:
+                if tables and "model" in values:
+                    fail(f"--config {path}: the key model and [[models]] exclude each other; name all models in tables")
+                context.meta[META] = [
+                    _model_of(path, number, one, options, context) for number, one in enumerate(tables, start=1)
+                ]
             context.default_map = {
                 options[name].name: _given(path, options[name], values[name], context) for name in values
             }
@@ -63,23 +80,69 @@ def with_config_file(
     return without_file
 
 
-def _values(
-    path: Path, command: str, options: Mapping[str, Any], services: tuple[str, ...], names_of_all: Names
-) -> dict[str, Any]:
-    """Return the value of each option of `command` that the file contains. An invalid file ends the command."""
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a file. A file that cannot be read, or is not TOML, ends the command."""
     try:
         if path.stat().st_size > BYTES_MAX:
             fail(f"--config {path}: the file is larger than {BYTES_MAX >> 20} MiB")
-        content = tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         fail(f"cannot read --config {path}: {error.strerror}")
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         fail(f"--config {path}: not TOML: {error}")
+
+
+def model_tables(context: typer.Context) -> list[dict[str, Any]]:
+    """Return the options in each `[[models]]` table of the file, by the name of their parameter.
+
+    Empty if the command line or a variable names the models, because both override the file.
+    """
+    source = context.get_parameter_source("model")
+    overridden = source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
+    return [] if overridden else context.meta.get(META, [])
+
+
+def _model_tables(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Remove the `[[models]]` tables from the content of a file, and return them."""
+    tables = content.pop(MODELS, [])
+    if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
+        fail(f"--config {path}: {MODELS}: expected an array of tables, each with the heading [[{MODELS}]]")
+    return tables
+
+
+def _model_of(
+    path: Path, number: int, table: Mapping[str, Any], options: Mapping[str, Any], context: typer.Context
+) -> dict[str, Any]:
+    """Return the parsed options of a `[[models]]` table, by the name of their parameter."""
+    place = f"[[{MODELS}]] table {number}"
+    given = _named(path, place, table)
+    if unknown := [name for name in given if name not in MODEL_KEYS]:
+        fail(f"--config {path}: {place}: {unknown_name('key', unknown[0], MODEL_KEYS)}")
+    if not isinstance(given.get("model", ""), str):
+        fail(f"--config {path}: {place}: model: expected a string, got {_text(given['model'])}")
+    found = {}
+    for name, value in given.items():
+        param = options[name]
+        found[param.name] = param.process_value(context, _given(path, param, value, context))
+    if "model" in found:
+        (found["model"],) = found["model"]
+    return found
+
+
+def _values(
+    path: Path,
+    content: Mapping[str, Any],
+    command: str,
+    options: Mapping[str, Any],
+    services: tuple[str, ...],
+    names_of_all: Names,
+) -> dict[str, Any]:
+    """Return the value of each option of `command` that the content contains. Invalid content ends the command."""
     tables = {name: value for name, value in content.items() if isinstance(value, dict)}
     if unknown := [name for name in tables if name not in services]:
         fail(f"--config {path}: {unknown_name('table', unknown[0], services)}")
     shared = _named(path, "", {name: value for name, value in content.items() if name not in tables})
-    own = _named(path, command, tables.get(command, {}))
+    own = _named(path, f"[{command}]", tables.get(command, {}))
     if unknown := [name for name in own if name not in options]:
         fail(f"--config {path}: [{command}]: {unknown_name('key', unknown[0], options)}")
     if elsewhere := [name for name in shared if name not in options]:
@@ -95,7 +158,7 @@ def _named(path: Path, table: str, values: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in values.items():
         name = key.replace("_", "-")
         if name in found:
-            fail(f"--config {path}: {name} appears twice{f' in [{table}]' if table else ''}")
+            fail(f"--config {path}: {name} appears twice{f' in {table}' if table else ''}")
         found[name] = value
     return found
 

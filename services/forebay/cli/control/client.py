@@ -17,8 +17,13 @@ if TYPE_CHECKING:
 
 URL = "http://127.0.0.1:8000"
 UrlOption = Annotated[str, typer.Option(metavar="URL", help="URL of an ingress of the running system.")]
+ServedOption = Annotated[
+    str, typer.Option("--model", metavar="NAME", help="Model of the command, if the ingress serves several models.")
+]
 STATUS_S = 5.0  # an ingress on Kafka derives the status from the log; only a suggestion in an error waits for it
-INVALID = frozenset({"unknown_worker", "unknown_policy", "unknown_pool"})  # error codes for names on the command line
+# Error codes for names on the command line.
+INVALID = frozenset({"model_not_found", "unknown_worker", "unknown_policy", "unknown_pool"})
+MODEL_HINT = "; pass --model NAME"
 PATIENCE_S = 10.0  # longer than every timeout of the ingress itself
 
 
@@ -29,10 +34,17 @@ class IngressClient:
     Attributes:
         url: base URL of the ingress.
         headers: headers of each request, with the token of the admin API or an API key.
+        model: model of each request; empty for the only model of the ingress.
     """
 
     url: str
     headers: Mapping[str, str] = field(repr=False)
+    model: str = ""
+
+    @property
+    def query(self) -> dict[str, str]:
+        """Query parameters of each request."""
+        return {"model": self.model} if self.model else {}
 
     def request(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = 0.0) -> "httpx.Response":
         """Send a POST request with `body`, or a GET request if it is None. Exit if the ingress does not respond."""
@@ -41,7 +53,9 @@ class IngressClient:
         method = "GET" if body is None else "POST"
         address = f"{self.url.rstrip('/')}{path}"
         try:
-            return httpx.request(method, address, json=body, headers=self.headers, timeout=timeout_s + PATIENCE_S)
+            return httpx.request(
+                method, address, params=self.query, json=body, headers=self.headers, timeout=timeout_s + PATIENCE_S
+            )
         except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             fail(f"{self.url} does not respond ({error!r}); {advice(error)}")
 
@@ -50,7 +64,8 @@ class IngressClient:
         import httpx  # noqa: PLC0415 - as above
 
         try:
-            response = httpx.get(f"{self.url.rstrip('/')}/v1/status", headers=self.headers, timeout=STATUS_S)
+            address = f"{self.url.rstrip('/')}/v1/status"
+            response = httpx.get(address, params=self.query, headers=self.headers, timeout=STATUS_S)
         except httpx.TransportError:
             return {}
         if response.status_code != HTTPStatus.OK:  # for example, because it requires an API key
@@ -62,11 +77,11 @@ class IngressClient:
         }
 
 
-def client_for(url: str, token_file: Path | None) -> IngressClient:
-    """Return a client for the ingress at `url`, with the admin token from a file or the environment."""
+def client_for(url: str, token_file: Path | None, model: str) -> IngressClient:
+    """Return a client for a model of the ingress at `url`, with the admin token from a file or the environment."""
     with explained():
         token = admin_token(token_file)
-    return IngressClient(url, {"authorization": f"Bearer {token}"} if token else {})
+    return IngressClient(url, {"authorization": f"Bearer {token}"} if token else {}, model)
 
 
 def decode_response(url: str, response: "httpx.Response", key: str) -> dict[str, Any]:
@@ -92,5 +107,6 @@ def exit_unless_ok(answer: Mapping[str, Any], response: "httpx.Response") -> Non
         complain(f"{answer['error']['message']}; set {VARIABLE} or --admin-token-file")
         is_invalid = True
     else:
-        complain(str(answer["error"]["message"]))
+        hint = MODEL_HINT if code == "model_required" else ""
+        complain(f"{answer['error']['message']}{hint}")
     raise typer.Exit(USAGE if is_invalid else 1)

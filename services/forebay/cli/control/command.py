@@ -13,7 +13,15 @@ from forebay.cli.common.errors import fail
 from forebay.cli.common.operator_name import OperatorOption, operator_name
 from forebay.cli.common.option_groups import spread
 from forebay.cli.common.terminal import in_markup, results
-from forebay.cli.control.client import URL, IngressClient, UrlOption, client_for, decode_response, exit_unless_ok
+from forebay.cli.control.client import (
+    URL,
+    IngressClient,
+    ServedOption,
+    UrlOption,
+    client_for,
+    decode_response,
+    exit_unless_ok,
+)
 from forebay.cli.control.pools import canary, drain, policy, pools
 from forebay.cli.control.settings import busy_threshold, disaggregation
 from forebay.events.control import Action
@@ -69,6 +77,7 @@ class CommandOptions:
     ] = 60.0
     operator: OperatorOption = ""
     url: UrlOption = URL
+    model: ServedOption = ""
     admin_token_file: AdminTokenFileOption = None
     json: Annotated[bool, typer.Option("--json", help="Print the outcomes as one JSON object.")] = False
 
@@ -84,7 +93,7 @@ def _send(action: Action, options: CommandOptions, **fields: str | int) -> None:
         "operator": operator_name(options.operator),
         **fields,
     }
-    client = client_for(options.url, options.admin_token_file)
+    client = client_for(options.url, options.admin_token_file, options.model)
     response = client.request("/v1/commands", request, timeout_s=options.timeout_s)
     result = decode_response(options.url, response, "outcomes")
     _suggest(client, result, {"worker": workers, "pool": [options.pool]})

@@ -16,7 +16,15 @@ from forebay.cli.common.admin_token import AdminTokenFileOption
 from forebay.cli.common.errors import fail
 from forebay.cli.common.operator_name import OperatorOption, operator_name
 from forebay.cli.common.terminal import in_markup, results
-from forebay.cli.control.client import URL, IngressClient, UrlOption, client_for, decode_response, exit_unless_ok
+from forebay.cli.control.client import (
+    URL,
+    IngressClient,
+    ServedOption,
+    UrlOption,
+    client_for,
+    decode_response,
+    exit_unless_ok,
+)
 from forebay.cli.control.settings import served_model
 from forebay.simulate.pool_routing_file import PoolRoutingUnusable, routing_of
 
@@ -34,21 +42,22 @@ def pools(
     ] = None,
     operator: OperatorOption = "",
     url: UrlOption = URL,
+    model: ServedOption = "",
     admin_token_file: AdminTokenFileOption = None,
     json: JsonOption = False,
 ) -> None:
     """Show the pools of the model and how requests are routed to them, or replace the grids."""
-    client = client_for(url, admin_token_file)
+    client = client_for(url, admin_token_file, model)
     if routing is None:
         _print(client, client.request("/v1/pools"), json=json)
         return
-    model = served_model(client)
+    name = served_model(client)
     try:
-        given = routing_of(routing, model)
+        given = routing_of(routing, name)
     except PoolRoutingUnusable as error:
         fail(str(error))
     grids = msgspec.to_builtins(given.grids)
-    body = {"model": model, "grids": grids, "retry": given.retry, "operator": operator_name(operator)}
+    body = {"model": name, "grids": grids, "retry": given.retry, "operator": operator_name(operator)}
     _print(client, client.request("/v1/pools/routing", body), json=json)
 
 
@@ -57,11 +66,12 @@ def policy(
     mode: Annotated[str, typer.Argument(help="Router mode, or path of a class that the router allows.")],
     operator: OperatorOption = "",
     url: UrlOption = URL,
+    model: ServedOption = "",
     admin_token_file: AdminTokenFileOption = None,
     json: JsonOption = False,
 ) -> None:
     """Change the policy that selects the workers of a pool's requests."""
-    client = client_for(url, admin_token_file)
+    client = client_for(url, admin_token_file, model)
     name = operator_name(operator)
     body = {"model": served_model(client), "pool": pool, "mode": mode, "operator": name}
     _print(client, client.request("/v1/pools/policy", body), json=json)
@@ -74,6 +84,7 @@ def canary(
     end: Annotated[bool, typer.Option("--end", help="End the canary.")] = False,
     operator: OperatorOption = "",
     url: UrlOption = URL,
+    model: ServedOption = "",
     admin_token_file: AdminTokenFileOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -82,7 +93,7 @@ def canary(
         fail("--end cannot be combined with --base and --share")
     if not end and (not base or share is None):
         fail("--base and --share are required, or --end to end the canary")
-    client = client_for(url, admin_token_file)
+    client = client_for(url, admin_token_file, model)
     name = operator_name(operator)
     body = {"model": served_model(client), "pool": pool, "base": base, "share": share or 0.0, "operator": name}
     _print(client, client.request("/v1/pools/canary", body), json=json)
@@ -93,11 +104,12 @@ def drain(
     end: Annotated[bool, typer.Option("--end", help="End the drain: the pool gets requests again.")] = False,
     operator: OperatorOption = "",
     url: UrlOption = URL,
+    model: ServedOption = "",
     admin_token_file: AdminTokenFileOption = None,
     json: JsonOption = False,
 ) -> None:
     """Route no new requests to a pool. Requests that its workers already have finish there."""
-    client = client_for(url, admin_token_file)
+    client = client_for(url, admin_token_file, model)
     name = operator_name(operator)
     body = {"model": served_model(client), "pool": pool, "drained": not end, "operator": name}
     _print(client, client.request("/v1/pools/drain", body), json=json)

@@ -12,8 +12,18 @@ from forebay.cli.common.admin_token import AdminTokenFileOption
 from forebay.cli.common.errors import fail
 from forebay.cli.common.operator_name import OperatorOption, operator_name
 from forebay.cli.common.terminal import in_markup, results
-from forebay.cli.control.client import URL, IngressClient, UrlOption, client_for, decode_response, exit_unless_ok
+from forebay.cli.control.client import (
+    MODEL_HINT,
+    URL,
+    IngressClient,
+    ServedOption,
+    UrlOption,
+    client_for,
+    decode_response,
+    exit_unless_ok,
+)
 from forebay.events.control import DisaggPolicy
+from forebay.ingress.errors import model_required
 
 NONE = "none"  # value of an option that disables a threshold
 JsonOption = Annotated[
@@ -54,6 +64,7 @@ def disaggregation(
     ] = None,
     operator: OperatorOption = "",
     url: UrlOption = URL,
+    model: ServedOption = "",
     admin_token_file: AdminTokenFileOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -68,7 +79,7 @@ def disaggregation(
         "decode_busy_threshold": decode_busy_threshold,
         "enforce": enforce_disagg,
     }
-    _change(client_for(url, admin_token_file), "/disaggregation", changes, operator, json=json)
+    _change(client_for(url, admin_token_file, model), "/disaggregation", changes, operator, json=json)
 
 
 def busy_threshold(
@@ -84,6 +95,7 @@ def busy_threshold(
     ] = None,
     operator: OperatorOption = "",
     url: UrlOption = URL,
+    model: ServedOption = "",
     admin_token_file: AdminTokenFileOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -93,7 +105,7 @@ def busy_threshold(
         "active_prefill_tokens_threshold": active_prefill_tokens_threshold,
         "active_prefill_tokens_threshold_frac": active_prefill_tokens_threshold_frac,
     }
-    _change(client_for(url, admin_token_file), "/busy_threshold", changes, operator, json=json)
+    _change(client_for(url, admin_token_file, model), "/busy_threshold", changes, operator, json=json)
 
 
 def _change(service: IngressClient, path: str, changes: dict[str, Any], operator: str, *, json: bool) -> None:
@@ -120,14 +132,21 @@ def _change(service: IngressClient, path: str, changes: dict[str, Any], operator
 
 
 def served_model(service: IngressClient) -> str:
-    """Return the name of the model that the ingress serves."""
+    """Return the name of the model to change: the one of the client, or the only one that the ingress serves."""
+    if service.model:
+        return service.model
     response = service.request("/v1/models")
     result = decode_response(service.url, response, "data")
     exit_unless_ok(result, response)
-    try:
-        return str(result["data"][0]["id"])
-    except (LookupError, TypeError):
+    try:  # adapters have a `parent`, and aliases a `root`
+        names = [str(card["id"]) for card in result["data"] if not {"parent", "root"} & card.keys()]
+    except (LookupError, TypeError, AttributeError):
+        names = []
+    if not names:
         fail(f"{service.url} serves no model yet; wait until a worker has joined, or check --url")
+    if len(names) > 1:
+        fail(f"{model_required(names)}{MODEL_HINT}")
+    return names[0]
 
 
 def _settings(service: IngressClient, path: str, body: dict[str, Any]) -> dict[str, Any]:

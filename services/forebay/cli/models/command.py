@@ -50,6 +50,24 @@ def list_models(
     run_list(kafka=kafka, json=json)
 
 
+@app.command("remove")
+@spread
+def remove(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME|DIGEST", help="Model, or the first 8 or more digits of a digest.")
+    ],
+    *,
+    kafka: KafkaOptions,
+) -> None:
+    """Remove the stored cards of a model, or one older card of it, and files that no other card has.
+
+    Cards that workers use are not removed. Workers remove the older cards of their model themselves.
+    """
+    from forebay.cli.models.run import run_remove  # noqa: PLC0415
+
+    run_remove(name=name, kafka=kafka)
+
+
 @app.command("alias")
 @spread
 def alias(

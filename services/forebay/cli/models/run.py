@@ -1,6 +1,7 @@
 """`forebay model`: store and list model cards, and set aliases."""
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -16,12 +17,19 @@ from forebay.cli.common.terminal import in_markup, printable, results
 from forebay.cli.processes.model_source import find_model
 from forebay.cli.processes.options import named
 from forebay.events.models import TARGETS_MAX, WEIGHT_MAX, AliasSet, AliasTarget, ModelCard, ModelStored
+from forebay.events.names import unknown_name
 from forebay.ingress.model_cards import read_card
+from forebay.transport.base import Log
+from forebay.transport.directory import Directory
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import count_topics
+from forebay.transport.model_use import cards_in_use
 from forebay.transport.models import FILE_BYTES_MAX, ModelStore
 from forebay.transport.recording.manifest import utc
+
+DIGEST = re.compile("[0-9a-f]{8,64}")  # at least so many digits, so that a short name of a model is no digest
+SHOWN_DIGITS = 16
 
 
 def run_publish(*, model: str, revision: str | None, model_name: str, kafka: KafkaOptions) -> None:
@@ -53,11 +61,66 @@ def run_list(*, kafka: KafkaOptions, json: bool) -> None:
     table = Table("digest", "model", "stored", "context", "bytes", box=None)
     for digest, stored in cards:
         size = sum(file.size for file in stored.card.files)
-        cells = digest[:16], in_markup(stored.model), utc(stored.at_us), str(stored.card.context_tokens), str(size)
+        cells = (
+            digest[:SHOWN_DIGITS],
+            in_markup(stored.model),
+            utc(stored.at_us),
+            str(stored.card.context_tokens),
+            str(size),
+        )
         table.add_row(*cells)
     results().print(table)
     for alias in aliases:
         typer.echo(f"alias {printable(alias.alias)}: {_described(alias)}")
+
+
+def run_remove(*, name: str, kafka: KafkaOptions) -> None:
+    """Run `forebay model remove`. command.py documents its options."""
+    with explained():
+        removed = asyncio.run(_remove(kafka.settings(), name))
+    for digest in removed:
+        typer.echo(f"removed {digest}")
+
+
+async def _remove(settings: KafkaSettings, name: str) -> list[str]:
+    """Remove the cards that `name` means, and return their digests. A reason to keep them ends the command."""
+    async with _opened(settings) as (log, store):
+        model, digests = _meant(store, name)
+        directory = Directory(log)
+        await directory.start()
+        directory.close()
+        used = await cards_in_use(log, directory.groups.partitions)
+        for group, digest in sorted(used.items()):
+            if digest in digests:
+                fail(f"workers of {printable(group)} use the card {digest[:SHOWN_DIGITS]} of {model}; stop them first")
+        await store.remove(digests)
+        return digests
+
+
+def _meant(store: ModelStore, name: str) -> tuple[str, list[str]]:
+    """Return the model and the digests of the cards that an argument means. An invalid argument ends the command."""
+    by_model: dict[str, list[str]] = {}
+    for digest, stored in store.cards.items():
+        by_model.setdefault(stored.model, []).append(digest)
+    if name in by_model:
+        aliases = [
+            one.alias for one in store.aliases.values() if name in (one.fallback, *(t.model for t in one.targets))
+        ]
+        if aliases:
+            fail(f"the alias {printable(aliases[0])} names {name}; move it or remove it first (forebay model alias)")
+        return name, by_model[name]
+    found = [digest for digest in store.cards if digest.startswith(name)] if DIGEST.fullmatch(name) else []
+    if len(found) > 1:
+        fail(f"{name} begins {len(found)} digests; give more digits")
+    if not found:
+        fail(f"NAME|DIGEST: {unknown_name('model', name, sorted(by_model))}; `forebay model list` shows the digests")
+    model = store.cards[found[0]].model
+    if found[0] == by_model[model][-1]:
+        fail(
+            f"{found[0][:SHOWN_DIGITS]} is the newest card of {printable(model)}; `forebay model remove"
+            f" {printable(model)}` removes all cards of this model"
+        )
+    return printable(model), found
 
 
 def run_alias(
@@ -121,12 +184,19 @@ async def _list(settings: KafkaSettings) -> tuple[list[tuple[str, ModelStored]],
 @asynccontextmanager
 async def _store(settings: KafkaSettings) -> AsyncIterator[ModelStore]:
     """Connect to the topic `models`. Raises LogError if Kafka has no topics of forebay."""
+    async with _opened(settings) as (_, store):
+        yield store
+
+
+@asynccontextmanager
+async def _opened(settings: KafkaSettings) -> AsyncIterator[tuple[Log, ModelStore]]:
+    """Connect to Kafka and its topic `models`. Raises LogError if Kafka has no topics of forebay."""
     await count_topics(settings)
     log = await KafkaLog.open(settings)
     store = ModelStore(log)
     try:
         await store.start()
-        yield store
+        yield log, store
     finally:
         store.close()
         await log.close()

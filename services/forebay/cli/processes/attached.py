@@ -24,19 +24,20 @@ from forebay.cli.common.logs import announce
 from forebay.cli.common.metrics_server import Probe
 from forebay.cli.common.process_metrics import process_registry
 from forebay.cli.common.shutdown import stop_notice
+from forebay.cli.processes.card_keeper import keep_card
 from forebay.cli.processes.engine_options import EngineOptions, pool_of
 from forebay.cli.processes.engines import SIZE_OPTIONS
-from forebay.cli.processes.joining import join_group, stored_card, warn_if_not_admitted
+from forebay.cli.processes.joining import join_group, warn_if_not_admitted
 from forebay.cli.processes.model_source import HUB_NAME, find_model
 from forebay.cli.processes.options import adapters, named
 from forebay.cli.processes.upstream_options import Upstream
 from forebay.events.control import Role
 from forebay.events.fleet import WorkerSpec
-from forebay.events.models import ModelCard
 from forebay.ingress.errors import Unusable
 from forebay.ingress.model import Model, model_name_of
 from forebay.ingress.model_cards import read_card
 from forebay.transport.base import Log
+from forebay.transport.models import stored_card
 from forebay.workers.engine import EngineError
 from forebay.workers.engines.attached.engine import ROLES, AttachedEngine
 from forebay.workers.engines.attached.server import Server, ServerInfo
@@ -52,7 +53,6 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 2.0  # pause before a server that does not respond is tried again
 ENGINE = "attached"
-Card = tuple[ModelCard, dict[str, bytes]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,18 +223,19 @@ class _Fleet:
                 f"the server {one.upstream.url} serves {info.model} now, but worker {one.worker_id} joined with"
                 f" {one.model}; restart the worker to serve the new model"
             )
-        engine, spec, card = await runtime.offload(_engine, one, info, settings)
+        engine, spec, folder = await runtime.offload(_engine, one, info, settings)
+        card = await runtime.offload(read_card, folder)
         if card is not None:
             spec = msgspec.structs.replace(spec, card=await stored_card(self._log, spec.model, *card))
         one.model = info.model
         announce(
             f"forebay: worker {spec.worker_id} requests to join {spec.model}, pool {spec.pool}, for {one.upstream.url}"
         )
-        waiting = asyncio.create_task(warn_if_not_admitted(one.probes, spec.worker_id))
+        beside = [asyncio.create_task(warn_if_not_admitted(one.probes, spec.worker_id))]
         try:
             partition = await join_group(self._cluster, self._log, spec)
             token = uuid.uuid4().hex
-            one.worker = one.probes.worker = Worker(
+            worker = one.worker = one.probes.worker = Worker(
                 self._log,
                 self._keeper,
                 spec,
@@ -247,9 +248,13 @@ class _Fleet:
             self._register()
             if self._stopping.is_set():
                 return
-            await one.worker.run()
+            if card is not None:
+                keeping = keep_card(self._log, spec.model, spec.card, folder, lambda: worker.worker_epoch is not None)
+                beside.append(asyncio.create_task(keeping))
+            await worker.run()
         finally:
-            waiting.cancel()
+            for task in beside:
+                task.cancel()
             one.worker = None
 
     def _register(self) -> None:
@@ -268,10 +273,8 @@ async def _described(upstream: Upstream, settings: UpstreamSettings) -> ServerIn
         await server.close()
 
 
-def _engine(
-    one: Attachment, info: ServerInfo, settings: UpstreamSettings
-) -> tuple[AttachedEngine, WorkerSpec, Card | None]:
-    """Return the engine of a server, the spec of its worker, and the card of its model."""
+def _engine(one: Attachment, info: ServerInfo, settings: UpstreamSettings) -> tuple[AttachedEngine, WorkerSpec, Path]:
+    """Return the engine of a server, the spec of its worker, and the directory of its model's tokenizer."""
     options, url = settings.engine, one.upstream.url
     directory = _tokenizer_of(info, options, url)
     name = model_name_of(None, options.model_name or _api_name(info.model))
@@ -308,7 +311,7 @@ def _engine(
         kv_events=source is not None,
         role=role,
     )
-    return engine, spec, read_card(directory)
+    return engine, spec, directory
 
 
 def _api_name(served: str) -> str:

@@ -1,19 +1,16 @@
-"""Join of a worker to the group of its model: stored model card, topics of its pool, partition of the group."""
+"""Join of a worker to the group of its model: the topic of its pool, and the partition of the group."""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
 
 from forebay.cli.common.cluster import leases_at
 from forebay.cli.common.cluster_options import Cluster
 from forebay.cli.common.errors import complain
 from forebay.events.fleet import WorkerSpec
-from forebay.events.models import ModelCard
 from forebay.transport.base import LeaseError, Leases, Log
 from forebay.transport.directory import Directory
 from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics
-from forebay.transport.models import ModelStore
 from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.probes import Probes
 
@@ -42,19 +39,6 @@ async def join_group(cluster: Cluster, log: Log, spec: WorkerSpec) -> int:
         return await _partition_of(directory, leases_at(cluster.redis_url, cluster.kafka.namespace), spec.model)
     finally:
         directory.close()
-
-
-async def stored_card(log: Log, model: str, card: ModelCard, files: Mapping[str, bytes]) -> str:
-    """Store the model card of a worker unless it is stored already, and return its digest.
-
-    Raises LogError if the log fails.
-    """
-    store = ModelStore(log)
-    await store.start()
-    try:
-        return await store.store(model, card, files)
-    finally:
-        store.close()
 
 
 async def warn_if_not_admitted(probes: Probes, name: str, *, check_s: float = CHECK_S) -> None:

@@ -22,6 +22,13 @@ ModelOption = Annotated[
         help="Model directory, or ORG/NAME on the Hugging Face Hub. Real engines need weights. Default: a mock model.",
     ),
 ]
+ModelsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Model directory, or ORG/NAME on the Hugging Face Hub. Real engines need weights. Repeatable: each model"
+        " has its own workers. Default: a mock model.",
+    ),
+]
 RevisionOption = Annotated[
     str | None,
     typer.Option(help="Branch, tag or commit of a model on the Hugging Face Hub. Default: its default branch."),

@@ -1,5 +1,6 @@
 """Settings of `forebay up`, in their own module, so that other commands do not import an HTTP server."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Number of workers that `forebay up` runs, by role.
+    """Number of workers that `forebay up` runs for a model, by role.
 
     Attributes:
         aggregated: workers that compute prompts and responses, by pool.
@@ -44,14 +45,24 @@ class Workers:
         """Whether prefill workers may compute the prompts."""
         return self.decode > 0
 
-    def places(self, engine: "EngineChoice") -> "dict[str, WorkerPlace]":
-        """Return the role and the pool of each worker by its id."""
+    def places(self, engine: "EngineChoice", used: Counter[str] | None = None) -> "dict[str, WorkerPlace]":
+        """Return the role and the pool of each worker by its id.
+
+        Args:
+            engine: Engine of the workers.
+            used: Number of ids that other models use, by kind. The ids of these workers are added.
+        """
+        used = Counter() if used is None else used
         label = engine.label.lower()
         aggregated = [WorkerPlace("aggregated", pool) for pool, count in self.aggregated.items() for _ in range(count)]
         prefill = [WorkerPlace("prefill", pool_of("prefill"))] * self.prefill
         decode = [WorkerPlace("decode", pool_of("decode"))] * self.decode
         kinds = ((label, aggregated), ("prefill", prefill), ("decode", decode))
-        return {f"{name}-{number}": place for name, places in kinds for number, place in enumerate(places)}
+        found: dict[str, WorkerPlace] = {}
+        for name, places in kinds:
+            found |= {f"{name}-{used[name] + number}": place for number, place in enumerate(places)}
+            used[name] += len(places)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,34 +74,50 @@ class WorkerPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddedModel:
+    """One model of `forebay up`, which has a group of its own.
+
+    Attributes:
+        engine: engine of every worker of the model. The ingress serves the model and the adapters of this engine.
+        places: role and pool of each worker by its id. Ids are unique among all models.
+        routing: rules for the choice of pools; None keeps those of the log.
+    """
+
+    engine: "EngineChoice"
+    places: dict[str, WorkerPlace]
+    routing: PoolRouting | None
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.engine.settings.model_name
+
+
+@dataclass(frozen=True, slots=True)
 class EmbeddedSettings:
     """Settings of `forebay up`.
 
     Attributes:
         log: path of the log file; None keeps the log in memory.
-        engine: engine of every worker. The ingress serves the model and the adapters of this engine.
-        router: configuration of the router.
-        policies: custom policies that the owner may run.
-        places: role and pool of each worker by its id.
-        routing: rules for the choice of pools; None keeps those of the log.
+        models: the models, at least one.
+        router: configuration of all routers.
+        policies: custom policies that the owners may run.
         taints: taints (labels) of each worker by its id.
         kv_events: whether workers report the contents of their caches.
-        ingress: settings of the ingress, without the block size, which the engine reports.
+        ingress: settings of the ingress, without the block size, which the engines report.
         endpoint: address at which the ingress serves HTTP.
         drain_s: maximum seconds to wait for requests in flight after a signal.
         lease_ttl_s: seconds without a lease renewal after which a worker is lost.
-        snapshots: when the owner takes a snapshot.
+        snapshots: when an owner takes a snapshot.
         log_limits: maximum size and age of the log.
         log_sync: whether an acknowledged append survives a power loss (`full`), or only the death of the process.
         console: settings of a console in another process; None for no console.
     """
 
     log: Path | None
-    engine: "EngineChoice"
+    models: tuple[EmbeddedModel, ...]
     router: RouterConfig
     policies: "CustomPolicies"
-    places: dict[str, WorkerPlace]
-    routing: PoolRouting | None
     taints: dict[str, tuple[str, ...]]
     kv_events: bool
     ingress: "IngressSettings"

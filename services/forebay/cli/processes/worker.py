@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import uuid
+from pathlib import Path
 
 import msgspec
 
@@ -14,15 +15,17 @@ from forebay.cli.common.logs import LoggingOptions, announce
 from forebay.cli.common.process_metrics import process_registry
 from forebay.cli.common.shutdown import stop_notice
 from forebay.cli.processes.attached import UpstreamSettings, attachments, check_options, run_attached
+from forebay.cli.processes.card_keeper import keep_card
 from forebay.cli.processes.engine_options import EngineOptions
 from forebay.cli.processes.engines import built, ranked_from, reached_at
-from forebay.cli.processes.joining import join_group, stored_card, warn_if_not_admitted
+from forebay.cli.processes.joining import join_group, warn_if_not_admitted
 from forebay.cli.processes.options import KvEventsOption, names
 from forebay.cli.processes.upstream_options import UpstreamOptions
 from forebay.events.fleet import WorkerSpec
 from forebay.events.models import ModelCard
 from forebay.ingress.errors import Unusable
 from forebay.ingress.model_cards import read_card
+from forebay.transport.models import stored_card
 from forebay.workers.engine import Engine
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
 from forebay.workers.runtime.metrics import WorkerMetrics
@@ -74,13 +77,14 @@ def run_worker(
             kv_events=kv_events,
         )
         card = read_card(choice.settings.model)
-    run_service(_run(cluster, spec, running, card, lease_ttl_s=lease_ttl_s, drain_s=drain_s))
+    run_service(_run(cluster, spec, running, choice.settings.model, card, lease_ttl_s=lease_ttl_s, drain_s=drain_s))
 
 
 async def _run(
     cluster: Cluster,
     spec: WorkerSpec,
     engine: Engine,
+    folder: Path,
     card: tuple[ModelCard, dict[str, bytes]] | None,
     *,
     lease_ttl_s: float,
@@ -106,8 +110,16 @@ async def _run(
             announce(stop_notice(f"worker {spec.worker_id}", len(worker.active_requests), drain_s))
             worker.drain(drain_s)
 
+        def is_member() -> bool:
+            return worker.worker_epoch is not None
+
+        keeping = None
+        if card is not None:
+            keeping = asyncio.create_task(keep_card(log, spec.model, spec.card, folder, is_member))
         try:
             await until_signal(worker.run(), stop=stop, stop_s=drain_s + ENGINE_STOP_S)
         finally:
             waiting.cancel()
+            if keeping is not None:
+                keeping.cancel()
             await keeper.stop()

@@ -72,7 +72,12 @@ def add_admin(app: FastAPI, ingress: GroupClient) -> None:
 
     Each route requires the admin token in `ingress.settings.admin_token`.
     """
-    router = APIRouter(dependencies=[Depends(_token_check(ingress.settings.admin_token))])
+
+    async def require_model(request: Request) -> None:
+        for name in request.query_params.getlist("model"):  # an ingress of several models has removed the parameter
+            adapter_of(name, ingress.settings.model_name, ())
+
+    router = APIRouter(dependencies=[Depends(_token_check(ingress.settings.admin_token)), Depends(require_model)])
     add_commands(router, ingress)
     add_pool_rules(router, ingress)
     pools = ingress.pools

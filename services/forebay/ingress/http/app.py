@@ -32,7 +32,7 @@ from forebay.ingress.http.openapi import RUNS, body_of, describe, errors, stream
 from forebay.ingress.http.origin_guard import OriginGuard
 from forebay.ingress.http.pages import add_pages
 from forebay.ingress.http.queries import add_explain, add_route_query
-from forebay.ingress.http.status import SharedReader, StatusReader, add_status
+from forebay.ingress.http.status import SharedReader, StatusOf, StatusReader, add_status
 from forebay.ingress.http.tokenization import BODIES as TOKENIZATION_BODIES
 from forebay.ingress.http.tokenization import add_tokenization
 from forebay.ingress.openai.embeddings import EmbeddingBody
@@ -49,6 +49,7 @@ def build_app(
     explainer: Explainer | None = None,
     hosts: frozenset[str] | None = None,
     read_status: StatusReader | None = None,
+    status_of: StatusOf | None = None,
 ) -> FastAPI:
     """Return the HTTP application of an ingress.
 
@@ -57,7 +58,8 @@ def build_app(
         registry: metrics that /metrics returns.
         explainer: explains the routing of a request; with None the explain route responds with 501.
         hosts: accepted values of the header `Host`; None accepts every value.
-        read_status: returns the status of the group; with None the status route responds with 501.
+        read_status: returns the status of the only model; with None the status route responds with 501.
+        status_of: returns the status of one of several models by its name; with None it is derived from the log.
     """
     app = IngressApp(title="forebay", summary="OpenAI-compatible ingress", docs_url=None, redoc_url=None)
     app.front = _front(app, models, hosts)
@@ -74,7 +76,7 @@ def build_app(
     if isinstance(models, OneModel):
         _add_group_routes(app, models.ingress, explain, read_status)
     else:
-        _add_routes_by_model(app, models, explain)
+        _add_routes_by_model(app, models, explain, status_of)
     admin = ADMIN_BODIES if settings.admin_token else ()
     bodies = (ChatBody, TextBody, EmbeddingBody, *TOKENIZATION_BODIES, *admin)
     describe(app, bodies, (GroupStatus,), has_key=bool(settings.api_keys))
@@ -89,7 +91,7 @@ def _add_group_routes(app: FastAPI, group: GroupClient, explainer: Explainer, re
         add_admin(app, group)
 
 
-def _add_routes_by_model(app: FastAPI, models: ServedModels, explainer: Explainer) -> None:
+def _add_routes_by_model(app: FastAPI, models: ServedModels, explainer: Explainer, status_of: StatusOf | None) -> None:
     """Add the same routes for several models. The query parameter `model` names the model of a request.
 
     The parameter may be left out if there is only one model.
@@ -98,9 +100,12 @@ def _add_routes_by_model(app: FastAPI, models: ServedModels, explainer: Explaine
     apps: dict[str, FastAPI] = {}  # by model; the log has few models
 
     def app_of(group: GroupClient) -> FastAPI:
-        derived = SharedReader(lambda: explainer.status(group.settings.model_name, group.require_partition()))
+        name = group.settings.model_name
+        derived = SharedReader(lambda: explainer.status(name, group.require_partition()))
 
         async def read_status() -> GroupStatus:
+            if status_of is not None:
+                return await status_of(name)
             status = await derived.read()
             return status if group.heartbeats is None else with_heartbeats(status, group.heartbeats)
 

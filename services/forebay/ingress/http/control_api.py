@@ -316,7 +316,7 @@ def _query(request: Request) -> dict[str, Any]:
                 fields[name] = int(text) if name == "level" else float(text)
             except ValueError as error:
                 raise invalid(f"{name} is {text!r}; it must be a number", name) from error
-        else:
+        elif name != "model":  # the admin API has checked it
             fields[name] = text
     return fields
 

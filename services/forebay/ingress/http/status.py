@@ -15,6 +15,7 @@ from forebay.replay.status import GroupStatus
 SHARED_S = 1.0  # a derivation takes about a second of CPU time, so scripts that poll cost at most about half a core
 
 StatusReader = Callable[[], Awaitable[GroupStatus]]  # may raise ApiError or LogError
+StatusOf = Callable[[str], Awaitable[GroupStatus]]  # the same for the model of this name
 
 
 class SharedReader:

@@ -2,17 +2,18 @@
 
 Theory of operation. Retention reads a snapshot back. If the snapshot is complete, retention may delete all records
 before it, and the log then begins with that snapshot. The log therefore always holds a verified state and all records
-after it. `groups` and `control` are kept whole. The prompts and responses of requests in flight are kept as well,
-because a worker that takes over a request reads them again.
+after it. `groups`, `control` and `models` are kept whole. The prompts and responses of requests in flight are kept as
+well, because a worker that takes over a request reads them again.
 
 If the log is over its size and no snapshot allows a deletion, retention requests an early snapshot from the owner.
 Deletions are transactions of a few records on the event loop, with pauses between them. A decision waits for at most
-one such transaction.
+one such transaction. Each group of a log has a retention, which also deletes from topics that all groups share.
 """
 
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 
@@ -20,7 +21,7 @@ from forebay import runtime
 from forebay.events.decisions import SnapshotRecord
 from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import WorldState
-from forebay.events.topics import CONTROL, DECISIONS, GROUPS, INPUTS, REQUESTS, SNAPSHOTS, TOKENS
+from forebay.events.topics import CONTROL, DECISIONS, GROUPS, INPUTS, MODELS, REQUESTS, SNAPSHOTS, TOKENS
 from forebay.live.owner.owner import Owner
 from forebay.live.owner.recorded_requests import SubmissionReader
 from forebay.transport.base import LogError
@@ -41,7 +42,7 @@ SCAN_RECORDS = 64  # journal records per read while searching for a snapshot
 SUBMISSIONS_MAX = 64  # read the submissions of the oldest requests in flight, whose responses begin first
 GROWTH = 1.5  # a log over its limit grows by this factor before another early snapshot is requested
 SNAPSHOT_TAGS = (b'"snapshot.taken"', b'"sealed"')
-KEPT = (GROUPS.name, CONTROL.name)
+KEPT = (GROUPS.name, CONTROL.name, MODELS.name)
 
 
 class RetentionLimits(msgspec.Struct, frozen=True):
@@ -61,6 +62,7 @@ class Retention:
 
     Attributes:
         limits: Limits of the log.
+        peers: Retentions of the other groups of the log, whose requests in flight need records of shared topics.
         trimmed: Number of deleted records by topic.
         refused: Number of snapshots that were incomplete when read back, so that no record was deleted for them.
     """
@@ -75,6 +77,7 @@ class Retention:
         self._age_checked_s = -AGE_CHECK_S
         self._slice = 1
         self.limits = limits
+        self.peers: Sequence[Retention] = ()
         self.trimmed: Counter[str] = Counter()
         self.refused = 0
 
@@ -198,6 +201,10 @@ class Retention:
                 floors[topic, number] = await self._offset_at(topic, number, end, sealed_us)
         for place, first_needed in (await self._offsets_in_flight()).items():
             floors[place] = min(first_needed, floors.get(place, first_needed))
+        for peer in self.peers:
+            for place, first_needed in (await peer._offsets_in_flight()).items():
+                if place[0] == TOKENS.name and place in floors:
+                    floors[place] = min(first_needed, floors[place])
         return floors
 
     async def _offsets_in_flight(self) -> dict[tuple[str, int], int]:

@@ -1,5 +1,6 @@
 """Prometheus metrics of an embedded log: its size, its first offsets, and the records that retention removed."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,16 +11,21 @@ from forebay.transport.sqlite.log import SqliteLog
 
 
 class RetentionMetrics(Collector):
-    """Prometheus metrics of one embedded log."""
+    """Prometheus metrics of one embedded log.
 
-    def __init__(self, log: SqliteLog, retention: Retention) -> None:
+    Args:
+        log: The log.
+        retentions: Retentions of the groups of the log, which have the same limits.
+    """
+
+    def __init__(self, log: SqliteLog, *retentions: Retention) -> None:
         self._log = log
-        self._retention = retention
+        self._retentions = retentions
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics."""
         used, file = self._log.bytes_used()
-        limit = self._retention.limits.size_bytes
+        limit = self._retentions[0].limits.size_bytes
         yield GaugeMetricFamily("forebay_log_bytes", "bytes of records in the log", value=used)
         yield GaugeMetricFamily("forebay_log_file_bytes", "bytes of the log file, including free pages", value=file)
         text = "maximum bytes of records in the log, from --log-max-size"
@@ -30,8 +36,10 @@ class RetentionMetrics(Collector):
             first.add_metric([topic, str(partition)], offset)
         yield first
         trimmed = CounterMetricFamily("forebay_log_trimmed_records", "records removed by retention", labels=["topic"])
-        for topic, count in sorted(self._retention.trimmed.items()):
+        counts = sum((retention.trimmed for retention in self._retentions), Counter[str]())
+        for topic, count in sorted(counts.items()):
             trimmed.add_metric([topic], count)
         yield trimmed
         text = "snapshots that retention found damaged or incomplete, and therefore kept all records for"
-        yield CounterMetricFamily("forebay_log_snapshots_refused", text, value=self._retention.refused)
+        refused = sum(retention.refused for retention in self._retentions)
+        yield CounterMetricFamily("forebay_log_snapshots_refused", text, value=refused)

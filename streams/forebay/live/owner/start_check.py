@@ -1,68 +1,145 @@
-"""Open an embedded log for writing, after a check of every record that a start depends on.
+"""Open an embedded log for writing, after a check of every record that a start depends on, and place its groups.
 
 Theory of operation. The check writes nothing. A starting owner depends on the newest snapshot, the journal and the
 input records after it, the prompts and responses of requests in flight, `groups`, `control`, and the end of each
 partition. Recovery checks the first three: a standby follows the journal on a read-only connection. The owner then
 takes over this standby, so recovery runs only once. The check does not read the history before the snapshot, which can
 have any length; `forebay replay verify` does.
+
+A log of one model has no records on `groups`. Once a log has several models, `groups` has the control partition of
+each of them, as on Kafka. The model that the log had alone keeps partition 0.
 """
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from forebay import runtime
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
+from forebay.events.codec import encode
+from forebay.events.groups import GroupPlaced
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, INPUTS, TOKENS
 from forebay.live.owner.recorded_requests import SubmissionReader
 from forebay.live.router.standby import RecoveryDiverged, Standby
-from forebay.transport.base import LogError, LogSync, PolicyNotAllowed
+from forebay.transport.base import Draft, LogError, LogSync, PolicyNotAllowed
+from forebay.transport.directory import PARTITION as DIRECTORY
+from forebay.transport.history.groups import groups_of
 from forebay.transport.history.reader import PAGE_RECORDS, OtherRules
 from forebay.transport.sqlite.log import LogUnusable, SqliteLog
 from forebay.transport.sqlite.schema import LogEmpty, WriterLock, check_place
 
+GROUPS_MAX = 64  # control partitions of a log with several models; each can use every 64th slot of a pool
+
+
+class CheckedGroup(NamedTuple):
+    """Group of a log that was opened for writing.
+
+    Attributes:
+        partition: Control partition of the group.
+        standby: Standby that has followed the journal to the end. None for a new log and for a log in memory.
+    """
+
+    partition: int
+    standby: Standby | None
+
+
+class CheckedLog(NamedTuple):
+    """Log that was opened for writing.
+
+    Attributes:
+        log: The log.
+        groups: Groups of the models to serve, by model.
+        partitions: Number of control partitions, between which the groups divide the slots of workers.
+    """
+
+    log: SqliteLog
+    groups: dict[str, CheckedGroup]
+    partitions: int
+
 
 async def open_checked(
-    path: Path | None, partition: int, custom: CustomPolicies = ONLY_BUILT_IN, *, sync: LogSync = "normal"
-) -> tuple[SqliteLog, Standby | None]:
-    """Open a log for writing, and return it with a standby that has followed its journal to the end.
+    path: Path | None, models: Sequence[str], custom: CustomPolicies = ONLY_BUILT_IN, *, sync: LogSync = "normal"
+) -> CheckedLog:
+    """Open a log for writing, and assign a control partition to each model that has none.
 
     Args:
         path: File of the log, or None for a log in memory.
-        partition: Control partition of the group.
+        models: Names of the models to serve.
         custom: Custom policies that this process may run.
         sync: Whether an acknowledged append survives a power loss (`full`), or only the death of the process.
 
-    Returns:
-        The log, and the standby. The standby is None for a new log and for a log in memory.
-
     Raises:
-        LogUnusable: The file is not a log, or a part that a start depends on is damaged.
+        LogUnusable: The file is not a log, a part that a start depends on is damaged, or no partition is free.
         OtherRules: A program with other decision rules wrote the journal.
         RecoveryDiverged: The recorded events lead to other decisions in this version.
         PolicyNotAllowed: A recorded decision was made by a custom policy that this process may not run.
     """
     if path is None:
-        return SqliteLog.open(None), None
+        return await _placed(SqliteLog.open(None), models, {})
     check_place(path, readonly=False)
     lock = WriterLock(path)
     try:
-        standby = await _check(path, partition, custom)
+        standbys = await _check(path, models, custom)
     except BaseException:
         lock.close()
         raise
     log = SqliteLog.open(path, lock=lock, sync=sync)
-    if standby is not None:
+    try:
+        return await _placed(log, models, standbys)
+    except BaseException:
+        log.close()
+        raise
+
+
+async def _placed(log: SqliteLog, models: Sequence[str], standbys: dict[int, Standby]) -> CheckedLog:
+    """Append the placements that the log lacks, and return the log with its groups."""
+    partitions = await _partitions_of(log, models)
+    has_placements = await log.end(GROUPS.name, DIRECTORY) > 0
+    if has_placements or len(models) > 1:
+        known = await groups_of(log) if has_placements else {}
+        missing = [(name, number) for name, number in partitions.items() if name not in known]
+        events = [GroupPlaced(group=name, partition=number, at_us=runtime.wall_us()) for name, number in missing]
+        await log.append([Draft(GROUPS.name, DIRECTORY, encode(GROUPS, one), one.group.encode()) for one in events])
+        has_placements = True
+    for standby in standbys.values():
         standby.continue_on(log)
-    return log, standby
+    groups = {model: CheckedGroup(partitions[model], standbys.get(partitions[model])) for model in models}
+    return CheckedLog(log, groups, GROUPS_MAX if has_placements else 1)
 
 
-async def _check(path: Path, partition: int, custom: CustomPolicies) -> Standby | None:
+async def _partitions_of(log: SqliteLog, models: Sequence[str]) -> dict[str, int]:
+    """Return the control partitions of all groups of a log and of `models`. Partitions are permanent.
+
+    Raises LogUnusable if there are too many groups.
+    """
+    if len(models) == 1 and not await log.end(GROUPS.name, DIRECTORY):
+        return {models[0]: 0}  # also if the log had another model before
+    partitions = {name: number for name, number in (await groups_of(log)).items() if name}
+    for model in models:
+        if model not in partitions:
+            taken = set(partitions.values())
+            free = next((number for number in range(GROUPS_MAX) if number not in taken), None)
+            if free is None:
+                raise LogUnusable(
+                    f"the log has no control partition for the model {model}: all {GROUPS_MAX} belong to other models;"
+                    " pass a new file to --log"
+                )
+            partitions[model] = free
+    return partitions
+
+
+async def _check(path: Path, models: Sequence[str], custom: CustomPolicies) -> dict[int, Standby]:
+    """Check the groups of the models, and return a standby for each of their control partitions."""
     reader = _reader(path)
     if reader is None:
-        return None
+        return {}
     try:
         if reader.recording is not None:
-            return None  # opening a recording for writing fails with its own message
-        return await check_trusted(reader, partition, custom)
+            return {}  # opening a recording for writing fails with its own message
+        reader.check_ends()
+        partitions = await _partitions_of(reader, models)
+        return {partitions[model]: await check_trusted(reader, partitions[model], custom) for model in models}
     except (OtherRules, RecoveryDiverged, PolicyNotAllowed):
         raise
     except LogError as error:
@@ -90,7 +167,6 @@ async def check_trusted(log: SqliteLog, partition: int, custom: CustomPolicies =
 
     Raises LogError for the first part that is damaged or missing.
     """
-    log.check_ends()
     standby = Standby(log, partition, custom=custom, waits_for_seal=True)
     await standby.catch_up(await log.end(DECISIONS.name, partition))
     await standby.prepare_claim()

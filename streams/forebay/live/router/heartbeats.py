@@ -10,7 +10,6 @@ from forebay import runtime
 from forebay.core.state.fleet import WorkerPhase
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.codec import encode
-from forebay.events.control import Role
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import FLEET, HEARTBEATS
 from forebay.events.versions import EVENTS_VERSION
@@ -19,6 +18,27 @@ from forebay.transport.base import Draft, Log, LogError
 
 OWNER_EVERY_S = 0.25  # standbys claim after 0.8 s without heartbeats (`forebay.live.router.succession.SILENT_S`)
 STANDBY_EVERY_S = 1.0  # a standby counts for ten seconds after its heartbeat
+
+
+def owner_heartbeat(world: World, group: str, router_id: str, position: int = 0) -> RouterHeartbeat:
+    """Return the heartbeat of an owner with this world, whose journal ends at `position`."""
+    specs = [worker.spec for worker in world.fleet.workers() if worker.phase is WorkerPhase.READY]
+    ready = Counter(spec.role for spec in specs)
+    return RouterHeartbeat(
+        group=group,
+        router_id=router_id,
+        role="owner",
+        owner_epoch=world.owner_epoch,
+        position=position,
+        ready_aggregated=ready["aggregated"],
+        ready_prefill=ready["prefill"],
+        ready_decode=ready["decode"],
+        at_us=runtime.wall_us(),
+        policies=world.owner_policies,
+        core_version=CORE_VERSION,
+        events_version=EVENTS_VERSION,
+        card=next((spec.card for spec in specs if spec.card), ""),
+    )
 
 
 class HeartbeatWriter:
@@ -53,24 +73,21 @@ class HeartbeatWriter:
             self._due_s = runtime.monotonic_s() + OWNER_EVERY_S  # the loop sleeps until then
             return
         self._fleet_read = fleet_read
-        specs = [worker.spec for worker in world.fleet.workers() if worker.phase is WorkerPhase.READY]
-        card = next((spec.card for spec in specs if spec.card), "")
-        ready = Counter(spec.role for spec in specs)
-        self._append(self._draft("owner", world, position, ready, card=card), OWNER_EVERY_S)
+        self._append(self._draft(owner_heartbeat(world, self._group, self._router_id, position)), OWNER_EVERY_S)
 
     async def release(self, world: World, position: int) -> None:
         """Append the last heartbeat of an owner that has sealed its journal, so that a standby claims at once."""
         self.close()
         with contextlib.suppress(LogError):  # the standbys also find the seal in the journal
-            await self._log.append([self._draft("owner", world, position, Counter(), released=True)])
+            await self._log.append([self._draft(self._of("owner", world, position, released=True))])
 
     async def beat_as_standby(self, standby: Standby, is_preferred: Callable[[], bool]) -> None:
         """Append heartbeats of a standby until cancelled, unless `standby` has failed."""
         while True:
             self._hurry.clear()
             if standby.failed is None and not self._is_appending():
-                draft = self._draft("standby", standby.world, standby.position, Counter(), preferred=is_preferred())
-                self._append(draft, STANDBY_EVERY_S)
+                beat = self._of("standby", standby.world, standby.position, preferred=is_preferred())
+                self._append(self._draft(beat), STANDBY_EVERY_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.due_in_s() or STANDBY_EVERY_S):
                     await self._hurry.wait()
@@ -81,9 +98,9 @@ class HeartbeatWriter:
 
     async def probe(self, standby: Standby, *, preferred: bool) -> int | None:
         """Append a heartbeat of a standby and return its offset, or None if the log does not accept it."""
-        draft = self._draft("standby", standby.world, standby.position, Counter(), preferred=preferred)
+        beat = self._of("standby", standby.world, standby.position, preferred=preferred)
         try:
-            (offset,) = await self._log.append([draft])
+            (offset,) = await self._log.append([self._draft(beat)])
         except LogError:
             return None
         return offset
@@ -96,35 +113,32 @@ class HeartbeatWriter:
     def _is_appending(self) -> bool:
         return self._appending is not None and not self._appending.done()
 
-    def _draft(
+    def _of(
         self,
         role: Literal["owner", "standby"],
         world: World,
         position: int,
-        ready: Counter[Role],
         *,
         preferred: bool = False,
         released: bool = False,
-        card: str = "",
-    ) -> Draft:
-        heartbeat = RouterHeartbeat(
+    ) -> RouterHeartbeat:
+        """Return a heartbeat without the ready workers."""
+        return RouterHeartbeat(
             group=self._group,
             router_id=self._router_id,
             role=role,
             owner_epoch=world.owner_epoch,
             position=position,
-            ready_aggregated=ready["aggregated"],
-            ready_prefill=ready["prefill"],
-            ready_decode=ready["decode"],
             at_us=runtime.wall_us(),
             policies=world.owner_policies,
             preferred=preferred,
             released=released,
             core_version=CORE_VERSION,
             events_version=EVENTS_VERSION,
-            card=card,
         )
-        return Draft(HEARTBEATS.name, self._partition, encode(HEARTBEATS, heartbeat), self._router_id.encode())
+
+    def _draft(self, beat: RouterHeartbeat) -> Draft:
+        return Draft(HEARTBEATS.name, self._partition, encode(HEARTBEATS, beat), self._router_id.encode())
 
     def _append(self, draft: Draft, every_s: float) -> None:
         self._due_s = runtime.monotonic_s() + every_s

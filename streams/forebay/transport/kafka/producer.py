@@ -17,11 +17,13 @@ from aiokafka.errors import KafkaError
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from forebay import runtime
+from forebay.events.topics import MODELS
 from forebay.transport.base import Draft
 from forebay.transport.kafka.settings import REQUEST_MS, RETRY_BACKOFF_MS
 from forebay.transport.kafka.wire import Channel, ProducerId, Wire, is_transient
 
 MAGIC = 2
+COMPACTED = (MODELS.name,)
 NO_CODEC, SNAPPY = 0, 2
 # Below this size compression saves less time on the network and the disk than it costs.
 COMPRESSED_BYTES_MIN = 1 << 10
@@ -200,5 +202,6 @@ def _encoded(drafts: Sequence[tuple[Draft, int]], codec: int, producer: Producer
     )
     for index, (draft, at_ms) in enumerate(drafts):
         headers = [(name, value.encode()) for name, value in draft.headers.items()] if draft.headers else []
-        builder.append(index, at_ms, draft.key, draft.value, headers)
+        value = None if draft.topic in COMPACTED and not draft.value else draft.value  # removes the key
+        builder.append(index, at_ms, draft.key, value, headers)
     return bytes(builder.build())
