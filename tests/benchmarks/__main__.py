@@ -11,6 +11,7 @@ NAMES = (
     "hop",
     "http",
     "gateways",
+    "models",
     "owner",
     "kafka",
     "kafka-api",

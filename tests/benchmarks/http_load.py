@@ -40,11 +40,12 @@ def request_bytes(args: argparse.Namespace) -> Iterator[bytes]:
     shared = args.words // 2
     rng = random.Random(SEED)
     prefixes = [_words(rng, shared) for _ in range(GROUPS)]
+    models = args.model.split(",")
     for number in range(args.warmup + args.requests):
         rng = random.Random(SEED * 7919 + number)
         messages = [{"role": "user", "content": f"{rng.choice(prefixes)} {_words(rng, args.words - shared)}"}]
         body = json.dumps(
-            {"model": args.model, "messages": messages, "max_tokens": args.max_tokens, "stream": True}
+            {"model": models[number % len(models)], "messages": messages, "max_tokens": args.max_tokens, "stream": True}
         ).encode()
         yield f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
