@@ -6,8 +6,8 @@ attaches it again, but only if it still serves the same model.
 """
 
 import asyncio
-import contextlib
 import logging
+import os
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,6 +107,10 @@ def check_options(options: EngineOptions) -> None:
 
 def attachments(upstreams: list[Upstream], worker_id: str) -> list[Attachment]:
     """Return the attachments of the servers. With several servers, their number is added to a given worker id."""
+    names = [one.name for one in upstreams]
+    for upstream in upstreams:
+        if names.count(upstream.name) > 1:
+            raise Unusable(f"--upstream {upstream.url}: the server appears twice")
     ids = [f"{worker_id}-{at}" if len(upstreams) > 1 else worker_id for at in range(len(upstreams))]
     return [
         Attachment(upstream, named("--worker-id", "worker", given if worker_id else upstream.name))
@@ -170,32 +174,36 @@ class _Fleet:
         self._registry = registry
         self._metrics: WorkerMetrics | None = None
         self._drain_s = drain_s
-        self._stopping = asyncio.Event()
+        self._keeping: dict[str, asyncio.Task[None]] = {}
+        self._stopping = False
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for one in self._attached:
-                tasks.create_task(self._keep(one), name=one.worker_id)
+                self._keeping[one.worker_id] = tasks.create_task(self._keep(one), name=one.worker_id)
 
     async def stop(self) -> None:
-        self._stopping.set()
+        self._stopping = True
         for one in self._attached:
             if one.worker is not None:
                 announce(stop_notice(f"worker {one.worker_id}", len(one.worker.active_requests), self._drain_s))
                 one.worker.drain(self._drain_s)
+            elif (keeping := self._keeping.get(one.worker_id)) is not None:
+                keeping.cancel()  # it waits for the server or for a router
 
     async def _keep(self, one: Attachment) -> None:
         """Attach a server, and attach it again after it was lost, until the process stops."""
         warned = ""
-        while not self._stopping.is_set():
+        while not self._stopping:
             try:
                 await self._attach(one)
             except EngineError as error:
                 problem = str(error)
             except BaseExceptionGroup as group:
-                if group.subgroup(EngineError) is None:
+                lost, others = group.split(EngineError)
+                if lost is None or others is not None:
                     raise
-                problem = str(cause_of(group.subgroup(EngineError) or group))
+                problem = str(cause_of(lost))
             except Unusable as error:
                 if not one.model:
                     raise
@@ -205,9 +213,8 @@ class _Fleet:
             if problem != warned:
                 logger.warning("worker %s waits for its server, and retries: %s", one.worker_id, problem)
             warned = problem
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RETRY_S):
-                    await self._stopping.wait()
+            if not self._stopping:
+                await asyncio.sleep(RETRY_S)
 
     async def _attach(self, one: Attachment) -> None:
         """Start a worker for a server, and run it until it is drained.
@@ -245,12 +252,10 @@ class _Fleet:
                 drain_s=self._drain_s,
             )
             self._register()
-            if self._stopping.is_set():
-                return
             await one.worker.run()
         finally:
             waiting.cancel()
-            one.worker = None
+            one.worker = one.probes.worker = None  # while it waits for its server, the process is alive
 
     def _register(self) -> None:
         """Export the metrics of the current workers."""
@@ -326,7 +331,7 @@ def _tokenizer_of(info: ServerInfo, options: EngineOptions, url: str) -> Path:
         assert found is not None
         return found
     for named_by_server in (info.root, info.model):
-        if named_by_server and (Path(named_by_server).is_dir() or HUB_NAME.fullmatch(named_by_server)):
+        if named_by_server and (os.path.isdir(named_by_server) or HUB_NAME.fullmatch(named_by_server)):  # noqa: PTH112
             try:
                 found = find_model(named_by_server, None, "", weights=False).directory
             except Unusable as error:
