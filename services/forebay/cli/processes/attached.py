@@ -136,7 +136,7 @@ async def run_attached(
     async with connected(cluster, registry, probes) as log:
         keeper = LeaseKeeper(leases_at(cluster.redis_url, cluster.kafka.namespace), ttl_s=lease_ttl_s)
         keeper.start()
-        fleet = _Fleet(cluster, log, keeper, attached, settings, registry, drain_s)
+        fleet = AttachedWorkers(cluster, log, keeper, attached, settings, registry, drain_s)
         try:
             await until_signal(fleet.run(), stop=fleet.stop, stop_s=drain_s + ENGINE_STOP_S)
         finally:
@@ -153,8 +153,18 @@ def _combined(attached: list[Attachment], path: str) -> Probe:
     return probe
 
 
-class _Fleet:
-    """The workers of the process."""
+class AttachedWorkers:
+    """The workers of the process, one per server.
+
+    Args:
+        cluster: addresses of Kafka and Redis.
+        log: the log.
+        keeper: renews the leases of the workers.
+        attached: the servers.
+        settings: settings of all servers.
+        registry: receives the metrics of the workers.
+        drain_s: maximum seconds to wait for requests in flight after a stop.
+    """
 
     def __init__(
         self,
@@ -178,11 +188,13 @@ class _Fleet:
         self._stopping = False
 
     async def run(self) -> None:
+        """Attach all servers, until all workers have stopped."""
         async with asyncio.TaskGroup() as tasks:
             for one in self._attached:
                 self._keeping[one.worker_id] = tasks.create_task(self._keep(one), name=one.worker_id)
 
     async def stop(self) -> None:
+        """Drain the workers, and end the waits for servers."""
         self._stopping = True
         for one in self._attached:
             if one.worker is not None:
@@ -196,7 +208,7 @@ class _Fleet:
         warned = ""
         while not self._stopping:
             try:
-                await self._attach(one)
+                await self.attach(one)
             except EngineError as error:
                 problem = str(error)
             except BaseExceptionGroup as group:
@@ -216,7 +228,7 @@ class _Fleet:
             if not self._stopping:
                 await asyncio.sleep(RETRY_S)
 
-    async def _attach(self, one: Attachment) -> None:
+    async def attach(self, one: Attachment) -> None:
         """Start a worker for a server, and run it until it is drained.
 
         Raises:
@@ -224,13 +236,13 @@ class _Fleet:
             Unusable: its model has no tokenizer.
         """
         settings = self._settings
-        info = await _described(one.upstream, settings)
+        info = await described(one.upstream, settings)
         if one.model and info.model != one.model:
             raise EngineError(
                 f"the server {one.upstream.url} serves {info.model} now, but worker {one.worker_id} joined with"
                 f" {one.model}; restart the worker to serve the new model"
             )
-        engine, spec, card = await runtime.offload(_engine, one, info, settings)
+        engine, spec, card = await runtime.offload(engine_of, one, info, settings)
         if card is not None:
             spec = msgspec.structs.replace(spec, card=await stored_card(self._log, spec.model, *card))
         one.model = info.model
@@ -265,7 +277,8 @@ class _Fleet:
         self._registry.register(self._metrics)
 
 
-async def _described(upstream: Upstream, settings: UpstreamSettings) -> ServerInfo:
+async def described(upstream: Upstream, settings: UpstreamSettings) -> ServerInfo:
+    """Return what a server publishes. Raises EngineError if it does not respond, or serves no such model."""
     server = Server(upstream.url, settings.api_key)
     try:
         return await server.describe(settings.engine.model_name)
@@ -273,7 +286,7 @@ async def _described(upstream: Upstream, settings: UpstreamSettings) -> ServerIn
         await server.close()
 
 
-def _engine(
+def engine_of(
     one: Attachment, info: ServerInfo, settings: UpstreamSettings
 ) -> tuple[AttachedEngine, WorkerSpec, Card | None]:
     """Return the engine of a server, the spec of its worker, and the card of its model."""
