@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from forebay.core.world import restore
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueConfig
 from forebay.events.decisions import RequestHeld, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerDraining, WorkerLost
@@ -89,6 +90,62 @@ def test_a_pinned_worker_of_another_pool_or_that_is_not_ready() -> None:
     drive("fleet", WorkerDraining(owner_epoch=0, worker_id="a", worker_epoch=drive.epoch("a")))
     refused = ask(drive, worker_id="a")
     assert (refused.reason, refused.message) == ("no_eligible_worker", "no ready worker of the pool default is a")
+
+
+# Cache namespaces
+
+
+def shared_and_salted(**router: Any) -> Driver:
+    drive = Driver()
+    drive("control", pool(**router))
+    drive("fleet", joined("shared", 0, salts_cache=False))
+    drive("fleet", joined("salted", 1))
+    return drive
+
+
+def test_a_salted_request_goes_only_to_workers_that_separate_their_cache() -> None:
+    drive = shared_and_salted()
+    salted = drive("requests", request("r", cache_namespace="tenant"))[-1]
+    assert isinstance(salted, RequestRouted)
+    assert (salted.worker_id, salted.candidates) == ("salted", 1)
+    assert ask(drive, "plain").candidates == 2
+    drive("fleet", WorkerLost(owner_epoch=0, worker_id="salted", worker_epoch=drive.epoch("salted")))
+    refused = drive("requests", request("other", cache_namespace="tenant"))[-1]
+    assert isinstance(refused, RequestRejected)
+    assert refused.reason == "no_eligible_worker"
+    assert refused.message == ("no ready worker of the pool default separates the cache of the request's namespace")
+    assert ask(drive, "again").worker_id == "shared"
+
+
+def test_a_queued_salted_request_waits_for_its_workers_only() -> None:
+    """Also after a restore. A request without a namespace does not wait behind it."""
+    drive = shared_and_salted(queue=QueueConfig(threshold=0.1))
+    (first,) = drive("requests", request("first", PROMPTS[1], cache_namespace="tenant"))
+    assert first.worker_id == "salted"
+    assert isinstance(drive("requests", request("r", PROMPTS[0], cache_namespace="tenant"))[-1], RequestHeld)
+    copy = Driver(restore(drive.world.snapshot()))
+    assert copy.world.digest() == drive.world.digest()
+    for one in (drive, copy):
+        plain = one("requests", request("plain", PROMPTS[2]))[-1]
+        assert isinstance(plain, RequestRouted)
+        assert plain.worker_id == "shared"
+        assert isinstance(one("requests", request("next", PROMPTS[2]))[-1], RequestHeld)
+        done = RequestFinished(**progress(plain), finish_reason="stop", output_tokens=1, cached_tokens=0)
+        freed = [made for made in one("progress", done) if isinstance(made, RequestRouted)]
+        assert [(made.request_id, made.worker_id) for made in freed] == [("next", "shared")]
+        done = RequestFinished(**progress(first), finish_reason="stop", output_tokens=1, cached_tokens=0)
+        freed = [made for made in one("progress", done) if isinstance(made, RequestRouted)]
+        assert [(made.request_id, made.worker_id) for made in freed] == [("r", "salted")]
+
+
+def test_a_shared_cache_changes_the_digest_of_the_fleet() -> None:
+    digests = set()
+    for salts in (True, False):
+        drive = Driver()
+        drive("control", pool())
+        drive("fleet", joined("a", 0, salts_cache=salts))
+        digests.add(drive.world.fleet.digest())
+    assert len(digests) == 2
 
 
 # Busy

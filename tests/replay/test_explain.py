@@ -204,6 +204,13 @@ def busy() -> Recorder:
     return made
 
 
+def shared_cache() -> Recorder:
+    made = Recorder()
+    made("control", pool())
+    made("fleet", joined("a", 0, salts_cache=False))
+    return made
+
+
 def full() -> Recorder:
     classes = (QueueClass(requests_per_worker_max=1),)
     made = fleet("a", queue=QueueConfig(threshold=0.1, classes=classes))
@@ -233,6 +240,7 @@ def full() -> Recorder:
             "no_eligible_worker",
             [("missing_taint", "missing_adapter"), *[("not_allowed", "missing_taint", "missing_adapter")] * 2],
         ),
+        (shared_cache, {"cache_namespace": "tenant"}, "no_eligible_worker", [("shared_cache",)]),
         (lambda: fleet(mode=f"{__name__}.Broken"), {}, "policy_failed", []),
     ],
 )

@@ -1,8 +1,8 @@
-"""Contract of every engine: one suite over vLLM, SGLang and TensorRT-LLM with stand-ins, and the mock."""
+"""Contract of every engine: one suite over vLLM, SGLang and TensorRT-LLM with stand-ins, a server, and the mock."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,15 @@ import pytest
 from forebay.engine_model.model import EngineConfig, Stored
 from forebay.events.control import Command
 from forebay.workers.engine import Engine, EngineRefused
+from forebay.workers.engines.attached.server import UpstreamServer
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.sglang.engine import SglangEngine
 from forebay.workers.engines.tensorrt_llm.engine import TensorRtLlmEngine
 from forebay.workers.engines.vllm.engine import VllmEngine
 from tests.engines.driven import Driven, driven
+from tests.harness.openai_server import OpenAiServer
+from tests.workers.attached import attached_to
 from tests.workers.engine_setup import (
     BLOCK_SIZE,
     KV_BLOCKS,
@@ -46,15 +49,28 @@ ENGINES: dict[str, tuple[Callable[[EngineSettings], Engine], dict[str, Any]]] = 
     "tensorrt-llm": (TensorRtLlmEngine, {"lora_config": {"max_lora_rank": 8}}),
     "mock": (mock_engine, {}),
 }
+ATTACHED = "attached"
 
 
-@pytest.fixture(params=ENGINES)
+@asynccontextmanager
+async def attached_engine(settings: EngineSettings) -> AsyncIterator[Engine]:
+    """Return the engine of a server that has loaded the adapters of the settings."""
+    sizes: dict[str, Any] = {"block_size": BLOCK_SIZE, "kv_blocks": KV_BLOCKS + 1, "max_num_seqs": 8}
+    async with OpenAiServer(**sizes, kv_events=True, enable_lora=True) as server:
+        client = UpstreamServer(server.url)
+        for name, directory in settings.loras.items():
+            await client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
+        await client.close()
+        yield await attached_to(server, settings)
+
+
+@pytest.fixture(params=[*ENGINES, ATTACHED])
 def started(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     """Starts the engine; keyword arguments are settings."""
     sglang_standin.install(monkeypatch)
     tensorrt_llm_standin.install(monkeypatch)
     vllm_standin.install(monkeypatch, tmp_path / "sockets")
-    make, arguments = ENGINES[request.param]
+    make, arguments = ENGINES.get(request.param, (None, {}))
     model = model_directory(tmp_path / "model")
 
     @asynccontextmanager
@@ -76,8 +92,14 @@ def started(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
             dp_start_rank=settings.dp_start_rank,
             loras=tuple(settings.loras),
         )
-        async with driven(make(settings), spec) as one:
-            yield one
+        async with AsyncExitStack() as stack:
+            if make is None:
+                if settings.dp_size > 1:
+                    pytest.skip("a server has one rank")
+                engine = await stack.enter_async_context(attached_engine(settings))
+            else:
+                engine = make(settings)
+            yield await stack.enter_async_context(driven(engine, spec))
 
     return start
 

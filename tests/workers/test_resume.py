@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 from xxhash import xxh3_64_intdigest
 
@@ -144,6 +145,25 @@ async def test_structured_response_is_not_continued(scene: Scene) -> None:
     assert ended is not None
     assert ended.error is not None
     assert (ended.error.status, ended.error.code) == (503, "structure_interrupted")
+    assert [end.request_id for end in scene.progress(RequestFinished)] == ["b"]
+
+
+@pytest.mark.parametrize("count", [2, 10])
+async def test_a_response_of_text_is_not_continued(scene: Scene, count: int) -> None:
+    """Even with `max_tokens` tokens: they were computed from text, so their number is approximate."""
+    async with scene.serving(scene.worker()) as epoch:
+        event = emitted("a", 0, [7] * count)
+        chunks = tuple(msgspec.structs.replace(chunk, text_only=True) for chunk in event.chunks)
+        await scene.append(TOKENS, SLOT, msgspec.structs.replace(event, chunks=chunks))
+        await scene.send(later("a", epoch))
+        await scene.send(later("b", epoch))  # without output
+        await until(lambda: scene.progress(RequestFailed) and scene.progress(RequestFinished))
+    ended = observed(scene, "a").ended
+    assert ended is not None
+    assert ended.error is not None
+    assert (ended.error.status, ended.error.code) == (502, "response_interrupted")
+    assert f"after {count} output tokens" in ended.error.message
+    assert "text only" in ended.error.message
     assert [end.request_id for end in scene.progress(RequestFinished)] == ["b"]
 
 

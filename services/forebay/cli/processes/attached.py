@@ -6,8 +6,8 @@ attaches it again, but only if it still serves the same model.
 """
 
 import asyncio
-import contextlib
 import logging
+import os
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +40,7 @@ from forebay.transport.base import Log
 from forebay.transport.models import stored_card
 from forebay.workers.engine import EngineError
 from forebay.workers.engines.attached.engine import ROLES, AttachedEngine
-from forebay.workers.engines.attached.server import Server, ServerInfo
+from forebay.workers.engines.attached.server import ServerInfo, UpstreamServer
 from forebay.workers.engines.attached.settings import AttachedSettings
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.kv_events.zmq_feed import KvSource
@@ -107,6 +107,10 @@ def check_options(options: EngineOptions) -> None:
 
 def attachments(upstreams: list[Upstream], worker_id: str) -> list[Attachment]:
     """Return the attachments of the servers. With several servers, their number is added to a given worker id."""
+    names = [one.name for one in upstreams]
+    for upstream in upstreams:
+        if names.count(upstream.name) > 1:
+            raise Unusable(f"--upstream {upstream.url}: the server appears twice")
     ids = [f"{worker_id}-{at}" if len(upstreams) > 1 else worker_id for at in range(len(upstreams))]
     return [
         Attachment(upstream, named("--worker-id", "worker", given if worker_id else upstream.name))
@@ -132,7 +136,7 @@ async def run_attached(
     async with connected(cluster, registry, probes) as log:
         keeper = LeaseKeeper(leases_at(cluster.redis_url, cluster.kafka.namespace), ttl_s=lease_ttl_s)
         keeper.start()
-        fleet = _Fleet(cluster, log, keeper, attached, settings, registry, drain_s)
+        fleet = AttachedWorkers(cluster, log, keeper, attached, settings, registry, drain_s)
         try:
             await until_signal(fleet.run(), stop=fleet.stop, stop_s=drain_s + ENGINE_STOP_S)
         finally:
@@ -149,8 +153,18 @@ def _combined(attached: list[Attachment], path: str) -> Probe:
     return probe
 
 
-class _Fleet:
-    """The workers of the process."""
+class AttachedWorkers:
+    """The workers of the process, one per server.
+
+    Args:
+        cluster: addresses of Kafka and Redis.
+        log: the log.
+        keeper: renews the leases of the workers.
+        attached: the servers.
+        settings: settings of all servers.
+        registry: receives the metrics of the workers.
+        drain_s: maximum seconds to wait for requests in flight after a stop.
+    """
 
     def __init__(
         self,
@@ -170,32 +184,38 @@ class _Fleet:
         self._registry = registry
         self._metrics: WorkerMetrics | None = None
         self._drain_s = drain_s
-        self._stopping = asyncio.Event()
+        self._keeping: dict[str, asyncio.Task[None]] = {}
+        self._stopping = False
 
     async def run(self) -> None:
+        """Attach all servers, until all workers have stopped."""
         async with asyncio.TaskGroup() as tasks:
             for one in self._attached:
-                tasks.create_task(self._keep(one), name=one.worker_id)
+                self._keeping[one.worker_id] = tasks.create_task(self._keep(one), name=one.worker_id)
 
     async def stop(self) -> None:
-        self._stopping.set()
+        """Drain the workers, and end the waits for servers."""
+        self._stopping = True
         for one in self._attached:
             if one.worker is not None:
                 announce(stop_notice(f"worker {one.worker_id}", len(one.worker.active_requests), self._drain_s))
                 one.worker.drain(self._drain_s)
+            elif (keeping := self._keeping.get(one.worker_id)) is not None:
+                keeping.cancel()  # it waits for the server or for a router
 
     async def _keep(self, one: Attachment) -> None:
         """Attach a server, and attach it again after it was lost, until the process stops."""
         warned = ""
-        while not self._stopping.is_set():
+        while not self._stopping:
             try:
-                await self._attach(one)
+                await self.attach(one)
             except EngineError as error:
                 problem = str(error)
             except BaseExceptionGroup as group:
-                if group.subgroup(EngineError) is None:
+                lost, others = group.split(EngineError)
+                if lost is None or others is not None:
                     raise
-                problem = str(cause_of(group.subgroup(EngineError) or group))
+                problem = str(cause_of(lost))
             except Unusable as error:
                 if not one.model:
                     raise
@@ -205,11 +225,10 @@ class _Fleet:
             if problem != warned:
                 logger.warning("worker %s waits for its server, and retries: %s", one.worker_id, problem)
             warned = problem
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RETRY_S):
-                    await self._stopping.wait()
+            if not self._stopping:
+                await asyncio.sleep(RETRY_S)
 
-    async def _attach(self, one: Attachment) -> None:
+    async def attach(self, one: Attachment) -> None:
         """Start a worker for a server, and run it until it is drained.
 
         Raises:
@@ -217,13 +236,13 @@ class _Fleet:
             Unusable: its model has no tokenizer.
         """
         settings = self._settings
-        info = await _described(one.upstream, settings)
+        info = await described(one.upstream, settings)
         if one.model and info.model != one.model:
             raise EngineError(
                 f"the server {one.upstream.url} serves {info.model} now, but worker {one.worker_id} joined with"
                 f" {one.model}; restart the worker to serve the new model"
             )
-        engine, spec, folder = await runtime.offload(_engine, one, info, settings)
+        engine, spec, folder = await runtime.offload(engine_of, one, info, settings)
         card = await runtime.offload(read_card, folder)
         if card is not None:
             spec = msgspec.structs.replace(spec, card=await stored_card(self._log, spec.model, *card))
@@ -246,8 +265,6 @@ class _Fleet:
                 drain_s=self._drain_s,
             )
             self._register()
-            if self._stopping.is_set():
-                return
             if card is not None:
                 keeping = keep_card(self._log, spec.model, spec.card, folder, lambda: worker.worker_epoch is not None)
                 beside.append(asyncio.create_task(keeping))
@@ -255,7 +272,7 @@ class _Fleet:
         finally:
             for task in beside:
                 task.cancel()
-            one.worker = None
+            one.worker = one.probes.worker = None  # while it waits for its server, the process is alive
 
     def _register(self) -> None:
         """Export the metrics of the current workers."""
@@ -265,15 +282,16 @@ class _Fleet:
         self._registry.register(self._metrics)
 
 
-async def _described(upstream: Upstream, settings: UpstreamSettings) -> ServerInfo:
-    server = Server(upstream.url, settings.api_key)
+async def described(upstream: Upstream, settings: UpstreamSettings) -> ServerInfo:
+    """Return what a server publishes. Raises EngineError if it does not respond, or serves no such model."""
+    server = UpstreamServer(upstream.url, settings.api_key)
     try:
         return await server.describe(settings.engine.model_name)
     finally:
         await server.close()
 
 
-def _engine(one: Attachment, info: ServerInfo, settings: UpstreamSettings) -> tuple[AttachedEngine, WorkerSpec, Path]:
+def engine_of(one: Attachment, info: ServerInfo, settings: UpstreamSettings) -> tuple[AttachedEngine, WorkerSpec, Path]:
     """Return the engine of a server, the spec of its worker, and the directory of its model's tokenizer."""
     options, url = settings.engine, one.upstream.url
     directory = _tokenizer_of(info, options, url)
@@ -329,7 +347,7 @@ def _tokenizer_of(info: ServerInfo, options: EngineOptions, url: str) -> Path:
         assert found is not None
         return found
     for named_by_server in (info.root, info.model):
-        if named_by_server and (Path(named_by_server).is_dir() or HUB_NAME.fullmatch(named_by_server)):
+        if named_by_server and (os.path.isdir(named_by_server) or HUB_NAME.fullmatch(named_by_server)):  # noqa: PTH112
             try:
                 found = find_model(named_by_server, None, "", weights=False).directory
             except Unusable as error:

@@ -51,7 +51,7 @@ class UpstreamOptions:
         typer.Option(
             metavar="ZMQ",
             help="KV events of a server as tcp://host:port, or tcp://host:port,tcp://host:port with its replay socket."
-            " One per --upstream, in the same order; - for none.",
+            " One per --upstream, in the same order; - for none. Repeatable.",
         ),
     ] = None
     upstream_api_key_file: Annotated[Path | None, typer.Option(help="File with the API key of the servers.")] = None
@@ -84,8 +84,6 @@ class UpstreamOptions:
             )
         for url in urls:
             _require_url(url)
-            if urls.count(url) > 1:
-                raise Unusable(f"--upstream {url}: the server appears twice")
         return [
             Upstream(url.rstrip("/"), *_sockets(text))
             for url, text in zip(urls, events or ["-"] * len(urls), strict=True)
@@ -110,9 +108,11 @@ def _require_url(url: str) -> None:
     """Raise Unusable if `url` is not the base address of an HTTP server."""
     try:
         parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.isprintable()
     except ValueError:
         valid = False
+    if valid and parts.username is not None:
+        raise Unusable("--upstream: the address has a user name or password; use --upstream-api-key-file instead")
     if not valid or parts.query or parts.fragment or parts.path.strip("/"):
         hint = "; leave out /v1" if valid and parts.path.strip("/") == "v1" else ""
         raise Unusable(f"--upstream {url}: expected http://host:port{hint}")

@@ -213,14 +213,14 @@ class WorkItems:
         if reply.gap:
             message = f"output tokens after the first {request.earlier_tokens} were lost; send the request again"
             return outbox.failure(request, ResponseError(status=502, code="tokens_missing", message=message))
-        if request.earlier_tokens >= item.sampling.max_tokens:
-            return outbox.complete(request)
-        if request.earlier_tokens and reply.text_only:
+        if request.earlier_tokens and reply.text_only:  # its number of tokens does not tell whether it is complete
             message = (
                 f"its worker was lost after {request.earlier_tokens} output tokens: a response of a server that returns"
                 " text only cannot go on; send the request again"
             )
             return outbox.failure(request, ResponseError(status=502, code="response_interrupted", message=message))
+        if request.earlier_tokens >= item.sampling.max_tokens:
+            return outbox.complete(request)
         if request.earlier_tokens and item.sampling.structured is not None:
             # An engine enforces a structure from the first token on; it cannot start in the middle.
             message = (

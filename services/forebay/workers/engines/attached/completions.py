@@ -5,15 +5,16 @@ releases, `Completions.probe` finds out whether they do.
 """
 
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from forebay.events.codec import MALFORMED
 from forebay.events.requests import Sampling, StructuredOutput
 from forebay.events.tokens import ResponseError, TokenLogprob, TopLogprob
 from forebay.workers.engine import EngineError
-from forebay.workers.engines.attached.errors import Rejected, StreamCut
-from forebay.workers.engines.attached.server import MALFORMED, Server, ServerKind
+from forebay.workers.engines.attached.errors import Rejected, StreamCut, clipped
+from forebay.workers.engines.attached.server import ServerKind, UpstreamServer
 from forebay.workers.engines.model_directory import one_line
 from forebay.workers.engines.sglang.requests import structured_argument
 from forebay.workers.engines.vllm.requests import LOGPROB_MIN, structured_arguments
@@ -24,6 +25,10 @@ STANDARD = ("max_tokens", "temperature", "top_p", "presence_penalty", "frequency
 EXTENDED: tuple[ServerKind, ...] = ("vllm", "sglang")  # servers that support all parameters
 EXTENSIONS = ("ignore_eos", "top_k", "min_p", "repetition_penalty", "min_tokens")
 DEFAULTS = Sampling(max_tokens=1)
+TOKEN_ID_MAX = 0xFFFF_FFFF
+REASON_CHARS_MAX = 64
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=TOKEN_ID_MAX)]
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,13 +79,13 @@ class _Logprobs(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     text: str = ""
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
     logprobs: _Logprobs | None = None
-    finish_reason: str | None = None
+    finish_reason: Annotated[str, msgspec.Meta(max_length=REASON_CHARS_MAX)] | None = None
 
 
 class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -95,7 +100,7 @@ class _Error(msgspec.Struct):
 class _Completion(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: _Error | None = None
+    error: _Error | str | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
 
@@ -131,7 +136,7 @@ class Completions:
         salts_cache: whether requests with different salts share no cached blocks.
     """
 
-    def __init__(self, server: Server, model: str, kind: ServerKind) -> None:
+    def __init__(self, server: UpstreamServer, model: str, kind: ServerKind) -> None:
         self._server = server
         self._model = model
         self._kind = kind
@@ -161,7 +166,12 @@ class Completions:
                 raise EngineError(f"the server {self._server.url} rejected the first prompt: {rejected}") from None
             except StreamCut as cut:
                 raise EngineError(f"the server {self._server.url} sent no completion: {cut}") from None
-            self.returns_token_ids = bool(found.choices and found.choices[0].token_ids)
+            if not found.choices:
+                raise EngineError(f"the server {self._server.url} sent no completion: the response has no choice")
+            choice = found.choices[0]
+            # Some servers leave out the token that ends a response, so there may be no token and no text.
+            self.returns_token_ids = choice.token_ids is not None and bool(choice.token_ids or not choice.text)
+            self.returns_logprobs &= self.returns_token_ids
             return
 
     async def generate(self, call: Call) -> AsyncGenerator[Delta, None]:
@@ -171,28 +181,45 @@ class Completions:
             Rejected: the server responded with an error, or does not support a parameter of the request.
             StreamCut: the connection failed, or the response is unreadable.
         """
-        top, is_over = call.sampling.logprobs, False
-        async with self._server.stream(PATH, self.body(call, stream=True), _headers(call)) as events:
-            async for data in events:
-                found = self._read(data)
-                choice = found.choices[0] if found.choices else None
-                cached = _cached_tokens(found)
-                if choice is None:
-                    if cached is not None:
-                        yield Delta(token_ids=[], cached_tokens=cached)
-                    continue
-                if self.returns_token_ids and choice.token_ids is None:
-                    raise StreamCut("the server stopped returning token ids")
-                is_over = is_over or bool(choice.finish_reason)
-                yield Delta(
-                    token_ids=choice.token_ids if self.returns_token_ids else None,
-                    text=choice.text,
-                    logprobs=() if top is None else _logprobs(choice.logprobs, top),
-                    finish_reason=choice.finish_reason or "",
-                    cached_tokens=cached,
-                )
-        if not is_over:
-            raise StreamCut("the stream ended without a finish reason")
+        left, is_over = call.sampling.max_tokens, False
+        try:
+            async with self._server.stream(PATH, self.body(call, stream=True), _headers(call)) as events:
+                async for data in events:
+                    delta = self._delta(self._read(data), call.sampling.logprobs)
+                    token_ids = delta.token_ids or []
+                    if len(token_ids) > left:  # the server ignores max_tokens
+                        cut = {"token_ids": token_ids[:left], "logprobs": delta.logprobs[:left]}
+                        yield msgspec.structs.replace(delta, finish_reason="length", **cut)
+                        return
+                    left -= len(token_ids)
+                    is_over = is_over or bool(delta.finish_reason)
+                    yield delta
+        except StreamCut:
+            if not is_over:  # after the finish reason only the usage is missing
+                raise
+        else:
+            if not is_over:
+                raise StreamCut("the stream ended without a finish reason")
+
+    def _delta(self, found: _Completion, top: int | None) -> Delta:
+        """Return the output in an event of a stream. Raises StreamCut if the output lacks what this server returns."""
+        cached = _cached_tokens(found)
+        if not found.choices:
+            return Delta(token_ids=[], cached_tokens=cached)
+        choice = found.choices[0]
+        if self.returns_token_ids and choice.token_ids is None:
+            raise StreamCut("the server stopped returning token ids")
+        token_ids = choice.token_ids if self.returns_token_ids else None
+        logprobs = () if top is None else _logprobs(choice.logprobs, top)
+        if top is not None and token_ids is not None and len(logprobs) != len(token_ids):
+            raise StreamCut(f"the server sent {len(logprobs)} log probabilities for {len(token_ids)} tokens")
+        return Delta(
+            token_ids=token_ids,
+            text=choice.text,
+            logprobs=logprobs,
+            finish_reason=choice.finish_reason or "",
+            cached_tokens=cached,
+        )
 
     async def prefill(self, call: Call) -> Prefill:
         """Compute a prompt whose KV another server fetches. `call` has its `transfer`, and asks for one token.
@@ -208,7 +235,7 @@ class Completions:
         return Prefill(found.kv_transfer_params, _cached_tokens(found), found.choices[0].finish_reason or "")
 
     def body(self, call: Call, *, stream: bool) -> dict[str, Any]:
-        """Return the body of a request. Raises Rejected if its structured output is invalid."""
+        """Return the body of a request. Raises Rejected if its structured output is invalid or not supported."""
         sampling = call.sampling
         body: dict[str, Any] = {
             "model": call.lora_name or self._model,
@@ -241,6 +268,8 @@ class Completions:
         if self._kind == "sglang":
             body["rid"] = call.request_id
             body["top_k"] = sampling.top_k or -1
+            if call.lora_name:
+                body |= {"model": self._model, "lora_path": call.lora_name}  # the name alone would be the base model
         if call.cache_salt:
             body["cache_salt"] = call.cache_salt
         if call.transfer is not None:
@@ -248,6 +277,9 @@ class Completions:
         return body
 
     def _structured(self, structured: StructuredOutput) -> dict[str, Any]:
+        if self._kind not in EXTENDED:  # others would ignore the field, and generate any text
+            message = f"the server {self._server.url} cannot be told to generate structured output; use vLLM or SGLang"
+            raise Rejected(ResponseError(status=501, code="not_supported", message=message))
         try:
             if self._kind == "sglang":
                 return dict([structured_argument(structured)])
@@ -267,10 +299,11 @@ class Completions:
         except MALFORMED as error:
             raise StreamCut(f"the server sent a malformed completion: {one_line(error)}") from error
         if found.error is not None:
-            code = found.error.code
+            reported = _Error(found.error) if isinstance(found.error, str) else found.error
+            code = reported.code
             status = code if isinstance(code, int) and 400 <= code <= 599 else 502
             name = "invalid_request" if status < 500 else "engine_error"
-            message = found.error.message or "the server reported an error without a message"
+            message = clipped(reported.message) or "the server reported an error without a message"
             raise Rejected(ResponseError(status=status, code=name, message=message))
         return found
 
@@ -306,6 +339,6 @@ def _bounded(logprob: float | None) -> float:
 
 def _token_id(name: str) -> int:
     number = name.removeprefix(TOKEN_ID)
-    if not number.isdecimal():
+    if not (number.isdecimal() and len(number) <= len(str(TOKEN_ID_MAX))):
         raise StreamCut("the log probabilities have no token ids")
     return int(number)

@@ -15,15 +15,16 @@ has fewer blocks than the server.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from forebay import runtime
-from forebay.events.base import unpack_u64
+from forebay.events.base import U32_BYTES, unpack_u64
+from forebay.events.codec import MALFORMED
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
 from forebay.events.tokens import ResponseError
@@ -31,9 +32,11 @@ from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, EngineRefused
 from forebay.workers.engines.async_engine import CANARY_TOKENS
 from forebay.workers.engines.attached.completions import Call, Completions
-from forebay.workers.engines.attached.errors import Rejected, StreamCut
+from forebay.workers.engines.attached.continuing import interrupted, limited, remaining, why_not_continued
+from forebay.workers.engines.attached.errors import Rejected, StreamCut, message_of
 from forebay.workers.engines.attached.load import MetricsUnreadable, ServerLoad, read_load
-from forebay.workers.engines.attached.server import Server
+from forebay.workers.engines.attached.metrics import AttachedMetrics
+from forebay.workers.engines.attached.server import UpstreamServer
 from forebay.workers.engines.attached.settings import AttachedSettings
 from forebay.workers.engines.attached.text import TextEncoder
 from forebay.workers.engines.attached.transfer import HALF_LEASE_S, LAYOUT, PREFILL_PARAMS, fetch_params, offer
@@ -58,8 +61,13 @@ BLOCK_SIZE = 16  # for servers that do not publish theirs; vLLM's default
 KV_BLOCKS = 16_384  # likewise
 MAX_NUM_SEQS = 256  # likewise
 MAX_NUM_BATCHED_TOKENS = 8_192  # likewise
+NOT_FOUND = 404
 SERVER_ERROR = 500  # lowest HTTP status for which the server, not the request, is responsible
 ROLES = ("aggregated", "prefill", "decode")
+
+
+class _Result(msgspec.Struct):
+    success: bool = True
 
 
 class AttachedEngine(ModelEngine):
@@ -70,7 +78,7 @@ class AttachedEngine(ModelEngine):
         attached: address and properties of the server.
     """
 
-    NAME = "the server"
+    NAME = "attached server"
     METRICS = ()
     LORA_ARGUMENT = ""
 
@@ -79,10 +87,10 @@ class AttachedEngine(ModelEngine):
         self.counts: Counter[str] = Counter()
         self._attached = attached
         self._info = attached.info
-        self._server: Server | None = None
+        self._server: UpstreamServer | None = None
         self._completions: Completions | None = None
         self._past_loras: dict[str, str] = {}
-        self._warned = ""
+        self._warned = False  # of unreadable metrics
 
     # Start and stop
 
@@ -107,14 +115,14 @@ class AttachedEngine(ModelEngine):
 
     async def _launch(self, spec: WorkerSpec) -> None:
         settings, info = self._settings, self._info
-        self._server = server = Server(self._attached.url, self._attached.api_key)
+        self._server = server = UpstreamServer(self._attached.url, self._attached.api_key)
         self._completions = Completions(server, info.model, info.kind)
         self._context_tokens = info.context_tokens or self._attached.context_tokens
         self._tasks = ("generate",)
         for number, (name, directory) in enumerate(info.loras.items(), 1):
             self._loras.add(LoraAdapter(name, number, directory))
             self._past_loras[name] = directory
-        canary = [0] * min(CANARY_TOKENS, self._context_tokens - 1)
+        canary = [0] * max(1, min(CANARY_TOKENS, self._context_tokens - 1))
         await self._api.probe(canary, self._attached.decode(canary) or "a")
         (rank,) = spec.ranks
         blocks_total = settings.kv_blocks or info.kv_blocks or KV_BLOCKS
@@ -140,7 +148,7 @@ class AttachedEngine(ModelEngine):
         return self._settings.block_size or self._info.block_size or BLOCK_SIZE
 
     @property
-    def _client(self) -> Server:
+    def _client(self) -> UpstreamServer:
         assert self._server is not None
         return self._server
 
@@ -174,17 +182,24 @@ class AttachedEngine(ModelEngine):
 
     async def _run_canary(self, rank: int) -> None:
         call = Call(token_ids=[0], text="a", sampling=Sampling(max_tokens=1, temperature=0.0), request_id=_new_id())
-        async for _ in self._api.generate(call):
-            pass
+        with suppress(Rejected, StreamCut):  # a server that rejects a request does respond
+            async for _ in self._api.generate(call):
+                pass
 
     async def check(self) -> None:
-        """Check that the server is healthy and still serves the model.
+        """Check that the server is healthy and still serves the model. If it is idle, run a request from time to time.
 
         Raises:
             EngineError: the server does not respond, is not healthy, or serves another model.
         """
         if self._dead.is_set():
             raise EngineError(self._death())
+        await self._check_server()
+        is_idle = not any(rank.load.running or rank.load.waiting for rank in self._ranks.values())
+        if is_idle or self._canary is not None:  # behind requests of other clients, a health request may wait long
+            await super().check()
+
+    async def _check_server(self) -> None:
         await self._client.check_health()
         served = [one.id for one in await self._client.models()]
         if self._info.model not in served:
@@ -223,13 +238,15 @@ class AttachedEngine(ModelEngine):
         try:
             if status != 200:
                 raise MetricsUnreadable(f"/metrics responded with {status}")
-            return read_load(body.decode(errors="replace"))
+            load = read_load(body.decode(errors="replace"))
         except MetricsUnreadable as error:
             self.counts["metrics_unreadable"] += 1
-            if self._warned != str(error):
-                self._warned = str(error)
-                logger.warning("the load of %s is that of this worker's requests only: %s", self._url, error)
+            if not self._warned:
+                self._warned = True
+                logger.warning("the load of %s is that of this worker's requests only: %s", self._url, one_line(error))
             return own
+        self._warned = False
+        return load
 
     # Requests
 
@@ -244,8 +261,12 @@ class AttachedEngine(ModelEngine):
         if item.sampling.logprobs is not None and not self._api.returns_logprobs:
             message = f"the server {self._url} returns no log probabilities with token ids; only vLLM does"
             return ResponseError(status=501, code="not_supported", message=message)
-        if item.output_tokens and (reason := _why_not_continued(item.sampling)):
-            return _interrupted(item.output_tokens, reason)
+        if item.output_tokens:
+            reason = why_not_continued(item.sampling)
+            if not reason and not self._api.takes_token_ids:
+                reason = f"the server {self._url} accepts text only"
+            if reason:
+                return interrupted(item.output_tokens, reason)
         return super()._refusal(item, prompt_tokens)
 
     def _request_error(self, error: Exception) -> ResponseError | None:
@@ -275,33 +296,38 @@ class AttachedEngine(ModelEngine):
     async def _generate(self, prompt: list[int], response: GeneratedResponse, transfer: Any) -> None:
         """Run a request. If its stream is cut, continue it on the same server while the server is healthy."""
         output: list[int] = []
+        allowed = limited(response.item.sampling, self._context_tokens - len(prompt))
         for attempt in range(CONTINUATIONS_MAX + 1):
-            sampling = _remaining(response.item.sampling, len(output))
+            sampling = remaining(allowed, len(output))
             call = self._call(response.item, prompt + output, sampling, None if output or attempt else transfer)
             try:
                 return await self._stream(call, response, output)
+            except Rejected as rejected:
+                if _may_be_lost(rejected):
+                    await self._require_alive(response, rejected)
+                raise
             except StreamCut as cut:
                 self.counts["cut"] += 1
                 logger.warning("a stream of %s was cut after %d tokens: %s", self._url, response.tokens, cut)
                 await self._require_alive(response, cut)
-                if len(output) >= response.item.sampling.max_tokens:
+                if self._api.returns_token_ids and len(output) >= allowed.max_tokens:
                     return self._end_response(response, "length")
                 if attempt == CONTINUATIONS_MAX:
-                    raise Rejected(_interrupted(response.tokens, f"the server cut its stream again: {cut}")) from None
+                    raise Rejected(interrupted(response.tokens, f"the server cut its stream again: {cut}")) from None
                 reason = self._why_not_repeated(response)
                 if reason:
-                    raise Rejected(_interrupted(response.tokens, reason)) from None
+                    raise Rejected(interrupted(response.tokens, reason)) from None
                 self.counts["continued"] += 1
 
-    async def _require_alive(self, response: GeneratedResponse, cut: StreamCut) -> None:
+    async def _require_alive(self, response: GeneratedResponse, cut: Exception) -> None:
         """Raise if the server is lost: EngineError for a response that can continue on another worker."""
         try:
-            await self._client.check_health()
+            await self._check_server()
         except EngineError:
             if response.tokens and not self._api.returns_token_ids:
                 # Another worker would continue with tokens that the server did not generate.
                 self._dead.set()
-                raise Rejected(_interrupted(response.tokens, f"the server returned text only: {cut}")) from None
+                raise Rejected(interrupted(response.tokens, f"the server returned text only: {cut}")) from None
             raise
 
     def _why_not_repeated(self, response: GeneratedResponse) -> str:
@@ -310,11 +336,11 @@ class AttachedEngine(ModelEngine):
             return ""
         if not self._api.returns_token_ids:
             return "the server returned text only"
-        return _why_not_continued(response.item.sampling)
+        return why_not_continued(response.item.sampling)
 
     async def _stream(self, call: Call, response: GeneratedResponse, output: list[int]) -> None:
         text = None if self._api.returns_token_ids else TextEncoder(self._attached.encode, self._attached.decode)
-        expected, reason = self._cached_tokens(response.item), ""
+        expected, reason, is_first = self._cached_tokens(response.item), "", not output
         deltas = self._api.generate(call)
         try:
             async for delta in deltas:
@@ -323,8 +349,8 @@ class AttachedEngine(ModelEngine):
                 if token_ids is None:
                     assert text is not None
                     token_ids = text.push(delta.text, is_last=bool(delta.finish_reason))
-                if delta.cached_tokens is not None:
-                    expected = response.cached_tokens = delta.cached_tokens
+                if delta.cached_tokens is not None and is_first:  # a continuation has the whole prompt cached
+                    expected = response.cached_tokens = min(delta.cached_tokens, response.prompt_tokens)
                 output += token_ids
                 response.add(token_ids, expected, delta.logprobs)
                 self._wake.set()
@@ -339,12 +365,18 @@ class AttachedEngine(ModelEngine):
         cache = self._caches.get(item.rank)
         if not isinstance(cache, KvFeed):
             return 0
-        return cache.resident.leading(unpack_u64(item.sequence_hashes)) * self._block_size
+        # An engine computes the last token of a prompt always, and with it its block.
+        most = (len(item.token_ids) // U32_BYTES - 1) // self._block_size
+        return min(most, cache.resident.leading(unpack_u64(item.sequence_hashes))) * self._block_size
 
     async def _prefill(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
         sampling = msgspec.structs.replace(item.sampling, **PREFILL_SAMPLING)
         try:
             done = await self._api.prefill(self._call(item, prompt, sampling, PREFILL_PARAMS))
+        except Rejected as rejected:
+            if _may_be_lost(rejected):
+                await self._check_server()
+            raise
         except StreamCut as cut:
             raise Rejected(ResponseError(status=502, code="engine_error", message=str(cut))) from None
         if done.transfer is None:
@@ -415,9 +447,11 @@ class AttachedEngine(ModelEngine):
 
     async def _command(self, path: str, body: Mapping[str, Any]) -> None:
         try:
-            await self._client.post(path, body)
+            reply = await self._client.post(path, body)
         except (Rejected, EngineError) as error:
             raise EngineRefused(f"the server {self._url} did not execute {path}: {one_line(error)}") from error
+        if not _is_success(reply):
+            raise EngineRefused(f"the server {self._url} did not execute {path}: {message_of(reply)}")
 
     # Metrics
 
@@ -427,50 +461,19 @@ class AttachedEngine(ModelEngine):
         return (AttachedMetrics(self._worker_id, self.counts), KvEventMetrics(self._worker_id, totals))
 
 
-class AttachedMetrics(Collector):
-    """Prometheus collector of an attached server's counters.
-
-    Args:
-        worker_id: id of the worker.
-        counts: counters by kind.
-    """
-
-    def __init__(self, worker_id: str, counts: Mapping[str, int]) -> None:
-        self._worker_id = worker_id
-        self._counts = counts
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the current counters."""
-        family = CounterMetricFamily(
-            "forebay_upstream_events", "Events of an attached server, by kind.", labels=["worker_id", "kind"]
-        )
-        for kind in ("cut", "continued", "rejected", "metrics_unreadable", "inexact_text", "unfetched_kv"):
-            family.add_metric([self._worker_id, kind], self._counts.get(kind, 0))
-        yield family
-
-
 def _new_id(request_id: str = "health") -> str:
     # A request that was aborted may still be in flight at the server when it is sent again.
     return f"{request_id}-{runtime.random_id()[:8]}"
 
 
-def _remaining(sampling: Sampling, done: int) -> Sampling:
-    """Return the sampling parameters for the output after the first `done` tokens."""
-    if not done:
-        return sampling
-    left = max(1, sampling.max_tokens - done)
-    return msgspec.structs.replace(sampling, max_tokens=left, min_tokens=max(0, sampling.min_tokens - done))
+def _may_be_lost(rejected: Rejected) -> bool:
+    """Return whether a server may respond with this error because it is ending, or serves another model by now."""
+    return rejected.error.status == NOT_FOUND or rejected.error.status >= SERVER_ERROR
 
 
-def _why_not_continued(sampling: Sampling) -> str:
-    """Return why a response with some output cannot continue as part of a prompt; empty if it can."""
-    if sampling.structured is not None:
-        return "a structured response cannot go on"
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        return "penalties count output tokens only, and the server would count the earlier output as prompt"
-    return ""
-
-
-def _interrupted(tokens: int, reason: str) -> ResponseError:
-    message = f"the response was interrupted after {tokens} output tokens: {reason}"
-    return ResponseError(status=502, code="response_interrupted", message=message)
+def _is_success(reply: bytes) -> bool:
+    """Return whether a server executed a command. vLLM responds with status 200 even if it cleared no cache."""
+    try:
+        return msgspec.json.decode(reply, type=_Result).success
+    except MALFORMED:
+        return True  # a text

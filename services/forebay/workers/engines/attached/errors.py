@@ -1,7 +1,10 @@
 """Failures of a request to an attached server."""
 
+from typing import Any
+
 import msgspec
 
+from forebay.events.codec import MALFORMED
 from forebay.events.tokens import ResponseError
 from forebay.workers.engines.model_directory import TEXT_CHARS_MAX
 
@@ -26,30 +29,31 @@ class StreamCut(Exception):
 
 
 class _Body(msgspec.Struct):
-    error: msgspec.Raw | None = None
-    message: str | None = None
-    detail: msgspec.Raw | None = None
-
-
-class _Message(msgspec.Struct):
-    message: str = ""
+    error: Any = None
+    detail: Any = None
+    message: Any = None
 
 
 def message_of(body: bytes) -> str:
     """Return the message in the body of an error, in any of the forms that servers use, as one line."""
-    text = body.decode(errors="replace")
     try:
         found = msgspec.json.decode(body, type=_Body)
-        for raw in (found.error, found.detail):
-            if raw is not None:
-                value = msgspec.json.decode(raw)
-                text = value if isinstance(value, str) else msgspec.json.decode(raw, type=_Message).message or text
-                break
-        else:
-            text = found.message or text
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        pass  # not JSON, or another form: show the whole body
-    return " ".join(text.split())[:TEXT_CHARS_MAX] or "the response has no message"
+    except MALFORMED:
+        found = _Body()  # not JSON, or another form: show the whole body
+    texts = map(_text, (found.error, found.detail, found.message))
+    text = next(filter(None, texts), None) or body.decode(errors="replace")
+    return clipped(text) or "the response has no message"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        value = value.get("message")
+    return value if isinstance(value, str) else ""
+
+
+def clipped(text: str) -> str:
+    """Return a server's text as one line of at most `TEXT_CHARS_MAX` characters."""
+    return " ".join(text.split())[:TEXT_CHARS_MAX]
 
 
 def rejection(url: str, status: int, body: bytes) -> Rejected:

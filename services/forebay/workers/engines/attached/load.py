@@ -1,15 +1,20 @@
 """Read the load of a server from its metrics: vLLM's and SGLang's for Prometheus, TensorRT-LLM's list of iterations."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
+
+from forebay.events.codec import MALFORMED
 
 VLLM = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 SGLANG = ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage")
 FAMILIES = (VLLM, SGLANG)
 JSON_LIST = "["
+NUMBER_MAX = 10**9  # larger values are malformed
+
+Number = Annotated[int, msgspec.Meta(ge=0, lt=NUMBER_MAX)]
 
 
 class MetricsUnreadable(ValueError):
@@ -31,15 +36,15 @@ class ServerLoad(NamedTuple):
 
 
 class _CacheStats(msgspec.Struct, rename="camel"):
-    used_num_blocks: int = 0
-    max_num_blocks: int = 0
+    used_num_blocks: Number = 0
+    max_num_blocks: Number = 0
 
 
 class _BatchStats(msgspec.Struct, rename="camel"):
-    num_context_requests: int = 0
-    num_gen_requests: int = 0
-    num_queued_context_requests: int = 0
-    num_queued_gen_requests: int = 0
+    num_context_requests: Number = 0
+    num_gen_requests: Number = 0
+    num_queued_context_requests: Number = 0
+    num_queued_gen_requests: Number = 0
 
 
 class _Iteration(msgspec.Struct, rename="camel"):
@@ -80,7 +85,7 @@ def read_load(metrics: str) -> ServerLoad | None:
         except ValueError as error:
             raise MetricsUnreadable(f"the metrics are malformed: {error}") from error
         running, waiting, usage = (found[name] for name in names)
-        if running and all(0 <= value < 1e9 for values in found.values() for value in values):
+        if running and all(0 <= value < NUMBER_MAX for values in found.values() for value in values):
             return ServerLoad(int(sum(running)), int(sum(waiting)), min(1.0, max(usage, default=0.0)))
         raise MetricsUnreadable(f"the metrics have no valid value of {names[0]}")
     raise MetricsUnreadable("the metrics have no known names: " + ", ".join(names[0] for names in FAMILIES))
@@ -89,7 +94,7 @@ def read_load(metrics: str) -> ServerLoad | None:
 def _load_of_iterations(metrics: str) -> ServerLoad | None:
     try:
         iterations = msgspec.json.decode(metrics, type=list[_Iteration])
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise MetricsUnreadable(f"the statistics of iterations are malformed: {error}") from error
     if not iterations:
         return None

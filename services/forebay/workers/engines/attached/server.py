@@ -9,31 +9,35 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import aiohttp
 import msgspec
 
+from forebay.events.codec import MALFORMED
 from forebay.workers.engine import EngineError
-from forebay.workers.engines.attached.errors import Rejected, StreamCut, message_of, rejection
+from forebay.workers.engines.attached.errors import StreamCut, message_of, rejection
 from forebay.workers.engines.attached.load import sample_lines
 from forebay.workers.engines.model_directory import one_line
 
 CONNECT_S = 5.0
 REPLY_S = 5.0  # of small requests; HealthWatch ends a check after twice this time
 COMMAND_S = 300.0  # loading an adapter, or computing a prompt
+KEEP_ALIVE_S = 3.0  # less than the 5 s after which uvicorn closes an idle connection
+END_S = 1.0  # from the last event of a stream to its end, after which its connection is used again
 BODY_BYTES_MAX = 64 << 20  # of a response that is not a stream
 EVENT_BYTES_MAX = 4 << 20  # of one event of a stream; with many log probabilities, some 10 KB
 DATA = b"data:"
 DONE = b"[DONE]"
-MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+SIZE_MAX = 1 << 31
+Size = Annotated[int, msgspec.Meta(ge=1, lt=SIZE_MAX)]
 
 ServerKind = Literal["vllm", "sglang", "tensorrt-llm", "openai"]
 OWNERS: Mapping[str, ServerKind] = {"vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "tensorrt-llm"}
 """Kind of a server by the field `owned_by` of its models; any other value is `openai`."""
 
 
-class ServedModel(msgspec.Struct, frozen=True):
+class ListedModel(msgspec.Struct, frozen=True):
     """Entry of `/v1/models`. Servers add further fields.
 
     Attributes:
@@ -48,16 +52,16 @@ class ServedModel(msgspec.Struct, frozen=True):
     owned_by: str = ""
     root: str | None = None
     parent: str | None = None
-    max_model_len: int | None = None
+    max_model_len: Size | None = None
 
 
 class _Models(msgspec.Struct):
-    data: list[ServedModel]
+    data: list[ListedModel]
 
 
 class _SglangInfo(msgspec.Struct):
-    page_size: int | None = None
-    max_total_num_tokens: int | None = None
+    page_size: Size | None = None
+    max_total_num_tokens: Size | None = None
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +86,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     loras: Mapping[str, str] = {}
 
 
-class Server:
+class UpstreamServer:
     """Client of one server. Use it on one event loop, and close it.
 
     Args:
@@ -97,7 +101,8 @@ class Server:
         self.url = url.rstrip("/")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),  # the router limits the requests in flight
+            # The router limits the requests in flight.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             json_serialize=lambda body: msgspec.json.encode(body).decode(),
@@ -140,7 +145,7 @@ class Server:
                 asyncio.timeout(within_s),
                 self._session.request(method, self.url + path, json=body, headers=headers) as response,
             ):
-                return response.status, await response.content.read(BODY_BYTES_MAX)
+                return response.status, await self._body(response)
         except TimeoutError:
             raise EngineError(f"the server {self.url} did not reply to {path} within {within_s:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: an invalid address
@@ -159,16 +164,25 @@ class Server:
         try:
             async with self._session.post(self.url + path, json=body, headers=headers) as response:
                 if response.status != 200:
-                    raise rejection(self.url, response.status, await response.content.read(BODY_BYTES_MAX))
+                    raise rejection(self.url, response.status, await self._body(response))
                 try:
                     yield _events(response.content)
                 finally:
                     if not response.content.at_eof():
                         response.close()
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, EngineError) as error:
             raise StreamCut(one_line(error)) from error
 
-    async def models(self) -> list[ServedModel]:
+    async def _body(self, response: aiohttp.ClientResponse) -> bytes:
+        """Return the whole body of a response. Raises EngineError if it is too long."""
+        body = bytearray()
+        async for part in response.content.iter_any():
+            body += part
+            if len(body) > BODY_BYTES_MAX:
+                raise EngineError(f"the server {self.url} sent more than {BODY_BYTES_MAX} bytes")
+        return bytes(body)
+
+    async def models(self) -> list[ListedModel]:
         """Return the entries of `/v1/models`.
 
         Raises:
@@ -247,11 +261,19 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             if line.startswith(DATA):
                 data = line[len(DATA) :].strip()
                 if data == DONE:
+                    await _end(content)
                     return
                 yield data
         if len(pending) > EVENT_BYTES_MAX:
             raise StreamCut(f"an event of the stream is longer than {EVENT_BYTES_MAX} bytes")
     raise StreamCut("the server closed the connection before the response was complete")
+
+
+async def _end(content: aiohttp.StreamReader) -> None:
+    """Read the end of a stream, because a connection with unread data is closed. A failure has no effect."""
+    with contextlib.suppress(aiohttp.ClientError, OSError):  # OSError includes TimeoutError
+        async with asyncio.timeout(END_S):
+            await content.readany()
 
 
 def vllm_cache_sizes(metrics: str) -> tuple[int | None, int | None]:
@@ -260,13 +282,7 @@ def vllm_cache_sizes(metrics: str) -> tuple[int | None, int | None]:
     vLLM reserves one of its blocks.
     """
     for line in sample_lines(metrics, ("vllm:cache_config_info",)):
-        labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
-        size, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
-        return (
-            int(size) if size.isdecimal() and int(size) else None,
-            int(blocks) - 1 if blocks.isdecimal() and int(blocks) > 1 else None,
-        )
+        labels = dict(re.findall(r'(\w+)="([0-9]{1,9})"', line))
+        size, blocks = int(labels.get("block_size", 0)), int(labels.get("num_gpu_blocks", 0))
+        return size or None, blocks - 1 if blocks > 1 else None
     return None, None
-
-
-__all__ = ["MALFORMED", "Rejected", "Server", "ServerInfo", "StreamCut"]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 CONTEXT_TOKENS = 8  # decoded in front of a piece, because the text of a token may depend on those before it
 HELD_CHARS_MAX = 256  # longer text is encoded as well as possible, so that a stream never stops
+ANCHOR = "\n"  # tokenizers add a space in front of a text, but not behind a new line, whose token has no other text
 
 Encode = Callable[[str], list[int]]
 """Return the tokens of a text, without the special tokens around a prompt."""
@@ -30,7 +31,8 @@ class TextEncoder:
     def __init__(self, encode: Encode, decode: Decode) -> None:
         self._encode = encode
         self._decode = decode
-        self._last: list[int] = []
+        self._anchor = encode(ANCHOR)
+        self._last = self._anchor
         self._held = ""
         self.inexact = 0
 
@@ -45,11 +47,10 @@ class TextEncoder:
         if not self._held:
             return []
         before = self._decode(self._last)
-        together = self._encode(before + self._held)
-        begins = len(self._last)
         for token_ids in (
-            together[begins:] if together[:begins] == self._last else [],
+            self._behind(self._last, before),
             self._encode(self._held),
+            self._behind(self._anchor, ANCHOR),
         ):
             if token_ids and self._decode(self._last + token_ids) == before + self._held:
                 return self._take(token_ids)
@@ -57,6 +58,11 @@ class TextEncoder:
             return []
         self.inexact += 1
         return self._take(self._encode(self._held))
+
+    def _behind(self, token_ids: list[int], text: str) -> list[int]:
+        """Return the tokens of the held text behind a text and its tokens; empty if tokens span both texts."""
+        together, begins = self._encode(text + self._held), len(token_ids)
+        return together[begins:] if together[:begins] == token_ids else []
 
     def _take(self, token_ids: list[int]) -> list[int]:
         self._held = ""

@@ -1,0 +1,333 @@
+"""`forebay worker --upstream`: invalid options, and the workers of servers that respond, hang or are lost."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from forebay.cli.processes import attached as attached_module
+from forebay.cli.processes.attached import AttachedWorkers, Attachment, UpstreamSettings, attachments, check_options
+from forebay.cli.processes.engine_options import EngineOptions
+from forebay.cli.processes.upstream_options import UPSTREAMS_MAX, Upstream, UpstreamOptions
+from forebay.ingress.errors import Unusable
+from forebay.ingress.model import DEFAULT_MODEL
+from forebay.workers.engine import EngineError
+from forebay.workers.engines.attached.server import ServerInfo
+from forebay.workers.runtime.life_cycle import State
+from forebay.workers.runtime.worker import WorkerReplaced
+from tests.cli.in_process import forebay
+
+URL = "http://127.0.0.1:8000"
+
+
+@pytest.mark.parametrize(
+    ("url", "hint"),
+    [
+        ("127.0.0.1:8000", "expected http://host:port"),
+        ("ftp://host", "expected http://host:port"),
+        ("http://", "expected http://host:port"),
+        ("http://host:0", "expected http://host:port"),
+        ("http://host:99999", "expected http://host:port"),
+        ("http://host:port", "expected http://host:port"),
+        ("http://[::1", "expected http://host:port"),
+        ("http://host:1/v1", "leave out /v1"),
+        ("http://host:1/v1/", "leave out /v1"),
+        ("http://host:1/api", "expected http://host:port"),
+        ("http://host:1?x=1", "expected http://host:port"),
+        ("http://host:1#x", "expected http://host:port"),
+        ("http://ho\tst:1", "expected http://host:port"),
+    ],
+)
+def test_an_address_that_is_none_is_rejected(url: str, hint: str) -> None:
+    with pytest.raises(Unusable) as error:
+        UpstreamOptions(upstream=[url]).upstreams()
+    assert hint in str(error.value)
+    assert url in str(error.value)
+
+
+def test_a_password_in_an_address_is_rejected_and_not_shown() -> None:
+    with pytest.raises(Unusable, match="--upstream-api-key-file instead") as error:
+        UpstreamOptions(upstream=["http://me:secret@host:1"]).upstreams()
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("http://host:8000/", "host-8000"),
+        ("http://host", "host-80"),
+        ("https://Host", "host-443"),
+        ("http://[::1]:8000", "::1-8000"),
+    ],
+)
+def test_a_worker_is_named_after_its_server(url: str, name: str) -> None:
+    (one,) = attachments(UpstreamOptions(upstream=[url]).upstreams(), "")
+    assert (one.worker_id, one.upstream.url) == (name, url.rstrip("/"))
+
+
+def test_a_given_name_has_the_number_of_the_server() -> None:
+    servers = [Upstream("http://a"), Upstream("http://b")]
+    assert [one.worker_id for one in attachments(servers, "w")] == ["w-0", "w-1"]
+    assert [one.worker_id for one in attachments(servers[:1], "w")] == ["w"]
+    with pytest.raises(Unusable, match="--worker-id"):
+        attachments(servers[:1], "a name")
+
+
+@pytest.mark.parametrize("other", [URL, f"{URL}/", "https://127.0.0.1:8000"])
+def test_a_server_that_appears_twice_is_rejected(other: str) -> None:
+    with pytest.raises(Unusable, match=f"--upstream {URL}: the server appears twice"):
+        attachments(UpstreamOptions(upstream=[URL, other]).upstreams(), "w")
+
+
+def test_kv_events_are_those_of_the_server_in_the_same_place() -> None:
+    urls = ["http://a", "http://b", "http://c"]
+    events = ["tcp://a:1", "-", "tcp://c:1,tcp://c:2"]
+    servers = UpstreamOptions(upstream=urls, upstream_kv_events=events).upstreams()
+    assert [(one.kv_events, one.kv_replay) for one in servers] == [
+        ("tcp://a:1", ""),
+        ("", ""),
+        ("tcp://c:1", "tcp://c:2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"upstream_kv_events": ["-"]}, "--upstream-kv-events requires --upstream URL"),
+        ({"upstream_api_key_file": Path("key")}, "--upstream-api-key-file requires --upstream URL"),
+        ({"allow_shared_cache": True}, "--allow-shared-cache requires --upstream URL"),
+        ({"upstream": [URL] * (UPSTREAMS_MAX + 1)}, "got 65 servers, the maximum of one process is 64"),
+        ({"upstream": [URL], "upstream_kv_events": ["-", "-"]}, "got 2 values for 1 servers"),
+        (
+            {"upstream": [URL], "upstream_kv_events": ["host:1"]},
+            "--upstream-kv-events host:1: expected tcp://host:port",
+        ),
+        ({"upstream": [URL], "upstream_kv_events": ["tcp://h:1,"]}, "expected tcp://host:port, or two of them"),
+        ({"upstream": [URL], "upstream_kv_events": [",tcp://h:1"]}, "expected tcp://host:port, or two of them"),
+    ],
+)
+def test_invalid_options_are_rejected(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(Unusable) as error:
+        UpstreamOptions(**options).upstreams()
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        (b"\xff", "not UTF-8 text"),
+        (b"", "expected one key of visible ASCII characters"),
+        (b"two keys", "expected one key of visible ASCII characters"),
+        ("clé".encode(), "expected one key of visible ASCII characters"),
+    ],
+)
+def test_a_key_that_cannot_be_read_is_rejected(tmp_path: Path, content: bytes | None, message: str) -> None:
+    file = tmp_path / "key"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(Unusable) as error:
+        UpstreamOptions(upstream_api_key_file=file).api_key()
+    assert message in str(error.value)
+    assert str(file) in str(error.value)
+
+
+def test_a_key_is_read_without_the_end_of_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("sk-1\n")
+    assert (UpstreamOptions(upstream_api_key_file=file).api_key(), UpstreamOptions().api_key()) == ("sk-1", "")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"engine": "vllm"}, "--engine cannot be combined with --upstream"),
+        ({"dp_size": 2}, "--dp-size cannot be combined with --upstream"),
+        ({"role": "encode"}, "--role encode: a server that already runs supports aggregated, prefill, decode"),
+    ],
+)
+def test_options_of_an_engine_are_rejected(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(Unusable) as error:
+        check_options(EngineOptions(**option))
+    assert message in str(error.value)
+
+
+def test_options_that_describe_a_server_are_accepted() -> None:
+    check_options(EngineOptions(model="m", model_name="n", role="prefill", block_size=16, kv_blocks=100))
+
+
+@pytest.mark.parametrize("option", [["--kv-host", "h"], ["--dp-start-rank", "1"], ["--speedup", "2"]])
+def test_the_command_rejects_options_of_an_engine(option: list[str]) -> None:
+    run = forebay("worker", "--kafka", "127.0.0.1:1", "--upstream", URL, *option)
+    assert run.returncode == 2
+    assert f"{option[0]} cannot be combined with --upstream" in run.stderr
+
+
+# The tokenizer
+
+
+def settings_of(**options: Any) -> UpstreamSettings:
+    engine = EngineOptions(**options)
+    return UpstreamSettings(engine=engine, pool="", taints=(), api_key="", allow_shared_cache=False)
+
+
+def engine_of(info: ServerInfo, **options: Any) -> Any:
+    settings = settings_of(**options)
+    return attached_module.engine_of(attachments([Upstream(URL)], "w")[0], info, settings)
+
+
+@pytest.mark.parametrize("root", ["", "/nowhere", "x" * 5000, "/" + "x" * 5000, "a\0b", "a b c"])
+def test_a_server_without_a_tokenizer_is_rejected(root: str) -> None:
+    with pytest.raises(Unusable, match=r"serves /served, but names no directory .* set --model to a directory"):
+        engine_of(ServerInfo(kind="openai", model="/served", root=root))
+
+
+def test_the_tokenizer_is_that_of_the_root_or_of_the_option(tmp_path: Path) -> None:
+    root = str(DEFAULT_MODEL)
+    for info, options in (
+        (ServerInfo(kind="vllm", model="m", root=root), {}),
+        (ServerInfo(kind="vllm", model=root), {"model_name": "m"}),
+        (ServerInfo(kind="vllm", model="m", root=str(tmp_path)), {"model": root}),
+    ):
+        _, spec, folder = engine_of(info, **options)
+        assert (spec.model, spec.engine, folder) == ("m", "vllm", DEFAULT_MODEL)
+    with pytest.raises(Unusable, match="tokenizer"):
+        engine_of(ServerInfo(kind="vllm", model="m", root=str(tmp_path)))
+
+
+# Servers that respond, hang or are lost
+
+Step = Callable[[Attachment], Awaitable[None]]
+
+
+class Fleet(AttachedWorkers):
+    """The workers of servers, whose attachment is a script of steps."""
+
+    def __init__(self, *steps: Step) -> None:
+        one = attachments([Upstream(URL)], "w")
+        super().__init__(
+            cast(Any, None), cast(Any, None), cast(Any, None), one, cast(Any, None), CollectorRegistry(), 1.0
+        )
+        self.one = one[0]
+        self.steps = list(steps)
+        self.reached = asyncio.Event()
+
+    async def attach(self, one: Attachment) -> None:
+        self.reached.set()
+        await self.steps.pop(0)(one)
+
+
+@pytest.fixture(autouse=True)
+async def no_pause(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    monkeypatch.setattr(attached_module, "RETRY_S", 0.0)
+    yield
+
+
+def raising(error: BaseException) -> Step:
+    async def step(one: Attachment) -> None:
+        raise error
+
+    return step
+
+
+async def drained(one: Attachment) -> None:
+    one.model = "m"
+
+
+async def hanging(one: Attachment) -> None:
+    await asyncio.Event().wait()
+
+
+LOST = EngineError("the server does not respond")
+
+
+async def test_a_lost_server_is_attached_again(caplog: pytest.LogCaptureFixture) -> None:
+    groups = [BaseExceptionGroup("", [BaseExceptionGroup("", [LOST])]) for _ in range(2)]
+    fleet = Fleet(raising(LOST), *map(raising, groups), raising(EngineError("another reason")), drained)
+    await fleet.run()
+    assert not fleet.steps
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == [str(LOST), "another reason"]
+
+
+async def test_a_server_that_returns_unusable_is_waited_for_but_not_at_the_first_time() -> None:
+    fleet = Fleet(raising(Unusable("no tokenizer")))
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await fleet.run()
+    assert raised.group_contains(Unusable)
+    fleet = Fleet(raising(Unusable("no tokenizer")), drained)
+    fleet.one.model = "m"
+    await fleet.run()
+    assert not fleet.steps
+
+
+@pytest.mark.parametrize("also_lost", [False, True])
+async def test_a_replaced_worker_ends_the_process(also_lost: bool) -> None:
+    fleet = Fleet(raising(BaseExceptionGroup("", [WorkerReplaced("w"), *[LOST] * also_lost])), drained)
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await fleet.run()
+    assert raised.group_contains(WorkerReplaced)
+
+
+async def test_a_stop_does_not_wait_for_a_server_or_a_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attached_module, "RETRY_S", 3600.0)
+    for step in (hanging, raising(LOST)):
+        fleet = Fleet(step)
+        running = asyncio.create_task(fleet.run())
+        await fleet.reached.wait()
+        await fleet.stop()
+        await running
+
+
+async def test_a_stop_drains_the_workers_and_attaches_no_server_again() -> None:
+    drains: list[float] = []
+
+    async def lost_in_drain(one: Attachment) -> None:
+        one.worker = cast(Any, SimpleNamespace(active_requests=(), drain=drains.append))
+        await fleet.stop()
+        raise LOST
+
+    fleet = Fleet(lost_in_drain)
+    await fleet.run()
+    assert drains == [1.0]
+
+
+async def test_a_server_that_serves_another_model_is_not_attached_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def described(_upstream: Upstream, _settings: UpstreamSettings) -> ServerInfo:
+        return ServerInfo(kind="vllm", model="other", root=str(DEFAULT_MODEL))
+
+    monkeypatch.setattr(attached_module, "described", described)
+    one = attachments([Upstream(URL)], "w")[0]
+    one.model = "m"
+    fleet = AttachedWorkers(
+        cast(Any, None), cast(Any, None), cast(Any, None), [one], settings_of(), CollectorRegistry(), 1.0
+    )
+    with pytest.raises(EngineError, match="serves other now, but worker w joined with m; restart the worker"):
+        await fleet.attach(one)
+
+
+async def test_a_process_that_waits_for_its_server_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    class LostWorker:
+        life = SimpleNamespace(state=State.DEREGISTERED)
+
+        async def run(self) -> None:
+            raise LOST
+
+    async def returned(value: Any) -> Any:
+        return value
+
+    info = ServerInfo(kind="vllm", model="m", root=str(DEFAULT_MODEL))
+    monkeypatch.setattr(attached_module, "described", lambda *_: returned(info))
+    monkeypatch.setattr(attached_module, "stored_card", lambda *_: returned(""))
+    monkeypatch.setattr(attached_module, "join_group", lambda *_: returned(0))
+    monkeypatch.setattr(attached_module, "Worker", lambda *_, **__: LostWorker())
+    one = attachments([Upstream(URL)], "w")[0]
+    fleet = AttachedWorkers(
+        cast(Any, None), cast(Any, None), cast(Any, None), [one], settings_of(), CollectorRegistry(), 1.0
+    )
+    with pytest.raises(EngineError):
+        await fleet.attach(one)
+    assert (one.worker, one.model, one.probes.live()[0], one.probes.ready()[0]) == (None, "m", True, False)

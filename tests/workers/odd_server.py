@@ -1,0 +1,100 @@
+"""A server with OpenAI's completions API whose responses a test writes, also such as no server should send."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any, Self
+
+from aiohttp import web
+
+from tests.harness.local import free_ports
+
+HOST = "127.0.0.1"
+CUT = None  # closes the connection
+HANG = ...  # sends nothing more
+Event = Any  # a dictionary, bytes, CUT or HANG
+
+
+def chunk(token_ids: Any = None, text: str = "", reason: Any = None, **more: Any) -> dict[str, Any]:
+    """Return an event of a stream."""
+    choice = {"index": 0, "text": text, "finish_reason": reason, **more}
+    return {"choices": [choice if token_ids is None else {**choice, "token_ids": token_ids}]}
+
+
+class OddServer:
+    """Server whose responses a test sets. Use it as an async context manager.
+
+    Attributes:
+        replies: status and parts of the body, by path. Other paths are not found.
+        streams: events of the next streams. Each part is sent on its own.
+        completion: response to a completion that is no stream.
+        requests: bodies of the streams, in order.
+        connections: number of connections.
+    """
+
+    def __init__(self, owner: str = "vllm") -> None:
+        models = {"data": [{"id": "m", "owned_by": owner, "root": "/root", "max_model_len": 64}]}
+        self.replies: dict[str, tuple[int, Sequence[bytes]]] = {
+            "/v1/models": (200, [json.dumps(models).encode()]),
+            "/health": (200, []),
+        }
+        self.completion: Any = chunk([7])
+        self.streams: list[Sequence[Event]] = []
+        self.requests: list[dict[str, Any]] = []
+        self._sockets: set[int] = set()
+        self._port = free_ports(1)
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._serve)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self._port}"
+
+    @property
+    def connections(self) -> int:
+        return len(self._sockets)
+
+    async def __aenter__(self) -> Self:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, HOST, self._port).start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        self._sockets.add(request.transport.get_extra_info("peername")[1])
+        body = await request.json() if request.can_read_body else {}
+        if request.path == "/v1/completions" and body["stream"]:
+            self.requests.append(body)
+            return await self._stream(request)
+        if request.path == "/v1/completions" and not isinstance(self.completion, bytes):
+            return web.json_response(self.completion)
+        status, parts = self.replies.get(request.path, (404, []))
+        if request.path == "/v1/completions":
+            status, parts = 200, [self.completion]
+        response = web.StreamResponse(status=status)
+        await response.prepare(request)
+        for part in parts:
+            await response.write(part)
+            await asyncio.sleep(0)  # the client reads each part on its own
+        return response
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for event in self.streams.pop(0):
+            if event is CUT:
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            if event is HANG:
+                await asyncio.Event().wait()
+            data = event if isinstance(event, bytes) else b"data: " + json.dumps(event).encode() + b"\n\n"
+            await response.write(data)
+            await asyncio.sleep(0)
+        await response.write(b"data: [DONE]\n\n")
+        await asyncio.sleep(0)  # the end of the response follows on its own
+        return response

@@ -1,0 +1,330 @@
+"""Parts of the adapter for attached servers: loads, messages of errors, tokens of a text, KV descriptors."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from forebay.events.requests import Sampling, StructuredOutput
+from forebay.events.transfer import Prefilled
+from forebay.events.work import WorkItem
+from forebay.workers.engines.attached.continuing import interrupted, limited, remaining, why_not_continued
+from forebay.workers.engines.attached.errors import message_of, rejection
+from forebay.workers.engines.attached.load import MetricsUnreadable, ServerLoad, read_load
+from forebay.workers.engines.attached.server import vllm_cache_sizes
+from forebay.workers.engines.attached.text import HELD_CHARS_MAX, TextEncoder
+from forebay.workers.engines.attached.transfer import CONNECTOR, HALF_LEASE_S, fetch_params, offer
+from forebay.workers.engines.kv_descriptor import Unfetchable
+from forebay.workers.engines.vllm.transfer import UNREAD_S, VLLM_LEASE_S
+from tests.workers.attached import MODEL, decode
+from tests.workers.conftest import work_item
+
+# Loads
+
+VLLM = (
+    'vllm:num_requests_running{e="0"} 2.0\nvllm:num_requests_waiting{e="0"} 1\nvllm:kv_cache_usage_perc{e="0"} 0.25\n'
+)
+SGLANG = "sglang:num_running_reqs{} 3\nsglang:num_queue_reqs{} 0\nsglang:token_usage{} 0.5\n"
+TENSORRT_LLM = (
+    '[{"kvCacheStats": {}}, {"kvCacheStats": {"usedNumBlocks": 5, "maxNumBlocks": 10}, "more": 1, '
+    '"inflightBatchingStats":'
+    ' {"numContextRequests": 1, "numGenRequests": 2, "numQueuedContextRequests": 3, "numQueuedGenRequests": 4}}]'
+)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "load"),
+    [
+        ("# HELP x y\nother 1\n" + VLLM + "vllm:num_requests_running_total{} 99\n", ServerLoad(2, 1, 0.25)),
+        (VLLM + VLLM.replace('"0"', '"1"'), ServerLoad(4, 2, 0.25)),
+        (VLLM.replace("0.25", "7.0"), ServerLoad(2, 1, 1.0)),
+        ("vllm:num_requests_running{} 2\n", ServerLoad(2, 0, 0.0)),
+        (VLLM.replace("\n", "\r\n"), ServerLoad(2, 1, 0.25)),
+        (SGLANG, ServerLoad(3, 0, 0.5)),
+        (TENSORRT_LLM, ServerLoad(3, 7, 0.5)),
+        ("[{}]", ServerLoad(0, 0, 0.0)),
+        ("[]", None),
+    ],
+)
+def test_loads_of_servers(metrics: str, load: ServerLoad | None) -> None:
+    assert read_load(metrics) == load
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ("", "no known names"),
+        ("other 1\n", "no known names: vllm:num_requests_running, sglang:num_running_reqs"),
+        ("vllm:num_requests_running{ 1\n", "malformed"),
+        ("vllm:num_requests_running one\n", "malformed"),
+        ("vllm:num_requests_waiting 1\n", "no valid value of vllm:num_requests_running"),
+        ("vllm:num_requests_running NaN\n", "no valid value"),
+        ("vllm:num_requests_running -1\n", "no valid value"),
+        ("vllm:num_requests_running 1e30\n", "no valid value"),
+        ("vllm:num_requests_running +Inf\n", "no valid value"),
+        ("[1]", "statistics of iterations are malformed"),
+        ("[" * 100_000, "statistics of iterations are malformed"),
+        ('[{"a":' * 50_000, "statistics of iterations are malformed"),
+        ('[{"inflightBatchingStats": {"numGenRequests": -1}}]', "malformed"),
+        ('[{"kvCacheStats": {"usedNumBlocks": ' + "9" * 400 + ', "maxNumBlocks": 1}}]', "malformed"),
+    ],
+)
+def test_unreadable_metrics(metrics: str, message: str) -> None:
+    with pytest.raises(MetricsUnreadable) as error:
+        read_load(metrics)
+    assert message in str(error.value)
+
+
+@given(st.data())
+def test_damaged_metrics_are_a_load_or_unreadable(data: st.DataObject) -> None:
+    text = list(data.draw(st.sampled_from([VLLM, SGLANG, TENSORRT_LLM])))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(text) - 1))
+        text[at] = data.draw(st.sampled_from([*'{}[]",=\\ \n#0.eN-', "", "\0", "é"]))
+    try:
+        load = read_load("".join(text))
+    except MetricsUnreadable:
+        return
+    assert load is None or (min(load) >= 0 and load.usage <= 1)
+
+
+@pytest.mark.parametrize(
+    ("labels", "sizes"),
+    [
+        ('block_size="16",num_gpu_blocks="101"', (16, 100)),
+        ('num_gpu_blocks="101",block_size="None"', (None, 100)),
+        ('block_size="0",num_gpu_blocks="1"', (None, None)),
+        ('block_size="-1",num_gpu_blocks="1.5"', (None, None)),
+        ('block_size="²",num_gpu_blocks="' + "9" * 5000 + '"', (None, None)),
+        ("", (None, None)),
+    ],
+)
+def test_cache_sizes_of_vllm(labels: str, sizes: tuple[int | None, int | None]) -> None:
+    assert vllm_cache_sizes(f"vllm:cache_config_info{{{labels}}} 1.0\n") == sizes
+    assert vllm_cache_sizes("other 1\n") == (None, None)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"error": {"message": "too\\n long", "code": 400}}', "too long"),
+        (b'{"object": "error", "message": "too long"}', "too long"),
+        (b'{"error": "too long"}', "too long"),
+        (b'{"error": null, "detail": "too long"}', "too long"),
+        (b'{"detail": [{"msg": "missing"}]}', '{"detail": [{"msg": "missing"}]}'),
+        (b'{"error": {}}', '{"error": {}}'),
+        (b"<html>no</html>", "<html>no</html>"),
+        (b"\xff", "\ufffd"),
+        (b"[" * 100_000, "[" * 500),
+        (b"", "the response has no message"),
+    ],
+)
+def test_message_of_an_error(body: bytes, message: str) -> None:
+    assert message_of(body) == message
+
+
+@pytest.mark.parametrize(
+    ("status", "known", "code"),
+    [
+        (400, 400, "invalid_request"),
+        (404, 404, "invalid_request"),
+        (422, 422, "invalid_request"),
+        (401, 502, "engine_error"),
+        (403, 502, "engine_error"),
+        (429, 429, "engine_overloaded"),
+        (503, 503, "engine_overloaded"),
+        (500, 502, "engine_error"),
+        (307, 502, "engine_error"),
+        (204, 502, "engine_error"),
+    ],
+)
+def test_errors_of_a_server(status: int, known: int, code: str) -> None:
+    error = rejection("http://a", status, b'{"error": "why"}').error
+    assert (error.status, error.code) == (known, code)
+    assert "why" in error.message
+    assert ("--upstream-api-key-file" in error.message) == (status in (401, 403))
+
+
+# Responses that are cut
+
+
+def test_what_a_continuation_may_still_generate() -> None:
+    sampling = Sampling(max_tokens=10, min_tokens=6)
+    for room, most, least in ((20, 10, 6), (8, 8, 6), (4, 4, 4)):
+        one = limited(sampling, room)
+        assert (one.max_tokens, one.min_tokens) == (most, least)
+    for done, most, least in ((0, 10, 6), (4, 6, 2), (8, 2, 0), (10, 1, 0)):
+        one = remaining(sampling, done)
+        assert (one.max_tokens, one.min_tokens) == (most, least)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"repetition_penalty": 1.5, "seed": 1, "logprobs": 2}, ""),  # counts the prompt, too
+        ({"presence_penalty": -0.5}, "penalties"),
+        ({"frequency_penalty": 0.5}, "penalties"),
+        ({"structured": StructuredOutput(kind="json_object")}, "structured"),
+    ],
+)
+def test_why_a_response_cannot_continue(changes: dict[str, Any], reason: str) -> None:
+    found = why_not_continued(Sampling(max_tokens=1, **changes))
+    assert reason in found
+    assert bool(reason) == bool(found)
+    error = interrupted(3, "because")
+    assert (error.status, error.message) == (502, "the response was interrupted after 3 output tokens: because")
+
+
+# Tokens of a text
+
+
+def spaced_tokenizer() -> Tokenizer:
+    """Return a tokenizer that marks spaces, like Llama 2's: its decoder drops the first space of a text."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    bytes_of = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", *bytes_of], show_progress=False)
+    tokenizer.train_from_iterator(["the log is read by the owner of the log", "a word and another word"] * 9, trainer)
+    return tokenizer
+
+
+SPACED = spaced_tokenizer()
+
+
+def spaced_encode(text: str) -> list[int]:
+    return list(SPACED.encode(text, add_special_tokens=False).ids)
+
+
+TOKENIZERS: dict[str, tuple[Callable[[str], list[int]], Any]] = {
+    "default": (MODEL.encode, decode),
+    "spaced": (spaced_encode, partial(SPACED.decode, skip_special_tokens=False)),
+}
+TEXTS = st.lists(
+    st.sampled_from(["the", " log", " ", "  ", "a", "\n", "é", "漢", "🙂", "word", ".", "x1", " the owner"])
+)
+
+
+def pieces_of(text: str, cuts: list[int]) -> list[str]:
+    ends = sorted({min(cut, len(text)) for cut in cuts} | {len(text)})
+    return [text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(words=TEXTS, cuts=st.lists(st.integers(0, 60)))
+def test_tokens_of_any_pieces_decode_to_the_whole_text(name: str, words: list[str], cuts: list[int]) -> None:
+    encode, decoded = TOKENIZERS[name]
+    text = "".join(words)
+    encoder = TextEncoder(encode, decoded)
+    line = encode("\n")  # in front, because some decoders drop the first space of a text
+    tokens: list[int] = []
+    for piece in pieces_of(text, cuts):
+        tokens += encoder.push(piece)
+        assert f"\n{text}".startswith(decoded(line + tokens))
+    tokens += encoder.push("", is_last=True)
+    assert (decoded(line + tokens), encoder.inexact) == (f"\n{text}", 0)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_first_piece_is_not_held_back_for_its_space(name: str) -> None:
+    encode, decoded = TOKENIZERS[name]
+    encoder = TextEncoder(encode, decoded)
+    first, rest = encoder.push(" the owner"), encoder.push(" of the log")
+    assert first
+    assert decoded(first + rest).strip() == "the owner of the log"
+
+
+def test_text_that_no_tokens_decode_to_is_held_back_for_a_while_only() -> None:
+    encoder = TextEncoder(lambda text: [len(text)], lambda ids: "?" * len(ids))
+    assert encoder.push("ab") == []
+    assert encoder.push("x" * HELD_CHARS_MAX) == [2 + HELD_CHARS_MAX]
+    assert encoder.push("abc", is_last=True) == [3]
+    assert encoder.inexact == 2
+    assert encoder.push("", is_last=True) == []
+
+
+# KV descriptors
+
+PARAMS = {
+    "remote_engine_id": "e",
+    "remote_host": "h",
+    "remote_port": 1,
+    "remote_block_ids": [[1, 2]],
+    "remote_num_tokens": 6,
+    "tp_size": 1,
+    "new_field": {"x": 1},
+}
+
+
+def item() -> WorkItem:
+    return work_item("r", [1, 2, 3, 4, 5, 6], 4)
+
+
+def test_a_descriptor_keeps_all_fields_of_the_server() -> None:
+    kept = offer(item(), "w", "m", PARAMS)
+    assert (kept.worker_id, kept.connector, kept.tokens) == ("w", CONNECTOR, 6)
+    params = fetch_params(kept, "m", 6)
+    assert params == PARAMS | {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_prefill_cached_tokens": None,
+    }
+
+
+def test_the_owner_and_the_decode_server_share_the_lease() -> None:
+    assert offer(item(), "w", "m", PARAMS).lease_us == HALF_LEASE_S * 1e6
+    assert 2 * HALF_LEASE_S <= VLLM_LEASE_S - UNREAD_S
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"remote_engine_id": ""},
+        {"remote_engine_id": None},
+        {"remote_host": 3},
+        {"remote_port": 0},
+        {"remote_port": 70_000},
+        {"remote_block_ids": []},
+        {"remote_block_ids": "all"},
+        {"remote_block_ids": [list(range(100_000))]},
+    ],
+)
+def test_unknown_parameters_of_a_server_are_not_offered(changes: dict[str, Any]) -> None:
+    with pytest.raises(Unfetchable):
+        offer(item(), "w", "m", PARAMS | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"connector": "nixl"}, "transferred by nixl"),
+        ({"model": "other"}, "of model other"),
+        ({"tokens": 5}, "covers 5 tokens, the prompt has 6"),
+        ({"descriptor": b"{"}, "cannot decode"),
+        ({"descriptor": b"[" * 100_000}, "cannot decode"),
+        ({"descriptor": b"{}"}, "cannot decode"),
+        ({"descriptor": msgspec.json.encode(PARAMS | {"remote_num_tokens": 5})}, "covers 5 tokens, the prompt has 6"),
+    ],
+)
+def test_descriptors_that_cannot_be_fetched(changes: dict[str, Any], message: str) -> None:
+    kept = msgspec.structs.replace(offer(item(), "w", "m", PARAMS), **changes)
+    with pytest.raises(Unfetchable) as error:
+        fetch_params(kept, "m", 6)
+    assert message in str(error.value)
+
+
+def test_a_request_without_a_descriptor_cannot_fetch() -> None:
+    nothing: Prefilled | None = None
+    with pytest.raises(Unfetchable, match="no KV descriptor"):
+        fetch_params(nothing, "m", 6)
