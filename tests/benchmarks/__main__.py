@@ -22,6 +22,7 @@ NAMES = (
     "kv-transfer",
     "kv-hosts",
     "overload",
+    "attached",
     "planner",
     "console",
     "console-page",
