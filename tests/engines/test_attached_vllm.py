@@ -49,8 +49,9 @@ MOCK = "m1"
 LORA = "tiny-lora"
 NAMESPACE = f"{RUN}-vllm-attached"
 TOKENS = 24
-LONG = 800  # tokens of a response that outlasts the kill of its server
+LONG = 400  # tokens of a response that outlasts what is done to its server
 HITS = "vllm:prefix_cache_hits_total"
+GENERATED = "vllm:generation_tokens_total"
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -90,11 +91,13 @@ class System:
         serving: readers of the log and of the engines' metrics.
         client: OpenAI's client of the ingress.
         server: attached server of `tiny` and `split`.
+        command: command that starts it.
     """
 
     serving: Serving
     client: openai.AsyncOpenAI
     server: VllmServer
+    command: list[str]
 
     async def complete(self, prompt: list[int], worker: str = "", model: str = MODEL, **body: Any) -> Streamed:
         """Complete a prompt greedily, optionally on a given worker."""
@@ -152,7 +155,8 @@ async def system(
     transfer = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
     async with Cluster(kafka, redis_url, NAMESPACE, folder, plan) as cluster:
         options = ("--enable-prompt-tokens-details", *lora_options())
-        cluster.processes.start(SERVER, server.command(model, transfer | {"kv_role": "kv_consumer"}, *options))
+        command = server.command(model, transfer | {"kv_role": "kv_consumer"}, *options)
+        cluster.processes.start(SERVER, command)
         cluster.processes.start("prefill", prefill.command(model, transfer | {"kv_role": "kv_producer"}))
         cluster.router("r1")
         cluster.ingress("i1", "--routing-hints")
@@ -174,7 +178,7 @@ async def system(
             served(cluster, log, ports) as serving,
             client_of(serving.url) as client,
         ):
-            yield System(serving, client, server)
+            yield System(serving, client, server, command)
 
 
 @asynccontextmanager
@@ -263,6 +267,43 @@ async def test_log_probabilities_of_both_vllm_are_equal(system: System) -> None:
     attached = await of(ATTACHED)
     assert [len(one) for one in attached] == [3] * 8
     assert attached == await of(HOSTED)
+
+
+async def test_sampling_parameters_have_the_same_effect_on_both_vllm(system: System, oracle: Transformers) -> None:
+    prompt = prompt_of(7)
+    greedy = oracle.greedy(prompt, TOKENS)
+    parameters: list[dict[str, Any]] = [
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 1.5, "seed": 5, "top_k": 40, "top_p": 0.9, "min_p": 0.001},
+        {"frequency_penalty": 1.5, "presence_penalty": 1.0},
+        {"repetition_penalty": 1.5},
+        {"logit_bias": {"300": 10.0}},
+        {"stop_token_ids": [greedy[9]], "min_tokens": 4},
+    ]
+    for one in parameters:
+        attached, hosted = [await system.complete(prompt, worker, **one) for worker in (ATTACHED, HOSTED)]
+        tokens = await system.tokens(attached)
+        assert (attached.worker, hosted.worker) == (ATTACHED, HOSTED)
+        assert tokens == await system.tokens(hosted), one
+        assert tokens != greedy, one
+
+
+async def test_a_client_that_disconnects_frees_the_attached_server(system: System) -> None:
+    serving, response = system.serving, Streamed()
+    receiving = asyncio.create_task(system.receive(response, prompt_of(8), ATTACHED, tokens=LONG))
+
+    async def begun() -> bool:
+        return bool(response.pieces)
+
+    async def idle() -> bool:
+        return await serving.metric(ATTACHED, "vllm:num_requests_running") == 0
+
+    before = await serving.metric(ATTACHED, GENERATED)
+    await serving.cluster.processes.until("the response has begun", begun)
+    receiving.cancel()
+    await asyncio.gather(receiving, return_exceptions=True)
+    await serving.cluster.processes.until("vLLM runs no request", idle)
+    assert await serving.metric(ATTACHED, GENERATED) < before + LONG
 
 
 async def test_structured_responses_of_the_attached_server(system: System) -> None:
@@ -359,6 +400,28 @@ async def test_a_stream_of_a_killed_server_continues_on_the_hosted_one(system: S
     assert response.usage["completion_tokens"] == LONG
     lost = [event for event in await cluster.events(FLEET, MODEL) if isinstance(event, WorkerLost)]
     assert [event.worker_id for event in lost] == [ATTACHED]
+
+
+async def test_a_server_that_returns_is_attached_again(system: System, oracle: Transformers) -> None:
+    cluster, prompt = system.serving.cluster, prompt_of(6)
+    cluster.processes.start(SERVER, system.command)
+
+    async def joined() -> bool:
+        return len(await cluster.members(MODEL)) == len(await cluster.members(SPLIT)) == 2
+
+    await cluster.processes.until("both workers of the server have joined again", joined, within_s=STARTED_WITHIN_S)
+    assert (await system.serving.overlaps(prompt))[ATTACHED] == 0, "the cache of the killed server is still indexed"
+    response = await system.complete(prompt, ATTACHED)
+    assert (response.worker, response.cached_tokens) == (ATTACHED, 0)
+    assert await system.tokens(response) == oracle.greedy(prompt, TOKENS)
+
+    async def known() -> bool:
+        return (await system.serving.overlaps(prompt))[ATTACHED] == len(prompt) // BLOCK
+
+    await cluster.processes.until("the router knows the blocks of the new server", known)
+    split = await system.complete(prompt_of(9), model=SPLIT)
+    assert await stages(system, split) == [("prefill", PREFILL), ("decode", DECODE)]
+    assert await system.tokens(split, SPLIT) == oracle.greedy(prompt_of(9), TOKENS)
 
 
 async def test_every_decision_verifies(system: System) -> None:
