@@ -360,7 +360,7 @@ async def test_attached_servers_compute_and_decode_a_prompt_over_nixl(system: Sy
     for prompt in prompts:
         split, together = await system.complete(prompt, model=SPLIT), await system.complete(prompt, HOSTED)
         assert split.worker == DECODE
-        assert split.served["prefill"]["worker"] == PREFILL
+        assert (split.served["prefill"]["worker"], split.cached_tokens) == (PREFILL, 0)
         tokens = [await system.tokens(split, SPLIT), await system.tokens(together)]
         assert tokens == [oracle.greedy(prompt, TOKENS)] * 2
         assert await stages(system, split) == [("prefill", PREFILL), ("decode", DECODE)]
