@@ -55,6 +55,7 @@ GENERATED = "vllm:generation_tokens_total"
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(2 * TIMEOUT_S + STARTED_WITHIN_S),  # three vLLM start in the first test
     pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="vLLM's NixlConnector needs the package nixl"),
 ]
 
