@@ -23,6 +23,7 @@ NAMES = (
     "kv-transfer",
     "kv-hosts",
     "overload",
+    "attached",
     "planner",
     "console",
     "console-page",

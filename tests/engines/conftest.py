@@ -46,7 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = f"no {', '.join(MISSING)} here: `make test-engines` has an environment of its own"
     for item in items:
         if FOLDER in item.path.parents:
-            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(TIMEOUT_S))
             item.add_marker(pytest.mark.filterwarnings("ignore", "error:::(forebay|infra|tests)"))  # engines warn a lot
             if MISSING:
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -144,15 +144,15 @@ class Serving:
         """Send another request to the ingress."""
         return await self._client.request(method, f"{self.url}{path}", json=body or None)
 
-    async def generated(self, request_id: str) -> ResponseState:
-        """Return a response from the log."""
+    async def generated(self, request_id: str, group: str = MODEL) -> ResponseState:
+        """Return a response from the log. `request_id` is that of the client, or that on the log."""
         reply = ResponseState()
         for slot in range(PLAN.replies):
             position, end = 0, await self._log.end(TOKENS.name, slot)
             while position < end:
                 for record in await self._log.read(TOKENS.name, slot, position, READ_MAX):
                     position = record.offset + 1
-                    apply({self._ids[request_id]: reply}, decode(TOKENS, record.value), MODEL)
+                    apply({self._ids.get(request_id, request_id): reply}, decode(TOKENS, record.value), group)
         return reply
 
     async def metric(self, worker: str, name: str) -> float:

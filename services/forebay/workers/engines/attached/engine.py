@@ -371,6 +371,7 @@ class AttachedEngine(ModelEngine):
 
     async def _prefill(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
         sampling = msgspec.structs.replace(item.sampling, **PREFILL_SAMPLING)
+        expected = self._cached_tokens(item)  # before the server reports the blocks of this prompt
         try:
             done = await self._api.prefill(self._call(item, prompt, sampling, PREFILL_PARAMS))
         except Rejected as rejected:
@@ -384,7 +385,7 @@ class AttachedEngine(ModelEngine):
             raise Rejected(ResponseError(status=501, code="not_supported", message=message))
         prefilled = offer(item, self._worker_id, self._settings.model_name, done.transfer)
         self._kept.add(item.request_id, VLLM_LEASE_S)
-        cached = self._cached_tokens(item) if done.cached_tokens is None else done.cached_tokens
+        cached = expected if done.cached_tokens is None else done.cached_tokens
         rank.prefilled(item, prefilled, cached)
 
     def release(self, request_id: str) -> None:

@@ -1,0 +1,432 @@
+"""`vllm serve` attached by `forebay worker --upstream`, behind one router and one ingress on real Kafka and Redis.
+
+The ingress serves three models. `tiny` has an attached server and a vLLM that forebay hosts. `split` has an attached
+server that computes prompts, and one that generates responses: the server of `tiny`, which serves both names, because a
+third server would take half a minute to start. `forebay-default` has a mock worker, which suffices as a different
+model. The tests share one cluster and run in order; the last ones kill the server of `tiny`.
+"""
+
+import asyncio
+import importlib.util
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+
+from forebay.events.decisions import RequestRouted
+from forebay.events.fleet import WorkerLost
+from forebay.events.request_ids import client_id_of
+from forebay.events.topics import DECISIONS, FLEET
+from forebay.transport.kafka.topics import TopicPlan
+from tests.engines.oracle import GREEDY, Transformers
+from tests.engines.serving import (
+    BLOCK,
+    MODEL,
+    STARTED_WITHIN_S,
+    TIMEOUT_S,
+    Serving,
+    ports_of,
+    served,
+    vllm_options,
+)
+from tests.engines.vllm_server import VllmServer, lora_options, vllm_server
+from tests.harness.cluster import GROUP, PLAN, Cluster
+from tests.integration import kafka_api
+from tests.integration.conftest import RUN
+
+SERVER = "server"  # process of the server that is attached as ATTACHED and as DECODE
+ATTACHED, HOSTED = "a1", "v1"
+PREFILL, DECODE = "p1", "d1"
+SPLIT = "split"
+MOCK = "m1"
+LORA = "tiny-lora"
+NAMESPACE = f"{RUN}-vllm-attached"
+TOKENS = 24
+LONG = 400  # tokens of a response that outlasts what is done to its server
+HITS = "vllm:prefix_cache_hits_total"
+GENERATED = "vllm:generation_tokens_total"
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(2 * TIMEOUT_S + STARTED_WITHIN_S),  # three vLLM start in the first test
+    pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="vLLM's NixlConnector needs the package nixl"),
+]
+
+
+@dataclass(slots=True)
+class Streamed:
+    """A streamed response, as far as it was received.
+
+    Attributes:
+        pieces: parts of the text.
+        served: forebay's part of the last chunk: worker, attempts and id on the log.
+    """
+
+    pieces: list[str] = field(default_factory=list)
+    usage: dict[str, Any] = field(default_factory=dict)
+    served: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def worker(self) -> str:
+        """Return the worker that finished the response."""
+        return str(self.served["worker"])
+
+    @property
+    def cached_tokens(self) -> int:
+        """Return how many prompt tokens the engine had in its cache."""
+        return int(self.usage["prompt_tokens_details"]["cached_tokens"])
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """The running cluster.
+
+    Attributes:
+        serving: readers of the log and of the engines' metrics.
+        client: OpenAI's client of the ingress.
+        server: attached server of `tiny` and `split`.
+        command: command that starts it.
+    """
+
+    serving: Serving
+    client: openai.AsyncOpenAI
+    server: VllmServer
+    command: list[str]
+
+    async def complete(self, prompt: list[int], worker: str = "", model: str = MODEL, **body: Any) -> Streamed:
+        """Complete a prompt greedily, optionally on a given worker."""
+        response = Streamed()
+        await self.receive(response, prompt, worker, model, **body)
+        return response
+
+    async def receive(
+        self,
+        response: Streamed,
+        prompt: list[int],
+        worker: str = "",
+        model: str = MODEL,
+        tokens: int = TOKENS,
+        **body: Any,
+    ) -> None:
+        """Stream a completion into a response that can be read meanwhile."""
+        hints = {"nvext": {"decode_worker_id": worker}} if worker else {}
+        chunks = await self.client.completions.create(
+            model=model,
+            prompt=prompt,
+            max_tokens=tokens,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True, **hints, **body},
+        )
+        async for chunk in chunks:
+            response.pieces += [choice.text for choice in chunk.choices if choice.text]
+            response.usage = response.usage if chunk.usage is None else chunk.usage.model_dump()
+            response.served = (chunk.model_extra or {}).get("forebay") or response.served
+
+    async def tokens(self, response: Streamed, model: str = MODEL) -> list[int]:
+        """Return the output tokens of a response from the log."""
+        return (await self.serving.generated(response.served["request_id"], model)).tokens
+
+    async def until_known(self, prompt: list[int], blocks: int) -> None:
+        """Wait until the router knows that the attached server has these leading blocks of a prompt, and it alone."""
+
+        async def known() -> bool:
+            return await self.serving.overlaps(prompt) == {ATTACHED: blocks, HOSTED: 0}
+
+        await self.serving.cluster.processes.until(f"the router knows {blocks} blocks", known)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def system(
+    kafka: str, redis_url: str, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[System]:
+    """A router, an ingress, and the workers of three models, all serving."""
+    folder = tmp_path_factory.mktemp("vllm-attached")
+    server, prefill = vllm_server(MODEL, SPLIT), vllm_server(SPLIT)
+    ports = {**ports_of([HOSTED]), ATTACHED: server.ports, PREFILL: prefill.ports}
+    plan = TopicPlan(groups=3, slots=PLAN.slots, replies=PLAN.replies, kafka_api=1)
+    transfer = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+    async with Cluster(kafka, redis_url, NAMESPACE, folder, plan) as cluster:
+        options = ("--enable-prompt-tokens-details", *lora_options())
+        command = server.command(model, transfer | {"kv_role": "kv_consumer"}, *options)
+        cluster.processes.start(SERVER, command)
+        cluster.processes.start("prefill", prefill.command(model, transfer | {"kv_role": "kv_producer"}))
+        cluster.router("r1")
+        cluster.ingress("i1", "--routing-hints")
+        cluster.worker(MOCK)
+        # Each worker waits for its server.
+        cluster.worker(ATTACHED, *server.upstream())
+        cluster.worker(PREFILL, *prefill.upstream(), "--role", "prefill")
+        cluster.worker(DECODE, *server.upstream(), "--role", "decode", "--model-name", SPLIT)
+        cluster.worker(HOSTED, *vllm_options(model, ports[HOSTED], folder / f"{HOSTED}.ipc"))
+
+        async def joined() -> bool:
+            sizes = [len(await cluster.members(group)) for group in (MODEL, SPLIT, GROUP)]
+            return sizes == [2, 2, 1]
+
+        await cluster.processes.until("all workers are members", joined, within_s=STARTED_WITHIN_S)
+        await cluster.until_serving(2, MODEL)
+        async with (
+            kafka_api.opened(cluster.settings) as log,
+            served(cluster, log, ports) as serving,
+            client_of(serving.url) as client,
+        ):
+            yield System(serving, client, server, command)
+
+
+@asynccontextmanager
+async def client_of(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
+        yield client
+
+
+def prompt_of(number: int, blocks: int = 6) -> list[int]:
+    """Return a prompt of some blocks and five tokens; `number` selects the first block."""
+    return [10 + number, *(100 + (place * (number + 3)) % 200 for place in range(blocks * BLOCK + 4))]
+
+
+async def test_one_ingress_serves_all_models(system: System, oracle: Transformers) -> None:
+    assert {one.id async for one in system.client.models.list()} == {MODEL, SPLIT, GROUP}
+    members = await system.serving.cluster.members(MODEL)
+    attached, hosted = members[ATTACHED].spec, members[HOSTED].spec
+    assert attached.card is not None
+    assert attached.card == hosted.card
+    assert (attached.engine, attached.block_size, attached.kv_events) == ("vllm", hosted.block_size, True)
+    assert attached.salts_cache
+    for worker in (ATTACHED, HOSTED):
+        for prompt, _ in GREEDY:
+            response = await system.complete(prompt, worker)
+            assert (response.worker, response.usage["completion_tokens"]) == (worker, TOKENS)
+            assert await system.tokens(response) == oracle.greedy(prompt, TOKENS)
+    other = await system.client.chat.completions.create(
+        model=GROUP, messages=[{"role": "user", "content": "hello"}], max_tokens=4
+    )
+    assert (other.model_extra or {})["forebay"]["worker"] == MOCK
+    chat = await system.client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hello"}], max_tokens=4
+    )
+    assert chat.choices[0].finish_reason in ("length", "stop")
+
+
+async def test_a_shared_prefix_goes_to_the_attached_server_and_vllm_counts_the_hits(
+    system: System, oracle: Transformers
+) -> None:
+    shared = prompt_of(1)[: 6 * BLOCK]
+    cold = await system.complete([*shared, 5], ATTACHED, tokens=1)
+    assert (cold.worker, cold.cached_tokens) == (ATTACHED, 0)
+    hits = {name: await system.serving.metric(name, HITS) for name in (ATTACHED, HOSTED)}
+    for last in range(20, 23):
+        prompt = [*shared, last]
+        await system.until_known(prompt, 6)
+        warm = await system.complete(prompt)
+        assert (warm.worker, warm.cached_tokens) == (ATTACHED, 6 * BLOCK)
+        assert await system.tokens(warm) == oracle.greedy(prompt, TOKENS)
+        hits[ATTACHED] += warm.cached_tokens
+
+    async def counted() -> bool:
+        return {name: await system.serving.metric(name, HITS) for name in hits} == hits
+
+    await system.serving.cluster.processes.until("vLLM counts the hits, at the attached server alone", counted)
+
+
+async def test_a_salt_separates_the_cache_of_the_attached_server(system: System) -> None:
+    prompt = prompt_of(2)
+    await system.complete(prompt, ATTACHED, tokens=1)
+    await system.until_known(prompt, 6)
+    salted = [await system.complete(prompt, ATTACHED, tokens=1, cache_salt="tenant-1") for _ in range(2)]
+    unsalted = await system.complete(prompt, ATTACHED, tokens=1)
+    assert [one.cached_tokens for one in (*salted, unsalted)] == [0, 6 * BLOCK, 6 * BLOCK]
+
+
+async def test_log_probabilities_of_both_vllm_are_equal(system: System) -> None:
+    async def of(worker: str) -> list[list[tuple[str, float]]]:
+        response = await system.client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "tell me a story"}],
+            max_tokens=8,
+            temperature=0,
+            logprobs=True,
+            top_logprobs=3,
+            extra_body={"ignore_eos": True, "nvext": {"decode_worker_id": worker}},
+        )
+        assert (response.model_extra or {})["forebay"]["worker"] == worker
+        logprobs = response.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.content is not None
+        for one in logprobs.content:
+            assert one.logprob == one.top_logprobs[0].logprob, "a greedy token is the most likely one"
+        return [[(top.token, round(top.logprob, 3)) for top in one.top_logprobs] for one in logprobs.content]
+
+    attached = await of(ATTACHED)
+    assert [len(one) for one in attached] == [3] * 8
+    assert attached == await of(HOSTED)
+
+
+async def test_sampling_parameters_have_the_same_effect_on_both_vllm(system: System, oracle: Transformers) -> None:
+    prompt = prompt_of(7)
+    greedy = oracle.greedy(prompt, TOKENS)
+    parameters: list[dict[str, Any]] = [
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 1.5, "seed": 5, "top_k": 40, "top_p": 0.9, "min_p": 0.001},
+        {"frequency_penalty": 1.5, "presence_penalty": 1.0},
+        {"repetition_penalty": 1.5},
+        {"logit_bias": {"300": 10.0}},
+        {"stop_token_ids": [greedy[9]], "min_tokens": 4},
+    ]
+    for one in parameters:
+        attached, hosted = [await system.complete(prompt, worker, **one) for worker in (ATTACHED, HOSTED)]
+        tokens = await system.tokens(attached)
+        assert (attached.worker, hosted.worker) == (ATTACHED, HOSTED)
+        assert tokens == await system.tokens(hosted), one
+        assert tokens != greedy, one
+
+
+async def test_a_client_that_disconnects_frees_the_attached_server(system: System) -> None:
+    serving, response = system.serving, Streamed()
+    receiving = asyncio.create_task(system.receive(response, prompt_of(8), ATTACHED, tokens=LONG))
+
+    async def begun() -> bool:
+        return bool(response.pieces)
+
+    async def idle() -> bool:
+        return await serving.metric(ATTACHED, "vllm:num_requests_running") == 0
+
+    before = await serving.metric(ATTACHED, GENERATED)
+    await serving.cluster.processes.until("the response has begun", begun)
+    receiving.cancel()
+    await asyncio.gather(receiving, return_exceptions=True)
+    await serving.cluster.processes.until("vLLM runs no request", idle)
+    assert await serving.metric(ATTACHED, GENERATED) < before + LONG
+
+
+async def test_structured_responses_of_the_attached_server(system: System) -> None:
+    async def of(**body: Any) -> str:
+        response = await system.client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "tell me a story"}],
+            max_tokens=40,
+            extra_body={"nvext": {"decode_worker_id": ATTACHED}, **body},
+        )
+        assert (response.model_extra or {})["forebay"]["worker"] == ATTACHED
+        return response.choices[0].message.content or ""
+
+    assert await of(structured_outputs={"choice": ["alpha", "beta"]}) in ("alpha", "beta")
+    schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["only"]}}}
+    assert json.loads(await of(response_format=schema)) == "only"
+
+
+async def test_an_invalid_request_gets_the_error_of_the_attached_server(system: System) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await system.complete(prompt_of(3), ATTACHED, structured_outputs={"regex": "("})
+    assert "regex" in str(caught.value).lower()
+
+
+async def test_an_adapter_is_loaded_used_and_unloaded(
+    system: System, oracle: Transformers, model: Path, lora: Path
+) -> None:
+    prompt, serving = prompt_of(4), system.serving
+    loaded = await serving.request("POST", f"/v1/loras?model={MODEL}", lora_name=LORA, lora_path=str(lora))
+    assert loaded.status_code == httpx.codes.OK, loaded.text
+    assert {one["worker_id"]: one["loras"] for one in loaded.json()["outcomes"]} == {ATTACHED: [LORA], HOSTED: [LORA]}
+
+    async def listed() -> bool:
+        return LORA in {one.id async for one in system.client.models.list()}
+
+    await serving.cluster.processes.until("the adapter is a model", listed)
+    expected = Transformers(model, lora).greedy(prompt, TOKENS)
+    assert expected != oracle.greedy(prompt, TOKENS)
+    for worker in (ATTACHED, HOSTED):
+        adapted = await system.complete(prompt, worker, LORA)
+        assert (adapted.worker, await system.tokens(adapted)) == (worker, expected)
+    base = await system.complete(prompt, ATTACHED)
+    assert (base.cached_tokens, await system.tokens(base)) == (0, oracle.greedy(prompt, TOKENS))
+    unloaded = await serving.request("DELETE", f"/v1/loras/{LORA}?model={MODEL}")
+    assert unloaded.status_code == httpx.codes.OK, unloaded.text
+    async with client_of(system.server.url) as direct:
+        assert [one.id async for one in direct.models.list()] == [MODEL, SPLIT]
+
+
+async def test_attached_servers_compute_and_decode_a_prompt_over_nixl(system: System, oracle: Transformers) -> None:
+    prompts = [prompt_of(100 + number, blocks=2 + number) for number in range(4)]
+    names = ("vllm:external_prefix_cache_hits_total", "vllm:nixl_bytes_transferred_count")
+    before = [await system.serving.metric(ATTACHED, name) for name in names]
+    for prompt in prompts:
+        split, together = await system.complete(prompt, model=SPLIT), await system.complete(prompt, HOSTED)
+        assert split.worker == DECODE
+        assert (split.served["prefill"]["worker"], split.cached_tokens) == (PREFILL, 0)
+        tokens = [await system.tokens(split, SPLIT), await system.tokens(together)]
+        assert tokens == [oracle.greedy(prompt, TOKENS)] * 2
+        assert await stages(system, split) == [("prefill", PREFILL), ("decode", DECODE)]
+    expected = [sum(map(len, prompts)), len(prompts)]
+
+    async def counted() -> bool:
+        after = [await system.serving.metric(ATTACHED, name) for name in names]
+        return [now - earlier for now, earlier in zip(after, before, strict=True)] == expected
+
+    await system.serving.cluster.processes.until("vLLM counts the KV that it fetched", counted)
+    assert await system.serving.metric(ATTACHED, "vllm:nixl_num_failed_transfers_total") == 0
+
+
+async def stages(system: System, response: Streamed) -> list[tuple[str, str]]:
+    """Return stage and worker of each routing of a response of `SPLIT`."""
+    wanted = client_id_of(response.served["request_id"])
+    decided = await system.serving.cluster.events(DECISIONS, SPLIT)
+    routed = [one for one in decided if isinstance(one, RequestRouted) and client_id_of(one.request_id) == wanted]
+    return [(one.stage, one.worker_id) for one in routed]
+
+
+async def test_a_stream_of_a_killed_server_continues_on_the_hosted_one(system: System, oracle: Transformers) -> None:
+    cluster, prompt, response = system.serving.cluster, prompt_of(6), Streamed()
+    await system.complete(prompt, ATTACHED, tokens=1)
+    await system.until_known(prompt, 6)
+    receiving = asyncio.create_task(system.receive(response, prompt, tokens=LONG))
+
+    async def begun() -> bool:
+        return bool(response.pieces)
+
+    await cluster.processes.until("the response has begun", begun)
+    cluster.processes.kill(SERVER)
+    assert not receiving.done()
+    await receiving
+    assert await system.tokens(response) == oracle.greedy(prompt, LONG), "the rest does not follow the earlier output"
+    assert (response.worker, response.served["attempts"]) == (HOSTED, 2)
+    assert response.usage["completion_tokens"] == LONG
+    lost = [event for event in await cluster.events(FLEET, MODEL) if isinstance(event, WorkerLost)]
+    assert [event.worker_id for event in lost] == [ATTACHED]
+
+
+async def test_a_server_that_returns_is_attached_again(system: System, oracle: Transformers) -> None:
+    cluster, prompt = system.serving.cluster, prompt_of(6)
+    cluster.processes.start(SERVER, system.command)
+
+    async def joined() -> bool:
+        return len(await cluster.members(MODEL)) == len(await cluster.members(SPLIT)) == 2
+
+    await cluster.processes.until("both workers of the server have joined again", joined, within_s=STARTED_WITHIN_S)
+    assert (await system.serving.overlaps(prompt))[ATTACHED] == 0, "the cache of the killed server is still indexed"
+    response = await system.complete(prompt, ATTACHED)
+    assert (response.worker, response.cached_tokens) == (ATTACHED, 0)
+    assert await system.tokens(response) == oracle.greedy(prompt, TOKENS)
+
+    async def known() -> bool:
+        return (await system.serving.overlaps(prompt))[ATTACHED] == len(prompt) // BLOCK
+
+    await cluster.processes.until("the router knows the blocks of the new server", known)
+    split = await system.complete(prompt_of(9), model=SPLIT)
+    assert await stages(system, split) == [("prefill", PREFILL), ("decode", DECODE)]
+    assert await system.tokens(split, SPLIT) == oracle.greedy(prompt_of(9), TOKENS)
+
+
+async def test_every_decision_verifies(system: System) -> None:
+    for group in (MODEL, SPLIT, GROUP):
+        report = await system.serving.cluster.verify(group)
+        assert (report["divergence"], report["verified"]) == (None, report["decisions"])
+    system.serving.cluster.processes.check()
