@@ -189,6 +189,17 @@ async def test_one_server_computes_a_prompt_for_another() -> None:
         assert (await decode.ask(other, 10)).error is None
 
 
+async def test_a_new_prompt_has_no_cached_tokens_for_the_prefill_stage() -> None:
+    settings = EngineSettings(model=DEFAULT_MODEL, model_name="m", role="prefill")
+    async with (
+        server_of(kv_transfer=True, kv_events=True, prompt_tokens_details=False) as server,
+        attached(server, settings) as one,
+    ):
+        for first in range(100, 400, 50):
+            await one.ask(list(range(first, first + 12)), 1, stage="prefill")
+        assert [done.cached_tokens for batch in one.batches for done in batch.prefilled] == [0] * 6
+
+
 async def test_a_server_without_kv_transfer_cannot_prefill() -> None:
     async with server_of() as server, attached(server) as one:
         answer = await one.ask(PROMPT, 10, stage="prefill")
