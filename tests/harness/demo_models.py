@@ -12,6 +12,7 @@ gets all its responses. Kafka and Redis of your own: FOREBAY_KAFKA (host:port) a
 import argparse
 import asyncio
 import json
+import logging
 import statistics
 import sys
 import time
@@ -281,6 +282,7 @@ def main() -> int:
     parser.add_argument("--models", type=int, default=50, help="models of the third part")
     parser.add_argument("--vocabulary", type=int, default=32_000, help="tokens of each of these models' tokenizers")
     given = parser.parse_args()
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # of the stand-ins: it reports each stop
 
     async def run(kafka: str, redis_url: str, folder: Path, _: bool) -> Result:
         result = Result()
