@@ -311,7 +311,7 @@ def eventful_world() -> World:
 
 
 EVENTFUL = list(eventful_world().snapshot())
-# Of the journal, which says them itself. The digest of `content` covers `is_salted`.
+# The journal itself has the first three. The digest of `content` covers `is_salted`.
 NO_STATE = {
     ("WorldState", "owner_epoch"),
     ("WorldState", "owner_events"),

@@ -160,7 +160,7 @@ class BlockCache:
             self._report(table, first, table.hashes[first - 1] if first else None)
 
     def contents(self, numbers: list[int]) -> list[int] | None:
-        """Return the contents of blocks, whoever uses them now; None if there is no such block."""
+        """Return the present contents of blocks, also of blocks in use; None if a block does not exist."""
         try:
             return [self._blocks[number].content for number in numbers]
         except KeyError:

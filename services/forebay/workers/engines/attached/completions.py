@@ -278,7 +278,7 @@ class Completions:
 
     def _structured(self, structured: StructuredOutput) -> dict[str, Any]:
         if self._kind not in EXTENDED:  # others would ignore the field, and generate any text
-            message = f"the server {self._server.url} cannot be told to generate structured output; use vLLM or SGLang"
+            message = f"the server {self._server.url} does not support structured output; attach vLLM or SGLang"
             raise Rejected(ResponseError(status=501, code="not_supported", message=message))
         try:
             if self._kind == "sglang":

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from forebay.events.base import U32_BYTES
 from forebay.events.codec import MALFORMED
 from forebay.events.transfer import KvLayout, Prefilled
 from forebay.events.work import WorkItem
@@ -53,7 +54,7 @@ def offer(item: WorkItem, worker_id: str, model: str, params: Mapping[str, Any])
         msgspec.convert(params, _TransferParams)
     except msgspec.ValidationError as error:
         raise Unfetchable(f"unknown kv_transfer_params of the server: {error}") from error
-    tokens = len(item.token_ids) // 4
+    tokens = len(item.token_ids) // U32_BYTES
     return offered(item, worker_id, model, CONNECTOR, msgspec.json.encode(params), tokens=tokens, lease_s=HALF_LEASE_S)
 
 
