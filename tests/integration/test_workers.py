@@ -81,18 +81,27 @@ async def until_started(cluster: Cluster, results: Sequence[StreamResult]) -> No
 
 async def members(cluster: Cluster, names: set[str]) -> None:
     """Wait until exactly these workers are members, and the owner has applied that."""
+
+    async def are() -> bool:
+        return set(await cluster.members()) == names
+
+    await cluster.processes.until(f"{names} are members", are)
+    await ready_workers(cluster, len(names))
+
+
+async def ready_workers(cluster: Cluster, count: int) -> None:
+    """Wait until this number of workers is ready in the owner's fleet: a fact on the log may not be applied yet."""
     partition = cluster.partition()
     assert partition is not None
     heartbeats = RouterHeartbeats(cluster.log, GROUP)
     following = asyncio.create_task(heartbeats.follow(partition))
 
-    async def are() -> bool:
+    async def applied() -> bool:
         owner = heartbeats.owner
-        is_applied = owner is not None and owner.ready_aggregated == len(names)
-        return is_applied and set(await cluster.members()) == names
+        return owner is not None and owner.ready_aggregated == count
 
     try:
-        await cluster.processes.until(f"{names} are members", are)
+        await cluster.processes.until(f"{count} workers are ready", applied)
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
@@ -126,6 +135,7 @@ async def test_a_terminated_worker_finishes_its_requests_and_gets_no_more(
     await until_started(cluster, old)
     cluster.processes["a"].signal(signal.SIGTERM)
     await cluster.processes.until("a drains", functools.partial(fact_count, cluster, WorkerDraining, "a"))
+    await ready_workers(cluster, 1)
     assert await probe(port, "/ready") == (503, "stopping")
     assert await probe(port, "/live") == (200, "stopping")
     _, metrics = await probe(port, "/metrics")
