@@ -57,15 +57,15 @@ class StoreSets:
         """
         stores, blocks = len(self.names) + (event.store not in self.names), sum(self.sets.counts.values())
         dropped: list[str] = []
-        if isinstance(event, StoreBlocksAdded) and not self._fits(stores, blocks):
-            for name, size in self.sizes().items():
-                if name not in used and name != event.store:
-                    dropped.append(name)
-                    stores, blocks = stores - 1, blocks - size
-                    if self._fits(stores, blocks):
-                        return dropped
-            return None
-        return dropped
+        if not event.sequence_hashes or not isinstance(event, StoreBlocksAdded) or self._fits(stores, blocks):
+            return dropped
+        for name, size in self.sizes().items():
+            if name not in used and name != event.store:
+                dropped.append(name)
+                stores, blocks = stores - 1, blocks - size
+                if self._fits(stores, blocks):
+                    return dropped
+        return None
 
     def fold(self, event: StoreEvent) -> int:
         """Apply an event, regardless of limits.
