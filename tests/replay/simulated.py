@@ -50,7 +50,7 @@ class RecordedRun(SimulatedCluster):
         super().__init__(world, reports=False, transfer=transfer)
         self.log = MemoryLog()
         self._append(DECISIONS, OwnerClaimed(owner_id="o", core_version=CORE_VERSION, events_version=EVENTS_VERSION))
-        claim(world, 0)
+        claim(world, 0, (), EVENTS_VERSION)
         self.now_us = START_US
         decoding_role: PoolRole = "decode" if prefill else "aggregated"
         roles: list[PoolRole] = [*repeat(PREFILL, prefill), *repeat(decoding_role, workers - prefill)]
