@@ -1,9 +1,10 @@
 """Compare file transfers of a KV tier with NIXL alone, on files of the same sizes, and show what checksums cost.
 
 "NIXL alone" opens the files, registers memory and files, moves all blocks by one transfer of the POSIX plugin, and
-closes the files. A write creates new files. Every round measures all sides once, in changing order, so that other load
-affects all of them. A ratio is the median over the rounds of the time of NIXL alone divided by the time of the side.
-The second ratio is that of the CPU time of all threads, which other load does not change.
+closes the files. A write creates new files, in as many folders as a store has. Every round measures all sides once, in
+changing order, so that other load affects all of them. A ratio is the median over the rounds of the time of NIXL alone
+divided by the time of the side. The second ratio is that of the CPU time of all threads, which other load does not
+change.
 
 With --s3, it also measures a store in a bucket of moto, which is the limit there.
 """
@@ -65,13 +66,20 @@ class Raw:
         self._agent = nixl.nixl_agent("raw", nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
         self._agent.create_backend("POSIX", {"use_aio": "true"})
         self._folder, self._blocks = folder, blocks
+        for number in range(256):
+            (folder / f"{number:02x}").mkdir(parents=True)
 
-    def move(self, operation: str, number: int) -> None:
+    def path(self, name: BlockName) -> str:
+        """Return the path of a file, in one of as many folders as a store has."""
+        key = name.key.hex()
+        return f"{self._folder}/{key[:2]}/{key}"
+
+    def move(self, operation: str, names: list[BlockName]) -> None:
         """Read or write one file per block."""
         flags = os.O_RDONLY if operation == "READ" else os.O_WRONLY | os.O_CREAT | os.O_EXCL
         size, agent = self._blocks.size, self._agent
         base = self._blocks.address if operation == "READ" else self._blocks.array.ctypes.data
-        fds = [os.open(f"{self._folder}/{number}-{place}", flags, 0o666) for place in range(self._blocks.count)]
+        fds = [os.open(self.path(name), flags, 0o666) for name in names]
         memory = agent.register_memory([(base, size * len(fds), 0, "")], mem_type="DRAM")
         files = agent.register_memory([(0, size, fd, "") for fd in fds], mem_type="FILE")
         here = agent.get_xfer_descs([(base + place * size, size, 0) for place in range(len(fds))], mem_type="DRAM")
@@ -133,13 +141,12 @@ def require(results: list[str]) -> None:
 def case(folder: Path, blocks: Blocks, rounds: int) -> dict[tuple[str, str], list[tuple[float, float]]]:
     """Return the seconds of every round, by operation and side."""
     taken: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    (folder / "raw").mkdir()
     raw = Raw(folder / "raw", blocks)
     with stores(folder, blocks) as opened:
         for number in range(WARM_UP + rounds):
             names = blocks.names(number)
             for operation in ("WRITE", "READ"):
-                acts = {"nixl": lambda: raw.move(operation, number)}  # noqa: B023 - called in this round
+                acts = {"nixl": lambda: raw.move(operation, names)}  # noqa: B023 - called in this round
                 for side, store in opened.items():
                     acts[side] = act(store, operation, names, blocks)
                 for side in SIDES[number % len(SIDES) :] + SIDES[: number % len(SIDES)]:
@@ -151,8 +158,8 @@ def case(folder: Path, blocks: Blocks, rounds: int) -> dict[tuple[str, str], lis
                         taken.setdefault((operation, side), []).append(seconds)
             for store in opened.values():  # the page cache must have room for the files of all sides
                 store.remove(names)
-            for place in range(blocks.count):
-                (folder / "raw" / f"{number}-{place}").unlink()
+            for name in names:
+                Path(raw.path(name)).unlink()
     return taken
 
 
