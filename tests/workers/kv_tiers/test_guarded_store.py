@@ -72,6 +72,14 @@ def test_a_store_that_works_is_unchanged(store: GuardedStore) -> None:
     store.close()
 
 
+def test_large_calls_are_moved_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay.workers.kv_tiers.guarded_store.BATCH_BYTES", 3 * BLOCK_BYTES)
+    store = GuardedStore(open_directory(tmp_path, shared=True), BLOCK_BYTES, "the store")
+    assert write(store, range(10)) == [""] * 10
+    check_read(store, range(10))
+    assert store.read([name_of(1)], [memoryview(bytearray(BLOCK_BYTES))], 0.0) == ["deadline"]
+
+
 def test_a_call_that_hangs_ends_at_its_deadline(store: GuardedStore, hanging: Path) -> None:
     memory = [bytearray(BLOCK_BYTES) for _ in range(2)]
     views = [memoryview(one) for one in memory]

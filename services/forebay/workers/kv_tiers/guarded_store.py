@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from forebay import runtime
 from forebay.workers.kv_tiers.block_stores import BlockStore, StoreStats
 from forebay.workers.kv_tiers.daemon_calls import start_call
 from forebay.workers.kv_tiers.identity import BlockName
 from forebay.workers.kv_tiers.pause import Pause
 
 THREADS = 4
+BATCH_BYTES = 64 << 20  # of memory per thread
 MARGIN_S = 0.5  # for a call that notices the deadline itself, and whose partial results are better than none
 LISTING_S = 60.0  # for removals, and per page of an inventory
 MOUNTS = Path("/proc/self/mountinfo")
@@ -51,19 +53,26 @@ class GuardedStore:
 
     def read(self, names: Sequence[BlockName], into: Sequence[memoryview], deadline_s: float) -> list[str]:
         """Read blocks. See `BlockStore.read`."""
-        memory = memoryview(bytearray(len(names) * self._block_bytes))
-        own = self._views(memory)
-        results = self._transfer(lambda: self._inside.read(names, own, deadline_s), len(names), deadline_s)
-        for result, block, target in zip(results, own, into, strict=True):
-            if not result:
-                target[:] = block
-        return results
+
+        def act(at: slice, left_s: float) -> list[str]:
+            own = self._views(bytearray(len(names[at]) * self._block_bytes))
+            results = self._transfer(lambda: self._inside.read(names[at], own, left_s), len(own), left_s)
+            for result, block, target in zip(results, own, into[at], strict=True):
+                if not result:
+                    target[:] = block
+            return results
+
+        return self._in_batches(len(names), deadline_s, act)
 
     def write(self, blocks: Sequence[tuple[BlockName, memoryview]], deadline_s: float) -> list[str]:
         """Write blocks. See `BlockStore.write`."""
-        memory = memoryview(bytearray(b"".join(block for _, block in blocks)))
-        own = [(name, view) for (name, _), view in zip(blocks, self._views(memory), strict=True)]
-        return self._transfer(lambda: self._inside.write(own, deadline_s), len(blocks), deadline_s)
+
+        def act(at: slice, left_s: float) -> list[str]:
+            views = self._views(bytearray().join(block for _, block in blocks[at]))
+            own = [(name, view) for (name, _), view in zip(blocks[at], views, strict=True)]
+            return self._transfer(lambda: self._inside.write(own, left_s), len(own), left_s)
+
+        return self._in_batches(len(blocks), deadline_s, act)
 
     def remove(self, names: Sequence[BlockName]) -> None:
         """Remove blocks. See `BlockStore.remove`."""
@@ -84,9 +93,20 @@ class GuardedStore:
         """Close the store, unless a call hangs."""
         self._run(self._inside.close, LISTING_S, None)
 
-    def _views(self, memory: memoryview) -> list[memoryview]:
-        size = self._block_bytes
-        return [memory[at : at + size] for at in range(0, len(memory), size)]
+    def _views(self, memory: bytearray) -> list[memoryview]:
+        whole, size = memoryview(memory), self._block_bytes
+        return [whole[at : at + size] for at in range(0, len(whole), size)]
+
+    def _in_batches(self, count: int, deadline_s: float, act: Callable[[slice, float], list[str]]) -> list[str]:
+        """Move blocks in batches, because each batch needs memory. `act` gets a slice of the blocks, and seconds."""
+        end_s = runtime.monotonic_s() + deadline_s
+        size = max(1, BATCH_BYTES // self._block_bytes)
+        results: list[str] = []
+        for begin in range(0, count, size):
+            left_s = end_s - runtime.monotonic_s()
+            batch = slice(begin, min(begin + size, count))
+            results += act(batch, left_s) if left_s > 0 else ["deadline"] * (batch.stop - begin)
+        return results
 
     def _transfer(self, act: Callable[[], list[str]], count: int, deadline_s: float) -> list[str]:
         if self._pause.active():

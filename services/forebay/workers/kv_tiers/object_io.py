@@ -135,7 +135,6 @@ class _Slot:
         self.memory = memory
         self.handle: Any = None
         self.object: Any = None
-        self.abandoned = False
 
 
 class NixlObjects:
