@@ -2,7 +2,7 @@
 
 Theory of operation. The costs are lines fitted by least squares to observations, which lose weight with each newer one.
 Each observation is weighted such that relative errors count, because the choice depends on ratios: a load that took ten
-times as long as usual has little influence, and short loads count as much as long ones. Coefficients are never negative.
+times as long as usual has little influence, and short loads count as much as long ones. No coefficient is negative.
 A tier without enough observations is loaded from, in order to learn. Of the loads that the costs reject, a few are made
 anyway, because otherwise a tier that was slow once would never be measured again.
 """
@@ -103,7 +103,7 @@ class CostModel:
         return best
 
     def _fastest(self, prefill: PrefillCost, cached_tokens: int, runs: Sequence[TierRun], block_size: int) -> int:
-        """Compare the ends of the runs: the longer a prefix, the more a further block saves, so no other end is best."""
+        """Compare the ends of the runs. Later blocks of a run save more than earlier ones, so no other end is best."""
         end = cached_tokens + block_size * sum(run.blocks for run in runs)
         best, best_us = 0, prefill.us(cached_tokens, end)
         costs: dict[LowerTier, TransferCost | None] = {run.tier: self.transfer(run.tier) for run in runs}
