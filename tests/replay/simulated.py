@@ -15,6 +15,7 @@ from forebay.events.decisions import JournalRecord, OwnerClaimed
 from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.requests import RequestSubmitted, Sampling
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, REQUESTS, Topic
+from forebay.events.versions import EVENTS_VERSION
 from forebay.simulate.arrivals import Arrival, ListedArrivals
 from forebay.simulate.cluster import NO_TRANSFER, SimulatedCluster
 from forebay.simulate.mooncake import BLOCK_TOKENS, MooncakeRow
@@ -48,7 +49,7 @@ class RecordedRun(SimulatedCluster):
         world = World()
         super().__init__(world, reports=False, transfer=transfer)
         self.log = MemoryLog()
-        self._append(DECISIONS, OwnerClaimed(owner_id="o", core_version=CORE_VERSION))
+        self._append(DECISIONS, OwnerClaimed(owner_id="o", core_version=CORE_VERSION, events_version=EVENTS_VERSION))
         claim(world, 0)
         self.now_us = START_US
         decoding_role: PoolRole = "decode" if prefill else "aggregated"

@@ -21,6 +21,7 @@ from forebay.events.control import PoolConfigured
 from forebay.events.fleet import WorkerFact, WorkerJoined, WorkerLost, WorkerSpec
 from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import Chunk, IndexBlocks, IndexCursor, WorkerState
+from forebay.events.tier_parts import StoreBlocks
 from forebay.events.topics import FLEET
 from forebay.events.versions import EVENTS_VERSION
 from forebay.simulate.arrivals import Arrival, ListedArrivals
@@ -173,13 +174,16 @@ def rank_keys(state: Sequence[Chunk]) -> list[HolderKey]:
 
 
 def _fitting(state: Sequence[Chunk]) -> Iterator[Chunk]:
-    """Yield the chunks of the state, with the device blocks of each rank cut to the size of its cache."""
+    """Yield the chunks of the state, with the device blocks of each rank cut to the size of its cache.
+
+    The simulated engines have no other tiers, so blocks in host memory, on disk and in shared stores are left out.
+    """
     room = {chunk.spec.worker_id: chunk.spec.kv_blocks_total for chunk in state if isinstance(chunk, WorkerState)}
     held: dict[HolderKey, int] = {}
     for chunk in state:
-        if not isinstance(chunk, IndexBlocks):
+        if not isinstance(chunk, IndexBlocks | StoreBlocks):
             yield chunk
-        elif chunk.tier == "device":
+        elif isinstance(chunk, IndexBlocks) and chunk.tier == "device":
             key = (chunk.worker_id, chunk.rank)
             left = room[chunk.worker_id] - held.get(key, 0)
             hashes = chunk.sequence_hashes[: left * U64_BYTES]
