@@ -256,8 +256,7 @@ class TierManager(Generic[Key]):
             stored = [key for key in write.keys if key not in bad]
             tier.abandoned.difference_update(write.keys)
         tier.insert(stored)
-        if self._pins:
-            tier.pin(key for key in stored if key in self._pins)
+        self._pin(tier, stored)
         self._note(tier, stored=True, keys=stored)
         at = self._tiers.index(tier)
         readable: Sequence[Key] = stored
@@ -287,7 +286,7 @@ class TierManager(Generic[Key]):
             self._evict(content, len(new) - content.free, ())
         new = new[: content.free]
         content.insert(new)
-        content.pin(key for key in new if key in self._pins)
+        self._pin(content, new)
         self._note(content, stored=True, keys=new)
 
     def remove(self, tier: LowerTier, keys: Collection[Key]) -> None:
@@ -311,8 +310,7 @@ class TierManager(Generic[Key]):
                 pinned.append(key)
         self.counters["skipped_pin"] += len(keys) - len(pinned)
         for tier in self._tiers:
-            if tier.name != "store":
-                tier.pin(pinned)
+            self._pin(tier, pinned)
         return pinned
 
     def unpin(self, keys: Iterable[Key]) -> None:
@@ -388,6 +386,10 @@ class TierManager(Generic[Key]):
             if tier.name == name:
                 return tier
         return None
+
+    def _pin(self, tier: TierContent[Key], keys: Iterable[Key]) -> None:
+        if self._pins and tier.name != "store":
+            tier.pin(key for key in keys if key in self._pins)
 
     def _set_paused(self, name: LowerTier, *, paused: bool) -> None:
         tier = self._find(name)
