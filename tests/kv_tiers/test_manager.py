@@ -211,11 +211,17 @@ def test_a_used_block_is_not_evicted_because_it_was_saved() -> None:
     fill(one, [0, 1, 2, 3])
     fill(one, [10, 11, 12])
     assert one.holds("disk", 3)
-    one.remove("host", [3])
-    assert one.match([0, 1, 2, 3]) == [TierRun("host", 3), TierRun("disk", 1)]
     fill(one, [0, 1, 2, 3])
     fill(one, [20, 21])
     assert one.match([0, 1, 2, 3]) == [TierRun("host", 4)]
+
+
+def test_a_saved_block_can_be_removed() -> None:
+    one = manager(limits(8), limits(80, write="eviction"))
+    fill(one, [0, 1, 2, 3])
+    fill(one, [10, 11, 12])
+    one.remove("host", [3])
+    assert one.match([0, 1, 2, 3]) == [TierRun("host", 3), TierRun("disk", 1)]
 
 
 def test_blocks_that_cannot_be_saved_are_evicted_and_counted() -> None:
