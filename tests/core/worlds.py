@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from forebay.core.block_hashes import extend_chain
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.state.active_request import ActiveRequest
-from forebay.core.state.prefix_index import TIERS
 from forebay.core.step import AnyDecision, InputEvent, claim, open_run, step
 from forebay.core.world import World
 from forebay.events.base import pack_u32, pack_u64
@@ -35,7 +34,6 @@ from forebay.events.fleet import (
     WorkerSpec,
     WorkerSuspect,
 )
-from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared
 from forebay.events.media import Encoded, Media
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import (
@@ -61,7 +59,9 @@ from forebay.events.requests import (
     TaintWeight,
 )
 from forebay.events.transfer import Prefilled
+from forebay.events.versions import EVENTS_VERSION
 from tests.core.pool_rules import pool_rule
+from tests.core.tier_events import STORES, tier_event
 
 BLOCK = 4
 LEASE_US = 500_000
@@ -111,6 +111,7 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"predicted_ttl_s": 0.0003, "session_ttl_s": 10.0},
     {"track_output_blocks": True, "session_ttl_s": 10.0, "session_mode": "soft", "queue": QUEUE},
     {"assume_kv_reuse": False, "track_output_blocks": True},
+    {"tier_credit": "measured", "shared_cache_hit_weight": 0.25},
     {"track_active_blocks": False, "busy": BusyThresholds(active_decode_blocks_threshold=0.1)},
     {},
 )
@@ -237,7 +238,7 @@ class Driver:
         self.applied: list[Applied] = []
         self.decided: list[AnyDecision] = []
         if world is None:
-            claim(self.world, 0, tuple(sorted(custom)))
+            claim(self.world, 0, tuple(sorted(custom)), EVENTS_VERSION)
 
     def __call__(self, topic: str, event: InputEvent | None, after_us: int = 10) -> list[Any]:
         self.now_us += after_us
@@ -302,6 +303,7 @@ def actions(draw: st.DrawFn) -> tuple[str, Any]:
                 "wait",
             ]
             + ["command", "command", "obey", "obey", "decline"]
+            + ["in_store", "in_store", "not_in_store", "costs"]
             + ["join", "lose", "suspect", "recover", "drain", "announce", "garbage", "pool", "again"]
             + ["disagg", "prefilled", "prefilled", "not_prefilled", "join_prefiller", "lose_prefiller"]
             + ["rules", "rules", "join_other", "lose_other"]
@@ -375,8 +377,8 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
             other_pools(drive, kind, first, third)
         case _ if kind in PROGRESS_KINDS and one is not None:
             drive("progress", said_of(one, kind, number))
-        case "stored" | "removed" | "cleared":
-            drive("kv-events", cache_event(kind, (worker, epoch, number + 1), blocks, first))
+        case "stored" | "removed" | "cleared" | "in_store" | "not_in_store" | "costs":
+            drive(*tier_event(kind, (worker, epoch, number + 1), blocks, first))
         case "report":
             report = LoadReported(
                 worker_id=worker, worker_epoch=epoch, running=first, waiting=0, kv_blocks_used=1, kv_blocks_total=9
@@ -388,7 +390,17 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
             drive.wait(first * 1_000)
         case "join":
             odd = bool(first % 2)
-            drive("fleet", joined(worker, third, dp_size=1 + odd, dp_start_rank=3 * odd, kv_events=first != 4))
+            drive(
+                "fleet",
+                joined(
+                    worker,
+                    third,
+                    dp_size=1 + odd,
+                    dp_start_rank=3 * odd,
+                    kv_events=first != 4,
+                    kv_store=STORES[depth % 3],
+                ),
+            )
         case "lose" | "suspect" | "recover" | "drain":
             drive("fleet", FACTS[kind](owner_epoch=0, worker_id=worker, worker_epoch=epoch))
         case "announce":
@@ -406,24 +418,6 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
             operate(drive, kind, first, depth, third)
         case _:
             pass
-
-
-def cache_event(kind: str, position: tuple[str, int, int], blocks: list[int], first: int) -> AnyKvEvent:
-    """What a worker says of its cache, in an epoch and with a number."""
-    worker, epoch, seq = position
-    if kind == "cleared":
-        return CacheCleared(worker_id=worker, worker_epoch=epoch, seq=seq)
-    if kind == "removed":
-        return BlocksRemoved(worker_id=worker, worker_epoch=epoch, seq=seq, sequence_hashes=pack_u64(blocks[:2]))
-    parent = blocks[first] if first < len(blocks) else None
-    return BlocksStored(
-        worker_id=worker,
-        worker_epoch=epoch,
-        seq=seq,
-        sequence_hashes=pack_u64(blocks[first:]),
-        parent_hash=parent,
-        tier=TIERS[first % 3],
-    )
 
 
 def disaggregate(drive: Driver, kind: str, first: int, depth: int, third: int) -> None:
