@@ -26,7 +26,7 @@ from forebay.workers.kv_tiers.rank_places import RankPlaces, hashes
 from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.kv_tiers.stores import open_store
 from forebay.workers.kv_tiers.tier_loads import LoadResult, TierLoads
-from forebay.workers.kv_tiers.tier_writes import Blocks, Offer, TierWrites
+from forebay.workers.kv_tiers.tier_writes import Blocks, OfferedBlocks, TierWrites
 from forebay.workers.kv_tiers.transfer_lanes import TransferLanes
 
 __all__ = ["LoadResult", "RankTiers"]
@@ -331,7 +331,7 @@ class RankTiers:
         self._offers += 1
         ended = partial(done, self._offers) if done is not None else _nothing
         if any(write.source == "device" for write in writes):
-            self._writes.begin(writes, Offer(block, {name: at for at, name in enumerate(names)}, ended))
+            self._writes.begin(writes, OfferedBlocks(block, {name: at for at, name in enumerate(names)}, ended))
         else:
             self._writes.begin(writes)
             ended()
