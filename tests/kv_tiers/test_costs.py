@@ -111,7 +111,12 @@ def test_only_the_runs_that_pay_are_loaded() -> None:
 
 def test_rejected_loads_are_tried_from_time_to_time() -> None:
     one = learned(fixed_us=0, block_us=1_000_000, token_us=10)
-    tried = [one.worthwhile(0, [TierRun("disk", 5)], BLOCK) for _ in range(3 * PROBE_EVERY)]
+    tried = []
+    for _ in range(3 * PROBE_EVERY):
+        tried.append(one.worthwhile(0, [TierRun("disk", 5)], BLOCK))
+        for _ in range(10 * (tried[-1] == 0)):
+            assert one.worthwhile(0, [TierRun("disk", 5)], BLOCK) == 0, "the same request again"
+        one.observe_prefill(80, 0, 800)
     assert (tried.count(5), tried.count(0)) == (3, 3 * PROBE_EVERY - 3)
 
 
