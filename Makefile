@@ -110,9 +110,9 @@ fmt: $(READY) ## format the code and apply automatic fixes
 mutations: $(READY) ## check that the tests notice each bug of tests/mutations; a name in ARGS="..." selects
 	@$(BIN)/python -m tests.mutations $(ARGS)
 
-coverage: $(READY) ## check that events and core have 100 % branch coverage
+coverage: $(READY) ## check that events, core, engine_model and kv_tiers have 100 % branch coverage
 	@$(BIN)/coverage erase
-	@$(PYTEST) --quiet --hypothesis-profile full --cov --cov-report= --cov-fail-under=0 tests/events tests/core $(ARGS)
+	@$(PYTEST) --quiet --hypothesis-profile full --cov --cov-report= --cov-fail-under=0 tests/events tests/core tests/kv_tiers $(ARGS)
 	@$(BIN)/coverage report
 
 bench: $(READY) ## run a benchmark and print its results; names in ARGS="..."

@@ -11,9 +11,8 @@ from collections.abc import Collection, Container, Iterable, Sequence
 from itertools import groupby
 from typing import Generic, NamedTuple
 
-import msgspec
-
 from forebay.events.kv import LowerTier
+from forebay.kv_tiers.decisions import Loading, TierChange, TierRun, TierSet, Write
 from forebay.kv_tiers.frequency import FrequencyFilter, FrequencyLimits, Key
 from forebay.kv_tiers.tier_content import SourceTier, TierContent, TierLimits
 
@@ -30,69 +29,6 @@ __all__ = [
 ]
 
 SAVED_SHARE = 4  # a quarter of a tier is copied down ahead of its eviction, so that long prompts find room
-
-
-class TierSet(msgspec.Struct, frozen=True, kw_only=True):
-    """Tiers of one rank, from the fastest to the slowest. A tier that is None does not exist.
-
-    Attributes:
-        host: host memory. Without it, blocks go from the device to disk, and the filter of the disk does not apply.
-        disk: disk of this rank.
-        store: shared store, which belongs to no rank.
-        writes_max: blocks that may be in flight to one tier; more are skipped.
-    """
-
-    host: TierLimits | None = None
-    disk: TierLimits | None = None
-    store: TierLimits | None = None
-    writes_max: int = 1024
-
-
-class TierRun(NamedTuple):
-    """Consecutive blocks of a prompt in one tier."""
-
-    tier: LowerTier
-    blocks: int
-
-
-class Write(NamedTuple, Generic[Key]):
-    """Blocks to copy into a tier. The caller reports the end of the write with `written`, exactly once.
-
-    Attributes:
-        number: number of the write.
-        tier: tier into which the blocks are copied.
-        source: tier from which they are copied.
-        keys: blocks, in prompt order.
-        evicted: blocks that the caller removes from `tier` first. Always empty for the shared store.
-    """
-
-    number: int
-    tier: LowerTier
-    source: SourceTier
-    keys: tuple[Key, ...]
-    evicted: tuple[Key, ...]
-
-
-class Loading(NamedTuple, Generic[Key]):
-    """Blocks to copy into device memory. The caller reports the end with `loaded`, exactly once.
-
-    Attributes:
-        number: number of the load.
-        tier: tier from which the blocks are read.
-        keys: consecutive blocks of the prompt.
-    """
-
-    number: int
-    tier: LowerTier
-    keys: tuple[Key, ...]
-
-
-class TierChange(NamedTuple, Generic[Key]):
-    """Blocks that became readable in a tier, or left it. One of the two is empty."""
-
-    tier: LowerTier
-    stored: tuple[Key, ...]
-    removed: tuple[Key, ...]
 
 
 class _WriteInFlight(NamedTuple, Generic[Key]):
@@ -256,8 +192,7 @@ class TierManager(Generic[Key]):
             stored = [key for key in write.keys if key not in bad]
             tier.abandoned.difference_update(write.keys)
         tier.insert(stored)
-        if self._pins:
-            tier.pin(key for key in stored if key in self._pins)
+        self._pin(tier, stored)
         self._note(tier, stored=True, keys=stored)
         at = self._tiers.index(tier)
         readable: Sequence[Key] = stored
@@ -287,7 +222,7 @@ class TierManager(Generic[Key]):
             self._evict(content, len(new) - content.free, ())
         new = new[: content.free]
         content.insert(new)
-        content.pin(key for key in new if key in self._pins)
+        self._pin(content, new)
         self._note(content, stored=True, keys=new)
 
     def remove(self, tier: LowerTier, keys: Collection[Key]) -> None:
@@ -311,8 +246,7 @@ class TierManager(Generic[Key]):
                 pinned.append(key)
         self.counters["skipped_pin"] += len(keys) - len(pinned)
         for tier in self._tiers:
-            if tier.name != "store":
-                tier.pin(pinned)
+            self._pin(tier, pinned)
         return pinned
 
     def unpin(self, keys: Iterable[Key]) -> None:
@@ -388,6 +322,10 @@ class TierManager(Generic[Key]):
             if tier.name == name:
                 return tier
         return None
+
+    def _pin(self, tier: TierContent[Key], keys: Iterable[Key]) -> None:
+        if self._pins and tier.name != "store":
+            tier.pin(key for key in keys if key in self._pins)
 
     def _set_paused(self, name: LowerTier, *, paused: bool) -> None:
         tier = self._find(name)

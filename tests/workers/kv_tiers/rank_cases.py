@@ -30,8 +30,7 @@ def settings(
         disk_bytes=disk * file_bytes(BLOCK_BYTES),
         store=str(tmp_path / "store") if store else "",
         filter=filtered,
-        io="plain",
-        **changes,
+        **({"io": "plain"} | changes),
     )
 
 
