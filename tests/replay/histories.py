@@ -48,7 +48,7 @@ class Written:
         if number % SNAPSHOT_EVERY == SNAPSHOT_EVERY - 1:
             self.seal()
         if number % CLAIM_EVERY == CLAIM_EVERY - 1:
-            claim(self.drive.world, len(self.topics[DECISIONS.name]))
+            claim(self.drive.world, len(self.topics[DECISIONS.name]), (), EVENTS_VERSION)
             self._journal(OwnerClaimed(owner_id="another", core_version=CORE_VERSION, events_version=EVENTS_VERSION))
 
     def seal(self) -> None:
@@ -118,7 +118,7 @@ def journal_follows(topics: Mapping[str, Sequence[bytes]]) -> bool:
         except DecodeError:
             return False
         if isinstance(record, OwnerClaimed):
-            claim(world, offset)
+            claim(world, offset, (), record.events_version)
             continue
         if record.owner_epoch < world.owner_epoch:
             continue

@@ -66,7 +66,7 @@ class WrittenDriver(Driver):
     def take_over(self) -> None:
         offset = self._journalled
         self.write(OwnerClaimed(owner_id="another", core_version=CORE_VERSION, events_version=EVENTS_VERSION))
-        claim(self.world, offset)
+        claim(self.world, offset, (), EVENTS_VERSION)
         self._sealed = None
 
     def write_stale_record(self) -> None:

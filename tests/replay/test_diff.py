@@ -284,7 +284,7 @@ def test_a_takeover_ends_an_operators_policy_if_it_did_in_history(allowed: tuple
     drive("control", PolicySet(model="m", pool="default", mode="mine.Policy"))
     routed(drive("requests", request("r", PROMPTS[0])))
     taken_over = 1 + len(drive.decided)
-    claim(drive.world, taken_over, allowed)
+    claim(drive.world, taken_over, allowed, EVENTS_VERSION)
     assert {routed(drive("requests", request(f"s{at}", []))).mode for at in range(4)} == {mode}
     log = log_of(drive, policies=("mine.Policy",))
     claimed = OwnerClaimed(owner_id="p", core_version=CORE_VERSION, events_version=EVENTS_VERSION, policies=allowed)

@@ -201,7 +201,7 @@ async def test_takeover_makes_events_of_the_previous_owner_stale() -> None:
     made("requests", request("r", SHORT))
     epoch = len(made.journal)
     made.journal.append(OwnerClaimed(owner_id="second", core_version=CORE_VERSION, events_version=EVENTS_VERSION))
-    claim(made.world, epoch)
+    claim(made.world, epoch, (), EVENTS_VERSION)
     stale = msgspec.structs.replace(made.journal[1], seq=1, consumed=(), attempt=1)
     made.journal.append(stale)
     made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop"))
