@@ -117,7 +117,8 @@ class SimulatedTiers:
         store = self._plan.store
         if store is not None:
             self._manager.add("store", [key for key in hashes if key in store])
-        if self.engine.load().waiting > 1:
+        load = self.engine.load()
+        if load.running + load.waiting > 1:
             cached = self.engine.pool.find(hashes, len(hashes)).blocks
             if blocks := self._worthwhile(cached, self._manager.match(hashes, cached)):
                 self._begin_writes(self._manager.prefetch(hashes[: cached + blocks], cached))
