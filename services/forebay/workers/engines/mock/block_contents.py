@@ -68,9 +68,14 @@ class BlockContents:
             known = self._blocks.get(name.sequence_hash)
             if known is None:
                 known = self._blocks[name.sequence_hash] = KnownBlock(name, word)
-            elif known.word is None:
-                known.word = word
             known.uses += 1
+        self.learn(names, words)
+
+    def learn(self, names: Sequence[BlockName], words: Sequence[int | None]) -> None:
+        """Set the words of blocks of a prompt that were unknown before."""
+        for name, word in zip(names, words, strict=True):
+            known = self._blocks[name.sequence_hash]
+            known.word = word if known.word is None else known.word
 
     def end(self, names: Iterable[BlockName]) -> None:
         """Remove the blocks of a prompt, except those of other prompts and of device memory."""
@@ -159,6 +164,11 @@ class KvCheck:
         self._begun = _begun_by_block(media, blocks, block_size)
         self._hashes = dict(enumerate(hashes))
         self._found: list[tuple[int, int]] = []
+
+    @property
+    def media_hash(self) -> int:
+        """Hash of the embeddings of all images and videos of the prompt; 0 while it is unknown."""
+        return self._hashes.get(self._objects, 0)
 
     def word(self, at: int, sequence_hash: int) -> int | None:
         """Return the word of a block of the prompt; None if the hash of its embeddings is unknown."""
