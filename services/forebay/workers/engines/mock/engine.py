@@ -97,6 +97,7 @@ class MockEngine:
         self._held: dict[str, tuple[WorkItem, Sequence[int]]] = {}  # items that wait for the transport
         self._ending: set[asyncio.Task[None]] = set()
         self._broken: EngineError | None = None
+        self._collector: Collector | None = None
         self._past = Stats()  # statistics of earlier worker epochs
         self._closing: list[Stats] = []
 
