@@ -7,10 +7,10 @@ import msgspec
 import pytest
 from hypothesis import given
 
+from forebay.core.restore import restore
 from forebay.core.state.commands import LAST_READY, PENDING_MAX, RESPONSE_OMITTED, TEXT_CHARS_MAX
 from forebay.core.state.requests import REMEMBER_US
 from forebay.core.step import claim
-from forebay.core.world import restore
 from forebay.events.control import PoolConfigured, WorkerCommanded
 from forebay.events.decisions import CommandEnded, CommandSent, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSuspect

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.rederive import Rederivation
+from forebay.core.restore import restore
 from forebay.core.routing.candidates import find_candidates, must_queue
 from forebay.core.routing.disaggregation import locate_prompt
 from forebay.core.routing.eligibility import Ineligible
@@ -18,7 +19,7 @@ from forebay.core.routing.policies import BUILT_IN
 from forebay.core.routing.selection import WEIGHT_ONE, softmax_weights
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.step import CLOCK, InputEvent, advance
-from forebay.core.world import World, restore
+from forebay.core.world import World
 from forebay.events.base import pack_u64
 from forebay.events.codec import decode, encode
 from forebay.events.control import (

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from forebay.core import dispatch, rederive
 from forebay.core.phases import Phase
 from forebay.core.rederive import Rederivation
+from forebay.core.restore import digest_of_snapshot, restore
 from forebay.core.state.fleet import FleetWorker
 from forebay.core.step import CLOCK, AnyDecision, InputEvent, advance, claim, open_run
-from forebay.core.world import World, digest_of_snapshot, restore
+from forebay.core.world import World
 from forebay.events.base import hex_digest, pack_u64
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import (
