@@ -25,11 +25,13 @@ PREAMBLE = struct.Struct("<8sII")  # magic, format version, XXH32 of the two
 HEADER = struct.Struct("<32sQ32sQ16sQ")
 HEAD_BYTES = PREAMBLE.size + HEADER.size
 CHECKED_BYTES = HEAD_BYTES - 8
+CHECKSUM_AT = CHECKED_BYTES - 16
 
 Checksum = Callable[[memoryview], bytes]
 checksum: Checksum = xxh3_128_digest
 
 _PATH = re.compile(r"([0-9a-f]{64})-([0-9a-f]{16})\.kv")
+_pack_u64 = struct.Struct("<Q").pack
 _MAGIC_AND_VERSION = PREAMBLE.size - 4
 
 
@@ -67,22 +69,7 @@ def parse_file_name(text: str) -> BlockName | None:
     return None if found is None else BlockName(bytes.fromhex(found[1]), int(found[2], 16))
 
 
-def encode_head(name: BlockName, identity: bytes, length: int, checksum: bytes) -> bytes:
-    """Return the header of a block without the zeros after it, `HEAD_BYTES` bytes.
-
-    Args:
-        name: name of the block.
-        identity: identity digest.
-        length: bytes of the block.
-        checksum: XXH3-128 of the bytes of the block.
-    """
-    start = struct.pack("<8sI", MAGIC, FORMAT_VERSION)
-    head = PREAMBLE.pack(MAGIC, FORMAT_VERSION, xxh32_intdigest(start))
-    head += HEADER.pack(name.key, name.sequence_hash, identity, length, checksum, 0)[:-8]
-    return head + struct.pack("<Q", xxh3_64_intdigest(head))
-
-
-def decode_head(data: bytes | bytearray | memoryview) -> tuple[str, Head | None]:
+def decode_head(data: bytes) -> tuple[str, Head | None]:
     """Decode a header.
 
     Args:
@@ -94,13 +81,13 @@ def decode_head(data: bytes | bytearray | memoryview) -> tuple[str, Head | None]
     if len(data) < HEAD_BYTES:
         return "truncated", None
     magic, version, start = PREAMBLE.unpack_from(data)
-    if magic != MAGIC or start != xxh32_intdigest(bytes(data[:_MAGIC_AND_VERSION])):
+    if magic != MAGIC or start != xxh32_intdigest(data[:_MAGIC_AND_VERSION]):
         # A file whose first pages were allocated but never written is all zeros: its writer, or the machine, crashed.
         return ("truncated" if not any(data[:HEAD_BYTES]) else "corrupt"), None
     if version != FORMAT_VERSION:
         return ("newer" if version > FORMAT_VERSION else "corrupt"), None
     *fields, total = HEADER.unpack_from(data, PREAMBLE.size)
-    if total != xxh3_64_intdigest(bytes(data[:CHECKED_BYTES])):
+    if total != xxh3_64_intdigest(data[:CHECKED_BYTES]):
         return "corrupt", None
     return "", Head(*fields)
 
@@ -109,3 +96,47 @@ def head_problem(head: Head, name: BlockName, identity: bytes, length: int) -> s
     """Return why the header of an undamaged file is not that of this block: `foreign`, or an empty text if it is."""
     expected = (name.key, name.sequence_hash, identity, length)
     return "" if head[:4] == expected else "foreign"
+
+
+class HeadFormat:
+    """Headers of the blocks of one identity.
+
+    Args:
+        identity: identity digest.
+        length: bytes per block.
+    """
+
+    def __init__(self, identity: bytes, length: int) -> None:
+        self._identity = identity
+        self._length = length
+        start = struct.pack("<8sI", MAGIC, FORMAT_VERSION)
+        self._preamble = start + struct.pack("<I", xxh32_intdigest(start))
+        self._end = identity + struct.pack("<Q", length)
+
+    def encode(self, name: BlockName, checksum: bytes) -> bytes:
+        """Return the header of a block without the zeros after it, `HEAD_BYTES` bytes.
+
+        Args:
+            name: name of the block.
+            checksum: XXH3-128 of the bytes of the block.
+        """
+        head = self._start(name) + checksum
+        return head + _pack_u64(xxh3_64_intdigest(head))
+
+    def checksum(self, data: bytes, name: BlockName) -> bytes | str:
+        """Return the checksum in a header, or the reason why the header is not that of the block.
+
+        Args:
+            data: the first `HEAD_BYTES` bytes of a file, or fewer if the file is shorter.
+            name: name of the block.
+        """
+        # Comparing bytes takes a third of the time of decoding them.
+        if data[:CHECKSUM_AT] == self._start(name) and data[CHECKED_BYTES:] == _pack_u64(
+            xxh3_64_intdigest(data[:CHECKED_BYTES])
+        ):
+            return data[CHECKSUM_AT:CHECKED_BYTES]
+        problem, head = decode_head(data)
+        return problem if head is None else head_problem(head, name, self._identity, self._length)
+
+    def _start(self, name: BlockName) -> bytes:
+        return self._preamble + name.key + _pack_u64(name.sequence_hash) + self._end

@@ -100,8 +100,9 @@ class NixlIo:
         """Move all segments. Return False if that failed."""
         if self._failures >= FAILURES_MAX:
             return self._plain.transfer(operation, segments)
-        agent = self._borrow()
+        agent = None
         try:
+            agent = self._borrow()
             _transfer(agent, operation, segments)
         except Exception as error:  # noqa: BLE001 - NIXL's own classes; the caller repeats the transfer by plain I/O
             _left.append(agent)
