@@ -77,9 +77,7 @@ class FaultyS3:
     def start(self) -> None:
         """Serve requests, also after `deny` or `stop`."""
         if self._server is None:
-            self._server = make_server(
-                HOST, self._port, self._answer, threaded=True, request_handler=QuietHandler
-            )
+            self._server = make_server(HOST, self._port, self._answer, threaded=True, request_handler=QuietHandler)
             self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
             self._thread.start()
         self.state = "serves"

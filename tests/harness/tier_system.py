@@ -137,8 +137,7 @@ class TierSystem:
 
         async def one(number: int) -> None:
             async with places:
-                for _ in range(turns):
-                    results.append(await self._turn(self._conversation(number)))
+                results.extend([await self._turn(self._conversation(number)) for _ in range(turns)])
 
         async with asyncio.TaskGroup() as tasks:
             for number in numbers:

@@ -89,7 +89,9 @@ class TierOptions:
         return TierSettings(
             host_bytes=0 if self.kv_host_size is None else size("--kv-host-size", self.kv_host_size, BYTES_MIN),
             disk=self.kv_disk,
-            disk_bytes=DISK_BYTES if self.kv_disk_size is None else size("--kv-disk-size", self.kv_disk_size, BYTES_MIN),
+            disk_bytes=DISK_BYTES
+            if self.kv_disk_size is None
+            else size("--kv-disk-size", self.kv_disk_size, BYTES_MIN),
             store="" if self.kv_store is None else _store(self.kv_store, self.kv_store_endpoint),
             store_bytes=(
                 STORE_BYTES if self.kv_store_size is None else size("--kv-store-size", self.kv_store_size, BYTES_MIN)

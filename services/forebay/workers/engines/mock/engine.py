@@ -1,9 +1,9 @@
 """Engine without a GPU: runs `EngineModel` in real time or faster, never ahead of the model's time.
 
 Logprobs and embeddings are derived from hashes; structured outputs, tool calls and reasoning are made up. With the role
-prefill or decode the engine has KV of real bytes, which are transferred. With tiers, it offloads and loads real bytes. The name of a NIXL agent contains the worker
-epoch, so the engine opens the transport when it gets the first item of an epoch. Items wait until the transport is
-open.
+prefill or decode the engine has KV of real bytes, which are transferred. With KV tiers it offloads and loads real
+bytes. The name of a NIXL agent contains the worker epoch, so the engine opens the transport when it gets the first item
+of an epoch. Items wait until the transport is open.
 """
 
 import asyncio
@@ -121,7 +121,9 @@ class MockEngine:
             await runtime.offload(load_nixl, "KV transfers")
         elif find_spec("numpy") is None:
             part = "KV transfers" if has_transfers else "KV tiers"
-            raise PackageMissing(f"{part} require the package numpy; install it with: pip install 'forebay[kv-transfer]'")
+            raise PackageMissing(
+                f"{part} require the package numpy; install it with: pip install 'forebay[kv-transfer]'"
+            )
         for rank in self.ranks.values():
             await rank.open_tiers(spec.model, layout.block_bytes)
         if self.tiers is not None:

@@ -8,7 +8,6 @@ tier served a wrong byte. Loads run in real time while the engine computes other
 `RankTiers` decides and moves. This module names blocks, makes their bytes, and remembers what each request has loaded.
 """
 
-import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +15,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from forebay.engine_model.requests import EngineConfig
-from forebay.engine_model.steps import CacheChange, FirstTokenStep, Load, Removed, StoreChange, Stored
+from forebay.engine_model.steps import CacheChange, Load, Removed, StoreChange, Stored
 from forebay.engine_model.timing import StepWork
 from forebay.events.base import U32_BYTES, U64_MASK, array_u64
 from forebay.events.kv import LowerTier, Tier
@@ -259,7 +258,9 @@ class MockTiers:
         prompt = self._prompts.get(request_id)
         if prompt is None:
             return ()
-        return tuple(OnboardedTokens(tier=tier, tokens=tokens, us=us) for tier, (tokens, us) in prompt.onboarded.items())
+        return tuple(
+            OnboardedTokens(tier=tier, tokens=tokens, us=us) for tier, (tokens, us) in prompt.onboarded.items()
+        )
 
     def end(self, request_id: str) -> None:
         """Forget a request that has ended. A load in flight for it has no effect any more."""
