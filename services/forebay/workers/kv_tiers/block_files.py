@@ -151,18 +151,23 @@ class BlockFiles:
         self, opened: list[_Opened], blocks: Sequence[tuple[BlockName, memoryview]], results: list[str]
     ) -> None:
         """Write headers and blocks, and set the results of those that cannot be written."""
-        segments = [Segment(one.fd, PAYLOAD_OFFSET, blocks[one.place][1]) for one in opened]
-        if not segments:
-            return
-        done = self._io.transfer("WRITE", segments)
+        segments = []
+        for one in opened:
+            try:
+                os.pwrite(one.fd, self._format.encode(one.name, one.checksum), 0)
+            except OSError as error:
+                results[one.place] = self._write_reason(error)
+            segments.append(Segment(one.fd, PAYLOAD_OFFSET, blocks[one.place][1]))
+        done = not segments or self._io.transfer("WRITE", segments)
         for one, segment in zip(opened, segments, strict=True):
             try:
                 # Short writes are not reported, but show in the size.
                 if not done or os.fstat(one.fd).st_size != self._file_bytes:
                     transfer_plainly("WRITE", segment)
-                os.pwrite(one.fd, self._format.encode(one.name, one.checksum), 0)
             except OSError as error:
                 results[one.place] = self._write_reason(error)
+                with contextlib.suppress(OSError):
+                    os.ftruncate(one.fd, 0)  # on a full disk, this makes room for the next block
 
     def _publish(self, path: str, suffix: str) -> str:
         try:
@@ -176,13 +181,11 @@ class BlockFiles:
         try:
             if os.stat(path).st_size != self._file_bytes:
                 return False
-            if name.key not in touched:
-                os.utime(path)
-                touched.add(name.key)
-        except PermissionError:
-            return True
         except OSError:
             return False
+        if name.key not in touched:
+            _touch(path)
+            touched.add(name.key)
         return True
 
     def _recently_touched(self) -> set[bytes]:
@@ -221,9 +224,9 @@ class BlockFiles:
             LOG.warning(text, *args)
 
 
-def _touch(fd: int) -> None:
+def _touch(file: int | str) -> None:
     with contextlib.suppress(OSError):  # a reader may not be allowed to
-        os.utime(fd)
+        os.utime(file)
 
 
 def _create(path: str) -> int:

@@ -129,18 +129,21 @@ class DirectoryStore:
     def inventory(self) -> Iterator[list[BlockName]]:
         """Yield the names of all blocks, one page per folder. See `BlockStore.inventory`."""
         blocks = 0
-        for folder in block_folders(self._folder):
-            try:
-                found = [name for text in os.listdir(folder) if (name := parse_file_name(text)) is not None]
-            except OSError as error:
-                self._files.warn("cannot list %s: %s", folder, error.strerror)
-                continue
-            blocks += len(found)
-            if found:
-                yield found
+        for page in self._pages():
+            blocks += len(page)
+            yield page
         with self._lock:
             self._stats.blocks = blocks
             self._stats.bytes = blocks * self._identity.block_bytes
+
+    def _pages(self) -> Iterator[list[BlockName]]:
+        try:
+            for folder in block_folders(self._folder):
+                found = [name for text in os.listdir(folder) if (name := parse_file_name(text)) is not None]
+                if found:
+                    yield found
+        except OSError as error:
+            self._files.warn("cannot list %s: %s", self._folder, error.strerror)
 
     def take_evicted(self) -> list[BlockName]:
         """Return the blocks that left the store since the last call. See `BlockStore.take_evicted`."""
@@ -150,7 +153,12 @@ class DirectoryStore:
 
     def enforce_quota(self) -> None:
         """Count the files of the directory, and remove the least recently used ones if it exceeds its quota."""
-        for path in self._quota.enforce():
+        try:
+            removed = self._quota.enforce()
+        except OSError as error:
+            self._files.warn("cannot enforce the quota of %s: %s", self._folder.parent, error.strerror)
+            return
+        for path in removed:
             if path.startswith(f"{self._folder}/") and (name := parse_file_name(Path(path).name)) is not None:
                 self._forget(name, counter="evicted", is_counted=True)
 
