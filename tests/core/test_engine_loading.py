@@ -4,56 +4,25 @@ from array import array
 
 import msgspec
 import pytest
-from hypothesis import event, given
-from hypothesis import strategies as st
 
-from forebay.core.block_hashes import sequence_hashes
-from forebay.engine_model.model import (
-    Computed,
-    EngineModel,
-    EngineStage,
-    EngineStep,
-    Fetch,
-    FirstTokenStep,
-    Load,
-    Stored,
-)
+from forebay.engine_model.model import Computed, EngineModel, EngineStep, Fetch, FirstTokenStep, Load, Stored
 from forebay.engine_model.sequence import generate_tokens
 from forebay.engine_model.timing import prefill_us
-from forebay.events.base import pack_u32, unpack_u64
+from forebay.events.base import pack_u32
 from tests.core.engine_runs import (
     BLOCK,
     VOCABULARY,
-    RecordingTiming,
+    Tier,
     answers,
     config,
     finished,
+    hashes,
     replay_cache,
     request,
     run,
 )
-from tests.depth import examples
 
 PROMPT = list(range(18))  # four full blocks, and two tokens
-
-
-def hashes(prompt: list[int]) -> list[int]:
-    return list(unpack_u64(sequence_hashes(pack_u32(prompt), BLOCK)))
-
-
-class Tier:
-    """Slower tier with some blocks. It records which requests it was asked about."""
-
-    def __init__(self, *prompts: list[int]) -> None:
-        self.content = {block for prompt in prompts for block in hashes(prompt)}
-        self.asked: list[tuple[str, int]] = []
-
-    def match(self, request_id: str, chain: "array[int]", first: int) -> int:
-        self.asked.append((request_id, first))
-        at = first
-        while at < len(chain) and chain[at] in self.content:
-            at += 1
-        return at - first
 
 
 def loading(model: EngineModel) -> list[Load]:
@@ -297,174 +266,3 @@ def test_reset_forgets_what_is_being_loaded() -> None:
     assert (model.loads(), model.loaded("a", 1), model.step(), model.pool.used) == ([], False, None, 0)
     model.submit(request("a", PROMPT, 1))
     assert [load.request_id for load in loading(model)] == ["a"]
-
-
-@examples(2)
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 25)), min_size=1, max_size=8),
-    before=st.integers(0, 4),
-    until_us=st.sampled_from([0, 100_000]),
-)
-def test_a_prompt_loaded_at_once_is_answered_as_one_that_is_in_the_cache(
-    lengths: list[tuple[int, int]], before: int, until_us: int
-) -> None:
-    """With room and seats for all, and loads that end before the next step."""
-    prompts = [[number * 100 + at for at in range(blocks * BLOCK + 2)] for number, (blocks, _) in enumerate(lengths)]
-    histories = []
-    for is_loaded in (True, False):
-        tier = Tier(*prompts) if is_loaded else Tier()
-        model = EngineModel(config(kv_blocks_total=200, max_num_seqs=16, timing=RecordingTiming()), tier.match)
-        if not is_loaded:
-            model.warm([block for prompt in prompts for block in hashes(prompt)])
-        steps: list[EngineStep] = []
-
-        def step(model: EngineModel = model, steps: list[EngineStep] = steps) -> bool:
-            if (step := model.step(until_us)) is not None and step.duration_us:
-                steps.append(step)
-            new = model.loads()
-            for load in new:
-                assert model.loaded(load.request_id, load.blocks)
-            return step is not None or bool(new)
-
-        for number, (_, max_tokens) in enumerate(lengths):
-            model.submit(request(f"r{number}", prompts[number], max_tokens, seed=number))
-            for _ in range(before):
-                step()
-        while step():
-            pass
-        histories.append(steps)
-    loaded, cached = histories
-    assert answers(loaded) == answers(cached)
-    ends = [{end.request_id: end for step in steps for end in step.finished} for steps in histories]
-    assert ends[0] == ends[1]
-
-
-sizes = st.fixed_dictionaries(
-    {
-        "kv_blocks_total": st.sampled_from([15, 18, 40]),
-        "max_num_seqs": st.integers(1, 6),
-        "max_num_batched_tokens": st.integers(6, 40),
-    }
-)
-drawn_prompts = st.builds(
-    lambda root, size: [root] * min(size, 3) + list(range(size)), st.integers(0, 2), st.integers(1, 30)
-)
-STAGES: tuple[EngineStage, ...] = ("aggregated", "prefill", "decode")
-
-
-class TieredDrive:
-    """History of one model with a tier that gets every stored block, and loses every `lost`-th block that it has."""
-
-    def __init__(self, changes: dict[str, int], lost: int) -> None:
-        self.tier = Tier()
-        self.lost = lost
-        self.model = EngineModel(config(**changes), self.tier.match)
-        self.steps: list[EngineStep] = []
-        self.loads: list[Load] = []
-        self.arrived = 0
-        self.steps_before_clear = 0
-        self.is_cleared = False
-        self.wanted: dict[str, tuple[EngineStage, int]] = {}
-        self.gone: set[str] = set()
-
-    def submit(self, prompt: list[int], number: int) -> None:
-        name, stage = f"r{len(self.wanted)}", STAGES[number % 3]
-        self.wanted[name] = stage, number
-        self.model.submit(request(name, prompt, number, seed=number, stage=stage))
-
-    def step(self) -> bool:
-        fetches = self.model.fetches()
-        for fetch in fetches:
-            assert self.model.fetched(fetch.request_id)
-        step = self.model.step()
-        if step is not None:
-            self.steps.append(step)
-            for change in step.cache_changes:
-                if isinstance(change, Stored):
-                    self.tier.content.update(block for block in change.hashes if block % self.lost)
-            for one in step.computed:
-                assert self.model.release(one.request_id)
-        new = self.model.loads()
-        self.loads += new
-        return step is not None or bool(new) or bool(fetches)
-
-    def loaded(self, at: int) -> None:
-        if self.loads:
-            load = self.loads.pop(at % len(self.loads))
-            blocks = at % (load.blocks + 1)
-            if self.model.loaded(load.request_id, blocks):
-                self.arrived += blocks
-            else:
-                assert load.request_id in self.gone or self.is_cleared
-
-    def clear(self) -> None:
-        self.model.clear_cache()
-        self.steps_before_clear = len(self.steps)
-        self.is_cleared = True
-
-
-@examples(3)
-@given(
-    sizes=sizes,
-    lost=st.sampled_from([1, 2, 5, 1 << 62]),
-    actions=st.lists(
-        st.tuples(
-            st.sampled_from(("submit", "submit", "step", "step", "loaded", "cancel", "clear")),
-            drawn_prompts,
-            st.integers(1, 25),
-        ),
-        max_size=60,
-    ),
-)
-def test_any_history_with_loads_conserves_requests_tokens_and_blocks(
-    sizes: dict[str, int], lost: int, actions: list[tuple[str, list[int], int]]
-) -> None:
-    drive = TieredDrive(sizes, lost)
-    for action, prompt, number in actions:
-        match action:
-            case "submit":
-                drive.submit(prompt, number)
-            case "step":
-                for _ in range(number):
-                    drive.step()
-            case "loaded":
-                drive.loaded(number)
-            case "cancel":
-                if drive.model.cancel(f"r{number}"):
-                    drive.gone.add(f"r{number}")
-            case "clear":
-                drive.clear()
-    while drive.step() or drive.loads:
-        drive.loaded(7)
-    event(f"blocks arrived: {drive.arrived > 0}")
-    ends = finished(drive.steps)
-    computed = [one.request_id for step in drive.steps for one in step.computed]
-    assert sorted([*(end.request_id for end in ends), *computed, *drive.gone]) == sorted(drive.wanted)
-    output = answers(drive.steps)
-    for end in ends:
-        stage, number = drive.wanted[end.request_id]
-        assert stage != "prefill"
-        assert output[end.request_id] == generate_tokens(number, 0, number, VOCABULARY)
-        assert 0 <= end.cached_tokens < end.prompt_tokens
-    assert all(step.load.running <= sizes["max_num_seqs"] for step in drive.steps)
-    assert replay_cache(drive.steps[drive.steps_before_clear :]) == drive.model.pool.content()
-    assert (drive.model.pool.used, drive.model.load().waiting) == (0, 0)
-
-
-@examples(2)
-@given(
-    sizes=sizes,
-    requests=st.lists(st.tuples(drawn_prompts, st.integers(1, 25)), max_size=12),
-    until_us=st.sampled_from([0, 100_000]),
-)
-def test_a_tier_that_has_nothing_changes_nothing(
-    sizes: dict[str, int], requests: list[tuple[list[int], int]], until_us: int
-) -> None:
-    histories = []
-    for match in (None, Tier().match):
-        model = EngineModel(config(**sizes), match)
-        for number, (prompt, max_tokens) in enumerate(requests):
-            model.submit(request(f"r{number}", prompt, max_tokens, seed=number))
-        histories.append(run(model, until_us))
-        assert model.loads() == []
-    assert histories[0] == histories[1]

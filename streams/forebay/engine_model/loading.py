@@ -38,6 +38,11 @@ class LoadingSequences:
     def __len__(self) -> int:
         return len(self._by_id)
 
+    @property
+    def has_new(self) -> bool:
+        """Whether loads began that the caller has not received yet."""
+        return bool(self._new)
+
     def begin(self, sequence: EngineSequence, blocks: int) -> None:
         """Begin to load `blocks` blocks after the held blocks of a sequence, which has room for them."""
         self._by_id[sequence.request_id] = sequence

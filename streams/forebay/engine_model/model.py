@@ -257,7 +257,8 @@ class EngineModel:
         )
         duration_us = self.config.timing.step_us(work)
         if self._decoding.by_turn:
-            if until_us > duration_us and steady and not completed and not prefill_tokens:
+            steady &= not (completed or prefill_tokens or self._loading.has_new)  # a new load may end in between
+            if steady and until_us > duration_us:
                 iterations = min(-(-until_us // duration_us), self._decoding.next_due() - self._iteration)
                 duration_us *= iterations
             self._decode(iterations, emitted, finished)
@@ -313,12 +314,11 @@ class EngineModel:
         """Return how many blocks after those found a slower tier can load for a sequence that is to be admitted."""
         if self._match is None or not sequence.may_load:
             return 0
-        missing = self._blocks.reusable(sequence) - found.blocks
-        if not missing:
+        if not (missing := self._blocks.reusable(sequence) - found.blocks):
             return 0
-        blocks = min(missing, self._match(sequence.request_id, sequence.hashes, found.blocks))
+        blocks = self._match(sequence.request_id, sequence.hashes, found.blocks)
         sequence.may_load = blocks > 0
-        return blocks
+        return min(missing, blocks)
 
     def _load(self, sequence: EngineSequence, found: PrefixMatch, blocks: int) -> bool:
         """Reserve blocks for a load and begin it; return False if there is no room."""
