@@ -15,7 +15,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from forebay.engine_model.requests import EngineConfig
-from forebay.engine_model.steps import CacheChange, Load, Removed, StoreChange, Stored
+from forebay.engine_model.steps import Load, Removed, StoreChange, Stored
 from forebay.engine_model.timing import StepWork
 from forebay.events.base import U32_BYTES, U64_MASK, array_u64
 from forebay.events.kv import LowerTier, Tier
@@ -23,6 +23,7 @@ from forebay.events.metrics import TierCost, TierCosts
 from forebay.events.progress import OnboardedTokens
 from forebay.events.work import WorkItem
 from forebay.kv_tiers.manager import TierRun
+from forebay.workers.engine import CacheChange
 from forebay.workers.engines.mock.block_contents import BlockContents, KnownBlock, KvCheck
 from forebay.workers.kv_tiers.identity import BlockName, KeyChain, KvIdentity, media_by_block
 from forebay.workers.kv_tiers.rank_tiers import LoadResult, RankTiers
@@ -225,13 +226,12 @@ class MockTiers:
     def apply(self, changes: Sequence[CacheChange]) -> None:
         """Offload the blocks that device memory has stored or evicted."""
         for change in changes:
-            if change.tier == "device":
-                match change:
-                    case Stored():
-                        self._offer(self.contents.stored(change.hashes))
-                    case Removed():
-                        blocks = self.contents.removed(change.hashes)
-                        self.tiers.device_evicts([one.name for one in blocks], partial(self._bytes, blocks))
+            match change:
+                case Stored(tier="device"):
+                    self._offer(self.contents.stored(change.hashes))
+                case Removed(tier="device"):
+                    blocks = self.contents.removed(change.hashes)
+                    self.tiers.device_evicts([one.name for one in blocks], partial(self._bytes, blocks))
         self.contents.settle()
 
     def use(self, request_id: str, cached_tokens: int) -> None:
@@ -288,6 +288,15 @@ class MockTiers:
         tiers: tuple[Tier, ...] = ("host", "disk")
         found = ((tier, [name.sequence_hash for name in self.tiers.resident(tier)]) for tier in tiers)
         return [Stored(None, hashes, tier) for tier, hashes in found if hashes]
+
+    def stored(self) -> list[int]:
+        """Return the sequence hashes of the blocks that the shared store has, as far as this rank knows."""
+        return [name.sequence_hash for name in self.tiers.resident("store")]
+
+    @property
+    def store_name(self) -> str:
+        """Name of the shared store; empty without one."""
+        return self.tiers.store_name
 
     def measured(self) -> TierCosts:
         """Return the measured costs of loads, and of computing a block of a prompt."""
