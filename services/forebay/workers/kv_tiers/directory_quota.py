@@ -27,6 +27,7 @@ from forebay.workers.kv_tiers.directory_layout import (
 
 QUOTA_LOCK = "quota.lock"
 COUNT_SHARE = 16  # a process counts again after it has written 1/16 of the quota
+CLOCK_S = 1.0  # times of files are coarser than the clock
 KEEP_SHARE = 0.95  # if the quota is exceeded, blocks are removed down to this share, so that counts are rare
 
 
@@ -57,7 +58,7 @@ class DirectoryQuota:
         self._root = root
         self._limit = limit
         # In a directory of this process alone, temporary files from before its start are abandoned.
-        self._began_s = runtime.wall_s() if exclusive else 0.0
+        self._began_s = runtime.wall_s() - CLOCK_S if exclusive else 0.0
         self._bytes = 0  # according to the last count, and the writes of this process since
         self._written = limit  # since the last count; at the start, a count is due
         self._lock = threading.Lock()  # of the two numbers
