@@ -27,7 +27,6 @@ from forebay.workers.kv_tiers.directory_layout import (
 
 QUOTA_LOCK = "quota.lock"
 COUNT_SHARE = 16  # a process counts again after it has written 1/16 of the quota
-CLOCK_S = 1.0  # times of files are coarser than the clock
 KEEP_SHARE = 0.95  # if the quota is exceeded, blocks are removed down to this share, so that counts are rare
 
 
@@ -51,18 +50,20 @@ class DirectoryQuota:
     Args:
         root: the directory.
         limit: maximum size of its blocks and quarantined files in bytes.
-        exclusive: whether only this process writes to the directory.
+        exclusive: whether only this process writes to the directory. Files of crashed writers are then removed at once.
     """
 
     def __init__(self, root: Path, limit: int, *, exclusive: bool) -> None:
         self._root = root
         self._limit = limit
-        # In a directory of this process alone, temporary files from before its start are abandoned.
-        self._began_s = runtime.wall_s() - CLOCK_S if exclusive else 0.0
         self._bytes = 0  # according to the last count, and the writes of this process since
         self._written = limit  # since the last count; at the start, a count is due
         self._lock = threading.Lock()  # of the two numbers
         self._counting = threading.Lock()
+        if exclusive:
+            # Nobody writes yet, so the writer of every temporary file has crashed.
+            for _ in stored_files(root, abandoned_s=float("inf")):
+                pass
 
     def wrote(self, size: int) -> None:
         """Add the size of new files."""
@@ -100,7 +101,7 @@ class DirectoryQuota:
 
     def _reduce(self) -> tuple[int, list[str]]:
         """Remove files until the quota is kept. Return the bytes of the remaining files, and the removed paths."""
-        files = list(stored_files(self._root, self._began_s))
+        files = list(stored_files(self._root))
         total = sum(file.bytes for file in files)
         removed: list[str] = []
         if total > self._limit:
@@ -113,24 +114,25 @@ class DirectoryQuota:
         return total, removed
 
 
-def stored_files(root: Path, began_s: float = 0.0) -> Iterator[StoredFile]:
+def stored_files(root: Path, abandoned_s: float = 0.0) -> Iterator[StoredFile]:
     """Yield all blocks and quarantined files of a directory, in any order, and remove abandoned temporary files.
 
     Quarantined files count as never used, so they are removed first.
 
     Args:
         root: the directory.
-        began_s: temporary files from before this time, in seconds since 1970, are abandoned.
+        abandoned_s: temporary files from before this time, in seconds since 1970, are abandoned, as are those that are
+            older than `TEMPORARY_AGE_S`.
     """
     for identity in identities_in(root):
         for folder in block_folders(identity):
-            yield from _files(folder, SUFFIX, began_s)
+            yield from _files(folder, SUFFIX, abandoned_s)
         if (folder := identity / QUARANTINE).is_dir():
-            yield from (file._replace(used_s=0.0) for file in _files(folder, "", began_s))
+            yield from (file._replace(used_s=0.0) for file in _files(folder, "", abandoned_s))
 
 
-def _files(folder: Path, suffix: str, began_s: float) -> Iterator[StoredFile]:
-    abandoned_s = max(began_s, runtime.wall_s() - TEMPORARY_AGE_S)
+def _files(folder: Path, suffix: str, abandoned_s: float) -> Iterator[StoredFile]:
+    abandoned_s = max(abandoned_s, runtime.wall_s() - TEMPORARY_AGE_S)
     with os.scandir(folder) as entries:
         for entry in entries:
             try:
