@@ -163,6 +163,8 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[AnyDeci
         case BlocksStored() | BlocksRemoved() | CacheCleared():
             return _cache(world, event)
         case StoreBlocksAdded() | StoreBlocksRemoved():
+            if world.fleet.learn_store(event.worker_id, event.store):
+                world.index.use_store(event.worker_id, event.store)
             world.index.apply_store(event)
         case TierCostsMeasured():
             if _is_of_fleet(world, event):

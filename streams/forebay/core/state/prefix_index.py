@@ -189,17 +189,17 @@ class PrefixIndex:
         If there is no room for the blocks, stores that no worker uses are dropped. If this does not suffice, the event
         has no effect. It is counted in both cases.
         """
-        used = self._store_of.values()
+        counts, used = self.stores.counts, self._store_of.values()
         if event.store not in used:
-            self.counts["unused_store"] += 1
+            counts["unused"] += 1
         if isinstance(event, StoreBlocksRemoved) and event.stale:
-            self.counts["stale_store_block"] += len(event.sequence_hashes) // U64_BYTES
+            self.stores.stale_blocks += len(event.sequence_hashes) // U64_BYTES
         dropped = self.stores.dropped_for(event, used)
         if dropped is None:
-            self.counts["stores_full"] += 1
+            counts["full"] += 1
             return
         for name in dropped:
-            self.counts["store_dropped"] += 1
+            counts["dropped"] += 1
             self._forget_store(self.stores.drop(name))
             if self._changes is not None:
                 self._changes.drop(name)
@@ -220,15 +220,9 @@ class PrefixIndex:
         """
         device, host, disk = self._tiers.values()
         query = as_block_array(query)
-        if self.stores.names:
-            return self._with_stores(query, [*self._by_overlap(query)])
-        if not (host or disk):
+        if not (host or disk or self.stores.names):
             return self._only_on_device(device.match_depths(query, self._bits.live))
-        found: dict[HolderKey, Overlap] = {}
-        for overlap, ranks in self._by_overlap(query):
-            if overlap != NO_OVERLAP:
-                found.update(dict.fromkeys(self._bits.keys_of(ranks), overlap))
-        return found
+        return self._in_all_tiers(query)
 
     def blocks_held(self, worker_id: str, rank: int, tier: Tier) -> int:
         """Return how many blocks a rank has in a tier. Raises KeyError for an unknown rank."""
@@ -385,35 +379,35 @@ class PrefixIndex:
     def _has(self, bit: int, block: int) -> bool:
         return any(sets.has(bit, block) for sets in self._tiers.values())
 
-    def _by_overlap(self, query: Sequence[int]) -> Iterator[tuple[Overlap, int]]:
-        """Yield each overlap with the tiers of ranks, by rising number of blocks on the device, and the ranks' mask."""
+    def _by_depths(self, query: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the ends of overlaps with device, host and disk, by rising end on the device, and the ranks' mask."""
         device, host, disk = self._tiers.values()
         for on_device, at_device in device.match_depths(query, self._bits.live):
             for on_host, at_host in host.match_depths(query, at_device, on_device):
                 for on_disk, at_disk in disk.match_depths(query, at_host, on_host):
-                    yield Overlap(on_device, on_host - on_device, on_disk - on_host), at_disk
+                    yield on_device, on_host, on_disk, at_disk
 
-    def _with_stores(self, query: Sequence[int], groups: Sequence[tuple[Overlap, int]]) -> dict[HolderKey, Overlap]:
-        """Return the overlaps of all ranks, with the blocks of their shared stores.
+    def _in_all_tiers(self, query: Sequence[int]) -> dict[HolderKey, Overlap]:
+        """Return the overlaps of all ranks, including the blocks of their shared stores.
 
         As in `_only_on_device`, all ranks first get the overlap of the first group, because the mask of all readers of
         a store is the same for many queries. Ranks of the other groups are overwritten.
         """
         live, stores = self._bits.live, self.stores
-        readers = [(stores.runs(name, query), mask) for name, mask in self._readers_of_stores().items()]
+        masks = self._readers_of_stores()
+        readers = [(stores.runs(name, query), masks[name]) for name in stores.names if name in masks]
         alone = live
         for _, mask in readers:
             alone &= ~mask
         found: dict[HolderKey, Overlap] = {}
-        for number, (local, mask) in enumerate(groups):
-            depth = sum(local)
+        for number, (on_device, on_host, end, mask) in enumerate(self._by_depths(query)):
             ranks = mask if number else live
             for runs, of_store in readers:
                 within = ranks & of_store
-                if within and (blocks := runs.after(depth)) + depth:
-                    self._assign(found, within, Overlap(local.device, local.host, local.disk, blocks))
-            if depth and (within := ranks & alone):
-                self._assign(found, within, local)
+                if within and (blocks := runs.after(end)) + end:
+                    self._assign(found, within, Overlap(on_device, on_host - on_device, end - on_host, blocks))
+            if end and (within := ranks & alone):
+                self._assign(found, within, Overlap(on_device, on_host - on_device, end - on_host))
         return found
 
     def _readers_of_stores(self) -> Mapping[str, int]:

@@ -5,6 +5,7 @@ that is not there, has no effect. A store without blocks is not kept, so equal c
 store or more blocks exceed a limit, a store that no worker uses is dropped as a whole, or else the blocks are ignored.
 """
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from forebay.core.state.block_sets import BlockSets
@@ -24,11 +25,16 @@ class StoreSets:
     Attributes:
         names: bit of each store that has blocks, by name.
         sets: blocks of the stores.
+        counts: number of unusual events by kind: `unused`, no worker of the fleet uses the store; `dropped`, another
+            store was dropped to make room; `full`, there was no room. For diagnostics, not part of the state.
+        stale_blocks: number of blocks that workers expected in a store and did not find. For diagnostics too.
     """
 
     def __init__(self, stores_max: int = STORES_MAX, blocks_max: int = STORE_BLOCKS_MAX) -> None:
         self.names: dict[str, int] = {}
         self.sets = BlockSets()
+        self.counts: Counter[str] = Counter()
+        self.stale_blocks = 0
         self._stores_max = stores_max
         self._blocks_max = blocks_max
         self._bits = HolderBits([self.sets])
@@ -51,15 +57,15 @@ class StoreSets:
         """
         stores, blocks = len(self.names) + (event.store not in self.names), sum(self.sets.counts.values())
         dropped: list[str] = []
-        if isinstance(event, StoreBlocksAdded) and not self._fits(stores, blocks):
-            for name, size in self.sizes().items():
-                if name not in used and name != event.store:
-                    dropped.append(name)
-                    stores, blocks = stores - 1, blocks - size
-                    if self._fits(stores, blocks):
-                        return dropped
-            return None
-        return dropped
+        if not event.sequence_hashes or not isinstance(event, StoreBlocksAdded) or self._fits(stores, blocks):
+            return dropped
+        for name, size in self.sizes().items():
+            if name not in used and name != event.store:
+                dropped.append(name)
+                stores, blocks = stores - 1, blocks - size
+                if self._fits(stores, blocks):
+                    return dropped
+        return None
 
     def fold(self, event: StoreEvent) -> int:
         """Apply an event, regardless of limits.
@@ -97,8 +103,8 @@ class StoreSets:
         return stores <= self._stores_max and blocks < self._blocks_max
 
     def runs(self, store: str, query: Sequence[int]) -> "StoreRuns":
-        """Return the runs of blocks of a prompt in a store."""
-        return StoreRuns(self.sets, self.names.get(store, 0), query)
+        """Return the runs of blocks of a prompt in a store that has blocks."""
+        return StoreRuns(self.sets, self.names[store], query)
 
     def part(self, bit: int, hashes: bytearray) -> StoreBlocks:
         """Return blocks of the store with this bit as a part of a snapshot."""
@@ -125,8 +131,7 @@ class StoreRuns:
     def after(self, start: int) -> int:
         """Return how many blocks of the prompt from position `start` on the store has without a gap."""
         if not self._begin <= start <= self._end:
-            found = self._sets.match_depths(self._query, self._bit, start)
-            self._begin, self._end = start, found[-1][0] if found else start
+            self._begin, self._end = start, self._sets.match_depths(self._query, self._bit, start)[-1][0]
         return self._end - start
 
 
