@@ -1,4 +1,4 @@
-"""`make demo-tiers`: mock workers reuse KV from memory, disks, a shared directory and a bucket, while all of these fail.
+"""`make demo-tiers`: mock workers reuse KV from memory, disks, a shared directory and a bucket, while these fail.
 
 Starts Kafka, Redis, an S3 server, a router, an ingress and four mock workers with real bytes in their tiers. Clients
 hold conversations, while block files and objects are truncated, flipped and deleted, and while the bucket denies access

@@ -29,7 +29,7 @@ DENIED = (
 )
 
 
-class QuietHandler(MotoRequestHandler):
+class QuietHandler(MotoRequestHandler):  # type: ignore[misc]  # moto has no types
     """Request handler that prints no access log."""
 
     def log(self, *_: object) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.events.base import array_u64, pack_u32
+from forebay.events.base import array_u64
 from forebay.events.control import Command
 from forebay.workers.engine import EngineError
 from forebay.workers.kv_tiers import rank_tiers
@@ -23,7 +23,6 @@ from tests.workers.tiered import (
     HOST,
     PROMPT,
     SPEC,
-    Tiered,
     disk_of,
     expected,
     hashes_of,
@@ -425,7 +424,3 @@ async def test_nothing_is_left_after_random_histories(seed: int, tmp_path: Path)
             assert name in dropped or len(tokens) == 6
         one.forget()
         assert len(one.tiers().contents) == 0, "no request and no block in device memory"
-
-
-def test_packed_prompts_are_whole_blocks() -> None:
-    assert len(pack_u32(PROMPT)) // 4 % BLOCK_SIZE == 2

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
-from forebay.engine_model.model import EngineConfig, Removed, Stored
+from forebay.engine_model.model import EngineConfig, Stored
 from forebay.engine_model.timing import LinearTiming
 from forebay.events.base import pack_u32, unpack_u32
 from forebay.events.fleet import WorkerSpec
@@ -103,7 +103,11 @@ class Tiered:
 
     async def ended(self, *names: str) -> None:
         await self.until(
-            lambda: {*names} <= {end.request_id for one in self.batches for end in (*one.finished, *one.failed)}
+            lambda: (
+                {*names}
+                <= {end.request_id for one in self.batches for end in one.finished}
+                | {end.request_id for one in self.batches for end in one.failed}
+            )
         )
 
     def tokens(self, name: str) -> list[int]:

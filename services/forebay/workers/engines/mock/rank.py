@@ -10,17 +10,15 @@ and so is KV from tiers loaded.
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
-from functools import partial
+from itertools import chain
 from typing import Literal
 
 import msgspec
-from xxhash import xxh3_64_intdigest
 
 from forebay import runtime
 from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
 from forebay.engine_model.model import (
     Computed,
-    Emitted,
     EngineConfig,
     EngineModel,
     EngineRequest,
@@ -36,7 +34,7 @@ from forebay.engine_model.model import (
     Stored,
 )
 from forebay.engine_model.steps import StoreChange
-from forebay.events.base import U32_BYTES, U64_MASK, array_u64, pack_u32
+from forebay.events.base import U32_BYTES, array_u64, pack_u32
 from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
 from forebay.workers.engine import (
@@ -50,7 +48,7 @@ from forebay.workers.engine import (
 )
 from forebay.workers.engines.mock.block_contents import NO_MEDIA
 from forebay.workers.engines.mock.kv import MockKv
-from forebay.workers.engines.mock.outputs import ExtraOutputs, prompt_of, sampler_seed
+from forebay.workers.engines.mock.outputs import ExtraOutputs, merged, token_seed
 from forebay.workers.engines.mock.scripts import OutputScripts
 from forebay.workers.engines.mock.tiers import MockTiers
 from forebay.workers.kv_transfer.api import FetchedKv
@@ -133,7 +131,11 @@ class MockRank:
     async def open_tiers(self, model: str, block_bytes: int) -> None:
         """Open the KV tiers, if the rank has any. Raises EngineError if a tier cannot be opened."""
         if self.tiers is not None:
-            wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self._poll_tiers)
+            loop = asyncio.get_running_loop()
+
+            def wake() -> None:
+                loop.call_soon_threadsafe(self._poll_tiers)
+
             await runtime.offload(self.tiers.open, model, block_bytes, wake, self._loaded)
 
     def submit(self, item: WorkItem, media_hashes: Sequence[int] = NO_MEDIA, adapter: str = "") -> None:
@@ -163,7 +165,7 @@ class MockRank:
             attempt=item.attempt,
             token_ids=item.token_ids,
             sequence_hashes=item.sequence_hashes,
-            token_seed=_token_seed(item, seen),
+            token_seed=token_seed(item, seen),
             max_tokens=max_tokens,
             output=pack_u32(output),
             first_position=item.output_tokens,
@@ -319,8 +321,8 @@ class MockRank:
                 self._fetch_all(self.model.fetches())
             step = self.model.step(self._span_us - span_us)
             if self.tiers is not None:
-                for load in self.model.loads():
-                    self.tiers.load(load)
+                for requested in self.model.loads():
+                    self.tiers.load(requested)
             if step is None:
                 break
             steps.append(step)
@@ -360,7 +362,7 @@ class MockRank:
         return msgspec.structs.replace(
             batch,
             cache_changes=cache_changes,
-            emitted=steps[0].emitted if len(steps) == 1 else _merge(steps),
+            emitted=steps[0].emitted if len(steps) == 1 else merged(steps),
             first_tokens=[self._with_source(first) for first in first_tokens],
             finished=finished,
         )
@@ -406,9 +408,9 @@ class MockRank:
         """
         if is_current:
             tiers.apply(batch.cache_changes)
-            for first in (*batch.first_tokens, *computed):
+            for first in chain[FirstTokenStep | Computed](batch.first_tokens, computed):
                 tiers.use(first.request_id, first.cached_tokens)
-        for end in (*batch.finished, *computed):
+        for end in chain[Finished | Computed](batch.finished, computed):
             tiers.end(end.request_id)
 
     def _poll_tiers(self) -> None:
@@ -418,7 +420,7 @@ class MockRank:
 
     def _loaded(self, item: WorkItem, blocks: int, seen: int) -> bool:
         """Continue a request whose blocks were loaded. Return False if it does not wait for them any more."""
-        if not self.model.loaded(item.request_id, blocks, _token_seed(item, seen)):
+        if not self.model.loaded(item.request_id, blocks, token_seed(item, seen)):
             return False
         if item.request_id in self._prompts:
             self._prompts[item.request_id] = item, seen
@@ -447,7 +449,7 @@ class MockRank:
         self._fetched[request_id] = fetched
         if self.tiers is not None:
             seen = self.tiers.learn(request_id, seen)
-        self.model.fetched(request_id, _token_seed(item, seen))
+        self.model.fetched(request_id, token_seed(item, seen))
         self._wake.set()
 
     def _release(self, request_id: str) -> None:
@@ -461,28 +463,6 @@ class MockRank:
         self._outputs.end(request_id)
         if self.tiers is not None:
             self.tiers.end(request_id)
-
-
-def _token_seed(item: WorkItem, seen: int) -> int:
-    """Return the seed of the output tokens, which is equal for every attempt and stage of a request."""
-    return xxh3_64_intdigest(prompt_of(item), (sampler_seed(item.request_id, item.sampling) + seen) & U64_MASK)
-
-
-def _merge(steps: list[EngineStep]) -> list[Emitted]:
-    """Return one chunk per request, ordered by their first token."""
-    chunks: dict[str, list[Emitted]] = {}
-    for step in steps:
-        for chunk in step.emitted:
-            chunks.setdefault(chunk.request_id, []).append(chunk)
-    return [
-        Emitted(
-            parts[0].request_id,
-            parts[0].attempt,
-            parts[0].first_index,
-            b"".join([part.token_ids for part in parts]),
-        )
-        for parts in chunks.values()
-    ]
 
 
 def _rejection(refusal: RequestRefused) -> ResponseError:

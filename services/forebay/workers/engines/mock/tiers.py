@@ -321,7 +321,7 @@ class MockTiers:
             self.tiers.offer([one.name for one in blocks], partial(self._bytes, blocks))
 
     def _bytes(self, blocks: Sequence[KnownBlock], at: int) -> memoryview:
-        return memoryview(self.contents.bytes_of(blocks[at]))
+        return self.contents.bytes_of(blocks[at]).data
 
     def _loaded(self, load: Load, number: int, names: Sequence[BlockName], into: "Array", result: LoadResult) -> None:
         prompt = self._prompts.get(load.request_id)
