@@ -6,10 +6,10 @@ import socket
 from importlib.util import find_spec
 from pathlib import Path
 
-from forebay.workers.engine import EngineError
 from forebay.workers.kv_tiers.block_stores import BlockStore, IoKind
 from forebay.workers.kv_tiers.directory_store import DirectoryStore
 from forebay.workers.kv_tiers.identity import KvIdentity
+from forebay.workers.kv_tiers.s3_store import S3Store
 
 LOG = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def open_store(
     """
     kind = default_io() if io is None else io
     if str(place).startswith(S3):
-        raise EngineError("shared stores in buckets are not supported yet")
+        return S3Store(str(place), identity, quota_bytes=quota_bytes, io=kind, endpoint=endpoint)
     return DirectoryStore(
         Path(place),
         identity,
