@@ -22,7 +22,7 @@ from tests.harness.tier_system import Reuse, TierSystem
 from tests.integration.stream_clients import StreamResult, stream_clients
 
 ON_DIRECTORY, ON_BUCKET = ("w1", "w2"), ("w3", "w4")
-CONVERSATIONS, TURNS = 24, 6
+CONVERSATIONS, TURNS = 24, 8
 FAILS_S = 4.0  # how long the bucket denies access, and how long it is stopped
 AGAIN = 8  # conversations that continue after a restart
 

@@ -9,7 +9,7 @@ from forebay.events.media import Media
 from forebay.workers.engines.mock.block_contents import BlockContents, KvCheck, media_hashes
 from forebay.workers.engines.standin_encoder import StandInEncoder
 from forebay.workers.kv_tiers.identity import BlockName, KeyChain, KvIdentity, media_by_block
-from tests.workers.test_disagg_mock import shown
+from tests.workers.pictures import shown
 
 BLOCK_SIZE = 4
 IDENTITY = KvIdentity(

@@ -17,7 +17,7 @@ from forebay.workers.kv_tiers.block_stores import BlockStore
 from forebay.workers.kv_tiers.identity import BlockName
 from forebay.workers.kv_tiers.settings import TierSettings
 from tests.harness.tier_faults import SUFFIX
-from tests.workers.test_disagg_mock import shown
+from tests.workers.pictures import shown
 from tests.workers.tiered import (
     BLOCK_SIZE,
     HOST,

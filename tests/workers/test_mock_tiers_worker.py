@@ -16,8 +16,7 @@ from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.runtime.worker import Worker
 from tests.workers.conftest import GROUP, PARTITION, VOCABULARY, Scene, until, work_item
 from tests.workers.disagg import Pair, Side, aggregated, kv_settings, output_by, pair_of, serving
-from tests.workers.test_disagg_mock import hashes_of as hashes_with
-from tests.workers.test_disagg_mock import shown
+from tests.workers.pictures import hashes_with, shown
 from tests.workers.tiered import BLOCK_SIZE, PROMPT, SPEEDUP, TIMING, disk_of, hashes_of
 
 BLOCKS = hashes_of(PROMPT)

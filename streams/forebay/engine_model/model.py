@@ -169,8 +169,7 @@ class EngineModel:
     def loaded(self, request_id: str, blocks: int, token_seed: int | None = None) -> bool:
         """End a load of which the first `blocks` blocks have arrived. A later step computes the rest of the prompt.
 
-        `token_seed` replaces the submitted seed unless it is None. Returns False if no such load is in flight. Then its
-        blocks were given to others.
+        `token_seed` is that of `fetched`. Returns False if no such load is in flight: its blocks were given to others.
         """
         sequence = self._loading.end(request_id)
         if sequence is None:

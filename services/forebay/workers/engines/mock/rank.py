@@ -108,6 +108,7 @@ class MockRank:
         self._clears = 0  # number of times that device memory was cleared
         self._changes: list[CacheChange] = []
         self._store_changes: list[StoreChange] = []
+        self._fault: Exception | None = None  # why the tiers have failed
         self._paused = self._asleep = False
         self._prompts: dict[str, tuple[WorkItem, int]] = {}  # prompts to compute for other workers
         self._kept: set[str] = set()
@@ -284,6 +285,8 @@ class MockRank:
         """Run the model in real time, and publish batches of its events, until cancelled."""
         due = runtime.monotonic_s()
         while True:
+            if self._fault is not None:
+                raise self._fault
             generation = self._generation
             clears = self._clears
             batch, computed, span_us = self._collect()
@@ -415,7 +418,10 @@ class MockRank:
 
     def _poll_tiers(self) -> None:
         assert self.tiers is not None
-        self.tiers.poll()
+        try:
+            self.tiers.poll()
+        except Exception as error:  # noqa: BLE001 - nothing awaits this call, so `run` raises the error
+            self._fault = error
         self._wake.set()
 
     def _loaded(self, item: WorkItem, blocks: int, seen: int) -> bool:
