@@ -175,6 +175,8 @@ class SimulatedCluster:
         """Emit the changes of a rank's tiers. `is_loaded`: the load of a request has ended, so its engine has work."""
         if is_loaded:
             self._ready[rank.number] = rank
+            if costs := rank.measured_costs():
+                self._deliver(rank.hops.metrics, METRICS, costs, self._output_events)
         if events := rank.tier_events():
             self._deliver(rank.hops.kv_events, KV_EVENTS, events, self._output_events)
 
@@ -494,6 +496,4 @@ class SimulatedCluster:
     def _report(self, rank: EngineRank) -> None:
         if rank.dead:
             return
-        rank.report_held = False
-        rank.reported_us = self.now_us
-        self._deliver(rank.hops.metrics, METRICS, [rank.report()], self._output_events)
+        self._deliver(rank.hops.metrics, METRICS, [rank.send_report(self.now_us)], self._output_events)

@@ -63,10 +63,14 @@ class RequestOutcome:
     store_tokens: int = 0
     load_us: int = 0
 
-    def record_prompt(self, cached_tokens: int, onboarded: Iterable[OnboardedTokens]) -> None:
+    def record_prompt(self, cached_tokens: int, onboarded: Sequence[OnboardedTokens]) -> None:
         """Record how many tokens of the prompt were not computed, and which of them were loaded from other tiers."""
         self.cached_tokens = min(cached_tokens, self.prompt_tokens)
-        tokens = {one.tier: one.tokens for one in onboarded}
+        tokens: dict[LowerTier, int] = {}
+        left = self.cached_tokens  # a later attempt may also have loaded output tokens of earlier attempts
+        for one in onboarded:
+            tokens[one.tier] = min(one.tokens, left)
+            left -= tokens[one.tier]
         self.host_tokens, self.disk_tokens, self.store_tokens = (tokens.get(tier, 0) for tier in LOWER_TIERS)
         self.load_us = max((one.us for one in onboarded), default=0)
 

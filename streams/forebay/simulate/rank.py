@@ -25,7 +25,7 @@ from forebay.events.control import RouterConfig
 from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, StoreBlocksAdded, StoreBlocksRemoved
-from forebay.events.metrics import LoadReported
+from forebay.events.metrics import LoadReported, TierCostsMeasured
 from forebay.events.progress import (
     FirstTokenEmitted,
     OnboardedTokens,
@@ -178,6 +178,14 @@ class EngineRank:
         changes = self.tiers.changes() if self.tiers is not None else []
         return [event for change in changes for event in self._tier_events(change)] if self.spec.kv_events else []
 
+    def measured_costs(self) -> list[TierCostsMeasured]:
+        """Return a report of the costs of the tiers, if it is due."""
+        costs = None if self.tiers is None else self.tiers.due_costs()
+        if costs is None:
+            return []
+        name = self.spec.worker_id
+        return [TierCostsMeasured(worker_id=name, worker_epoch=self.worker_epoch, costs=costs, rank=self.rank)]
+
     def _cache_event(self, change: CacheChange) -> BlocksStored | BlocksRemoved:
         if isinstance(change, Stored):
             return BlocksStored(parent_hash=change.parent, **self._cache_fields(change.hashes))
@@ -259,8 +267,13 @@ class EngineRank:
             return self._progress(PrefillFailed, *attempt, error=str(refusal), status=status)
         return self._progress(RequestFailed, *attempt, error=str(refusal))
 
+    def send_report(self, now_us: int) -> LoadReported:
+        """Return the load report that is sent to the router at `now_us`."""
+        self.report_held, self.reported_us = False, now_us
+        return self.report()
+
     def report(self) -> LoadReported:
-        """Return a load report for the router."""
+        """Return a load report."""
         load = self.load
         return LoadReported(
             worker_id=self.spec.worker_id,

@@ -87,7 +87,8 @@ class Simulation:
         reports = any(map(needs_reports, routers))
         kind = SimulatedCluster if planning is None else PlannedCluster
         self.cluster = kind(world, reports=reports, hops=hops, transfer=settings.transfer)
-        self._processes = WorkerProcesses(settings, self.cluster, OWNER_EPOCH)
+        measured = any(one.tier_credit == "measured" for one in routers)
+        self._processes = WorkerProcesses(settings, self.cluster, OWNER_EPOCH, reports_costs=measured)
         by_name = {pool.name: pool for pool in settings.pools}
         self._planned: PlannedFleet | None = None
         if planning is not None and isinstance(self.cluster, PlannedCluster):

@@ -64,12 +64,12 @@ class WorkerProcesses:
         workers: all workers; the index is the worker's number.
     """
 
-    def __init__(self, settings: Settings, cluster: SimulatedCluster, owner_epoch: int) -> None:
+    def __init__(self, settings: Settings, cluster: SimulatedCluster, owner_epoch: int, *, reports_costs: bool) -> None:
         self._settings = settings
         self._life = settings.life
         self._cluster = cluster
         self._owner_epoch = owner_epoch
-        self._tiers = TierFleet(settings.transfer.kv_bytes_per_token, cluster)
+        self._tiers = TierFleet(settings.transfer.kv_bytes_per_token, cluster, reports_costs=reports_costs)
         self.workers: list[SimulatedWorker] = []
 
     def begin(self, spec: WorkerSpec, group: WorkerGroup) -> None:

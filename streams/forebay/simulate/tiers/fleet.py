@@ -16,10 +16,12 @@ class TierFleet:
     Args:
         bytes_per_token: bytes of KV per token.
         scheduler: clock and queue of the simulation.
+        reports_costs: whether the router uses measured costs.
     """
 
-    def __init__(self, bytes_per_token: int, scheduler: Scheduler) -> None:
+    def __init__(self, bytes_per_token: int, scheduler: Scheduler, *, reports_costs: bool) -> None:
         self._bytes_per_token = bytes_per_token
+        self._reports_costs = reports_costs
         self._scheduler = scheduler
         self._stores: dict[str, tuple[SharedStore, SharedLink]] = {}
 
@@ -48,7 +50,7 @@ class TierFleet:
             store, links["store"] = self._stores[model]
         if not links:
             return None
-        plan = TierPlan(limits, links, store, block_bytes)
+        plan = TierPlan(limits, links, store, block_bytes, self._reports_costs)
         return SimulatedTiers(plan, config, self._scheduler, on_changed)
 
     def _link(self, tier: TierModel) -> SharedLink:

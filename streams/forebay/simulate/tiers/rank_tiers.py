@@ -2,8 +2,8 @@
 
 Theory of operation. `TierManager` and `CostModel` decide, as on a live worker; this module plays their transfers in
 virtual time. A prompt is offered to the tiers once it was computed, and an output block once it is full. Each tier gets
-one write at a time, and its loads go on beside it. A rank learns from the hint of the router which blocks of a prompt
-are in the shared store. If another rank has removed them since, the load of these blocks fails, and they are computed.
+one write at a time, and its loads go on beside it. When a request arrives, the rank looks up which of its blocks the
+shared store has. If another rank has removed them since, the load of these blocks fails, and they are computed.
 """
 
 from array import array
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from forebay.engine_model.model import EngineConfig, EngineModel, Load
 from forebay.engine_model.timing import StepWork
+from forebay.events.metrics import TierCost, TierCosts
 from forebay.events.progress import OnboardedTokens
 from forebay.kv_tiers.costs import CostModel
 from forebay.kv_tiers.manager import Loading, LowerTier, TierManager, TierRun, TierSet, Write
@@ -21,6 +22,7 @@ from forebay.simulate.tiers.link import Scheduler, SharedLink
 from forebay.simulate.tiers.store import SharedStore
 
 TICK_US = 600_000_000  # the offload filter forgets as fast as that of KVBM
+COSTS_INTERVAL_US = 10_000_000  # as on live workers
 LOWER_TIERS: tuple[LowerTier, ...] = ("host", "disk", "store")
 
 
@@ -48,12 +50,14 @@ class TierPlan(NamedTuple):
         links: link to each tier.
         store: shared store; None for none.
         block_bytes: bytes per block.
+        reports_costs: whether the router uses measured costs.
     """
 
     limits: TierSet
     links: Mapping[LowerTier, SharedLink]
     store: SharedStore | None
     block_bytes: int
+    reports_costs: bool
 
 
 class SimulatedTiers:
@@ -91,6 +95,7 @@ class SimulatedTiers:
         self._queued: dict[LowerTier, deque[Write[int]]] = {tier: deque() for tier in LOWER_TIERS}
         self._store_changes: list[BlockChange] = []
         self._next_tick_us = scheduler.now_us + TICK_US
+        self._costs_at_us = 0  # time from which the costs may be reported
         self._closed = False
 
     @property
@@ -170,6 +175,23 @@ class SimulatedTiers:
         store_changes, self._store_changes = self._store_changes, []
         own = [BlockChange(*change) for change in self._manager.changes() if change.tier != "store"]
         return own + store_changes
+
+    def due_costs(self) -> TierCosts | None:
+        """Return the measured costs if the router uses them and has not got them for `COSTS_INTERVAL_US`."""
+        now_us = self._scheduler.now_us
+        if not self._plan.reports_costs or now_us < self._costs_at_us:
+            return None
+        self._costs_at_us = now_us + COSTS_INTERVAL_US
+        prefill = self._costs.prefill
+        found = ((tier, self._costs.transfer(tier)) for tier in LOWER_TIERS)
+        return TierCosts(
+            prefill_block_us=0.0 if prefill is None else prefill.us(0, self._config.block_size),
+            tiers=tuple(
+                TierCost(tier=tier, fixed_us=cost.fixed_us, block_us=cost.block_us)
+                for tier, cost in found
+                if cost is not None
+            ),
+        )
 
     def close(self) -> None:
         """Stop all transfers, because the worker has died."""
