@@ -107,6 +107,16 @@ class BlockContents:
                 found.append(known)
         return found
 
+    def on_device(self, blocks: Iterable[int]) -> list[KnownBlock]:
+        """Return the leading blocks that device memory contains and whose bytes are known."""
+        found: list[KnownBlock] = []
+        for block in blocks:
+            known = self._blocks.get(block)
+            if known is None or known.word is None or block not in self._device:
+                break
+            found.append(known)
+        return found
+
     def removed(self, blocks: Iterable[int]) -> list[KnownBlock]:
         """Record that device memory does not contain blocks any more. Return those whose bytes are known."""
         found: list[KnownBlock] = []

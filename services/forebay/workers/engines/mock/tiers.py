@@ -170,6 +170,7 @@ class MockTiers:
         prompt = _Prompt(item, names, KvCheck(item.media, len(names), block_size, hashes))
         self._prompts[item.request_id] = prompt
         self.contents.begin(names, prompt.words())
+        self.contents.stored(name.sequence_hash for name in names[:cached])
         self.tiers.prefetch(names[: self._reusable(item)], cached, item.store_blocks)
 
     def match(self, request_id: str, hashes: Sequence[int], first: int) -> int:
@@ -246,7 +247,7 @@ class MockTiers:
             return
         block_size = self._config.block_size
         cached = cached_tokens // block_size if prompt.cached < 0 else prompt.cached
-        self._offer(self.contents.stored(name.sequence_hash for name in prompt.names[:cached]))
+        self._offer(self.contents.on_device(name.sequence_hash for name in prompt.names[:cached]))
         tokens = len(prompt.item.token_ids) // U32_BYTES - cached_tokens
         if prompt.item.stage != "decode":
             attended = tokens * cached_tokens + tokens * (tokens + 1) // 2
