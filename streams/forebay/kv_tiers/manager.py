@@ -29,7 +29,7 @@ __all__ = [
     "Write",
 ]
 
-SAVED_SHARE = 8  # an eighth of a tier is copied down ahead of its eviction
+SAVED_SHARE = 4  # a quarter of a tier is copied down ahead of its eviction, so that long prompts find room
 
 
 class TierSet(msgspec.Struct, frozen=True, kw_only=True):
