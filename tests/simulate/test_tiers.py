@@ -207,7 +207,7 @@ def test_measured_costs_reach_the_router() -> None:
 
 
 def test_impossible_tiers_are_refused() -> None:
-    with pytest.raises(SettingsUnusable, match=r"tiers: host: got a size of 1MB, but one block has 8388608 bytes"):
+    with pytest.raises(SettingsUnusable, match=r"tiers.host: got a size of 1MB, but one block has 8388608 bytes"):
         validate_settings(fleet(1, tiers=FleetTiers(host=HostTier(size="1MB"))))
     for size in ("", "many", "4 parsecs", "-1GB", "5", "1e9GB"):
         with pytest.raises(ValueError, match="expected a size with a unit"):

@@ -66,6 +66,10 @@ class RequestOutcome:
     def record_prompt(self, cached_tokens: int, onboarded: Sequence[OnboardedTokens]) -> None:
         """Record how many tokens of the prompt were not computed, and which of them were loaded from other tiers."""
         self.cached_tokens = min(cached_tokens, self.prompt_tokens)
+        self.record_loads(onboarded)
+
+    def record_loads(self, onboarded: Sequence[OnboardedTokens]) -> None:
+        """Record which of the cached tokens were loaded from other tiers."""
         tokens: dict[LowerTier, int] = {}
         left = self.cached_tokens  # a later attempt may also have loaded output tokens of earlier attempts
         for one in onboarded:
@@ -342,22 +346,23 @@ def _by_pool(outcome: SimulationOutcome) -> dict[str, dict[str, Any]]:
     }
 
 
+def tier_tokens(requests: Iterable[RequestOutcome]) -> dict[str, int]:
+    """Return the prompt tokens of requests by where their KV came from: a tier, or `computed`."""
+    tokens = dict.fromkeys(("device", *LOWER_TIERS, "computed"), 0)
+    for one in requests:
+        tokens["device"] += one.cached_tokens - one.host_tokens - one.disk_tokens - one.store_tokens
+        tokens["host"] += one.host_tokens
+        tokens["disk"] += one.disk_tokens
+        tokens["store"] += one.store_tokens
+        tokens["computed"] += one.prompt_tokens - one.cached_tokens
+    return tokens
+
+
 def _by_tier(outcome: SimulationOutcome, traffic: TierTraffic) -> dict[str, Any]:
     """Return the prompt tokens of the completed requests by where their KV came from, and the loads and writes."""
-    column, failures = outcome.requests.column, outcome.requests.failures
-    tokens = dict.fromkeys(("device", *LOWER_TIERS, "computed"), 0)
-    load_ms = array("d")
-    names = ("prompt_tokens", "cached_tokens", *TIER_COLUMNS)
-    for place, (prompt, cached, host, disk, store, load_us) in enumerate(zip(*map(column, names), strict=True)):
-        if place in failures:
-            continue
-        tokens["device"] += cached - host - disk - store
-        tokens["host"] += host
-        tokens["disk"] += disk
-        tokens["store"] += store
-        tokens["computed"] += prompt - cached
-        if host or disk or store:
-            load_ms.append(load_us / 1e3)
+    completed = [one for place, one in enumerate(outcome.requests) if place not in outcome.requests.failures]
+    tokens = tier_tokens(completed)
+    load_ms = [one.load_us / 1e3 for one in completed if one.host_tokens or one.disk_tokens or one.store_tokens]
     total = sum(tokens.values())
     return {
         "tokens": tokens,

@@ -12,7 +12,7 @@ from forebay.events.names import unknown_name
 from forebay.events.requests import TIMEOUT_US_MAX
 from forebay.simulate.field_descriptions import invalid_field
 from forebay.simulate.pool_routing_file import ModelRouting
-from forebay.simulate.tiers.settings import BYTES_PER_US, Bandwidth, FleetTiers, WorkerTiers
+from forebay.simulate.tiers.settings import BYTES_PER_US, Bandwidth, FleetTiers, TierUnusable, WorkerTiers
 
 WORKERS_MAX = 4_096  # each worker is a candidate of every decision
 TIME_US_MAX = 3_155_760_000_000_000  # 100 years, so that sums stay far below 64 bits
@@ -314,8 +314,8 @@ def validate_settings(settings: Settings) -> None:
                 raise SettingsUnusable(f"pools[{at}].workers[{group_at}].block_size", reason)
             try:
                 tiers_of(settings, group).limits(block_size * settings.transfer.kv_bytes_per_token)
-            except ValueError as error:
-                raise SettingsUnusable("tiers", str(error)) from None
+            except TierUnusable as error:
+                raise SettingsUnusable(f"tiers.{error.tier}", error.reason) from None
         names[pool.name] = at
     require_pools(settings.pools, settings.rules)
     if settings.workers_ever > WORKERS_MAX:

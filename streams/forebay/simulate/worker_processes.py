@@ -69,7 +69,7 @@ class WorkerProcesses:
         self._life = settings.life
         self._cluster = cluster
         self._owner_epoch = owner_epoch
-        self._tiers = TierFleet(settings.transfer.kv_bytes_per_token, cluster, reports_costs=reports_costs)
+        self._tiers = TierFleet(cluster, reports_costs=reports_costs)
         self.workers: list[SimulatedWorker] = []
 
     def begin(self, spec: WorkerSpec, group: WorkerGroup) -> None:
@@ -191,9 +191,10 @@ class WorkerProcesses:
         worker_epoch = cluster.world.view.get(FLEET.name, 0)
         hops = Hops(self._settings.delays, self._settings.seed, f"{spec.worker_id} {worker_epoch}")
         config = worker.group.engine
-        tiers = self._tiers.build(
-            tiers_of(self._settings, worker.group), spec.model, config, partial(self._tiers_changed, process)
-        )
+        chosen = tiers_of(self._settings, worker.group)
+        block_bytes = config.block_size * self._settings.transfer.kv_bytes_per_token
+        on_changed = partial(self._tiers_changed, process)
+        tiers = self._tiers.build(chosen, spec.model, config, block_bytes, on_changed)
         engine = EngineModel(config) if tiers is None else tiers.engine
         process.rank = EngineRank(worker.number, spec, 0, worker_epoch, engine, tiers=tiers, hops=hops)
         cluster.add(process.rank)
@@ -203,7 +204,7 @@ class WorkerProcesses:
         cluster.apply(FLEET, joined)
         before = [one.rank.tiers for one in worker.processes[:-1] if one.rank is not None]
         if tiers is not None and before and before[-1] is not None:
-            tiers.restore_disk(before[-1].stored_on_disk())
+            tiers.restore("disk", before[-1].stored_on_disk())
             cluster.tiers_changed(process.rank, is_loaded=False)
         if self._life.mtbf_s:
             after_us = worker.failures.next(round(self._life.mtbf_s * US_PER_S))

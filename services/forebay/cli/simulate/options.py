@@ -426,4 +426,8 @@ def _flag(where: str, fleet: FleetOptions, faults: int) -> str:
     name = where.rpartition(".")[2]
     if name in LIFE:
         return f"--{name.replace('_', '-')}"
+    if where.startswith("tiers.") and getattr(fleet, f"kv_{name}_size") is not None:
+        return f"--kv-{name}-size"
+    if where.startswith("tiers."):
+        return f"{fleet.file or fleet.engine_profile}: {where}"
     return f"{fleet.file or ('--workers' if fleet.decode_workers is None else '--decode-workers')}: {where}"

@@ -1,6 +1,6 @@
 """Tiers of all workers of a simulation: one shared store per model, host memory and a disk per rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from forebay.engine_model.model import EngineConfig
 from forebay.kv_tiers.manager import LowerTier
@@ -14,19 +14,22 @@ class TierFleet:
     """Builds the tiers of ranks.
 
     Args:
-        bytes_per_token: bytes of KV per token.
         scheduler: clock and queue of the simulation.
         reports_costs: whether the router uses measured costs.
     """
 
-    def __init__(self, bytes_per_token: int, scheduler: Scheduler, *, reports_costs: bool) -> None:
-        self._bytes_per_token = bytes_per_token
+    def __init__(self, scheduler: Scheduler, *, reports_costs: bool) -> None:
         self._reports_costs = reports_costs
         self._scheduler = scheduler
         self._stores: dict[str, tuple[SharedStore, SharedLink]] = {}
 
     def build(
-        self, tiers: FleetTiers, model: str, config: EngineConfig, on_changed: Callable[[bool], object]
+        self,
+        tiers: FleetTiers,
+        model: str,
+        config: EngineConfig,
+        block_bytes: int,
+        on_changed: Callable[[bool], object],
     ) -> SimulatedTiers | None:
         """Return the tiers of a new rank; None if it has none.
 
@@ -34,9 +37,9 @@ class TierFleet:
             tiers: tiers of the rank.
             model: model that the rank serves. Its ranks share one store.
             config: engine of the rank.
+            block_bytes: bytes per block.
             on_changed: as in `SimulatedTiers`.
         """
-        block_bytes = config.block_size * self._bytes_per_token
         limits = tiers.limits(block_bytes)
         links: dict[LowerTier, SharedLink] = {}
         store: SharedStore | None = None
@@ -52,6 +55,12 @@ class TierFleet:
             return None
         plan = TierPlan(limits, links, store, block_bytes, self._reports_costs)
         return SimulatedTiers(plan, config, self._scheduler, on_changed)
+
+    def fill_store(self, model: str, keys: Sequence[int]) -> None:
+        """Add blocks that the shared store of a model has from the start."""
+        if model in self._stores:
+            store, _ = self._stores[model]
+            store.add(keys)
 
     def _link(self, tier: TierModel) -> SharedLink:
         return SharedLink(tier.bandwidth * BYTES_PER_US, tier.latency_us, self._scheduler)

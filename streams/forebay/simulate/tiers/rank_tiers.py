@@ -107,9 +107,9 @@ class SimulatedTiers:
         """Return the blocks on disk, least recently used first. They survive the process of the worker."""
         return list(self._manager.resident("disk"))
 
-    def restore_disk(self, keys: Sequence[int]) -> None:
-        """Add the blocks that an earlier process of the worker left on its disk."""
-        self._manager.add("disk", keys)
+    def restore(self, tier: LowerTier, keys: Sequence[int]) -> None:
+        """Add blocks that a tier has from the start, least recently used first."""
+        self._manager.add(tier, keys)
 
     def submitted(self, request_id: str, hashes: "array[int]") -> None:
         """Prepare a request that was sent to the engine: take the hint of the router, and prefetch while it waits."""

@@ -22,6 +22,20 @@ Bandwidth = Annotated[float, msgspec.Meta(ge=0, le=BANDWIDTH_MAX)]
 Latency = Annotated[int, msgspec.Meta(ge=0, le=LATENCY_US_MAX)]
 
 
+class TierUnusable(ValueError):
+    """A tier has an unusable size.
+
+    Attributes:
+        tier: name of the tier.
+        reason: what is wrong with its size.
+    """
+
+    def __init__(self, tier: str, reason: str) -> None:
+        super().__init__(f"{tier}: {reason}")
+        self.tier = tier
+        self.reason = reason
+
+
 class TierModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tier. Everything that uses it at the same time shares its bandwidth equally: loads and writes.
 
@@ -47,17 +61,14 @@ class TierModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Return the size in blocks of `block_bytes` bytes.
 
         Raises:
-            ValueError: the size is malformed or too large.
+            ValueError: the size is malformed.
         """
         match = SIZE.fullmatch(self.size.strip())
         unit = match["unit"].upper() if match else ""
         if match is None or not (unit in UNITS or unit in BLOCKS or float(match["number"]) == 0):
             raise ValueError(f"got {self.size!r}, expected a size with a unit, as in 64GB, 512GiB or 4096blocks")
         number = float(match["number"])
-        blocks = int(number * UNITS[unit]) // block_bytes if unit in UNITS else int(number)
-        if block_bytes > 1 and blocks > BLOCKS_MAX:
-            raise ValueError(f"got {self.size!r}, which is {blocks} blocks; the maximum is {BLOCKS_MAX}")
-        return blocks
+        return int(number * UNITS[unit]) // block_bytes if unit in UNITS else int(number)
 
 
 class HostTier(TierModel, frozen=True, kw_only=True):
@@ -111,7 +122,7 @@ class FleetTiers(WorkerTiers, frozen=True, kw_only=True):
         """Return the sizes and policies of these tiers for blocks of `block_bytes` bytes. A tier of size 0 is left out.
 
         Raises:
-            ValueError: a tier is smaller than one block.
+            TierUnusable: a tier is smaller than one block, or too large.
         """
         is_filtered = self.host is not None and self.host.blocks(1) > 0
         return TierSet(
@@ -126,5 +137,7 @@ def _limits(name: str, tier: TierModel | None, block_bytes: int, *, is_filtered:
         return None
     blocks = tier.blocks(block_bytes)
     if not blocks:
-        raise ValueError(f"{name}: got a size of {tier.size}, but one block has {block_bytes} bytes")
+        raise TierUnusable(name, f"got a size of {tier.size}, but one block has {block_bytes} bytes")
+    if blocks > BLOCKS_MAX:
+        raise TierUnusable(name, f"got a size of {tier.size}, which is {blocks} blocks; the maximum is {BLOCKS_MAX}")
     return TierLimits(blocks=blocks, write=tier.write, filter=is_filtered if tier.filter is None else tier.filter)
