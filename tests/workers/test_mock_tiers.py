@@ -12,7 +12,7 @@ import pytest
 from forebay.events.base import array_u64
 from forebay.events.control import Command
 from forebay.workers.engine import EngineError
-from forebay.workers.kv_tiers import rank_tiers
+from forebay.workers.kv_tiers import rank_tiers, stores
 from forebay.workers.kv_tiers.block_stores import BlockStore
 from forebay.workers.kv_tiers.identity import BlockName
 from forebay.workers.kv_tiers.settings import TierSettings
@@ -107,7 +107,7 @@ async def test_a_restarted_engine_loads_from_its_disk(tmp_path: Path) -> None:
         await one.ask(item_of("a"))
         await one.has("disk", BLOCKS)
     async with tiered(disk_of(tmp_path)) as one:
-        assert {*BLOCKS} <= {block for change in one.engine.held_in_tiers(0) for block in change.hashes}
+        assert {*BLOCKS} <= one.held()
         assert await one.ask(item_of("b")) == tokens
         assert one.onboarded("b") == {"disk": 16}
 
@@ -218,7 +218,7 @@ async def test_the_tokens_depend_on_every_byte_that_is_loaded(tmp_path: Path, mo
         for block, offset in flips:
             into[block][offset] ^= 1
 
-    opening = rank_tiers.open_store
+    opening = stores.open_store
     monkeypatch.setattr(rank_tiers, "open_store", lambda *args, **kwargs: FlippingStore(opening(*args, **kwargs), flip))
     async with tiered(disk_of(tmp_path)) as one:
         tokens = await one.ask(item_of("a"))
@@ -341,7 +341,7 @@ async def test_a_reset_keeps_the_tiers(tmp_path: Path) -> None:
         one.engine.submit(item_of("dropped"))
         one.engine.reset()
         assert one.engine.requests() == {}
-        assert {*BLOCKS} <= {block for change in one.engine.held_in_tiers(0) for block in change.hashes}
+        assert {*BLOCKS} <= one.held()
         assert await one.ask(item_of("b")) == tokens
         assert one.onboarded("b") == {"disk": 16}
 

@@ -135,6 +135,11 @@ class Tiered:
                     (found.update if isinstance(change, Stored) else found.difference_update)(change.hashes)
         return found
 
+    def held(self, rank: int = 0) -> set[int]:
+        """Return the blocks in host memory and on disk that the engine would announce."""
+        held = self.engine.held_in_tiers(rank)
+        return {block for change in held if isinstance(change, Stored) for block in change.hashes}
+
     def store(self) -> set[int]:
         """Return the blocks of the shared store, from the changes that the engine has published."""
         found: set[int] = set()

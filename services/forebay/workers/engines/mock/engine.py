@@ -19,13 +19,13 @@ import msgspec
 from prometheus_client.registry import Collector
 
 from forebay import runtime
-from forebay.engine_model.model import EngineConfig, Stored
+from forebay.engine_model.model import EngineConfig
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.tokens import ResponseError
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
-from forebay.workers.engine import EngineError, EngineRefused, PackageMissing, Publish
+from forebay.workers.engine import CacheChange, EngineError, EngineRefused, PackageMissing, Publish
 from forebay.workers.engines.mock.block_contents import NO_MEDIA, media_hashes
 from forebay.workers.engines.mock.kv import KvSettings, MockKv, summed
 from forebay.workers.engines.mock.outputs import TASKS
@@ -33,6 +33,7 @@ from forebay.workers.engines.mock.rank import MockRank, RequestState
 from forebay.workers.engines.mock.scripts import OutputScripts
 from forebay.workers.engines.mock.tiers import MockTiers
 from forebay.workers.engines.standin_encoder import MediaUnusable, StandInEncoder
+from forebay.workers.kv_tiers.metrics import TierMetrics
 from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.kv_transfer.api import Stats
 from forebay.workers.kv_transfer.nixl_agent import load_nixl
@@ -125,9 +126,11 @@ class MockEngine:
                 f"{part} require the package numpy; install it with: pip install 'forebay[kv-transfer]'"
             )
         for rank in self.ranks.values():
-            await rank.open_tiers(spec.model, layout.block_bytes)
+            await rank.open_tiers(spec, layout.block_bytes)
         if self.tiers is not None:
             spec = msgspec.structs.replace(spec, kv_store=self._store_name())
+            counters = {number: rank.tiers.counters for number, rank in self.ranks.items() if rank.tiers is not None}
+            self._collector = TierMetrics(spec.worker_id, counters)
         return msgspec.structs.replace(spec, kv_layout=layout) if has_transfers else spec
 
     async def run(self, publish: Publish) -> None:
@@ -153,7 +156,7 @@ class MockEngine:
         """Return the sequence hashes of the blocks in the cache of a rank."""
         return self.ranks[rank].model.held()
 
-    def held_in_tiers(self, rank: int) -> Sequence[Stored]:
+    def held_in_tiers(self, rank: int) -> Sequence[CacheChange]:
         """Return the blocks in host memory and on the disk of a rank."""
         return self.ranks[rank].held_in_tiers()
 

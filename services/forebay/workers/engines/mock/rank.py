@@ -31,10 +31,10 @@ from forebay.engine_model.model import (
     RequestMalformed,
     RequestRefused,
     RequestTooLarge,
-    Stored,
 )
 from forebay.engine_model.steps import StoreChange
 from forebay.events.base import U32_BYTES, array_u64, pack_u32
+from forebay.events.fleet import WorkerSpec
 from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
 from forebay.workers.engine import (
@@ -129,7 +129,7 @@ class MockRank:
         )
         return {request_id: state for state, ids in found for request_id in ids}
 
-    async def open_tiers(self, model: str, block_bytes: int) -> None:
+    async def open_tiers(self, spec: WorkerSpec, block_bytes: int) -> None:
         """Open the KV tiers, if the rank has any. Raises EngineError if a tier cannot be opened."""
         if self.tiers is not None:
             loop = asyncio.get_running_loop()
@@ -137,7 +137,7 @@ class MockRank:
             def wake() -> None:
                 loop.call_soon_threadsafe(self._poll_tiers)
 
-            await runtime.offload(self.tiers.open, model, block_bytes, wake, self._loaded)
+            await runtime.offload(self.tiers.open, spec, block_bytes, wake, self._loaded)
 
     def submit(self, item: WorkItem, media_hashes: Sequence[int] = NO_MEDIA, adapter: str = "") -> None:
         """Queue an item.
@@ -213,7 +213,7 @@ class MockRank:
         self._asleep = self._asleep if asleep is None else asleep
         self._wake.set()
 
-    def held_in_tiers(self) -> Sequence[Stored]:
+    def held_in_tiers(self) -> Sequence[CacheChange]:
         """Return the blocks in host memory and on disk. Changes so far are part of them, and are not reported."""
         if self.tiers is None:
             return ()

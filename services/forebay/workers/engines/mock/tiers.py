@@ -18,7 +18,8 @@ from forebay.engine_model.requests import EngineConfig
 from forebay.engine_model.steps import Load, Removed, StoreChange, Stored
 from forebay.engine_model.timing import StepWork
 from forebay.events.base import U32_BYTES, U64_MASK, array_u64
-from forebay.events.kv import LowerTier, Tier
+from forebay.events.fleet import WorkerSpec
+from forebay.events.kv import LowerTier
 from forebay.events.metrics import TierCost, TierCosts
 from forebay.events.progress import OnboardedTokens
 from forebay.events.work import WorkItem
@@ -26,6 +27,7 @@ from forebay.kv_tiers.manager import TierRun
 from forebay.workers.engine import CacheChange
 from forebay.workers.engines.mock.block_contents import BlockContents, KnownBlock, KvCheck
 from forebay.workers.kv_tiers.identity import BlockName, KeyChain, KvIdentity, media_by_block
+from forebay.workers.kv_tiers.metrics import TierCounters
 from forebay.workers.kv_tiers.rank_tiers import LoadResult, RankTiers
 from forebay.workers.kv_tiers.settings import TierSettings
 
@@ -118,11 +120,11 @@ class MockTiers:
         """Ids of the requests whose blocks have names."""
         return self._prompts.keys()
 
-    def open(self, model: str, block_bytes: int, wake: Callable[[], None], on_loaded: OnLoaded) -> None:
+    def open(self, spec: WorkerSpec, block_bytes: int, wake: Callable[[], None], on_loaded: OnLoaded) -> None:
         """Open the tiers. This blocks while the content of disk and store is listed.
 
         Args:
-            model: name of the model.
+            spec: description of the worker.
             block_bytes: bytes per block.
             wake: called from any thread when `poll` has something to do.
             on_loaded: called by `poll` when a load has ended.
@@ -132,18 +134,18 @@ class MockTiers:
         """
         self._block_bytes = block_bytes
         self._identity = KvIdentity(
-            weights=sha256(f"forebay mock engine {model}".encode()).hexdigest(),
+            weights=sha256(f"forebay mock engine {spec.model}".encode()).hexdigest(),
             tp_rank=0,
             tp_size=1,
             layout=LAYOUT,
             dtype="uint8",
             block_size=self._config.block_size,
             block_bytes=block_bytes,
-            model=model,
+            model=spec.model,
         )
         self._contents = BlockContents(block_bytes, KeyChain(self._identity))
         self._on_loaded = on_loaded
-        opened = RankTiers(self._settings, self._identity, wake=wake)
+        opened = RankTiers(self._settings, self._identity, wake=wake, owner=f"worker {spec.worker_id}")
         opened.open()
         self._opened = opened
 
@@ -248,6 +250,8 @@ class MockTiers:
         block_size = self._config.block_size
         cached = cached_tokens // block_size if prompt.cached < 0 else prompt.cached
         self._offer(self.contents.on_device(name.sequence_hash for name in prompt.names[:cached]))
+        loaded = {tier: tokens // block_size for tier, (tokens, _) in prompt.onboarded.items()}
+        self.tiers.observe_request(len(prompt.names), cached, loaded)
         tokens = len(prompt.item.token_ids) // U32_BYTES - cached_tokens
         if prompt.item.stage != "decode":
             attended = tokens * cached_tokens + tokens * (tokens + 1) // 2
@@ -280,15 +284,13 @@ class MockTiers:
         """Remove all blocks of host memory and disk. The shared store keeps its blocks: other workers use them too."""
         self.tiers.clear()
 
-    def changes(self) -> tuple[list[CacheChange], list[StoreChange]]:
+    def changes(self) -> tuple[Sequence[CacheChange], list[StoreChange]]:
         """Return the changes of host memory and disk, and of the shared store, since the previous call."""
         return self.tiers.changes()
 
-    def held(self) -> list[Stored]:
+    def held(self) -> Sequence[CacheChange]:
         """Return all blocks in host memory and on disk."""
-        tiers: tuple[Tier, ...] = ("host", "disk")
-        found = ((tier, [name.sequence_hash for name in self.tiers.resident(tier)]) for tier in tiers)
-        return [Stored(None, hashes, tier) for tier, hashes in found if hashes]
+        return self.tiers.content()[0]
 
     def stored(self) -> list[int]:
         """Return the sequence hashes of the blocks that the shared store has, as far as this rank knows."""
@@ -298,6 +300,10 @@ class MockTiers:
     def store_name(self) -> str:
         """Name of the shared store; empty without one."""
         return self.tiers.store_name
+
+    def counters(self) -> TierCounters:
+        """Return the counters for metrics."""
+        return self.tiers.counters()
 
     def measured(self) -> TierCosts:
         """Return the measured costs of loads, and of computing a block of a prompt."""
@@ -332,10 +338,9 @@ class MockTiers:
             index = load.first_block + at
             prompt.check.read(index, into[at], names[index].sequence_hash)
         if self._on_loaded(prompt.item, result.blocks, prompt.seen):
-            for tier, blocks in result.by_tier.items():
-                tokens, us = prompt.onboarded.get(tier, (0, 0))
-                more = blocks * self._config.block_size
-                prompt.onboarded[tier] = tokens + more, us + round(result.us)
+            for part in result.onboarded(self._config.block_size):
+                tokens, us = prompt.onboarded.get(part.tier, (0, 0))
+                prompt.onboarded[part.tier] = tokens + part.tokens, us + part.us
 
 
 def _leading(runs: Sequence[TierRun], blocks: int) -> list[TierRun]:
