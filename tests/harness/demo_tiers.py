@@ -65,7 +65,7 @@ class Result:
         if not self.restarted.tokens["disk"]:
             self.problems.append("the restarted worker loaded no KV from its disk")
         for kind in ("directory", "bucket"):
-            if not self.newcomers.get(kind, Reuse()).tokens["store"]:
+            if not self.newcomers.get(kind, Reuse()).own:
                 self.problems.append(f"the new worker loaded no KV from the {kind}")
         if not self.damaged:
             self.problems.append("nothing was damaged")
@@ -104,26 +104,30 @@ async def under_load(system: TierSystem, result: Result, turns: int) -> None:
     report("damaged: " + ", ".join(f"{count} {kind}s" for kind, count in sorted(result.damaged.items())))
 
 
-async def only(system: TierSystem, name: str, leaving: tuple[str, ...]) -> list[StreamResult]:
-    """Let workers leave, and continue some conversations on the worker that remains."""
+async def only(
+    system: TierSystem, name: str, leaving: tuple[str, ...], served_by: tuple[str, ...]
+) -> list[StreamResult]:
+    """Let workers leave, and continue some conversations of certain workers on the worker that remains."""
     for other in leaving:
         await system.cluster.stop(other)
     await system.members(name)
-    return await system.converse(range(AGAIN), 1)
+    return await system.converse(system.served_by(*served_by)[:AGAIN], 1)
 
 
 async def after_load(system: TierSystem, result: Result) -> None:
     """Restart a worker with its disk, and replace all workers by new ones with the same stores."""
     await system.restart("w1")
     report("kill -9 of w1, which starts again with its disk; the other workers leave")
-    result.restarted = await system.reuse(await only(system, "w1", ("w2", *ON_BUCKET)))
+    result.restarted = await system.reuse(await only(system, "w1", ("w2", *ON_BUCKET), ("w1",)))
     report(f"the restarted w1 loaded {result.restarted.line()}")
     previous = "w1"
-    for name, kind in (("w5", "directory"), ("w6", "bucket")):
+    for name, kind, others in (("w5", "directory", ON_DIRECTORY), ("w6", "bucket", ON_BUCKET)):
         system.worker(name, bucket=kind == "bucket")
         await system.members(previous, name)
-        found = result.newcomers[kind] = await system.reuse(await only(system, name, (previous,)))
-        report(f"{name} is new, with the same {kind}, and loaded {found.line()}")
+        found = result.newcomers[kind] = await system.reuse(await only(system, name, (previous,), others))
+        report(
+            f"{name} is new, with the same {kind}, and loaded {found.line()}; {found.own:,} only others had computed"
+        )
         previous = name
 
 

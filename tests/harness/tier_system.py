@@ -61,11 +61,12 @@ class Reuse:
 
     Attributes:
         tokens: prompt tokens by the tier from which they were loaded.
-        requests: number of requests by the tier from which they loaded anything.
+        own: prompt tokens from all tiers that only this conversation has. A new worker has them from its shared store,
+            also if it has copied them to host memory before it loaded them.
     """
 
     tokens: Counter[str] = field(default_factory=Counter)
-    requests: Counter[str] = field(default_factory=Counter)
+    own: int = 0
 
     def line(self) -> str:
         """Return the tokens by tier as text."""
@@ -100,6 +101,7 @@ class TierSystem:
         self._profile = folder / "engine.toml"
         self._profile.write_text(PROFILE)
         self._conversations: dict[int, Conversation] = {}
+        self._served: dict[int, set[str]] = {}  # workers by conversation
 
     def worker(self, name: str, *options: str, bucket: bool = False) -> None:
         """Start a worker with host memory, a disk of its own, and the shared directory or the bucket as store."""
@@ -116,7 +118,7 @@ class TierSystem:
         async def are() -> bool:
             return set(await self.cluster.members()) == set(names)
 
-        await self.cluster.processes.until(f"{', '.join(names)} are the members", are, within_s=SERVED_WITHIN_S)
+        await self.cluster.processes.until(f"the members are {', '.join(names) or 'none'}", are, within_s=SERVED_WITHIN_S)
 
     async def restart(self, name: str, *options: str, bucket: bool = False) -> None:
         """Kill a worker with SIGKILL, and start it again with the same disk."""
@@ -168,7 +170,7 @@ class TierSystem:
             if isinstance(event, FirstTokenEmitted | PrefillFinished) and event.request_id in ids:
                 for part in event.onboarded:
                     found.tokens[part.tier] += part.tokens
-                    found.requests[part.tier] += 1
+                found.own += max(0, sum(part.tokens for part in event.onboarded) - PREFIX)
         return found
 
     async def stale(self) -> int:
@@ -187,6 +189,10 @@ class TierSystem:
             self.wrong.append(f"a divergence: {report['divergence']}")
         return report["verified"], report["decisions"]
 
+    def served_by(self, *names: str) -> list[int]:
+        """Return the numbers of the conversations of which one of these workers has served a turn."""
+        return sorted(number for number, workers in self._served.items() if workers & {*names})
+
     def _conversation(self, number: int) -> Conversation:
         if number not in self._conversations:
             topic = number % TOPICS
@@ -204,5 +210,6 @@ class TierSystem:
             self.wrong += faults or [f"{result.request_id}: {result.text!r}, expected {expected!r}"]
         else:
             self.exact += 1
+            self._served.setdefault(conversation.number, set()).add(result.worker)
         conversation.add(self._words.tokens(prompt, ANSWER))
         return result

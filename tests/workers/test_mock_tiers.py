@@ -14,6 +14,7 @@ from forebay.events.control import Command
 from forebay.workers.engine import EngineError
 from forebay.workers.kv_tiers import rank_tiers, stores
 from forebay.workers.kv_tiers.block_stores import BlockStore
+from forebay.workers.kv_tiers.host_memory import HostMemory
 from forebay.workers.kv_tiers.identity import BlockName
 from forebay.workers.kv_tiers.settings import TierSettings
 from tests.harness.tier_faults import SUFFIX
@@ -230,6 +231,26 @@ async def test_the_tokens_depend_on_every_byte_that_is_loaded(tmp_path: Path, mo
             assert one.onboarded(f"b{at}") == {"disk": 16}
         assert found[0] == tokens
         assert len({*map(tuple, found)}) == len(found)
+
+
+async def test_the_tokens_depend_on_every_byte_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory has no checksums, like device memory, so a wrong byte gives wrong tokens."""
+    flips: list[int] = []
+    copy_out = HostMemory.copy_out
+
+    def flipped(memory: HostMemory, slot: int, target: memoryview) -> None:
+        copy_out(memory, slot, target)
+        for offset in flips:
+            target[offset] ^= 1
+
+    monkeypatch.setattr(HostMemory, "copy_out", flipped)
+    async with tiered(HOST) as one:
+        tokens = await one.ask(item_of("a"))
+        await one.has("host", BLOCKS)
+        for at, flips[:] in enumerate([[], [31], []]):
+            one.forget()
+            assert (await one.ask(item_of(f"b{at}")) == tokens) == (not flips)
+            assert one.onboarded(f"b{at}") == {"host": 16}
 
 
 @pytest.mark.parametrize("change", ["flip", "truncate", "delete", "foreign"])
