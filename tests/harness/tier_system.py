@@ -118,7 +118,8 @@ class TierSystem:
         async def are() -> bool:
             return set(await self.cluster.members()) == set(names)
 
-        await self.cluster.processes.until(f"the members are {', '.join(names) or 'none'}", are, within_s=SERVED_WITHIN_S)
+        expected = ", ".join(names) or "none"
+        await self.cluster.processes.until(f"the members are {expected}", are, within_s=SERVED_WITHIN_S)
 
     async def restart(self, name: str, *options: str, bucket: bool = False) -> None:
         """Kill a worker with SIGKILL, and start it again with the same disk."""
