@@ -197,8 +197,10 @@ class TierManager(Generic[Key]):
         Args:
             keys: full blocks in prompt order.
         """
-        if any(self._filters(tier) for tier in self._tiers):
-            self._frequency.offer(keys)
+        filtering = [tier for tier in self._tiers if self._filters(tier)]
+        lacking = {key for tier in filtering for key in tier.lacking(keys)}
+        if lacking:
+            self._frequency.offer(key for key in keys if key in lacking)
         return self._descend(keys, 0, from_device=True)
 
     def device_evicts(self, keys: Sequence[Key]) -> list[Write[Key]]:
@@ -248,16 +250,20 @@ class TierManager(Generic[Key]):
             source.release(write.keys)
         if self._find(tier.name) is not tier:
             return []
-        bad = tier.abandoned.union(failed)
-        stored = [key for key in write.keys if key not in bad]
-        tier.abandoned.difference_update(write.keys)
+        stored = list(write.keys)
+        if failed or tier.abandoned:
+            bad = tier.abandoned.union(failed)
+            stored = [key for key in write.keys if key not in bad]
+            tier.abandoned.difference_update(write.keys)
         tier.insert(stored)
         if self._pins:
             tier.pin(key for key in stored if key in self._pins)
         self._note(tier, stored=True, keys=stored)
         at = self._tiers.index(tier)
-        above = self._tiers[: at + 1]
-        readable = [key for key in write.keys if any(key in one for one in above)]
+        readable: Sequence[Key] = stored
+        if len(stored) < len(write.keys):
+            above = self._tiers[: at + 1]
+            readable = [key for key in write.keys if any(key in one for one in above)]
         return self._descend(readable, at + 1, from_device=False) + self._save(at)
 
     def add(self, tier: LowerTier, keys: Iterable[Key]) -> None:
@@ -399,30 +405,35 @@ class TierManager(Generic[Key]):
             tier = self._tiers[index]
             if not keys:
                 break
-            tier.touch(keys)
+            present = tier.present(keys)
+            tier.touch(present)
             if tier.paused:
                 continue
             if tier.limits.write == "through":
-                wanted = self._wanted(tier, keys)
-                for source, group in groupby(wanted, key=lambda key: self._source(key, index, from_device)):
-                    writes += self._begin(tier, source, list(group), keep)
+                wanted = self._wanted(tier, keys) if len(present) < len(keys) else []
+                for source, group in self._by_source(wanted, index, from_device=from_device):
+                    writes += self._begin(tier, source, group, keep)
                 writes += self._save(index)
-            keys = [key for key in keys if key in tier]
+            keys = present
         return writes
 
-    def _source(self, key: Key, at: int, from_device: bool) -> SourceTier:
-        """Return from where a block is copied to the tier with index `at`: host memory, device memory or disk."""
-        above = [tier.name for tier in self._tiers[:at] if key in tier]
-        if from_device and above[:1] != ["host"]:
-            return "device"
-        return above[0]
+    def _by_source(self, keys: Sequence[Key], at: int, *, from_device: bool) -> list[tuple[SourceTier, list[Key]]]:
+        """Return from where blocks are copied to the tier with index `at`: host memory, device memory or disk."""
+        groups: list[tuple[SourceTier, list[Key]]] = []
+        for tier in self._tiers[:at]:
+            if keys and (tier.name == "host" or not from_device):
+                groups.append((tier.name, tier.present(keys)))
+                keys = tier.lacking(keys)
+        if from_device:
+            groups.append(("device", list(keys)))
+        return [(source, group) for source, group in groups if group]
 
     def _wanted(self, tier: TierContent[Key], keys: Iterable[Key]) -> list[Key]:
         """Return the blocks that a tier lacks and that pass its filter."""
-        lacking = [key for key in keys if key not in tier and not tier.is_busy(key)]
+        lacking = tier.writable(keys)
         if not lacking or not self._filters(tier):
             return lacking
-        passing = [key for key in lacking if self._frequency.passes(key)]
+        passing = self._frequency.passing(lacking)
         self.counters["skipped_filter"] += len(lacking) - len(passing)
         return passing
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from forebay.events.kv import LowerTier
 from forebay.events.progress import OnboardedTokens
 from forebay.kv_tiers.manager import TierRun
 from forebay.workers.engine import EngineError
@@ -17,9 +18,9 @@ PROMPT = range(12)
 
 
 @pytest.mark.parametrize("tier", ["host", "disk", "store"])
-def test_offloaded_blocks_are_loaded_with_the_same_bytes(tier: str, tmp_path: Path) -> None:
-    given = {"host": 20} if tier == "host" else {"disk": 20} if tier == "disk" else {"store": True}
-    with rank(settings(tmp_path, **given)) as one:  # type: ignore[arg-type] - sizes
+def test_offloaded_blocks_are_loaded_with_the_same_bytes(tier: LowerTier, tmp_path: Path) -> None:
+    given = settings(tmp_path, host=20 * (tier == "host"), disk=20 * (tier == "disk"), store=tier == "store")
+    with rank(given) as one:
         one.offload(PROMPT)
         assert one.offers == [1]
         assert one.held[tier] == {*PROMPT}

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
-from forebay import runtime
 from forebay.workers.kv_tiers.block_file import HEAD_BYTES
+from forebay.workers.kv_tiers.daemon_calls import start_call
 from forebay.workers.kv_tiers.file_io import address
 from forebay.workers.kv_tiers.s3_bucket import TRIES, Bucket, BucketError, Credentials
 from forebay.workers.kv_transfer.nixl_agent import load_nixl
@@ -84,7 +84,6 @@ class PlainObjects:
     def __init__(self, bucket: Bucket, size: int) -> None:
         self._bucket = bucket
         self._size = size
-        self._threads = runtime.executor(THREADS, "kv-bucket")
         self._free = threading.Semaphore(THREADS)
 
     def start_read(self, key: str) -> ObjectTransfer | None:
@@ -117,15 +116,13 @@ class PlainObjects:
         return error if isinstance(error, BucketError) else BucketError(repr(error), "failed")
 
     def end(self, transfer: ObjectTransfer) -> None:
-        """See `ObjectIo.end`."""
-        transfer.state.cancel()
+        """See `ObjectIo.end`. The thread of a transfer in flight ends by the timeouts of boto3."""
 
     def close(self) -> None:
-        """Release the threads, without waiting for transfers in flight."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Release all resources: there are none except the threads of transfers in flight."""
 
     def _submit(self, key: str, act: Callable[[], memoryview]) -> ObjectTransfer:
-        future = self._threads.submit(act)
+        future = start_call(act, "kv-bucket")
         future.add_done_callback(lambda _: self._free.release())
         return ObjectTransfer(key, future)
 
@@ -138,7 +135,6 @@ class _Slot:
         self.memory = memory
         self.handle: Any = None
         self.object: Any = None
-        self.abandoned = False
 
 
 class NixlObjects:

@@ -119,7 +119,8 @@ class SimulatedTiers:
             self._manager.add("store", [key for key in hashes if key in store])
         if self.engine.load().waiting > 1:
             cached = self.engine.pool.find(hashes, len(hashes)).blocks
-            self._begin_writes(self._manager.prefetch(hashes, cached))
+            if blocks := self._worthwhile(cached, self._manager.match(hashes, cached)):
+                self._begin_writes(self._manager.prefetch(hashes[: cached + blocks], cached))
 
     def cancelled(self, request_id: str) -> None:
         """Forget a request. A load in flight goes on without effect."""
@@ -201,12 +202,13 @@ class SimulatedTiers:
 
     def _match(self, request_id: str, hashes: "array[int]", first: int) -> int:
         runs = self._manager.match(hashes, first)
-        if not runs:
-            return 0
-        block_size = self._config.block_size
-        count = self._costs.worthwhile(first * block_size, runs, block_size)
+        count = self._worthwhile(first, runs)
         self._matched[request_id] = hashes, _cut(runs, count)
         return count
+
+    def _worthwhile(self, first: int, runs: Sequence[TierRun]) -> int:
+        block_size = self._config.block_size
+        return self._costs.worthwhile(first * block_size, runs, block_size) if runs else 0
 
     def _name(self, parent: int, block: int, token_ids: bytes) -> None:
         self._outputs.append(block)
