@@ -90,9 +90,10 @@ def test_verify_reports_every_bad_block(folder: Path) -> None:
 
 def test_verify_finds_blocks_without_a_known_identity(folder: Path) -> None:
     (folder / OTHER.short_digest / "identity.json").write_bytes(b"damaged")
-    run = forebay("tiers", "verify", str(folder))
+    run = forebay("tiers", "verify", str(folder), "--quarantine")
     assert run.returncode == 1
     assert run.stderr.startswith("forebay: 2 of 5 blocks are bad")
+    assert not list(folder.glob("*/quarantine/*"))  # the blocks may be good
     assert "unknown" in forebay("tiers", "list", str(folder)).stdout
 
 

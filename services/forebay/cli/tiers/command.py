@@ -62,7 +62,8 @@ def verify(
     """Read every block and verify its name, its identity and its checksums. Exits 1 if a block is bad.
 
     Workers may use the store meanwhile. They verify every block themselves, so bad blocks cost time, but never change
-    an answer.
+    an answer. Blocks of an identity without a description count as bad, but are never moved to the quarantine: the next
+    worker with this identity describes it again.
     """
     from forebay.cli.tiers.run import run_verify  # noqa: PLC0415
 

@@ -83,7 +83,7 @@ def run_stats(*, place: str, endpoint: str, identity: str, json: bool) -> None:
 def run_verify(*, place: str, endpoint: str, identity: str, quarantine: bool, json: bool) -> None:
     """Run `forebay tiers verify`. command.py documents its options."""
     bad: list[tuple[FoundFile, str]] = []
-    good = 0
+    good, moved = 0, 0
     with explained():
         store = open_place(place, endpoint)
         identities = _selected(store, identity)
@@ -92,8 +92,9 @@ def run_verify(*, place: str, endpoint: str, identity: str, quarantine: bool, js
             good += not reason
             if reason and reason != "missing":
                 bad.append((file, reason))
-                if quarantine:
+                if quarantine and identities[file.identity] is not None:  # otherwise, the file may be good
                     store.quarantine(file, reason)
+                    moved += 1
     for file, reason in bad if json else bad[:BAD_SHOWN]:
         where = f"{file.identity}/{file.folder}/{file.name}"
         typer.echo(msgspec.json.encode({"file": where, "reason": reason}) if json else f"{reason:<10} {where}")
@@ -102,8 +103,8 @@ def run_verify(*, place: str, endpoint: str, identity: str, quarantine: bool, js
     elif len(bad) > BAD_SHOWN:
         typer.echo(f"… ({len(bad) - BAD_SHOWN} more; --json prints all)")
     if bad:
-        moved = " and moved to the quarantine" if quarantine else "; --quarantine moves them away"
-        complain(f"{len(bad)} of {counted(good + len(bad), 'block')} are bad{moved}")
+        then = f"{moved} moved to the quarantine" if quarantine else "--quarantine moves them away"
+        complain(f"{len(bad)} of {counted(good + len(bad), 'block')} are bad; {then}")
         raise typer.Exit(BROKEN)
     if not json:
         typer.echo(f"{counted(good, 'block')} verified, {size_text(sum(file.bytes for file in blocks))}")
@@ -202,7 +203,7 @@ def _verified(
 
     def check(file: FoundFile) -> tuple[FoundFile, str]:
         try:
-            return file, file_problem(store.read(file), file, identities[file.identity])
+            return file, file_problem(store, file, identities[file.identity])
         except FileNotFoundError:
             return file, "missing"
         except OSError as error:

@@ -90,7 +90,7 @@ class PlainObjects:
         """See `ObjectIo.start_read`."""
         if not self._free.acquire(blocking=False):
             return None
-        return self._submit(key, lambda: memoryview(self._bucket.get(key)))
+        return self._submit(key, lambda: memoryview(self._bucket.get(key, self._size)))
 
     def start_write(self, key: str, fill: Callable[[memoryview], None]) -> ObjectTransfer | None:
         """See `ObjectIo.start_write`."""

@@ -31,7 +31,6 @@ from forebay.workers.kv_tiers.directory_layout import (
 from forebay.workers.kv_tiers.identity import KvIdentity
 from forebay.workers.kv_tiers.s3_bucket import Bucket, BucketError
 
-PAGE = 1000
 QUARANTINED = re.compile(f"({'|'.join(READ_REASONS)})-(.*)")
 
 
@@ -69,15 +68,15 @@ class StorePlace(Protocol):
     store_id: str
 
     def identities(self) -> dict[str, KvIdentity | None]:
-        """Return the identities in the store by their first digits; None if the description is damaged."""
+        """Return the identities in the store by their first digits; None if the description is damaged or missing."""
         ...
 
     def files(self, identity: str) -> Iterator[list[FoundFile]]:
         """Yield pages of the files of an identity, except its description."""
         ...
 
-    def read(self, file: FoundFile) -> bytes:
-        """Return the content of a file. Raises FileNotFoundError if it was removed meanwhile."""
+    def read(self, file: FoundFile, limit: int) -> bytes:
+        """Return the first `limit` bytes of a file. Raises FileNotFoundError if it was removed meanwhile."""
         ...
 
     def quarantine(self, file: FoundFile, reason: str) -> None:
@@ -116,8 +115,10 @@ class DirectoryPlace:
         for folder in identities_in(self._root):
             try:
                 found[folder.name] = msgspec.json.decode(read_description(folder / IDENTITY_FILE), type=KvIdentity)
-            except (OSError, msgspec.MsgspecError):
+            except (FileNotFoundError, msgspec.MsgspecError):
                 found[folder.name] = None
+            except OSError as error:
+                raise EngineError(f"cannot read {folder / IDENTITY_FILE}: {error.strerror}") from error
         return found
 
     def files(self, identity: str) -> Iterator[list[FoundFile]]:
@@ -133,9 +134,10 @@ class DirectoryPlace:
             if page:
                 yield page
 
-    def read(self, file: FoundFile) -> bytes:
+    def read(self, file: FoundFile, limit: int) -> bytes:
         """See `StorePlace.read`."""
-        return self._path(file).read_bytes()
+        with self._path(file).open("rb") as opened:
+            return opened.read(limit)
 
     def quarantine(self, file: FoundFile, reason: str) -> None:
         """See `StorePlace.quarantine`."""
@@ -183,7 +185,11 @@ class BucketPlace:
         for name in sorted(filter(IDENTITY_NAME.fullmatch, names)):
             try:
                 found[name] = msgspec.json.decode(self._bucket.get(f"{name}/{IDENTITY_FILE}"), type=KvIdentity)
-            except (BucketError, msgspec.MsgspecError):
+            except msgspec.MsgspecError:
+                found[name] = None
+            except BucketError as error:
+                if error.reason != "missing":
+                    raise EngineError(str(error)) from error
                 found[name] = None
         return found
 
@@ -199,10 +205,10 @@ class BucketPlace:
                 if found:
                     yield found
 
-    def read(self, file: FoundFile) -> bytes:
+    def read(self, file: FoundFile, limit: int) -> bytes:
         """See `StorePlace.read`."""
         try:
-            return self._bucket.get(_key(file))
+            return self._bucket.get(_key(file), limit)
         except BucketError as error:
             if error.reason == "missing":
                 raise FileNotFoundError(str(error)) from error
@@ -229,11 +235,13 @@ def open_place(place: str, endpoint: str = "") -> StorePlace:
     return BucketPlace(place, endpoint) if place.startswith("s3://") else DirectoryPlace(Path(place))
 
 
-def file_problem(content: bytes, file: FoundFile, identity: KvIdentity | None) -> str:
-    """Return why the content of a block's file is bad: `truncated`, `corrupt`, `foreign` or `newer`; empty if good.
+def file_problem(store: StorePlace, file: FoundFile, identity: KvIdentity | None) -> str:
+    """Read the file of a block, and return why it is bad: `truncated`, `corrupt`, `foreign` or `newer`; empty if good.
+
+    Raises FileNotFoundError if the file was removed meanwhile.
 
     Args:
-        content: content of the file.
+        store: the store.
         file: the file, which is a block.
         identity: identity of its folder; None if that is not known, which makes every block foreign.
     """
@@ -241,10 +249,11 @@ def file_problem(content: bytes, file: FoundFile, identity: KvIdentity | None) -
     assert name is not None
     if identity is None or identity.short_digest != file.identity or file.folder != file.name[:2]:
         return "foreign"
+    end = block_file.file_bytes(identity.block_bytes)
+    content = store.read(file, end)
     checksum = HeadFormat(identity.digest, identity.block_bytes).checksum(content[:HEAD_BYTES], name)
     if isinstance(checksum, str):
         return checksum
-    end = block_file.file_bytes(identity.block_bytes)
     if len(content) < end:
         return "truncated"
     return "" if block_file.checksum(memoryview(content)[PAYLOAD_OFFSET:end]) == checksum else "corrupt"
