@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,7 @@ import pytest
 from forebay.events.base import array_u64
 from forebay.events.control import Command
 from forebay.workers.engine import EngineError
-from forebay.workers.kv_tiers import rank_tiers, stores
-from forebay.workers.kv_tiers.block_stores import BlockStore
 from forebay.workers.kv_tiers.host_memory import HostMemory
-from forebay.workers.kv_tiers.identity import BlockName
 from forebay.workers.kv_tiers.settings import TierSettings
 from tests.harness.tier_faults import SUFFIX
 from tests.workers.pictures import shown
@@ -26,6 +22,7 @@ from tests.workers.tiered import (
     SPEC,
     disk_of,
     expected,
+    flipped_bytes,
     hashes_of,
     item_of,
     tiered,
@@ -62,6 +59,29 @@ async def test_blocks_are_loaded_from_each_tier(one_tier: tuple[str, TierSetting
         assert one.onboarded("b") == {tier: 16}
         assert one.cached("b") == 16
         await one.idle()
+
+
+@pytest.mark.parametrize("kind", ["disk", "store"])
+async def test_blocks_are_moved_by_nixl(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("nixl_cu12", reason="NIXL is not installed")
+    settings = disk_of(tmp_path, io="nixl") if kind == "disk" else store_of(tmp_path, io="nixl")
+    async with tiered(settings) as one:
+        tokens = await one.ask(item_of("a"))
+        await one.has(kind, BLOCKS)
+        one.forget()
+        assert await one.ask(item_of("b")) == tokens
+        assert one.onboarded("b") == {kind: 16}
+
+
+async def test_failed_tiers_break_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unexpected error must not leave a request waiting for its load."""
+    async with tiered(HOST) as one:
+        await one.ask(item_of("a"))
+        monkeypatch.setattr(one.tiers().tiers, "poll", lambda: 1 // 0)
+        one.engine.submit(item_of("b", [9, *PROMPT]))
+        with pytest.raises(ExceptionGroup) as raised:
+            await one.until(lambda: False)
+        assert raised.group_contains(ZeroDivisionError)
 
 
 async def test_blocks_in_device_memory_are_not_loaded(one_tier: tuple[str, TierSettings]) -> None:
@@ -196,31 +216,8 @@ async def test_an_adapter_of_the_same_name_from_another_directory_has_other_bloc
         assert [one.onboarded(f"r{number}") for number in range(3)] == [{}, {}, {"host": 16}]
 
 
-class FlippingStore:
-    """Store that flips one byte of one block after its checksum was verified, as a broken transfer might."""
-
-    def __init__(self, store: BlockStore, flip: Callable[[Sequence[memoryview]], None]) -> None:
-        self._store = store
-        self._flip = flip
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def read(self, names: Sequence[BlockName], into: Sequence[memoryview], deadline_s: float) -> list[str]:
-        reasons = self._store.read(names, into, deadline_s)
-        self._flip(into)
-        return reasons
-
-
 async def test_the_tokens_depend_on_every_byte_that_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flips: list[tuple[int, int]] = []
-
-    def flip(into: Sequence[memoryview]) -> None:
-        for block, offset in flips:
-            into[block][offset] ^= 1
-
-    opening = stores.open_store
-    monkeypatch.setattr(rank_tiers, "open_store", lambda *args, **kwargs: FlippingStore(opening(*args, **kwargs), flip))
+    flips = flipped_bytes(monkeypatch)
     async with tiered(disk_of(tmp_path)) as one:
         tokens = await one.ask(item_of("a"))
         await one.has("disk", BLOCKS)

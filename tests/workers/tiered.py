@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
 from forebay.engine_model.model import EngineConfig, Stored
@@ -19,6 +20,9 @@ from forebay.workers.engine import Cleared, EngineBatch
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.kv import KvSettings
 from forebay.workers.engines.mock.tiers import MockTiers
+from forebay.workers.kv_tiers import rank_tiers, stores
+from forebay.workers.kv_tiers.block_stores import BlockStore
+from forebay.workers.kv_tiers.identity import BlockName
 from forebay.workers.kv_tiers.settings import TierSettings
 from tests.workers.conftest import VOCABULARY, until
 
@@ -32,6 +36,9 @@ SPEC = WorkerSpec(
     worker_id="w1", model="model", block_size=4, kv_blocks_total=64, max_num_seqs=8, max_num_batched_tokens=256
 )
 HOST = TierSettings(host_bytes=64 * BLOCK_BYTES)
+
+
+Flips = list[tuple[int, int]]
 
 
 def disk_of(folder: Path, **changes: Any) -> TierSettings:
@@ -62,6 +69,34 @@ def hashes_of(prompt: list[int]) -> list[int]:
     """Return the sequence hashes of the full blocks of a prompt."""
     packed = sequence_hashes(pack_u32(prompt), BLOCK_SIZE)
     return [int.from_bytes(packed[at : at + 8], "little") for at in range(0, len(packed), 8)]
+
+
+class FlippingStore:
+    """Store that flips bytes after it has verified their checksums, as a broken transfer might."""
+
+    def __init__(self, store: BlockStore, flips: Flips) -> None:
+        self._store = store
+        self._flips = flips
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def read(self, names: Sequence[BlockName], into: Sequence[memoryview], deadline_s: float) -> list[str]:
+        reasons = self._store.read(names, into, deadline_s)
+        for block, offset in self._flips:
+            into[block][offset] ^= 1
+        return reasons
+
+
+def flipped_bytes(monkeypatch: pytest.MonkeyPatch) -> Flips:
+    """Return the bytes that every store flips in each read: number of the block, and offset in it. None at first."""
+    found: Flips = []
+
+    def opened(*args: Any, **changes: Any) -> Any:
+        return FlippingStore(stores.open_store(*args, **changes), found)
+
+    monkeypatch.setattr(rank_tiers, "open_store", opened)
+    return found
 
 
 class Tiered:
