@@ -30,7 +30,7 @@ CONCURRENT = 12  # conversations at a time
 # Loads must be faster than computing, or the workers compute: 16 ms per block is slower than an S3 server in Python.
 PROFILE = 'kind = "linear"\ncosts_us = { step = 500, prefill_token = 1000, decode_step = 4000 }\n'
 SIZES = ("--block-size", str(BLOCK), "--kv-blocks", "64", "--kv-bytes-per-token", "1024", "--lease-ttl-s", "3")
-TIERS = ("--kv-host-size", "2MB", "--kv-disk-size", "100MB", "--no-kv-tier-filter", "--kv-tier-io", "plain")
+TIERS = ("--kv-host-size", "2MB", "--kv-disk-size", "100MB", "--no-kv-tier-filter")
 DAMAGE_EVERY_S = 0.2
 SERVED_WITHIN_S = 60.0
 
