@@ -52,6 +52,8 @@ KEPT = {
     ("PoolCanarySet", "base"),
     ("WorkerSpec", "model"),
     ("WorkerSpec", "engine"),
+    ("WorkerSpec", "kv_store"),
+    ("*", "store"),
     ("EngineFailed", "engine"),
     ("WorkerSpec", "taints"),
     ("PoolConfigured", "model"),

@@ -41,6 +41,7 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
         kv_layout: memory layout of the worker's KV blocks, for workers that fetch them; null if unknown.
         card: digest of the worker's model card on the topic `models`; empty if it stored none.
         salts_cache: whether requests with different cache namespaces share no cached blocks on the worker.
+        kv_store: name of the shared store from which the worker loads blocks; empty if it uses none.
     """
 
     worker_id: SystemName
@@ -61,6 +62,7 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
     kv_layout: KvLayout | None = None
     card: CardDigest = ""
     salts_cache: bool = True
+    kv_store: Annotated[str, msgspec.Meta(max_length=256), KEPT] = ""
 
     @property
     def ranks(self) -> range:

@@ -1,16 +1,20 @@
-"""Topic `kv-events`: KV blocks that workers' caches gained and lost.
+"""Topic `kv-events`: KV blocks that workers' caches and shared stores gained and lost.
 
 `sequence_hashes` are the hashes of `forebay.core.block_hashes`. `engine_hashes` are the engine's own hashes of the same
 blocks, which forebay does not interpret; they are left out if they are equal. The numbers `seq` of one (worker, rank)
 are consecutive. A number that was applied before marks a redelivered event.
+
+A shared store is a directory or bucket that belongs to no worker. Its events have no sequence numbers. Several workers
+report changes of one store, in any order, and applying an event twice has the same effect as applying it once.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from forebay.events.base import U64_BYTES, Count, Event, require_packed
 from forebay.events.privacy import HASH, HASHES, SystemName
 
 Tier = Literal["device", "host", "disk"]
+LowerTier = Literal["host", "disk", "store"]  # tiers from which blocks are loaded into device memory
 
 
 class KvEvent(Event, frozen=True, kw_only=True):
@@ -62,4 +66,45 @@ class CacheCleared(KvEvent, tag="kv.cache_cleared", frozen=True, kw_only=True):
     """The cache of this (worker, rank) has become empty in every tier."""
 
 
-AnyKvEvent = BlocksStored | BlocksRemoved | CacheCleared
+class StoreKvEvent(Event, frozen=True, kw_only=True):
+    """Base class of changes to the content of a shared store. They outlive the worker that reports them."""
+
+    SINCE: ClassVar[int] = 2
+
+    store: SystemName
+    worker_id: SystemName
+    sequence_hashes: Annotated[bytes, HASHES]
+    at_us: int = 0
+
+    def __post_init__(self) -> None:
+        require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
+
+
+class StoreBlocksAdded(StoreKvEvent, tag="kv.store_blocks_added", frozen=True, kw_only=True):
+    """A shared store has blocks: a worker wrote them, or found them there.
+
+    Attributes:
+        store: name of the shared store, as in `WorkerSpec.kv_store`.
+        worker_id: worker that reports the blocks.
+        sequence_hashes: hashes of the blocks, as packed u64, in any order.
+        at_us: the worker's wall clock in microseconds.
+    """
+
+
+class StoreBlocksRemoved(StoreKvEvent, tag="kv.store_blocks_removed", frozen=True, kw_only=True):
+    """A shared store no longer has blocks: a worker removed them, or did not find them there.
+
+    Attributes:
+        store: name of the shared store, as in `WorkerSpec.kv_store`.
+        worker_id: worker that reports the blocks.
+        sequence_hashes: hashes of the blocks, as packed u64, in any order.
+        at_us: the worker's wall clock in microseconds.
+        stale: whether the worker expected the blocks and did not find them, or found them unusable.
+    """
+
+    stale: bool = False
+
+
+CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
+StoreEvent = StoreBlocksAdded | StoreBlocksRemoved
+AnyKvEvent = CacheEvent | StoreEvent

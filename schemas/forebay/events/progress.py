@@ -4,8 +4,9 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from forebay.events.base import Count, Event, Name
+from forebay.events.base import Count, Event, Name, Part
 from forebay.events.control import Action
+from forebay.events.kv import LowerTier
 from forebay.events.media import Encoded
 from forebay.events.privacy import DROPPED, KEPT, LORA, REQUEST_ID, SystemName
 from forebay.events.transfer import Prefilled
@@ -30,6 +31,20 @@ class ProgressEvent(Event, frozen=True, kw_only=True):
     at_us: int = 0
 
 
+class OnboardedTokens(Part, frozen=True, kw_only=True):
+    """Prompt tokens whose KV was loaded from one tier into device memory instead of being computed.
+
+    Attributes:
+        tier: tier from which the KV was loaded.
+        tokens: number of prompt tokens.
+        us: duration of the load in microseconds. Loads from several tiers may overlap in time.
+    """
+
+    tier: LowerTier
+    tokens: Count
+    us: Count = 0
+
+
 class FirstTokenEmitted(ProgressEvent, tag="progress.first_token_emitted", frozen=True, kw_only=True):
     """The worker has computed the prompt and generated the first token.
 
@@ -45,6 +60,7 @@ class FirstTokenEmitted(ProgressEvent, tag="progress.first_token_emitted", froze
         transfer_us: microseconds from the first request for KV to the last check of fetched blocks; 0 if not reported.
         unfetched: whether this worker computed the prompt itself although a prefill worker keeps its KV, because an
             earlier attempt had already emitted tokens. The owner then orders the prefill worker to free the KV.
+        onboarded: the part of `cached_tokens` that was loaded from other tiers, at most one entry per tier.
     """
 
     SUMMARY = "first token"
@@ -53,6 +69,7 @@ class FirstTokenEmitted(ProgressEvent, tag="progress.first_token_emitted", froze
     transferred_bytes: Count = 0
     transfer_us: Count = 0
     unfetched: bool = False
+    onboarded: tuple[OnboardedTokens, ...] = ()
 
 
 class OutputGrown(ProgressEvent, tag="progress.output_grown", frozen=True, kw_only=True):
@@ -121,11 +138,13 @@ class PrefillFinished(ProgressEvent, tag="progress.prefill_finished", frozen=Tru
 
     Attributes:
         prefilled: location and size of the KV, and how long the worker keeps it.
+        onboarded: the part of `prefilled.cached_tokens` that was loaded from other tiers, at most one entry per tier.
     """
 
     SUMMARY = "prefill finished, KV of {0.prefilled.tokens:,} tokens kept for {0.prefilled.lease_s:g} s"
 
     prefilled: Prefilled
+    onboarded: tuple[OnboardedTokens, ...] = ()
 
 
 class PrefillFailed(ProgressEvent, tag="progress.prefill_failed", frozen=True, kw_only=True):

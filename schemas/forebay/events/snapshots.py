@@ -9,7 +9,7 @@ from forebay.events.base import U64, U64_BYTES, Count, Event, Name, Part, requir
 from forebay.events.control import BusyThresholds, Command, DisaggConfig, PoolConfigured
 from forebay.events.decisions import CommandOutcome, ConsumedRun, Stage
 from forebay.events.fleet import WorkerSpec
-from forebay.events.kv import AnyKvEvent, Tier
+from forebay.events.kv import CacheEvent, Tier
 from forebay.events.media import Encoded
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.privacy import (
@@ -57,7 +57,7 @@ class IndexChanges(Part, tag_field="type", tag="index_changes", frozen=True, kw_
         events: the KV events, in order.
     """
 
-    events: tuple[AnyKvEvent, ...]
+    events: tuple[CacheEvent, ...]
 
 
 class IndexCursor(Part, tag_field="type", tag="index_cursor", frozen=True, kw_only=True):

@@ -60,6 +60,8 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
         prefilled: location of the KV to fetch; null if there is none.
         output_tokens: number of tokens at the end of `token_ids` that earlier attempts generated. The owner leaves it
             0. A worker that continues a response sets it before it passes the item to its engine.
+        store_blocks: number of leading prompt blocks of which the owner expects each in a tier of the rank or in the
+            shared store of the worker; 0 if it expects none in the shared store. It is a hint where to look.
     """
 
     rank: Count
@@ -78,6 +80,7 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
     encoded: Encoded | None = None
     prefilled: Prefilled | None = None
     output_tokens: Count = 0
+    store_blocks: Count = 0
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)

@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
-from forebay.engine_model.model import Emitted, EngineLoad, Finished, FirstTokenStep, Removed, Stored
+from forebay.engine_model.steps import Emitted, EngineLoad, Finished, FirstTokenStep, Removed, StoreChange, Stored
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.media import Encoded
+from forebay.events.metrics import TierCosts
+from forebay.events.progress import OnboardedTokens
 from forebay.events.tokens import ResponseError
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
@@ -77,6 +79,7 @@ class PromptPrefilled(msgspec.Struct, frozen=True):
     attempt: int
     prefilled: Prefilled
     cached_tokens: int = 0
+    onboarded: tuple[OnboardedTokens, ...] = ()
 
 
 class NotFetched(msgspec.Struct, frozen=True):
@@ -97,6 +100,21 @@ class EngineBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Events of one rank since its previous batch.
 
     Changes of the cache are in order. A request has at most one element in `emitted`, with all its new output tokens.
+
+    Attributes:
+        rank: the rank.
+        load: load of the rank after these events.
+        cache_changes: blocks that tiers of the rank have stored and removed.
+        emitted: new output tokens.
+        vectors: embeddings.
+        first_tokens: requests that have generated their first token.
+        finished: requests that have generated their last token.
+        failed: requests that have failed.
+        encoded: requests whose images and videos are encoded.
+        prefilled: prompts that were computed for another worker.
+        not_fetched: requests whose KV could not be fetched.
+        store_changes: blocks that the rank has added to the shared store of the worker or removed from it, in order.
+        tier_costs: durations that the rank has measured so far; None if it has no tiers.
     """
 
     rank: int
@@ -110,6 +128,8 @@ class EngineBatch(msgspec.Struct, frozen=True, kw_only=True):
     encoded: Sequence[MediaEncoded] = ()
     prefilled: Sequence[PromptPrefilled] = ()
     not_fetched: Sequence[NotFetched] = ()
+    store_changes: Sequence[StoreChange] = ()
+    tier_costs: TierCosts | None = None
 
 
 Publish = Callable[[EngineBatch], None]
@@ -201,6 +221,18 @@ class KvEngine(Protocol):
 
     def kept(self) -> int:
         """Return the number of requests whose KV this engine keeps for other workers."""
+
+
+@runtime_checkable
+class StoreEngine(Protocol):
+    """Engine that reads and writes a shared store, whose name `start` sets in `WorkerSpec.kv_store`."""
+
+    def stored(self) -> Sequence[int]:
+        """Return the sequence hashes of all blocks that the shared store has, as far as the engine knows.
+
+        The worker announces these blocks when a new worker epoch begins, and when an owner becomes able to read the
+        announcement. Later changes are in `EngineBatch.store_changes`.
+        """
 
 
 @runtime_checkable

@@ -46,8 +46,16 @@ from forebay.events.fleet import (
     WorkerRecovered,
     WorkerSuspect,
 )
-from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared
-from forebay.events.metrics import LoadReported, MetricEvent
+from forebay.events.kv import (
+    AnyKvEvent,
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    CacheEvent,
+    StoreBlocksAdded,
+    StoreBlocksRemoved,
+)
+from forebay.events.metrics import LoadReported, MetricEvent, TierCostsMeasured
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.progress import (
     AnyProgressEvent,
@@ -151,6 +159,8 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[AnyDeci
             return submit(world, event, offset)
         case BlocksStored() | BlocksRemoved() | CacheCleared():
             return _cache(world, event)
+        case StoreBlocksAdded() | StoreBlocksRemoved() | TierCostsMeasured():
+            pass
         case ProgressEvent():
             return _progress(world, event)
         case CommandDone() | CommandRefused():
@@ -198,7 +208,7 @@ def advance(world: World) -> Advanced:
     return Advanced(**world.stamp(), digest=hex_digest(world.digest()))
 
 
-def _cache(world: World, event: AnyKvEvent) -> list[AnyDecision]:
+def _cache(world: World, event: CacheEvent) -> list[AnyDecision]:
     if isinstance(event, CacheCleared) and world.index.is_new(event):
         world.forget_routed(event.worker_id, event.rank)
     gap = world.index.apply(event)

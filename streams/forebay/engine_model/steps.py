@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from forebay.events.kv import Tier
+from forebay.events.progress import OnboardedTokens
 from forebay.events.tokens import TokenLogprob
 
 
@@ -38,6 +39,7 @@ class FirstTokenStep(msgspec.Struct, frozen=True, gc=False):
         cached_tokens: prompt tokens that were not computed, because they were cached or fetched.
         transferred_bytes: bytes of KV fetched from another engine; set by the caller that fetched them.
         transfer_us: duration of the fetch in microseconds; set by the same caller.
+        onboarded: the part of `cached_tokens` that was loaded from other tiers; set by the caller that loaded them.
     """
 
     request_id: str
@@ -45,6 +47,7 @@ class FirstTokenStep(msgspec.Struct, frozen=True, gc=False):
     cached_tokens: int
     transferred_bytes: int = 0
     transfer_us: int = 0
+    onboarded: tuple[OnboardedTokens, ...] = ()
 
 
 class Computed(msgspec.Struct, frozen=True, gc=False):
@@ -130,6 +133,20 @@ class Removed(msgspec.Struct, frozen=True, gc=False):
 
 
 CacheChange = Stored | Removed
+
+
+class StoreChange(msgspec.Struct, frozen=True, gc=False):
+    """Change of the content of a shared store, observed by one rank. The removed blocks were not stored again since.
+
+    Attributes:
+        stored: sequence hashes of blocks that the store has now.
+        removed: sequence hashes of blocks that the rank has removed from the store.
+        stale: sequence hashes of blocks that the rank expected in the store, but did not find or could not use.
+    """
+
+    stored: Sequence[int] = ()
+    removed: Sequence[int] = ()
+    stale: Sequence[int] = ()
 
 
 class EngineLoad(msgspec.Struct, frozen=True, gc=False):

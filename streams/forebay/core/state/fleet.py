@@ -250,15 +250,16 @@ class Fleet:
 
 
 # No decision depends on the card. Without it, journals of versions that do not know it have the same digests. For the
-# same reason `salts_cache` is part of the digest only if it is false.
-_DIGESTED = [name for name in WorkerSpec.__struct_fields__ if name not in ("card", "salts_cache")]
+# same reason `salts_cache` is part of the digest only if it is false, and `kv_store` only if it is not empty.
+_DIGESTED = [name for name in WorkerSpec.__struct_fields__ if name not in ("card", "salts_cache", "kv_store")]
 
 
 def _term(worker: FleetWorker) -> int:
     place = worker.lease, worker.slot, worker.worker_epoch, worker.from_offset
     spec = tuple([plain(getattr(worker.spec, name)) for name in _DIGESTED])
     shared = () if worker.spec.salts_cache else ("shared cache",)
-    return digest_of(*place, worker.phase, worker.lease_ttl_ms, spec, *shared)
+    store = ("store", worker.spec.kv_store) if worker.spec.kv_store else ()
+    return digest_of(*place, worker.phase, worker.lease_ttl_ms, spec, *shared, *store)
 
 
 def _ingress_term(ingress: FleetIngress) -> int:

@@ -10,7 +10,7 @@ from forebay.core.state.holder_bits import HolderKey
 from forebay.core.state.prefix_index import TIERS
 from forebay.core.state_machine import digest_of
 from forebay.events.base import U64_MASK, array_u64
-from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared, Tier
+from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Tier
 from forebay.events.snapshots import IndexBlocks, IndexChanges, IndexCursor
 
 
@@ -20,7 +20,7 @@ class IndexTally:
     def __init__(self) -> None:
         self._cursors: dict[HolderKey, IndexCursor] = {}
         self._blocks: dict[tuple[HolderKey, Tier], list[bytes]] = {}
-        self._changes: dict[HolderKey, list[AnyKvEvent]] = {}
+        self._changes: dict[HolderKey, list[CacheEvent]] = {}
 
     def restore(self, chunk: IndexCursor | IndexBlocks | IndexChanges) -> None:
         """Add one snapshot part: first all cursors, then blocks, then changes in order, as in `PrefixIndex.restore`."""
@@ -46,7 +46,7 @@ class IndexTally:
             )
         )
 
-    def _is_of_cursor(self, chunk: IndexBlocks | AnyKvEvent) -> bool:
+    def _is_of_cursor(self, chunk: IndexBlocks | CacheEvent) -> bool:
         cursor = self._cursors.get((chunk.worker_id, chunk.rank))
         return cursor is not None and cursor.worker_epoch == chunk.worker_epoch
 

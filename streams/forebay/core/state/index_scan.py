@@ -13,7 +13,7 @@ import msgspec
 
 from forebay.core.state.block_sets import RUN_BLOCKS_MAX, BlockSets, Cursor, split_bits
 from forebay.events.base import U64_BYTES, pack_u64
-from forebay.events.kv import AnyKvEvent, CacheCleared, Tier
+from forebay.events.kv import CacheCleared, CacheEvent, Tier
 from forebay.events.snapshots import IndexBlocks, IndexChanges
 
 SCAN_CHUNK_HASHES = 16_384  # 128 KiB: a chunk is copied, encoded and written in one call
@@ -131,10 +131,10 @@ class ChangeBuffer:
 
     def __init__(self) -> None:
         self._chunks: list[IndexChanges] = []
-        self._events: list[AnyKvEvent] = []
+        self._events: list[CacheEvent] = []
         self._bytes = 0
 
-    def add(self, event: AnyKvEvent) -> None:
+    def add(self, event: CacheEvent) -> None:
         """Record one event, without the engine's own hashes, which the index does not need."""
         for piece in _pieces(event):
             if not isinstance(piece, CacheCleared):
@@ -156,7 +156,7 @@ class ChangeBuffer:
         self._bytes = 0
 
 
-def _pieces(event: AnyKvEvent) -> Iterator[AnyKvEvent]:
+def _pieces(event: CacheEvent) -> Iterator[CacheEvent]:
     """Yield an event without the engine's own hashes, split into pieces that fit into a chunk."""
     if isinstance(event, CacheCleared) or (not event.engine_hashes and len(event.sequence_hashes) <= PIECE_BYTES):
         yield event

@@ -17,7 +17,7 @@ from forebay.core.state.holder_bits import HolderBits, HolderKey
 from forebay.core.state.index_scan import ChangeBuffer, HolderEpoch, IndexScan
 from forebay.core.state_machine import digest_of
 from forebay.events.base import array_u64
-from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared, KvEvent, Tier
+from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, KvEvent, Tier
 from forebay.events.snapshots import IndexBlocks, IndexChanges, IndexCursor
 
 TIERS: tuple[Tier, ...] = get_args(Tier)
@@ -101,12 +101,12 @@ class PrefixIndex:
                 del self._ranks[worker_id]
             self._retire(holder)
 
-    def is_new(self, event: AnyKvEvent) -> bool:
+    def is_new(self, event: CacheEvent) -> bool:
         """Return whether the event is from a known rank in its current epoch and was not applied before."""
         holder = self._holders.get((event.worker_id, event.rank))
         return holder is not None and event.worker_epoch == holder.worker_epoch and event.seq > holder.last_seq
 
-    def apply(self, event: AnyKvEvent) -> Gap | None:
+    def apply(self, event: CacheEvent) -> Gap | None:
         """Apply one event.
 
         Redelivered events and events of unknown ranks or stale epochs are counted and have no effect.
@@ -254,7 +254,7 @@ class PrefixIndex:
             case _:
                 assert_never(chunk)
 
-    def _fold(self, holder: _Holder, event: AnyKvEvent) -> int:
+    def _fold(self, holder: _Holder, event: CacheEvent) -> int:
         """Apply an event regardless of its sequence number; return how many blocks to remove were not there."""
         if isinstance(event, BlocksStored):
             self._tiers[event.tier].add(holder.bit, array_u64(event.sequence_hashes), event.parent_hash)
@@ -278,7 +278,7 @@ class PrefixIndex:
         worker_id, rank = self._bits.key_of(bit)
         return HolderEpoch(worker_id, self._holders[worker_id, rank].worker_epoch, rank)
 
-    def _gap(self, holder: _Holder, event: AnyKvEvent, expected: int) -> Gap | None:
+    def _gap(self, holder: _Holder, event: CacheEvent, expected: int) -> Gap | None:
         missed = event.seq != expected
         if missed:
             self.counts["gap"] += 1

@@ -26,8 +26,15 @@ from forebay.events.fleet import (
     WorkerRecovered,
     WorkerSuspect,
 )
-from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
-from forebay.events.metrics import LoadReported
+from forebay.events.kv import (
+    AnyKvEvent,
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    StoreBlocksAdded,
+    StoreBlocksRemoved,
+)
+from forebay.events.metrics import LoadReported, TierCostsMeasured
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRouting, PoolRoutingConfigured
 from forebay.events.progress import (
     CommandDone,
@@ -73,15 +80,8 @@ def _describe(event: InputEvent | None) -> str:
     match event:
         case None:
             return "a record that did not decode and had no effect"
-        case BlocksStored():
-            after = "a new sequence" if event.parent_hash is None else f"after {event.parent_hash:016x}"
-            where = f"{event.worker_id}/{event.rank}"
-            return f"{where} stores {_blocks(event.sequence_hashes)} on {event.tier}, {after} (seq {event.seq})"
-        case BlocksRemoved():
-            where = f"{event.worker_id}/{event.rank}"
-            return f"{where} removes {_blocks(event.sequence_hashes)} from {event.tier} (seq {event.seq})"
-        case CacheCleared():
-            return f"{event.worker_id}/{event.rank} cleared its cache (seq {event.seq})"
+        case BlocksStored() | BlocksRemoved() | CacheCleared() | StoreBlocksAdded() | StoreBlocksRemoved():
+            return _describe_cache(event)
         case RequestSubmitted():
             return f"{event.request_id}: {event.prompt_tokens} tokens, {_blocks(event.sequence_hashes)}"
         case RouteQueried():
@@ -93,6 +93,10 @@ def _describe(event: InputEvent | None) -> str:
         case LoadReported():
             used = f"{event.kv_blocks_used} of {event.kv_blocks_total} blocks"
             return f"{event.worker_id}/{event.rank}: {event.running} running, {event.waiting} waiting, {used}"
+        case TierCostsMeasured():
+            tiers = ", ".join(f"{one.tier} {one.fixed_us:g} + {one.block_us:g}" for one in event.costs.tiers) or "none"
+            computed = f"{event.costs.prefill_block_us:g} µs to compute a block"
+            return f"{event.worker_id}/{event.rank}: {computed}; µs to load, and per block: {tiers}"
         case WorkerJoined():
             return f"{event.spec.worker_id} joins {event.spec.pool}, slot {event.slot}, {event.spec.dp_size} ranks"
         case WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost():
@@ -131,6 +135,26 @@ def _describe(event: InputEvent | None) -> str:
             return f"{event.command_id}: {event.worker_id} refused {event.action} ({event.error})"
         case EngineFailed():
             return f"{event.worker_id}: its engine {event.engine} failed ({event.error})"
+        case _:
+            assert_never(event)
+
+
+def _describe_cache(event: AnyKvEvent) -> str:
+    match event:
+        case BlocksStored():
+            after = "a new sequence" if event.parent_hash is None else f"after {event.parent_hash:016x}"
+            where = f"{event.worker_id}/{event.rank}"
+            return f"{where} stores {_blocks(event.sequence_hashes)} on {event.tier}, {after} (seq {event.seq})"
+        case BlocksRemoved():
+            where = f"{event.worker_id}/{event.rank}"
+            return f"{where} removes {_blocks(event.sequence_hashes)} from {event.tier} (seq {event.seq})"
+        case CacheCleared():
+            return f"{event.worker_id}/{event.rank} cleared its cache (seq {event.seq})"
+        case StoreBlocksAdded():
+            return f"the shared store {event.store} has {_blocks(event.sequence_hashes)}, from {event.worker_id}"
+        case StoreBlocksRemoved():
+            why = "lacks" if event.stale else "lost"
+            return f"the shared store {event.store} {why} {_blocks(event.sequence_hashes)}, from {event.worker_id}"
         case _:
             assert_never(event)
 
