@@ -29,6 +29,9 @@ SHARED_MEDIA = frozenset(
 )  # storage shared by workers: no reason to select one of them
 
 
+OWNER = "forebay"  # `ownership` in KV events of forebay's own tiers
+
+
 class KvEventError(ValueError):
     """A KV event of an engine is invalid. The message names its position in the batch."""
 
