@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
-from forebay.engine_model.model import Emitted, EngineLoad, Finished, FirstTokenStep
+from forebay.engine_model.steps import Emitted, EngineLoad, Finished, FirstTokenStep, StoreChange
 from forebay.events.base import pack_u32
+from forebay.events.metrics import TierCosts
+from forebay.events.progress import OnboardedTokens
 from forebay.events.tokens import ResponseError, TokenLogprob
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
@@ -31,6 +33,7 @@ class RankBuffer:
         rank: the rank.
         load: load of the rank after its last step.
         clears: number of times that the engine reported an empty cache.
+        tier_costs: durations that the rank has measured so far; None if it has no tiers.
     """
 
     def __init__(self, rank: int, kv_blocks_total: int, *, text_only: bool = False) -> None:
@@ -38,12 +41,14 @@ class RankBuffer:
         self.rank = rank
         self.load = self._idle = EngineLoad(0, 0, 0, kv_blocks_total)
         self.clears = 0  # number of times the engine reported an empty cache
+        self.tier_costs: TierCosts | None = None
         self._published_load: EngineLoad | None = None
         self._muted = False  # until the engine reports an empty cache; the index already knows that it is empty
         self._forget()
 
     def _forget(self) -> None:
         self._changes: list[CacheChange] = []
+        self._store_changes: list[StoreChange] = []
         self._chunks: dict[tuple[str, int], _Chunk] = {}
         self._first_tokens: list[FirstTokenStep] = []
         self._finished: list[Finished] = []
@@ -84,9 +89,12 @@ class RankBuffer:
         total = self._idle.kv_blocks_total
         self.load = EngineLoad(running, waiting, round(usage * total), total)
 
-    def changed(self, changes: Sequence[CacheChange]) -> None:
-        """Add changes of the cache that the engine reported, in order."""
+    def changed(self, changes: Sequence[CacheChange | StoreChange]) -> None:
+        """Add changes of the cache and of the shared store that the engine reported, in order."""
         for change in changes:
+            if isinstance(change, StoreChange):
+                self._store_changes.append(change)
+                continue
             if isinstance(change, Cleared):
                 self.clears += 1
                 if self._muted:
@@ -127,9 +135,17 @@ class RankBuffer:
         chunk.token_ids += token_ids
         chunk.logprobs += logprobs
 
-    def began(self, item: WorkItem, cached_tokens: int) -> None:
-        """Add the event that the prompt of a request was computed; `cached_tokens` of its tokens were in the cache."""
-        self._first_tokens.append(FirstTokenStep(item.request_id, item.attempt, cached_tokens))
+    def began(self, item: WorkItem, cached_tokens: int, onboarded: tuple[OnboardedTokens, ...] = ()) -> None:
+        """Add the event that the prompt of a request was computed.
+
+        Args:
+            item: the request.
+            cached_tokens: number of prompt tokens that were not computed.
+            onboarded: the part of them that was loaded from other tiers.
+        """
+        self._first_tokens.append(
+            FirstTokenStep(item.request_id, item.attempt, cached_tokens, onboarded=onboarded)
+        )
 
     def embedded(self, item: WorkItem, packed: bytes) -> None:
         """Add the embedding vector of a prompt, packed as float32."""
@@ -143,15 +159,22 @@ class RankBuffer:
         """Add the failure of a request."""
         self._failed.append(Failed(item.request_id, item.attempt, error))
 
-    def prefilled(self, item: WorkItem, prefilled: Prefilled, cached_tokens: int) -> None:
+    def prefilled(
+        self,
+        item: WorkItem,
+        prefilled: Prefilled,
+        cached_tokens: int,
+        onboarded: tuple[OnboardedTokens, ...] = (),
+    ) -> None:
         """Add the event that the KV of a prompt was computed and is kept for another worker.
 
         Args:
             item: the request.
             prefilled: descriptor of the KV for the other worker.
             cached_tokens: number of prompt tokens that were in the cache.
+            onboarded: the part of them that was loaded from other tiers.
         """
-        self._prefilled.append(PromptPrefilled(item.request_id, item.attempt, prefilled, cached_tokens))
+        self._prefilled.append(PromptPrefilled(item.request_id, item.attempt, prefilled, cached_tokens, onboarded))
 
     def not_fetched(self, item: WorkItem, error: str) -> None:
         """Add the event that the KV of a prompt could not be fetched, with the reason."""
@@ -160,7 +183,7 @@ class RankBuffer:
     def take(self) -> EngineBatch | None:
         """Return the events since the last call as one batch; None if there are none and the load is unchanged."""
         events = (self._changes, self._chunks, self._vectors, self._first_tokens, self._finished, self._failed)
-        if not any((*events, self._prefilled, self._not_fetched)) and self.load == self._published_load:
+        if not any((*events, self._prefilled, self._not_fetched, self._store_changes)) and self.load == self._published_load:
             return None
         self._published_load = self.load
         batch = EngineBatch(
@@ -184,6 +207,8 @@ class RankBuffer:
             failed=self._failed,
             prefilled=self._prefilled,
             not_fetched=self._not_fetched,
+            store_changes=self._store_changes,
+            tier_costs=self.tier_costs,
         )
         self._forget()
         return batch

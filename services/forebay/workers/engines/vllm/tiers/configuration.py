@@ -50,15 +50,46 @@ class TierConfig(msgspec.Struct, frozen=True):
         return msgspec.convert(dict(extra), cls, dec_hook=_path)
 
 
-def transfer_config(config: TierConfig) -> dict[str, Any]:
-    """Return vLLM's `kv_transfer_config` for the connector of the tiers."""
+def connector(config: TierConfig) -> dict[str, Any]:
+    """Return the entry of the tiers in vLLM's `kv_transfer_config`."""
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": MODULE,
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": config.encode(),
     }
+
+
+def children(transfer_config: Any) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return name and extra configuration of each connector in vLLM's `KVTransferConfig`; nothing for None."""
+    if transfer_config is None:
+        return []
+    extra = transfer_config.kv_connector_extra_config
+    if transfer_config.kv_connector == "MultiConnector":
+        return [
+            (one["kv_connector"], one.get("kv_connector_extra_config", {})) for one in extra.get("connectors", ())
+        ]
+    return [(transfer_config.kv_connector, extra)]
+
+
+def unsupported(vllm_config: Any) -> str:
+    """Return why KV tiers do not support the configuration of an engine; empty if they do, or if it has none."""
+    if all(name != CONNECTOR for name, _ in children(vllm_config.kv_transfer_config)):
+        return ""
+    parallel = vllm_config.parallel_config
+    if parallel.world_size != 1:
+        return (
+            f"KV tiers need tensor_parallel_size 1 and pipeline_parallel_size 1, got {parallel.tensor_parallel_size}"
+            f" and {parallel.pipeline_parallel_size}: start one worker per device instead"
+        )
+    if parallel.distributed_executor_backend != "uni":
+        return (
+            f"KV tiers need vLLM's executor 'uni', got {parallel.distributed_executor_backend!r}: on a CPU, set"
+            " VLLM_ENABLE_V1_MULTIPROCESSING=0"
+        )
+    if vllm_config.model_config.is_encoder_decoder:
+        return "KV tiers do not support encoder-decoder models"
+    return ""
 
 
 def _path(kind: type, value: Any) -> Any:

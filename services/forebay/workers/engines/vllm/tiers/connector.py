@@ -21,11 +21,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from forebay.workers.engines.vllm.tiers.configuration import CONNECTOR, HINTS, NO_HINTS, RequestHints, TierConfig
+from forebay.workers.engines.vllm.tiers.configuration import (
+    CONNECTOR,
+    HINTS,
+    NO_HINTS,
+    RequestHints,
+    TierConfig,
+    unsupported,
+)
 from forebay.workers.engines.vllm.tiers.device_memory import DeviceMemory
 from forebay.workers.engines.vllm.tiers.digests import directory_digest, model_digest
 from forebay.workers.engines.vllm.tiers.events import cache_events
@@ -77,6 +84,13 @@ class TierStats(KVConnectorStats):
         return not self.data
 
 
+class NoPromMetrics(KVConnectorPromMetrics):
+    """Metrics that vLLM exports itself: none, because the worker exports those of the reports."""
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Do nothing."""
+
+
 class ForebayTiers(KVConnectorBase_V1):
     """Connector of one rank, for its scheduler or for its worker.
 
@@ -89,10 +103,11 @@ class ForebayTiers(KVConnectorBase_V1):
         self._config = TierConfig.decode(self._kv_transfer_config.kv_connector_extra_config)
         self._engine_id = str(self._kv_transfer_config.engine_id)
         self._adapters: dict[tuple[int, str], str] = {}
-        check_parallelism(vllm_config)
+        if reason := unsupported(vllm_config):
+            raise ValueError(reason)
         check_groups(kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
-            self._rank = _RANKS[self._engine_id]
+            self.tier_rank = _RANKS[self._engine_id]
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -108,7 +123,7 @@ class ForebayTiers(KVConnectorBase_V1):
         wake = threading.Event()
         tiers = RankTiers(self._config.tiers, identity, wake=wake.set)
         tiers.open()
-        self._rank = _RANKS[self._engine_id] = VllmRank(tiers, memory, identity, wake)
+        self.tier_rank = _RANKS[self._engine_id] = VllmRank(tiers, memory, identity, wake)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Do nothing, because loads begin when vLLM has allocated their blocks."""
@@ -121,18 +136,18 @@ class ForebayTiers(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """Offer the blocks that the step has completed. Does not wait for copies."""
-        self._rank.step_launched()
+        self.tier_rank.step_launched()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the ids of the requests whose loads have ended, as the second element."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, TierMetadata)
-        self._rank.poll(idle=metadata.idle)
-        return None, self._rank.take_received()
+        self.tier_rank.poll(idle=metadata.idle)
+        return None, self.tier_rank.take_received()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that were not loaded, which vLLM computes."""
-        return self._rank.take_failed()
+        return self.tier_rank.take_failed()
 
     def shutdown(self) -> None:
         """Close the tiers."""
@@ -143,75 +158,80 @@ class ForebayTiers(KVConnectorBase_V1):
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         """Set the pool in which blocks are referenced while they are copied."""
-        self._rank.bind(gpu_block_pool)
+        self.tier_rank.bind(gpu_block_pool)
 
     def on_new_request(self, request: "Request") -> None:
         """Add a request. Requests whose tokens are not known have no keys and use no tiers."""
         known = request.prompt_embeds is None and request.prompt_is_token_ids is None and not request.resumable
         if known:
-            self._rank.add(request, _hints(request), self._adapter(request))
+            self.tier_rank.add(request, _hints(request), self._adapter(request))
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the number of tokens to load for a request, and whether the load is asynchronous."""
         if request.skip_reading_prefix_cache:
             return 0, False
-        tokens = self._rank.match(request.request_id, num_computed_tokens)
+        tokens = self.tier_rank.match(request.request_id, num_computed_tokens)
         if tokens is None:
             return None, False
         fetches = (request.kv_transfer_params or {}).get("do_remote_prefill")
-        if fetches and not self._rank.has_all(request.request_id, num_computed_tokens, tokens):
+        if fetches and not self.tier_rank.has_all(request.request_id, num_computed_tokens, tokens):
             # vLLM uses one connector per request, and the KV of the prefill worker is complete.
             tokens = 0
         return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """Begin to load `num_external_tokens` tokens into the blocks of a request."""
-        self._rank.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+        self.tier_rank.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Note which blocks the next step completes."""
         state = scheduler_output.kv_connector_block_state
         assert state is not None
         scheduled = scheduler_output.num_scheduled_tokens
-        self._rank.schedule(scheduled, lambda request_id: state.resolve_block_ids(request_id)[0])
+        self.tier_rank.schedule(scheduled, lambda request_id: state.resolve_block_ids(request_id)[0])
         return TierMetadata(idle=not scheduled)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Note the end of a step."""
-        self._rank.step_ended()
+        self.tier_rank.step_ended()
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request. Its blocks can be freed, because blocks that are being copied have another reference."""
-        self._rank.finish(request.request_id)
+        self.tier_rank.finish(request.request_id)
         return False, None
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the changes of the tiers since the last call as KV events of vLLM."""
-        return cache_events(*self._rank.tiers.changes(), block_size=self._vllm_config.cache_config.block_size)
+        return cache_events(*self.tier_rank.take_changes(), block_size=self._vllm_config.cache_config.block_size)
 
     def has_pending_block_frees(self) -> bool:
         """Return whether the end of copies will free blocks, so that vLLM need not preempt a request."""
-        return self._rank.frees_blocks
+        return self.tier_rank.frees_blocks
 
     def has_pending_push_work(self) -> bool:
         """Return whether vLLM should continue to step without requests, because copies run."""
-        return self._rank.busy
+        return self.tier_rank.busy
 
     def reset_cache(self) -> bool:
-        """Remove all blocks of the rank's own tiers."""
-        self._rank.clear()
+        """Report the content of the tiers again: after a reset of device memory, forebay takes all tiers for empty."""
+        self.tier_rank.announce()
         return True
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the report of the rank, from the scheduler's connector only."""
-        if self.role != KVConnectorRole.SCHEDULER or (report := report_of(self._rank)) is None:
+        if self.role != KVConnectorRole.SCHEDULER or (report := report_of(self.tier_rank)) is None:
             return None
         return TierStats({"report": msgspec.msgpack.encode(report)})
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Return the statistics with this data."""
-        return TierStats(data or {})
+        """Return empty statistics, so that vLLM logs nothing; the worker reads the reports."""
+        return TierStats()
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> KVConnectorPromMetrics:
+        """Return the metrics that vLLM exports itself."""
+        return NoPromMetrics(*arguments)
 
     def _adapter(self, request: "Request") -> str:
         if (lora := request.lora_request) is None:
@@ -226,21 +246,6 @@ def _hints(request: "Request") -> RequestHints:
     sampling = request.sampling_params
     given = None if sampling is None else (sampling.extra_args or {}).get(HINTS)
     return NO_HINTS if given is None else msgspec.convert(given, RequestHints)
-
-
-def check_parallelism(config: VllmConfig) -> None:
-    """Raise ValueError unless one process computes a rank."""
-    parallel = config.parallel_config
-    if parallel.world_size != 1:
-        raise ValueError(
-            f"KV tiers need tensor_parallel_size 1 and pipeline_parallel_size 1, got {parallel.tensor_parallel_size} and"
-            f" {parallel.pipeline_parallel_size}: start one worker per device instead"
-        )
-    if parallel.distributed_executor_backend != "uni":
-        raise ValueError(
-            f"KV tiers need vLLM's executor 'uni', got {parallel.distributed_executor_backend!r}: on a CPU, set"
-            " VLLM_ENABLE_V1_MULTIPROCESSING=0"
-        )
 
 
 def check_groups(config: KVCacheConfig) -> None:

@@ -11,10 +11,9 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from forebay.engine_model.steps import StoreChange, Stored
 from forebay.events.kv import Tier
 from forebay.workers.engine import CacheChange, Cleared
-from forebay.workers.kv_events.engine_events import OWNER
+from forebay.workers.kv_events.engine_events import OWNER, SHARED, SHARED_STALE
 
 MEDIA: dict[Tier, str] = {"host": "CPU", "disk": "DISK"}
-SHARED, STALE = "SHARED", "SHARED_STALE"
 
 
 def cache_events(
@@ -29,7 +28,7 @@ def cache_events(
         else:
             yield _removed(change.hashes, medium, "LOCAL")
     for one in store_changes:
-        for hashes, medium in ((one.removed, SHARED), (one.stale, STALE)):
+        for hashes, medium in ((one.removed, SHARED), (one.stale, SHARED_STALE)):
             if hashes:
                 yield _removed(hashes, medium, "REMOTE")
         if one.stored:

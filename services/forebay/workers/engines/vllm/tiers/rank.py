@@ -17,7 +17,9 @@ from typing import Any, Protocol
 
 from forebay import runtime
 from forebay.events.progress import OnboardedTokens
+from forebay.engine_model.steps import StoreChange
 from forebay.kv_tiers.manager import TierRun
+from forebay.workers.engine import CacheChange
 from forebay.workers.engines.vllm.tiers.prompt_names import PromptNames
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
 from forebay.workers.kv_tiers.rank_tiers import LoadResult, RankTiers
@@ -120,6 +122,7 @@ class VllmRank:
         self._received: set[str] = set()
         self._failed: set[int] = set()
         self._referenced = 0
+        self._announces = False
         self._copied: deque[int] = deque()  # blocks whose bytes were copied, added by threads
 
     # Scheduler
@@ -293,6 +296,18 @@ class VllmRank:
         """Remove all blocks of the rank's own tiers."""
         self.tiers.clear()
 
+    def take_changes(self) -> tuple[list[CacheChange], list[StoreChange]]:
+        """Return the changes of the tiers and of the shared store since the last call."""
+        changes, store_changes = self.tiers.changes()
+        if self._announces:
+            self._announces = False
+            changes, store_changes = self.tiers.content()
+        return changes, store_changes
+
+    def announce(self) -> None:
+        """Report the whole content of the tiers with the next changes."""
+        self._announces = True
+
     def finish(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._requests.pop(request_id, None)
@@ -300,7 +315,7 @@ class VllmRank:
     @property
     def busy(self) -> bool:
         """Whether copies run whose end should be applied soon."""
-        return bool(self._loads or self._referenced or self.tiers.busy)
+        return bool(self._loads or self._referenced or self._announces or self.tiers.busy)
 
     @property
     def frees_blocks(self) -> bool:
