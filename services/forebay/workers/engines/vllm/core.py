@@ -93,8 +93,9 @@ def _transfer_config(settings: EngineSettings, connectors: list[dict[str, Any]])
             "kv_role": KV_ROLES[settings.role],
             "kv_connector_extra_config": {"connectors": connectors},
         }
-    # A decode engine reports failed fetches, which are counted. Others compute KV that cannot be loaded.
-    return combined | {"kv_load_failure_policy": "fail" if settings.role == "decode" else "recompute"}
+    # A failed fetch must be reported and counted. A prefill engine fetches nothing, but it may load from tiers.
+    fetches = settings.tiers is None or settings.role == "decode"
+    return combined | {"kv_load_failure_policy": "fail" if fetches else "recompute"}
 
 
 @contextmanager
