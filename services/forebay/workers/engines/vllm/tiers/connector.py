@@ -152,7 +152,7 @@ class ForebayTiers(KVConnectorBase_V1):
     def shutdown(self) -> None:
         """Close the tiers."""
         if (rank := _RANKS.pop(self._engine_id, None)) is not None:
-            rank.tiers.close()
+            rank.close()
 
     # Scheduler
 

@@ -8,6 +8,7 @@ pool, so vLLM neither overwrites nor evicts it. No step waits for a copy.
 Everything here runs on the thread of vLLM's engine core, except the copies.
 """
 
+import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,8 @@ from forebay.workers.engine import CacheChange
 from forebay.workers.engines.vllm.tiers.prompt_names import PromptNames
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
 from forebay.workers.kv_tiers.rank_tiers import LoadResult, RankTiers
+
+logger = logging.getLogger(__name__)
 
 PREFETCHES_MAX = 4  # waiting requests whose blocks are copied to host memory ahead of their load
 IDLE_WAIT_S = 0.002  # an engine that only waits for copies looks for their end this often
@@ -79,6 +82,16 @@ class _Request:
     barred: bool = False  # a load failed; the request is computed
 
 
+@dataclass(eq=False)
+class _Load:
+    request: _Request
+    request_id: str
+    into: list[int]  # blocks of the cache
+    payloads: list[memoryview]
+    result: LoadResult | None = None
+    placed: int = 0  # leading blocks whose bytes are in the cache
+
+
 @dataclass
 class _Offer:
     names: list[BlockName]
@@ -123,7 +136,8 @@ class VllmRank:
         self._failed: set[int] = set()
         self._referenced = 0
         self._announces = False
-        self._copied: deque[int] = deque()  # blocks whose bytes were copied, added by threads
+        self._copier = runtime.executor(1, "forebay-tiers")
+        self._placed: deque[_Load] = deque()  # loads whose blocks are in the cache, added by the copier
 
     # Scheduler
 
@@ -194,9 +208,8 @@ class VllmRank:
         into = list(block_ids[one.first : one.first + count])
         self._loading.update(name.key for name in names[one.first : one.first + count])
         self._loads.add(request_id)
-        payloads = [memoryview(bytearray(self._identity.block_bytes)) for _ in into]
-        done = partial(self._on_loaded, one, request_id, into, payloads)
-        self.tiers.load(names, one.first, one.runs, payloads, done)
+        load = _Load(one, request_id, into, [memoryview(bytearray(self._identity.block_bytes)) for _ in into])
+        self.tiers.load(names, one.first, one.runs, load.payloads, partial(self._on_loaded, load))
 
     def schedule(self, scheduled: Mapping[str, int], block_ids: Callable[[str], Sequence[int]]) -> None:
         """Note the blocks that the next step completes, and prefetch for requests that still wait.
@@ -281,6 +294,8 @@ class VllmRank:
             self._wake.wait(IDLE_WAIT_S)
         self._wake.clear()
         self.tiers.poll()
+        while self._placed:
+            self._end_load(self._placed.popleft())
 
     def take_received(self) -> set[str]:
         """Return vLLM's ids of the requests whose loads have ended since the last call."""
@@ -291,6 +306,11 @@ class VllmRank:
         """Return the blocks that were not loaded, as reported since the last call."""
         failed, self._failed = self._failed, set()
         return failed
+
+    def close(self) -> None:
+        """Close the tiers, after the copies in progress."""
+        self.tiers.close()
+        self._copier.shutdown()
 
     def clear(self) -> None:
         """Remove all blocks of the rank's own tiers."""
@@ -328,17 +348,30 @@ class VllmRank:
         # In reverse order, so that vLLM evicts the end of a prompt first.
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(offer.block_ids)])
 
-    def _on_loaded(
-        self, one: _Request, request_id: str, into: list[int], payloads: list[memoryview], result: LoadResult
-    ) -> None:
-        for block, payload in zip(into[: result.blocks], payloads, strict=False):
-            self._memory.scatter(block, payload)
-        count = len(into)
+    def _on_loaded(self, load: _Load, result: LoadResult) -> None:
+        load.result = result
+        # In a thread, because other requests may be computed at the same time.
+        self._copier.submit(self._place, load)
+
+    def _place(self, load: _Load) -> None:
+        assert load.result is not None
+        try:
+            for block, payload in zip(load.into[: load.result.blocks], load.payloads, strict=False):
+                self._memory.scatter(block, payload)
+                load.placed += 1
+        except Exception:
+            logger.exception("cannot copy loaded KV into the cache of vLLM, so it is computed")
+        self._placed.append(load)
+        self._wake.set()
+
+    def _end_load(self, load: _Load) -> None:
+        one, count = load.request, len(load.into)
         self._loading.subtract(name.key for name in one.names.names[one.first : one.first + count])
         self._loading += Counter()  # drops zeros
-        self._loads.discard(request_id)
-        self._received.add(request_id)
-        if result.blocks < count:
+        self._loads.discard(load.request_id)
+        self._received.add(load.request_id)
+        if load.placed < count:
             one.barred = True
-            self._failed.update(into[result.blocks :])
-        self.onboarded[one.request_id] = tuple(result.onboarded(self._block_size))
+            self._failed.update(load.into[load.placed :])
+        assert load.result is not None
+        self.onboarded[one.request_id] = tuple(load.result.onboarded(self._block_size))
