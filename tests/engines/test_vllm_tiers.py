@@ -9,7 +9,7 @@ import pytest_asyncio
 from forebay.workers.engines.vllm.engine import VllmEngine
 from forebay.workers.kv_tiers.settings import TierSettings
 from tests.engines.driven import Driven, driven
-from tests.engines.vllm_settings import BLOCK, SPEC, settings
+from tests.engines.vllm_settings import SPEC, settings
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

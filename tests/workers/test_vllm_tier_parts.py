@@ -17,9 +17,7 @@ from forebay.workers.kv_tiers.identity import KvIdentity, block_keys, media_by_b
 from forebay.workers.kv_tiers.settings import TierSettings
 
 BLOCK = 4
-IDENTITY = KvIdentity(
-    weights="ab", tp_rank=0, tp_size=1, layout="l", dtype="float32", block_size=BLOCK, block_bytes=64
-)
+IDENTITY = KvIdentity(weights="ab", tp_rank=0, tp_size=1, layout="l", dtype="float32", block_size=BLOCK, block_bytes=64)
 TOKENS = list(range(100, 123))
 TIERS = TierSettings(host_bytes=1 << 20, disk=Path("/disk"), store="s3://bucket/kv", filter=False)
 
@@ -29,7 +27,7 @@ def feature(identifier: str, offset: int, length: int) -> Any:
 
 
 def names(tokens: list[int], **options: Any) -> list[tuple[bytes, int]]:
-    return [tuple(one) for one in PromptNames(IDENTITY, **options).extend(tokens)]
+    return [(one.key, one.sequence_hash) for one in PromptNames(IDENTITY, **options).extend(tokens)]
 
 
 @pytest.mark.parametrize("step", [1, 3, 5, 23])
@@ -39,7 +37,9 @@ def test_names_do_not_depend_on_how_tokens_arrive(step: int) -> None:
     for end in range(step, len(TOKENS) + step, step):
         grown.extend(TOKENS[:end])
     packed = pack_u32(TOKENS)
-    media = media_by_block([(one.identifier, one.mm_position.offset, one.mm_position.length) for one in features], BLOCK)
+    media = media_by_block(
+        [(one.identifier, one.mm_position.offset, one.mm_position.length) for one in features], BLOCK
+    )
     keys = block_keys(IDENTITY, packed, salt="t", adapter="d", media=media)
     objects = {0: [mm_hash("00ff" * 16)], 1: [mm_hash("00ff" * 16)], 2: [mm_hash("00ff" * 16)], 4: [mm_hash("clip")]}
     hashes = unpack_u64(sequence_hashes(packed, BLOCK, hash_seed("l", "t"), objects))

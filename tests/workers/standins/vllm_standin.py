@@ -123,7 +123,8 @@ class AsyncLLM:
             num_running_reqs=self.running[rank],
             num_waiting_reqs=0,
             num_skipped_waiting_reqs=0,
-            kv_cache_usage=usage, kv_connector_stats=None,
+            kv_cache_usage=usage,
+            kv_connector_stats=None,
         )
         self.loggers[rank].record(stats, None)
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
 from forebay import runtime
-from forebay.engine_model.model import Finished
+from forebay.engine_model.steps import Finished, StoreChange
 from forebay.events.base import unpack_u32
 from forebay.events.requests import Task
 from forebay.events.tokens import ResponseError
@@ -125,7 +125,7 @@ class AsyncEngine(ABC):
     def _death(self) -> str:
         return f"{self.NAME} died; see its log for the cause"
 
-    def _on_changes(self, rank: int, changes: Sequence[CacheChange]) -> None:
+    def _on_changes(self, rank: int, changes: Sequence[CacheChange | StoreChange]) -> None:
         self._ranks[rank].changed(changes)
         self._wake.set()
 

@@ -19,7 +19,6 @@ import msgspec
 from prometheus_client.registry import Collector
 
 from forebay import runtime
-from forebay.engine_model.steps import Stored
 from forebay.events.base import U32_BYTES
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec

@@ -143,9 +143,7 @@ class RankBuffer:
             cached_tokens: number of prompt tokens that were not computed.
             onboarded: the part of them that was loaded from other tiers.
         """
-        self._first_tokens.append(
-            FirstTokenStep(item.request_id, item.attempt, cached_tokens, onboarded=onboarded)
-        )
+        self._first_tokens.append(FirstTokenStep(item.request_id, item.attempt, cached_tokens, onboarded=onboarded))
 
     def embedded(self, item: WorkItem, packed: bytes) -> None:
         """Add the embedding vector of a prompt, packed as float32."""
@@ -183,7 +181,10 @@ class RankBuffer:
     def take(self) -> EngineBatch | None:
         """Return the events since the last call as one batch; None if there are none and the load is unchanged."""
         events = (self._changes, self._chunks, self._vectors, self._first_tokens, self._finished, self._failed)
-        if not any((*events, self._prefilled, self._not_fetched, self._store_changes)) and self.load == self._published_load:
+        if (
+            not any((*events, self._prefilled, self._not_fetched, self._store_changes))
+            and self.load == self._published_load
+        ):
             return None
         self._published_load = self.load
         batch = EngineBatch(

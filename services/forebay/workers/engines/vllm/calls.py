@@ -15,8 +15,8 @@ from forebay.events.tokens import ResponseError
 from forebay.workers.engines.loras import LoraAdapter
 from forebay.workers.engines.model_directory import one_line
 from forebay.workers.engines.vllm.media import MediaRefused
-from forebay.workers.engines.vllm.tiers.configuration import HINTS, RequestHints
 from forebay.workers.engines.vllm.requests import sampling_arguments, structured_arguments
+from forebay.workers.engines.vllm.tiers.configuration import HINTS, RequestHints
 
 __all__ = ["EngineDeadError", "VLLMError", "lora_request", "pooling_params", "response_error", "sampling_params"]
 

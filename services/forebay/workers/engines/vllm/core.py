@@ -32,9 +32,7 @@ NIXL = ("nixl", "nixl_rocm")  # packages of vLLM's connector
 HOST, PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 
-def engine_arguments(
-    settings: EngineSettings, *, kv_events: bool, sockets: Path, weights: str = ""
-) -> dict[str, Any]:
+def engine_arguments(settings: EngineSettings, *, kv_events: bool, sockets: Path, weights: str = "") -> dict[str, Any]:
     """Return the keyword arguments of vLLM's `AsyncEngineArgs`, with nested configurations as dictionaries.
 
     Args:

@@ -76,15 +76,14 @@ class VllmEngine(ModelEngine):
         self._scheduling_policy = "fcfs"
         self._transfers = KvTransfers(settings.model_name, self._kept)
         self._layout: KvLayout | None = None
+        self._store_name = ""
         self._onboarded: dict[str, tuple[OnboardedTokens, ...]] = {}  # by request, until its first token
 
     async def _launch(self, spec: WorkerSpec) -> None:
         settings = self._settings
         require_nixl(settings)
         weights = "" if settings.tiers is None else await runtime.offload(model_digest, settings.model)
-        arguments = engine_arguments(
-            settings, kv_events=spec.kv_events, sockets=self._make_sockets(), weights=weights
-        )
+        arguments = engine_arguments(settings, kv_events=spec.kv_events, sockets=self._make_sockets(), weights=weights)
         channel = side_channel(settings)
         self.llm = await self.core.start(
             arguments, lambda _, index: VllmStepStats(index, self._on_step, self._on_tiers), channel
@@ -112,6 +111,8 @@ class VllmEngine(ModelEngine):
                 for index, source in self.llm.get_kv_event_sources().items()
             }
         self._layout = await self._transfers.start(self.llm, spec.worker_id)
+        if settings.tiers is not None and settings.tiers.store:
+            self._store_name = (await self.llm.collective_rpc("forebay_store_name"))[0]
 
     async def _sized(self, spec: WorkerSpec) -> WorkerSpec:
         config = self.llm.vllm_config
@@ -122,6 +123,7 @@ class VllmEngine(ModelEngine):
             max_num_seqs=config.scheduler_config.max_num_seqs,
             max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
             kv_layout=self._layout,
+            kv_store=self._store_name,
         )
 
     async def _shut_down(self) -> None:

@@ -16,9 +16,12 @@ class KvLeases:
 
     def forebay_clear_tiers(self) -> None:
         """Remove all blocks from the tiers of the rank, except from a shared store."""
-        for connector in _connectors():
-            if (rank := getattr(connector, "tier_rank", None)) is not None:
-                rank.clear()
+        for rank in _tier_ranks():
+            rank.clear()
+
+    def forebay_store_name(self) -> str:
+        """Return the name of the shared store of the rank; empty without one."""
+        return next((rank.store_name for rank in _tier_ranks()), "")
 
     def forebay_block_bytes(self) -> tuple[int, int, bool]:
         """Return the size of a KV block in this process, and make reads check the lease.
@@ -55,6 +58,11 @@ def _connector_worker() -> Any:
     """Return the worker side of the NIXL connector; None without one."""
     workers = [getattr(connector, "connector_worker", None) for connector in _connectors()]
     return next((worker for worker in workers if worker is not None), None)
+
+
+def _tier_ranks() -> list[Any]:
+    ranks = [getattr(connector, "tier_rank", None) for connector in _connectors()]
+    return [rank for rank in ranks if rank is not None]
 
 
 def _connectors() -> list[Any]:

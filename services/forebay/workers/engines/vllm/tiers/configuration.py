@@ -66,9 +66,7 @@ def children(transfer_config: Any) -> list[tuple[str, Mapping[str, Any]]]:
         return []
     extra = transfer_config.kv_connector_extra_config
     if transfer_config.kv_connector == "MultiConnector":
-        return [
-            (one["kv_connector"], one.get("kv_connector_extra_config", {})) for one in extra.get("connectors", ())
-        ]
+        return [(one["kv_connector"], one.get("kv_connector_extra_config", {})) for one in extra.get("connectors", ())]
     return [(transfer_config.kv_connector, extra)]
 
 

@@ -37,7 +37,7 @@ from forebay.workers.engines.vllm.tiers.device_memory import DeviceMemory
 from forebay.workers.engines.vllm.tiers.digests import directory_digest, model_digest
 from forebay.workers.engines.vllm.tiers.events import cache_events
 from forebay.workers.engines.vllm.tiers.rank import VllmRank
-from forebay.workers.engines.vllm.tiers.reports import TierReport, report_of
+from forebay.workers.engines.vllm.tiers.reports import report_of
 from forebay.workers.kv_tiers.identity import KvIdentity
 from forebay.workers.kv_tiers.rank_tiers import RankTiers
 
@@ -54,7 +54,7 @@ _RANKS: dict[str, VllmRank] = {}  # ranks of the engines in this process, by eng
 
 
 @dataclass
-class TierMetadata(KVConnectorMetadata):
+class TierMetadata(KVConnectorMetadata):  # type: ignore[misc] - mypy runs without vLLM
     """What the scheduler's connector sends to the worker's with each step.
 
     Attributes:
@@ -64,7 +64,7 @@ class TierMetadata(KVConnectorMetadata):
     idle: bool
 
 
-class TierStats(KVConnectorStats):
+class TierStats(KVConnectorStats):  # type: ignore[misc] - mypy runs without vLLM
     """Statistics of the tiers since the last step: `data` contains an encoded `TierReport`."""
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -73,7 +73,7 @@ class TierStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget the report."""
-        self.data = {}
+        self.data.clear()
 
     def reduce(self) -> dict[str, int | float]:
         """Return the numbers that vLLM logs."""
@@ -84,14 +84,14 @@ class TierStats(KVConnectorStats):
         return not self.data
 
 
-class NoPromMetrics(KVConnectorPromMetrics):
+class NoPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc] - mypy runs without vLLM
     """Metrics that vLLM exports itself: none, because the worker exports those of the reports."""
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Do nothing."""
 
 
-class ForebayTiers(KVConnectorBase_V1):
+class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc] - mypy runs without vLLM
     """Connector of one rank, for its scheduler or for its worker.
 
     Raises:

@@ -1,7 +1,7 @@
 """Encode changes of the tiers as KV events of vLLM. Imports vLLM.
 
-The blocks in these events are named by forebay's sequence hashes, and the events contain no tokens. `OWNER` in the field
-`ownership` marks them. vLLM publishes them on the same socket as its own events, so they are numbered and replayed too.
+The blocks in these events are named by forebay's sequence hashes, and the events contain no tokens. The field
+`ownership` is `OWNER`. vLLM publishes them on the same socket as its own events, so they are numbered and replayed, too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,9 +35,7 @@ def cache_events(
             yield _stored(None, one.stored, SHARED, block_size, "REMOTE")
 
 
-def _stored(
-    parent: int | None, hashes: Sequence[int], medium: str, block_size: int, locality: str
-) -> KVCacheEvent:
+def _stored(parent: int | None, hashes: Sequence[int], medium: str, block_size: int, locality: str) -> KVCacheEvent:
     return BlockStored(
         block_hashes=list(hashes),
         parent_block_hash=parent,

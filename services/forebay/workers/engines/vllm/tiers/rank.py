@@ -17,10 +17,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from forebay import runtime
-from forebay.events.progress import OnboardedTokens
 from forebay.engine_model.steps import StoreChange
+from forebay.events.progress import OnboardedTokens
 from forebay.kv_tiers.manager import TierRun
 from forebay.workers.engine import CacheChange
+from forebay.workers.engines.vllm.tiers.configuration import RequestHints
 from forebay.workers.engines.vllm.tiers.prompt_names import PromptNames
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
 from forebay.workers.kv_tiers.rank_tiers import LoadResult, RankTiers
@@ -55,18 +56,6 @@ class BlockPool(Protocol):
 
     def free_blocks(self, ordered_blocks: Sequence[Any]) -> None:
         """Remove a reference from blocks."""
-
-
-class Hints(Protocol):
-    """What forebay adds to a request of vLLM.
-
-    Attributes:
-        request_id: id of the request on the log.
-        store_blocks: leading blocks of the prompt that the router expects in the tiers.
-    """
-
-    request_id: str
-    store_blocks: int
 
 
 @dataclass(eq=False)
@@ -145,7 +134,7 @@ class VllmRank:
         """Set the pool in which blocks are referenced while they are copied."""
         self._pool = pool
 
-    def add(self, request: Any, hints: Hints, adapter: str) -> None:
+    def add(self, request: Any, hints: RequestHints, adapter: str) -> None:
         """Add a request that waits.
 
         Args:
@@ -306,6 +295,11 @@ class VllmRank:
         """Return the blocks that were not loaded, as reported since the last call."""
         failed, self._failed = self._failed, set()
         return failed
+
+    @property
+    def store_name(self) -> str:
+        """Name of the shared store; empty without one."""
+        return self.tiers.store_name
 
     def close(self) -> None:
         """Close the tiers, after the copies in progress."""
