@@ -17,6 +17,9 @@ def test_own_blocks_are_in_their_tiers_beside_the_blocks_of_the_engine() -> None
     assert resident.apply(OwnStored(parent=None, hashes=device, tier="host")) == [Stored(None, device, "host")]
     assert resident.apply(OwnStored(parent=device[0], hashes=(9,), tier="disk")) == [Stored(device[0], (9,), "disk")]
     assert (resident.held(), resident.held("host"), resident.held("disk")) == (device, device, (9,))
+    again = OwnStored(parent=None, hashes=(*device, 10, 11), tier="host")
+    assert resident.apply(again) == [Stored(device[1], (10, 11), "host")], "each block is reported once"
+    assert resident.apply(OwnRemoved(hashes=(11, 10), tier="host")) == [Removed((11, 10), "host")]
     assert resident.lower() == [Stored(None, device, "host"), Stored(None, (9,), "disk")]
     assert resident.apply(OwnRemoved(hashes=(device[0], 77), tier="host")) == [Removed((device[0],), "host")]
     assert resident.apply(OwnRemoved(hashes=(77,), tier="host")) == []

@@ -270,7 +270,7 @@ def test_any_bytes_are_a_batch_or_an_error(decoder: Callable[[], Decode], data: 
         if isinstance(one, StoredBlocks):
             assert len(one.token_ids) == 4 * len(one.hashes) * one.block_size
             assert all(0 <= content <= U64_MASK for contents in one.mm_hashes.values() for content in contents)
-        if not isinstance(one, ClearedBlocks):
+        if isinstance(one, StoredBlocks | RemovedBlocks):
             assert all(0 <= name <= U64_MASK for name in one.hashes)
 
 

@@ -9,7 +9,7 @@ is reported as removed with its last copy.
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import get_args
 
 from forebay.core.block_hashes import block_hashes, extend_chain, hash_seed
@@ -95,8 +95,7 @@ class ResidentBlocks:
                 self.clear()
                 return [Cleared()]
             case OwnStored():
-                self._held[event.tier].update(dict.fromkeys(event.hashes, 1))
-                return [Stored(event.parent, event.hashes, event.tier)]
+                return self._store_own(event)
             case OwnRemoved():
                 held = self._held[event.tier]
                 gone = tuple(block for block in event.hashes if held.pop(block, 0))
@@ -140,6 +139,18 @@ class ResidentBlocks:
                 new_parent = canonical
         if new:
             changes.append(_stored(new_parent, new, event.tier))
+        return changes
+
+    def _store_own(self, event: OwnStored) -> list[Change]:
+        held = self._held[event.tier]
+        changes: list[Change] = []
+        before = event.parent
+        for is_known, group in groupby(event.hashes, held.__contains__):
+            blocks = tuple(group)
+            if not is_known:
+                changes.append(Stored(before, blocks, event.tier))
+            before = blocks[-1]
+        held.update(dict.fromkeys(event.hashes, 1))
         return changes
 
     def _add(self, engine_hash: int, canonical: int, seed: int, tier: Tier) -> bool:

@@ -54,7 +54,7 @@ _RANKS: dict[str, VllmRank] = {}  # ranks of the engines in this process, by eng
 
 
 @dataclass
-class TierMetadata(KVConnectorMetadata):  # type: ignore[misc] - mypy runs without vLLM
+class TierMetadata(KVConnectorMetadata):  # type: ignore[misc]  # mypy runs without vLLM
     """What the scheduler's connector sends to the worker's with each step.
 
     Attributes:
@@ -64,7 +64,7 @@ class TierMetadata(KVConnectorMetadata):  # type: ignore[misc] - mypy runs witho
     idle: bool
 
 
-class TierStats(KVConnectorStats):  # type: ignore[misc] - mypy runs without vLLM
+class TierStats(KVConnectorStats):  # type: ignore[misc]  # mypy runs without vLLM
     """Statistics of the tiers since the last step: `data` contains an encoded `TierReport`."""
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -84,14 +84,14 @@ class TierStats(KVConnectorStats):  # type: ignore[misc] - mypy runs without vLL
         return not self.data
 
 
-class NoPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc] - mypy runs without vLLM
+class NoPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # mypy runs without vLLM
     """Metrics that vLLM exports itself: none, because the worker exports those of the reports."""
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Do nothing."""
 
 
-class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc] - mypy runs without vLLM
+class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs without vLLM
     """Connector of one rank, for its scheduler or for its worker.
 
     Raises:
