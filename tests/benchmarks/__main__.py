@@ -22,6 +22,7 @@ NAMES = (
     "disagg",
     "kv-transfer",
     "kv-hosts",
+    "tiers",
     "overload",
     "attached",
     "planner",

@@ -115,7 +115,7 @@ class BlockStore(Protocol):
         ...
 
     def take_evicted(self) -> list[BlockName]:
-        """Return the blocks that left the store since the last call, because of the quota or a bad file."""
+        """Return the blocks that this process removed since the last call because the quota was exceeded."""
         ...
 
     def close(self) -> None:
