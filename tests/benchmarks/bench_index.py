@@ -28,7 +28,7 @@ from forebay.core.state.prefix_index import PrefixIndex
 from forebay.events import topics
 from forebay.events.base import array_u64, pack_u64
 from forebay.events.codec import decode, encode
-from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored
+from forebay.events.kv import BlocksRemoved, BlocksStored, CacheEvent
 
 PEER_FILE = "index_dynamo.py"
 PEER_TIMEOUT_S = 600  # one case takes about half a minute
@@ -96,11 +96,11 @@ class Wire:
             index.add_holder(name, 0, worker_epoch=1)
         return index
 
-    def stored(self, events: Iterable[Stored]) -> list[AnyKvEvent]:
+    def stored(self, events: Iterable[Stored]) -> list[CacheEvent]:
         """Return the events, in order."""
         return [self._stored(event) for event in events]
 
-    def removed(self, events: Iterable[Stored]) -> list[AnyKvEvent]:
+    def removed(self, events: Iterable[Stored]) -> list[CacheEvent]:
         """Return events that remove the blocks of each event, last block first."""
         return [
             BlocksRemoved(
@@ -195,7 +195,7 @@ def rss_of_index(records: list[bytes], workers: int) -> int:
     return rss_bytes() - before
 
 
-def packed(events: Iterable[AnyKvEvent]) -> list[bytes]:
+def packed(events: Iterable[CacheEvent]) -> list[bytes]:
     """Return the events as encoded on the topic."""
     return [encode(topics.KV_EVENTS, event) for event in events]
 
@@ -207,7 +207,7 @@ def apply_wire(index: PrefixIndex, records: Iterable[bytes]) -> None:
     check(index)
 
 
-def apply(index: PrefixIndex, events: Iterable[AnyKvEvent]) -> None:
+def apply(index: PrefixIndex, events: Iterable[CacheEvent]) -> None:
     """Apply decoded events."""
     for event in events:
         index.apply(event)

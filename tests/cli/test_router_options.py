@@ -61,6 +61,7 @@ def test_every_flag_sets_its_field() -> None:
         "--router-decode-active-request-weight": "4",
         "--router-host-cache-hit-weight": "0.6",
         "--router-disk-cache-hit-weight": "0.1",
+        "--shared-cache-hit-weight": "0.05",
         "--router-ttl-secs": "60",
         "--router-predicted-ttl-secs": "5",
         "--router-session-affinity-ttl-secs": "30",
@@ -75,6 +76,7 @@ def test_every_flag_sets_its_field() -> None:
     choices = {
         "--router-mode": "least-loaded",
         "--router-selection-policy": "lmetric",
+        "--tier-credit": "measured",
         "--router-queue-policy": "wspt",
         "--router-session-affinity-mode": "soft",
     }
@@ -95,6 +97,8 @@ def test_every_flag_sets_its_field() -> None:
         prefill_load_scale=3.0,
         host_cache_hit_weight=0.6,
         disk_cache_hit_weight=0.1,
+        shared_cache_hit_weight=0.05,
+        tier_credit="measured",
         decode_active_request_weight=4.0,
         temperature=0.5,
         track_prefill_tokens=False,

@@ -7,14 +7,15 @@ import msgspec
 import pytest
 from hypothesis import given
 
+from forebay.core.restore import restore
 from forebay.core.state.commands import LAST_READY, PENDING_MAX, RESPONSE_OMITTED, TEXT_CHARS_MAX
 from forebay.core.state.requests import REMEMBER_US
 from forebay.core.step import claim
-from forebay.core.world import restore
 from forebay.events.control import PoolConfigured, WorkerCommanded
 from forebay.events.decisions import CommandEnded, CommandSent, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSuspect
 from forebay.events.snapshots import CommandState
+from forebay.events.versions import EVENTS_VERSION
 from tests.core.worlds import BLOCK, Driver, commanded, declined, histories, joined, obeyed, perform_all, request
 
 
@@ -300,7 +301,7 @@ def test_a_restored_machine_behaves_identically(before: list[Any], after: list[A
     drive.world.take_consumed()
     copy = restore(drive.world.snapshot())
     assert copy.commands.digest() == drive.world.commands.digest()
-    claim(copy, 0)
+    claim(copy, 0, events_version=EVENTS_VERSION)
     other = Driver(copy)
     other.world.seq, other.now_us = drive.world.seq, drive.now_us
     known = len(drive.decided)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.rederive import Rederivation
+from forebay.core.restore import restore
 from forebay.core.routing.candidates import find_candidates, must_queue
 from forebay.core.routing.disaggregation import locate_prompt
 from forebay.core.routing.eligibility import Ineligible
@@ -18,7 +19,7 @@ from forebay.core.routing.policies import BUILT_IN
 from forebay.core.routing.selection import WEIGHT_ONE, softmax_weights
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.step import CLOCK, InputEvent, advance
-from forebay.core.world import World, restore
+from forebay.core.world import World
 from forebay.events.base import pack_u64
 from forebay.events.codec import decode, encode
 from forebay.events.control import (
@@ -41,12 +42,13 @@ from forebay.events.decisions import (
     RouteAnswered,
 )
 from forebay.events.fleet import IngressJoined
-from forebay.events.kv import BlocksRemoved, BlocksStored
-from forebay.events.metrics import LoadReported
+from forebay.events.kv import BlocksRemoved, BlocksStored, StoreBlocksAdded
+from forebay.events.metrics import LoadReported, TierCost, TierCosts, TierCostsMeasured
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRouting, PoolRoutingConfigured
 from forebay.events.progress import FirstTokenEmitted, OutputGrown, PrefillFinished, RequestFailed, RequestFinished
 from forebay.events.requests import NO_HINTS, RequestCancelled, RoutingHints
 from forebay.events.snapshots import Booking, Chunk, IndexChanges, SnapshotChunk, WorldState
+from forebay.events.tier_parts import StoreDropped
 from forebay.events.topics import SNAPSHOTS
 from forebay.events.transfer import Prefilled
 from tests.core.pool_rules import one_cell
@@ -282,12 +284,16 @@ def choose_pools(drive: Driver) -> None:
 def eventful_world() -> World:
     drive = Driver(custom={"mine.Kv": BUILT_IN["kv"]})
     drive("control", pool(predicted_ttl_s=10.0, session_ttl_s=10.0, queue=QUEUE, track_output_blocks=True))
-    drive("fleet", joined("a", 0))
+    drive("fleet", joined("a", 0, kv_store="s"))
     drive("fleet", joined("b", 1, kv_events=False))
     drive("fleet", IngressJoined(owner_epoch=0, ingress_id="i", incarnation="one", lease_ttl_ms=3_000))
     for seq, tier in ((1, "device"), (2, "host"), (4, "disk")):
         fields: dict[str, Any] = {"worker_id": "a", "worker_epoch": drive.epoch("a"), "seq": seq, "tier": tier}
         drive("kv-events", BlocksStored(**fields, sequence_hashes=pack_u64(PROMPTS[seq % 3])))
+    for store, worker_id in (("s", "a"), ("t", "b")):
+        drive("kv-events", StoreBlocksAdded(store=store, worker_id=worker_id, sequence_hashes=pack_u64(PROMPTS[0])))
+    costs = TierCosts(prefill_block_us=9.0, tiers=(TierCost(tier="store", fixed_us=3.0, block_us=2.0),))
+    drive("metrics", TierCostsMeasured(worker_id="b", worker_epoch=drive.epoch("b"), costs=costs))
     load = {"running": 1, "waiting": 2, "kv_blocks_used": 3, "kv_blocks_total": 4}
     drive("metrics", LoadReported(worker_id="b", worker_epoch=drive.epoch("b"), **load))
     hints = RoutingHints(session_id="s", expected_output_tokens=40, worker_id="b", policy_class="batch")
@@ -350,6 +356,8 @@ def changed(value: Any) -> Any:
             return msgspec.structs.replace(value, priority=7)
         case Prefilled():
             return msgspec.structs.replace(value, descriptor=b"elsewhere")
+        case TierCosts():
+            return msgspec.structs.replace(value, prefill_block_us=8.0)
         case Command():
             return msgspec.structs.replace(value, action="sleep")
         case _:
@@ -370,7 +378,7 @@ def test_the_digest_covers_every_fact_of_a_snapshot(at: int, field: str) -> None
 
 def test_the_eventful_world_has_every_kind_of_fact() -> None:
     # Changes are what happens while a snapshot is written; this one was written at once.
-    assert {type(part) for part in EVENTFUL} == set(Chunk.__args__) - {IndexChanges}
+    assert {type(part) for part in EVENTFUL} == set(Chunk.__args__) - {IndexChanges, StoreDropped}
     assert isinstance(EVENTFUL[0], WorldState)
 
 

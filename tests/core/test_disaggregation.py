@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.phases import Phase
+from forebay.core.restore import restore
 from forebay.core.routing.stages import as_decode_request, as_prefill_request
 from forebay.core.state.submitted_request import request_from_event
-from forebay.core.world import restore
 from forebay.events.control import (
     BusyThresholds,
     BusyThresholdsSet,

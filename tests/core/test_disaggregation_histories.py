@@ -12,6 +12,7 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from forebay.core.phases import Phase
+from forebay.core.restore import restore
 from forebay.core.routing.candidates import find_candidates, find_retry_candidates, must_queue
 from forebay.core.routing.disaggregation import (
     locate_prompt,
@@ -21,7 +22,6 @@ from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.stages import as_prefill_request
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.step import AnyDecision, InputEvent
-from forebay.core.world import restore
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, DisaggregationSet, QueueConfig
 from forebay.events.decisions import KvReleased, RequestAborted, RequestHeld, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerRecovered, WorkerSuspect

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from forebay.core.dispatch import DRAIN_MAX
+from forebay.core.restore import restore
 from forebay.core.state.queue import OFFERS_PER_LINE_MAX
-from forebay.core.world import World, restore
+from forebay.core.world import World
 from forebay.events.base import pack_u64
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueClass, QueueConfig
 from forebay.events.decisions import (

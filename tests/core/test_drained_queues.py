@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from forebay.core.world import restore
+from forebay.core.restore import restore
 from forebay.events.decisions import RequestAborted, RequestHeld, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerLost, WorkerSuspect
 from forebay.events.pools import PoolGrid

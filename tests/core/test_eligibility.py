@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from forebay.core.world import restore
+from forebay.core.restore import restore
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueConfig
 from forebay.events.decisions import RequestHeld, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerDraining, WorkerLost

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.phases import Phase
+from forebay.core.restore import restore
 from forebay.core.routing.counterfactual import Counterfactual, counterfactual
 from forebay.core.state.submitted_request import content_hash
-from forebay.core.world import restore
 from forebay.events.control import QueueConfig, RouterConfig
 from forebay.events.decisions import RequestAborted, RequestHeld, RequestRouted
 from forebay.events.fleet import WorkerLost

@@ -2,8 +2,9 @@
 
 import pytest
 
+from forebay.core.restore import restore
 from forebay.core.step import claim
-from forebay.core.world import World, restore
+from forebay.core.world import World
 from forebay.events.requests import RequestSubmitted
 from tests.core.worlds import Driver, request
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forebay.core.world import restore
+from forebay.core.restore import restore
 from forebay.events.fleet import WorkerLost
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from tests.core.worlds import Driver, joined, request

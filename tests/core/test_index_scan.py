@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from forebay.core.state import holder_bits, index_scan
 from forebay.core.state.holder_bits import RETIRED_BITS_MAX
 from forebay.core.state.index_digest import IndexTally
-from forebay.core.state.index_scan import SCAN_CHUNK_HASHES, IndexScan
-from forebay.core.state.prefix_index import TIERS, PrefixIndex
+from forebay.core.state.index_scan import SCAN_CHUNK_HASHES, IndexScan, RecordedChange, ScannedBlocks
+from forebay.core.state.prefix_index import TIERS, IndexPart, PrefixIndex
 from forebay.events.base import pack_u64, unpack_u64
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
-from forebay.events.snapshots import IndexBlocks, IndexChanges, IndexCursor, SnapshotChunk
+from forebay.events.snapshots import IndexBlocks, IndexChanges, SnapshotChunk
 from tests.depth import examples
 
 WORKERS = ("a", "b", "c")
@@ -88,19 +88,19 @@ def contents(index: PrefixIndex) -> Contents:
     return held
 
 
-def taken_in(index: PrefixIndex, seen: list[IndexBlocks], kept: list[IndexChanges]) -> PrefixIndex:
+def taken_in(index: PrefixIndex, seen: list[ScannedBlocks], kept: list[RecordedChange]) -> PrefixIndex:
     restored = PrefixIndex()
-    chunks: list[IndexCursor | IndexBlocks | IndexChanges] = [*index.cursors(), *seen, *kept]
+    chunks: list[IndexPart] = [*index.cursors(), *seen, *kept]
     for chunk in chunks:
         restored.restore(chunk)
     return restored
 
 
-def tallied(index: PrefixIndex, seen: list[IndexBlocks], kept: list[IndexChanges]) -> int:
+def tallied(index: PrefixIndex, seen: list[ScannedBlocks], kept: list[RecordedChange]) -> int:
     """The digest of the same chunks without an index; those of ranks that are not there do not count."""
     tally = IndexTally()
     nobody = IndexBlocks(worker_id="nobody", rank=0, tier="device", sequence_hashes=pack_u64([1]), worker_epoch=1)
-    chunks: list[IndexCursor | IndexBlocks | IndexChanges] = [*index.cursors(), nobody, *seen, *kept]
+    chunks: list[IndexPart] = [*index.cursors(), nobody, *seen, *kept]
     for chunk in chunks:
         tally.restore(chunk)
     return tally.digest()
@@ -118,7 +118,7 @@ def test_a_scan_and_its_changes_give_the_final_state(before: list[Any], during: 
         for change in before:
             fleet.change(*change)
         walk = fleet.index.begin_scan()
-        seen: list[IndexBlocks] = []
+        seen: list[ScannedBlocks] = []
         for step in during:
             if isinstance(step, int):
                 seen += walk.advance(step)
@@ -167,7 +167,7 @@ def test_a_scan_step_stays_within_its_budget() -> None:
 def test_chunks_stay_small() -> None:
     index = filled(workers=2, blocks=3 * SCAN_CHUNK_HASHES)
     walk = index.begin_scan()
-    chunks: list[IndexBlocks] = []
+    chunks: list[ScannedBlocks] = []
     while not walk.done:
         chunks += walk.advance(10_000)
     assert sum(len(chunk.sequence_hashes) for chunk in chunks) == 2 * 3 * SCAN_CHUNK_HASHES * 8

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from forebay.core.restore import restore
 from forebay.core.state.fleet import Fleet
 from forebay.core.state_machine import IllegalTransition
-from forebay.core.world import restore
 from forebay.events.control import QueueConfig
 from forebay.events.decisions import RequestAborted, RequestRouted
 from forebay.events.fleet import AnyFleetEvent, IngressJoined, IngressLost, OwnershipAnnounced

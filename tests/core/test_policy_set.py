@@ -5,11 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from forebay.core.restore import digest_of_snapshot, restore
 from forebay.core.routing.policies import BUILT_IN
 from forebay.core.state.pool_registry import PoolEvent, PoolRegistry
 from forebay.core.state_machine import digest_of
 from forebay.core.step import claim
-from forebay.core.world import World, digest_of_snapshot, restore
+from forebay.core.world import World
 from forebay.events.control import PolicySet, PoolConfigured, RouterConfig
 from forebay.events.decisions import RequestRouted
 from forebay.events.pools import PoolCanarySet, PoolDrainSet

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from forebay.core.restore import restore
 from forebay.core.state.pool_registry import PoolRegistry
-from forebay.core.world import restore
 from forebay.events.control import (
     BusyThresholds,
     PoolConfigured,

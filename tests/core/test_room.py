@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.phases import Phase
-from forebay.core.world import restore
+from forebay.core.restore import restore
 from forebay.events.base import pack_u64
 from forebay.events.control import DisaggConfig, QueueConfig
 from forebay.events.decisions import (

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from forebay.core import dispatch, rederive
 from forebay.core.phases import Phase
 from forebay.core.rederive import Rederivation
+from forebay.core.restore import digest_of_snapshot, restore
 from forebay.core.state.fleet import FleetWorker
 from forebay.core.step import CLOCK, AnyDecision, InputEvent, advance, claim, open_run
-from forebay.core.world import World, digest_of_snapshot, restore
+from forebay.core.world import World
 from forebay.events.base import hex_digest, pack_u64
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import (
@@ -34,6 +35,7 @@ from forebay.events.kv import BlocksStored
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RequestCancelled, RequestSubmitted
+from forebay.events.versions import EVENTS_VERSION
 from tests.core.recorded import Recorded, flat
 from tests.core.worlds import PROMPTS, Driver, histories, joined, perform_all, request
 
@@ -277,7 +279,7 @@ def test_the_recorded_order_leads_to_the_same_records(history: list[Any]) -> Non
     records: list[JournalRecord] = [*drive.decided, advance(drive.world)]
     followed = Rederivation(World())
     recorded = Recorded(drive.applied)
-    assert followed.apply(0, OwnerClaimed(owner_id="o", core_version=1), {}) is None
+    assert followed.apply(0, OwnerClaimed(owner_id="o", core_version=1, events_version=EVENTS_VERSION), {}) is None
     for offset, record in enumerate(records, 1):
         assert followed.apply(offset, record, recorded.events_of(record)) is None
     assert followed.world.digest() == drive.world.digest()
@@ -300,7 +302,7 @@ def test_on_applied_gets_every_event_with_its_decisions() -> None:
 
     followed.on_applied = look_on
     recorded = Recorded(drive.applied)
-    followed.apply(0, OwnerClaimed(owner_id="o", core_version=1), {})
+    followed.apply(0, OwnerClaimed(owner_id="o", core_version=1, events_version=EVENTS_VERSION), {})
     for offset, record in enumerate([*drive.decided, advance(drive.world)], 1):
         assert followed.apply(offset, record, recorded.events_of(record)) is None
     assert [one for one in seen if one[0] != CLOCK] == drive.applied
@@ -330,7 +332,7 @@ def history_of_three() -> tuple[Driver, list[JournalRecord]]:
 def follow(drive: Driver, records: list[JournalRecord]) -> Any:
     followed = Rederivation(World())
     recorded = Recorded(drive.applied)
-    followed.apply(0, OwnerClaimed(owner_id="o", core_version=1), {})
+    followed.apply(0, OwnerClaimed(owner_id="o", core_version=1, events_version=EVENTS_VERSION), {})
     for offset, record in enumerate(records, 1):
         divergence = followed.apply(offset, record, recorded.events_of(record))
         if divergence is not None:
@@ -443,7 +445,7 @@ def test_decisions_that_a_dead_owner_made_and_did_not_write_are_the_next_ones() 
     written = drive.decided[:4]  # the first move is in the journal, the other two died with their owner
     followed = Rederivation(World())
     recorded = Recorded(drive.applied)
-    followed.apply(0, OwnerClaimed(owner_id="o", core_version=1), {})
+    followed.apply(0, OwnerClaimed(owner_id="o", core_version=1, events_version=EVENTS_VERSION), {})
     for offset, record in enumerate(written, 1):
         assert followed.apply(offset, record, recorded.events_of(record)) is None
     assert list(followed.pending) == moved[1:]

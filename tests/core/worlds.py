@@ -35,9 +35,16 @@ from forebay.events.fleet import (
     WorkerSpec,
     WorkerSuspect,
 )
-from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared
+from forebay.events.kv import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    CacheEvent,
+    StoreBlocksAdded,
+    StoreBlocksRemoved,
+)
 from forebay.events.media import Encoded, Media
-from forebay.events.metrics import LoadReported
+from forebay.events.metrics import LoadReported, TierCost, TierCosts, TierCostsMeasured
 from forebay.events.progress import (
     CommandDone,
     CommandRefused,
@@ -61,12 +68,14 @@ from forebay.events.requests import (
     TaintWeight,
 )
 from forebay.events.transfer import Prefilled
+from forebay.events.versions import EVENTS_VERSION
 from tests.core.pool_rules import pool_rule
 
 BLOCK = 4
 LEASE_US = 500_000
 WORKERS = ("a", "b", "c")
 ENCODERS = ("e", "f")
+STORES = ("", "s", "t")
 PREFILLERS = ("p", "q")
 PROGRESS_KINDS = frozenset(
     ("first", "finish", "fail", "grow", "encoded", "not_encoded", "not_fetched", "prefilled", "not_prefilled")
@@ -111,6 +120,7 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"predicted_ttl_s": 0.0003, "session_ttl_s": 10.0},
     {"track_output_blocks": True, "session_ttl_s": 10.0, "session_mode": "soft", "queue": QUEUE},
     {"assume_kv_reuse": False, "track_output_blocks": True},
+    {"tier_credit": "measured", "shared_cache_hit_weight": 0.25},
     {"track_active_blocks": False, "busy": BusyThresholds(active_decode_blocks_threshold=0.1)},
     {},
 )
@@ -237,7 +247,7 @@ class Driver:
         self.applied: list[Applied] = []
         self.decided: list[AnyDecision] = []
         if world is None:
-            claim(self.world, 0, tuple(sorted(custom)))
+            claim(self.world, 0, tuple(sorted(custom)), EVENTS_VERSION)
 
     def __call__(self, topic: str, event: InputEvent | None, after_us: int = 10) -> list[Any]:
         self.now_us += after_us
@@ -302,6 +312,7 @@ def actions(draw: st.DrawFn) -> tuple[str, Any]:
                 "wait",
             ]
             + ["command", "command", "obey", "obey", "decline"]
+            + ["in_store", "in_store", "not_in_store", "costs"]
             + ["join", "lose", "suspect", "recover", "drain", "announce", "garbage", "pool", "again"]
             + ["disagg", "prefilled", "prefilled", "not_prefilled", "join_prefiller", "lose_prefiller"]
             + ["rules", "rules", "join_other", "lose_other"]
@@ -382,13 +393,25 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
                 worker_id=worker, worker_epoch=epoch, running=first, waiting=0, kv_blocks_used=1, kv_blocks_total=9
             )
             drive("metrics", report)
+        case "in_store" | "not_in_store" | "costs":
+            drive(*tier_event(kind, worker, epoch, blocks, first))
         case "cancel":
             drive("requests", RequestCancelled(request_id=one.submitted.request_id if one else "nobody"))
         case "wait":
             drive.wait(first * 1_000)
         case "join":
             odd = bool(first % 2)
-            drive("fleet", joined(worker, third, dp_size=1 + odd, dp_start_rank=3 * odd, kv_events=first != 4))
+            drive(
+                "fleet",
+                joined(
+                    worker,
+                    third,
+                    dp_size=1 + odd,
+                    dp_start_rank=3 * odd,
+                    kv_events=first != 4,
+                    kv_store=STORES[depth % 3],
+                ),
+            )
         case "lose" | "suspect" | "recover" | "drain":
             drive("fleet", FACTS[kind](owner_epoch=0, worker_id=worker, worker_epoch=epoch))
         case "announce":
@@ -408,7 +431,7 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
             pass
 
 
-def cache_event(kind: str, position: tuple[str, int, int], blocks: list[int], first: int) -> AnyKvEvent:
+def cache_event(kind: str, position: tuple[str, int, int], blocks: list[int], first: int) -> CacheEvent:
     """What a worker says of its cache, in an epoch and with a number."""
     worker, epoch, seq = position
     if kind == "cleared":
@@ -424,6 +447,21 @@ def cache_event(kind: str, position: tuple[str, int, int], blocks: list[int], fi
         parent_hash=parent,
         tier=TIERS[first % 3],
     )
+
+
+def tier_event(kind: str, worker: str, epoch: int, blocks: list[int], first: int) -> tuple[str, InputEvent]:
+    """A change of a shared store, or measured costs of a rank, with their topic."""
+    if kind == "costs":
+        tiers = (
+            TierCost(tier="store", fixed_us=100.0 * first, block_us=20.0),
+            TierCost(tier="host", fixed_us=5.0, block_us=1.0),
+        )
+        costs = TierCosts(prefill_block_us=40.0 * (first % 4), tiers=tiers[: first % 3])
+        return "metrics", TierCostsMeasured(worker_id=worker, worker_epoch=epoch, costs=costs)
+    fields: dict[str, Any] = {"store": STORES[1 + first % 2], "worker_id": worker}
+    if kind == "in_store":
+        return "kv-events", StoreBlocksAdded(**fields, sequence_hashes=pack_u64(blocks))
+    return "kv-events", StoreBlocksRemoved(**fields, sequence_hashes=pack_u64(blocks[first:]), stale=first > 4)
 
 
 def disaggregate(drive: Driver, kind: str, first: int, depth: int, third: int) -> None:

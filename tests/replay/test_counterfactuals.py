@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from forebay.core.restore import restore
 from forebay.core.routing.counterfactual import counterfactual
 from forebay.core.routing.plan import Plan
-from forebay.core.world import World, restore
+from forebay.core.world import World
 from forebay.events.control import BusyThresholds
 from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import WorkerDraining

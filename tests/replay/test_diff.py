@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.core.restore import restore
 from forebay.core.routing.counterfactual import Alternative
 from forebay.core.routing.policies import BUILT_IN
 from forebay.core.step import claim
-from forebay.core.world import CORE_VERSION, restore
+from forebay.core.world import CORE_VERSION
 from forebay.events.base import pack_u64
 from forebay.events.codec import encode
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, PolicySet, PoolConfigured, QueueConfig

@@ -15,8 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from forebay.cli.app import app
+from forebay.core.restore import restore
 from forebay.core.routing.counterfactual import Alternative
-from forebay.core.world import World, restore
+from forebay.core.world import World
 from forebay.events.codec import decode, encode
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import RequestRouted, SnapshotTaken

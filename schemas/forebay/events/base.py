@@ -6,7 +6,7 @@ packed lists, so events keep them as `bytes`. The helpers here are the only code
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -49,7 +49,13 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_de
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base class of named groups of fields inside an event. A part has no tag of its own."""
+    """Base class of named groups of fields inside an event. A part has no tag of its own.
+
+    `ADDED` names fields that a later version of the event types added, with this version. Owners of earlier versions
+    ignore them. Digests of the state contain them only if they are not at their default.
+    """
+
+    ADDED: ClassVar[Mapping[str, int]] = {}
 
 
 def pack_u32(values: Iterable[int]) -> bytes:

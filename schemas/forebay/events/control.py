@@ -1,6 +1,7 @@
 """Topic `control`: configuration of pools, and commands of operators."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -191,7 +192,12 @@ class RouterConfig(Part, frozen=True, kw_only=True):
         busy: thresholds above which ranks count as busy.
         queue: router queue.
         disagg: conditional disaggregation; for decode pools.
+        shared_cache_hit_weight: prefill blocks that the cost is reduced by per block in the shared store of the worker.
+        tier_credit: how much blocks outside of the device reduce the cost: `weights` uses the weights above, `measured`
+            the durations that the rank measured (`TierCostsMeasured`), or the weights until it has measured them.
     """
+
+    ADDED: ClassVar[Mapping[str, int]] = {"shared_cache_hit_weight": 2, "tier_credit": 2}
 
     mode: SystemName = "kv"
     selection_policy: Literal["default", "lmetric"] = "default"
@@ -215,6 +221,8 @@ class RouterConfig(Part, frozen=True, kw_only=True):
     busy: BusyThresholds = BusyThresholds()
     queue: QueueConfig = QueueConfig()
     disagg: DisaggConfig = DisaggConfig()
+    shared_cache_hit_weight: Weight = 0.5
+    tier_credit: Literal["weights", "measured"] = "weights"
 
     def __post_init__(self) -> None:
         require_numbers(self)

@@ -87,6 +87,7 @@ class CostTerms(Part, frozen=True, kw_only=True):
         host_overlap: prompt blocks after the device overlap that are cached in host memory.
         disk_overlap: prompt blocks after the host overlap that are cached on disk.
         taint_factor: factor of the cost from the request's preferred taints; 1 if it has none.
+        store_overlap: prompt blocks after the disk overlap that the shared store of the worker has.
     """
 
     cost: float
@@ -98,6 +99,7 @@ class CostTerms(Part, frozen=True, kw_only=True):
     host_overlap: int = 0
     disk_overlap: int = 0
     taint_factor: float = 1.0
+    store_overlap: int = 0
 
 
 class ScoredCandidate(Part, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from forebay.events.base import U64, U64_BYTES, Count, Event, Name, Part, requir
 from forebay.events.control import BusyThresholds, Command, DisaggConfig, PoolConfigured
 from forebay.events.decisions import CommandOutcome, ConsumedRun, Stage
 from forebay.events.fleet import WorkerSpec
-from forebay.events.kv import CacheEvent, Tier
+from forebay.events.kv import AnyKvEvent, Tier
 from forebay.events.media import Encoded
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.privacy import (
@@ -27,6 +27,7 @@ from forebay.events.privacy import (
     SystemName,
 )
 from forebay.events.requests import RoutingHints, Task
+from forebay.events.tier_parts import MeasuredCosts, StoreBlocks, StoreDropped
 from forebay.events.transfer import Prefilled
 
 CHUNK_HASHES_MAX = 131_072 - 64  # keeps the packed hashes of a chunk and their envelope below 1 MiB
@@ -51,13 +52,14 @@ class IndexBlocks(Part, tag_field="type", tag="index_blocks", frozen=True, kw_on
 class IndexChanges(Part, tag_field="type", tag="index_changes", frozen=True, kw_only=True):
     """KV events that the owner applied while it copied the blocks of the prefix index.
 
-    A reader applies them after all `IndexBlocks`, in order. The result is the index at the end of the snapshot.
+    A reader applies `IndexChanges` and `StoreDropped` after all blocks, in order. The result is the index at the end of
+    the snapshot.
 
     Attributes:
         events: the KV events, in order.
     """
 
-    events: tuple[CacheEvent, ...]
+    events: tuple[AnyKvEvent, ...]
 
 
 class IndexCursor(Part, tag_field="type", tag="index_cursor", frozen=True, kw_only=True):
@@ -447,6 +449,8 @@ Chunk = (
     IndexBlocks
     | IndexChanges
     | IndexCursor
+    | StoreBlocks
+    | StoreDropped
     | RoutedBlocks
     | WorkerState
     | IngressState
@@ -454,6 +458,7 @@ Chunk = (
     | Remembered
     | Booking
     | Reported
+    | MeasuredCosts
     | ComputedTokens
     | QueueTurns
     | Sessions

@@ -8,6 +8,8 @@ records. A record that does not decode is applied as None: it keeps its place in
 
 from typing import assert_never
 
+from msgspec.structs import replace
+
 from forebay.core.dispatch import (
     AnyDecision,
     drain_queues,
@@ -32,6 +34,7 @@ from forebay.events.control import (
     DisaggregationSet,
     PolicySet,
     PoolConfigured,
+    RouterConfig,
     WorkerCommanded,
 )
 from forebay.events.decisions import Advanced, CacheResyncRequested
@@ -159,8 +162,13 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[AnyDeci
             return submit(world, event, offset)
         case BlocksStored() | BlocksRemoved() | CacheCleared():
             return _cache(world, event)
-        case StoreBlocksAdded() | StoreBlocksRemoved() | TierCostsMeasured():
-            pass
+        case StoreBlocksAdded() | StoreBlocksRemoved():
+            if world.fleet.learn_store(event.worker_id, event.store):
+                world.index.use_store(event.worker_id, event.store)
+            world.index.apply_store(event)
+        case TierCostsMeasured():
+            if _is_of_fleet(world, event):
+                world.load.measure(event.worker_id, event.rank, event.costs)
         case ProgressEvent():
             return _progress(world, event)
         case CommandDone() | CommandRefused():
@@ -180,7 +188,7 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[AnyDeci
         case OwnershipAnnounced() | IngressJoined() | IngressLost():
             return _fleet(world, event, offset)
         case PoolConfigured():
-            world.configure(event)
+            world.configure(_as_read_by(world.owner_events, event))
             return reroute(world, world.requests.waiting()) + drain_queues(world)
         case BusyThresholdsSet():
             world.set_busy(event.model, event.thresholds)
@@ -292,9 +300,7 @@ def _command_response(world: World, event: CommandDone | CommandRefused) -> list
 
 
 def _report(world: World, event: LoadReported) -> list[AnyDecision]:
-    worker = world.fleet.get(event.worker_id)
-    if worker is None or worker.worker_epoch != event.worker_epoch or event.rank not in worker.spec.ranks:
-        world.counts["foreign_load_report"] += 1
+    if not _is_of_fleet(world, event):
         return []
     before = world.load.rank_load(event.worker_id, event.rank).reported
     world.load.report(event)
@@ -304,6 +310,22 @@ def _report(world: World, event: LoadReported) -> list[AnyDecision]:
     # thousand reports arrive per second.
     has_room = event.kv_blocks_used < before.kv_blocks_used or event.waiting < before.waiting
     return drain_queues(world) if has_room else []
+
+
+def _as_read_by(owner_events: int, event: PoolConfigured) -> PoolConfigured:
+    """Return the configuration without fields that an owner of an older version did not know."""
+    defaults = RouterConfig()
+    unknown = {name: getattr(defaults, name) for name, since in RouterConfig.ADDED.items() if since > owner_events}
+    return replace(event, router=replace(event.router, **unknown)) if unknown else event
+
+
+def _is_of_fleet(world: World, event: MetricEvent) -> bool:
+    """Return whether a report is from a rank of the fleet, in the current epoch of its worker. Count it if not."""
+    worker = world.fleet.get(event.worker_id)
+    found = worker is not None and worker.worker_epoch == event.worker_epoch and event.rank in worker.spec.ranks
+    if not found:
+        world.counts["foreign_load_report"] += 1
+    return found
 
 
 def _fleet(world: World, event: AnyFleetEvent, offset: int) -> list[AnyDecision]:

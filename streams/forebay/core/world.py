@@ -6,7 +6,7 @@ same digest, and makes the same decisions from there on.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypedDict, assert_never
+from typing import TypedDict
 
 from forebay.core.queue_entry import queued_request
 from forebay.core.routing.eligibility import Ineligible
@@ -14,9 +14,8 @@ from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies import BUILT_IN, ONLY_BUILT_IN, CustomPolicies, Policy, PolicyMissing
 from forebay.core.state.commands import PendingCommands
 from forebay.core.state.fleet import Fleet, FleetWorker
-from forebay.core.state.index_digest import IndexTally
 from forebay.core.state.load import FleetLoad
-from forebay.core.state.pool_registry import PoolEvent, PoolRegistry
+from forebay.core.state.pool_registry import PoolRegistry
 from forebay.core.state.predicted_cache import RoutedIndex
 from forebay.core.state.prefix_index import PrefixIndex
 from forebay.core.state.queue import Queues
@@ -30,25 +29,11 @@ from forebay.events.control import BusyThresholds, DisaggConfig, PoolConfigured,
 from forebay.events.decisions import ConsumedRun
 from forebay.events.fleet import WorkerLost
 from forebay.events.snapshots import (
-    Booking,
     Chunk,
-    CommandState,
-    ComputedTokens,
-    IndexBlocks,
-    IndexChanges,
-    IndexCursor,
-    IngressState,
     PoolBusy,
     PoolDisagg,
     PoolPolicy,
     PoolTurns,
-    QueueTurns,
-    Remembered,
-    Reported,
-    RequestState,
-    RoutedBlocks,
-    Sessions,
-    WorkerState,
     WorldState,
 )
 from forebay.events.versions import EVENTS_VERSION
@@ -278,6 +263,7 @@ class World:
     def admit(self, worker: FleetWorker) -> None:
         """Add the ranks of a worker that has joined, with empty caches and without load."""
         worker_id = worker.spec.worker_id
+        self.index.use_store(worker_id, worker.spec.kv_store)
         for rank in worker.spec.ranks:
             self.index.add_holder(worker_id, rank, worker.worker_epoch)
             self.load.add_rank(worker_id, rank, worker.spec.block_size)
@@ -287,6 +273,7 @@ class World:
     def dismiss(self, worker: FleetWorker) -> None:
         """Remove the ranks and sessions of a lost worker. The caller must have freed its requests."""
         worker_id = worker.spec.worker_id
+        self.index.use_store(worker_id, "")
         for rank in worker.spec.ranks:
             self.index.drop_holder(worker_id, rank)
             self.load.drop_rank(worker_id, rank)
@@ -416,85 +403,3 @@ class World:
         yield from self.routed.snapshot(predicted=False)
         yield from self.predicted.snapshot(predicted=True)
         yield from self.commands.snapshot()
-
-
-def restore(chunks: Iterable[Chunk], custom: CustomPolicies = ONLY_BUILT_IN) -> World:
-    """Return the world of a snapshot. It has the digest that the seal of the snapshot names.
-
-    Args:
-        chunks: all parts of the snapshot; blocks of the prefix index may come before other parts.
-        custom: classes of custom policies that the world may run.
-    """
-    world = World(custom)
-    _restore(world, world.index, chunks)
-    return world
-
-
-def digest_of_snapshot(chunks: Iterable[Chunk]) -> int:
-    """Return the digest of the world in a snapshot without building the prefix index, which is most of the work."""
-    world, tally = World(), IndexTally()
-    _restore(world, tally, chunks)
-    return world.digest_with(tally)
-
-
-def _restore(world: World, index: PrefixIndex | IndexTally, chunks: Iterable[Chunk]) -> None:
-    blocks: list[IndexBlocks] = []
-    changes: list[IndexChanges] = []
-    for chunk in chunks:
-        match chunk:
-            case WorldState():
-                _restore_state(world, chunk)
-            case WorkerState():
-                worker = world.fleet.restore(chunk)
-                for rank in worker.spec.ranks:
-                    world.load.add_rank(worker.spec.worker_id, rank, worker.spec.block_size)
-                    world.routed.add_holder(worker.spec.worker_id, rank)
-                    world.predicted.add_holder(worker.spec.worker_id, rank)
-            case IngressState():
-                world.fleet.restore_ingress(chunk)
-            case IndexBlocks():
-                blocks.append(chunk)
-            case IndexChanges():
-                changes.append(chunk)
-            case IndexCursor():
-                index.restore(chunk)
-            case Remembered() if chunk.commands:
-                world.commands.restore(chunk)
-            case RequestState() | Remembered():
-                world.requests.restore(chunk)
-            case CommandState():
-                world.commands.restore(chunk)
-            case Booking() | ComputedTokens() | Reported():
-                world.load.restore(chunk)
-            case RoutedBlocks():
-                (world.predicted if chunk.predicted else world.routed).restore(chunk)
-            case QueueTurns():
-                world.queues.restore(chunk)
-            case Sessions():
-                world.sessions.restore(chunk)
-            case _:
-                assert_never(chunk)
-    for late in blocks:
-        index.restore(late)
-    for change in changes:
-        index.restore(change)
-    for request in world.requests.queued():
-        world.queues.push(request.submitted.pool, queued_request(request, world.pools[request.submitted.pool]))
-
-
-def _restore_state(world: World, chunk: WorldState) -> None:
-    world.now_us, world.seq = chunk.now_us, chunk.seq
-    world.turns = {pool.pool: pool.turns for pool in chunk.turns}
-    world.view = {run.topic: run.count for run in chunk.view}
-    for pool in chunk.pools:
-        world.configure(pool)
-    world.busy = {pool.pool: pool.thresholds for pool in chunk.busy}
-    world.disagg = {pool.pool: pool.disagg for pool in chunk.disagg}
-    world.modes = {pool.pool: pool.configured for pool in chunk.policies}
-    rules: tuple[PoolEvent, ...] = (*chunk.pool_routing, *chunk.canaries, *chunk.drains)
-    for event in rules:
-        world.registry.apply(event)
-    world.owner_epoch = chunk.owner_epoch
-    world.owner_policies = chunk.owner_policies
-    world.owner_events = chunk.owner_events
-    world.fleet.restore_owner(chunk.fleet_epoch)

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from forebay.core.restore import restore
 from forebay.core.step import step
-from forebay.core.world import World, restore
+from forebay.core.world import World
 from forebay.events.codec import DecodeError, encode
 from forebay.events.control import (
     BusyThresholdsSet,

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from forebay.core.restore import restore
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.step import claim
-from forebay.core.world import World, restore
+from forebay.core.world import World
 from forebay.engine_model.model import EngineConfig, EngineModel
 from forebay.engine_model.timing import EngineTiming, MockerTiming
 from forebay.events.base import U64_BYTES, unpack_u64

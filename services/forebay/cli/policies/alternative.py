@@ -223,7 +223,9 @@ def _replaced(part: Any, path: list[str], value: Any) -> Any:
 
 def _fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield path and type of every field of `kind`. For a nested struct, yield its fields instead."""
-    for name, field in get_type_hints(kind, include_extras=True).items():
+    hints = get_type_hints(kind, include_extras=True)
+    for name in kind.__struct_fields__:
+        field = hints[name]
         if isinstance(field, type) and issubclass(field, msgspec.Struct):
             yield from _fields(field, f"{prefix}{name}.")
         else:

@@ -108,6 +108,18 @@ OPTIONS = (
         "--router-host-cache-hit-weight", "host_cache_hit_weight", float, "Credit of a block cached in host memory."
     ),
     RouterOption("--router-disk-cache-hit-weight", "disk_cache_hit_weight", float, "Credit of a block cached on disk."),
+    RouterOption(
+        "--shared-cache-hit-weight",
+        "shared_cache_hit_weight",
+        float,
+        "Credit of a block in the shared store of the worker.",
+    ),
+    RouterOption(
+        "--tier-credit",
+        "tier_credit",
+        Literal["weights", "measured"],
+        "Credit of blocks outside of the device: by these weights, or by measured load times.",
+    ),
     RouterOption(SCALE, "prefill_load_scale", float, "Weight of prefill blocks in the cost."),
     RouterOption(OLD_SCALE, "prefill_load_scale", float, f"Deprecated name of {SCALE}.", hidden=True),
     RouterOption(

@@ -34,7 +34,8 @@ POOL_SIZES = ("workers", *ENGINE_SIZES)
 # Settings that only affect the cost function have no effect on modes that ignore costs.
 COST_SETTINGS = (
     "selection_policy", "overlap_score_credit", "overlap_score_credit_decay", "prefill_load_scale", "temperature",
-    "host_cache_hit_weight", "disk_cache_hit_weight", "decode_active_request_weight",
+    "host_cache_hit_weight", "disk_cache_hit_weight", "shared_cache_hit_weight", "tier_credit",
+    "decode_active_request_weight",
 )  # fmt: skip
 BLIND_MODES = frozenset(BUILT_IN) - {"kv"}
 

@@ -126,7 +126,10 @@ class AsyncEngine(ABC):
         return f"{self.NAME} died; see its log for the cause"
 
     def _on_changes(self, rank: int, changes: Sequence[CacheChange | StoreChange]) -> None:
-        self._ranks[rank].changed(changes)
+        self._ranks[rank].changed([change for change in changes if not isinstance(change, StoreChange)])
+        for change in changes:
+            if isinstance(change, StoreChange):
+                self._ranks[rank].store_changed(change)
         self._wake.set()
 
     def _fail(self, fault: BaseException) -> None:

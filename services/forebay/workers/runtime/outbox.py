@@ -23,6 +23,7 @@ from forebay.events.progress import (
     EncodeFinished,
     FinishReason,
     FirstTokenEmitted,
+    OnboardedTokens,
     OutputGrown,
     PrefillFailed,
     PrefillFinished,
@@ -48,6 +49,7 @@ from forebay.transport.base import Draft
 from forebay.workers.engine import EngineBatch
 from forebay.workers.runtime.cache_events import CacheEvents
 from forebay.workers.runtime.request_table import RequestTable, WorkRequest, WorkTransition
+from forebay.workers.runtime.store_events import CostReports, StoreEvents
 
 REQUEST_ERROR, STATUS_MAX = 400, 599
 SERVER_ERROR = 500  # errors with this HTTP status or above are not the fault of the request
@@ -69,7 +71,8 @@ class Outbox:
     Attributes:
         owner_events: as above; the worker sets it when the owner changes. An event whose type has a later version is
             written only if `may_write` allows it.
-        cache: encodes the KV events.
+        cache: encodes the KV events of the worker's caches.
+        store: encodes the KV events of its shared store.
     """
 
     def __init__(self, spec: WorkerSpec, worker_epoch: int, group: str, partition: int, owner_events: int = 1) -> None:
@@ -80,6 +83,8 @@ class Outbox:
         self._partition = partition
         self._block_size = spec.block_size
         self.cache = CacheEvents(spec, worker_epoch, partition)
+        self.store = StoreEvents(spec, partition)
+        self._costs = CostReports(spec, worker_epoch, partition)
         self._load_at_s = dict.fromkeys(spec.ranks, 0.0)
         self._held: dict[int, EngineLoad] = {}
 
@@ -127,10 +132,16 @@ class Outbox:
         """Return the record that a fetch of embeddings or KV failed, so that the owner lets them be computed again."""
         return [self._progress(TransferFailed, request, error=error[:ERROR_CHARS_MAX])]
 
-    def prefilled(self, request: WorkRequest, prefilled: Prefilled, cached_tokens: int) -> Draft:
+    def prefilled(
+        self,
+        request: WorkRequest,
+        prefilled: Prefilled,
+        cached_tokens: int,
+        onboarded: tuple[OnboardedTokens, ...] = (),
+    ) -> Draft:
         """Return the record that the prompt of a request was computed, and that the worker keeps its KV for another."""
         kept = msgspec.structs.replace(prefilled, cached_tokens=cached_tokens, rank=request.rank)
-        return self._progress(PrefillFinished, request, prefilled=kept)
+        return self._progress(PrefillFinished, request, prefilled=kept, onboarded=onboarded)
 
     def complete(self, request: WorkRequest) -> list[Draft]:
         """Return the records that end a request whose earlier attempts have already generated `max_tokens` tokens."""
@@ -156,6 +167,10 @@ class Outbox:
         """
         at_us = runtime.wall_us()
         drafts = self.cache.changes(batch.rank, batch.cache_changes)
+        if batch.store_changes:
+            drafts += self.store.changes(batch.store_changes, self.owner_events)
+        if batch.tier_costs is not None:
+            drafts += self._costs.report(batch.rank, batch.tier_costs, self.owner_events, at_us)
         drafts += self._tokens(batch, requests, at_us)
         drafts += self._vectors(batch, requests)
         progress = [
@@ -181,7 +196,7 @@ class Outbox:
             if (one := requests.move(encoded.request_id, WorkTransition.END, encoded.attempt)) is not None
         ]
         drafts += [
-            self.prefilled(one, prompt.prefilled, prompt.cached_tokens)
+            self.prefilled(one, prompt.prefilled, prompt.cached_tokens, prompt.onboarded)
             for prompt in batch.prefilled
             if (one := requests.move(prompt.request_id, WorkTransition.KEEP, prompt.attempt)) is not None
         ]
@@ -249,6 +264,7 @@ class Outbox:
             transferred_bytes=first.transferred_bytes,
             transfer_us=first.transfer_us,
             unfetched=request.unfetched,
+            onboarded=first.onboarded,
         )
 
     def _finished(self, request: WorkRequest, reason: FinishReason, usage: Usage) -> Draft:

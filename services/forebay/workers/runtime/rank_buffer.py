@@ -33,7 +33,7 @@ class RankBuffer:
         rank: the rank.
         load: load of the rank after its last step.
         clears: number of times that the engine reported an empty cache.
-        tier_costs: durations that the rank has measured so far; None if it has no tiers.
+        tier_costs: durations of loads that the rank has measured so far; None if it has no tiers.
     """
 
     def __init__(self, rank: int, kv_blocks_total: int, *, text_only: bool = False) -> None:
@@ -42,13 +42,13 @@ class RankBuffer:
         self.load = self._idle = EngineLoad(0, 0, 0, kv_blocks_total)
         self.clears = 0  # number of times the engine reported an empty cache
         self.tier_costs: TierCosts | None = None
+        self._store_changes: list[StoreChange] = []
         self._published_load: EngineLoad | None = None
         self._muted = False  # until the engine reports an empty cache; the index already knows that it is empty
         self._forget()
 
     def _forget(self) -> None:
         self._changes: list[CacheChange] = []
-        self._store_changes: list[StoreChange] = []
         self._chunks: dict[tuple[str, int], _Chunk] = {}
         self._first_tokens: list[FirstTokenStep] = []
         self._finished: list[Finished] = []
@@ -63,7 +63,7 @@ class RankBuffer:
         return self._muted
 
     def reset(self, *, clears: bool = True) -> None:
-        """Drop all events that were not returned yet, and report an idle rank.
+        """Drop all events that were not returned yet, and report an idle rank. Changes of the shared store are kept.
 
         Args:
             clears: whether the engine's cache is being cleared. If true, changes of the cache are ignored until the
@@ -89,12 +89,9 @@ class RankBuffer:
         total = self._idle.kv_blocks_total
         self.load = EngineLoad(running, waiting, round(usage * total), total)
 
-    def changed(self, changes: Sequence[CacheChange | StoreChange]) -> None:
-        """Add changes of the cache and of the shared store that the engine reported, in order."""
+    def changed(self, changes: Sequence[CacheChange]) -> None:
+        """Add changes of the cache that the engine reported, in order."""
         for change in changes:
-            if isinstance(change, StoreChange):
-                self._store_changes.append(change)
-                continue
             if isinstance(change, Cleared):
                 self.clears += 1
                 if self._muted:
@@ -115,6 +112,10 @@ class RankBuffer:
         if self.clears == clears_before and not self._muted:
             self._changes.append(Cleared())
             self._muted = True
+
+    def store_changed(self, change: StoreChange) -> None:
+        """Add a change of the shared store."""
+        self._store_changes.append(change)
 
     def discard_changes(self) -> None:
         """Drop collected changes of the cache, because the worker has just announced the whole cache."""
@@ -140,10 +141,11 @@ class RankBuffer:
 
         Args:
             item: the request.
-            cached_tokens: number of prompt tokens that were not computed.
+            cached_tokens: number of prompt tokens that were in the cache, or loaded into it.
             onboarded: the part of them that was loaded from other tiers.
         """
-        self._first_tokens.append(FirstTokenStep(item.request_id, item.attempt, cached_tokens, onboarded=onboarded))
+        first = FirstTokenStep(item.request_id, item.attempt, cached_tokens, onboarded=onboarded)
+        self._first_tokens.append(first)
 
     def embedded(self, item: WorkItem, packed: bytes) -> None:
         """Add the embedding vector of a prompt, packed as float32."""
@@ -169,7 +171,7 @@ class RankBuffer:
         Args:
             item: the request.
             prefilled: descriptor of the KV for the other worker.
-            cached_tokens: number of prompt tokens that were in the cache.
+            cached_tokens: number of prompt tokens that were in the cache, or loaded into it.
             onboarded: the part of them that was loaded from other tiers.
         """
         self._prefilled.append(PromptPrefilled(item.request_id, item.attempt, prefilled, cached_tokens, onboarded))
@@ -181,10 +183,8 @@ class RankBuffer:
     def take(self) -> EngineBatch | None:
         """Return the events since the last call as one batch; None if there are none and the load is unchanged."""
         events = (self._changes, self._chunks, self._vectors, self._first_tokens, self._finished, self._failed)
-        if (
-            not any((*events, self._prefilled, self._not_fetched, self._store_changes))
-            and self.load == self._published_load
-        ):
+        others = (self._prefilled, self._not_fetched, self._store_changes)
+        if not any((*events, *others)) and self.load == self._published_load:
             return None
         self._published_load = self.load
         batch = EngineBatch(
@@ -211,5 +211,6 @@ class RankBuffer:
             store_changes=self._store_changes,
             tier_costs=self.tier_costs,
         )
+        self._store_changes = []
         self._forget()
         return batch

@@ -33,13 +33,15 @@ from forebay.events.fleet import (
     WorkerSpec,
     WorkerSuspect,
 )
+from forebay.events.kv import StoreBlocksAdded
 from forebay.events.tokens import ResponseError
 from forebay.events.topics import FLEET, work_topic
+from forebay.events.versions import may_write
 from forebay.events.work import AnyWorkEvent, ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
 from forebay.transport.base import Draft, Log, LogError, Record, Tail
 from forebay.transport.dead_letters import dead_letter
 from forebay.transport.decoding import event_of
-from forebay.workers.engine import Engine, EngineBatch, EngineError
+from forebay.workers.engine import Engine, EngineBatch, EngineError, StoreEngine
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.runtime.append_output import append_output
 from forebay.workers.runtime.commands import CommandRunner
@@ -323,9 +325,18 @@ class Worker:
                 assert_never(event)
 
     def _set_owner_events(self, version: int) -> None:
+        could_read = may_write(StoreBlocksAdded, self.owner_events)
         self.owner_events = version
         if self._epoch is not None:
             self._epoch.outbox.owner_events = version
+            if not could_read:
+                self._announce_store(self._epoch.outbox)
+
+    def _announce_store(self, outbox: Outbox) -> None:
+        """Announce the content of the shared store, if the engine has one and the owner can read the events."""
+        engine, version = self._engine, self.owner_events
+        if isinstance(engine, StoreEngine) and may_write(StoreBlocksAdded, version):
+            self._log.append_soon(outbox.store.announcement(engine.stored(), version))
 
     def _join(self, event: WorkerJoined, worker_epoch: int, spawn: Spawn) -> None:
         if self.life.state is State.STOPPING:
@@ -341,6 +352,7 @@ class Worker:
         held = [draft for rank in self.spec.ranks for draft in outbox.cache.announcement(rank, self._engine.held(rank))]
         if held:
             self._log.append_soon(held)
+        self._announce_store(outbox)
         self.life.move(Transition.ADMIT)
         self.health.check_now()
         logger.info(

@@ -3,9 +3,12 @@
     cost = (prefill_load_scale * max(prefill_blocks - credit, 0) + decode_blocks
             + decode_active_request_weight * active_requests) * taint factor
     prefill_blocks = (prompt tokens of other requests to compute + prompt tokens of this request) / block size
-    credit = overlap_score_credit / (1 + decay * excess) * device + host weight * host + disk weight * disk
+    credit = overlap_score_credit / (1 + decay * excess) * device
+             + host weight * host + disk weight * disk + shared weight * store
 
-`device`, `host` and `disk` are the candidate's overlap in blocks. `excess` is how much more it has to prefill than the
+`device`, `host`, `disk` and `store` are the candidate's overlap in blocks. With the tier credit `measured`, a product
+of a weight and n blocks is replaced by max(n - (fixed_us + n * block_us) / prefill_block_us, 0), if the rank has
+measured these durations. `excess` is how much more it has to prefill than the
 candidate with the least, in multiples of this prompt. Source: Dynamo's KV router (router design, default selector).
 Costs use only + - * / in the order written here, and decimal arithmetic for curves, so every machine gets the same
 bits.
@@ -24,8 +27,10 @@ from xxhash import xxh3_64
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.state.prefix_index import NO_OVERLAP, Overlap
 from forebay.core.state.roster import Roster
+from forebay.core.state.tier_rates import credit_blocks
 from forebay.events.control import RouterConfig
 from forebay.events.decisions import CostTerms, ScoredCandidate
+from forebay.events.kv import LowerTier
 from forebay.events.requests import TaintWeight
 
 _DECIMAL = Context(prec=30)
@@ -75,7 +80,9 @@ class CostTable:
             state.update(array("d", column))
         state.update(array("q", self.active_requests))
         positions = sorted(self.overlaps)
-        tiers = zip(*map(self.overlaps.__getitem__, positions), strict=True)
+        tiers = [*zip(*map(self.overlaps.__getitem__, positions), strict=True)]
+        if tiers and not any(tiers[-1]):
+            del tiers[-1]  # without blocks in shared stores, the digest is that of versions that knew no such stores
         state.update(array("q", [*chain.from_iterable(zip(positions, *tiers, strict=True))]))
         return state.intdigest()
 
@@ -92,6 +99,7 @@ class CostTable:
             host_overlap=overlap.host,
             disk_overlap=overlap.disk,
             taint_factor=1.0 if self.taint_factors is None else self.taint_factors[at],
+            store_overlap=overlap.store,
         )
 
     def candidate(self, at: int) -> ScoredCandidate:
@@ -147,21 +155,52 @@ def cost_table(config: RouterConfig, block_size: int, roster: Roster, demand: De
     requests = [load.active_requests for load in loads]
     found = zip(map(positions.get, demand.overlaps), demand.overlaps.values(), strict=True)
     overlaps = {at: overlap for at, overlap in found if at is not None}
-    saved_blocks = [0.0] * len(loads)
     decay = _decay(config, block_size, roster, prompt_tokens)
-    host, disk = config.host_cache_hit_weight, config.disk_cache_hit_weight
-    credit, same, saved = config.overlap_score_credit, NO_OVERLAP, 0.0
-    for at, overlap in overlaps.items():
-        if decay is not None:
-            saved = credit / decay[at] * overlap.device + host * overlap.host + disk * overlap.disk
-        elif overlap is not same:  # many ranks share one overlap object
-            same, saved = overlap, credit * overlap.device + host * overlap.host + disk * overlap.disk
-        saved_blocks[at] = saved
+    saved_blocks = (_measured if config.tier_credit == "measured" else _weighted)(config, roster, overlaps, decay)
     costs = _costs(config, prefill, saved_blocks, overlaps, decode, requests)
     factors = _taint_factors(roster, demand.preferred_taints)
     if factors is not None:
         costs = [cost * factor for cost, factor in zip(costs, factors, strict=True)]
     return CostTable(roster, costs, prefill, saved_blocks, decode, requests, overlaps, factors)
+
+
+def _weighted(
+    config: RouterConfig, roster: Roster, overlaps: Mapping[int, Overlap], decay: list[float] | None
+) -> list[float]:
+    """Return the credit of each candidate by the weights of the tiers."""
+    host, disk = config.host_cache_hit_weight, config.disk_cache_hit_weight
+    store, credit, same, saved = config.shared_cache_hit_weight, config.overlap_score_credit, NO_OVERLAP, 0.0
+    saved_blocks = [0.0] * len(roster.loads)
+    for at, overlap in overlaps.items():
+        if decay is not None:
+            saved = credit / decay[at] * overlap.device + host * overlap.host + disk * overlap.disk
+            saved += store * overlap.store
+        elif overlap is not same:  # many ranks share one overlap object
+            same, saved = overlap, credit * overlap.device + host * overlap.host + disk * overlap.disk
+            saved += store * overlap.store
+        saved_blocks[at] = saved
+    return saved_blocks
+
+
+def _measured(
+    config: RouterConfig, roster: Roster, overlaps: Mapping[int, Overlap], decay: list[float] | None
+) -> list[float]:
+    """Return the credit of each candidate by the costs that the ranks measured, or by the weights of the tiers."""
+    credit = config.overlap_score_credit
+    weights: tuple[tuple[LowerTier, float], ...] = (
+        ("host", config.host_cache_hit_weight),
+        ("disk", config.disk_cache_hit_weight),
+        ("store", config.shared_cache_hit_weight),
+    )
+    saved_blocks = [0.0] * len(roster.loads)
+    for at, overlap in overlaps.items():
+        rates = roster.loads[at].rates
+        saved = (credit if decay is None else credit / decay[at]) * overlap.device
+        for (tier, weight), blocks in zip(weights, overlap[1:], strict=True):
+            if blocks:
+                saved += credit_blocks(rates, tier, blocks, weight)
+        saved_blocks[at] = saved
+    return saved_blocks
 
 
 def _costs(

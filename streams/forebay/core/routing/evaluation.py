@@ -124,7 +124,8 @@ def _with_device_prefix(overlap: Overlap, device: int) -> Overlap:
         return overlap
     on_host = max(device, overlap.device + overlap.host)
     on_disk = max(on_host, overlap.device + overlap.host + overlap.disk)
-    return Overlap(device, on_host - device, on_disk - on_host)
+    in_store = max(on_disk, sum(overlap))
+    return Overlap(device, on_host - device, on_disk - on_host, in_store - on_disk)
 
 
 def policy_input(

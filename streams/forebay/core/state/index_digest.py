@@ -7,11 +7,22 @@ compute them. That is ten times faster than building the index, and needs little
 from typing import assert_never
 
 from forebay.core.state.holder_bits import HolderKey
-from forebay.core.state.prefix_index import TIERS
+from forebay.core.state.prefix_index import TIERS, IndexPart
+from forebay.core.state.store_sets import digest_of_stores
 from forebay.core.state_machine import digest_of
 from forebay.events.base import U64_MASK, array_u64
-from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Tier
+from forebay.events.kv import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    CacheEvent,
+    KvEvent,
+    StoreBlocksRemoved,
+    StoreEvent,
+    Tier,
+)
 from forebay.events.snapshots import IndexBlocks, IndexChanges, IndexCursor
+from forebay.events.tier_parts import StoreBlocks, StoreDropped
 
 
 class IndexTally:
@@ -21,8 +32,9 @@ class IndexTally:
         self._cursors: dict[HolderKey, IndexCursor] = {}
         self._blocks: dict[tuple[HolderKey, Tier], list[bytes]] = {}
         self._changes: dict[HolderKey, list[CacheEvent]] = {}
+        self._stores: dict[str, list[StoreBlocks | StoreEvent]] = {}
 
-    def restore(self, chunk: IndexCursor | IndexBlocks | IndexChanges) -> None:
+    def restore(self, chunk: IndexPart) -> None:
         """Add one snapshot part: first all cursors, then blocks, then changes in order, as in `PrefixIndex.restore`."""
         match chunk:
             case IndexCursor():
@@ -32,19 +44,28 @@ class IndexTally:
                     place = (chunk.worker_id, chunk.rank), chunk.tier
                     self._blocks.setdefault(place, []).append(chunk.sequence_hashes)
             case IndexChanges():
-                for event in filter(self._is_of_cursor, chunk.events):
-                    self._changes.setdefault((event.worker_id, event.rank), []).append(event)
+                for event in chunk.events:
+                    if not isinstance(event, KvEvent):
+                        self._stores.setdefault(event.store, []).append(event)
+                    elif self._is_of_cursor(event):
+                        self._changes.setdefault((event.worker_id, event.rank), []).append(event)
+            case StoreBlocks():
+                self._stores.setdefault(chunk.store, []).append(chunk)
+            case StoreDropped():
+                self._stores.pop(chunk.store, None)
             case _:
                 assert_never(chunk)
 
     def digest(self) -> int:
         """Return the digest that `PrefixIndex.digest` would return after the same parts were restored."""
-        return digest_of(
+        ranks = digest_of(
             *(
                 (key, cursor.worker_epoch, cursor.last_seq, cursor.resync, [self._sum_of(key, tier) for tier in TIERS])
                 for key, cursor in sorted(self._cursors.items(), key=lambda item: item[0])
             )
         )
+        stores = {name: _sum_of_store(parts) for name, parts in self._stores.items()}
+        return (ranks + digest_of_stores({name: size for name, size in stores.items() if size[0]})) & U64_MASK
 
     def _is_of_cursor(self, chunk: IndexBlocks | CacheEvent) -> bool:
         cursor = self._cursors.get((chunk.worker_id, chunk.rank))
@@ -67,3 +88,11 @@ class IndexTally:
                 case _:
                     assert_never(event)
         return len(held), sum(held) & U64_MASK
+
+
+def _sum_of_store(parts: list[StoreBlocks | StoreEvent]) -> tuple[int, int]:
+    held: set[int] = set()
+    for part in parts:
+        blocks = array_u64(part.sequence_hashes)
+        (held.difference_update if isinstance(part, StoreBlocksRemoved) else held.update)(blocks)
+    return len(held), sum(held) & U64_MASK

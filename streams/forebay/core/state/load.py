@@ -24,10 +24,12 @@ from xxhash import xxh3_64_intdigest
 
 from forebay.core.state.block_sets import as_block_array
 from forebay.core.state.holder_bits import HolderKey
-from forebay.core.state_machine import digest_of
+from forebay.core.state.tier_rates import NO_RATES, TierRates, rates_of
+from forebay.core.state_machine import digest_of, plain
 from forebay.events.base import U64_BYTES, U64_MASK, pack_u64, unpack_u64
-from forebay.events.metrics import LoadReported
+from forebay.events.metrics import LoadReported, TierCosts
 from forebay.events.snapshots import Booking, ComputedTokens, Reported
+from forebay.events.tier_parts import MeasuredCosts
 
 BLOCK_UNITS = 1 << 16  # finer than any difference that matters to a cost
 _ONE = 1 << 64  # one request in a node's counter; the bits below hold the sum of the requests' tickets
@@ -50,6 +52,8 @@ class RankLoad:
             that time.
         reported: last load report of the rank; None before the first.
         reported_term: contribution of that report to the digest.
+        costs: last measured costs of the rank; None before the first.
+        rates: these costs, relative to the cost of computing a block.
         units: `decode_blocks` as an exact integer, in units of 1/65536 block.
         salt: factor by which equal sums of different ranks differ in the digest.
     """
@@ -63,6 +67,8 @@ class RankLoad:
     computed_tokens: int = 0
     reported: Reported | None = None
     reported_term: int = 0
+    costs: TierCosts | None = None
+    rates: TierRates = field(default_factory=lambda: NO_RATES)
     units: int = 0
     salt: int = field(init=False)
 
@@ -147,7 +153,7 @@ class FleetLoad:
         gone = self._ranks[worker_id, rank]
         assert not gone.active_requests, "free the requests of a rank first"
         del self._ranks[worker_id, rank]
-        self._sum -= gone.reported_term
+        self._sum -= gone.reported_term + _costs_term(gone)
         self._compute(gone, -gone.computed_tokens)
 
     def rank_load(self, worker_id: str, rank: int) -> RankLoad:
@@ -250,6 +256,13 @@ class FleetLoad:
         """Replace the load report of a rank by a newer one. The caller must have checked that the rank is known."""
         self._take_report(convert(event, Reported, from_attributes=True))
 
+    def measure(self, worker_id: str, rank: int, costs: TierCosts) -> None:
+        """Replace the measured costs of a rank by newer ones. The caller must have checked that the rank is known."""
+        load = self._ranks[worker_id, rank]
+        self._sum -= _costs_term(load)
+        load.costs, load.rates = costs, rates_of(costs)
+        self._sum += _costs_term(load)
+
     def active_depths(self, query: Sequence[int]) -> dict[HolderKey, int]:
         """Return how many leading blocks of a prompt the requests in flight on each rank use.
 
@@ -285,18 +298,20 @@ class FleetLoad:
         return found
 
     def digest(self) -> int:
-        """Return a 64-bit digest over all bookings, load reports and computed tokens."""
+        """Return a 64-bit digest over all bookings, load reports, measured costs and computed tokens."""
         return self._sum & U64_MASK
 
-    def snapshot(self) -> Iterator[Booking | ComputedTokens | Reported]:
+    def snapshot(self) -> Iterator[Booking | ComputedTokens | MeasuredCosts | Reported]:
         """Yield the state as snapshot parts.
 
-        These are the load reports by rank, then the bookings in the order in which they were made, then the computed
-        tokens by rank.
+        These are the load reports and measured costs by rank, then the bookings in the order in which they were made,
+        then the computed tokens by rank.
         """
         for rank in self._ranks.values():
             if rank.reported is not None:
                 yield rank.reported
+            if rank.costs is not None:
+                yield MeasuredCosts(worker_id=rank.worker_id, rank=rank.rank, costs=rank.costs)
         for booked in self._booked.values():
             worker_id, number = booked.key
             yield Booking(
@@ -313,7 +328,7 @@ class FleetLoad:
         for rank in self._ranks.values():
             yield ComputedTokens(worker_id=rank.worker_id, rank=rank.rank, tokens=rank.computed_tokens)
 
-    def restore(self, chunk: Booking | ComputedTokens | Reported) -> None:
+    def restore(self, chunk: Booking | ComputedTokens | MeasuredCosts | Reported) -> None:
         """Apply one part of a snapshot. Its rank must have been added before."""
         match chunk:
             case Booking():
@@ -329,6 +344,8 @@ class FleetLoad:
                 self.grow(chunk.request_id, chunk.output_tokens)
             case Reported():
                 self._take_report(chunk)
+            case MeasuredCosts():
+                self.measure(chunk.worker_id, chunk.rank, chunk.costs)
             case ComputedTokens():
                 rank = self._ranks[chunk.worker_id, chunk.rank]
                 self._compute(rank, chunk.tokens - rank.computed_tokens)
@@ -440,6 +457,10 @@ def _join(node: _Node) -> None:
 def _weigh(rank: RankLoad, units: int) -> None:
     rank.units += units
     rank.decode_blocks = rank.units / BLOCK_UNITS
+
+
+def _costs_term(rank: RankLoad) -> int:
+    return 0 if rank.costs is None else digest_of(rank.worker_id, rank.rank, "costs", plain(rank.costs))
 
 
 def _booking_term(booked: _ActiveBooking) -> int:

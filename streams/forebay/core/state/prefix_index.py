@@ -5,22 +5,40 @@ cleared or the worker is lost, its bit is retired, which takes constant time. Th
 sequence numbers. Lower numbers are redeliveries and have no effect. If a number is missing, the content of the cache is
 no longer known. The owner then orders the worker to re-announce its cache: the worker sends `CacheCleared` and the
 blocks that it has.
+
+The shared stores of the group are holders of their own (`StoreSets`). Their events have no sequence numbers. The index
+knows which store each worker reads, and counts the blocks of this store for every rank of the worker.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, assert_never, get_args
 
 from forebay.core.state.block_sets import BlockSets, as_block_array
 from forebay.core.state.holder_bits import HolderBits, HolderKey
-from forebay.core.state.index_scan import ChangeBuffer, HolderEpoch, IndexScan
+from forebay.core.state.index_scan import ChangeBuffer, IndexScan, RecordedChange, ScannedBlocks, ScanSource
+from forebay.core.state.store_sets import StoreSets
 from forebay.core.state_machine import digest_of
-from forebay.events.base import array_u64
-from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, KvEvent, Tier
+from forebay.events.base import U64_BYTES, U64_MASK, array_u64
+from forebay.events.kv import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    CacheEvent,
+    KvEvent,
+    StoreBlocksAdded,
+    StoreBlocksRemoved,
+    StoreEvent,
+    Tier,
+)
 from forebay.events.snapshots import IndexBlocks, IndexChanges, IndexCursor
+from forebay.events.tier_parts import StoreBlocks, StoreDropped
 
 TIERS: tuple[Tier, ...] = get_args(Tier)
+STORE = "store"  # name of the shared stores among the sources of a scan
+IndexPart = IndexCursor | ScannedBlocks | RecordedChange
 
 
 class Overlap(NamedTuple):
@@ -30,15 +48,23 @@ class Overlap(NamedTuple):
         device: blocks from the first block of the prompt on, in device memory.
         host: blocks that follow them, in host memory.
         disk: blocks that follow those in host memory, on disk.
+        store: blocks that follow those on disk, in the shared store of the worker.
     """
 
     device: int = 0
     host: int = 0
     disk: int = 0
+    store: int = 0
 
 
 NO_OVERLAP = Overlap()
-APPLIED: dict[type[KvEvent], str] = {BlocksStored: "stored", BlocksRemoved: "removed", CacheCleared: "cleared"}
+APPLIED: dict[type[KvEvent] | type[StoreEvent], str] = {
+    BlocksStored: "stored",
+    BlocksRemoved: "removed",
+    CacheCleared: "cleared",
+    StoreBlocksAdded: "store_added",
+    StoreBlocksRemoved: "store_removed",
+}
 
 
 class Gap(NamedTuple):
@@ -68,9 +94,10 @@ class _Holder:
 
 
 class PrefixIndex:
-    """Which blocks each worker rank of the fleet has cached, per tier.
+    """Which blocks each worker rank of the fleet has cached, per tier, and which blocks each shared store has.
 
     Attributes:
+        stores: blocks of the shared stores.
         applied: number of applied events by kind; for diagnostics, not part of the state.
         counts: number of events and blocks that did not fit the index, by kind, such as `gap` or `unknown_block`; for
             diagnostics, not part of the state.
@@ -83,13 +110,16 @@ class PrefixIndex:
         self._ranks: Counter[str] = Counter()  # number of ranks by worker
         self._tiers: dict[Tier, BlockSets] = {tier: BlockSets() for tier in TIERS}
         self._bits = HolderBits(list(self._tiers.values()))
+        self.stores = StoreSets()
+        self._store_of: dict[str, str] = {}  # shared store by worker
+        self._readers: dict[str, int] | None = None  # cached result of `_readers_of_stores`
         self._scan: IndexScan | None = None
         self._changes: ChangeBuffer | None = None
 
     def add_holder(self, worker_id: str, rank: int, worker_epoch: int) -> None:
         """Add a rank with an empty cache. It replaces the rank's earlier epoch. An epoch must not be added twice."""
         self.drop_holder(worker_id, rank)
-        self._holders[worker_id, rank] = _Holder(self._bits.take((worker_id, rank)), worker_epoch)
+        self._holders[worker_id, rank] = _Holder(self._take(worker_id, rank), worker_epoch)
         self._ranks[worker_id] += 1
 
     def drop_holder(self, worker_id: str, rank: int) -> None:
@@ -100,6 +130,14 @@ class PrefixIndex:
             if not self._ranks[worker_id]:
                 del self._ranks[worker_id]
             self._retire(holder)
+
+    def use_store(self, worker_id: str, store: str) -> None:
+        """Set the shared store that a worker reads; the empty name for none."""
+        self._readers = None
+        if store:
+            self._store_of[worker_id] = store
+        else:
+            self._store_of.pop(worker_id, None)
 
     def is_new(self, event: CacheEvent) -> bool:
         """Return whether the event is from a known rank in its current epoch and was not applied before."""
@@ -145,6 +183,31 @@ class PrefixIndex:
             self._bits.sweep()
         return self._gap(holder, event, expected) if seq != expected or holder.resync else None
 
+    def apply_store(self, event: StoreEvent) -> None:
+        """Apply a change of a shared store.
+
+        If there is no room for the blocks, stores that no worker uses are dropped. If this does not suffice, the event
+        has no effect. It is counted in both cases.
+        """
+        counts, used = self.stores.counts, self._store_of.values()
+        if event.store not in used:
+            counts["unused"] += 1
+        if isinstance(event, StoreBlocksRemoved) and event.stale:
+            self.stores.stale_blocks += len(event.sequence_hashes) // U64_BYTES
+        dropped = self.stores.dropped_for(event, used)
+        if dropped is None:
+            counts["full"] += 1
+            return
+        for name in dropped:
+            counts["dropped"] += 1
+            self._forget_store(self.stores.drop(name))
+            if self._changes is not None:
+                self._changes.drop(name)
+        self.applied[APPLIED[type(event)]] += 1
+        if self._changes is not None:
+            self._changes.add(event)
+        self._forget_store(self.stores.fold(event))
+
     def resyncing(self) -> list[IndexCursor]:
         """Return the cursors of the ranks whose worker was ordered to re-announce its cache and has not begun yet."""
         return [cursor for cursor in self.cursors() if cursor.resync]
@@ -157,16 +220,9 @@ class PrefixIndex:
         """
         device, host, disk = self._tiers.values()
         query = as_block_array(query)
-        if not (host or disk):
+        if not (host or disk or self.stores.names):
             return self._only_on_device(device.match_depths(query, self._bits.live))
-        found: dict[HolderKey, Overlap] = {}
-        for on_device, at_device in device.match_depths(query, self._bits.live):
-            for on_host, at_host in host.match_depths(query, at_device, on_device):
-                for on_disk, at_disk in disk.match_depths(query, at_host, on_host):
-                    if on_disk:
-                        overlap = Overlap(on_device, on_host - on_device, on_disk - on_host)
-                        found.update(dict.fromkeys(self._bits.keys_of(at_disk), overlap))
-        return found
+        return self._in_all_tiers(query)
 
     def blocks_held(self, worker_id: str, rank: int, tier: Tier) -> int:
         """Return how many blocks a rank has in a tier. Raises KeyError for an unknown rank."""
@@ -177,9 +233,12 @@ class PrefixIndex:
         return sorted(self._holders)
 
     def digest(self) -> int:
-        """Return a 64-bit digest over every rank's epoch, last sequence number, block counts and block sums."""
+        """Return a 64-bit digest over every rank's epoch, last sequence number, block counts and block sums.
+
+        Without blocks in shared stores it is the same as in versions that knew no such stores.
+        """
         tiers = self._tiers.values()
-        return digest_of(
+        ranks = digest_of(
             *(
                 (
                     key,
@@ -191,6 +250,7 @@ class PrefixIndex:
                 for key, holder in sorted(self._holders.items(), key=_by_key)
             )
         )
+        return (ranks + self.stores.digest()) & U64_MASK
 
     def cursors(self) -> Iterator[IndexCursor]:
         """Yield the sequence number of the last applied event of each rank, in order of (worker id, rank)."""
@@ -213,10 +273,10 @@ class PrefixIndex:
         self._changes = ChangeBuffer()
         return self._scan
 
-    def end_scan(self) -> list[IndexChanges]:
+    def end_scan(self) -> list[RecordedChange]:
         """End a completed scan.
 
-        Return the events since `begin_scan`; a reader restores them after the scanned blocks.
+        Return the changes since `begin_scan`; a reader restores them after the scanned blocks.
         """
         assert self._scan is not None, "no scan is active"
         assert self._changes is not None, "a scan records changes"
@@ -225,14 +285,14 @@ class PrefixIndex:
         self._scan = self._changes = None
         return changes
 
-    def snapshot(self) -> Iterator[IndexCursor | IndexBlocks]:
+    def snapshot(self) -> Iterator[IndexCursor | ScannedBlocks]:
         """Yield the state as snapshot parts: a cursor per rank, then all blocks. No event may be applied meanwhile."""
         yield from self.cursors()
         scan = self._new_scan()
         while not scan.done:
             yield from scan.advance(1)
 
-    def restore(self, chunk: IndexCursor | IndexBlocks | IndexChanges) -> None:
+    def restore(self, chunk: IndexPart) -> None:
         """Apply one part of a snapshot: first all cursors, then blocks, then changes in order.
 
         Blocks and changes of ranks without a cursor, or with a cursor of another epoch, are ignored.
@@ -248,9 +308,16 @@ class PrefixIndex:
                     self._tiers[chunk.tier].add(known.bit, array_u64(chunk.sequence_hashes))
             case IndexChanges():
                 for event in chunk.events:
+                    if not isinstance(event, KvEvent):
+                        self.stores.fold(event)
+                        continue
                     known = self._holders.get((event.worker_id, event.rank))
                     if known is not None and known.worker_epoch == event.worker_epoch:
                         self._fold(known, event)
+            case StoreBlocks():
+                self.stores.add(chunk.store, array_u64(chunk.sequence_hashes))
+            case StoreDropped():
+                self.stores.drop(chunk.store)
             case _:
                 assert_never(chunk)
 
@@ -263,20 +330,40 @@ class PrefixIndex:
             return len(blocks) - self._tiers[event.tier].remove(holder.bit, blocks)
         else:
             self._retire(holder)
-            holder.bit = self._bits.take((event.worker_id, event.rank))
+            holder.bit = self._take(event.worker_id, event.rank)
         return 0
 
+    def _take(self, worker_id: str, rank: int) -> int:
+        self._readers = None
+        return self._bits.take((worker_id, rank))
+
     def _retire(self, holder: _Holder) -> None:
+        self._readers = None
         self._bits.retire(holder.bit)
         if self._scan is not None:
-            self._scan.forget(holder.bit)
+            self._scan.forget(holder.bit, TIERS)
+
+    def _forget_store(self, bit: int) -> None:
+        if bit and self._scan is not None:
+            self._scan.forget(bit, (STORE,))
 
     def _new_scan(self) -> IndexScan:
-        return IndexScan(self._tiers, lambda: self._bits.live, self._epoch_of)
+        sources = [
+            ScanSource(tier, sets, lambda: self._bits.live, partial(self._part, tier))
+            for tier, sets in self._tiers.items()
+        ]
+        stores = self.stores
+        return IndexScan([*sources, ScanSource(STORE, stores.sets, lambda: stores.live, stores.part)])
 
-    def _epoch_of(self, bit: int) -> HolderEpoch:
+    def _part(self, tier: Tier, bit: int, hashes: bytearray) -> IndexBlocks:
         worker_id, rank = self._bits.key_of(bit)
-        return HolderEpoch(worker_id, self._holders[worker_id, rank].worker_epoch, rank)
+        return IndexBlocks(
+            worker_id=worker_id,
+            rank=rank,
+            tier=tier,
+            sequence_hashes=bytes(hashes),
+            worker_epoch=self._holders[worker_id, rank].worker_epoch,
+        )
 
     def _gap(self, holder: _Holder, event: CacheEvent, expected: int) -> Gap | None:
         missed = event.seq != expected
@@ -291,6 +378,52 @@ class PrefixIndex:
 
     def _has(self, bit: int, block: int) -> bool:
         return any(sets.has(bit, block) for sets in self._tiers.values())
+
+    def _by_depths(self, query: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the ends of overlaps with device, host and disk, by rising end on the device, and the ranks' mask."""
+        device, host, disk = self._tiers.values()
+        for on_device, at_device in device.match_depths(query, self._bits.live):
+            for on_host, at_host in host.match_depths(query, at_device, on_device):
+                for on_disk, at_disk in disk.match_depths(query, at_host, on_host):
+                    yield on_device, on_host, on_disk, at_disk
+
+    def _in_all_tiers(self, query: Sequence[int]) -> dict[HolderKey, Overlap]:
+        """Return the overlaps of all ranks, including the blocks of their shared stores.
+
+        As in `_only_on_device`, all ranks first get the overlap of the first group, because the mask of all readers of
+        a store is the same for many queries. Ranks of the other groups are overwritten.
+        """
+        live, stores = self._bits.live, self.stores
+        masks = self._readers_of_stores()
+        readers = [(stores.runs(name, query), masks[name]) for name in stores.names if name in masks]
+        alone = live
+        for _, mask in readers:
+            alone &= ~mask
+        found: dict[HolderKey, Overlap] = {}
+        for number, (on_device, on_host, end, mask) in enumerate(self._by_depths(query)):
+            ranks = mask if number else live
+            for runs, of_store in readers:
+                within = ranks & of_store
+                if within and (blocks := runs.after(end)) + end:
+                    self._assign(found, within, Overlap(on_device, on_host - on_device, end - on_host, blocks))
+            if end and (within := ranks & alone):
+                self._assign(found, within, Overlap(on_device, on_host - on_device, end - on_host))
+        return found
+
+    def _readers_of_stores(self) -> Mapping[str, int]:
+        """Return the mask of the ranks that read each shared store, by name, without stores that no rank reads."""
+        if self._readers is None:
+            self._readers = {}
+            for (worker_id, _), holder in self._holders.items():
+                if store := self._store_of.get(worker_id):
+                    self._readers[store] = self._readers.get(store, 0) | holder.bit
+        return self._readers
+
+    def _assign(self, found: dict[HolderKey, Overlap], mask: int, overlap: Overlap) -> None:
+        if mask & (mask - 1):
+            found.update(dict.fromkeys(self._bits.keys_of(mask), overlap))
+        else:
+            found[self._bits.key_of(mask)] = overlap
 
     def _only_on_device(self, drops: list[tuple[int, int]]) -> dict[HolderKey, Overlap]:
         """Return the overlaps of holders that have blocks on the device only.

@@ -17,6 +17,7 @@ from forebay.events.decisions import (
     CommandRefusal,
     CommandSent,
     CommandTarget,
+    CostTerms,
     KvReleased,
     RejectReason,
     RequestAborted,
@@ -87,7 +88,13 @@ class WorkerAddress(NamedTuple):
 
 
 def encode_work(
-    to: WorkerAddress, request: ActiveRequest, owner_epoch: int, submitted: RequestSubmitted, *, report_output: bool
+    to: WorkerAddress,
+    request: ActiveRequest,
+    owner_epoch: int,
+    submitted: RequestSubmitted,
+    *,
+    report_output: bool,
+    store_blocks: int = 0,
 ) -> Draft:
     """Return the work item of a routed request. A worker that already has it ignores it.
 
@@ -97,6 +104,7 @@ def encode_work(
         owner_epoch: Epoch of the sending owner.
         submitted: The request as submitted, with its prompt.
         report_output: Whether the worker reports output blocks while it decodes.
+        store_blocks: Result of `expected_blocks` for the decision; 0 if the decision is not at hand.
     """
     # An encode worker gets no prompt. A decode worker gets the media, in case it has to compute the prompt itself.
     stage = request.stage
@@ -124,9 +132,16 @@ def encode_work(
         media=media,
         encoded=encoded,
         prefilled=request.prefilled if stage == "decode" else None,
+        store_blocks=store_blocks,
         **to.names,
     )
     return to.draft(item)
+
+
+def expected_blocks(terms: CostTerms) -> int:
+    """Return how many leading blocks a rank has itself or in its shared store; 0 if it has none in its shared store."""
+    overlap = terms.device_overlap + terms.host_overlap + terms.disk_overlap + terms.store_overlap
+    return overlap if terms.store_overlap else 0
 
 
 def encode_reannounce(to: WorkerAddress, owner_epoch: int, rank: int, above_seq: int) -> Draft:

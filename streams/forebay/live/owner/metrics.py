@@ -179,6 +179,17 @@ class OwnerMetrics(Collector):
             applied.add_metric([self._model, kind, "ok"], index.applied[kind] - (orphans if kind == "stored" else 0))
         applied.add_metric([self._model, "stored", "parent_block_not_found"], orphans)
         yield applied
+        stores = index.stores
+        text = "blocks in the prefix index per shared store"
+        blocks = GaugeMetricFamily("forebay_index_store_blocks", text, labels=["model", "store"])
+        for name, size in stores.sizes().items():
+            blocks.add_metric([self._model, name], size)
+        yield blocks
+        text = "blocks that workers expected in a shared store and did not find, or could not use"
+        yield self._counter("forebay_index_stale_store_blocks", text, stores.stale_blocks)
+        text = "events of shared stores that no worker uses (unused), for which a store was dropped (dropped), or for"
+        text += " which there was no room (full)"
+        yield self._counts("forebay_index_store_events", text, stores.counts)
 
     def _model_metrics(self) -> Iterator[Metric]:
         """Yield the limits of the model's first worker by name."""

@@ -40,6 +40,7 @@ from forebay.live.owner.effects import (
     encode_effects,
     encode_reannounce,
     encode_work,
+    expected_blocks,
 )
 from forebay.live.owner.ingress_presence import IngressPresence
 from forebay.live.owner.journal import Journal, OwnershipLost
@@ -361,10 +362,10 @@ class Owner:
                 submission = submitted.get(request.submitted.offset) or await self._submissions.at(
                     request.submitted.offset
                 )
-                group, pool = self._settings.group, decision.pool
+                group, pool, epoch = self._settings.group, decision.pool, decision.owner_epoch
                 to = WorkerAddress(group, pool, decision.slot, decision.worker_id, decision.worker_epoch)
-                report_output = self._reports_output(pool)
-                drafts.append(encode_work(to, request, decision.owner_epoch, submission, report_output=report_output))
+                grown, hint = self._reports_output(pool), expected_blocks(decision.terms)
+                drafts.append(encode_work(to, request, epoch, submission, report_output=grown, store_blocks=hint))
                 continue
             drafts += encode_effects(self._settings.group, decision)
             if isinstance(decision, CommandSent):

@@ -6,8 +6,8 @@ from typing import Self
 import msgspec
 
 from forebay.core.rederive import SEALS_MAX, RecordedEvents, Rederivation
+from forebay.core.restore import restore
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
-from forebay.core.world import restore
 from forebay.events.base import hex_digest
 from forebay.events.codec import encode
 from forebay.events.decisions import Advanced, JournalRecord, SnapshotRecord

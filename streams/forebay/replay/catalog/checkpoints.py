@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from forebay.core.restore import restore
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
-from forebay.core.world import World, restore
+from forebay.core.world import World
 from forebay.events.snapshots import Chunk, IndexBlocks
 from forebay.events.topics import DECISIONS, SNAPSHOTS
 from forebay.replay.at import LOST_MAX

@@ -14,9 +14,10 @@ from collections.abc import Callable
 import msgspec
 
 from forebay import runtime
+from forebay.core.restore import restore
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.step import InputEvent
-from forebay.core.world import World, restore
+from forebay.core.world import World
 from forebay.events.topics import INPUTS, KV_EVENTS, METRICS
 from forebay.replay.at_time import apply_unrecorded
 from forebay.replay.catalog.facts import CatalogState

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from xxhash import xxh3_128
 
 from forebay import runtime
+from forebay.core.restore import digest_of_snapshot, restore
 from forebay.core.routing.policies import CustomPolicies
-from forebay.core.world import CORE_VERSION, World, digest_of_snapshot, restore
+from forebay.core.world import CORE_VERSION, World
 from forebay.events.base import hex_digest
 from forebay.events.codec import DecodeError, decode
 from forebay.events.decisions import Advanced, OwnerClaimed, Sealed, SnapshotRecord

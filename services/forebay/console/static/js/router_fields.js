@@ -42,5 +42,7 @@ export const FIELDS = [
   "disagg.prefill_busy_threshold",
   "disagg.decode_busy_threshold",
   "disagg.enforce",
+  "shared_cache_hit_weight",
+  "tier_credit",
   "attempts_max",
 ];

@@ -66,7 +66,7 @@ def engine_arguments(settings: EngineSettings, *, kv_events: bool, sockets: Path
         }
     connectors: list[dict[str, Any]] = []
     if settings.tiers is not None:
-        connectors.append(connector(TierConfig(settings.tiers, weights)))
+        connectors.append(connector(TierConfig(settings.tiers, weights, settings.dp_start_rank)))
     if settings.role in KV_ROLES:
         connectors.append(
             {

@@ -1,6 +1,7 @@
 """Arguments with which forebay starts vLLM with KV tiers. This module does not import vLLM."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,18 @@ class TierConfig(msgspec.Struct, frozen=True):
     Attributes:
         tiers: tiers of each rank.
         weights: digest of the model, from `model_digest`; empty if the connector must compute it.
+        first_rank: number of the worker's first rank. Each rank has a subdirectory of the disk tier.
     """
 
     tiers: TierSettings
     weights: str = ""
+    first_rank: int = 0
+
+    def of_rank(self, index: int) -> TierSettings:
+        """Return the tiers of the rank with this index in the engine."""
+        if self.tiers.disk is None:
+            return self.tiers
+        return replace(self.tiers, disk=self.tiers.disk / f"rank-{self.first_rank + index}")
 
     def encode(self) -> dict[str, Any]:
         """Return the configuration as a dictionary of JSON values."""

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CHANGES = ("quantization", "hf_overrides", "load_format")
 _RANKS: dict[str, VllmRank] = {}  # ranks of the engines in this process, by engine id
 
 
@@ -121,7 +122,8 @@ class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs witho
         memory = DeviceMemory(kv_caches, self._kv_cache_config.num_blocks)
         identity = identity_of(self._vllm_config, self._config, self._kv_cache_config, memory)
         wake = threading.Event()
-        tiers = RankTiers(self._config.tiers, identity, wake=wake.set)
+        settings = self._config.of_rank(self._vllm_config.parallel_config.data_parallel_index)
+        tiers = RankTiers(settings, identity, wake=wake.set)
         tiers.open()
         self.tier_rank = _RANKS[self._engine_id] = VllmRank(tiers, memory, identity, wake)
 
@@ -267,6 +269,8 @@ def identity_of(
     layers = vllm_config.compilation_config.static_forward_context
     names = kv_cache_config.kv_cache_groups[0].layer_names
     attention = {f"{layers[name].get_attn_backend().get_name()}/{getattr(layers[name], 'isa', '')}" for name in names}
+    # Arguments that change what the files of a model mean.
+    changes = "".join(f" {name}={value}" for name in CHANGES if (value := getattr(model, name, None)))
     dtype = str(vllm_config.cache_config.cache_dtype)
     if dtype == "auto":
         dtype = str(model.dtype).removeprefix("torch.")
@@ -274,7 +278,7 @@ def identity_of(
         weights=config.weights or model_digest(Path(model.model)),
         tp_rank=0,
         tp_size=1,
-        layout=f"vllm {vllm.__version__} {','.join(sorted(attention))} {memory.layout}",
+        layout=f"vllm {vllm.__version__} {','.join(sorted(attention))} {memory.layout}{changes}",
         dtype=dtype,
         block_size=vllm_config.cache_config.block_size,
         block_bytes=memory.block_bytes,
