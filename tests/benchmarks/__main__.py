@@ -23,6 +23,7 @@ NAMES = (
     "kv-transfer",
     "kv-hosts",
     "tiers",
+    "vllm-tiers",
     "overload",
     "attached",
     "planner",
