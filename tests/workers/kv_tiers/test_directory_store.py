@@ -198,12 +198,13 @@ def test_files_of_a_crashed_writer_are_removed(tmp_path: Path, kind: str) -> Non
     assert subprocess.run(command, check=False, cwd=Path(__file__).parents[3]).returncode == 9
     (left,) = temporaries(tmp_path)
     assert left.stat().st_size == FILE
+    os.utime(left, (0, left.stat().st_mtime - 10))
     store = open_directory(tmp_path, shared=kind == "shared")
     assert inventory(store) == set()
     store.enforce_quota()
     if kind == "shared":  # it may be from a writer that still runs
         assert temporaries(tmp_path) == [left]
-        os.utime(left, (0, left.stat().st_mtime - TEMPORARY_AGE_S - 1))
+        os.utime(left, (0, left.stat().st_mtime - TEMPORARY_AGE_S))
         store.enforce_quota()
     assert temporaries(tmp_path) == []
     assert write(store, [1]) == [""]

@@ -50,17 +50,20 @@ class DirectoryQuota:
     Args:
         root: the directory.
         limit: maximum size of its blocks and quarantined files in bytes.
-        exclusive: whether only this process writes to the directory.
+        exclusive: whether only this process writes to the directory. Files of crashed writers are then removed at once.
     """
 
     def __init__(self, root: Path, limit: int, *, exclusive: bool) -> None:
         self._root = root
         self._limit = limit
-        self._exclusive = exclusive
         self._bytes = 0  # according to the last count, and the writes of this process since
         self._written = limit  # since the last count; at the start, a count is due
         self._lock = threading.Lock()  # of the two numbers
         self._counting = threading.Lock()
+        if exclusive:
+            # Nobody writes yet, so the writer of every temporary file has crashed.
+            for _ in stored_files(root, abandoned_s=float("inf")):
+                pass
 
     def wrote(self, size: int) -> None:
         """Add the size of new files."""
@@ -98,7 +101,7 @@ class DirectoryQuota:
 
     def _reduce(self) -> tuple[int, list[str]]:
         """Remove files until the quota is kept. Return the bytes of the remaining files, and the removed paths."""
-        files = list(stored_files(self._root, self._exclusive))
+        files = list(stored_files(self._root))
         total = sum(file.bytes for file in files)
         removed: list[str] = []
         if total > self._limit:
@@ -111,24 +114,25 @@ class DirectoryQuota:
         return total, removed
 
 
-def stored_files(root: Path, exclusive: bool = False) -> Iterator[StoredFile]:
+def stored_files(root: Path, abandoned_s: float = 0.0) -> Iterator[StoredFile]:
     """Yield all blocks and quarantined files of a directory, in any order, and remove abandoned temporary files.
 
     Quarantined files count as never used, so they are removed first.
 
     Args:
         root: the directory.
-        exclusive: whether no other process writes to the directory, so that every temporary file is abandoned.
+        abandoned_s: temporary files from before this time, in seconds since 1970, are abandoned, as are those that are
+            older than `TEMPORARY_AGE_S`.
     """
     for identity in identities_in(root):
         for folder in block_folders(identity):
-            yield from _files(folder, SUFFIX, exclusive)
+            yield from _files(folder, SUFFIX, abandoned_s)
         if (folder := identity / QUARANTINE).is_dir():
-            yield from (file._replace(used_s=0.0) for file in _files(folder, "", exclusive))
+            yield from (file._replace(used_s=0.0) for file in _files(folder, "", abandoned_s))
 
 
-def _files(folder: Path, suffix: str, exclusive: bool) -> Iterator[StoredFile]:
-    now_s = runtime.wall_s()
+def _files(folder: Path, suffix: str, abandoned_s: float) -> Iterator[StoredFile]:
+    abandoned_s = max(abandoned_s, runtime.wall_s() - TEMPORARY_AGE_S)
     with os.scandir(folder) as entries:
         for entry in entries:
             try:
@@ -136,7 +140,7 @@ def _files(folder: Path, suffix: str, exclusive: bool) -> Iterator[StoredFile]:
             except FileNotFoundError:
                 continue  # another process has removed it
             if entry.name.endswith(TEMPORARY):
-                if exclusive or now_s - found.st_mtime > TEMPORARY_AGE_S:
+                if found.st_mtime < abandoned_s:
                     _unlink(entry.path)
             elif entry.name.endswith(suffix):
                 yield StoredFile(found.st_mtime, found.st_size, entry.path)
