@@ -47,7 +47,7 @@ ARGUMENTS: dict[str, Any] = {
     "max_model_len": 4_352,
     "max_num_batched_tokens": 8_192,
 }
-BUCKET = "kv"
+BUCKET = "kv-blocks"
 
 
 def prompts(count: int = PROMPTS, tokens: int = PROMPT_TOKENS, seed: int = 1) -> list[list[int]]:

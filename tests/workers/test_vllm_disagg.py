@@ -170,7 +170,11 @@ class Running:
     def report_usage(self, usage: float) -> None:
         """Report the share of KV blocks in use, as vLLM does after a step."""
         stats = SimpleNamespace(
-            num_running_reqs=0, num_waiting_reqs=0, num_skipped_waiting_reqs=0, kv_cache_usage=usage, kv_connector_stats=None
+            num_running_reqs=0,
+            num_waiting_reqs=0,
+            num_skipped_waiting_reqs=0,
+            kv_cache_usage=usage,
+            kv_connector_stats=None,
         )
         self.llm.make_logger(None, 0).record(stats, None)
 

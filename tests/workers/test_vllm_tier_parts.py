@@ -8,12 +8,15 @@ import pytest
 
 from forebay.core.block_hashes import hash_seed, mm_hash, sequence_hashes
 from forebay.events.base import pack_u32, unpack_u64
+from forebay.events.metrics import TierCost, TierCosts
+from forebay.events.progress import OnboardedTokens
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.core import engine_arguments
 from forebay.workers.engines.vllm.tiers.configuration import TierConfig, children, unsupported
-from forebay.workers.engines.vllm.tiers.digests import directory_digest, model_digest
 from forebay.workers.engines.vllm.tiers.prompt_names import PromptNames
+from forebay.workers.engines.vllm.tiers.reports import TierReport
 from forebay.workers.kv_tiers.identity import KvIdentity, block_keys, media_by_block
+from forebay.workers.kv_tiers.metrics import TierCounters
 from forebay.workers.kv_tiers.settings import TierSettings
 
 BLOCK = 4
@@ -107,14 +110,10 @@ def test_unsupported_engines_are_refused_with_the_reason() -> None:
     assert "encoder-decoder" in reason(is_encoder_decoder=True)
 
 
-def test_digests_depend_on_content_and_not_on_the_path(tmp_path: Path) -> None:
-    digests = set()
-    for folder, weights, config in (("a", b"1", "{}"), ("b", b"1", "{}"), ("c", b"2", "{}"), ("d", b"1", "{1}")):
-        directory = tmp_path / folder
-        directory.mkdir()
-        (directory / "model.safetensors").write_bytes(weights)
-        (directory / "config.json").write_text(config)
-        (directory / "README.md").write_text(folder)
-        digests.add(model_digest(directory))
-    assert len(digests) == 3
-    assert directory_digest(tmp_path / "a") != directory_digest(tmp_path / "b")
+def test_report_survives_its_encoding() -> None:
+    counters = TierCounters(matched_tokens=3, resident_blocks={"disk": 2})
+    counters.offloaded_blocks["device", "host"] += 4
+    counters.misses["disk", "corrupt"] += 1
+    costs = TierCosts(prefill_block_us=5.0, tiers=(TierCost(tier="disk", fixed_us=1.0, block_us=2.0),))
+    report = TierReport({"r1": (OnboardedTokens(tier="disk", tokens=64, us=9),)}, costs, counters)
+    assert TierReport.decode(report.encode()) == report

@@ -36,12 +36,12 @@ from forebay.workers.engines.vllm.media import engine_prompt
 from forebay.workers.engines.vllm.metrics import PREFIXES, VllmStepStats
 from forebay.workers.engines.vllm.requests import engine_priority, prompt_of, token_logprobs
 from forebay.workers.engines.vllm.tiers.configuration import RequestHints
-from forebay.workers.engines.vllm.tiers.digests import model_digest
 from forebay.workers.engines.vllm.tiers.reports import TierReport
 from forebay.workers.engines.vllm.transfer import PREFILL, PREFILL_SAMPLING, KvTransfers
 from forebay.workers.kv_events.resident import ResidentBlocks
 from forebay.workers.kv_events.vllm_wire import VllmDecoder
 from forebay.workers.kv_events.zmq_feed import KvFeed, KvSource
+from forebay.workers.kv_tiers.weight_digests import default_cache, model_digest
 from forebay.workers.runtime.rank_buffer import RankBuffer
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class VllmEngine(ModelEngine):
     async def _launch(self, spec: WorkerSpec) -> None:
         settings = self._settings
         require_nixl(settings)
-        weights = "" if settings.tiers is None else await runtime.offload(model_digest, settings.model)
+        weights = "" if settings.tiers is None else await runtime.offload(model_digest, settings.model, default_cache())
         arguments = engine_arguments(settings, kv_events=spec.kv_events, sockets=self._make_sockets(), weights=weights)
         channel = side_channel(settings)
         self.llm = await self.core.start(

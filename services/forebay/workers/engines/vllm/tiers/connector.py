@@ -34,12 +34,12 @@ from forebay.workers.engines.vllm.tiers.configuration import (
     unsupported,
 )
 from forebay.workers.engines.vllm.tiers.device_memory import DeviceMemory
-from forebay.workers.engines.vllm.tiers.digests import directory_digest, model_digest
 from forebay.workers.engines.vllm.tiers.events import cache_events
 from forebay.workers.engines.vllm.tiers.rank import VllmRank
 from forebay.workers.engines.vllm.tiers.reports import report_of
 from forebay.workers.kv_tiers.identity import KvIdentity
 from forebay.workers.kv_tiers.rank_tiers import RankTiers
+from forebay.workers.kv_tiers.weight_digests import adapter_digest, default_cache, model_digest
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -240,7 +240,7 @@ class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs witho
             return ""
         known = (lora.lora_int_id, lora.lora_path)
         if known not in self._adapters:
-            self._adapters[known] = directory_digest(Path(lora.lora_path))
+            self._adapters[known] = adapter_digest(Path(lora.lora_path))
         return self._adapters[known]
 
 
@@ -275,7 +275,7 @@ def identity_of(
     if dtype == "auto":
         dtype = str(model.dtype).removeprefix("torch.")
     return KvIdentity(
-        weights=config.weights or model_digest(Path(model.model)),
+        weights=config.weights or model_digest(Path(model.model), default_cache()),
         tp_rank=0,
         tp_size=1,
         layout=f"vllm {vllm.__version__} {','.join(sorted(attention))} {memory.layout}{changes}",
