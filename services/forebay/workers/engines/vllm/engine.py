@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from prometheus_client.registry import Collector
 
 from forebay import runtime
 from forebay.engine_model.model import Finished
@@ -41,6 +42,7 @@ from forebay.workers.engines.vllm.transfer import PREFILL, PREFILL_SAMPLING, KvT
 from forebay.workers.kv_events.resident import ResidentBlocks
 from forebay.workers.kv_events.vllm_wire import VllmDecoder
 from forebay.workers.kv_events.zmq_feed import KvFeed, KvSource
+from forebay.workers.kv_tiers.metrics import TierCounters, TierMetrics
 from forebay.workers.kv_tiers.weight_digests import default_cache, model_digest
 from forebay.workers.runtime.rank_buffer import RankBuffer
 
@@ -77,6 +79,7 @@ class VllmEngine(ModelEngine):
         self._transfers = KvTransfers(settings.model_name, self._kept)
         self._layout: KvLayout | None = None
         self._store_name = ""
+        self._tier_counters: dict[int, TierCounters] = {}
         self._onboarded: dict[str, tuple[OnboardedTokens, ...]] = {}  # by request, until its first token
 
     async def _launch(self, spec: WorkerSpec) -> None:
@@ -136,8 +139,11 @@ class VllmEngine(ModelEngine):
             self._wake.set()
 
     def _on_tiers(self, engine_index: int, encoded: bytes) -> None:
-        report = msgspec.msgpack.decode(encoded, type=TierReport)
+        report = TierReport.decode(encoded)
         self._onboarded.update({name: one for name, one in report.onboarded.items() if name in self._requests})
+        if (rank := self._ranks.get(engine_index + self._settings.dp_start_rank)) is not None:
+            rank.tier_costs = report.costs
+            self._tier_counters[rank.rank] = report.counters
 
     def _is_dead(self) -> bool:
         return self.llm is None or self.llm.errored
@@ -206,6 +212,14 @@ class VllmEngine(ModelEngine):
         """Return the sequence hashes of the blocks in the shared store, as the ranks have reported them."""
         feeds = [cache for cache in self._caches.values() if isinstance(cache, KvFeed)]
         return tuple({block: None for feed in feeds for block in feed.resident.shared()})
+
+    def collectors(self) -> Sequence[Collector]:
+        """Return Prometheus collectors of vLLM's own metrics, of its KV events, and of the tiers."""
+        tiers = {rank: partial(self._counters, rank) for rank in self._ranks if self._settings.tiers is not None}
+        return (*super().collectors(), *([TierMetrics(self._worker_id, tiers)] if tiers else ()))
+
+    def _counters(self, rank: int) -> TierCounters:
+        return self._tier_counters.get(rank, TierCounters())
 
     async def _clear_in_background(self) -> None:
         # Blocks that other workers may be reading stay until their leases end.

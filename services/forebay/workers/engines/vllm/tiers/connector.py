@@ -36,7 +36,6 @@ from forebay.workers.engines.vllm.tiers.configuration import (
 from forebay.workers.engines.vllm.tiers.device_memory import DeviceMemory
 from forebay.workers.engines.vllm.tiers.events import cache_events
 from forebay.workers.engines.vllm.tiers.rank import VllmRank
-from forebay.workers.engines.vllm.tiers.reports import report_of
 from forebay.workers.kv_tiers.identity import KvIdentity
 from forebay.workers.kv_tiers.rank_tiers import RankTiers
 from forebay.workers.kv_tiers.weight_digests import adapter_digest, default_cache, model_digest
@@ -221,9 +220,9 @@ class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs witho
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the report of the rank, from the scheduler's connector only."""
-        if self.role != KVConnectorRole.SCHEDULER or (report := report_of(self.tier_rank)) is None:
+        if self.role != KVConnectorRole.SCHEDULER or (report := self.tier_rank.report()) is None:
             return None
-        return TierStats({"report": msgspec.msgpack.encode(report)})
+        return TierStats({"report": report.encode()})
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

@@ -1,7 +1,7 @@
 """Encode changes of the tiers as KV events of vLLM. Imports vLLM.
 
-The blocks in these events are named by forebay's sequence hashes, and the events contain no tokens. The field
-`ownership` is `OWNER`. vLLM publishes them on the same socket as its own events, so they are numbered and replayed, too.
+These events name blocks by forebay's sequence hashes and contain no tokens. Their field `ownership` is `OWNER`. vLLM
+publishes them on the same socket as its own events, so they are numbered and replayed, too.
 """
 
 from collections.abc import Iterator, Sequence

@@ -23,6 +23,7 @@ from forebay.kv_tiers.manager import TierRun
 from forebay.workers.engine import CacheChange
 from forebay.workers.engines.vllm.tiers.configuration import RequestHints
 from forebay.workers.engines.vllm.tiers.prompt_names import PromptNames
+from forebay.workers.engines.vllm.tiers.reports import TierReport
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
 from forebay.workers.kv_tiers.rank_tiers import LoadResult, RankTiers
 
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 PREFETCHES_MAX = 4  # waiting requests whose blocks are copied to host memory ahead of their load
 IDLE_WAIT_S = 0.002  # an engine that only waits for copies looks for their end this often
+REPORT_S = 1.0  # interval of reports in which no load has ended
 MIXED_SHARE = 8  # the duration of a step is that of its prefill if other tokens are fewer than an eighth
 
 
@@ -104,19 +106,20 @@ class VllmRank:
         wake: is set when copies have ended.
 
     Attributes:
-        onboarded: per request of the log, the tokens that were loaded since the caller cleared this.
         counters: `skipped_referenced` (blocks not offered because too many are referenced by copies).
     """
 
     def __init__(self, tiers: RankTiers, memory: Memory, identity: KvIdentity, wake: threading.Event) -> None:
         self.tiers = tiers
-        self.onboarded: dict[str, tuple[OnboardedTokens, ...]] = {}
         self.counters: Counter[str] = Counter()
         self._memory = memory
         self._identity = identity
         self._block_size = identity.block_size
         self._wake = wake
         self._pool: BlockPool | None = None
+        self._onboarded: dict[str, tuple[OnboardedTokens, ...]] = {}
+        self._reported_s = 0.0
+        self._was_busy = True
         self._requests: dict[str, _Request] = {}
         self._steps: deque[_Step] = deque()
         self._loading: Counter[bytes] = Counter()  # blocks that are being loaded, by key
@@ -296,6 +299,19 @@ class VllmRank:
         failed, self._failed = self._failed, set()
         return failed
 
+    def report(self) -> TierReport | None:
+        """Return a report; None if no load has ended, the last report is recent, and the tiers are busy."""
+        was_busy, self._was_busy = self._was_busy, self.busy
+        now_s = runtime.monotonic_s()
+        came_to_rest = was_busy and not self._was_busy
+        if not self._onboarded and not came_to_rest and now_s - self._reported_s < REPORT_S:
+            return None
+        self._reported_s = now_s
+        onboarded, self._onboarded = self._onboarded, {}
+        counters = self.tiers.counters()
+        counters.skipped += self.counters
+        return TierReport(onboarded, self.tiers.measured(), counters)
+
     @property
     def store_name(self) -> str:
         """Name of the shared store; empty without one."""
@@ -368,4 +384,4 @@ class VllmRank:
             one.barred = True
             self._failed.update(load.into[load.placed :])
         assert load.result is not None
-        self.onboarded[one.request_id] = tuple(load.result.onboarded(self._block_size))
+        self._onboarded[one.request_id] = tuple(load.result.onboarded(self._block_size))
