@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from forebay import runtime
 from forebay.workers.engines.vllm.tiers.configuration import (
     CONNECTOR,
     HINTS,
@@ -124,7 +125,9 @@ class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs witho
         settings = self._config.of_rank(self._vllm_config.parallel_config.data_parallel_index)
         tiers = RankTiers(settings, identity, wake=wake.set)
         tiers.open()
-        self.tier_rank = _RANKS[self._engine_id] = VllmRank(tiers, memory, identity, wake)
+        self.tier_rank = _RANKS[self._engine_id] = VllmRank(
+            tiers, memory, identity, wake, runtime.executor(1, "forebay-tiers")
+        )
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Do nothing, because loads begin when vLLM has allocated their blocks."""

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -104,12 +105,15 @@ class VllmRank:
         memory: KV cache of the rank.
         identity: identity of the rank.
         wake: is set when copies have ended.
+        copier: executor of copies into the KV cache, closed with this object.
 
     Attributes:
         counters: `skipped_referenced` (blocks not offered because too many are referenced by copies).
     """
 
-    def __init__(self, tiers: RankTiers, memory: Memory, identity: KvIdentity, wake: threading.Event) -> None:
+    def __init__(
+        self, tiers: RankTiers, memory: Memory, identity: KvIdentity, wake: threading.Event, copier: Executor
+    ) -> None:
         self.tiers = tiers
         self.counters: Counter[str] = Counter()
         self._memory = memory
@@ -128,7 +132,7 @@ class VllmRank:
         self._failed: set[int] = set()
         self._referenced = 0
         self._announces = False
-        self._copier = runtime.executor(1, "forebay-tiers")
+        self._copier = copier
         self._placed: deque[_Load] = deque()  # loads whose blocks are in the cache, added by the copier
 
     # Scheduler
