@@ -12,8 +12,8 @@ from itertools import combinations
 
 import msgspec
 
+from forebay.events.kv import LowerTier
 from forebay.kv_tiers.manager import TierRun
-from forebay.kv_tiers.tier_content import LowerTier
 
 KEEP = 1 - 1 / 64  # weight that an observation keeps with each newer one: conditions of minutes ago do not decide
 OBSERVED_MIN = 4  # the first load also opens files or connections, so it must not decide alone

@@ -13,8 +13,9 @@ from typing import Generic, NamedTuple
 
 import msgspec
 
+from forebay.events.kv import LowerTier
 from forebay.kv_tiers.frequency import FrequencyFilter, FrequencyLimits, Key
-from forebay.kv_tiers.tier_content import LowerTier, SourceTier, TierContent, TierLimits
+from forebay.kv_tiers.tier_content import SourceTier, TierContent, TierLimits
 
 __all__ = [
     "Loading",
@@ -28,7 +29,7 @@ __all__ = [
     "Write",
 ]
 
-SAVED_SHARE = 8  # an eighth of a tier is copied down ahead of its eviction
+SAVED_SHARE = 4  # a quarter of a tier is copied down ahead of its eviction, so that long prompts find room
 
 
 class TierSet(msgspec.Struct, frozen=True, kw_only=True):
@@ -333,10 +334,13 @@ class TierManager(Generic[Key]):
             self._note(content, stored=False, keys=content.clear())
             self._tiers.remove(content)
 
-    def clear(self) -> None:
-        """Remove all blocks of all tiers, and all pins and frequencies."""
+    def clear(self, tiers: Collection[LowerTier] = ("host", "disk", "store")) -> None:
+        """Remove all blocks of some tiers, and all pins and frequencies. Writes in flight to these tiers are lost."""
         for tier in self._tiers:
-            self._note(tier, stored=False, keys=tier.clear())
+            if tier.name in tiers:
+                self._note(tier, stored=False, keys=tier.clear())
+        for tier in self._tiers:
+            tier.pinned.clear()
         self._pins.clear()
         self._frequency.clear()
 
@@ -357,6 +361,16 @@ class TierManager(Generic[Key]):
         """Return the readable blocks of a tier, in the order of their eviction."""
         content = self._find(tier)
         return [] if content is None else [*content.saved, *content.blocks]
+
+    def holds(self, tier: LowerTier, key: Key) -> bool:
+        """Return whether a block can be read from a tier."""
+        content = self._find(tier)
+        return content is not None and key in content
+
+    def count(self, tier: LowerTier) -> int:
+        """Return the number of readable blocks of a tier."""
+        content = self._find(tier)
+        return 0 if content is None else len(content.saved) + len(content.blocks)
 
     def used(self, tier: LowerTier) -> int:
         """Return the number of blocks that take room in a tier, including writes in flight."""
@@ -471,7 +485,8 @@ class TierManager(Generic[Key]):
     def _note(self, tier: TierContent[Key], *, stored: bool, keys: list[Key]) -> None:
         if not keys:
             return
-        if self._changes and self._changes[-1][:2] == (tier.name, stored):
+        # Stored blocks are not merged with those before, because they are consecutive blocks of a prompt.
+        if not stored and self._changes and self._changes[-1][:2] == (tier.name, False):
             self._changes[-1][2].extend(keys)
         else:
             self._changes.append((tier.name, stored, list(keys)))

@@ -13,9 +13,9 @@ from typing import Generic, Literal
 
 import msgspec
 
+from forebay.events.kv import LowerTier
 from forebay.kv_tiers.frequency import Key
 
-LowerTier = Literal["host", "disk", "store"]
 SourceTier = Literal["device", "host", "disk", "store"]
 
 SKIPS_MAX = 1024  # leased and pinned blocks that one search for room passes over; the next search continues behind them
