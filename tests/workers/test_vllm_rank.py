@@ -8,13 +8,12 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from forebay.events.progress import OnboardedTokens
 from forebay.kv_tiers.costs import CostModel
 from forebay.kv_tiers.manager import TierRun
 from forebay.workers.engines.vllm.tiers.configuration import RequestHints
@@ -22,19 +21,11 @@ from forebay.workers.engines.vllm.tiers.prompt_names import PromptNames
 from forebay.workers.engines.vllm.tiers.rank import VllmRank
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
 from forebay.workers.kv_tiers.metrics import TierCounters
+from forebay.workers.kv_tiers.rank_tiers import LoadResult
 
 SIZE = 2
 BLOCKS = 9
 IDENTITY = KvIdentity(weights="w", tp_rank=0, tp_size=1, layout="l", dtype="d", block_size=SIZE, block_bytes=16)
-
-
-class Result(NamedTuple):
-    """Result of a load: the leading blocks that arrived."""
-
-    blocks: int
-
-    def onboarded(self, block_size: int) -> list[OnboardedTokens]:
-        return [OnboardedTokens(tier="host", tokens=self.blocks * block_size)]
 
 
 class Tiers:
@@ -69,7 +60,8 @@ class Tiers:
                 payload[:] = self.stored[name.key]
             for name in wanted[arrived:]:
                 self.stored.pop(name.key)
-            self.ended.append(partial(done, Result(arrived)))
+            result = LoadResult(arrived, 16 * arrived, 1, {"host": arrived}, {"host": 1})
+            self.ended.append(partial(done, result))
 
         self.copies.append(copy)
 
@@ -86,10 +78,19 @@ class Tiers:
     def prefetch(self, names: Sequence[BlockName], begin: int, _hinted: int) -> None:
         self.prefetched.append(len(names) - begin)
 
+    def observe_request(self, total_blocks: int, device_blocks: int, loaded: dict[str, int]) -> None:
+        assert device_blocks + sum(loaded.values()) <= total_blocks
+
     def poll(self) -> None:
         ended, self.ended = self.ended, []
         for one in ended:
             one()
+
+    def changes(self) -> tuple[list[Any], list[Any]]:
+        return [], []
+
+    def content(self) -> tuple[list[Any], list[Any]]:
+        return [], []
 
     def counters(self) -> TierCounters:
         return TierCounters()
@@ -295,6 +296,7 @@ class Scheduler(RuleBasedStateMachine):
             while self.tiers.copies:
                 self.tiers.copies.pop()(True)
             self._poll()
+        self.rank.take_changes()
         assert not self.rank.busy and not self.rank.frees_blocks and not self.aborted
         assert len(self.pool.free) == BLOCKS, "no reference remains"
 

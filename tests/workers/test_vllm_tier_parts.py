@@ -65,7 +65,7 @@ def test_names_depend_on_everything_that_changes_the_kv() -> None:
 
 
 def test_configuration_survives_its_encoding() -> None:
-    config = TierConfig(TIERS, "weights")
+    config = TierConfig(TIERS, "weights", 2, "w1", Path("/errors"))
     assert TierConfig.decode(config.encode()) == config
     with pytest.raises(ValueError, match="host_bytes"):
         TierConfig.decode({"tiers": {"host_bytes": "much"}})
@@ -74,7 +74,8 @@ def test_configuration_survives_its_encoding() -> None:
 def test_tiers_and_transfers_are_combined() -> None:
     def transfer(role: Any) -> Any:
         settings = EngineSettings(model=Path("/m"), model_name="m", role=role, tiers=TIERS)
-        return engine_arguments(settings, kv_events=True, sockets=Path("/s"), weights="w")["kv_transfer_config"]
+        arguments = engine_arguments(settings, kv_events=True, sockets=Path("/s"), tiers=TierConfig(TIERS, "w"))
+        return arguments["kv_transfer_config"]
 
     alone = transfer("aggregated")
     assert (alone["kv_connector"], alone["kv_load_failure_policy"]) == ("ForebayTiers", "recompute")

@@ -32,7 +32,9 @@ NIXL = ("nixl", "nixl_rocm")  # packages of vLLM's connector
 HOST, PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 
-def engine_arguments(settings: EngineSettings, *, kv_events: bool, sockets: Path, weights: str = "") -> dict[str, Any]:
+def engine_arguments(
+    settings: EngineSettings, *, kv_events: bool, sockets: Path, tiers: TierConfig | None = None
+) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's `AsyncEngineArgs`, with nested configurations as dictionaries.
 
     Args:
@@ -40,7 +42,7 @@ def engine_arguments(settings: EngineSettings, *, kv_events: bool, sockets: Path
         kv_events: whether the engine reports KV events.
         sockets: private directory for the sockets of KV events, because these contain prompts. vLLM supports several
             ranks only with TCP.
-        weights: digest of the model, on which the KV in the tiers depends.
+        tiers: configuration of the KV tiers; None for none.
     """
     arguments: dict[str, Any] = {
         "model": str(settings.model),
@@ -65,8 +67,8 @@ def engine_arguments(settings: EngineSettings, *, kv_events: bool, sockets: Path
             "replay_endpoint": f"ipc://{sockets}/replay" if own else "tcp://*:0",
         }
     connectors: list[dict[str, Any]] = []
-    if settings.tiers is not None:
-        connectors.append(connector(TierConfig(settings.tiers, weights, settings.dp_start_rank)))
+    if tiers is not None:
+        connectors.append(connector(tiers))
     if settings.role in KV_ROLES:
         connectors.append(
             {

@@ -36,7 +36,7 @@ from forebay.workers.engines.vllm.core import VllmCore, engine_arguments, requir
 from forebay.workers.engines.vllm.media import engine_prompt
 from forebay.workers.engines.vllm.metrics import PREFIXES, VllmStepStats
 from forebay.workers.engines.vllm.requests import engine_priority, prompt_of, token_logprobs
-from forebay.workers.engines.vllm.tiers.configuration import RequestHints
+from forebay.workers.engines.vllm.tiers.configuration import RequestHints, TierConfig
 from forebay.workers.engines.vllm.tiers.reports import TierReport
 from forebay.workers.engines.vllm.transfer import PREFILL, PREFILL_SAMPLING, KvTransfers
 from forebay.workers.kv_events.resident import ResidentBlocks
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TIER_ERROR = "tier-error"  # file in the directory of sockets, with the reason why the tiers cannot start
 CANARY_TOKENS = 64  # on some CPUs a shorter first prompt runs other code and does not warm up the engine
 CANARY_ID = "forebay-canary"
 CANARY_SAMPLING = Sampling(max_tokens=1, temperature=0.0)
@@ -85,12 +86,21 @@ class VllmEngine(ModelEngine):
     async def _launch(self, spec: WorkerSpec) -> None:
         settings = self._settings
         require_nixl(settings)
-        weights = "" if settings.tiers is None else await runtime.offload(model_digest, settings.model, default_cache())
-        arguments = engine_arguments(settings, kv_events=spec.kv_events, sockets=self._make_sockets(), weights=weights)
+        sockets = self._make_sockets()
+        tiers = None
+        if settings.tiers is not None:
+            weights = await runtime.offload(model_digest, settings.model, default_cache())
+            tiers = TierConfig(settings.tiers, weights, settings.dp_start_rank, spec.worker_id, sockets / TIER_ERROR)
+        arguments = engine_arguments(settings, kv_events=spec.kv_events, sockets=sockets, tiers=tiers)
         channel = side_channel(settings)
-        self.llm = await self.core.start(
-            arguments, lambda _, index: VllmStepStats(index, self._on_step, self._on_tiers), channel
-        )
+        try:
+            self.llm = await self.core.start(
+                arguments, lambda _, index: VllmStepStats(index, self._on_step, self._on_tiers), channel
+            )
+        except EngineError:
+            if (cause := sockets / TIER_ERROR).exists():
+                raise EngineError(cause.read_text()) from None
+            raise
         self._calls = import_module("forebay.workers.engines.vllm.calls")
         config = self.llm.vllm_config
         self._scheduling_policy = config.scheduler_config.policy

@@ -36,11 +36,15 @@ class TierConfig(msgspec.Struct, frozen=True):
         tiers: tiers of each rank.
         weights: digest of the model, from `model_digest`; empty if the connector must compute it.
         first_rank: number of the worker's first rank. Each rank has a subdirectory of the disk tier.
+        worker_id: id of the worker, for the error of another worker that uses the same disk tier.
+        errors: file to which the connector writes why it cannot start; None for no file.
     """
 
     tiers: TierSettings
     weights: str = ""
     first_rank: int = 0
+    worker_id: str = ""
+    errors: Path | None = None
 
     def of_rank(self, index: int) -> TierSettings:
         """Return the tiers of the rank with this index in the engine."""

@@ -6,7 +6,8 @@ they share the tiers of the rank, so tensor and pipeline parallelism are not sup
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,9 +105,10 @@ class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs witho
         self._config = TierConfig.decode(self._kv_transfer_config.kv_connector_extra_config)
         self._engine_id = str(self._kv_transfer_config.engine_id)
         self._adapters: dict[tuple[int, str], str] = {}
-        if reason := unsupported(vllm_config):
-            raise ValueError(reason)
-        check_groups(kv_cache_config)
+        with self._reported():
+            if reason := unsupported(vllm_config):
+                raise ValueError(reason)
+            check_groups(kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             self.tier_rank = _RANKS[self._engine_id]
 
@@ -119,15 +121,31 @@ class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs witho
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Open the tiers for the KV cache in these tensors, by name of the layer."""
-        memory = DeviceMemory(kv_caches, self._kv_cache_config.num_blocks)
-        identity = identity_of(self._vllm_config, self._config, self._kv_cache_config, memory)
         wake = threading.Event()
-        settings = self._config.of_rank(self._vllm_config.parallel_config.data_parallel_index)
-        tiers = RankTiers(settings, identity, wake=wake.set)
-        tiers.open()
+        with self._reported():
+            memory = DeviceMemory(kv_caches, self._kv_cache_config.num_blocks)
+            identity = identity_of(self._vllm_config, self._config, self._kv_cache_config, memory)
+            tiers = RankTiers(
+                self._config.of_rank(self._vllm_config.parallel_config.data_parallel_index),
+                identity,
+                wake=wake.set,
+                owner=self._config.worker_id,
+                reports_evictions=False,  # vLLM reports them only when the block is already reused
+            )
+            tiers.open()
         self.tier_rank = _RANKS[self._engine_id] = VllmRank(
             tiers, memory, identity, wake, runtime.executor(1, "forebay-tiers")
         )
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Write the message of an error to the file for it, because the worker sees only that vLLM has died."""
+        try:
+            yield
+        except Exception as error:
+            if self._config.errors is not None:
+                self._config.errors.write_text(str(error))
+            raise
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Do nothing, because loads begin when vLLM has allocated their blocks."""

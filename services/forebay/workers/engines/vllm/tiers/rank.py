@@ -15,13 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 from forebay import runtime
-from forebay.engine_model.steps import StoreChange
+from forebay.engine_model.steps import CacheChange, StoreChange
+from forebay.events.kv import LowerTier
+from forebay.events.metrics import TierCost, TierCosts
 from forebay.events.progress import OnboardedTokens
+from forebay.kv_tiers.costs import CostModel
 from forebay.kv_tiers.manager import TierRun
-from forebay.workers.engine import CacheChange
 from forebay.workers.engines.vllm.tiers.configuration import RequestHints
 from forebay.workers.engines.vllm.tiers.prompt_names import PromptNames
 from forebay.workers.engines.vllm.tiers.reports import TierReport
@@ -30,6 +33,7 @@ from forebay.workers.kv_tiers.rank_tiers import LoadResult, RankTiers
 
 logger = logging.getLogger(__name__)
 
+LOWER_TIERS: tuple[LowerTier, ...] = ("host", "disk", "store")
 PREFETCHES_MAX = 4  # waiting requests whose blocks are copied to host memory ahead of their load
 IDLE_WAIT_S = 0.002  # an engine that only waits for copies looks for their end this often
 REPORT_S = 1.0  # interval of reports in which no load has ended
@@ -71,7 +75,10 @@ class _Request:
     first: int = 0  # block at which the load begins
     runs: list[TierRun] = field(default_factory=list)
     waiting: bool = True  # has no blocks yet
+    prefetched: bool = False
     barred: bool = False  # a load failed; the request is computed
+    loaded: dict[LowerTier, int] = field(default_factory=dict)  # blocks
+    observed: bool = False  # counted for the hit rates
 
 
 @dataclass(eq=False)
@@ -108,14 +115,14 @@ class VllmRank:
         copier: executor of copies into the KV cache, closed with this object.
 
     Attributes:
-        counters: `skipped_referenced` (blocks not offered because too many are referenced by copies).
+        skipped: blocks that were not offered, because copies in flight already reference half of the KV cache.
     """
 
     def __init__(
         self, tiers: RankTiers, memory: Memory, identity: KvIdentity, wake: threading.Event, copier: Executor
     ) -> None:
         self.tiers = tiers
-        self.counters: Counter[str] = Counter()
+        self.skipped = 0
         self._memory = memory
         self._identity = identity
         self._block_size = identity.block_size
@@ -131,7 +138,7 @@ class VllmRank:
         self._received: set[str] = set()
         self._failed: set[int] = set()
         self._referenced = 0
-        self._announces = False
+        self._announces = True  # what disk and shared store have from earlier
         self._copier = copier
         self._placed: deque[_Load] = deque()  # loads whose blocks are in the cache, added by the copier
 
@@ -222,6 +229,9 @@ class VllmRank:
             if one is None:
                 continue
             one.waiting = False
+            if not one.observed:
+                one.observed = True
+                self.tiers.observe_request(len(self._prompt(one)), one.first, one.loaded)
             before = one.request.num_computed_tokens
             if tokens >= self._block_size:
                 prefill.append((tokens, before))
@@ -248,16 +258,18 @@ class VllmRank:
     def _reference(self, names: list[BlockName], ids: list[int]) -> _Offer | None:
         assert self._pool is not None
         if self._referenced > len(self._pool.blocks) // 2:
-            self.counters["skipped_referenced"] += len(ids)
+            self.skipped += len(ids)
             return None
         self._pool.touch([self._pool.blocks[block] for block in ids])
         self._referenced += len(ids)
         return _Offer(names, ids)
 
     def _prefetch(self) -> None:
-        ahead = [one for one in self._requests.values() if one.waiting and not one.barred][:PREFETCHES_MAX]
+        ahead = islice((one for one in self._requests.values() if one.waiting), PREFETCHES_MAX)
         for one in ahead:
-            self.tiers.prefetch(self._prompt(one), 0, one.store_blocks)
+            if not one.prefetched:
+                one.prefetched = True
+                self.tiers.prefetch(self._prompt(one), one.first, one.store_blocks)
 
     # Worker
 
@@ -313,8 +325,8 @@ class VllmRank:
         self._reported_s = now_s
         onboarded, self._onboarded = self._onboarded, {}
         counters = self.tiers.counters()
-        counters.skipped += self.counters
-        return TierReport(onboarded, self.tiers.measured(), counters)
+        counters.skipped["referenced"] = self.skipped
+        return TierReport(onboarded, measured_costs(self.tiers.costs, self._block_size), counters)
 
     @property
     def store_name(self) -> str:
@@ -327,7 +339,7 @@ class VllmRank:
         self._copier.shutdown()
 
     def clear(self) -> None:
-        """Remove all blocks of the rank's own tiers."""
+        """Remove all blocks of host memory and disk."""
         self.tiers.clear()
 
     def take_changes(self) -> tuple[list[CacheChange], list[StoreChange]]:
@@ -335,7 +347,8 @@ class VllmRank:
         changes, store_changes = self.tiers.changes()
         if self._announces:
             self._announces = False
-            changes, store_changes = self.tiers.content()
+            content, stored = self.tiers.content()
+            changes, store_changes = changes + content, store_changes + stored
         return changes, store_changes
 
     def announce(self) -> None:
@@ -388,4 +401,19 @@ class VllmRank:
             one.barred = True
             self._failed.update(load.into[load.placed :])
         assert load.result is not None
-        self._onboarded[one.request_id] = tuple(load.result.onboarded(self._block_size))
+        one.loaded = load.result.by_tier
+        self._onboarded[one.request_id] = load.result.onboarded(self._block_size)
+
+
+def measured_costs(costs: CostModel, block_size: int) -> TierCosts:
+    """Return the measured durations of loads, and of computing a block of `block_size` tokens."""
+    prefill = costs.prefill
+    transfers = ((tier, costs.transfer(tier)) for tier in LOWER_TIERS)
+    return TierCosts(
+        prefill_block_us=0.0 if prefill is None else prefill.us(0, block_size),
+        tiers=tuple(
+            TierCost(tier=tier, fixed_us=cost.fixed_us, block_us=cost.block_us)
+            for tier, cost in transfers
+            if cost is not None
+        ),
+    )
