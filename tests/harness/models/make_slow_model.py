@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from tests.harness.models import make_tiny_model
 from tests.harness.models.make_tiny_model import SEED, VOCABULARY, tokenizer
 
 CONTEXT_TOKENS = 8192
@@ -42,6 +43,12 @@ def write_model(directory: Path, layers: int = LAYERS) -> None:
     """Write the model directory."""
     model(layers).save_pretrained(directory)
     tokenizer().save_pretrained(directory)
+
+
+def write_lora(directory: Path, layers: int = LAYERS) -> None:
+    """Write the directory of a LoRA adapter for the model."""
+    weights = make_tiny_model.lora(layers=layers, hidden=HIDDEN, kv_width=KV_HEADS * HIDDEN // HEADS)
+    make_tiny_model.write_lora(directory, weights=weights)
 
 
 def main() -> None:
