@@ -24,6 +24,7 @@ NAMES = (
     "kv-hosts",
     "tiers",
     "tier-manager",
+    "vllm-tiers",
     "overload",
     "attached",
     "planner",

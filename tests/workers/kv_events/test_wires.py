@@ -10,12 +10,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forebay.core.block_hashes import mm_hash
+from forebay.engine_model.steps import StoreChange
 from forebay.events.base import U64_MASK, unpack_u32
 from forebay.workers.kv_events.engine_events import (
     Batch,
     ClearedBlocks,
     Decode,
     KvEventError,
+    OwnRemoved,
+    OwnStored,
     RemovedBlocks,
     StoredBlocks,
 )
@@ -267,5 +270,25 @@ def test_any_bytes_are_a_batch_or_an_error(decoder: Callable[[], Decode], data: 
         if isinstance(one, StoredBlocks):
             assert len(one.token_ids) == 4 * len(one.hashes) * one.block_size
             assert all(0 <= content <= U64_MASK for contents in one.mm_hashes.values() for content in contents)
-        if not isinstance(one, ClearedBlocks):
+        if isinstance(one, StoredBlocks | RemovedBlocks):
             assert all(0 <= name <= U64_MASK for name in one.hashes)
+
+
+def test_events_of_our_own_connector_name_blocks_by_sequence_hash() -> None:
+    own: dict[str, Any] = {"ownership": "forebay"}
+    batch = vllm(
+        {**vllm_stored([7, 8], [], 6, medium="CPU", locality="LOCAL"), **own},
+        {**vllm_removed(7, medium="DISK", locality="LOCAL"), **own},
+        {**vllm_stored([9], [], medium="SHARED", locality="REMOTE"), **own},
+        {**vllm_removed(9, medium="SHARED", locality="REMOTE"), **own},
+        {**vllm_removed(8, medium="SHARED_STALE", locality="REMOTE"), **own},
+        {**vllm_removed(8, medium="TAPE"), **own},
+    )
+    assert batch.events == (
+        OwnStored(parent=6, hashes=(7, 8), tier="host"),
+        OwnRemoved(hashes=(7,), tier="disk"),
+        StoreChange(stored=(9,)),
+        StoreChange(removed=(9,)),
+        StoreChange(stale=(8,)),
+    )
+    assert batch.skipped == {"unknown_medium": 1}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from forebay.core.block_hashes import NO_MM_HASHES
+from forebay.engine_model.steps import StoreChange
 from forebay.events.base import U64_BYTES, U64_MASK, pack_u32
 from forebay.events.kv import Tier
 
@@ -27,6 +28,10 @@ MEDIA: Mapping[str, Tier] = {
 SHARED_MEDIA = frozenset(
     {"EXTERNAL", "NETWORK", "REMOTE", "SHARED"}
 )  # storage shared by workers: no reason to select one of them
+
+
+OWNER = "forebay"  # `ownership` in events of forebay's own connector
+SHARED, SHARED_STALE = "SHARED", "SHARED_STALE"  # media of its shared store; stale blocks were not found there
 
 
 class KvEventError(ValueError):
@@ -74,7 +79,33 @@ class ClearedBlocks(msgspec.Struct, frozen=True):
     """Event: the cache of the rank is empty, in every tier."""
 
 
-EngineEvent = StoredBlocks | RemovedBlocks | ClearedBlocks
+class OwnStored(msgspec.Struct, frozen=True, kw_only=True):
+    """Event: forebay's connector in the engine has stored blocks in a tier, and names them by sequence hash.
+
+    Attributes:
+        parent: sequence hash of the block before the first of them; None if it is unknown.
+        hashes: sequence hashes of consecutive blocks.
+        tier: the tier.
+    """
+
+    parent: int | None
+    hashes: tuple[int, ...]
+    tier: Tier
+
+
+class OwnRemoved(msgspec.Struct, frozen=True, kw_only=True):
+    """Event: forebay's connector in the engine has removed blocks from a tier.
+
+    Attributes:
+        hashes: sequence hashes of the blocks.
+        tier: the tier.
+    """
+
+    hashes: tuple[int, ...]
+    tier: Tier
+
+
+EngineEvent = StoredBlocks | RemovedBlocks | ClearedBlocks | OwnStored | OwnRemoved | StoreChange
 
 
 class Batch(msgspec.Struct, frozen=True):

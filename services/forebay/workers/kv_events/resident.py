@@ -9,15 +9,23 @@ is reported as removed with its last copy.
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import get_args
 
 from forebay.core.block_hashes import block_hashes, extend_chain, hash_seed
-from forebay.engine_model.model import Removed, Stored
+from forebay.engine_model.steps import Removed, StoreChange, Stored
 from forebay.events.kv import Tier
 from forebay.workers.engine import CacheChange, Cleared
-from forebay.workers.kv_events.engine_events import ClearedBlocks, EngineEvent, RemovedBlocks, StoredBlocks
+from forebay.workers.kv_events.engine_events import (
+    ClearedBlocks,
+    EngineEvent,
+    OwnRemoved,
+    OwnStored,
+    RemovedBlocks,
+    StoredBlocks,
+)
 
+Change = CacheChange | StoreChange
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
@@ -53,10 +61,19 @@ class ResidentBlocks:
         self._counts_copies = counts_copies
         self._blocks: dict[int, _Block] = {}
         self._held: dict[Tier, dict[int, int]] = {tier: {} for tier in TIERS}
+        self._shared: dict[int, None] = {}
 
     def held(self, tier: Tier = "device") -> tuple[int, ...]:
         """Return the sequence hashes of the blocks in a tier, in the order in which they were stored."""
         return tuple(self._held[tier])
+
+    def lower(self) -> list[Stored]:
+        """Return changes that report the blocks in the tiers other than device memory."""
+        return [Stored(None, tuple(held), tier) for tier, held in self._held.items() if tier != "device" and held]
+
+    def shared(self) -> tuple[int, ...]:
+        """Return the sequence hashes of the blocks that the shared store has, as far as they were reported."""
+        return tuple(self._shared)
 
     def leading(self, sequence_hashes: Iterable[int]) -> int:
         """Return how many of these blocks, from the first on, are in device memory without a gap."""
@@ -67,7 +84,7 @@ class ResidentBlocks:
         """Return the number of engine hashes with an entry."""
         return len(self._blocks)
 
-    def apply(self, event: EngineEvent) -> list[CacheChange]:
+    def apply(self, event: EngineEvent) -> list[Change]:
         """Apply an event, and return the changes of the cache. Storing an additional copy of a block is no change."""
         match event:
             case StoredBlocks():
@@ -77,14 +94,25 @@ class ResidentBlocks:
             case ClearedBlocks():
                 self.clear()
                 return [Cleared()]
+            case OwnStored():
+                return self._store_own(event)
+            case OwnRemoved():
+                held = self._held[event.tier]
+                gone = tuple(block for block in event.hashes if held.pop(block, 0))
+                return [Removed(gone, event.tier)] if gone else []
+            case StoreChange():
+                for block in (*event.removed, *event.stale):
+                    self._shared.pop(block, None)
+                self._shared.update(dict.fromkeys(event.stored))
+                return [event]
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Forget all blocks of the rank. The blocks of a shared store remain."""
         self._blocks.clear()
         for held in self._held.values():
             held.clear()
 
-    def _store(self, event: StoredBlocks) -> list[CacheChange]:
+    def _store(self, event: StoredBlocks) -> list[Change]:
         if event.block_size != self._block_size:
             self.counts["other_block_size"] += len(event.hashes)
             return []
@@ -98,7 +126,7 @@ class ResidentBlocks:
                 return []
             before, seed = parent.canonical, parent.seed
         chain = extend_chain(before, block_hashes(event.token_ids, self._block_size, seed, event.mm_hashes))
-        changes: list[CacheChange] = []
+        changes: list[Change] = []
         new: list[tuple[int, int]] = []  # (engine hash, canonical hash) of consecutive blocks
         new_parent = before
         for engine_hash, canonical in zip(event.hashes, chain, strict=True):
@@ -111,6 +139,18 @@ class ResidentBlocks:
                 new_parent = canonical
         if new:
             changes.append(_stored(new_parent, new, event.tier))
+        return changes
+
+    def _store_own(self, event: OwnStored) -> list[Change]:
+        held = self._held[event.tier]
+        changes: list[Change] = []
+        before = event.parent
+        for is_known, group in groupby(event.hashes, held.__contains__):
+            blocks = tuple(group)
+            if not is_known:
+                changes.append(Stored(before, blocks, event.tier))
+            before = blocks[-1]
+        held.update(dict.fromkeys(event.hashes, 1))
         return changes
 
     def _add(self, engine_hash: int, canonical: int, seed: int, tier: Tier) -> bool:
@@ -129,7 +169,7 @@ class ResidentBlocks:
         held[block.canonical] = copies + 1
         return not copies
 
-    def _remove(self, event: RemovedBlocks) -> list[CacheChange]:
+    def _remove(self, event: RemovedBlocks) -> list[Change]:
         at = TIERS.index(event.tier)
         held = self._held[event.tier]
         gone: list[tuple[int, int]] = []
