@@ -11,7 +11,7 @@ from forebay.core.block_hashes import sequence_hashes
 from forebay.core.state.prefix_index import PrefixIndex
 from forebay.events.base import pack_u32, pack_u64, unpack_u64
 from forebay.events.codec import decode, encode
-from forebay.events.kv import AnyKvEvent, BlocksStored, Tier
+from forebay.events.kv import AnyKvEvent, BlocksStored, StoreBlocksAdded, Tier
 from forebay.events.topics import KV_EVENTS
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
@@ -41,6 +41,10 @@ async def write(path: Path, *, dump_while_it_runs: bool = False) -> tuple[Prefix
             )
             log.append_soon([Draft(KV_EVENTS.name, 0, encode(KV_EVENTS, stored))])
             await until(lambda: owner.world.index.blocks_held("w0", 0, "disk") == len(ON_DISK))
+            for store in ("t", "s"):
+                shared = StoreBlocksAdded(store=store, worker_id="w0", sequence_hashes=pack_u64(ON_DISK))
+                log.append_soon([Draft(KV_EVENTS.name, 0, encode(KV_EVENTS, shared))])
+            await until(lambda: len(owner.world.index.stores.names) == 2)
             system.send(submitted("b", PROMPT))  # its decision ends the journal
             await until_ended(system, "b")
             await until(lambda: not len(owner.world.requests))
@@ -59,11 +63,13 @@ def applied(lines: str, like: PrefixIndex) -> PrefixIndex:
     """Return an index with the workers of `like` and the events of `lines`."""
     index = PrefixIndex()
     events = [msgspec.json.decode(line, type=AnyKvEvent) for line in lines.splitlines()]
-    epochs = {(event.worker_id, event.rank): event.worker_epoch for event in events}
+    epochs = {(event.worker_id, event.rank): event.worker_epoch for event in events if isinstance(event, BlocksStored)}
     for worker_id, rank in like.holders():
         index.add_holder(worker_id, rank, epochs.get((worker_id, rank), 0))
+        index.use_store(worker_id, "t" if worker_id == "w0" else "")
     for event in events:
-        index.apply(decode(KV_EVENTS, encode(KV_EVENTS, event)))
+        read = decode(KV_EVENTS, encode(KV_EVENTS, event))
+        (index.apply_store if isinstance(read, StoreBlocksAdded) else index.apply)(read)
     assert not {"gap", "duplicate", "unknown_worker", "unknown_parent"} & set(index.counts)
     return index
 
@@ -82,6 +88,7 @@ def test_the_printed_events_give_the_same_index(tmp_path: Path, *, while_it_runs
         printed = run.stdout
     copy = applied(printed, index)
     assert held(copy) == held(index)
+    assert copy.stores.sizes() == index.stores.sizes() == {"s": len(ON_DISK), "t": len(ON_DISK)}
     for query in (unpack_u64(sequence_hashes(pack_u32(PROMPT), BLOCK)), ON_DISK, ON_DISK[8_000:]):
         assert copy.overlaps(query) == index.overlaps(query) != {}
 

@@ -12,15 +12,17 @@ from typer.testing import CliRunner, Result
 
 from forebay.cli.app import app
 from forebay.core.block_hashes import extend_chain
+from forebay.events.base import pack_u64
 from forebay.events.codec import encode
 from forebay.events.control import QueueConfig
 from forebay.events.decisions import RequestRouted
-from forebay.events.progress import FirstTokenEmitted, RequestFinished
+from forebay.events.kv import StoreBlocksAdded
+from forebay.events.progress import FirstTokenEmitted, OnboardedTokens, RequestFinished
 from forebay.events.requests import RequestCancelled, RoutingHints
 from forebay.events.topics import DECISIONS
 from forebay.replay.explain.explain import Explanation
 from forebay.transport.sqlite.schema import checksum
-from tests.core.worlds import PROMPTS, query, request
+from tests.core.worlds import PROMPTS, joined, pool, query, request
 from tests.replay.recorder import Recorder, report_progress
 
 MANY = 300  # workers
@@ -177,3 +179,22 @@ def test_a_reused_id_is_reported(tmp_path: Path) -> None:
         made.wait(200_000_000)
         made("requests", request(f"x{number}", PROMPTS[0]))
     assert "the ID was used once before; this is the last use" in explain(write(made, tmp_path / "l.db"), "r").stdout
+
+
+def test_the_sources_of_a_prompt_are_shown_as_text(tmp_path: Path) -> None:
+    made = Recorder()
+    made("control", pool())
+    for slot, name in enumerate("ab"):
+        made("fleet", joined(name, slot, kv_store="s" if name == "a" else ""))
+    made("kv-events", StoreBlocksAdded(store="s", worker_id="a", sequence_hashes=pack_u64(PROMPTS[0][:3])))
+    made("requests", request("r", PROMPTS[0]))
+    loads = (OnboardedTokens(tier="store", tokens=12, us=4_000),)
+    made("progress", report_progress(made, "r", FirstTokenEmitted, cached_tokens=16, onboarded=loads))
+    made.seal()
+    output = explain(write(made, tmp_path / "tiers.db"), "r")
+    assert output.exit_code == 0, output.output
+    lines = output.stdout.splitlines()
+    (header,) = [line for line in lines if "in store" in line]
+    assert "on disk" not in header
+    assert any(line.split()[:2] == ["*", "a"] and " 3 " in line for line in lines)
+    assert "prompt tokens: 4 cached on the device, 12 from the shared store, 18 computed" in lines

@@ -16,7 +16,7 @@ from forebay.replay.diff.tally import (
 )
 
 
-def terms(device: int, host: int = 0, disk: int = 0) -> CostTerms:
+def terms(device: int, host: int = 0, disk: int = 0, store: int = 0) -> CostTerms:
     return CostTerms(
         cost=0.0,
         prefill_blocks=0.0,
@@ -26,6 +26,7 @@ def terms(device: int, host: int = 0, disk: int = 0) -> CostTerms:
         device_overlap=device,
         host_overlap=host,
         disk_overlap=disk,
+        store_overlap=store,
     )
 
 
@@ -94,6 +95,9 @@ def test_gained_and_lost_overlap_is_summed_by_tier() -> None:
     assert (overlap.won.device, overlap.won.host, overlap.won.disk) == (8, 3, 0)
     assert (overlap.lost.device, overlap.lost.host, overlap.lost.disk) == (3, 0, 7)
     assert (overlap.later, overlap.later_won) == (2, 1)
+    sums.add(terms(1, 0, 0, 4), terms(1, 0, 0, 6), later=False)
+    sums.add(terms(1, 0, 0, 4), terms(1, 0, 0, 1), later=False)
+    assert (sums.overlap().won.store, sums.overlap().lost.store) == (2, 3)
 
 
 def test_the_most_moved_requests_are_kept_and_ties_go_to_the_earlier() -> None:

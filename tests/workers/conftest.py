@@ -123,7 +123,9 @@ class Scene:
     def holds(self, token: str) -> bool:
         return any(lease.token == token and not lease.released for lease in self.leases.poll(GROUP))
 
-    async def admit(self, worker: Worker, token: str, *, owner_epoch: int = 0, slot: int = WORK_SLOT) -> int:
+    async def admit(
+        self, worker: Worker, token: str, *, owner_epoch: int = 0, slot: int = WORK_SLOT, events_version: int = 1
+    ) -> int:
         await until(lambda: self.holds(token))
         joined = WorkerJoined(
             spec=worker.spec,
@@ -131,6 +133,7 @@ class Scene:
             slot=slot,
             from_offset=self.log.next_offset(WORK.name, slot),
             owner_epoch=owner_epoch,
+            events_version=events_version,
         )
         epoch = await self.append(FLEET, PARTITION, joined)
         self._members[epoch] = worker.spec.worker_id

@@ -25,9 +25,7 @@ def spec(**changes: Any) -> WorkerSpec:
 
 
 def generated(drafts: list[Draft]) -> list[CacheEvent]:
-    events = [decode(KV_EVENTS, draft.value) for draft in drafts]
-    assert all(isinstance(event, CacheEvent) for event in events)
-    return events
+    return [decode(KV_EVENTS, draft.value) for draft in drafts]
 
 
 def fold(held: dict[int, list[int]], events: list[CacheEvent]) -> None:
