@@ -294,6 +294,52 @@ async def test_blocks_are_offloaded_when_they_are_evicted(tmp_path: Path) -> Non
         assert one.onboarded("b") == {"disk": 16}
 
 
+async def test_the_filter_of_the_disk_accepts_blocks_that_are_used_again(tmp_path: Path) -> None:
+    settings = TierSettings(host_bytes=HOST.host_bytes, disk=tmp_path, disk_bytes=1 << 20, io="plain")
+    async with tiered(settings) as one:
+        await one.ask(item_of("a"))
+        await one.has("host", BLOCKS)
+        await one.ask(item_of("b", PROMPT[:10]))  # its two blocks are in device memory
+        await one.has("disk", BLOCKS[:2])
+        assert one.content("disk") == {*BLOCKS[:2]}
+        assert (one.cached("b"), one.onboarded("b")) == (8, {})
+
+
+async def test_blocks_are_copied_to_host_memory_while_a_request_waits(tmp_path: Path) -> None:
+    async with tiered(disk_of(tmp_path)) as one:
+        tokens = await one.ask(item_of("a"))
+        await one.has("disk", BLOCKS)
+    settings = disk_of(tmp_path, host_bytes=HOST.host_bytes)
+    async with tiered(settings) as one:
+        await one.engine.command(Command(action="pause"))
+        one.engine.submit(item_of("b"))
+        await one.has("host", BLOCKS)
+        await one.engine.command(Command(action="resume"))
+        await one.ended("b")
+        assert one.tokens("b") == tokens
+        assert one.onboarded("b") == {"host": 16}
+
+
+async def test_metrics_show_what_was_moved(tmp_path: Path) -> None:
+    settings = disk_of(tmp_path, host_bytes=HOST.host_bytes, filter=False)
+    async with tiered(settings) as one:
+        await one.ask(item_of("a"))
+        await one.has("disk", BLOCKS)
+        one.forget()
+        await one.ask(item_of("b"))
+        (collector,) = one.engine.collectors()
+        found = {
+            sample.name: sample.value
+            for metric in collector.collect()
+            for sample in metric.samples
+            if sample.labels.get("worker_id") == "w1"
+        }
+        assert found["kvbm_matched_tokens"] == 16
+        assert found["kvbm_offload_blocks_d2h"] == found["kvbm_offload_blocks_h2d"] == len(one.content("host"))
+        assert (found["kvbm_onboard_blocks_h2d"], found["kvbm_onboard_blocks_d2d"]) == (4, 0)
+        assert found["kvbm_host_cache_hit_rate"] == 0.5, "four of eight blocks"
+
+
 async def test_ranks_have_their_own_tiers(tmp_path: Path) -> None:
     settings = TierSettings(
         host_bytes=HOST.host_bytes, disk=tmp_path / "disk", disk_bytes=1 << 20, filter=False, io="plain"

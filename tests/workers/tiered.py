@@ -35,6 +35,9 @@ SPEEDUP = 10.0
 SPEC = WorkerSpec(
     worker_id="w1", model="model", block_size=4, kv_blocks_total=64, max_num_seqs=8, max_num_batched_tokens=256
 )
+CONFIG = EngineConfig(
+    vocabulary=VOCABULARY, timing=TIMING, block_size=4, kv_blocks_total=64, max_num_seqs=8, max_num_batched_tokens=256
+)
 HOST = TierSettings(host_bytes=64 * BLOCK_BYTES)
 
 
@@ -199,11 +202,9 @@ class Tiered:
 
 @asynccontextmanager
 async def tiered(
-    tiers: TierSettings | None, spec: WorkerSpec = SPEC, config: EngineConfig | None = None, **changes: Any
+    tiers: TierSettings | None, spec: WorkerSpec = SPEC, config: EngineConfig = CONFIG, **changes: Any
 ) -> AsyncIterator[Tiered]:
     """Run a mock engine with tiers."""
-    sizes: dict[str, Any] = {"block_size": 4, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 256}
-    config = config or EngineConfig(vocabulary=VOCABULARY, timing=TIMING, **sizes)
     kv = KvSettings(transport="tcp", bytes_per_token=BLOCK_BYTES // BLOCK_SIZE)
     engine = MockEngine(config, **{"speedup": SPEEDUP, "kv": kv, "tiers": tiers, **changes})
     try:
