@@ -23,6 +23,7 @@ NAMES = (
     "kv-transfer",
     "kv-hosts",
     "tiers",
+    "tier-manager",
     "vllm-tiers",
     "overload",
     "attached",

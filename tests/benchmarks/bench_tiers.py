@@ -1,12 +1,17 @@
 """Compare file transfers of a KV tier with NIXL alone, on files of the same sizes, and show what checksums cost.
 
 "NIXL alone" opens the files, registers memory and files, moves all blocks by one transfer of the POSIX plugin, and
-closes the files. A write creates new files. Every round measures all sides once, in changing order, so that other load
-affects all of them. A ratio is the median over the rounds of the time of NIXL alone divided by the time of the side.
+closes the files. A write creates new files, in as many folders as a store has. Every round measures all sides once, in
+changing order, so that other load affects all of them. A ratio is the median over the rounds of the time of NIXL alone
+divided by the time of the side. The second ratio is that of the CPU time of all threads, which other load does not
+change.
+
+With --s3, it also measures a store in a bucket of moto, which is the limit there.
 """
 
 import argparse
 import contextlib
+import logging
 import os
 import statistics
 import tempfile
@@ -21,9 +26,11 @@ from forebay.workers.kv_tiers import block_file
 from forebay.workers.kv_tiers.block_stores import BlockStore, IoKind
 from forebay.workers.kv_tiers.directory_store import DirectoryStore
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
+from forebay.workers.kv_tiers.s3_store import S3Store
 from forebay.workers.kv_transfer.nixl_agent import load_nixl
 
 CASES = ((64, 1 << 20), (256, 128 << 10), (16, 8 << 20))
+BUCKET_CASE = (16, 1 << 20)
 DEADLINE_S = 60.0
 WARM_UP = 2  # rounds that touch memory and load code
 SIDES = ("nixl", "store", "store, no checksum", "plain store", "plain store, no checksum")
@@ -59,13 +66,20 @@ class Raw:
         self._agent = nixl.nixl_agent("raw", nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
         self._agent.create_backend("POSIX", {"use_aio": "true"})
         self._folder, self._blocks = folder, blocks
+        for number in range(256):
+            (folder / f"{number:02x}").mkdir(parents=True)
 
-    def move(self, operation: str, number: int) -> None:
+    def path(self, name: BlockName) -> str:
+        """Return the path of a file, in one of as many folders as a store has."""
+        key = name.key.hex()
+        return f"{self._folder}/{key[:2]}/{key}"
+
+    def move(self, operation: str, names: list[BlockName]) -> None:
         """Read or write one file per block."""
         flags = os.O_RDONLY if operation == "READ" else os.O_WRONLY | os.O_CREAT | os.O_EXCL
         size, agent = self._blocks.size, self._agent
         base = self._blocks.address if operation == "READ" else self._blocks.array.ctypes.data
-        fds = [os.open(f"{self._folder}/{number}-{place}", flags, 0o666) for place in range(self._blocks.count)]
+        fds = [os.open(self.path(name), flags, 0o666) for name in names]
         memory = agent.register_memory([(base, size * len(fds), 0, "")], mem_type="DRAM")
         files = agent.register_memory([(0, size, fd, "") for fd in fds], mem_type="FILE")
         here = agent.get_xfer_descs([(base + place * size, size, 0) for place in range(len(fds))], mem_type="DRAM")
@@ -86,16 +100,20 @@ def no_checksum(_: memoryview) -> bytes:
     return bytes(16)
 
 
+def identity_of(blocks: Blocks) -> KvIdentity:
+    """Return an identity with blocks of this size."""
+    return KvIdentity(weights="", tp_rank=0, tp_size=1, layout="", dtype="", block_size=16, block_bytes=blocks.size)
+
+
 @contextlib.contextmanager
 def stores(folder: Path, blocks: Blocks) -> Iterator[dict[str, BlockStore]]:
     """Open a store per side."""
-    identity = KvIdentity(weights="", tp_rank=0, tp_size=1, layout="", dtype="", block_size=16, block_bytes=blocks.size)
     opened: dict[str, BlockStore] = {}
     for side in SIDES[1:]:
         kind: IoKind = "plain" if side.startswith("plain") else "nixl"
         opened[side] = DirectoryStore(
             folder / side.replace(" ", "-"),
-            identity,
+            identity_of(blocks),
             quota_bytes=1 << 50,
             io=kind,
             shared=False,
@@ -107,11 +125,11 @@ def stores(folder: Path, blocks: Blocks) -> Iterator[dict[str, BlockStore]]:
         store.close()
 
 
-def measured(act: Callable[[], Any]) -> float:
-    """Return the seconds of a call."""
-    start_s = time.perf_counter()
+def measured(act: Callable[[], Any]) -> tuple[float, float]:
+    """Return the wall and CPU seconds of a call."""
+    start_s, cpu_s = time.perf_counter(), time.process_time()
     act()
-    return time.perf_counter() - start_s
+    return time.perf_counter() - start_s, time.process_time() - cpu_s
 
 
 def require(results: list[str]) -> None:
@@ -120,16 +138,15 @@ def require(results: list[str]) -> None:
         raise SystemExit(f"blocks were not moved: {results}")
 
 
-def case(folder: Path, blocks: Blocks, rounds: int) -> dict[tuple[str, str], list[float]]:
+def case(folder: Path, blocks: Blocks, rounds: int) -> dict[tuple[str, str], list[tuple[float, float]]]:
     """Return the seconds of every round, by operation and side."""
-    taken: dict[tuple[str, str], list[float]] = {}
-    (folder / "raw").mkdir()
+    taken: dict[tuple[str, str], list[tuple[float, float]]] = {}
     raw = Raw(folder / "raw", blocks)
     with stores(folder, blocks) as opened:
         for number in range(WARM_UP + rounds):
             names = blocks.names(number)
             for operation in ("WRITE", "READ"):
-                acts = {"nixl": lambda: raw.move(operation, number)}  # noqa: B023 - called in this round
+                acts = {"nixl": lambda: raw.move(operation, names)}  # noqa: B023 - called in this round
                 for side, store in opened.items():
                     acts[side] = act(store, operation, names, blocks)
                 for side in SIDES[number % len(SIDES) :] + SIDES[: number % len(SIDES)]:
@@ -141,8 +158,8 @@ def case(folder: Path, blocks: Blocks, rounds: int) -> dict[tuple[str, str], lis
                         taken.setdefault((operation, side), []).append(seconds)
             for store in opened.values():  # the page cache must have room for the files of all sides
                 store.remove(names)
-            for place in range(blocks.count):
-                (folder / "raw" / f"{number}-{place}").unlink()
+            for name in names:
+                Path(raw.path(name)).unlink()
     return taken
 
 
@@ -153,16 +170,36 @@ def act(store: BlockStore, operation: str, names: list[BlockName], blocks: Block
     return lambda: require(store.write(list(zip(names, blocks.rows, strict=True)), DEADLINE_S))
 
 
-def row(blocks: Blocks, operation: str, taken: dict[tuple[str, str], list[float]]) -> str:
+def row(blocks: Blocks, operation: str, taken: dict[tuple[str, str], list[tuple[float, float]]]) -> str:
     """Return a line of the table: GB/s in the median round, and the median ratio to NIXL alone."""
-    alone = taken[operation, "nixl"]
     cells = []
     for side in SIDES:
-        times = taken[operation, side]
-        speed = blocks.count * blocks.size / statistics.median(times) / 1e9
-        ratio = statistics.median(one / other for one, other in zip(alone, times, strict=True))
-        cells.append(f"{speed:.2f}" if side == "nixl" else f"{speed:.2f}, {ratio:.2f}")
+        walls, cpus = zip(*taken[operation, side], strict=True)
+        alone_walls, alone_cpus = zip(*taken[operation, "nixl"], strict=True)
+        speed = blocks.count * blocks.size / statistics.median(walls) / 1e9
+        ratio = statistics.median(one / other for one, other in zip(alone_walls, walls, strict=True))
+        cpu = statistics.median(one / other for one, other in zip(alone_cpus, cpus, strict=True))
+        cells.append(f"{speed:.2f}" if side == "nixl" else f"{speed:.2f}, {ratio:.2f}, {cpu:.2f}")
     return f"| {operation.lower()} | {blocks.count} x {blocks.size >> 10} KiB | {' | '.join(cells)} |"
+
+
+def bucket_rows(rounds: int) -> Iterator[str]:
+    """Yield lines of a table: MB/s of writes and reads of a bucket of moto, in the median round."""
+    from tests.workers.kv_tiers.buckets import BUCKET, KEYS, moto  # noqa: PLC0415 - moto takes seconds to import
+
+    logging.disable(logging.WARNING)  # moto logs every request
+    os.environ.update(KEYS)
+    blocks = Blocks(*BUCKET_CASE)
+    with moto() as endpoint:
+        for io in ("nixl", "plain"):
+            store = S3Store(f"s3://{BUCKET}/{io}", identity_of(blocks), quota_bytes=1 << 50, io=io, endpoint=endpoint)
+            speeds = []
+            for operation in ("WRITE", "READ"):
+                acts = (act(store, operation, blocks.names(number), blocks) for number in range(rounds))
+                times = [measured(one)[0] for one in acts]
+                speeds.append(f"{blocks.count * blocks.size / statistics.median(times) / 1e6:.0f}")
+            store.close()
+            yield f"| {io} | {blocks.count} x {blocks.size >> 10} KiB | {' | '.join(speeds)} |"
 
 
 def main() -> None:
@@ -170,9 +207,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="tiers", description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--folder", type=Path, help="existing folder on the disk to measure")
+    parser.add_argument("--s3", action="store_true", help="also measure a bucket of moto")
     args = parser.parse_args()
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-    print(f"load {os.getloadavg()}, {args.rounds} rounds; GB/s, and the throughput relative to NIXL alone")
+    print(f"load {os.getloadavg()}, {args.rounds} rounds; GB/s, ratio to NIXL alone, ratio of CPU time")
     print("| | files | " + " | ".join(SIDES) + " |")
     print("|---|---|" + "---:|" * len(SIDES))
     for count, size in CASES:
@@ -181,3 +219,7 @@ def main() -> None:
             taken = case(Path(folder), blocks, args.rounds)
         for operation in ("WRITE", "READ"):
             print(row(blocks, operation, taken), flush=True)
+    if args.s3:
+        print("\n| bucket of moto | objects | write MB/s | read MB/s |\n|---|---|---:|---:|")
+        for line in bucket_rows(args.rounds):
+            print(line, flush=True)

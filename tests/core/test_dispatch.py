@@ -42,9 +42,6 @@ def first_token(drive: Driver, routed: RequestRouted) -> list[str]:
     return [one.request_id for one in made if isinstance(one, RequestRouted)]
 
 
-# The queue
-
-
 def test_requests_are_queued_while_all_ranks_exceed_the_prefill_threshold() -> None:
     drive = Driver().fleet("a", "b", queue=ONE_STEP)
     first, second = big(drive, "r1"), big(drive, "r2")

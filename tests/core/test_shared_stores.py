@@ -19,6 +19,7 @@ from forebay.core.step import claim
 from forebay.events.base import pack_u64, unpack_u64
 from forebay.events.fleet import WorkerLost
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared, StoreBlocksAdded, StoreBlocksRemoved, Tier
+from forebay.events.metrics import TierCost, TierCosts, TierCostsMeasured
 from forebay.events.snapshots import IndexChanges, SnapshotChunk
 from forebay.events.tier_parts import StoreBlocks, StoreDropped
 from tests.core.worlds import PROMPTS, Driver, joined, pool, request
@@ -362,3 +363,48 @@ def test_a_scan_without_changes_records_none() -> None:
     scan = index.begin_scan()
     assert [type(one) for one in scan.advance(1_000)] == [StoreBlocks]
     assert index.end_scan() == []
+
+
+def tiered_history(events_version: int) -> Driver:
+    """A history with everything that owners of version 1 do not know, and a decision that does not depend on it."""
+    drive = Driver()
+    claim(drive.world, 0, (), events_version)
+    drive("control", pool(tier_credit="measured", shared_cache_hit_weight=0.1))
+    for slot, name in enumerate("ab"):
+        drive("fleet", joined(name, slot, kv_store="s" if name == "a" else ""))
+    drive("requests", request("r", PROMPTS[1]))
+    costs = TierCosts(prefill_block_us=9.0, tiers=(TierCost(tier="store", fixed_us=1.0, block_us=2.0),))
+    drive("metrics", TierCostsMeasured(worker_id="a", worker_epoch=drive.epoch("a"), costs=costs))
+    for worker in "ab":
+        drive("kv-events", added("s", PROMPTS[0], worker))
+    drive("kv-events", removed("s", PROMPTS[0][5:], "b"))
+    return drive
+
+
+def test_a_claim_of_an_older_version_drops_what_its_owner_cannot_know() -> None:
+    newer, older = tiered_history(2), tiered_history(1)
+    assert newer.decided == older.decided
+    assert newer.world.digest() != older.world.digest()
+    scan = newer.world.index.begin_scan()
+    claim(newer.world, 9, (), 1)
+    claim(older.world, 9, (), 1)
+    assert newer.world.digest() == older.world.digest()
+    while not scan.done:
+        scan.advance(1_000)
+    assert StoreDropped(store="s") in newer.world.index.end_scan()
+    for drive in (newer, older):
+        drive("kv-events", added("s", PROMPTS[0]))
+        drive("fleet", joined("c", 2, kv_store="s"))
+        drive("requests", request("q", PROMPTS[0]))
+        drive.world.take_consumed()
+    assert [*newer.world.snapshot()] == [*older.world.snapshot()]
+    assert newer.decided == older.decided
+
+
+def test_a_later_claim_of_the_newer_version_takes_events_again() -> None:
+    drive = tiered_history(2)
+    claim(drive.world, 9, (), 1)
+    claim(drive.world, 10, (), 2)
+    assert drive.world.index.stores.sizes() == {}
+    drive("kv-events", added("s", PROMPTS[0], "b"))
+    assert drive.world.index.overlaps(PROMPTS[0]) == {("b", 0): Overlap(store=8)}

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from forebay.core.block_hashes import extend_chain
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.state.active_request import ActiveRequest
-from forebay.core.state.prefix_index import TIERS
 from forebay.core.step import AnyDecision, InputEvent, claim, open_run, step
 from forebay.core.world import World
 from forebay.events.base import pack_u32, pack_u64
@@ -35,16 +34,8 @@ from forebay.events.fleet import (
     WorkerSpec,
     WorkerSuspect,
 )
-from forebay.events.kv import (
-    BlocksRemoved,
-    BlocksStored,
-    CacheCleared,
-    CacheEvent,
-    StoreBlocksAdded,
-    StoreBlocksRemoved,
-)
 from forebay.events.media import Encoded, Media
-from forebay.events.metrics import LoadReported, TierCost, TierCosts, TierCostsMeasured
+from forebay.events.metrics import LoadReported
 from forebay.events.progress import (
     CommandDone,
     CommandRefused,
@@ -70,12 +61,12 @@ from forebay.events.requests import (
 from forebay.events.transfer import Prefilled
 from forebay.events.versions import EVENTS_VERSION
 from tests.core.pool_rules import pool_rule
+from tests.core.tier_events import STORES, tier_event
 
 BLOCK = 4
 LEASE_US = 500_000
 WORKERS = ("a", "b", "c")
 ENCODERS = ("e", "f")
-STORES = ("", "s", "t")
 PREFILLERS = ("p", "q")
 PROGRESS_KINDS = frozenset(
     ("first", "finish", "fail", "grow", "encoded", "not_encoded", "not_fetched", "prefilled", "not_prefilled")
@@ -386,15 +377,13 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
             other_pools(drive, kind, first, third)
         case _ if kind in PROGRESS_KINDS and one is not None:
             drive("progress", said_of(one, kind, number))
-        case "stored" | "removed" | "cleared":
-            drive("kv-events", cache_event(kind, (worker, epoch, number + 1), blocks, first))
+        case "stored" | "removed" | "cleared" | "in_store" | "not_in_store" | "costs":
+            drive(*tier_event(kind, (worker, epoch, number + 1), blocks, first))
         case "report":
             report = LoadReported(
                 worker_id=worker, worker_epoch=epoch, running=first, waiting=0, kv_blocks_used=1, kv_blocks_total=9
             )
             drive("metrics", report)
-        case "in_store" | "not_in_store" | "costs":
-            drive(*tier_event(kind, worker, epoch, blocks, first))
         case "cancel":
             drive("requests", RequestCancelled(request_id=one.submitted.request_id if one else "nobody"))
         case "wait":
@@ -429,39 +418,6 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
             operate(drive, kind, first, depth, third)
         case _:
             pass
-
-
-def cache_event(kind: str, position: tuple[str, int, int], blocks: list[int], first: int) -> CacheEvent:
-    """What a worker says of its cache, in an epoch and with a number."""
-    worker, epoch, seq = position
-    if kind == "cleared":
-        return CacheCleared(worker_id=worker, worker_epoch=epoch, seq=seq)
-    if kind == "removed":
-        return BlocksRemoved(worker_id=worker, worker_epoch=epoch, seq=seq, sequence_hashes=pack_u64(blocks[:2]))
-    parent = blocks[first] if first < len(blocks) else None
-    return BlocksStored(
-        worker_id=worker,
-        worker_epoch=epoch,
-        seq=seq,
-        sequence_hashes=pack_u64(blocks[first:]),
-        parent_hash=parent,
-        tier=TIERS[first % 3],
-    )
-
-
-def tier_event(kind: str, worker: str, epoch: int, blocks: list[int], first: int) -> tuple[str, InputEvent]:
-    """A change of a shared store, or measured costs of a rank, with their topic."""
-    if kind == "costs":
-        tiers = (
-            TierCost(tier="store", fixed_us=100.0 * first, block_us=20.0),
-            TierCost(tier="host", fixed_us=5.0, block_us=1.0),
-        )
-        costs = TierCosts(prefill_block_us=40.0 * (first % 4), tiers=tiers[: first % 3])
-        return "metrics", TierCostsMeasured(worker_id=worker, worker_epoch=epoch, costs=costs)
-    fields: dict[str, Any] = {"store": STORES[1 + first % 2], "worker_id": worker}
-    if kind == "in_store":
-        return "kv-events", StoreBlocksAdded(**fields, sequence_hashes=pack_u64(blocks))
-    return "kv-events", StoreBlocksRemoved(**fields, sequence_hashes=pack_u64(blocks[first:]), stale=first > 4)
 
 
 def disaggregate(drive: Driver, kind: str, first: int, depth: int, third: int) -> None:

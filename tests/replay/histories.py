@@ -11,6 +11,7 @@ from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.decisions import Advanced, JournalRecord, OwnerClaimed, SnapshotTaken
 from forebay.events.snapshots import SnapshotChunk
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS, topic_named
+from forebay.events.versions import EVENTS_VERSION
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft
 from forebay.transport.history.reader import decode_or_none
@@ -29,7 +30,7 @@ class Written:
     def __init__(self) -> None:
         self.topics: Topics = {}
         self.drive = Driver()
-        self._journal(OwnerClaimed(owner_id="one", core_version=CORE_VERSION))
+        self._journal(OwnerClaimed(owner_id="one", core_version=CORE_VERSION, events_version=EVENTS_VERSION))
         self._applied = self._decided = 0
 
     def apply_action(self, number: int, action: tuple[str, Any]) -> None:
@@ -47,8 +48,8 @@ class Written:
         if number % SNAPSHOT_EVERY == SNAPSHOT_EVERY - 1:
             self.seal()
         if number % CLAIM_EVERY == CLAIM_EVERY - 1:
-            claim(self.drive.world, len(self.topics[DECISIONS.name]))
-            self._journal(OwnerClaimed(owner_id="another", core_version=CORE_VERSION))
+            claim(self.drive.world, len(self.topics[DECISIONS.name]), (), EVENTS_VERSION)
+            self._journal(OwnerClaimed(owner_id="another", core_version=CORE_VERSION, events_version=EVENTS_VERSION))
 
     def seal(self) -> None:
         """Write a snapshot of the current state."""
@@ -117,7 +118,7 @@ def journal_follows(topics: Mapping[str, Sequence[bytes]]) -> bool:
         except DecodeError:
             return False
         if isinstance(record, OwnerClaimed):
-            claim(world, offset)
+            claim(world, offset, (), record.events_version)
             continue
         if record.owner_epoch < world.owner_epoch:
             continue

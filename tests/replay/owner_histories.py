@@ -14,6 +14,7 @@ from forebay.events.codec import encode
 from forebay.events.decisions import JournalRecord, OwnerClaimed, SnapshotTaken
 from forebay.events.snapshots import SnapshotChunk
 from forebay.events.topics import DECISIONS, SNAPSHOTS, topic_named
+from forebay.events.versions import EVENTS_VERSION
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import Driver, actions, perform
@@ -41,7 +42,14 @@ class WrittenDriver(Driver):
         self._journalled = 0
         self._chunks = 0
         self._sealed: Sealed | None = None
-        self.write(OwnerClaimed(owner_id="owner", core_version=CORE_VERSION, policies=tuple(sorted(custom))))
+        self.write(
+            OwnerClaimed(
+                owner_id="owner",
+                core_version=CORE_VERSION,
+                events_version=EVENTS_VERSION,
+                policies=tuple(sorted(custom)),
+            )
+        )
 
     def __call__(self, topic: str, event: InputEvent | None, after_us: int = 10) -> list[Any]:
         value = GARBAGE if event is None else encode(topic_named(topic), event)
@@ -57,8 +65,8 @@ class WrittenDriver(Driver):
 
     def take_over(self) -> None:
         offset = self._journalled
-        self.write(OwnerClaimed(owner_id="another", core_version=CORE_VERSION))
-        claim(self.world, offset)
+        self.write(OwnerClaimed(owner_id="another", core_version=CORE_VERSION, events_version=EVENTS_VERSION))
+        claim(self.world, offset, (), EVENTS_VERSION)
         self._sealed = None
 
     def write_stale_record(self) -> None:

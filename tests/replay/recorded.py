@@ -7,6 +7,7 @@ from forebay.core.world import CORE_VERSION
 from forebay.events.codec import encode
 from forebay.events.decisions import JournalRecord, OwnerClaimed
 from forebay.events.topics import DECISIONS, topic_named
+from forebay.events.versions import EVENTS_VERSION
 from forebay.replay.read_only import ReadOnlyLog
 from forebay.transport.base import Draft, Record
 from forebay.transport.sqlite.log import SqliteLog
@@ -38,7 +39,7 @@ def log_of(drive: Driver, undecodable: bytes = GARBAGE, policies: tuple[str, ...
     for topic, event, _ in drive.applied:
         value = undecodable if event is None else encode(topic_named(topic), event)
         log.topics.setdefault(topic, []).append(value)
-    claimed = OwnerClaimed(owner_id="o", core_version=CORE_VERSION, policies=policies)
+    claimed = OwnerClaimed(owner_id="o", core_version=CORE_VERSION, events_version=EVENTS_VERSION, policies=policies)
     journal: list[JournalRecord] = [claimed, *drive.decided, advance(drive.world)]
     log.topics[DECISIONS.name] = [encode(DECISIONS, record) for record in journal]
     return log

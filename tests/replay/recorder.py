@@ -13,6 +13,7 @@ from forebay.events.decisions import JournalRecord, OwnerClaimed, SnapshotTaken
 from forebay.events.kv import BlocksStored, Tier
 from forebay.events.snapshots import SnapshotChunk
 from forebay.events.topics import DECISIONS, SNAPSHOTS, topic_named
+from forebay.events.versions import EVENTS_VERSION
 from forebay.replay.explain.explain import Explanation, explain
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
@@ -24,7 +25,12 @@ class Recorder(Driver):
 
     def __init__(self, custom: CustomPolicies = ONLY_BUILT_IN) -> None:
         super().__init__(custom=custom)
-        claimed = OwnerClaimed(owner_id="test", core_version=CORE_VERSION, policies=tuple(sorted(custom)))
+        claimed = OwnerClaimed(
+            owner_id="test",
+            core_version=CORE_VERSION,
+            policies=tuple(sorted(custom)),
+            events_version=EVENTS_VERSION,
+        )
         self.journal: list[JournalRecord] = [claimed]
         self.drafts: list[Draft] = []
 

@@ -22,6 +22,7 @@ from forebay.events.kv import BlocksStored
 from forebay.events.progress import FirstTokenEmitted, RequestFinished, RequestProgress
 from forebay.events.requests import NO_HINTS, RoutingHints
 from forebay.events.topics import DECISIONS
+from forebay.events.versions import EVENTS_VERSION
 from forebay.replay.diff.comparison import Comparison, RequestDecision
 from forebay.replay.diff.diff import diff
 from forebay.replay.diff.handover import Handover
@@ -283,10 +284,10 @@ def test_a_takeover_ends_an_operators_policy_if_it_did_in_history(allowed: tuple
     drive("control", PolicySet(model="m", pool="default", mode="mine.Policy"))
     routed(drive("requests", request("r", PROMPTS[0])))
     taken_over = 1 + len(drive.decided)
-    claim(drive.world, taken_over, allowed)
+    claim(drive.world, taken_over, allowed, EVENTS_VERSION)
     assert {routed(drive("requests", request(f"s{at}", []))).mode for at in range(4)} == {mode}
     log = log_of(drive, policies=("mine.Policy",))
-    claimed = OwnerClaimed(owner_id="p", core_version=CORE_VERSION, policies=allowed)
+    claimed = OwnerClaimed(owner_id="p", core_version=CORE_VERSION, events_version=EVENTS_VERSION, policies=allowed)
     log.topics[DECISIONS.name].insert(taken_over, encode(DECISIONS, claimed))
     report = compared_with_policies(log, altered())
     assert (report.undone, report.identical) == ([], True)

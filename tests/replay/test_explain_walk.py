@@ -19,6 +19,7 @@ from forebay.events.control import RouterConfig
 from forebay.events.decisions import OwnerClaimed, RequestAborted, RequestRejected, RequestRouted, RouteAnswered
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.topics import DECISIONS, KV_EVENTS, REQUESTS
+from forebay.events.versions import EVENTS_VERSION
 from forebay.replay.explain.explain import Explanation, explain
 from forebay.replay.explain.explanation import CandidateCost, Routing
 from forebay.replay.explain.find import RequestRecord
@@ -199,8 +200,8 @@ async def test_takeover_makes_events_of_the_previous_owner_stale() -> None:
     made = fleet("a", "b")
     made("requests", request("r", SHORT))
     epoch = len(made.journal)
-    made.journal.append(OwnerClaimed(owner_id="second", core_version=CORE_VERSION))
-    claim(made.world, epoch)
+    made.journal.append(OwnerClaimed(owner_id="second", core_version=CORE_VERSION, events_version=EVENTS_VERSION))
+    claim(made.world, epoch, (), EVENTS_VERSION)
     stale = msgspec.structs.replace(made.journal[1], seq=1, consumed=(), attempt=1)
     made.journal.append(stale)
     made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop"))

@@ -10,7 +10,7 @@ from forebay.engine_model.model import Removed, Stored
 from forebay.events.base import unpack_u64
 from forebay.events.codec import decode
 from forebay.events.fleet import WorkerSpec
-from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared
+from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent
 from forebay.events.topics import KV_EVENTS
 from forebay.transport.base import Draft
 from forebay.workers.runtime import cache_events
@@ -24,11 +24,13 @@ def spec(**changes: Any) -> WorkerSpec:
     return WorkerSpec(worker_id="w1", model="m", **sizes, **changes)
 
 
-def generated(drafts: list[Draft]) -> list[AnyKvEvent]:
-    return [decode(KV_EVENTS, draft.value) for draft in drafts]
+def generated(drafts: list[Draft]) -> list[CacheEvent]:
+    events = [decode(KV_EVENTS, draft.value) for draft in drafts]
+    assert all(isinstance(event, CacheEvent) for event in events)
+    return events
 
 
-def fold(held: dict[int, list[int]], events: list[AnyKvEvent]) -> None:
+def fold(held: dict[int, list[int]], events: list[CacheEvent]) -> None:
     """Return the blocks of each rank for a reader that requires parents before children."""
     for event in events:
         rank = held.setdefault(event.rank, [])
@@ -58,7 +60,7 @@ changes = st.lists(
 @given(changes, st.integers(0, 1))
 def test_reannouncement_equals_the_announced_cache(history: list[tuple[int, Stored | Removed]], requested: int) -> None:
     events = CacheEvents(spec(dp_size=2), EPOCH, 0)
-    log: list[AnyKvEvent] = []
+    log: list[CacheEvent] = []
     held: dict[int, set[int]] = {0: set(), 1: set()}
     for rank, change in history:
         log += generated(events.changes(rank, [change]))

@@ -7,7 +7,7 @@ packed lists, so events keep them as `bytes`. The helpers here are the only code
 import sys
 from array import array
 from collections.abc import Iterable, Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
 import msgspec
 
@@ -56,6 +56,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     ADDED: ClassVar[Mapping[str, int]] = {}
+
+    def as_read_by(self, owner_events: int) -> Self:
+        """Return this part without added fields that an owner with this version of the event types does not know."""
+        unknown = [name for name, since in self.ADDED.items() if since > owner_events]
+        if not unknown:
+            return self
+        defaults = dict(zip(reversed(self.__struct_fields__), reversed(self.__struct_defaults__), strict=False))
+        return msgspec.structs.replace(self, **{name: defaults[name] for name in unknown})
 
 
 def pack_u32(values: Iterable[int]) -> bytes:

@@ -16,14 +16,16 @@ from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.core.routing.policies import CustomPolicies
 from forebay.core.state.prefix_index import PrefixIndex
 from forebay.events.base import U64_BYTES
-from forebay.events.kv import BlocksStored, Tier
+from forebay.events.kv import BlocksStored, StoreBlocksAdded, Tier
 from forebay.events.names import unknown_name
 from forebay.events.snapshots import IndexBlocks
+from forebay.events.tier_parts import StoreBlocks
 from forebay.events.topics import DECISIONS
 from forebay.live.router.standby import Standby
 from forebay.replay.policies import require_allowed
 
 EVENT_HASHES_MAX = 8_192  # about 90 kB per line
+DUMPED = "index"  # stands for the workers that reported the blocks of shared stores, which the index does not keep
 LOOK_S = 0.2  # seconds between updates of the progress bar
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
@@ -60,14 +62,17 @@ async def _index_of(recording: Recording, progress: Progress, task: TaskID, cust
     return standby.world.index
 
 
-def stored_events(index: PrefixIndex, worker: str = "") -> Iterator[BlocksStored]:
+def stored_events(index: PrefixIndex, worker: str = "") -> Iterator[BlocksStored | StoreBlocksAdded]:
     """Yield the blocks of a prefix index as events, sorted by worker, rank and tier, in the order of the index.
+
+    The blocks of shared stores follow those of workers.
 
     Args:
         index: the prefix index.
-        worker: worker whose blocks are returned; empty for all workers.
+        worker: worker whose blocks are returned, without those of shared stores; empty for all blocks.
     """
-    parts = [part for part in index.snapshot() if isinstance(part, IndexBlocks) and worker in ("", part.worker_id)]
+    found = [*index.snapshot()]
+    parts = [part for part in found if isinstance(part, IndexBlocks) and worker in ("", part.worker_id)]
     parts.sort(key=lambda part: (part.worker_id, part.rank, TIERS.index(part.tier)))
     seqs: Counter[tuple[str, int]] = Counter()
     size = EVENT_HASHES_MAX * U64_BYTES
@@ -82,3 +87,8 @@ def stored_events(index: PrefixIndex, worker: str = "") -> Iterator[BlocksStored
                 sequence_hashes=part.sequence_hashes[start : start + size],
                 tier=part.tier,
             )
+    stores = [part for part in found if isinstance(part, StoreBlocks) and not worker]
+    for blocks in sorted(stores, key=lambda part: part.store):
+        for start in range(0, len(blocks.sequence_hashes), size):
+            hashes = blocks.sequence_hashes[start : start + size]
+            yield StoreBlocksAdded(store=blocks.store, worker_id=DUMPED, sequence_hashes=hashes)

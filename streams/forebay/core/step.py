@@ -34,7 +34,6 @@ from forebay.events.control import (
     DisaggregationSet,
     PolicySet,
     PoolConfigured,
-    RouterConfig,
     WorkerCommanded,
 )
 from forebay.events.decisions import Advanced, CacheResyncRequested
@@ -57,6 +56,7 @@ from forebay.events.kv import (
     CacheEvent,
     StoreBlocksAdded,
     StoreBlocksRemoved,
+    StoreKvEvent,
 )
 from forebay.events.metrics import LoadReported, MetricEvent, TierCostsMeasured
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
@@ -92,7 +92,8 @@ InputEvent = RequestEvent | AnyKvEvent | MetricEvent | AnyProgressEvent | AnyFle
 def claim(world: World, offset: int, policies: tuple[str, ...] = (), events_version: int = 1) -> None:
     """Record that a router has become the owner.
 
-    A pool for which an operator set a custom policy that this owner may not run returns to its configured policy.
+    A pool for which an operator set a custom policy that this owner may not run returns to its configured policy. If
+    the owner has an older version of the event types than the previous owner, facts that it cannot know are dropped.
 
     Args:
         world: current state.
@@ -102,6 +103,8 @@ def claim(world: World, offset: int, policies: tuple[str, ...] = (), events_vers
     """
     world.owner_epoch = offset
     world.owner_events = events_version
+    if events_version < StoreKvEvent.SINCE:
+        world.forget_tiers()
     world.owner_policies = policies
     for name, configured in sorted(world.modes.items()):
         pool = world.pools[name]
@@ -163,8 +166,7 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[AnyDeci
         case BlocksStored() | BlocksRemoved() | CacheCleared():
             return _cache(world, event)
         case StoreBlocksAdded() | StoreBlocksRemoved():
-            if world.fleet.learn_store(event.worker_id, event.store):
-                world.index.use_store(event.worker_id, event.store)
+            world.learn_store(event.worker_id, event.store)
             world.index.apply_store(event)
         case TierCostsMeasured():
             if _is_of_fleet(world, event):
@@ -188,7 +190,7 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[AnyDeci
         case OwnershipAnnounced() | IngressJoined() | IngressLost():
             return _fleet(world, event, offset)
         case PoolConfigured():
-            world.configure(_as_read_by(world.owner_events, event))
+            world.configure(replace(event, router=event.router.as_read_by(world.owner_events)))
             return reroute(world, world.requests.waiting()) + drain_queues(world)
         case BusyThresholdsSet():
             world.set_busy(event.model, event.thresholds)
@@ -312,13 +314,6 @@ def _report(world: World, event: LoadReported) -> list[AnyDecision]:
     return drain_queues(world) if has_room else []
 
 
-def _as_read_by(owner_events: int, event: PoolConfigured) -> PoolConfigured:
-    """Return the configuration without fields that an owner of an older version did not know."""
-    defaults = RouterConfig()
-    unknown = {name: getattr(defaults, name) for name, since in RouterConfig.ADDED.items() if since > owner_events}
-    return replace(event, router=replace(event.router, **unknown)) if unknown else event
-
-
 def _is_of_fleet(world: World, event: MetricEvent) -> bool:
     """Return whether a report is from a rank of the fleet, in the current epoch of its worker. Count it if not."""
     worker = world.fleet.get(event.worker_id)
@@ -329,6 +324,8 @@ def _is_of_fleet(world: World, event: MetricEvent) -> bool:
 
 
 def _fleet(world: World, event: AnyFleetEvent, offset: int) -> list[AnyDecision]:
+    if isinstance(event, WorkerJoined):
+        event = replace(event, spec=event.spec.as_read_by(world.owner_events))
     try:
         worker = world.fleet.apply(event, offset)
     except IllegalTransition:

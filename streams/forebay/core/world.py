@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypedDict
 
+import msgspec
+
 from forebay.core.queue_entry import queued_request
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.plan import Plan
@@ -280,6 +282,26 @@ class World:
             self.routed.drop_holder(worker_id, rank)
             self.predicted.drop_holder(worker_id, rank)
         self.sessions.drop_worker(worker_id)
+
+    def forget_tiers(self) -> None:
+        """Drop what an owner of a version without shared stores does not know, because such an owner has claimed."""
+        for worker in self.fleet.workers():
+            self.fleet.set_store(worker.spec.worker_id, "")
+            self.index.use_store(worker.spec.worker_id, "")
+        self.index.forget_stores()
+        self.load.forget_costs()
+        for name, pool in self.pools.items():
+            self.pools[name] = msgspec.structs.replace(pool, router=pool.router.as_read_by(self.owner_events))
+
+    def learn_store(self, worker_id: str, store: str) -> None:
+        """Set the shared store of a worker that named none.
+
+        An owner of a version without shared stores does not record which store a worker names in its lease.
+        """
+        worker = self.fleet.get(worker_id)
+        if worker is not None and not worker.spec.kv_store:
+            self.fleet.set_store(worker_id, store)
+            self.index.use_store(worker_id, store)
 
     def forget_routed(self, worker_id: str, rank: int) -> None:
         """Drop all blocks that a rank is assumed to have cached, because its cache was cleared."""

@@ -4,7 +4,8 @@ Theory of operation. The costs are lines fitted by least squares to observations
 Each observation is weighted such that relative errors count, because the choice depends on ratios: a load that took ten
 times as long as usual has little influence, and short loads count as much as long ones. No coefficient is negative.
 A tier without enough observations is loaded from, in order to learn. Of the loads that the costs reject, a few are made
-anyway, because otherwise a tier that was slow once would never be measured again.
+anyway, because otherwise a tier that was slow once would never be measured again. An engine may ask many times for one
+waiting request, so rejections are counted once per prefill.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from forebay.kv_tiers.manager import TierRun
 
 KEEP = 1 - 1 / 64  # weight that an observation keeps with each newer one: conditions of minutes ago do not decide
 OBSERVED_MIN = 4  # the first load also opens files or connections, so it must not decide alone
-PROBE_EVERY = 64  # one of as many rejected loads is made: at most 1.6 % of the requests pay for it
+PROBE_EVERY = 64  # one of as many rejected loads is made: at most 1.6 % of the prompts pay for it
 SINGULAR = 1e-6  # observations that differ less than this, relatively, do not show more than one coefficient
 
 
@@ -52,7 +53,8 @@ class CostModel:
     def __init__(self) -> None:
         self._loads: dict[LowerTier, _Fit] = {}
         self._prefills = _Fit(3)
-        self._rejected = 0
+        self._rejected = 0  # prompts computed since the last load that was made in spite of the costs
+        self._rejects = False  # whether a load was rejected since the last prefill
 
     def observe_load(self, tier: LowerTier, blocks: int, us: float) -> None:
         """Add a load of `blocks` blocks from a tier, which took `us` microseconds."""
@@ -64,6 +66,8 @@ class CostModel:
         if tokens > 0 and us > 0:
             pairs = _pairs(cached_tokens, cached_tokens + tokens)
             self._prefills.add((float(tokens), pairs, 1.0), us)
+            self._rejected += self._rejects
+            self._rejects = False
 
     def transfer(self, tier: LowerTier) -> TransferCost | None:
         """Return the cost of loading from a tier; None while too few loads have been observed."""
@@ -97,9 +101,10 @@ class CostModel:
             return blocks
         best = self._fastest(prefill, cached_tokens, runs, block_size)
         if best < blocks:
-            self._rejected += 1
-            if self._rejected % PROBE_EVERY == 0:
+            if self._rejected >= PROBE_EVERY - 1:
+                self._rejected = 0
                 return blocks
+            self._rejects = True
         return best
 
     def _fastest(self, prefill: PrefillCost, cached_tokens: int, runs: Sequence[TierRun], block_size: int) -> int:

@@ -49,29 +49,32 @@ class FrequencyFilter(Generic[Key]):
 
     def offer(self, keys: Iterable[Key]) -> None:
         """Count one offer of each key."""
-        ends, by_end, now = self._ends, self._by_end, self._now
+        ends, now = self._ends, self._now
+        once = self._group(now + 1)
+        room = self._limits.keys_max - len(ends)
         for key in keys:
             end = ends.get(key)
-            if end is None:
-                if len(ends) >= self._limits.keys_max:
-                    self._forget_rarest()
-                new = now + 1
+            if end is not None:
+                del self._by_end[end][key]
+                end = now + min(2 * (end - now), FREQUENCY_MAX)
+                ends[key] = end
+                self._group(end)[key] = None
+                continue
+            if room:
+                room -= 1
             else:
-                new = now + min(2 * (end - now), FREQUENCY_MAX)
-                self._leave(key, end)
-            ends[key] = new
-            group = by_end.get(new)
-            if group is None:
-                group = by_end[new] = OrderedDict()
-            group[key] = None
+                self._forget_rarest()
+            ends[key] = now + 1
+            once[key] = None
 
     def frequency(self, key: Key) -> int:
         """Return the current frequency of a key; 0 if it is unknown."""
         return self._ends.get(key, self._now) - self._now
 
-    def passes(self, key: Key) -> bool:
-        """Return whether the key was offered often enough to be offloaded."""
-        return self.frequency(key) >= self._limits.offload_at
+    def passing(self, keys: Iterable[Key]) -> list[Key]:
+        """Return the keys that were offered often enough to be offloaded."""
+        ends, least = self._ends, self._now + self._limits.offload_at
+        return [key for key in keys if ends.get(key, 0) >= least]
 
     def tick(self) -> None:
         """Decrease every frequency by 1, and forget the keys that reach 0."""
@@ -84,16 +87,15 @@ class FrequencyFilter(Generic[Key]):
         self._ends.clear()
         self._by_end.clear()
 
-    def _leave(self, key: Key, end: int) -> None:
-        group = self._by_end[end]
-        del group[key]
-        if not group:
-            del self._by_end[end]
+    def _group(self, end: int) -> "OrderedDict[Key, None]":
+        group = self._by_end.get(end)
+        if group is None:
+            group = self._by_end[end] = OrderedDict()
+        return group
 
     def _forget_rarest(self) -> None:
-        lowest = self._now + 1
-        if lowest not in self._by_end:
-            lowest = min(self._by_end)
-        key = next(iter(self._by_end[lowest]))
-        self._leave(key, lowest)
+        group = self._by_end[self._now + 1]
+        if not group:
+            group = self._by_end[min(end for end, found in self._by_end.items() if found)]
+        key, _ = group.popitem(last=False)
         del self._ends[key]

@@ -11,9 +11,8 @@ from collections.abc import Collection, Container, Iterable, Sequence
 from itertools import groupby
 from typing import Generic, NamedTuple
 
-import msgspec
-
 from forebay.events.kv import LowerTier
+from forebay.kv_tiers.decisions import Loading, TierChange, TierRun, TierSet, Write
 from forebay.kv_tiers.frequency import FrequencyFilter, FrequencyLimits, Key
 from forebay.kv_tiers.tier_content import SourceTier, TierContent, TierLimits
 
@@ -30,69 +29,6 @@ __all__ = [
 ]
 
 SAVED_SHARE = 4  # a quarter of a tier is copied down ahead of its eviction, so that long prompts find room
-
-
-class TierSet(msgspec.Struct, frozen=True, kw_only=True):
-    """Tiers of one rank, from the fastest to the slowest. A tier that is None does not exist.
-
-    Attributes:
-        host: host memory. Without it, blocks go from the device to disk, and the filter of the disk does not apply.
-        disk: disk of this rank.
-        store: shared store, which belongs to no rank.
-        writes_max: blocks that may be in flight to one tier; more are skipped.
-    """
-
-    host: TierLimits | None = None
-    disk: TierLimits | None = None
-    store: TierLimits | None = None
-    writes_max: int = 1024
-
-
-class TierRun(NamedTuple):
-    """Consecutive blocks of a prompt in one tier."""
-
-    tier: LowerTier
-    blocks: int
-
-
-class Write(NamedTuple, Generic[Key]):
-    """Blocks to copy into a tier. The caller reports the end of the write with `written`, exactly once.
-
-    Attributes:
-        number: number of the write.
-        tier: tier into which the blocks are copied.
-        source: tier from which they are copied.
-        keys: blocks, in prompt order.
-        evicted: blocks that the caller removes from `tier` first. Always empty for the shared store.
-    """
-
-    number: int
-    tier: LowerTier
-    source: SourceTier
-    keys: tuple[Key, ...]
-    evicted: tuple[Key, ...]
-
-
-class Loading(NamedTuple, Generic[Key]):
-    """Blocks to copy into device memory. The caller reports the end with `loaded`, exactly once.
-
-    Attributes:
-        number: number of the load.
-        tier: tier from which the blocks are read.
-        keys: consecutive blocks of the prompt.
-    """
-
-    number: int
-    tier: LowerTier
-    keys: tuple[Key, ...]
-
-
-class TierChange(NamedTuple, Generic[Key]):
-    """Blocks that became readable in a tier, or left it. One of the two is empty."""
-
-    tier: LowerTier
-    stored: tuple[Key, ...]
-    removed: tuple[Key, ...]
 
 
 class _WriteInFlight(NamedTuple, Generic[Key]):
@@ -197,8 +133,10 @@ class TierManager(Generic[Key]):
         Args:
             keys: full blocks in prompt order.
         """
-        if any(self._filters(tier) for tier in self._tiers):
-            self._frequency.offer(keys)
+        filtering = [tier for tier in self._tiers if self._filters(tier)]
+        lacking = {key for tier in filtering for key in tier.lacking(keys)}
+        if lacking:
+            self._frequency.offer(key for key in keys if key in lacking)
         return self._descend(keys, 0, from_device=True)
 
     def device_evicts(self, keys: Sequence[Key]) -> list[Write[Key]]:
@@ -248,16 +186,19 @@ class TierManager(Generic[Key]):
             source.release(write.keys)
         if self._find(tier.name) is not tier:
             return []
-        bad = tier.abandoned.union(failed)
-        stored = [key for key in write.keys if key not in bad]
-        tier.abandoned.difference_update(write.keys)
+        stored = list(write.keys)
+        if failed or tier.abandoned:
+            bad = tier.abandoned.union(failed)
+            stored = [key for key in write.keys if key not in bad]
+            tier.abandoned.difference_update(write.keys)
         tier.insert(stored)
-        if self._pins:
-            tier.pin(key for key in stored if key in self._pins)
+        self._pin(tier, stored)
         self._note(tier, stored=True, keys=stored)
         at = self._tiers.index(tier)
-        above = self._tiers[: at + 1]
-        readable = [key for key in write.keys if any(key in one for one in above)]
+        readable: Sequence[Key] = stored
+        if len(stored) < len(write.keys):
+            above = self._tiers[: at + 1]
+            readable = [key for key in write.keys if any(key in one for one in above)]
         return self._descend(readable, at + 1, from_device=False) + self._save(at)
 
     def add(self, tier: LowerTier, keys: Iterable[Key]) -> None:
@@ -281,7 +222,7 @@ class TierManager(Generic[Key]):
             self._evict(content, len(new) - content.free, ())
         new = new[: content.free]
         content.insert(new)
-        content.pin(key for key in new if key in self._pins)
+        self._pin(content, new)
         self._note(content, stored=True, keys=new)
 
     def remove(self, tier: LowerTier, keys: Collection[Key]) -> None:
@@ -305,8 +246,7 @@ class TierManager(Generic[Key]):
                 pinned.append(key)
         self.counters["skipped_pin"] += len(keys) - len(pinned)
         for tier in self._tiers:
-            if tier.name != "store":
-                tier.pin(pinned)
+            self._pin(tier, pinned)
         return pinned
 
     def unpin(self, keys: Iterable[Key]) -> None:
@@ -383,6 +323,10 @@ class TierManager(Generic[Key]):
                 return tier
         return None
 
+    def _pin(self, tier: TierContent[Key], keys: Iterable[Key]) -> None:
+        if self._pins and tier.name != "store":
+            tier.pin(key for key in keys if key in self._pins)
+
     def _set_paused(self, name: LowerTier, *, paused: bool) -> None:
         tier = self._find(name)
         if tier is not None:
@@ -399,30 +343,35 @@ class TierManager(Generic[Key]):
             tier = self._tiers[index]
             if not keys:
                 break
-            tier.touch(keys)
+            present = tier.present(keys)
+            tier.touch(present)
             if tier.paused:
                 continue
             if tier.limits.write == "through":
-                wanted = self._wanted(tier, keys)
-                for source, group in groupby(wanted, key=lambda key: self._source(key, index, from_device)):
-                    writes += self._begin(tier, source, list(group), keep)
+                wanted = self._wanted(tier, keys) if len(present) < len(keys) else []
+                for source, group in self._by_source(wanted, index, from_device=from_device):
+                    writes += self._begin(tier, source, group, keep)
                 writes += self._save(index)
-            keys = [key for key in keys if key in tier]
+            keys = present
         return writes
 
-    def _source(self, key: Key, at: int, from_device: bool) -> SourceTier:
-        """Return from where a block is copied to the tier with index `at`: host memory, device memory or disk."""
-        above = [tier.name for tier in self._tiers[:at] if key in tier]
-        if from_device and above[:1] != ["host"]:
-            return "device"
-        return above[0]
+    def _by_source(self, keys: Sequence[Key], at: int, *, from_device: bool) -> list[tuple[SourceTier, list[Key]]]:
+        """Return from where blocks are copied to the tier with index `at`: host memory, device memory or disk."""
+        groups: list[tuple[SourceTier, list[Key]]] = []
+        for tier in self._tiers[:at]:
+            if keys and (tier.name == "host" or not from_device):
+                groups.append((tier.name, tier.present(keys)))
+                keys = tier.lacking(keys)
+        if from_device:
+            groups.append(("device", list(keys)))
+        return [(source, group) for source, group in groups if group]
 
     def _wanted(self, tier: TierContent[Key], keys: Iterable[Key]) -> list[Key]:
         """Return the blocks that a tier lacks and that pass its filter."""
-        lacking = [key for key in keys if key not in tier and not tier.is_busy(key)]
+        lacking = tier.writable(keys)
         if not lacking or not self._filters(tier):
             return lacking
-        passing = [key for key in lacking if self._frequency.passes(key)]
+        passing = self._frequency.passing(lacking)
         self.counters["skipped_filter"] += len(lacking) - len(passing)
         return passing
 

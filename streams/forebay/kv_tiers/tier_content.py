@@ -94,6 +94,27 @@ class TierContent(Generic[Key]):
                 del saved[key]
                 blocks[key] = None
 
+    def present(self, keys: Iterable[Key]) -> list[Key]:
+        """Return the readable blocks of `keys`."""
+        blocks, saved = self.blocks, self.saved
+        if saved:
+            return [key for key in keys if key in blocks or key in saved]
+        return [key for key in keys if key in blocks]
+
+    def lacking(self, keys: Iterable[Key]) -> list[Key]:
+        """Return the blocks of `keys` that are not readable."""
+        blocks, saved = self.blocks, self.saved
+        if saved:
+            return [key for key in keys if key not in blocks and key not in saved]
+        return [key for key in keys if key not in blocks]
+
+    def writable(self, keys: Iterable[Key]) -> list[Key]:
+        """Return the blocks of `keys` that are not readable and can be written now."""
+        lacking = self.lacking(keys)
+        if lacking and (self.writing or self.gone):
+            return [key for key in lacking if not self.is_busy(key)]
+        return lacking
+
     def insert(self, keys: Sequence[Key]) -> None:
         """Make blocks readable, for which there must be room."""
         for key in reversed(keys):
@@ -116,10 +137,10 @@ class TierContent(Generic[Key]):
         """End one lease of each block."""
         leases = self.leases
         for key in keys:
-            if leases[key] > 1:
-                leases[key] -= 1
-            else:
-                del leases[key]
+            count = leases.pop(key)
+            if count > 1:
+                leases[key] = count - 1
+            elif self.gone:
                 self.gone.discard(key)
 
     def remove(self, keys: Iterable[Key]) -> list[Key]:
@@ -167,17 +188,19 @@ class TierContent(Generic[Key]):
     def _evict_from(self, queue: "OrderedDict[Key, None]", count: int, keep: Container[Key]) -> list[Key]:
         evicted: list[Key] = []
         skips = min(len(self.leases) + len(self.pinned), SKIPS_MAX)
+        leases, pinned = self.leases, self.pinned
         while len(evicted) < count and queue:
-            key = next(iter(queue))
-            if key in self.leases or key in self.pinned:
+            key, _ = queue.popitem(last=False)
+            if key in leases or key in pinned:
+                queue[key] = None
                 if not skips:
                     break
                 skips -= 1
-                queue.move_to_end(key)
             elif key in keep:
+                queue[key] = None
+                queue.move_to_end(key, last=False)
                 break
             else:
-                del queue[key]
                 evicted.append(key)
         return evicted
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from forebay.engine_model.steps import CacheChange, StoreChange, Stored
 from forebay.kv_tiers.manager import TierRun
-from forebay.workers.kv_tiers import rank_tiers
+from forebay.workers.kv_tiers import rank_tiers, stores
 from forebay.workers.kv_tiers.block_file import file_bytes
 from forebay.workers.kv_tiers.block_stores import BlockStore
 from forebay.workers.kv_tiers.identity import BlockName
@@ -30,8 +30,7 @@ def settings(
         disk_bytes=disk * file_bytes(BLOCK_BYTES),
         store=str(tmp_path / "store") if store else "",
         filter=filtered,
-        io="plain",
-        **changes,
+        **({"io": "plain"} | changes),
     )
 
 
@@ -170,7 +169,7 @@ class FaultyStore:
 def inject(monkeypatch: Any) -> list[FaultyStore]:
     """Put a `FaultyStore` in front of each store that is opened from now on. Return the list that collects them."""
     opened: list[FaultyStore] = []
-    opening = rank_tiers.open_store
+    opening = stores.open_store
 
     def open_store(*args: Any, **options: Any) -> Any:
         opened.append(FaultyStore(opening(*args, **options)))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from forebay.events.kv import LowerTier
 from forebay.events.progress import OnboardedTokens
 from forebay.kv_tiers.manager import TierRun
 from forebay.workers.engine import EngineError
@@ -16,10 +17,10 @@ from tests.workers.kv_tiers.store_cases import BLOCK_BYTES, content, identity, n
 PROMPT = range(12)
 
 
-@pytest.mark.parametrize("tier", ["host", "disk", "store"])
-def test_offloaded_blocks_are_loaded_with_the_same_bytes(tier: str, tmp_path: Path) -> None:
-    given = {"host": 20} if tier == "host" else {"disk": 20} if tier == "disk" else {"store": True}
-    with rank(settings(tmp_path, **given)) as one:  # type: ignore[arg-type] - sizes
+@pytest.mark.parametrize(("tier", "io"), [("host", "plain"), ("disk", "plain"), ("disk", "nixl"), ("store", "plain")])
+def test_offloaded_blocks_are_loaded_with_the_same_bytes(tier: LowerTier, io: str, tmp_path: Path) -> None:
+    given = settings(tmp_path, host=20 * (tier == "host"), disk=20 * (tier == "disk"), store=tier == "store", io=io)
+    with rank(given) as one:
         one.offload(PROMPT)
         assert one.offers == [1]
         assert one.held[tier] == {*PROMPT}
@@ -93,6 +94,17 @@ def test_a_rank_reads_what_another_one_has_put_into_the_shared_store(tmp_path: P
         assert two.match(PROMPT, hinted=8) == [TierRun("store", 8)]
         assert two.load(PROMPT, hinted=8).by_tier == {"store": 8}
         assert two.held["store"] == set(), "hints are no observations of this rank"
+
+
+def test_hints_fill_the_gaps_between_known_blocks(tmp_path: Path) -> None:
+    with rank(settings(tmp_path, host=16, store=True)) as one, rank(settings(tmp_path, store=True)) as two:
+        two.offload(PROMPT)
+        one.offload(PROMPT[3:5])
+        one.offload(PROMPT[8:12])
+        assert one.match(PROMPT, hinted=7) == [TierRun("store", 3), TierRun("host", 2), TierRun("store", 2)]
+        assert one.resident("store") == {*PROMPT[3:5], *PROMPT[8:12]}, "a hint alone changes nothing"
+        assert one.load(PROMPT, hinted=8).by_tier == {"store": 6, "host": 6}
+        assert one.resident("store") == {*PROMPT}
 
 
 def test_a_wrong_hint_is_a_miss_that_is_reported(tmp_path: Path) -> None:

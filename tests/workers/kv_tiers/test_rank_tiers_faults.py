@@ -128,6 +128,41 @@ def test_blocks_pass_a_suspended_disk_on_their_way_to_the_store(
         assert one.held["store"] == {*PROMPT, *range(100, 104)}
 
 
+def test_without_host_memory_blocks_pass_a_suspended_disk_too(
+    tmp_path: Path, stores: list[FaultyStore], clock: ShiftedClock
+) -> None:
+    with rank(settings(tmp_path, disk=32, store=True)) as one:
+        disk, _ = stores
+        disk.reason = "deadline"
+        one.offload(PROMPT)
+        assert one.held["store"] == set()
+        one.offload(PROMPT)
+        assert (one.held["disk"], one.held["store"]) == (set(), {*PROMPT})
+        assert one.tiers.counters().offloaded_blocks["device", "store"] == 8
+
+
+def test_blocks_that_the_disk_lost_do_not_reach_the_store(tmp_path: Path, stores: list[FaultyStore]) -> None:
+    with rank(settings(tmp_path, disk=32, store=True)) as one:
+        disk, store = stores
+        disk.reason, disk.writing = "missing", False
+        one.offload(PROMPT)
+        assert (one.held["disk"], one.held["store"]) == (set(), set())
+        assert (store.calls, one.tiers.counters().misses) == (0, {("disk", "missing"): 8})
+
+
+def test_blocks_that_are_cleared_while_they_are_written_leave_no_file(
+    tmp_path: Path, stores: list[FaultyStore]
+) -> None:
+    with rank(settings(tmp_path, disk=32)) as one:
+        stores[0].gate.clear()
+        one.offer(PROMPT)
+        one.tiers.clear()
+        stores[0].gate.set()
+        one.settle()
+        assert one.held["disk"] == set()
+        assert not [*(tmp_path / "disk").rglob("*.kv")]
+
+
 def test_a_load_that_waited_too_long_for_a_thread_ends_without_a_read(
     tmp_path: Path, stores: list[FaultyStore], clock: ShiftedClock
 ) -> None:

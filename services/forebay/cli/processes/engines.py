@@ -39,6 +39,7 @@ from forebay.workers.engines.mock.scripts import OutputScripts
 from forebay.workers.engines.service.engine import ServiceEngine
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.standin_encoder import StandInEncoder
+from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.kv_transfer.own_address import address_towards, interface_of, own_address
 from forebay.workers.service import load_service
 
@@ -48,6 +49,7 @@ OWN_KV_TRANSFER = "configures KV transfer in --engine-args"
 SIZE_OPTIONS = ("block_size", "kv_blocks", "max_num_seqs", "max_num_batched_tokens", "dp_size")
 KV_OPTIONS = ("kv_transport", "kv_bytes_per_token", "kv_checksum", "kv_lease_s")
 DISAGGREGATED = ("prefill", "decode")
+TIERED = (MOCK, "vllm")  # engines that can offload KV to tiers
 REACHED = (MOCK, "vllm")  # engines whose worker reports an address from which other workers fetch KV
 WORDS_MAX = 512  # words of strings that a mock engine generates
 NOT_KNOWN = 1  # placeholder for a size that the engine reports after its start
@@ -151,6 +153,26 @@ def playing(choice: EngineChoice, role: Role) -> EngineChoice:
 def ranked_from(choice: EngineChoice, dp_start_rank: int) -> EngineChoice:
     """Return the engine choice with `dp_start_rank` as the first data-parallel rank."""
     return replace(choice, settings=replace(choice.settings, dp_start_rank=dp_start_rank))
+
+
+def tiered(choice: EngineChoice, tiers: TierSettings | None) -> EngineChoice:
+    """Return the engine choice with KV tiers. Raises Unusable if the engine has none."""
+    if tiers is None:
+        return choice
+    if choice.engine not in TIERED:
+        raise Unusable(f"KV tiers require --engine {' or '.join(TIERED)}, got {choice.label}")
+    if choice.settings.role == "encode":
+        raise Unusable("--role encode: an encode worker has no KV, so remove the options of KV tiers")
+    return replace(choice, settings=replace(choice.settings, tiers=tiers))
+
+
+def with_own_disk(choice: EngineChoice, worker_id: str) -> EngineChoice:
+    """Return the engine choice with a subdirectory of its disk tier for one of several workers."""
+    tiers = choice.settings.tiers
+    if tiers is None or tiers.disk is None:
+        return choice
+    own = replace(tiers, disk=tiers.disk / worker_id)
+    return replace(choice, settings=replace(choice.settings, tiers=own))
 
 
 def reached_at(choice: EngineChoice, kv_host: str | None, kafka: str) -> EngineChoice:
@@ -260,6 +282,7 @@ def _mock(choice: EngineChoice, spec: WorkerSpec) -> tuple[Engine, WorkerSpec]:
             at=_kv_at(settings),
         ),
         scripts=scripts,
+        tiers=settings.tiers,
     )
     return engine, msgspec.structs.replace(spec, **{name: getattr(config, name) for name in sizes})
 

@@ -46,8 +46,8 @@ def _cards(report: DiffReport) -> list[dict[str, str]]:
     share = moved.moved / moved.compared if moved.compared else 0.0
     landed = "-" if other.landed is None else f"{other.landed:.1%}"
     won, lost = report.overlap.won, report.overlap.lost
-    gained = won.device + won.host + won.disk
-    missed = lost.device + lost.host + lost.disk
+    gained = won.device + won.host + won.disk + won.store
+    missed = lost.device + lost.host + lost.disk + lost.store
 
     def card(name: str, value: str, more: str) -> dict[str, str]:
         return {"name": name, "value": value, "more": more}

@@ -46,6 +46,7 @@ def show(report: DiffReport, simulated: ClosedLoop | None) -> None:
             f"{won.device:,} blocks won and {lost.device:,} lost on devices"
             + (f", {won.host:,} and {lost.host:,} in host memory" if won.host or lost.host else "")
             + (f", {won.disk:,} and {lost.disk:,} on disk" if won.disk or lost.disk else "")
+            + (f", {won.store:,} and {lost.store:,} in shared stores" if won.store or lost.store else "")
             + (f"; {later:,} of those won because the request was sent later, see below" if later else ""),
         )
     console.print(_worlds(report))
@@ -69,6 +70,8 @@ def terms_text(terms: CostTerms) -> str:
     found = [f"{terms.device_overlap} blocks on the device"]
     if terms.host_overlap or terms.disk_overlap:
         found.append(f"{terms.host_overlap} in host memory, {terms.disk_overlap} on disk")
+    if terms.store_overlap:
+        found.append(f"{terms.store_overlap} in the shared store")
     return (
         f"cost {terms.cost:g} = prefill {terms.prefill_blocks:g}, credit {terms.overlap_credit:g}, "
         f"decode {terms.decode_blocks:g}, {terms.active_requests} active; overlap: {', '.join(found)}"
@@ -107,6 +110,8 @@ def rows(report: DiffReport) -> list[tuple[str, str, str]]:
         found.append(
             row("overlap in host memory, on disk", *(f"{side.overlap.host:,}, {side.overlap.disk:,}" for side in sides))
         )
+    if any(side.overlap.store for side in sides):
+        found.append(row("overlap in shared stores", *(f"{side.overlap.store:,}" for side in sides)))
     if any(side.held for side in sides):
         found.append(row("held in the queue", *(f"{side.held:,}" for side in sides)))
         found.append(row("time in the queue, ms: p50, p99, max", *map(_waits, sides)))

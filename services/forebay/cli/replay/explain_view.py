@@ -20,6 +20,7 @@ from forebay.replay.explain.explanation import (
     Submission,
     TimelineEntry,
 )
+from forebay.replay.explain.token_sources import TokenSource
 from forebay.transport.history.release import rules_text
 from forebay.transport.recording.manifest import utc
 
@@ -36,6 +37,14 @@ PARTS: dict[Part, str] = {
     "wait": "waiting for a worker",
     "transfer": "KV transfer",
     "decode": "network and first decode step",
+}
+SOURCES: dict[TokenSource, str] = {
+    "device": "cached on the device",
+    "host": "from host memory",
+    "disk": "from disk",
+    "store": "from the shared store",
+    "transferred": "transferred",
+    "computed": "computed",
 }
 
 
@@ -132,6 +141,8 @@ def _foot(explanation: Explanation) -> Iterator[str]:
     parts = {} if first is None or first.parts_us is None else first.parts_us
     if len(parts) > 1:
         yield "of this: " + ", ".join(f"{PARTS[part]} {span(us)}" for part, us in parts.items())
+    if first is not None and first.loads_us:
+        yield "prompt tokens: " + ", ".join(f"{tokens:,} {SOURCES[source]}" for source, tokens in first.sources.items())
     offsets = " and ".join(f"{first} to {end - 1}" for first, end in _derived(explanation))
     if offsets:
         yield f"verified: journal offsets {offsets} derived again, every record equal"
@@ -229,6 +240,8 @@ def _columns(routing: Routing) -> Iterator[tuple[str, Callable[[CandidateCost], 
         yield "on host", lambda one: f"{one.seen.host_overlap:,}"
     if any(one.seen.disk_overlap for one in candidates):
         yield "on disk", lambda one: f"{one.seen.disk_overlap:,}"
+    if any(one.seen.store_overlap for one in candidates):
+        yield "in store", lambda one: f"{one.seen.store_overlap:,}"
     yield "cache size", lambda one: f"{one.seen.device_blocks + one.seen.host_blocks + one.seen.disk_blocks:,}"
     yield "waiting", lambda one: f"{one.seen.waiting_tokens:,}"
     if routing.reason in ("tie_computed_tokens", "tie_seed"):

@@ -11,16 +11,15 @@ import errno
 import logging
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from forebay import runtime
 from forebay.workers.kv_tiers.block_file import (
     HEAD_BYTES,
     PAYLOAD_OFFSET,
+    SUFFIX,
     Checksum,
     HeadFormat,
     file_bytes,
-    file_name,
 )
 from forebay.workers.kv_tiers.directory_layout import TEMPORARY
 from forebay.workers.kv_tiers.file_io import FileIo, Segment, transfer_plainly
@@ -32,13 +31,6 @@ TOUCH_S = 60.0  # the time of last use of a file is updated at most this often, 
 WARN_S = 10.0  # between two warnings, because a broken disk fails for every block
 READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC
 WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-
-
-class _Opened(NamedTuple):
-    place: int
-    fd: int
-    name: BlockName
-    checksum: bytes = b""
 
 
 class BlockFiles:
@@ -63,36 +55,40 @@ class BlockFiles:
 
     def path(self, name: BlockName) -> str:
         """Return the path of the file of a block."""
-        file = file_name(name)
-        return f"{self._prefix}{file[:2]}/{file}"
+        key = name.key.hex()
+        return f"{self._prefix}{key[:2]}/{key}-{name.sequence_hash:016x}{SUFFIX}"  # as `file_name`, but faster
 
     def read(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> list[str]:
         """Read and verify blocks. Return the reasons of failures, as `BlockStore.read`."""
         results = [""] * len(names)
-        opened: list[_Opened] = []
+        places: list[int] = []
+        checksums: list[bytes] = []
+        segments: list[Segment] = []
         fds: list[int] = []
         touched = self._recently_touched()
         try:
-            for index, name in enumerate(names):
+            for place, name in enumerate(names):
                 try:
                     fd = os.open(self.path(name), READ_FLAGS)
                     fds.append(fd)
                     checksum = self._format.checksum(os.pread(fd, HEAD_BYTES, 0), name)
                 except OSError as error:
-                    results[index] = self._read_reason(error)
+                    results[place] = self._read_reason(error)
                     continue
                 if isinstance(checksum, str):
-                    results[index] = checksum
+                    results[place] = checksum
                     continue
-                opened.append(_Opened(index, fd, name, checksum))
+                places.append(place)
+                checksums.append(checksum)
+                segments.append((fd, PAYLOAD_OFFSET, into[place]))
                 if name.key not in touched:
                     _touch(fd)
                     touched.add(name.key)
-            self._transfer_in(opened, into, results)
-            for one in opened:
-                if not results[one.place] and self._checksum(into[one.place]) != one.checksum:
+            self._transfer_in(places, segments, results)
+            for place, (fd, _, block), checksum in zip(places, segments, checksums, strict=True):
+                if not results[place] and self._checksum(block) != checksum:
                     # Short reads are not reported, so a truncated file is noticed here.
-                    results[one.place] = "truncated" if os.fstat(one.fd).st_size < self._file_bytes else "corrupt"
+                    results[place] = "truncated" if os.fstat(fd).st_size < self._file_bytes else "corrupt"
         finally:
             for fd in fds:
                 os.close(fd)
@@ -105,12 +101,13 @@ class BlockFiles:
             The reasons of failures, as `BlockStore.write`, and the number of blocks that were written.
         """
         results = [""] * len(blocks)
-        opened: list[_Opened] = []
+        places: list[int] = []
+        segments: list[Segment] = []
         suffix = f".{runtime.random_id()}{TEMPORARY}"
         touched = self._recently_touched()
         written, moved = 0, False
         try:
-            for index, (name, block) in enumerate(blocks):
+            for place, (name, block) in enumerate(blocks):
                 path = self.path(name)
                 if self._exists(path, name, touched):
                     continue
@@ -119,55 +116,53 @@ class BlockFiles:
                 except FileExistsError:
                     continue  # the same block twice in one call
                 except OSError as error:
-                    results[index] = self._write_reason(error)
+                    results[place] = self._write_reason(error)
                     continue
-                opened.append(_Opened(index, fd, name, self._checksum(block)))
-            self._transfer_out(opened, blocks, results)
+                places.append(place)
+                segments.append((fd, PAYLOAD_OFFSET, block))
+                try:
+                    os.pwrite(fd, self._format.encode(name, self._checksum(block)), 0)
+                except OSError as error:
+                    results[place] = self._write_reason(error)
+            self._transfer_out(places, segments, results)
             moved = True
         finally:
-            for index, fd, name, _ in opened:
+            for place, (fd, _, _) in zip(places, segments, strict=True):
                 os.close(fd)
-                results[index] = results[index] or (self._publish(self.path(name), suffix) if moved else "failed")
-                if results[index]:
+                name = blocks[place][0]
+                path = self.path(name)
+                results[place] = results[place] or (self._publish(path, suffix) if moved else "failed")
+                if results[place]:
                     with contextlib.suppress(OSError):
-                        os.unlink(self.path(name) + suffix)
+                        os.unlink(path + suffix)
                 else:
                     written += 1
                     touched.add(name.key)
         return results, written
 
-    def _transfer_in(self, opened: list[_Opened], into: Sequence[memoryview], results: list[str]) -> None:
+    def _transfer_in(self, places: list[int], segments: list[Segment], results: list[str]) -> None:
         """Read blocks, and set the results of those that cannot be read."""
-        segments = [Segment(one.fd, PAYLOAD_OFFSET, into[one.place]) for one in opened]
         if not segments or self._io.transfer("READ", segments):
             return
-        for one, segment in zip(opened, segments, strict=True):
+        for place, segment in zip(places, segments, strict=True):
             try:
                 transfer_plainly("READ", segment)
             except OSError as error:
-                results[one.place] = self._read_reason(error)
+                results[place] = self._read_reason(error)
 
-    def _transfer_out(
-        self, opened: list[_Opened], blocks: Sequence[tuple[BlockName, memoryview]], results: list[str]
-    ) -> None:
-        """Write headers and blocks, and set the results of those that cannot be written."""
-        segments = []
-        for one in opened:
-            try:
-                os.pwrite(one.fd, self._format.encode(one.name, one.checksum), 0)
-            except OSError as error:
-                results[one.place] = self._write_reason(error)
-            segments.append(Segment(one.fd, PAYLOAD_OFFSET, blocks[one.place][1]))
+    def _transfer_out(self, places: list[int], segments: list[Segment], results: list[str]) -> None:
+        """Write blocks, and set the results of those that cannot be written."""
         done = not segments or self._io.transfer("WRITE", segments)
-        for one, segment in zip(opened, segments, strict=True):
+        for place, segment in zip(places, segments, strict=True):
+            fd = segment[0]
             try:
                 # Short writes are not reported, but show in the size.
-                if not done or os.fstat(one.fd).st_size != self._file_bytes:
+                if not done or os.lseek(fd, 0, os.SEEK_END) != self._file_bytes:
                     transfer_plainly("WRITE", segment)
             except OSError as error:
-                results[one.place] = self._write_reason(error)
+                results[place] = self._write_reason(error)
                 with contextlib.suppress(OSError):
-                    os.ftruncate(one.fd, 0)  # on a full disk, this makes room for the next block
+                    os.ftruncate(fd, 0)  # on a full disk, this makes room for the next block
 
     def _publish(self, path: str, suffix: str) -> str:
         try:
@@ -178,6 +173,8 @@ class BlockFiles:
 
     def _exists(self, path: str, name: BlockName, touched: set[bytes]) -> bool:
         """Return whether a file exists. It is needed again, so the time of its last use is updated."""
+        if not os.access(path, os.F_OK):  # half the time of `stat` for a file that does not exist
+            return False
         try:
             if os.stat(path).st_size != self._file_bytes:
                 return False

@@ -130,7 +130,9 @@ def check_identity(data: bytes, identity: KvIdentity, where: str) -> None:
     try:
         found = msgspec.json.decode(data, type=KvIdentity)
     except msgspec.MsgspecError as error:
-        raise EngineError(f"{where}/{IDENTITY_FILE} does not decode ({error}); remove the folder {where}") from error
+        raise EngineError(
+            f"{where}/{IDENTITY_FILE} does not decode ({error}); remove it to have it written again"
+        ) from error
     if found.digest != identity.digest:
         raise EngineError(f"{where} has KV of another identity: {found}; remove the folder, or use another place")
 

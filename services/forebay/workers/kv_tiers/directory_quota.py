@@ -30,7 +30,7 @@ COUNT_SHARE = 16  # a process counts again after it has written 1/16 of the quot
 KEEP_SHARE = 0.95  # if the quota is exceeded, blocks are removed down to this share, so that counts are rare
 
 
-class StoredFile(NamedTuple):
+class BlockFileEntry(NamedTuple):
     """A file of a store.
 
     Attributes:
@@ -114,7 +114,7 @@ class DirectoryQuota:
         return total, removed
 
 
-def stored_files(root: Path, abandoned_s: float = 0.0) -> Iterator[StoredFile]:
+def stored_files(root: Path, abandoned_s: float = 0.0) -> Iterator[BlockFileEntry]:
     """Yield all blocks and quarantined files of a directory, in any order, and remove abandoned temporary files.
 
     Quarantined files count as never used, so they are removed first.
@@ -131,7 +131,7 @@ def stored_files(root: Path, abandoned_s: float = 0.0) -> Iterator[StoredFile]:
             yield from (file._replace(used_s=0.0) for file in _files(folder, "", abandoned_s))
 
 
-def _files(folder: Path, suffix: str, abandoned_s: float) -> Iterator[StoredFile]:
+def _files(folder: Path, suffix: str, abandoned_s: float) -> Iterator[BlockFileEntry]:
     abandoned_s = max(abandoned_s, runtime.wall_s() - TEMPORARY_AGE_S)
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -143,7 +143,7 @@ def _files(folder: Path, suffix: str, abandoned_s: float) -> Iterator[StoredFile
                 if found.st_mtime < abandoned_s:
                     _unlink(entry.path)
             elif entry.name.endswith(suffix):
-                yield StoredFile(found.st_mtime, found.st_size, entry.path)
+                yield BlockFileEntry(found.st_mtime, found.st_size, entry.path)
 
 
 def _unlink(path: str) -> bool:

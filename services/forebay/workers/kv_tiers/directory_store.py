@@ -17,6 +17,7 @@ from forebay.workers.kv_tiers import block_file
 from forebay.workers.kv_tiers.block_file import Checksum, file_bytes, file_name, parse_file_name
 from forebay.workers.kv_tiers.block_files import BlockFiles
 from forebay.workers.kv_tiers.block_stores import BAD_REASONS, IoKind, StoreStats
+from forebay.workers.kv_tiers.daemon_calls import start_call
 from forebay.workers.kv_tiers.directory_layout import (
     QUARANTINE,
     block_folders,
@@ -30,11 +31,9 @@ from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
 
 THREADS = 2  # per call: one transfers while the other opens files or computes checksums
 BATCH_BLOCKS = 128  # files that a thread has open at a time; a process may open 1,024 by default
-BATCH_BYTES = (
-    32 << 20
-)  # a deadline is checked between batches, and a slow disk moves this much in a quarter of a second
+BATCH_BYTES = 32 << 20  # a deadline is checked between batches, and a slow disk moves this in a quarter of a second
+SPLIT_BYTES = 4 << 20  # less is moved by the caller alone, because starting a thread takes longer than it saves
 QUARANTINE_MAX = 32  # files per identity, enough to find the cause
-SPLIT_BYTES = 4 << 20  # less than this is moved by the caller alone, because waking a thread takes longer than it saves
 
 
 class DirectoryStore:
@@ -75,7 +74,6 @@ class DirectoryStore:
             raise
         self._identity = identity
         self._files = BlockFiles(str(self._folder), identity, self._io, checksum)
-        self._helpers = runtime.executor(THREADS - 1, "kv-store")
         self._quota = DirectoryQuota(root, quota_bytes, exclusive=not shared)
         self._name = f"{store_id}-{identity.short_digest}"
         self._stats = StoreStats()
@@ -164,7 +162,6 @@ class DirectoryStore:
 
     def close(self) -> None:
         """Release the lock of the directory and the resources of NIXL."""
-        self._helpers.shutdown()
         self._io.close()
         os.close(self._lock_fd)
 
@@ -192,10 +189,12 @@ class DirectoryStore:
                     return
                 results[batch] = act(batch)
 
-        helper = self._helpers.submit(work) if split and size < count else None
-        work()
-        if helper is not None and not helper.cancel():  # it is cancelled if it still waits for another call
-            helper.result()
+        helper = start_call(work, "kv-store") if split and size < count else None
+        try:
+            work()
+        finally:
+            if helper is not None:
+                helper.result()  # until then, it uses the caller's memory
         return results
 
     def _write_batch(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[str]:

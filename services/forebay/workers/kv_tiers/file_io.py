@@ -12,9 +12,8 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
 
 from forebay.workers.kv_tiers.block_stores import IoKind
 from forebay.workers.kv_transfer.nixl_agent import load_nixl
@@ -22,24 +21,19 @@ from forebay.workers.kv_transfer.nixl_agent import load_nixl
 LOG = logging.getLogger(__name__)
 
 FAILURES_MAX = 8  # failed transfers, each of which leaves an agent behind, until a mover uses plain I/O only
+ALL_MEMORY = 2**63 - 1  # bytes of a range with every address
+ALL_BYTES = 2**62  # of a range with every position in a file
 Operation = Literal["READ", "WRITE"]
+
+_addressof, _from_buffer = ctypes.addressof, ctypes.c_char.from_buffer
 
 # Agents of failed transfers. They may still be written to, so they are kept for the life of the process.
 _left: list[object] = []
 
 
-class Segment(NamedTuple):
-    """Consecutive bytes of a file, and the memory to read them into or to write them from.
-
-    Attributes:
-        fd: open file.
-        offset: position in the file.
-        memory: the memory. It must be writable for a read.
-    """
-
-    fd: int
-    offset: int
-    memory: memoryview
+# Consecutive bytes of a file, and the memory to read them into or to write them from: file descriptor, position in the
+# file, memory. A tuple, because creating a named tuple takes longer than moving some of the bytes.
+Segment = tuple[int, int, memoryview]
 
 
 class FileIo(Protocol):
@@ -91,7 +85,7 @@ class NixlIo:
 
     def __init__(self) -> None:
         self._nixl = load_nixl("KV tiers")
-        self._idle: list[Any] = []
+        self._idle: list[_Agent] = []
         self._lock = threading.Lock()
         self._failures = 0
         self._plain = PlainIo()
@@ -102,8 +96,10 @@ class NixlIo:
             return self._plain.transfer(operation, segments)
         agent = None
         try:
-            agent = self._borrow()
-            _transfer(agent, operation, segments)
+            with self._lock:
+                agent = self._idle.pop() if self._idle else None
+            agent = agent or _Agent(self._nixl)
+            agent.transfer(operation, segments)
         except Exception as error:  # noqa: BLE001 - NIXL's own classes; the caller repeats the transfer by plain I/O
             _left.append(agent)
             self._failures += 1
@@ -120,28 +116,32 @@ class NixlIo:
         with self._lock:
             self._idle.clear()
 
-    def _borrow(self) -> Any:
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
-        config = self._nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
-        agent = self._nixl.nixl_agent("forebay-tiers", config)
-        agent.create_backend("POSIX", {"use_aio": "true"})
-        return agent
 
+class _Agent:
+    """NIXL agent with the POSIX plugin.
 
-def open_file_io(kind: IoKind) -> FileIo:
-    """Return the mover of this kind. Raises PackageMissing if NIXL is not installed."""
-    return NixlIo() if kind == "nixl" else PlainIo()
+    That plugin keeps nothing about memory and files: NIXL only checks that a transfer is within a registered range.
+    Registering each block and file would take as long as moving 10 KiB, so the agent registers all memory at once, and
+    each file descriptor when it is first used.
+    """
 
+    def __init__(self, nixl: Any) -> None:
+        config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
+        self._agent = nixl.nixl_agent("forebay-tiers", config)
+        self._agent.create_backend("POSIX", {"use_aio": "true"})
+        self._agent.register_memory([(0, ALL_MEMORY, 0, "")], mem_type="DRAM")
+        self._fds: set[int] = set()
 
-def _transfer(agent: Any, operation: Operation, segments: Sequence[Segment]) -> None:
-    memory = [(address(segment.memory), len(segment.memory), 0) for segment in segments]
-    files = [(segment.offset, len(segment.memory), segment.fd) for segment in segments]
-    with _registered(agent, memory, "DRAM"), _registered(agent, files, "FILE"):
+    def transfer(self, operation: Operation, segments: Sequence[Segment]) -> None:
+        """Move all segments. Raises an exception of NIXL if that fails."""
+        agent = self._agent
+        files = [(offset, len(memory), fd) for fd, offset, memory in segments]
+        if new := {fd for fd, _, _ in segments} - self._fds:
+            agent.register_memory([(0, ALL_BYTES, fd, "") for fd in new], mem_type="FILE")
+            self._fds |= new
         handle = agent.initialize_xfer(
             operation,
-            agent.get_xfer_descs(memory, mem_type="DRAM"),
+            agent.get_xfer_descs([(address(memory), len(memory), 0) for _, _, memory in segments], mem_type="DRAM"),
             agent.get_xfer_descs(files, mem_type="FILE"),
             agent.name,
             b"",
@@ -154,11 +154,9 @@ def _transfer(agent: Any, operation: Operation, segments: Sequence[Segment]) -> 
             raise OSError(errno.EIO, f"the state of the transfer is {state}")
 
 
-@contextmanager
-def _registered(agent: Any, places: list[tuple[int, int, int]], kind: str) -> Iterator[None]:
-    known = agent.register_memory([(*place, "") for place in places], mem_type=kind)
-    yield
-    agent.deregister_memory(known)  # not after an error, because the agent is never used again
+def open_file_io(kind: IoKind) -> FileIo:
+    """Return the mover of this kind. Raises PackageMissing if NIXL is not installed."""
+    return NixlIo() if kind == "nixl" else PlainIo()
 
 
 def address(memory: memoryview) -> int:
@@ -167,4 +165,4 @@ def address(memory: memoryview) -> int:
         import numpy  # noqa: PLC0415 - an extra, which NIXL needs
 
         return int(numpy.frombuffer(memory, dtype=numpy.uint8).ctypes.data)
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # a fifth of the time of numpy
+    return _addressof(_from_buffer(memory))  # a fifth of the time of numpy

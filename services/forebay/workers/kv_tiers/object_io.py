@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
-from forebay import runtime
 from forebay.workers.kv_tiers.block_file import HEAD_BYTES
+from forebay.workers.kv_tiers.daemon_calls import start_call
 from forebay.workers.kv_tiers.file_io import address
 from forebay.workers.kv_tiers.s3_bucket import TRIES, Bucket, BucketError, Credentials
 from forebay.workers.kv_transfer.nixl_agent import load_nixl
@@ -32,7 +32,7 @@ NAP_S = 0.0005
 _left: list[object] = []
 
 
-class Transfer(NamedTuple):
+class ObjectTransfer(NamedTuple):
     """A transfer of one object.
 
     Attributes:
@@ -47,11 +47,11 @@ class Transfer(NamedTuple):
 class ObjectIo(Protocol):
     """Moves objects. Thread-safe."""
 
-    def start_read(self, key: str) -> Transfer | None:
+    def start_read(self, key: str) -> ObjectTransfer | None:
         """Begin to read an object. Return None while too many transfers are in flight."""
         ...
 
-    def start_write(self, key: str, fill: Callable[[memoryview], None]) -> Transfer | None:
+    def start_write(self, key: str, fill: Callable[[memoryview], None]) -> ObjectTransfer | None:
         """Begin to write an object. Return None while too many transfers are in flight.
 
         Args:
@@ -60,11 +60,11 @@ class ObjectIo(Protocol):
         """
         ...
 
-    def result(self, transfer: Transfer) -> memoryview | BucketError | None:
+    def result(self, transfer: ObjectTransfer) -> memoryview | BucketError | None:
         """Return the content of the object, or why the transfer failed; None while it is in flight."""
         ...
 
-    def end(self, transfer: Transfer) -> None:
+    def end(self, transfer: ObjectTransfer) -> None:
         """Release the memory of a transfer. One in flight is given up."""
         ...
 
@@ -84,16 +84,15 @@ class PlainObjects:
     def __init__(self, bucket: Bucket, size: int) -> None:
         self._bucket = bucket
         self._size = size
-        self._threads = runtime.executor(THREADS, "kv-bucket")
         self._free = threading.Semaphore(THREADS)
 
-    def start_read(self, key: str) -> Transfer | None:
+    def start_read(self, key: str) -> ObjectTransfer | None:
         """See `ObjectIo.start_read`."""
         if not self._free.acquire(blocking=False):
             return None
-        return self._submit(key, lambda: memoryview(self._bucket.get(key)))
+        return self._submit(key, lambda: memoryview(self._bucket.get(key, self._size)))
 
-    def start_write(self, key: str, fill: Callable[[memoryview], None]) -> Transfer | None:
+    def start_write(self, key: str, fill: Callable[[memoryview], None]) -> ObjectTransfer | None:
         """See `ObjectIo.start_write`."""
         if not self._free.acquire(blocking=False):
             return None
@@ -106,7 +105,7 @@ class PlainObjects:
 
         return self._submit(key, put)
 
-    def result(self, transfer: Transfer) -> memoryview | BucketError | None:
+    def result(self, transfer: ObjectTransfer) -> memoryview | BucketError | None:
         """See `ObjectIo.result`."""
         future: Future[memoryview] = transfer.state
         if not future.done():
@@ -116,18 +115,16 @@ class PlainObjects:
             return future.result()
         return error if isinstance(error, BucketError) else BucketError(repr(error), "failed")
 
-    def end(self, transfer: Transfer) -> None:
-        """See `ObjectIo.end`."""
-        transfer.state.cancel()
+    def end(self, transfer: ObjectTransfer) -> None:
+        """See `ObjectIo.end`. The thread of a transfer in flight ends by the timeouts of boto3."""
 
     def close(self) -> None:
-        """Release the threads, without waiting for transfers in flight."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Release all resources: there are none except the threads of transfers in flight."""
 
-    def _submit(self, key: str, act: Callable[[], memoryview]) -> Transfer:
-        future = self._threads.submit(act)
+    def _submit(self, key: str, act: Callable[[], memoryview]) -> ObjectTransfer:
+        future = start_call(act, "kv-bucket")
         future.add_done_callback(lambda _: self._free.release())
-        return Transfer(key, future)
+        return ObjectTransfer(key, future)
 
 
 class _Slot:
@@ -138,7 +135,6 @@ class _Slot:
         self.memory = memory
         self.handle: Any = None
         self.object: Any = None
-        self.abandoned = False
 
 
 class NixlObjects:
@@ -168,22 +164,22 @@ class NixlObjects:
         self._credentials = bucket.credentials()
         self._agent = self._new_agent(self._credentials)
 
-    def start_read(self, key: str) -> Transfer | None:
+    def start_read(self, key: str) -> ObjectTransfer | None:
         """See `ObjectIo.start_read`."""
         return self._start("READ", key, None)
 
-    def start_write(self, key: str, fill: Callable[[memoryview], None]) -> Transfer | None:
+    def start_write(self, key: str, fill: Callable[[memoryview], None]) -> ObjectTransfer | None:
         """See `ObjectIo.start_write`."""
         return self._start("WRITE", key, fill)
 
-    def result(self, transfer: Transfer) -> memoryview | BucketError | None:
+    def result(self, transfer: ObjectTransfer) -> memoryview | BucketError | None:
         """See `ObjectIo.result`."""
         slot: _Slot = transfer.state
         with self._lock:
             done = self._is_done(slot)
         return None if done is None else slot.memory if done else BucketError("NIXL does not tell why", "failed")
 
-    def end(self, transfer: Transfer) -> None:
+    def end(self, transfer: ObjectTransfer) -> None:
         """See `ObjectIo.end`."""
         slot: _Slot = transfer.state
         with self._lock:
@@ -200,7 +196,7 @@ class NixlObjects:
                 _left.append((self._agent, self._slots, self._memory))
             self._agent = None
 
-    def _start(self, operation: str, key: str, fill: Callable[[memoryview], None] | None) -> Transfer | None:
+    def _start(self, operation: str, key: str, fill: Callable[[memoryview], None] | None) -> ObjectTransfer | None:
         with self._lock:
             self._reap()
             if not self._free:
@@ -220,7 +216,7 @@ class NixlObjects:
                 self._release(slot)
                 LOG.info("NIXL failed to %s an object: %s", operation.lower(), error)
                 raise BucketError(f"NIXL failed to {operation.lower()} {key}: {error}", "failed") from error
-        return Transfer(key, slot)
+        return ObjectTransfer(key, slot)
 
     def _post(self, operation: str, key: str, slot: _Slot) -> None:
         agent = self._agent

@@ -26,7 +26,7 @@ from forebay.workers.kv_tiers.rank_places import RankPlaces, hashes
 from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.kv_tiers.stores import open_store
 from forebay.workers.kv_tiers.tier_loads import LoadResult, TierLoads
-from forebay.workers.kv_tiers.tier_writes import Blocks, Offer, TierWrites
+from forebay.workers.kv_tiers.tier_writes import Blocks, OfferedBlocks, TierWrites
 from forebay.workers.kv_tiers.transfer_lanes import TransferLanes
 
 __all__ = ["LoadResult", "RankTiers"]
@@ -165,6 +165,7 @@ class RankTiers:
             Number of the load.
         """
         self._load_number += 1
+        self._believe(names, begin, runs)
         self._loads.begin(names, begin, runs, into, done)
         return self._load_number
 
@@ -202,6 +203,7 @@ class RankTiers:
         runs = self._usable(names, begin, hinted)
         blocks = self.costs.worthwhile(begin * self._identity.block_size, runs, self._identity.block_size)
         if blocks:
+            self._believe(names, begin, _leading(runs, blocks))
             self._writes.begin(self._manager.prefetch(names[: begin + blocks], begin))
 
     def poll(self) -> None:
@@ -287,16 +289,37 @@ class RankTiers:
 
     def _usable(self, names: Sequence[BlockName], begin: int, hinted: int) -> list[TierRun]:
         """Return where the blocks from index `begin` on are, up to the first block in a suspended tier."""
-        manager = self._manager
-        if hinted > begin and "store" in self._places.stores:
-            own = (name for name in names[begin:hinted] if not any(manager.holds(tier, name) for tier in OWN_TIERS))
-            manager.add("store", own)
+        reads = self._places.reads
+        hinted = min(hinted, len(names))
         runs: list[TierRun] = []
-        for run in manager.match(names, begin):
-            if run.tier in self._places.reads and self._places.reads[run.tier].suspended():
-                break
-            runs.append(run)
-        return runs
+        at = begin
+        while True:
+            found = self._manager.match(names, at)
+            if not found and at < hinted and "store" in reads:
+                found = [TierRun("store", self._unknown(names, at, hinted))]
+            if not found:
+                return runs
+            for run in found:
+                if run.tier in reads and reads[run.tier].suspended():
+                    return runs
+                runs.append(run)
+                at += run.blocks
+
+    def _unknown(self, names: Sequence[BlockName], begin: int, end: int) -> int:
+        """Return how many blocks from index `begin` on are in no tier, as far as this rank knows; at least 1."""
+        manager = self._manager
+        known = (at for at in range(begin + 1, end) if any(manager.holds(tier, names[at]) for tier in TIERS))
+        return next(known, end) - begin
+
+    def _believe(self, names: Sequence[BlockName], begin: int, runs: Sequence[TierRun]) -> None:
+        """Add the blocks that only the router's hint has located to the manager, because they are about to be read.
+
+        Blocks that are not read are not added, because a wrong hint would keep them from being written.
+        """
+        for tier, blocks in runs:
+            if tier == "store":
+                self._manager.add(tier, names[begin : begin + blocks])
+            begin += blocks
 
     def _begin_offer(
         self,
@@ -308,7 +331,7 @@ class RankTiers:
         self._offers += 1
         ended = partial(done, self._offers) if done is not None else _nothing
         if any(write.source == "device" for write in writes):
-            self._writes.begin(writes, Offer(block, {name: at for at, name in enumerate(names)}, ended))
+            self._writes.begin(writes, OfferedBlocks(block, {name: at for at, name in enumerate(names)}, ended))
         else:
             self._writes.begin(writes)
             ended()

@@ -21,6 +21,7 @@ MISSING = frozenset({"404", "NoSuchKey", "NotFound"})
 UNSUPPORTED = frozenset({"501", "NotImplemented"})
 EXISTS = frozenset({"409", "412", "ConditionalRequestConflict", "PreconditionFailed"})
 
+DESCRIPTION_BYTES_MAX = 64 << 10  # of `store.json` and `identity.json`
 NO_OPTIONS: Mapping[str, str] = {}
 
 
@@ -126,11 +127,11 @@ class Bucket:
         frozen = found.get_frozen_credentials()
         return Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
 
-    def get(self, key: str) -> bytes:
-        """Return the content of an object. Raises BucketError."""
+    def get(self, key: str, limit: int = DESCRIPTION_BYTES_MAX) -> bytes:
+        """Return the first `limit` bytes of an object. Raises BucketError."""
 
         def read() -> Any:  # two steps that may fail
-            return self._client.get_object(**self._at(key))["Body"].read()
+            return self._client.get_object(**self._at(key))["Body"].read(limit)
 
         return bytes(self._call("read", key, read))
 

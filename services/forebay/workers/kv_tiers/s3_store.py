@@ -24,7 +24,7 @@ from forebay.workers.kv_tiers.directory_layout import (
     new_description,
 )
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
-from forebay.workers.kv_tiers.object_io import NixlObjects, ObjectIo, PlainObjects, Transfer, nap
+from forebay.workers.kv_tiers.object_io import NixlObjects, ObjectIo, ObjectTransfer, PlainObjects, nap
 from forebay.workers.kv_tiers.pause import Pause
 from forebay.workers.kv_tiers.s3_bucket import Bucket, BucketError, ListedObject
 
@@ -231,14 +231,14 @@ class S3Store:
     def _move(
         self,
         keys: Sequence[str],
-        start: Callable[[ObjectIo, int], Transfer | None],
+        start: Callable[[ObjectIo, int], ObjectTransfer | None],
         finish: Callable[[int, memoryview], str],
         end_s: float,
     ) -> list[str]:
         """Transfer objects concurrently, and repeat by boto3 what fails by NIXL. Return the reasons of failures."""
         results = ["deadline"] * len(keys)
         waiting: list[tuple[ObjectIo, int]] = [(self._io, place) for place in reversed(range(len(keys)))]
-        running: list[tuple[ObjectIo, int, Transfer]] = []
+        running: list[tuple[ObjectIo, int, ObjectTransfer]] = []
         try:
             while (waiting or running) and runtime.monotonic_s() < end_s:
                 self._start_all(waiting, running, start, results)
@@ -264,8 +264,8 @@ class S3Store:
     def _start_all(
         self,
         waiting: list[tuple[ObjectIo, int]],
-        running: list[tuple[ObjectIo, int, Transfer]],
-        start: Callable[[ObjectIo, int], Transfer | None],
+        running: list[tuple[ObjectIo, int, ObjectTransfer]],
+        start: Callable[[ObjectIo, int], ObjectTransfer | None],
         results: list[str],
     ) -> None:
         """Begin as many waiting transfers as possible."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from forebay.workers.kv_tiers.block_stores import BlockStore, IoKind
 from forebay.workers.kv_tiers.directory_store import DirectoryStore
+from forebay.workers.kv_tiers.guarded_store import GuardedStore, may_hang
 from forebay.workers.kv_tiers.identity import KvIdentity
 from forebay.workers.kv_tiers.s3_store import S3Store
 
@@ -52,11 +53,13 @@ def open_store(
     kind = default_io() if io is None else io
     if str(place).startswith(S3):
         return S3Store(str(place), identity, quota_bytes=quota_bytes, io=kind, endpoint=endpoint)
-    return DirectoryStore(
-        Path(place),
+    root = Path(place)
+    store = DirectoryStore(
+        root,
         identity,
         quota_bytes=quota_bytes,
         io=kind,
         shared=shared,
         owner=owner or f"process {os.getpid()} on {socket.gethostname()}",
     )
+    return GuardedStore(store, identity.block_bytes, str(root)) if may_hang(root) else store

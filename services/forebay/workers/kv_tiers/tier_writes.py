@@ -24,7 +24,7 @@ Blocks = Sequence[memoryview] | Callable[[int], memoryview]
 
 
 @dataclass(slots=True)
-class Offer:
+class OfferedBlocks:
     """Blocks in device memory that are being copied.
 
     Attributes:
@@ -64,7 +64,7 @@ class _Job:
     """
 
     write: Write[BlockName]
-    offer: Offer | None
+    offer: OfferedBlocks | None
     slots: list[int]
     source_slots: list[int]
     read: dict[BlockName, str] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class TierWrites:
         self._write_s = write_s
         self._chunk = max(1, CHUNK_BYTES // places.block_bytes)
 
-    def begin(self, writes: Sequence[Write[BlockName]], offer: Offer | None = None) -> None:
+    def begin(self, writes: Sequence[Write[BlockName]], offer: OfferedBlocks | None = None) -> None:
         """Begin the writes that the manager has returned.
 
         Args:

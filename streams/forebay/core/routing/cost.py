@@ -3,15 +3,12 @@
     cost = (prefill_load_scale * max(prefill_blocks - credit, 0) + decode_blocks
             + decode_active_request_weight * active_requests) * taint factor
     prefill_blocks = (prompt tokens of other requests to compute + prompt tokens of this request) / block size
-    credit = overlap_score_credit / (1 + decay * excess) * device
-             + host weight * host + disk weight * disk + shared weight * store
+    credit = overlap_score_credit / (1 + decay * excess) * device + host weight * host + disk weight * disk
+             + shared weight * store
 
-`device`, `host`, `disk` and `store` are the candidate's overlap in blocks. With the tier credit `measured`, a product
-of a weight and n blocks is replaced by max(n - (fixed_us + n * block_us) / prefill_block_us, 0), if the rank has
-measured these durations. `excess` is how much more it has to prefill than the
-candidate with the least, in multiples of this prompt. Source: Dynamo's KV router (router design, default selector).
-Costs use only + - * / in the order written here, and decimal arithmetic for curves, so every machine gets the same
-bits.
+`device`, `host`, `disk` and `store` are the candidate's overlap in blocks. `excess` is how much more it has to prefill
+than the candidate with the least, in multiples of this prompt. `_measured` has the credit `measured`. Source: Dynamo's
+KV router. Costs use only + - * / in the order written here, and decimal curves, so every machine gets the same bits.
 """
 
 from array import array
@@ -185,7 +182,11 @@ def _weighted(
 def _measured(
     config: RouterConfig, roster: Roster, overlaps: Mapping[int, Overlap], decay: list[float] | None
 ) -> list[float]:
-    """Return the credit of each candidate by the costs that the ranks measured, or by the weights of the tiers."""
+    """Return the credit of each candidate by the durations that its rank measured.
+
+    The credit of n blocks of a tier is n - (fixed_us + n * block_us) / prefill_block_us, at least 0. If the rank has
+    not measured these durations, the weight of the tier applies.
+    """
     credit = config.overlap_score_credit
     weights: tuple[tuple[LowerTier, float], ...] = (
         ("host", config.host_cache_hit_weight),

@@ -171,18 +171,12 @@ class Fleet:
         self._sum += _term(worker)
         return True
 
-    def learn_store(self, worker_id: str, store: str) -> bool:
-        """Set the shared store of a worker that named none. Return whether this changed the worker.
-
-        An owner of a version without shared stores does not record which store a worker names in its lease.
-        """
-        worker = self._workers.get(worker_id)
-        if worker is None or worker.spec.kv_store:
-            return False
+    def set_store(self, worker_id: str, store: str) -> None:
+        """Set the shared store of a worker of the fleet; the empty name for none."""
+        worker = self._workers[worker_id]
         self._sum -= _term(worker)
         worker.spec = msgspec.structs.replace(worker.spec, kv_store=store)
         self._sum += _term(worker)
-        return True
 
     def digest(self) -> int:
         """Return a 64-bit digest over all workers, all ingresses and the newest owner epoch."""

@@ -258,10 +258,12 @@ class FleetLoad:
 
     def measure(self, worker_id: str, rank: int, costs: TierCosts) -> None:
         """Replace the measured costs of a rank by newer ones. The caller must have checked that the rank is known."""
-        load = self._ranks[worker_id, rank]
-        self._sum -= _costs_term(load)
-        load.costs, load.rates = costs, rates_of(costs)
-        self._sum += _costs_term(load)
+        self._set_costs(self._ranks[worker_id, rank], costs)
+
+    def forget_costs(self) -> None:
+        """Drop the measured costs of all ranks."""
+        for rank in self._ranks.values():
+            self._set_costs(rank, None)
 
     def active_depths(self, query: Sequence[int]) -> dict[HolderKey, int]:
         """Return how many leading blocks of a prompt the requests in flight on each rank use.
@@ -351,6 +353,11 @@ class FleetLoad:
                 self._compute(rank, chunk.tokens - rank.computed_tokens)
             case _:
                 assert_never(chunk)
+
+    def _set_costs(self, rank: RankLoad, costs: TierCosts | None) -> None:
+        self._sum -= _costs_term(rank)
+        rank.costs, rank.rates = costs, NO_RATES if costs is None else rates_of(costs)
+        self._sum += _costs_term(rank)
 
     def _compute(self, rank: RankLoad, tokens: int) -> None:
         rank.computed_tokens += tokens

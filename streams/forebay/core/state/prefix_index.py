@@ -200,13 +200,16 @@ class PrefixIndex:
             return
         for name in dropped:
             counts["dropped"] += 1
-            self._forget_store(self.stores.drop(name))
-            if self._changes is not None:
-                self._changes.drop(name)
+            self._drop_store(name)
         self.applied[APPLIED[type(event)]] += 1
         if self._changes is not None:
             self._changes.add(event)
         self._forget_store(self.stores.fold(event))
+
+    def forget_stores(self) -> None:
+        """Drop the blocks of all shared stores."""
+        for name in [*self.stores.names]:
+            self._drop_store(name)
 
     def resyncing(self) -> list[IndexCursor]:
         """Return the cursors of the ranks whose worker was ordered to re-announce its cache and has not begun yet."""
@@ -342,6 +345,11 @@ class PrefixIndex:
         self._bits.retire(holder.bit)
         if self._scan is not None:
             self._scan.forget(holder.bit, TIERS)
+
+    def _drop_store(self, name: str) -> None:
+        self._forget_store(self.stores.drop(name))
+        if self._changes is not None:
+            self._changes.drop(name)
 
     def _forget_store(self, bit: int) -> None:
         if bit and self._scan is not None:

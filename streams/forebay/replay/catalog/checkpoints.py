@@ -18,6 +18,7 @@ from forebay.core.restore import restore
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.world import World
 from forebay.events.snapshots import Chunk, IndexBlocks
+from forebay.events.tier_parts import StoreBlocks
 from forebay.events.topics import DECISIONS, SNAPSHOTS
 from forebay.replay.at import LOST_MAX
 from forebay.replay.moment import LossFacts
@@ -131,7 +132,7 @@ async def _encode(world: World) -> AsyncIterator[bytes]:
     size = 0
     for chunk in world.snapshot():
         gathered.append(chunk)
-        size += len(chunk.sequence_hashes) if isinstance(chunk, IndexBlocks) else 256
+        size += len(chunk.sequence_hashes) if isinstance(chunk, IndexBlocks | StoreBlocks) else 256
         if size >= PART_BYTES:
             yield _ENCODER.encode(gathered)
             gathered, size = [], 0

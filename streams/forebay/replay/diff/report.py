@@ -85,11 +85,12 @@ class MovedRequests(msgspec.Struct, kw_only=True):
 
 
 class TierBlocks(msgspec.Struct, kw_only=True):
-    """Number of KV blocks per cache tier."""
+    """Number of KV blocks per cache tier; `store` are the shared stores."""
 
     device: int = 0
     host: int = 0
     disk: int = 0
+    store: int = 0
 
 
 class OverlapChange(msgspec.Struct, kw_only=True):

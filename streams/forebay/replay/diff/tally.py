@@ -45,6 +45,7 @@ class WorldTally:
     device: int = 0
     host: int = 0
     disk: int = 0
+    store: int = 0
     waits_us: "array[int]" = field(default_factory=lambda: array("q"))
     ranks: dict[HolderKey, RankRouting] = field(default_factory=dict)
 
@@ -56,6 +57,7 @@ class WorldTally:
         self.device += terms.device_overlap
         self.host += terms.host_overlap
         self.disk += terms.disk_overlap
+        self.store += terms.store_overlap
         load = self.ranks.setdefault(key, RankRouting())
         load.requests += 1
         load.prompt_tokens += prompt_tokens
@@ -79,7 +81,7 @@ class WorldTally:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             reuse=self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
-            overlap=TierBlocks(device=self.device, host=self.host, disk=self.disk),
+            overlap=TierBlocks(device=self.device, host=self.host, disk=self.disk, store=self.store),
             max_over_mean=max_over_mean([self.ranks[key].computed_tokens if key in self.ranks else 0 for key in keys])
             or 0.0,
             wait_ms=_distribution(self.waits_us),
@@ -185,7 +187,7 @@ class PairTally:
         if later:
             self.later += 1
             self.later_won += max(0, blocks_of(other) - blocks_of(history))
-        for tier in ("device", "host", "disk"):
+        for tier in ("device", "host", "disk", "store"):
             gain = getattr(other, f"{tier}_overlap") - getattr(history, f"{tier}_overlap")
             into = self.won if gain > 0 else self.lost
             setattr(into, tier, getattr(into, tier) + abs(gain))
@@ -238,7 +240,7 @@ def ranks(keys: list[HolderKey], history: WorldTally, other: WorldTally) -> list
 
 def blocks_of(terms: CostTerms) -> int:
     """Return the overlap of a candidate in blocks, summed over all tiers."""
-    return terms.device_overlap + terms.host_overlap + terms.disk_overlap
+    return terms.device_overlap + terms.host_overlap + terms.disk_overlap + terms.store_overlap
 
 
 def max_over_mean(loads: list[int]) -> float | None:

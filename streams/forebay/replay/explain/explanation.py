@@ -10,8 +10,10 @@ from typing import Any, Literal
 import msgspec
 
 from forebay.core.ttft_parts import Part
+from forebay.events.kv import LowerTier
 from forebay.events.pools import PoolChoice
 from forebay.events.prefill import PrefillPlace
+from forebay.replay.explain.token_sources import TokenSource
 from forebay.replay.verify.divergence import DivergenceReport
 
 Kind = Literal["request", "query"]
@@ -141,6 +143,7 @@ class RankState(ExplanationPart, frozen=True, kw_only=True):
         device_overlap: leading blocks of the prompt in device memory.
         host_overlap: further leading blocks in host memory.
         disk_overlap: further leading blocks on disk.
+        store_overlap: further leading blocks in the shared store of the worker.
         assumed_overlap: the part of `device_overlap` that no KV event confirmed. The router assumes that the rank has
             these blocks, because it routed a prompt with them to the rank.
         device_blocks: number of all blocks in device memory, according to KV events.
@@ -163,6 +166,7 @@ class RankState(ExplanationPart, frozen=True, kw_only=True):
     kv_blocks_total: int
     waiting_tokens: int
     computed_tokens: int
+    store_overlap: int = 0
 
 
 class CandidateCost(ExplanationPart, frozen=True, kw_only=True):
@@ -268,6 +272,12 @@ class FirstTokenTiming(ExplanationPart, frozen=True, kw_only=True):
             was to fetch the KV of the prompt.
         transferred_bytes: bytes of KV fetched from a prefill worker. 0 if the engine does not report transfers.
         transfer_us: duration of that transfer in microseconds.
+        sources: prompt tokens per source: `device`, `host`, `disk` and `store` are tiers, `transferred` is from a
+            prefill worker, `computed` by this worker. Sources without tokens are absent, and `computed` is absent if
+            the log lacks the submission.
+        loads_us: microseconds of the load from each tier; the loads run at the same time.
+        saved_us: how many microseconds sooner these loads were done than computing their tokens, by the costs that the
+            rank measured. Negative if computing would have been faster; None if unknown.
         parts_us: microseconds per part of the time to first token (`forebay.core.ttft_parts`), without parts of zero
             length. Their sum is `ttft_us`. If that is None, the last part ends when the worker emitted the token, on
             its clock. `parts_us` is None if the log lacks the beginning of the request.
@@ -281,6 +291,9 @@ class FirstTokenTiming(ExplanationPart, frozen=True, kw_only=True):
     predicted_tokens: int | None
     transferred_bytes: int = 0
     transfer_us: int = 0
+    sources: dict[TokenSource, int] = {}
+    loads_us: dict[LowerTier, int] = {}
+    saved_us: int | None = None
     parts_us: dict[Part, int] | None = None
 
 

@@ -127,9 +127,13 @@ def _differences(config: RouterConfig, table: CostTable, at: int, other: int) ->
 
 
 def _cached(table: CostTable, at: int, what: str = "") -> str:
-    """Return the cached blocks of the prompt on a candidate, with host memory and disk listed separately."""
+    """Return the cached blocks of the prompt on a candidate, with the other tiers listed separately."""
     overlap = table.overlap(at)
-    lower = ((overlap.host, "in its host memory"), (overlap.disk, "on its disk"))
+    lower = (
+        (overlap.host, "in its host memory"),
+        (overlap.disk, "on its disk"),
+        (overlap.store, "in its shared store"),
+    )
     more = "".join(f" and {count} {where}" for count, where in lower if count)
     return f"{overlap.device} {what}on {name_of(table, at)}{more}"
 

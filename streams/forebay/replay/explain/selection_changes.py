@@ -38,6 +38,7 @@ NUMBERS = (
     "prefill_load_scale",
     "host_cache_hit_weight",
     "disk_cache_hit_weight",
+    "shared_cache_hit_weight",
     "decode_active_request_weight",
 )
 SWITCHES = ("track_prefill_tokens", "track_active_blocks", "assume_kv_reuse")
@@ -437,7 +438,8 @@ def _first_blocks(overlap: Overlap, blocks: int) -> Overlap:
     """Return the part of an overlap that covers the first blocks of the prompt."""
     device = min(overlap.device, blocks)
     host = min(overlap.host, blocks - device)
-    return NO_OVERLAP if not blocks else Overlap(device, host, blocks - device - host)
+    disk = min(overlap.disk, blocks - device - host)
+    return NO_OVERLAP if not blocks else Overlap(device, host, disk, blocks - device - host - disk)
 
 
 def _counted(count: int, noun: str) -> str:

@@ -47,6 +47,7 @@ from forebay.events.progress import (
 )
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RouteQueried
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS, REQUESTS
+from forebay.events.transfer import Prefilled
 from forebay.replay.explain.choices import routing_of
 from forebay.replay.explain.event_text import event_tag
 from forebay.replay.explain.explanation import (
@@ -65,6 +66,7 @@ from forebay.replay.explain.timeline_parts import (
     SubmissionEvent,
     choice_text,
     excluded_ranks,
+    first_token_of,
     first_token_text,
     held_text,
     prefilled_text,
@@ -207,6 +209,7 @@ class Timeline:
         self._stage = "aggregated"
         self._embedded = False  # the encoded images and videos wait to be fetched
         self._kept_by: tuple[str, int] | None = None  # worker and epoch that keep its KV to be fetched
+        self._kept: Prefilled | None = None  # the last KV that a prefill worker kept
 
     def _begin_in_flight(self, request: ActiveRequest) -> None:
         """Start with a request that is already active where the walk begins."""
@@ -214,6 +217,7 @@ class Timeline:
         self._stage, self._embedded = request.stage, request.encoded is not None
         kept = request.prefilled
         self._kept_by = None if kept is None else (kept.worker_id, kept.worker_epoch)
+        self._kept = kept
         self._on = request.stage_attempt, request.worker_id, request.worker_epoch
         self._submission = submission_of_state(request, self._world.pools[request.submitted.pool].model)
         where = f", attempt {request.stage_attempt} on {request.worker_id}" if request.on_worker else ""
@@ -356,10 +360,10 @@ class Timeline:
         match event:
             case FirstTokenEmitted():
                 self._state, self._kept_by = "decode", None
-                first = self._first(event, now_us)
-                self._first_token = self._first_token or first  # a later attempt continues the response
                 prompt_tokens = None if self._submission is None else self._submission.prompt_tokens
-                text = first_token_text(first, prompt_tokens)
+                first = self._first(event, now_us, prompt_tokens)
+                self._first_token = self._first_token or first  # a later attempt continues the response
+                text = first_token_text(first, event, prompt_tokens)
                 self._add_entry("first_token", text, now_us, PROGRESS.name, offset)
             case OutputGrown():
                 self._grow(offset, event.output_tokens, now_us)
@@ -394,7 +398,8 @@ class Timeline:
                 what, text = "not_encoded", f"{name} could not encode its images and videos: {event.error}"
             case PrefillFinished():
                 self._embedded, self._kept_by = False, (event.worker_id, event.worker_epoch)
-                what, text = "prefilled", prefilled_text(event)
+                self._kept = event.prefilled
+                what, text = "prefilled", prefilled_text(self._world, event)
             case PrefillFailed():
                 self._embedded = False
                 what, text = "not_prefilled", f"{name} could not compute its prompt: {event.error}"
@@ -417,22 +422,13 @@ class Timeline:
             case _:
                 return self._state in rule.sources
 
-    def _first(self, event: FirstTokenEmitted, now_us: int | None) -> FirstTokenTiming:
+    def _first(self, event: FirstTokenEmitted, now_us: int | None, prompt_tokens: int | None) -> FirstTokenTiming:
         answers = (one for one in self._routings if one.stage not in ("encode", "prefill"))
         routing = next((one for one in answers if one.attempt == event.attempt), None)
-        predicted = None
-        if routing is not None and routing.stage != "decode" and self._submission is not None:
-            overlap = routing.candidates[routing.winner].seen.device_overlap
-            predicted = min(overlap * routing.block_size, self._submission.prompt_tokens)
-        return FirstTokenTiming(
-            attempt=event.attempt,
-            worker_id=event.worker_id,
+        return msgspec.structs.replace(
+            first_token_of(self._world, event, routing, prompt_tokens, self._kept),
             ttft_us=self._since(now_us),
             wall_ttft_us=self._wall_since(event.at_us),
-            cached_tokens=event.cached_tokens,
-            predicted_tokens=predicted,
-            transferred_bytes=event.transferred_bytes,
-            transfer_us=event.transfer_us,
             parts_us=self._parts(event, now_us or event.at_us),
         )
 

@@ -14,10 +14,12 @@ from forebay.events.decisions import KvReleased, OwnerClaimed, RequestHeld, Requ
 from forebay.events.fleet import WorkerDraining, WorkerFact, WorkerRecovered, WorkerSuspect
 from forebay.events.pools import PoolChoice, SkipReason
 from forebay.events.prefill import PrefillPlace
-from forebay.events.progress import PrefillFinished
+from forebay.events.progress import FirstTokenEmitted, PrefillFinished
 from forebay.events.requests import RequestSubmitted, RouteQueried
+from forebay.events.transfer import Prefilled
 from forebay.replay.explain.choices import left_out
 from forebay.replay.explain.explanation import ExcludedRank, FirstTokenTiming, QueueWait, Routing, Submission
+from forebay.replay.explain.token_sources import onboarded_text, saved_us, tokens_by_source
 from forebay.transport.history.release import rules_text
 
 ELIGIBILITY_REJECTIONS = frozenset(
@@ -213,13 +215,14 @@ def place_text(place: PrefillPlace) -> str:
     return f"prompt computed {'by a prefill worker' if place.remote else 'on the decode worker'}: {why}"
 
 
-def prefilled_text(event: PrefillFinished) -> str:
+def prefilled_text(world: World, event: PrefillFinished) -> str:
     """Return a sentence about the KV that a prefill worker computed and keeps."""
     kept = event.prefilled
     size = f", {kept.bytes:,} bytes" if kept.bytes else ""
     cached = f", {kept.cached_tokens:,} of them from its cache" if kept.cached_tokens else ""
     lease = f"it keeps their KV{size} for {kept.lease_us / 1e6:g} s"
-    return f"{event.worker_id} computed its prompt: {kept.tokens:,} tokens{cached}; {lease}"
+    loaded = onboarded_text(event.onboarded, saved_us(world, event.worker_id, kept.rank, event.onboarded))
+    return f"{event.worker_id} computed its prompt: {kept.tokens:,} tokens{cached}{loaded}; {lease}"
 
 
 def released_text(record: KvReleased) -> str:
@@ -242,15 +245,54 @@ def takeover_text(claim: OwnerClaimed) -> str:
     return f"router {claim.owner_id} takes over the group{rules}"
 
 
-def first_token_text(first: FirstTokenTiming, prompt_tokens: int | None) -> str:
+def first_token_of(
+    world: World,
+    event: FirstTokenEmitted,
+    routing: Routing | None,
+    prompt_tokens: int | None,
+    kept: Prefilled | None,
+) -> FirstTokenTiming:
+    """Return what is known about the tokens of a prompt at its first output token. The caller fills in the times.
+
+    Args:
+        world: state when the owner applied the event.
+        event: the first token.
+        routing: routing decision of the attempt; None if it is unknown.
+        prompt_tokens: length of the prompt; None if it is unknown.
+        kept: the KV that a prefill worker kept for the request; None if there was none.
+    """
+    predicted, saved = None, None
+    if routing is not None:
+        seen = routing.candidates[routing.winner].seen
+        saved = saved_us(world, event.worker_id, seen.rank, event.onboarded)
+        if routing.stage != "decode" and prompt_tokens is not None:
+            predicted = min(seen.device_overlap * routing.block_size, prompt_tokens)
+    return FirstTokenTiming(
+        attempt=event.attempt,
+        worker_id=event.worker_id,
+        ttft_us=None,
+        wall_ttft_us=None,
+        cached_tokens=event.cached_tokens,
+        predicted_tokens=predicted,
+        transferred_bytes=event.transferred_bytes,
+        transfer_us=event.transfer_us,
+        sources=tokens_by_source(event, prompt_tokens, kept),
+        loads_us={one.tier: one.us for one in event.onboarded},
+        saved_us=saved,
+    )
+
+
+def first_token_text(first: FirstTokenTiming, event: FirstTokenEmitted, prompt_tokens: int | None) -> str:
     """Return a sentence that compares the cached or fetched tokens with the router's expectation."""
     of_prompt = "" if prompt_tokens is None else f" of {prompt_tokens:,}"
+    loaded = onboarded_text(event.onboarded, first.saved_us)
     if first.transferred_bytes:
         fetched = f"{first.transferred_bytes:,} bytes of KV fetched in {first.transfer_us / 1e3:,.1f} ms"
         tokens = f"{first.cached_tokens:,}{of_prompt} prompt tokens not computed here"
-        return f"first token from {first.worker_id}: {tokens}, {fetched}"
+        return f"first token from {first.worker_id}: {tokens}, {fetched}{loaded}"
     expected = "" if first.predicted_tokens is None else f", the router expected {first.predicted_tokens:,}"
-    return f"first token from {first.worker_id}: {first.cached_tokens:,}{of_prompt} prompt tokens were cached{expected}"
+    cached = f"{first.cached_tokens:,}{of_prompt} prompt tokens were cached"
+    return f"first token from {first.worker_id}: {cached}{expected}{loaded}"
 
 
 def worker_text(event: WorkerFact) -> tuple[str, str]:

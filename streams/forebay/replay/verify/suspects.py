@@ -5,14 +5,15 @@ Only events after the last matching digest are examined, and at most the newest 
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
 from forebay.core.step import InputEvent
 from forebay.events.base import array_u64
-from forebay.events.decisions import Advanced, JournalRecord
-from forebay.events.kv import BlocksRemoved, BlocksStored
+from forebay.events.decisions import Advanced, CostTerms, JournalRecord
+from forebay.events.kv import BlocksRemoved, BlocksStored, KvEvent, StoreKvEvent
 from forebay.events.topics import CONTROL, FLEET, KV_EVENTS, PROGRESS, Topic
 from forebay.replay.explain.event_text import EventSummary, describe_event, event_tag
 from forebay.replay.verify.cost_tables import CostTableRow, CostTables
@@ -21,7 +22,7 @@ from forebay.transport.history.reader import decode_or_none, records_of
 
 LIKELY_SHOWN, SHOWN = 15, 20  # events about the prompt's blocks, and all events
 SCANNED_MAX = 100_000  # records per topic; a digest is journaled at least every thousand decisions
-OVERLAP_TERMS = frozenset({"device_overlap", "host_overlap", "disk_overlap"})
+OVERLAP_TERMS = frozenset({"device_overlap", "host_overlap", "disk_overlap", "store_overlap"})
 LOAD_TERMS = frozenset({"prefill_blocks", "decode_blocks", "active_requests"})
 
 
@@ -103,7 +104,8 @@ def _wanted(
     if overlaps:
         names = ", ".join(_overlap_text(row) for row in overlaps)
         ranks = {(row.worker_id, row.rank) for row in overlaps}
-        return _Wanted(f"overlap: {names}", (KV_EVENTS,), lambda event: _rank_of(event) in ranks)
+        is_suspect = partial(_may_change_overlap, ranks)
+        return _Wanted(f"overlap: {names}", (KV_EVENTS,), is_suspect)
     if loads:
         workers = {row.worker_id for row in loads}
         why = f"load of {', '.join(sorted(workers))}"
@@ -125,19 +127,23 @@ def _any(_: InputEvent | None) -> bool:
 def _overlap_text(row: CostTableRow) -> str:
     assert row.derived is not None, "only rows with both terms differ"
     assert row.recorded is not None, "only rows with both terms differ"
-    derived, recorded = (
-        f"{terms.device_overlap}+{terms.host_overlap}+{terms.disk_overlap}" for terms in (row.derived, row.recorded)
-    )
-    return f"{row.worker_id}/{row.rank} has {derived} blocks (device+host+disk) as derived, {recorded} as recorded"
+    derived, recorded = map(_tiers_text, (row.derived, row.recorded))
+    tiers = "device+host+disk" + ("+store" if row.derived.store_overlap or row.recorded.store_overlap else "")
+    return f"{row.worker_id}/{row.rank} has {derived} blocks ({tiers}) as derived, {recorded} as recorded"
 
 
-def _rank_of(event: InputEvent | None) -> tuple[str, int] | None:
-    worker_id, rank = getattr(event, "worker_id", None), getattr(event, "rank", None)
-    return None if worker_id is None or rank is None else (worker_id, rank)
+def _tiers_text(terms: CostTerms) -> str:
+    store = f"+{terms.store_overlap}" if terms.store_overlap else ""
+    return f"{terms.device_overlap}+{terms.host_overlap}+{terms.disk_overlap}{store}"
+
+
+def _may_change_overlap(ranks: set[tuple[str, int]], event: InputEvent | None) -> bool:
+    """Return whether an event changes the cache of one of the ranks, or a shared store."""
+    return isinstance(event, StoreKvEvent) or (isinstance(event, KvEvent) and (event.worker_id, event.rank) in ranks)
 
 
 def _of_prompt(event: InputEvent | None, blocks: frozenset[int]) -> int:
     """Return how many blocks of the prompt a KV event is about."""
-    if not isinstance(event, BlocksStored | BlocksRemoved):
+    if not isinstance(event, BlocksStored | BlocksRemoved | StoreKvEvent):
         return 0
     return len(blocks.intersection(array_u64(event.sequence_hashes)))

@@ -73,6 +73,7 @@ export function submissionFacts(explanation, row) {
   facts.push(["Prompt", `${counted(submitted.prompt_tokens, "token")} in ${counted(submitted.full_blocks, "full block")}`]);
   if (submitted.anonymised) facts.push(["Content", "anonymised"]);
   if (first_token) facts.push(["Cached", cachedText(first_token)]);
+  if (first_token && Object.keys(first_token.loads_us).length) facts.push(["Loaded", loadedText(first_token)]);
   if (submitted.max_tokens !== null) facts.push(["Output", `at most ${counted(submitted.max_tokens, "token")}`]);
   if (row?.itl_us) facts.push(["ITL", `${duration(row.itl_us)} on average`]);
   if (submitted.timeout_us !== null) facts.push(["Deadline", `after ${duration(submitted.timeout_us)}`]);
@@ -88,6 +89,19 @@ function cachedText({ cached_tokens, predicted_tokens, transferred_bytes }) {
   if (transferred_bytes) return `${whole(cached_tokens)} prompt tokens not computed on the decode worker`;
   const expected = predicted_tokens === null ? "" : `; the router expected ${whole(predicted_tokens)}`;
   return `${counted(cached_tokens, "prompt token")} at the engine${expected}`;
+}
+
+const PLACES = { host: "host memory", disk: "disk", store: "the shared store" };
+
+/** @param {any} first */
+function loadedText({ sources, loads_us, saved_us }) {
+  const loads = Object.entries(loads_us).map(([tier, us]) => {
+    const place = PLACES[/** @type {keyof typeof PLACES} */ (tier)];
+    return `${counted(sources[tier] ?? 0, "token")} from ${place} in ${duration(us)}`;
+  });
+  if (saved_us === null) return loads.join(", ");
+  const compared = saved_us < 0 ? "later" : "sooner";
+  return `${loads.join(", ")}; ${duration(Math.abs(saved_us))} ${compared} than by computing them`;
 }
 
 /**

@@ -195,6 +195,7 @@ function termsTable(routing, order) {
   if (has((one) => one.seen.assumed_overlap)) columns.push(["assumed", "Assumed", (one) => one.seen.assumed_overlap]);
   if (has((one) => one.seen.host_overlap)) columns.push(["host", "On host", (one) => one.seen.host_overlap]);
   if (has((one) => one.seen.disk_overlap)) columns.push(["disk", "On disk", (one) => one.seen.disk_overlap]);
+  if (has((one) => one.seen.store_overlap)) columns.push(["store", "In store", (one) => one.seen.store_overlap]);
   columns.push(
     ["size", "Cache size", ({ seen }) => seen.device_blocks + seen.host_blocks + seen.disk_blocks],
     ["waiting", "Waiting tokens", (one) => one.seen.waiting_tokens],

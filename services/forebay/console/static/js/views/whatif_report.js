@@ -64,8 +64,9 @@ function titleOf({ identical, moved, history }) {
 function overlapText({ won, lost, later_won }) {
   const host = won.host || lost.host ? `, ${whole(won.host)} and ${whole(lost.host)} in host memory` : "";
   const disk = won.disk || lost.disk ? `, ${whole(won.disk)} and ${whole(lost.disk)} on disk` : "";
+  const store = won.store || lost.store ? `, ${whole(won.store)} and ${whole(lost.store)} in shared stores` : "";
   const later = later_won ? ` Of those won, ${whole(later_won)} are because the request was sent later.` : "";
-  return `Overlap: ${whole(won.device)} blocks won and ${whole(lost.device)} lost on devices${host}${disk}.${later}`;
+  return `Overlap: ${whole(won.device)} blocks won and ${whole(lost.device)} lost on devices${host}${disk}${store}.${later}`;
 }
 
 /**
@@ -91,6 +92,7 @@ function figuresOf({ history, other }) {
   add("Overlap on devices, blocks", (side) => side.overlap.device, 1);
   if (either((side) => side.overlap.host)) add("Overlap in host memory, blocks", (side) => side.overlap.host, 0);
   if (either((side) => side.overlap.disk)) add("Overlap on disk, blocks", (side) => side.overlap.disk, 0);
+  if (either((side) => side.overlap.store)) add("Overlap in shared stores, blocks", (side) => side.overlap.store, 0);
   if (either((side) => side.held)) {
     add("Held in the queue", (side) => side.held, -1);
     for (const of of ["p50", "p99", "max"]) {
@@ -193,7 +195,7 @@ function outcome(found) {
 
 /** @param {any} terms */
 function termsText({ cost, prefill_blocks = 0, overlap_credit = 0, decode_blocks = 0, active_requests = 0, ...overlap }) {
-  const { device_overlap = 0, host_overlap = 0, disk_overlap = 0 } = overlap;
+  const { device_overlap = 0, host_overlap = 0, disk_overlap = 0, store_overlap = 0 } = overlap;
   const parts = [
     `prefill ${EXACT.format(prefill_blocks)}`,
     `credit ${EXACT.format(overlap_credit)}`,
@@ -201,7 +203,8 @@ function termsText({ cost, prefill_blocks = 0, overlap_credit = 0, decode_blocks
     `${active_requests} active`,
   ];
   const more = host_overlap || disk_overlap ? `, ${host_overlap} in host memory, ${disk_overlap} on disk` : "";
-  return `cost ${EXACT.format(cost)}: ${parts.join(", ")}; ${device_overlap} cached blocks on the device${more}`;
+  const store = store_overlap ? `, ${store_overlap} in the shared store` : "";
+  return `cost ${EXACT.format(cost)}: ${parts.join(", ")}; ${device_overlap} cached blocks on the device${more}${store}`;
 }
 
 /** @param {any} report */
