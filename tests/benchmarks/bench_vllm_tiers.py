@@ -28,6 +28,7 @@ import msgspec
 
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.engine import VllmEngine
+from forebay.workers.engines.vllm.tiers.configuration import TierConfig
 from forebay.workers.kv_tiers.settings import TierSettings
 from tests.engines.driven import Driven, driven
 from tests.engines.vllm_settings import SPEC
@@ -47,6 +48,7 @@ ARGUMENTS: dict[str, Any] = {
     "max_model_len": 4_352,
     "max_num_batched_tokens": 8_192,
 }
+SLOW_BLOCK_MS = 22.0  # about as long as computing a block of a prompt of 1,500 tokens
 BUCKET = "kv-blocks"
 
 
@@ -251,10 +253,13 @@ def crossover(model: Path, root: Path, bucket: str, repeats: int) -> dict[str, A
         "disk": TierSettings(disk=root / "crossover", disk_bytes=1 << 34),
         "store": TierSettings(store=f"s3://{BUCKET}/crossover", store_endpoint=bucket),
     }
+    cases["slow store"] = replace(cases["store"], store=str(root / "slow-store"), store_endpoint="", read_s=60.0)
     found = {}
     for name, tiers in cases.items():
-        request = msgspec.json.encode({"tiers": msgspec.to_builtins(tiers, enc_hook=str)}).decode()
-        command = [sys.executable, "-m", "tests.benchmarks.vllm_tiers_crossover", str(model), request, str(repeats)]
+        request = json.dumps(TierConfig(tiers).encode())
+        delay_ms = SLOW_BLOCK_MS if name == "slow store" else 0.0
+        module = "tests.benchmarks.vllm_tiers_crossover"
+        command = [sys.executable, "-m", module, str(model), request, str(repeats), str(delay_ms)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(done.stderr)

@@ -1,7 +1,8 @@
 """Measure loading against computing for one set of tiers, by prefix length: an engine in this process.
 
-Arguments: model directory, tiers as JSON, repetitions. The last line of stdout is the result as JSON: per length, the
-median time to first token in ms when the prefix is always loaded, never loaded, or loaded by the rule.
+Arguments: model directory, tiers as JSON, repetitions, and milliseconds by which each read of a block from the shared
+store is delayed. The last line of stdout is the result as JSON: per length, the median time to first token in ms when
+the prefix is always loaded, never loaded, or loaded by the rule.
 """
 
 import json
@@ -9,14 +10,17 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
 from forebay.workers.engines.vllm.tiers import connector as connector_module
 from forebay.workers.engines.vllm.tiers.configuration import TierConfig, connector
+from forebay.workers.kv_tiers.block_stores import BlockStore
+from forebay.workers.kv_tiers.identity import BlockName
 from tests.benchmarks.bench_vllm_tiers import ARGUMENTS, BLOCK, LENGTHS
 from tests.harness.models.make_tiny_model import VOCABULARY
 
@@ -26,16 +30,35 @@ TAIL = BLOCK // 2  # tokens after the prefix, which are computed in every case
 WAYS = ("load", "compute", "rule")
 
 
+class SlowStore:
+    """A store whose reads take longer, as those of a remote one."""
+
+    def __init__(self, store: BlockStore, delay_s: float) -> None:
+        self._store, self._delay_s = store, delay_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def read(self, names: Sequence[BlockName], into: Sequence[memoryview], deadline_s: float) -> list[str]:
+        """Read blocks, and wait."""
+        results = self._store.read(names, into, deadline_s)
+        time.sleep(self._delay_s * len(names))
+        return results
+
+
 class Engine:
     """One engine with tiers, of which a measurement decides whether it loads."""
 
-    def __init__(self, model: Path, config: TierConfig) -> None:
+    def __init__(self, model: Path, config: TierConfig, delay_ms: float) -> None:
         transfer = KVTransferConfig(**connector(config), kv_load_failure_policy="recompute")
         self._llm = LLM(
             str(model), block_size=BLOCK, num_gpu_blocks_override=KV_BLOCKS, kv_transfer_config=transfer, **ARGUMENTS
         )
         (self._rank,) = connector_module._RANKS.values()
-        self._costs = self._rank.tiers.costs
+        self._costs: Any = self._rank.tiers.costs
+        if delay_ms:
+            stores = self._rank.tiers._places.stores
+            stores["store"] = cast("BlockStore", SlowStore(stores["store"], delay_ms / 1e3))
         self._rule = self._costs.worthwhile
 
     def ttft_s(self, prompt: list[int]) -> float:
@@ -63,7 +86,7 @@ class Engine:
 def main() -> None:
     """Print the measurements."""
     model, config, repeats = Path(sys.argv[1]), TierConfig.decode(json.loads(sys.argv[2])), int(sys.argv[3])
-    engine = Engine(model, config)
+    engine = Engine(model, config, float(sys.argv[4]))
     draw = random.Random(7)
 
     def prompt(length: int) -> list[int]:

@@ -3,7 +3,14 @@
 from forebay.engine_model.steps import Removed, StoreChange, Stored
 from forebay.events.base import pack_u32
 from forebay.workers.engine import Cleared
-from forebay.workers.kv_events.engine_events import Batch, ClearedBlocks, OwnRemoved, OwnStored, StoredBlocks
+from forebay.workers.kv_events.engine_events import (
+    Batch,
+    ClearedBlocks,
+    OwnRemoved,
+    OwnStored,
+    RemovedBlocks,
+    StoredBlocks,
+)
 from forebay.workers.kv_events.resident import ResidentBlocks
 from forebay.workers.kv_events.tracker import KvTracker
 
@@ -37,3 +44,17 @@ def test_cleared_rank_keeps_the_blocks_of_the_shared_store() -> None:
     assert (tracker.resident.shared(), tracker.resident.held("host"), tracker.resident.held("disk")) == ((7,), (), (8,))
     tracker.missed("gap")
     assert (tracker.resident.shared(), tracker.resident.held("disk")) == ((7,), ())
+
+
+def test_shared_storage_of_the_engine_is_a_store_and_survives_the_rank() -> None:
+    resident = ResidentBlocks(4, counts_copies=True)
+    changes = resident.apply(ENGINE)
+    [device] = changes
+    assert isinstance(device, Stored)
+    shared = StoredBlocks(hashes=(1, 2), parent=None, token_ids=pack_u32(range(8)), block_size=4, tier="store")
+    assert resident.apply(shared) == [StoreChange(stored=device.hashes)]
+    assert resident.apply(ClearedBlocks()) == [Cleared()]
+    assert (resident.held(), resident.shared(), len(resident)) == ((), device.hashes, 2)
+    gone = RemovedBlocks(hashes=(2,), tier="store")
+    assert resident.apply(gone) == [StoreChange(removed=device.hashes[1:])]
+    assert (resident.shared(), len(resident)) == (device.hashes[:1], 1)

@@ -292,3 +292,24 @@ def test_events_of_our_own_connector_name_blocks_by_sequence_hash() -> None:
         StoreChange(stale=(8,)),
     )
     assert batch.skipped == {"unknown_medium": 1}
+
+
+def test_events_of_shared_storage_are_used_if_it_has_a_name() -> None:
+    """Events of vLLM's OffloadingConnector with a secondary tier, and of SGLang's HiCache with a storage back end."""
+    decode = VllmDecoder(has_store=True)
+    local = vllm_stored([1, 2], PROMPT[:64], medium="CPU")
+    remote = vllm_stored([1, 2], PROMPT[:64], medium="STORAGE", locality="REMOTE", ownership="fs")
+    removed = vllm_removed(2, medium="STORAGE", locality="REMOTE", ownership="fs")
+    batch = decode(payload([local, remote, removed]))
+    assert [event.tier for event in batch.events if isinstance(event, StoredBlocks)] == ["host", "store"]
+    assert batch.events[2] == RemovedBlocks(hashes=(2,), tier="store") and not batch.skipped
+    hicache = payload([sglang_stored([1], PROMPT[:16], medium=medium) for medium in ("GPU", "CPU_PINNED", "EXTERNAL")])
+    tiers = [event.tier for event in decode_sglang(hicache, has_store=True).events if isinstance(event, StoredBlocks)]
+    assert tiers == ["device", "host", "store"]
+
+
+def test_events_that_do_not_describe_blocks_are_skipped() -> None:
+    placeholder = vllm_stored([1], [], medium="CPU", block_size=0)  # OffloadingConnector by default
+    lmcache = vllm_stored([1], PROMPT[:64], medium="cpu", block_size=64)  # it never reports removals
+    batch = vllm(placeholder, lmcache)
+    assert batch == Batch((), Counter(no_tokens=1, unknown_medium=1))

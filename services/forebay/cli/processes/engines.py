@@ -50,6 +50,7 @@ SIZE_OPTIONS = ("block_size", "kv_blocks", "max_num_seqs", "max_num_batched_toke
 KV_OPTIONS = ("kv_transport", "kv_bytes_per_token", "kv_checksum", "kv_lease_s")
 DISAGGREGATED = ("prefill", "decode")
 TIERED = (MOCK, "vllm")  # engines that can offload KV to tiers
+SHARING = ("vllm", "sglang")  # engines that report KV events of storage that their own connectors share
 REACHED = (MOCK, "vllm")  # engines whose worker reports an address from which other workers fetch KV
 WORDS_MAX = 512  # words of strings that a mock engine generates
 NOT_KNOWN = 1  # placeholder for a size that the engine reports after its start
@@ -101,6 +102,8 @@ def choose_engine(options: EngineOptions) -> EngineChoice:
     except ProfileUnusable as error:
         raise Unusable(f"--engine-profile: {error}") from None
     is_real = options.engine != MOCK
+    if options.kv_store_name and options.engine not in SHARING:
+        raise Unusable(f"--kv-store-name requires --engine {' or '.join(SHARING)}, got {options.engine}")
     directory, called = find_model(options.model, options.revision, options.model_name, weights=is_real)
     loras = names("--lora", options.lora)
     directories = _directories(loras) if is_real else {}
@@ -109,6 +112,7 @@ def choose_engine(options: EngineOptions) -> EngineChoice:
         model_name=called,
         role=cast(Role, options.role),
         loras=directories,
+        kv_store_name=options.kv_store_name or "",
         arguments={} if options.engine_args is None else _arguments(options.engine_args),
         **{name: getattr(options, name) for name in SIZE_OPTIONS},
         **kv,
@@ -163,6 +167,8 @@ def tiered(choice: EngineChoice, tiers: TierSettings | None) -> EngineChoice:
         raise Unusable(f"KV tiers require --engine {' or '.join(TIERED)}, got {choice.label}")
     if choice.settings.role == "encode":
         raise Unusable("--role encode: an encode worker has no KV, so remove the options of KV tiers")
+    if choice.settings.kv_store_name and tiers.store:
+        raise Unusable("--kv-store-name names the storage of the engine's own connector; --kv-store names itself")
     return replace(choice, settings=replace(choice.settings, tiers=tiers))
 
 

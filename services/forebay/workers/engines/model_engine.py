@@ -228,6 +228,11 @@ class ModelEngine(AsyncEngine):
             self._ranks[rank].changed(cache.resident.lower())
         return cache.held()
 
+    def stored(self) -> Sequence[int]:
+        """Return the sequence hashes of the blocks in the shared store, as the ranks have reported them."""
+        feeds = [cache for cache in self._caches.values() if isinstance(cache, KvFeed)]
+        return tuple({block: None for feed in feeds for block in feed.resident.shared()})
+
     def _drop_cache(self) -> None:
         for rank in self._ranks.values():
             rank.reset(clears=rank.rank in self._caches)

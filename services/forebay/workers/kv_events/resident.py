@@ -15,6 +15,7 @@ from typing import get_args
 from forebay.core.block_hashes import block_hashes, extend_chain, hash_seed
 from forebay.engine_model.steps import Removed, StoreChange, Stored
 from forebay.events.kv import Tier
+from forebay.kv_tiers.tier_content import SourceTier
 from forebay.workers.engine import CacheChange, Cleared
 from forebay.workers.kv_events.engine_events import (
     ClearedBlocks,
@@ -26,7 +27,8 @@ from forebay.workers.kv_events.engine_events import (
 )
 
 Change = CacheChange | StoreChange
-TIERS: tuple[Tier, ...] = get_args(Tier)
+LOWER: tuple[Tier, ...] = ("host", "disk")
+TIERS: tuple[SourceTier, ...] = get_args(SourceTier)
 
 
 class _Block:
@@ -37,11 +39,14 @@ class _Block:
     def __init__(self, canonical: int, seed: int) -> None:
         self.canonical = canonical
         self.seed = seed
-        self.copies = [0, 0, 0]
+        self.copies = [0] * len(TIERS)
 
 
 class ResidentBlocks:
     """The blocks that one rank has in its cache, by the engine's hash and by sequence hash (canonical hash).
+
+    Blocks in storage that the rank shares with others are not part of the cache; they are reported as changes of the
+    shared store.
 
     Args:
         block_size: tokens per block of the pool. Blocks of another size have no canonical hash and are ignored.
@@ -60,8 +65,8 @@ class ResidentBlocks:
         self._block_size = block_size
         self._counts_copies = counts_copies
         self._blocks: dict[int, _Block] = {}
-        self._held: dict[Tier, dict[int, int]] = {tier: {} for tier in TIERS}
-        self._shared: dict[int, None] = {}
+        self._held: dict[SourceTier, dict[int, int]] = {tier: {} for tier in TIERS}
+        self._shared: dict[int, int] = {}
 
     def held(self, tier: Tier = "device") -> tuple[int, ...]:
         """Return the sequence hashes of the blocks in a tier, in the order in which they were stored."""
@@ -69,11 +74,11 @@ class ResidentBlocks:
 
     def lower(self) -> list[Stored]:
         """Return changes that report the blocks in the tiers other than device memory."""
-        return [Stored(None, tuple(held), tier) for tier, held in self._held.items() if tier != "device" and held]
+        return [Stored(None, held, tier) for tier in LOWER if (held := self.held(tier))]
 
     def shared(self) -> tuple[int, ...]:
         """Return the sequence hashes of the blocks that the shared store has, as far as they were reported."""
-        return tuple(self._shared)
+        return tuple(self._shared | self._held["store"])
 
     def leading(self, sequence_hashes: Iterable[int]) -> int:
         """Return how many of these blocks, from the first on, are in device memory without a gap."""
@@ -103,14 +108,17 @@ class ResidentBlocks:
             case StoreChange():
                 for block in (*event.removed, *event.stale):
                     self._shared.pop(block, None)
-                self._shared.update(dict.fromkeys(event.stored))
+                self._shared.update(dict.fromkeys(event.stored, 1))
                 return [event]
 
     def clear(self) -> None:
         """Forget all blocks of the rank. The blocks of a shared store remain."""
-        self._blocks.clear()
-        for held in self._held.values():
-            held.clear()
+        at = TIERS.index("store")
+        self._blocks = {name: block for name, block in self._blocks.items() if block.copies[at]}
+        for block in self._blocks.values():
+            block.copies = [0] * at + block.copies[at:]
+        for tier in TIERS[:at]:
+            self._held[tier].clear()
 
     def _store(self, event: StoredBlocks) -> list[Change]:
         if event.block_size != self._block_size:
@@ -153,7 +161,7 @@ class ResidentBlocks:
         held.update(dict.fromkeys(event.hashes, 1))
         return changes
 
-    def _add(self, engine_hash: int, canonical: int, seed: int, tier: Tier) -> bool:
+    def _add(self, engine_hash: int, canonical: int, seed: int, tier: SourceTier) -> bool:
         """Add a copy of a block and return whether the block is new in the tier."""
         block = self._blocks.get(engine_hash)
         if block is None:
@@ -187,8 +195,13 @@ class ResidentBlocks:
                 gone.append((engine_hash, block.canonical))
         if not gone:
             return []
-        return [Removed(tuple(ours for _, ours in gone), event.tier, tuple(theirs for theirs, _ in gone))]
+        hashes = tuple(ours for _, ours in gone)
+        if event.tier == "store":
+            return [StoreChange(removed=hashes)]
+        return [Removed(hashes, event.tier, tuple(theirs for theirs, _ in gone))]
 
 
-def _stored(parent: int | None, blocks: list[tuple[int, int]], tier: Tier) -> Stored:
+def _stored(parent: int | None, blocks: list[tuple[int, int]], tier: SourceTier) -> Change:
+    if tier == "store":
+        return StoreChange(stored=tuple(ours for _, ours in blocks))
     return Stored(parent, tuple(ours for _, ours in blocks), tier, tuple(theirs for theirs, _ in blocks))

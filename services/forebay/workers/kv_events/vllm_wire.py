@@ -73,9 +73,13 @@ class VllmDecoder:
 
     Events are skipped and counted as `unknown_event`, `unknown_medium`, `shared` (storage that workers share),
     `other_group` (group of layers), `no_tokens` (offloaded blocks without token ids) or `unnamed_lora`.
+
+    Args:
+        has_store: whether events of storage that workers share are used.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_store: bool = False) -> None:
+        self._has_store = has_store
         self._main_groups: dict[int, bool] = {}
 
     def __call__(self, payload: bytes) -> Batch:
@@ -101,7 +105,7 @@ class VllmDecoder:
         if not self._counts(one.group_idx, one.kv_cache_spec_kind):
             skipped["other_group"] += 1
             return None
-        if (tier := tier_of(one.medium, one.locality, skipped)) is None:
+        if (tier := tier_of(one.medium, one.locality, skipped, has_store=self._has_store)) is None:
             return None
         if not one.token_ids:
             skipped["no_tokens"] += 1
@@ -126,7 +130,7 @@ class VllmDecoder:
         if not self._counts(one.group_idx, None):
             skipped["other_group"] += 1
             return None
-        tier = tier_of(one.medium, one.locality, skipped)
+        tier = tier_of(one.medium, one.locality, skipped, has_store=self._has_store)
         return None if tier is None else RemovedBlocks(hashes=tuple(map(as_u64, one.block_hashes)), tier=tier)
 
     def _counts(self, group: int | None, kind: str | None) -> bool:
@@ -148,7 +152,8 @@ def _own(one: _Stored | _Removed, skipped: Counter[str]) -> EngineEvent | None:
         if isinstance(one, _Stored):
             return StoreChange(stored=hashes)
         return StoreChange(removed=hashes) if one.medium == SHARED else StoreChange(stale=hashes)
-    if (tier := tier_of(one.medium, None, skipped)) is None:
+    tier = tier_of(one.medium, None, skipped)
+    if tier is None or tier == "store":
         return None
     if isinstance(one, _Removed):
         return OwnRemoved(hashes=hashes, tier=tier)

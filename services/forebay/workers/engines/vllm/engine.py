@@ -79,7 +79,7 @@ class VllmEngine(ModelEngine):
         self._scheduling_policy = "fcfs"
         self._transfers = KvTransfers(settings.model_name, self._kept)
         self._layout: KvLayout | None = None
-        self._store_name = ""
+        self._store_name = settings.kv_store_name
         self._tier_counters: dict[int, TierCounters] = {}
         self._onboarded: dict[str, tuple[OnboardedTokens, ...]] = {}  # by request, until its first token
 
@@ -118,7 +118,7 @@ class VllmEngine(ModelEngine):
                 spec.ranks[index]: KvFeed(
                     spec.ranks[index],
                     KvSource(source.endpoint, source.replay_endpoint, source.topic),
-                    VllmDecoder(),
+                    VllmDecoder(has_store=bool(settings.kv_store_name)),
                     ResidentBlocks(config.cache_config.block_size, counts_copies=True),
                 )
                 for index, source in self.llm.get_kv_event_sources().items()
@@ -217,11 +217,6 @@ class VllmEngine(ModelEngine):
         if command.action == "clear_kv_blocks" and self._settings.tiers is not None:
             await self._call("collective_rpc", "forebay_clear_tiers")
         return await super().command(command)
-
-    def stored(self) -> Sequence[int]:
-        """Return the sequence hashes of the blocks in the shared store, as the ranks have reported them."""
-        feeds = [cache for cache in self._caches.values() if isinstance(cache, KvFeed)]
-        return tuple({block: None for feed in feeds for block in feed.resident.shared()})
 
     def collectors(self) -> Sequence[Collector]:
         """Return Prometheus collectors of vLLM's own metrics, of its KV events, and of the tiers."""
