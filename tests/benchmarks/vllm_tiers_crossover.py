@@ -11,16 +11,20 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
 from forebay.workers.engines.vllm.tiers import connector as connector_module
 from forebay.workers.engines.vllm.tiers.configuration import TierConfig, connector
+from forebay.workers.kv_tiers import rank_tiers
 from forebay.workers.kv_tiers.block_stores import BlockStore
-from forebay.workers.kv_tiers.identity import BlockName
+from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
+from forebay.workers.kv_tiers.stores import open_store
 from tests.benchmarks.bench_vllm_tiers import ARGUMENTS, BLOCK, LENGTHS
 from tests.harness.models.make_tiny_model import VOCABULARY
 
@@ -46,19 +50,27 @@ class SlowStore:
         return results
 
 
+def open_slowly(delay_s: float, place: str | Path, identity: KvIdentity, **options: Any) -> BlockStore:
+    """Open a store. Reads of a shared store take `delay_s` seconds longer per block."""
+    store = open_store(place, identity, **options)
+    return cast("BlockStore", SlowStore(store, delay_s)) if options["shared"] and delay_s else store
+
+
 class Engine:
     """One engine with tiers, of which a measurement decides whether it loads."""
 
     def __init__(self, model: Path, config: TierConfig, delay_ms: float) -> None:
         transfer = KVTransferConfig(**connector(config), kv_load_failure_policy="recompute")
-        self._llm = LLM(
-            str(model), block_size=BLOCK, num_gpu_blocks_override=KV_BLOCKS, kv_transfer_config=transfer, **ARGUMENTS
-        )
-        (self._rank,) = connector_module._RANKS.values()
+        with mock.patch.object(rank_tiers, "open_store", partial(open_slowly, delay_ms / 1e3)):
+            self._llm = LLM(
+                str(model),
+                block_size=BLOCK,
+                num_gpu_blocks_override=KV_BLOCKS,
+                kv_transfer_config=transfer,
+                **ARGUMENTS,
+            )
+        (self._rank,) = connector_module.RANKS.values()
         self._costs: Any = self._rank.tiers.costs
-        if delay_ms:
-            stores = self._rank.tiers._places.stores
-            stores["store"] = cast("BlockStore", SlowStore(stores["store"], delay_ms / 1e3))
         self._rule = self._costs.worthwhile
 
     def ttft_s(self, prompt: list[int]) -> float:

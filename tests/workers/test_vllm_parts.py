@@ -364,11 +364,12 @@ def test_step_statistics() -> None:
     )
     stats.record(step, None)
     assert reported == [(1, 3, 3, 0.25)]
-    for connectors in (
+    several: list[dict[str, Any]] = [
         {"report": b"a"},
         {"ForebayTiers": {"report": b"b"}, "NixlConnector": {}},
         {"NixlConnector": {}},
-    ):
+    ]
+    for connectors in several:
         step.kv_connector_stats = connectors
         stats.record(step, None)
     assert of_tiers == [(1, b"a"), (1, b"b")]

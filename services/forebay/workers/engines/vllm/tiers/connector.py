@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHANGES = ("quantization", "hf_overrides", "load_format")
-_RANKS: dict[str, VllmRank] = {}  # ranks of the engines in this process, by engine id
+RANKS: dict[str, VllmRank] = {}  # ranks of the engines in this process, by engine id
 
 
 @dataclass
@@ -110,7 +110,7 @@ class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs witho
                 raise ValueError(reason)
             check_groups(kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
-            self.tier_rank = _RANKS[self._engine_id]
+            self.tier_rank = RANKS[self._engine_id]
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -133,7 +133,7 @@ class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs witho
                 reports_evictions=False,  # vLLM reports them only when the block is already reused
             )
             tiers.open()
-        self.tier_rank = _RANKS[self._engine_id] = VllmRank(
+        self.tier_rank = RANKS[self._engine_id] = VllmRank(
             tiers, memory, identity, wake, runtime.executor(1, "forebay-tiers")
         )
 
@@ -173,7 +173,7 @@ class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs witho
 
     def shutdown(self) -> None:
         """Close the tiers."""
-        if (rank := _RANKS.pop(self._engine_id, None)) is not None:
+        if (rank := RANKS.pop(self._engine_id, None)) is not None:
             rank.close()
 
     # Scheduler

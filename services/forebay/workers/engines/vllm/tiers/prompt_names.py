@@ -8,7 +8,7 @@ from forebay.events.base import pack_u32
 from forebay.workers.kv_tiers.identity import BlockName, KeyChain, KvIdentity, media_by_block
 
 
-class Position(Protocol):
+class PlaceholderSpan(Protocol):
     """Placeholder tokens of an image, video or sound: vLLM's `PlaceholderRange`.
 
     Attributes:
@@ -29,7 +29,7 @@ class Feature(Protocol):
     """
 
     identifier: str
-    mm_position: Position
+    mm_position: PlaceholderSpan
 
 
 class PromptNames:
