@@ -1,4 +1,4 @@
-"""A rank with tiers, driven by hand, and a store that fails on command."""
+"""A rank with tiers, driven by hand, a store that fails on command, and a clock that is advanced."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +9,7 @@ from typing import Any
 
 from forebay.engine_model.steps import CacheChange, StoreChange, Stored
 from forebay.kv_tiers.manager import TierRun
+from forebay.runtime.system import SystemRuntime
 from forebay.workers.kv_tiers import rank_tiers, stores
 from forebay.workers.kv_tiers.block_file import file_bytes
 from forebay.workers.kv_tiers.block_stores import BlockStore
@@ -32,6 +33,16 @@ def settings(
         filter=filtered,
         **({"io": "plain"} | changes),
     )
+
+
+class ShiftedClock(SystemRuntime):
+    """The runtime of the system, with a clock that tests advance."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def monotonic_ns(self) -> int:
+        return super().monotonic_ns() + round(self.ahead_s * 1e9)
 
 
 class DrivenRank:

@@ -13,23 +13,12 @@ from hypothesis import strategies as st
 
 from forebay import runtime
 from forebay.kv_tiers.manager import TierRun
-from forebay.runtime.system import SystemRuntime
 from forebay.workers.kv_tiers.rank_tiers import LoadResult
 from forebay.workers.kv_tiers.settings import TierSettings
-from tests.workers.kv_tiers.rank_cases import DrivenRank, FaultyStore, inject, rank, settings
+from tests.workers.kv_tiers.rank_cases import DrivenRank, FaultyStore, ShiftedClock, inject, rank, settings
 from tests.workers.kv_tiers.store_cases import BLOCK_BYTES, content, name_of
 
 PROMPT = range(8)
-
-
-class ShiftedClock(SystemRuntime):
-    """The runtime of the system, with a clock that tests advance."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def monotonic_ns(self) -> int:
-        return super().monotonic_ns() + round(self.ahead_s * 1e9)
 
 
 @pytest.fixture
