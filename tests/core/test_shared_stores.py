@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from forebay.core.restore import digest_of_snapshot, restore
 from forebay.core.state import holder_bits, index_scan
+from forebay.core.state.holder_bits import RETIRED_BITS_MAX
 from forebay.core.state.index_digest import IndexTally
 from forebay.core.state.index_scan import ScannedBlocks
 from forebay.core.state.prefix_index import TIERS, IndexPart, Overlap, PrefixIndex
@@ -292,6 +293,34 @@ def test_a_store_dropped_during_a_scan_is_recorded() -> None:
     kept = index.end_scan()
     assert [type(one) for one in kept] == [IndexChanges, StoreDropped, IndexChanges]
     assert contents(copy_of(index, [*seen, *kept])) == {"new": {3}}
+    assert contents(copy_of(index, [StoreDropped(store="old"), *kept])) == {"new": {3}}
+    tally = IndexTally()
+    foreign = BlocksStored(worker_id="nobody", worker_epoch=1, seq=1, sequence_hashes=pack_u64([9]))
+    for part in (*seen, *kept, IndexChanges(events=(foreign,))):
+        tally.restore(part)
+    assert tally.digest() == index.digest()
+
+
+def test_bits_of_emptied_stores_are_used_again() -> None:
+    index = PrefixIndex()
+    for number in range(3 * RETIRED_BITS_MAX):
+        index.apply_store(added(f"s{number}", range(number, number + 40)))
+        index.apply_store(removed(f"s{number}", range(number, number + 40)))
+    index.apply_store(added("last", [1]))
+    assert index.stores.live.bit_length() <= 2 * RETIRED_BITS_MAX + 2
+    assert contents(index) == {"last": {1}}
+
+
+def test_several_stores_make_room_if_one_is_not_enough() -> None:
+    index = PrefixIndex()
+    index.stores = StoreSets(blocks_max=6)
+    index.use_store("a", "s")
+    for name, blocks in (("b", [1]), ("c", [2]), ("s", [1, 2, 3, 4])):
+        index.apply_store(added(name, blocks))
+    index.apply_store(added("s", [5, 6, 7]))
+    assert index.stores.sizes() == {"c": 1, "s": 7}
+    index.apply_store(added("s", [8]))
+    assert index.stores.sizes() == {"s": 7, "c": 1}, "dropping the other store would not make room either"
 
 
 def test_changes_of_a_store_stay_below_the_size_of_a_record() -> None:
