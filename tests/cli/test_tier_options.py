@@ -117,6 +117,17 @@ def test_a_real_engine_gets_its_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tiered(choose("vllm"), tiers).settings.tiers == tiers
 
 
+def test_storage_of_the_engines_own_connector_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ADAPTERS, "vllm", FAKE)
+    choice = choose("vllm", kv_store_name="lmcache-1")
+    assert choice.settings.kv_store_name == "lmcache-1"
+    assert tiered(choice, TierSettings(host_bytes=1 << 30)).settings.kv_store_name == "lmcache-1"
+    with pytest.raises(Unusable, match="--kv-store names itself"):
+        tiered(choice, TierSettings(store=BUCKET))
+    with pytest.raises(Unusable, match="--kv-store-name requires --engine vllm or sglang, got mock"):
+        choose(kv_store_name="a")
+
+
 def test_each_worker_of_a_process_has_its_own_disk(tmp_path: Path) -> None:
     choice = tiered(choose(), TierSettings(disk=tmp_path, store=BUCKET))
     found = [with_own_disk(playing(choice, "prefill"), name).settings.tiers for name in ("a", "b")]

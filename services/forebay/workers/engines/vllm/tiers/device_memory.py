@@ -20,7 +20,7 @@ class DeviceMemory:
 
     Attributes:
         block_bytes: bytes of a payload.
-        layout: shapes of the tensors without the number of blocks, for `KvIdentity.layout`.
+        layout: order of the bytes of a block, for `KvIdentity.layout`. It does not depend on the number of blocks.
 
     Raises:
         ValueError: a tensor has another layout, or is on a device that this class does not support.
@@ -35,8 +35,9 @@ class DeviceMemory:
                 raise ValueError(f"KV tiers support the devices cpu and cuda, not {tensor.device.type}")
             if tensor.data_ptr() not in seen:  # layers may share their KV
                 seen.add(tensor.data_ptr())
-                self._rows += block_rows(name, tensor, blocks)
-                shapes.append("x".join(str(size) for size in tensor.shape if size != blocks))
+                rows, shape = block_rows(name, tensor, blocks)
+                self._rows += rows
+                shapes.append(shape)
         self._cuda = bool(self._rows) and self._rows[0].device.type == "cuda"
         self._computed: torch.cuda.Event | None = None
         sizes = [rows.shape[1] for rows in self._rows]
@@ -84,8 +85,10 @@ class DeviceMemory:
             rows[block].copy_(payload[part], non_blocking=True)
 
 
-def block_rows(name: str, tensor: torch.Tensor, blocks: int) -> Sequence[torch.Tensor]:
-    """Return views of a tensor of the KV cache as bytes, each of shape [blocks, bytes per block].
+def block_rows(name: str, tensor: torch.Tensor, blocks: int) -> tuple[Sequence[torch.Tensor], str]:
+    """Return views of a tensor of the KV cache as bytes, each of shape [blocks, bytes per block], and their layout.
+
+    The layout consists of the sizes of the dimensions in memory order, per block, and the order of the dimensions.
 
     Args:
         name: name of the layer, for the error message.
@@ -99,11 +102,17 @@ def block_rows(name: str, tensor: torch.Tensor, blocks: int) -> Sequence[torch.T
     stored = tensor.permute(order)
     if stored.is_contiguous():
         # The kernels of the engine may use smaller blocks than its scheduler.
-        if stored.shape[0] % blocks == 0:
-            return [stored.view(torch.uint8).view(blocks, -1)]
-        if stored.shape[0] == KEYS_AND_VALUES and stored.shape[1] % blocks == 0:
-            return [half.view(torch.uint8).view(blocks, -1) for half in stored]
+        sizes = list(stored.shape)
+        if sizes[0] % blocks == 0:
+            return [stored.view(torch.uint8).view(blocks, -1)], _layout([sizes[0] // blocks, *sizes[1:]], order)
+        if sizes[0] == KEYS_AND_VALUES and sizes[1] % blocks == 0:
+            rows = [half.view(torch.uint8).view(blocks, -1) for half in stored]
+            return rows, _layout([sizes[0], sizes[1] // blocks, *sizes[2:]], order)
     raise ValueError(
         f"KV tiers cannot copy single blocks of layer {name}: shape {tuple(tensor.shape)}, strides {tensor.stride()},"
         f" {blocks} blocks"
     )
+
+
+def _layout(sizes: Sequence[int], order: Sequence[int]) -> str:
+    return f"{'x'.join(map(str, sizes))}@{''.join(map(str, order))}"
