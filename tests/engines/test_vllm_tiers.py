@@ -7,7 +7,7 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from forebay.events.base import unpack_u64
 from forebay.events.control import Command
 from forebay.workers.engine import EngineError
 from forebay.workers.engines.vllm.engine import VllmEngine
@@ -201,6 +202,14 @@ async def test_working_set_survives_a_kill_and_reaches_a_second_worker(
     await restarted(slow_model, full, wanted[:4], cold[:4])
 
 
+def break_files(paths: Iterable[Path]) -> None:
+    """Flip a bit in each file."""
+    for path in list(paths):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+
 async def restarted(model: Path, tiers: TierSettings, wanted: list[list[int]], cold: list[Answer]) -> None:
     """The engine finds its files after the kill, computes the blocks of broken ones, and locks its directory."""
     tokens = [answer.tokens for answer in cold]
@@ -212,10 +221,13 @@ async def restarted(model: Path, tiers: TierSettings, wanted: list[list[int]], c
         assert loaded(answers) == {"disk": len(wanted) * LOADABLE}
         assert set().union(*map(one.blocks, wanted)) <= one.lower["disk"]
         await displace(one, 11)
-        for path in tiers.disk.rglob("*.kv"):
-            content = bytearray(path.read_bytes())
-            content[len(content) // 2] ^= 1
-            path.write_bytes(content)
+        late = {f"{name:016x}" for name in unpack_u64(one.item(wanted[3]).sequence_hashes)[LOADABLE // BLOCK // 2 :]}
+        break_files(path for path in tiers.disk.rglob("*.kv") if path.stem.rpartition("-")[2] in late)
+        (partly,) = await ask_all(one, wanted[3:4])
+        assert partly.tokens == tokens[3]
+        assert (partly.cached, loaded([partly])) == (LOADABLE // 2, {"disk": LOADABLE // 2})
+        await displace(one, 12)
+        break_files(tiers.disk.rglob("*.kv"))
         broken = await ask_all(one, wanted[:2])
         assert [answer.tokens for answer in broken] == tokens[:2]
         assert loaded(broken) == {}

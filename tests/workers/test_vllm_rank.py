@@ -149,6 +149,10 @@ class Request:
         self.cache_salt = None
         self.lora_request = None
         self.mm_features: list[Any] = []
+        self.num_prompt_tokens = len(prompt)
+        self.num_preemptions = 0
+        self.cached: dict[str, int] = {}
+        self.prefill_stats = SimpleNamespace(set=self.cached.update)
         self.block_ids: list[int] = []
         self.loading = False
 
@@ -263,6 +267,7 @@ class Scheduler(RuleBasedStateMachine):
         if not request.loading:
             self._free(request, request.block_ids)
             request.block_ids, request.num_computed_tokens = [], 0
+            request.num_preemptions += 1
 
     @precondition(lambda self: self.tiers.copies)
     @rule(at=st.integers(0, 5), is_ok=st.sampled_from([True, True, False]))

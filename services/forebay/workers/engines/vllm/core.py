@@ -161,9 +161,6 @@ class VllmCore:
             EngineError: the engine cannot start. The message tells why.
         """
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        if "kv_transfer_config" in arguments:
-            # On a CPU, otherwise vLLM's scheduler and its worker run in different processes, but share the tiers.
-            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # A forked child would share locks and sockets with threads that exist only in the worker.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         loop = asyncio.get_running_loop()

@@ -7,6 +7,7 @@ respond to a health request, `run` ends.
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from functools import partial
@@ -89,6 +90,10 @@ class VllmEngine(ModelEngine):
         sockets = self._make_sockets()
         tiers = None
         if settings.tiers is not None:
+            if "kv_transfer_config" in settings.arguments:
+                raise EngineError("KV tiers cannot be combined with kv_transfer_config in --engine-args")
+            # Otherwise, on a CPU, vLLM's scheduler and worker run in different processes, and cannot share the tiers.
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
             weights = await runtime.offload(model_digest, settings.model, default_cache())
             tiers = TierConfig(settings.tiers, weights, settings.dp_start_rank, spec.worker_id, sockets / TIER_ERROR)
         arguments = engine_arguments(settings, kv_events=spec.kv_events, sockets=sockets, tiers=tiers)

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 LOWER_TIERS: tuple[LowerTier, ...] = ("host", "disk", "store")
 PREFETCHES_MAX = 4  # waiting requests whose blocks are copied to host memory ahead of their load
 IDLE_WAIT_S = 0.002  # an engine that only waits for copies looks for their end this often
+STEPS_MAX = 16  # vLLM schedules a few steps ahead; a longer queue would mean that the end of steps is not reported
 REPORT_S = 1.0  # interval of reports in which no load has ended
 MIXED_SHARE = 8  # the duration of a step is that of its prefill if other tokens are fewer than an eighth
 
@@ -132,7 +133,7 @@ class VllmRank:
         self._reported_s = 0.0
         self._was_busy = True
         self._requests: dict[str, _Request] = {}
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[_Step] = deque(maxlen=STEPS_MAX)
         self._loading: Counter[bytes] = Counter()  # blocks that are being loaded, by key
         self._loads: set[str] = set()
         self._received: set[str] = set()
@@ -287,8 +288,8 @@ class VllmRank:
 
     def step_ended(self) -> None:
         """Observe the duration of the oldest step that has not ended."""
-        step = self._steps.popleft()
-        if step.prefill is not None:
+        step = self._steps.popleft() if self._steps else None
+        if step is not None and step.prefill is not None:
             tokens, cached = step.prefill
             self.tiers.costs.observe_prefill(tokens, cached, (runtime.monotonic_s() - step.began_s) * 1e6)
 
@@ -400,9 +401,20 @@ class VllmRank:
         if load.placed < count:
             one.barred = True
             self._failed.update(load.into[load.placed :])
+            self._correct_statistics(one, load.placed)
         assert load.result is not None
         one.loaded = load.result.by_tier
         self._onboarded[one.request_id] = load.result.onboarded(self._block_size)
+
+    def _correct_statistics(self, one: _Request, placed: int) -> None:
+        """Correct the number of cached tokens, because vLLM has counted all blocks of a load before it ended."""
+        stats = one.request.prefill_stats
+        if stats is not None and not one.request.num_preemptions:
+            stats.set(
+                num_prompt_tokens=one.request.num_prompt_tokens,
+                num_local_cached_tokens=one.first * self._block_size,
+                num_external_cached_tokens=placed * self._block_size,
+            )
 
 
 def measured_costs(costs: CostModel, block_size: int) -> TierCosts:
