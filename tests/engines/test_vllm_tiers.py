@@ -264,5 +264,8 @@ async def test_prefill_and_decode_workers_load_what_their_tiers_have(slow_model:
         assert loaded([computed for computed, _ in again]) == {"host": len(wanted) * LOADABLE}
         assert loaded([decoded for _, decoded in again]) == {"host": len(wanted) * LOADABLE}
         assert decode.metric("vllm:nixl_bytes_transferred_sum") == moved, "nothing was fetched"
+        # If its load failed, a request without KV to fetch would fail, too.
+        alone = await decode.ask(wanted[0], 12)
+        assert (alone.tokens, loaded([alone])) == (first[0][1].tokens, {})
         async with asyncio.timeout(30.0):  # less than the lease: the decode worker has released the KV
             await prefill.until(lambda: prefill.batches[-1].load.kv_blocks_used == 0)

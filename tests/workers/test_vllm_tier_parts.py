@@ -83,6 +83,8 @@ def test_tiers_and_transfers_are_combined() -> None:
     for role, policy in (("prefill", "recompute"), ("decode", "fail")):
         both = transfer(role)
         assert (both["kv_connector"], both["kv_load_failure_policy"]) == ("MultiConnector", policy)
+        tiers, _nixl = both["kv_connector_extra_config"]["connectors"]
+        assert tiers["kv_load_failure_policy"] == policy
         assert [name for name, _ in children(SimpleNamespace(**both))] == ["ForebayTiers", "NixlConnector"]
     assert children(None) == []
 

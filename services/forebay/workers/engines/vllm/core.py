@@ -67,8 +67,10 @@ def engine_arguments(
             "replay_endpoint": f"ipc://{sockets}/replay" if own else "tcp://*:0",
         }
     connectors: list[dict[str, Any]] = []
+    # A failed fetch must be reported and counted. A prefill engine fetches nothing, but it may load from tiers.
+    policy = "fail" if tiers is None or settings.role == "decode" else "recompute"
     if tiers is not None:
-        connectors.append(connector(tiers))
+        connectors.append(connector(tiers) | {"kv_load_failure_policy": policy})
     if settings.role in KV_ROLES:
         connectors.append(
             {
@@ -78,7 +80,8 @@ def engine_arguments(
             }
         )
     if connectors:
-        arguments["kv_transfer_config"] = _transfer_config(settings, connectors)
+        combined = _transfer_config(settings, connectors)
+        arguments["kv_transfer_config"] = combined | {"kv_load_failure_policy": policy}
         arguments["worker_extension_cls"] = EXTENSION
     arguments |= settings.arguments
     return {name: value for name, value in arguments.items() if value is not None}
@@ -86,16 +89,13 @@ def engine_arguments(
 
 def _transfer_config(settings: EngineSettings, connectors: list[dict[str, Any]]) -> dict[str, Any]:
     """Return one `kv_transfer_config` for all connectors. vLLM asks them for the KV of a request in this order."""
-    combined = connectors[0]
-    if len(connectors) > 1:
-        combined = {
-            "kv_connector": "MultiConnector",
-            "kv_role": KV_ROLES[settings.role],
-            "kv_connector_extra_config": {"connectors": connectors},
-        }
-    # A failed fetch must be reported and counted. A prefill engine fetches nothing, but it may load from tiers.
-    fetches = settings.tiers is None or settings.role == "decode"
-    return combined | {"kv_load_failure_policy": "fail" if fetches else "recompute"}
+    if len(connectors) == 1:
+        return connectors[0]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": KV_ROLES[settings.role],
+        "kv_connector_extra_config": {"connectors": connectors},
+    }
 
 
 @contextmanager

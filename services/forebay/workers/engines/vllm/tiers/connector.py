@@ -104,6 +104,7 @@ class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs witho
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._config = TierConfig.decode(self._kv_transfer_config.kv_connector_extra_config)
         self._engine_id = str(self._kv_transfer_config.engine_id)
+        self._fails = self._kv_transfer_config.kv_load_failure_policy == "fail"  # requests, if a load fails
         self._adapters: dict[tuple[int, str], str] = {}
         with self._reported():
             if reason := unsupported(vllm_config):
@@ -195,10 +196,12 @@ class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs witho
         tokens = self.tier_rank.match(request.request_id, num_computed_tokens)
         if tokens is None:
             return None, False
-        fetches = (request.kv_transfer_params or {}).get("do_remote_prefill")
-        if fetches and not self.tier_rank.has_all(request.request_id, num_computed_tokens, tokens):
-            # vLLM uses one connector per request, and the KV of the prefill worker is complete.
-            tokens = 0
+        if self._fails and tokens:
+            # vLLM uses one connector per request, and the KV that a request can fetch is complete. A request that
+            # fetches nothing would fail with the load, and no other worker would compute its prompt.
+            fetches = (request.kv_transfer_params or {}).get("do_remote_prefill")
+            if not fetches or not self.tier_rank.has_all(request.request_id, num_computed_tokens, tokens):
+                tokens = 0
         return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
