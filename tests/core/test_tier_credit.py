@@ -59,6 +59,7 @@ def test_measured_credit_is_what_loading_saves() -> None:
     costs = measured(host=(50.0, 10.0), disk=(100.0, 50.0), store=(300.0, 20.0))
     # host: 4 - (50 + 4 * 10) / 100; disk: 4 - (100 + 4 * 50) / 100; store: 10 - (300 + 10 * 20) / 100
     assert credit(costs, tier_credit="measured") == pytest.approx(2 + 3.1 + 1.0 + 5.0)
+    assert credit(costs, Overlap(device=3), tier_credit="measured") == 3.0
     assert credit(costs) == 11.0, "weights are the default"
 
 

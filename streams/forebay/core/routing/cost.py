@@ -27,7 +27,6 @@ from forebay.core.state.roster import Roster
 from forebay.core.state.tier_rates import credit_blocks
 from forebay.events.control import RouterConfig
 from forebay.events.decisions import CostTerms, ScoredCandidate
-from forebay.events.kv import LowerTier
 from forebay.events.requests import TaintWeight
 
 _DECIMAL = Context(prec=30)
@@ -187,19 +186,17 @@ def _measured(
     The credit of n blocks of a tier is n - (fixed_us + n * block_us) / prefill_block_us, at least 0. If the rank has
     not measured these durations, the weight of the tier applies.
     """
-    credit = config.overlap_score_credit
-    weights: tuple[tuple[LowerTier, float], ...] = (
-        ("host", config.host_cache_hit_weight),
-        ("disk", config.disk_cache_hit_weight),
-        ("store", config.shared_cache_hit_weight),
-    )
-    saved_blocks = [0.0] * len(roster.loads)
-    for at, overlap in overlaps.items():
-        rates = roster.loads[at].rates
-        saved = (credit if decay is None else credit / decay[at]) * overlap.device
-        for (tier, weight), blocks in zip(weights, overlap[1:], strict=True):
-            if blocks:
-                saved += credit_blocks(rates, tier, blocks, weight)
+    credit, loads = config.overlap_score_credit, roster.loads
+    saved_blocks = [0.0] * len(loads)
+    for at, (device, host, disk, store) in overlaps.items():
+        rates = loads[at].rates
+        saved = (credit if decay is None else credit / decay[at]) * device
+        if host:
+            saved += credit_blocks(rates, "host", host, config.host_cache_hit_weight)
+        if disk:
+            saved += credit_blocks(rates, "disk", disk, config.disk_cache_hit_weight)
+        if store:
+            saved += credit_blocks(rates, "store", store, config.shared_cache_hit_weight)
         saved_blocks[at] = saved
     return saved_blocks
 

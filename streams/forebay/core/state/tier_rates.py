@@ -32,4 +32,5 @@ def credit_blocks(rates: TierRates, tier: LowerTier, blocks: int, weight: float)
     if rate is None:
         return weight * blocks
     fixed, each = rate
-    return max(0.0, blocks - (fixed + blocks * each))
+    saved = blocks - (fixed + blocks * each)
+    return saved if saved > 0.0 else 0.0
