@@ -38,6 +38,7 @@ PREFETCHES_MAX = 4  # waiting requests whose blocks are copied to host memory ah
 IDLE_WAIT_S = 0.002  # an engine that only waits for copies looks for their end this often
 STEPS_MAX = 16  # vLLM schedules a few steps ahead; a longer queue would mean that the end of steps is not reported
 REPORT_S = 1.0  # interval of reports in which no load has ended
+WARM_UPS = 1  # the first prompt of an engine takes much longer than others
 MIXED_SHARE = 8  # the duration of a step is that of its prefill if other tokens are fewer than an eighth
 
 
@@ -131,6 +132,7 @@ class VllmRank:
         self._pool: BlockPool | None = None
         self._onboarded: dict[str, tuple[OnboardedTokens, ...]] = {}
         self._reported_s = 0.0
+        self._prefills = 0
         self._was_busy = True
         self._requests: dict[str, _Request] = {}
         self._steps: deque[_Step] = deque(maxlen=STEPS_MAX)
@@ -234,7 +236,7 @@ class VllmRank:
                 one.observed = True
                 self.tiers.observe_request(len(self._prompt(one)), one.first, one.loaded)
             before = one.request.num_computed_tokens
-            if tokens >= self._block_size:
+            if tokens > 1:
                 prefill.append((tokens, before))
             # Without tokens that a draft model has proposed and that may be rejected.
             full = min(before + tokens, one.request.num_tokens) // self._block_size
@@ -290,6 +292,9 @@ class VllmRank:
         """Observe the duration of the oldest step that has not ended."""
         step = self._steps.popleft() if self._steps else None
         if step is not None and step.prefill is not None:
+            self._prefills += 1
+            if self._prefills <= WARM_UPS:
+                return
             tokens, cached = step.prefill
             self.tiers.costs.observe_prefill(tokens, cached, (runtime.monotonic_s() - step.began_s) * 1e6)
 
