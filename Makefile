@@ -29,7 +29,7 @@ PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 # These need Kafka and Redis, or vLLM.
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines
 
-.PHONY: help setup setup-engines up test test-all explore fuzz fuzz-bugs test-kafka test-engines kafka kafka-stop demo-kafka demo-failover demo-upgrade demo-disagg demo-scaling demo-models demo-console lint type fmt mutations coverage bench \
+.PHONY: help setup setup-engines up test test-all explore fuzz fuzz-bugs test-kafka test-engines kafka kafka-stop demo-kafka demo-failover demo-upgrade demo-disagg demo-scaling demo-models demo-tiers demo-console lint type fmt mutations coverage bench \
     schemas golden report-picture console-pictures lock lock-engines resolve ci clean
 
 help: ## show this help
@@ -91,6 +91,9 @@ demo-scaling: $(READY) ## scale workers by a planner that is killed half-way (Ja
 demo-models: $(READY) ## attach servers, move an alias between two models under load, serve 50 models (Java 17, Maven)
 	@$(BIN)/python -m tests.harness.demo_models $(ARGS)
 
+demo-tiers: $(READY) ## reuse KV from host memory, disks, a directory and a bucket that fail (Java 17, Maven)
+	@$(BIN)/python -m tests.harness.demo_tiers $(ARGS)
+
 demo-console: $(READY) ## lose a worker and the owner, and look at it in the console (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/python -m tests.harness.demo_console $(ARGS)
 
@@ -110,9 +113,9 @@ fmt: $(READY) ## format the code and apply automatic fixes
 mutations: $(READY) ## check that the tests notice each bug of tests/mutations; a name in ARGS="..." selects
 	@$(BIN)/python -m tests.mutations $(ARGS)
 
-coverage: $(READY) ## check that events and core have 100 % branch coverage
+coverage: $(READY) ## check that events, core, engine_model and kv_tiers have 100 % branch coverage
 	@$(BIN)/coverage erase
-	@$(PYTEST) --quiet --hypothesis-profile full --cov --cov-report= --cov-fail-under=0 tests/events tests/core $(ARGS)
+	@$(PYTEST) --quiet --hypothesis-profile full --cov --cov-report= --cov-fail-under=0 tests/events tests/core tests/kv_tiers $(ARGS)
 	@$(BIN)/coverage report
 
 bench: $(READY) ## run a benchmark and print its results; names in ARGS="..."

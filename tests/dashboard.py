@@ -13,8 +13,9 @@ SHARED = ("Requests", "Routing", "Processes")
 EMBEDDED = "Embedded log"
 KAFKA = ("Kafka", "Kafka API")
 APART = "Prefill and decode"
+TIERS = "KV tiers"
 SHADOW = "Shadow"
-ROWS = {*SHARED, EMBEDDED, *KAFKA, APART, SHADOW}
+ROWS = {*SHARED, EMBEDDED, *KAFKA, APART, TIERS, SHADOW}
 
 
 def dashboards() -> dict[str, dict[str, Any]]:
@@ -55,7 +56,7 @@ def without_zero(expressions: list[str]) -> list[str]:
 
 def metrics(query: str) -> set[str]:
     """Return the names of forebay's series in an expression."""
-    return set(re.findall(r"\b(?:forebay|dynamo)_\w+", query))
+    return set(re.findall(r"\b(?:forebay|dynamo|kvbm)_\w+", query))
 
 
 def labels(query: str) -> set[str]:

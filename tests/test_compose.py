@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.command_line import parse
-from tests.dashboard import APART, metrics, queries
+from tests.dashboard import APART, TIERS, metrics, queries
 
 ROOT = Path(__file__).resolve().parent.parent
 PORT_MAX = 32_767  # ephemeral ports start above
@@ -114,8 +114,8 @@ def test_prometheus_scrapes_existing_services() -> None:
 def test_the_dashboard_uses_existing_metrics() -> None:
     sources = [path for root in ("streams", "services") for path in (ROOT / root).rglob("*.py")]
     text = "\n".join(path.read_text() for path in sources).replace("{name}_", "dynamo_frontend_")
-    # The metrics of disaggregation are checked in tests/cli/test_up_disagg.py.
-    shown = (query for row, found in queries().items() if row != APART for query in found)
+    # The metrics of disaggregation and of tiers are checked in tests/cli/test_up_disagg.py and test_up_tiers.py.
+    shown = (query for row, found in queries().items() if row not in (APART, TIERS) for query in found)
     names = set().union(*map(metrics, shown))
     missing = {name for name in names if f'"{re.sub(r"_(total|bucket|sum|count)$", "", name)}"' not in text}
     assert names

@@ -87,6 +87,7 @@ def test_commands_are_functions_or_applications() -> None:
         "replay",
         "topics",
         "dead-letters",
+        "tiers",
         "index",
         "config",
     }

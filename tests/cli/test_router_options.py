@@ -61,7 +61,7 @@ def test_every_flag_sets_its_field() -> None:
         "--router-decode-active-request-weight": "4",
         "--router-host-cache-hit-weight": "0.6",
         "--router-disk-cache-hit-weight": "0.1",
-        "--shared-cache-hit-weight": "0.05",
+        "--router-shared-cache-hit-weight": "0.05",
         "--router-ttl-secs": "60",
         "--router-predicted-ttl-secs": "5",
         "--router-session-affinity-ttl-secs": "30",

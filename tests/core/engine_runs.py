@@ -1,5 +1,6 @@
 """Requests for engine models, and what came of them."""
 
+from array import array
 from typing import Any
 
 from forebay.core.block_hashes import HASH_SEED, sequence_hashes
@@ -14,7 +15,7 @@ from forebay.engine_model.model import (
     Stored,
 )
 from forebay.engine_model.timing import StepWork
-from forebay.events.base import pack_u32, unpack_u32
+from forebay.events.base import pack_u32, unpack_u32, unpack_u64
 
 VOCABULARY = tuple(range(1000, 1100))
 BLOCK = 4
@@ -95,3 +96,22 @@ def replay_cache(steps: list[EngineStep]) -> set[int]:
 
 def finished(steps: list[EngineStep]) -> list[Finished]:
     return [end for step in steps for end in step.finished]
+
+
+def hashes(prompt: list[int]) -> list[int]:
+    return list(unpack_u64(sequence_hashes(pack_u32(prompt), BLOCK)))
+
+
+class Tier:
+    """Slower tier with some blocks. It records which requests it was asked about."""
+
+    def __init__(self, *prompts: list[int]) -> None:
+        self.content = {block for prompt in prompts for block in hashes(prompt)}
+        self.asked: list[tuple[str, int]] = []
+
+    def match(self, request_id: str, chain: "array[int]", first: int) -> int:
+        self.asked.append((request_id, first))
+        at = first
+        while at < len(chain) and chain[at] in self.content:
+            at += 1
+        return at - first

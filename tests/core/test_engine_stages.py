@@ -6,7 +6,6 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from forebay.core.block_hashes import sequence_hashes
 from forebay.engine_model.model import (
     Computed,
     EngineModel,
@@ -19,7 +18,6 @@ from forebay.engine_model.model import (
 from forebay.engine_model.sequence import generate_tokens
 from forebay.engine_model.steps import EngineStep
 from forebay.engine_model.timing import decode_us, prefill_us
-from forebay.events.base import pack_u32, unpack_u64
 from tests.core.engine_runs import (
     BLOCK,
     VOCABULARY,
@@ -27,15 +25,12 @@ from tests.core.engine_runs import (
     answers,
     config,
     finished,
+    hashes,
     replay_cache,
     request,
     run,
 )
 from tests.depth import examples
-
-
-def hashes(prompt: list[int]) -> list[int]:
-    return list(unpack_u64(sequence_hashes(pack_u32(prompt), BLOCK)))
 
 
 def fetch_all(model: EngineModel, until_us: int = 0) -> list[EngineStep]:

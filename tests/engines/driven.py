@@ -15,6 +15,8 @@ from forebay.engine_model.model import Finished, Stored
 from forebay.events.base import pack_u32, unpack_u32, unpack_u64
 from forebay.events.decisions import Stage
 from forebay.events.fleet import WorkerSpec
+from forebay.events.kv import Tier
+from forebay.events.progress import OnboardedTokens
 from forebay.events.requests import Sampling, Task
 from forebay.events.tokens import ResponseError, TokenLogprob
 from forebay.events.transfer import Prefilled
@@ -35,6 +37,7 @@ class Answer:
     chunks: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
     cached: int | None = None  # as reported with the first token
+    onboarded: tuple[OnboardedTokens, ...] = ()
     finished: Finished | None = None
     error: ResponseError | None = None
     vector: tuple[float, ...] = ()
@@ -48,13 +51,19 @@ class Answer:
 
 
 class Driven:
-    """Driver of one engine. `held` are the blocks of an index, by rank, from the cache changes."""
+    """Driver of one engine.
+
+    `held` are the blocks of an index in device memory, by rank, from the cache changes. `lower` are those in other
+    tiers of all ranks, and `shared` those in the shared store.
+    """
 
     def __init__(self, engine: Engine, spec: WorkerSpec) -> None:
         self.engine = engine
         self.spec = spec
         self.batches: list[EngineBatch] = []
         self.held: dict[int, set[int]] = {rank: set() for rank in spec.ranks}
+        self.lower: dict[Tier, set[int]] = {"host": set(), "disk": set()}
+        self.shared: set[int] = set()
         self.answers: dict[str, Answer] = {}
         self.ended: BaseException | None = None
         self._news = asyncio.Event()
@@ -66,12 +75,17 @@ class Driven:
         for change in batch.cache_changes:
             match change:
                 case Stored(hashes=hashes):
-                    assert change.parent is None or change.parent in held
-                    held.update(hashes)
+                    blocks = self.lower.get(change.tier, held)
+                    assert change.parent is None or change.parent in blocks
+                    blocks.update(hashes)
                 case Cleared():
-                    held.clear()
+                    for blocks in (held, *self.lower.values()):
+                        blocks.clear()
                 case _:
-                    held.difference_update(change.hashes)
+                    self.lower.get(change.tier, held).difference_update(change.hashes)
+        for one_change in batch.store_changes:
+            self.shared.difference_update(one_change.removed, one_change.stale)
+            self.shared.update(one_change.stored)
         for generated in batch.emitted:
             one = self.answers[generated.request_id]
             assert generated.first_index == len(one.tokens)
@@ -80,6 +94,7 @@ class Driven:
             one.chunks += 1
         for first in batch.first_tokens:
             self.answers[first.request_id].cached = first.cached_tokens
+            self.answers[first.request_id].onboarded = first.onboarded
         for vector in batch.vectors:
             self.answers[vector.request_id].vector = struct.unpack(f"<{len(vector.packed) // 4}f", vector.packed)
         for end in batch.finished:
@@ -91,6 +106,7 @@ class Driven:
         for prefilled in batch.prefilled:
             self.answers[prefilled.request_id].prefilled = prefilled.prefilled
             self.answers[prefilled.request_id].cached = prefilled.cached_tokens
+            self.answers[prefilled.request_id].onboarded = prefilled.onboarded
         for missed in batch.not_fetched:
             self.answers[missed.request_id].not_fetched = missed.error
         self._news.set()
@@ -116,6 +132,7 @@ class Driven:
         rank: int | None = None,
         stage: Stage = "aggregated",
         prefilled: Prefilled | None = None,
+        store_blocks: int = 0,
         **sampling: Any,
     ) -> WorkItem:
         """Return a request, by default greedy and with `ignore_eos`."""
@@ -137,6 +154,7 @@ class Driven:
             task=task,
             stage=stage,
             prefilled=prefilled,
+            store_blocks=store_blocks,
         )
 
     def expect(self, item: WorkItem) -> Answer:

@@ -95,6 +95,12 @@ class StreamClients:
         await self.all()
         return submitted
 
+    async def answer(self, token_ids: list[int], tokens: int) -> StreamResult:
+        """Send a prompt and wait for its response."""
+        result = self.submit(token_ids, tokens)
+        await self._tasks[-1]
+        return result
+
     @asynccontextmanager
     async def load(self, every_s: float, tokens: int, first: int) -> AsyncIterator[None]:
         """Send prompts from number `first` on while the body runs, then wait for the responses."""

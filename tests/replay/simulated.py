@@ -1,6 +1,7 @@
 """Logs of simulated runs, with the engines of the simulator."""
 
 from collections.abc import Iterable
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -20,7 +21,10 @@ from forebay.simulate.arrivals import Arrival, ListedArrivals
 from forebay.simulate.cluster import NO_TRANSFER, SimulatedCluster
 from forebay.simulate.mooncake import BLOCK_TOKENS, MooncakeRow
 from forebay.simulate.rank import EngineRank
+from forebay.simulate.resumed import NO_TIERS
 from forebay.simulate.settings import PoolRole, Transfer
+from forebay.simulate.tiers.fleet import TierFleet, store_name
+from forebay.simulate.tiers.settings import FleetTiers
 from forebay.simulate.workload import sequence_hashes
 from tests.replay.recorded import MemoryLog
 from tests.simulate.traces import turn_of
@@ -44,13 +48,15 @@ class RecordedRun(SimulatedCluster):
         *,
         prefill: int = 0,
         transfer: Transfer = NO_TRANSFER,
+        tiers: FleetTiers = NO_TIERS,
     ) -> None:
         """Create the fleet. The first `prefill` workers prefill prompts for the others."""
         world = World()
         super().__init__(world, reports=False, transfer=transfer)
         self.log = MemoryLog()
-        self._append(DECISIONS, OwnerClaimed(owner_id="o", core_version=CORE_VERSION, events_version=EVENTS_VERSION))
-        claim(world, 0, (), EVENTS_VERSION)
+        claimed = OwnerClaimed(owner_id="o", core_version=CORE_VERSION, events_version=EVENTS_VERSION)
+        self._append(DECISIONS, claimed)
+        claim(world, 0, events_version=EVENTS_VERSION)
         self.now_us = START_US
         decoding_role: PoolRole = "decode" if prefill else "aggregated"
         roles: list[PoolRole] = [*repeat(PREFILL, prefill), *repeat(decoding_role, workers - prefill)]
@@ -58,6 +64,7 @@ class RecordedRun(SimulatedCluster):
             name = role if role == "prefill" else POOL
             pool = PoolConfigured(pool=name, model=MODEL, block_size=BLOCK, router=router, role=role)
             self.apply(CONTROL, pool)
+        tier_fleet = TierFleet(self, reports_costs=False)
         for number, role in enumerate(roles):
             spec = WorkerSpec(
                 pool=role if role == "prefill" else POOL,
@@ -68,11 +75,17 @@ class RecordedRun(SimulatedCluster):
                 kv_blocks_total=blocks,
                 max_num_seqs=256,
                 max_num_batched_tokens=8_192,
+                kv_store=store_name(tiers, MODEL),
             )
             config = EngineConfig(vocabulary=None, block_size=BLOCK, kv_blocks_total=blocks, timing=timing)
-            engine = EngineModel(config)
-            self.add(EngineRank(number, spec, 0, world.view.get(FLEET.name, 0), engine))
+            block_bytes = BLOCK * transfer.kv_bytes_per_token
+            own = tier_fleet.build(tiers, MODEL, config, block_bytes, partial(self._changed, number))
+            engine = EngineModel(config) if own is None else own.engine
+            self.add(EngineRank(number, spec, 0, world.view.get(FLEET.name, 0), engine, tiers=own))
             self.apply(FLEET, WorkerJoined(owner_epoch=0, spec=spec, lease="l", slot=number, from_offset=0))
+
+    def _changed(self, number: int, is_loaded: bool) -> None:
+        self.tiers_changed(self.ranks[number], is_loaded=is_loaded)
 
     def derive(self, topic: Topic, event: InputEvent) -> list[AnyDecision]:
         self._append(topic, event)

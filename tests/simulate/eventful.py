@@ -8,6 +8,7 @@ import msgspec
 from forebay.simulate.outcome import SimulationOutcome
 from forebay.simulate.settings import DELAYS, LifeCycleSettings, Settings, WorkerFault, WorkerStart, policy
 from forebay.simulate.simulation import Simulation
+from forebay.simulate.tiers.settings import FleetTiers, HostTier, StoreTier
 from forebay.simulate.workload import Turn
 from tests.simulate.fleets import Turns, fleet, split, turn
 from tests.simulate.policies import CUSTOM
@@ -33,8 +34,9 @@ def eventful() -> str:
         cold_start_s=0.5,
         lease_ttl_s=1.0,
     )
-    [pool] = fleet(2).pools
-    apart = split(2, 2).pools
+    small = {"kv_blocks": 20}  # so that blocks are evicted, and loaded again
+    [pool] = fleet(2, sizes=small).pools
+    apart = split(2, 2, sizes=small).pools
     system = Settings(
         pools=(
             pool,
@@ -43,6 +45,7 @@ def eventful() -> str:
         ),
         delays=DELAYS["kafka"],
         life=life,
+        tiers=FleetTiers(host=HostTier(size="8blocks"), store=StoreTier(size="40blocks", filter=False)),
         timeout_s=20.0,
     )
     turns = [
@@ -62,4 +65,6 @@ def eventful() -> str:
     outcome = run(system, "kv:temperature=0.4,session_ttl_s=2,session_mode=soft", tuple(turns))
     assert {one.attempts for one in outcome.requests} >= {1, 2}
     assert any(one.transferred_bytes for one in outcome.requests)
+    assert outcome.tiers is not None
+    assert set(outcome.tiers.loaded) == {"host", "store"}
     return f"{outcome.digest} {sha256(repr(comparable(outcome)).encode()).hexdigest()}"

@@ -2,7 +2,8 @@
 
 import pickle
 import random
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -24,10 +25,13 @@ from forebay.simulate.settings import (
     WorkerStart,
     validate_settings,
 )
+from forebay.simulate.tiers.settings import DiskTier, FleetTiers, HostTier, StoreTier, TierModel
 from forebay.simulate.workload import Turn
 from tests.depth import examples
 from tests.simulate.eventful import comparable, run
 from tests.simulate.fleets import fleet, split, turn
+
+Tier = TypeVar("Tier", bound=TierModel)
 
 MS = 1_000
 TIMES = st.integers(0, 20_000).map(lambda ms: ms * MS)
@@ -37,6 +41,7 @@ POLICIES = [
     "kv:disagg.enforce=true,queue.threshold=0.05",
     "kv:queue.threshold=0.01",
     "kv:temperature=0.5,session_ttl_s=1",
+    "kv:tier_credit=measured",
     "kv:busy.active_decode_blocks_threshold=0.4",
     "tests.simulate.policies.LeastUsed",
 ]
@@ -98,12 +103,31 @@ LIVES = st.builds(
 )
 
 
+def tier_of(kind: Callable[..., Tier]) -> st.SearchStrategy[Tier | None]:
+    return st.one_of(
+        st.none(),
+        st.builds(
+            kind,
+            size=st.sampled_from(["0", "3blocks", "20blocks", "400blocks"]),
+            bandwidth=st.sampled_from([0.0, 0.01, 0.5, 25.0]),
+            latency_us=st.sampled_from([0, 1, 5_000]),
+            write=st.sampled_from(["through", "through", "eviction"]),
+            filter=st.sampled_from([None, False, True]),
+        ),
+    )
+
+
+TIERS = st.builds(FleetTiers, host=tier_of(HostTier), disk=tier_of(DiskTier), store=tier_of(StoreTier))
+
+
 @st.composite
 def systems(draw: st.DrawFn) -> Settings:
     sizes = {"kv_blocks": draw(st.sampled_from([6, 12, 200])), "max_num_batched_tokens": 512}
     life = draw(LIVES)
     timeout_s = draw(st.sampled_from([0.05, 3.0, 600.0, 86_400.0]))
     more: dict[str, Any] = {"delays": draw(WAYS), "timeout_s": timeout_s, "seed": draw(st.integers(0, 9))}
+    if draw(st.booleans()):
+        more["tiers"] = draw(TIERS)
     if draw(st.booleans()):
         chosen = fleet(draw(st.integers(1, 3)), life, sizes, **more)
     else:
@@ -122,6 +146,8 @@ def test_every_request_ends_once_and_every_run_is_reproducible(
     outcome = run(system, name, turns)
     found = list(outcome.requests)
     event(f"failed: {any(one.failure for one in found)}, again: {any(one.attempts > 1 for one in found)}")
+    if outcome.tiers is not None:
+        event(f"loaded: {sorted(outcome.tiers.loaded)}, stale: {outcome.tiers.counters.get('stale_store', 0) > 0}")
     event(f"prefilled elsewhere: {any(one.prefiller is not None for one in found)}")
     assert sorted(one.number for one in found) == list(range(len(turns)))
     by_number = {one.number: one for one in found}
@@ -135,12 +161,15 @@ def test_every_request_ends_once_and_every_run_is_reproducible(
             assert one.arrived_us < one.first_us <= one.last_us <= outcome.lasted_us
             # A later attempt computes at least the tokens that earlier attempts emitted.
             assert 0 <= one.cached_tokens < one.prompt_tokens + (one.attempts > 1)
+            assert 0 <= one.host_tokens + one.disk_tokens + one.store_tokens <= one.cached_tokens
         for earlier in (by_number[number] for number in submitted.after):
             assert one.arrived_us >= max(earlier.arrived_us, earlier.last_us) + submitted.delay_us
         if not submitted.after:
             assert one.arrived_us == submitted.at_us
     figures = summary(outcome, system.workers)
     assert figures["requests"] + figures["failed"] == len(turns)
+    if outcome.tiers is not None:
+        assert sum(figures["tiers"]["tokens"].values()) == figures["prompt_tokens"]
     timeline = outcome.timeline
     assert (sum(timeline.arrived), sum(timeline.finished)) == (len(turns), len(turns))
     assert {*map(len, (timeline.queued, timeline.workers, *timeline.computed, *timeline.running))} == {

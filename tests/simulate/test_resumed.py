@@ -10,13 +10,14 @@ from forebay.engine_model.timing import LinearTiming, decode_us
 from forebay.events.base import pack_u64
 from forebay.events.control import BusyThresholds, QueueConfig, RouterConfig
 from forebay.events.fleet import WorkerJoined, WorkerLost
-from forebay.events.kv import BlocksStored
+from forebay.events.kv import BlocksStored, StoreBlocksAdded
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RoutingHints, Sampling
 from forebay.events.snapshots import Chunk
 from forebay.events.topics import FLEET, REQUESTS
 from forebay.simulate.arrivals import Arrival
-from forebay.simulate.resumed import NotSimulable, ResumedOutcome, rank_keys, resume
+from forebay.simulate.resumed import NotSimulable, ResumedOutcome, SimulatedHardware, rank_keys, resume
 from forebay.simulate.settings import Delay, Delays, Transfer
+from forebay.simulate.tiers.settings import DiskTier, FleetTiers, HostTier, StoreTier
 from tests.core.worlds import Driver, pool, spec
 
 BLOCK = 4
@@ -59,6 +60,31 @@ def resumed(drive: Driver, *arrivals: Arrival, **options: Any) -> ResumedOutcome
 def store(drive: Driver, worker: str, blocks: list[int], **changes: Any) -> None:
     event = BlocksStored(worker_id=worker, worker_epoch=drive.epoch(worker), seq=1, sequence_hashes=pack_u64(blocks))
     drive("kv-events", msgspec.structs.replace(event, **changes))
+
+
+def test_tiers_start_with_the_blocks_of_the_index() -> None:
+    drive = fleet("a", "b", kv_store="s", kv_blocks_total=100)
+    store(drive, "b", CHAIN[:3])
+    store(drive, "b", CHAIN[:6], tier="host", seq=2)
+    store(drive, "b", CHAIN[6:8], tier="disk", seq=3)
+    drive("kv-events", StoreBlocksAdded(store="s", worker_id="a", sequence_hashes=pack_u64(CHAIN[7:10])))
+    sizes = {"host": HostTier(size="5blocks"), "disk": DiskTier(size="9blocks"), "store": StoreTier(size="9blocks")}
+    cases: tuple[tuple[dict[str, Any], int, tuple[int, int, int]], ...] = (
+        ({}, 3, (0, 0, 0)),
+        ({"host": sizes["host"]}, 5, (2, 0, 0)),  # five of the six blocks fit, of which two are not on the device
+        ({"host": HostTier(size="6blocks"), "disk": sizes["disk"]}, 8, (3, 2, 0)),
+        ({"host": HostTier(size="6blocks"), "disk": sizes["disk"], "store": sizes["store"]}, 10, (3, 2, 2)),
+    )
+    for tiers, blocks, loaded in cases:
+        hardware = SimulatedHardware(tiers=FleetTiers(**tiers))
+        found = resumed(drive, submit("r", CHAIN[:12]), hardware=hardware).served["r"]
+        assert (found.worker, found.cached_tokens) == (1, blocks * BLOCK)
+        assert (found.host_tokens, found.disk_tokens, found.store_tokens) == tuple(count * BLOCK for count in loaded)
+    small = SimulatedHardware(tiers=FleetTiers(host=HostTier(size="1KB")))
+    with pytest.raises(
+        NotSimulable, match="tiers of worker a: host: got a size of 1KB, but one block has 524288 bytes"
+    ):
+        resumed(drive, submit("r", CHAIN[:12]), hardware=small)
 
 
 def test_engines_start_with_the_blocks_of_the_index() -> None:
@@ -158,7 +184,7 @@ def test_timing_and_delays_are_applied() -> None:
         resumed(fleet("a"), submit("r", CHAIN[:10], output=3), **options).served["r"]
         for options in (
             {},
-            {"timing": LinearTiming(step=1_000_000.0)},
+            {"hardware": SimulatedHardware(timing=LinearTiming(step=1_000_000.0))},
             {"delays": Delays(work=Delay(fixed_us=700), tokens=Delay(fixed_us=30))},
         )
     )
@@ -168,6 +194,7 @@ def test_timing_and_delays_are_applied() -> None:
 
 
 LINK = Transfer(kv_bytes_per_token=1_000, kv_transfer_bandwidth=0.001, kv_transfer_latency_us=70)
+LINKED = SimulatedHardware(transfer=LINK)
 
 
 def disaggregated(prefill: str, decode: str, **changes: Any) -> Driver:
@@ -186,7 +213,7 @@ def disaggregated(prefill: str, decode: str, **changes: Any) -> Driver:
 def test_prompts_are_prefilled_transferred_and_decoded() -> None:
     drive = disaggregated("pq", "d")
     store(drive, "q", CHAIN[:10])
-    run = resumed(drive, submit("r", CHAIN[:12]), transfer=LINK)
+    run = resumed(drive, submit("r", CHAIN[:12]), hardware=LINKED)
     one = run.served["r"]
     assert run.ranks == [("d", 0), ("p", 0), ("q", 0)]
     assert (one.worker, one.prefiller, one.cached_tokens) == (0, 2, 10 * BLOCK)
@@ -199,7 +226,13 @@ def test_ranks_of_a_prefill_worker_retain_their_kv() -> None:
     store(drive, "p", CHAIN[:10], rank=4)
     cancellation = Arrival(50_000, REQUESTS, RequestCancelled(request_id="cancelled"))
     both = [submit("stays", CHAIN[:10]), submit("cancelled", CHAIN[:10], 1_001, nonce=1)]
-    run = resumed(drive, *both, submit("other", CHAIN[20:30], 1_002, nonce=2), cancellation, transfer=LINK)
+    run = resumed(
+        drive,
+        *both,
+        submit("other", CHAIN[20:30], 1_002, nonce=2),
+        cancellation,
+        hardware=LINKED,
+    )
     assert run.ranks == [("d", 0), ("e", 0), ("p", 3), ("p", 4)]
     assert (run.served["stays"].prefiller, run.served["stays"].failure) == (3, "")
     assert run.served["cancelled"].failure == "client disconnected"
@@ -210,7 +243,7 @@ def test_a_joining_prefill_worker_takes_over_from_one_lost_while_sending() -> No
     spec_q = spec("q", role="prefill", pool="prefill")
     joins = Arrival(1_100, FLEET, WorkerJoined(owner_epoch=0, spec=spec_q, lease="l", slot=5, from_offset=0))
     lost = Arrival(60_000, FLEET, WorkerLost(owner_epoch=0, worker_id="p", worker_epoch=0))
-    one = resumed(disaggregated("p", "d"), submit("r", CHAIN[:12]), joins, lost, transfer=LINK).served["r"]
+    one = resumed(disaggregated("p", "d"), submit("r", CHAIN[:12]), joins, lost, hardware=LINKED).served["r"]
     # The fetch times out before the prompt is prefilled by the other worker.
     assert (one.prefiller, one.attempts, one.failure) == (2, 2, "")
     assert one.first_us > 10_000_000

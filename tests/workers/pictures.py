@@ -2,11 +2,14 @@
 
 import asyncio
 import io
+from hashlib import sha256
 from typing import Any
 
 import pytest
 
-from forebay.events.media import Encoded
+from forebay.core.block_hashes import mm_hashes, sequence_hashes
+from forebay.events.base import pack_u32
+from forebay.events.media import Encoded, Media
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
@@ -16,6 +19,18 @@ def png(color: tuple[int, int, int] = (200, 30, 90), size: int = 16) -> bytes:
     kept = io.BytesIO()
     Image.new("RGB", (size, size), color).save(kept, "PNG")
     return kept.getvalue()
+
+
+def shown(color: tuple[int, int, int], first_token: int = 1) -> Media:
+    """Return an image with four placeholder tokens."""
+    content = png(color)
+    digest = sha256(content).hexdigest()
+    return Media(kind="image", mime="image/png", digest=digest, first_token=first_token, tokens=4, content=content)
+
+
+def hashes_with(prompt: list[int], *media: Media) -> bytes:
+    """Return the packed sequence hashes of a prompt with images, in blocks of four tokens."""
+    return sequence_hashes(pack_u32(prompt), 4, mm_hashes=mm_hashes(media, 4))
 
 
 class Memory:

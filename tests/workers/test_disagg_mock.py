@@ -1,8 +1,6 @@
 """Disaggregated mock engines, by NIXL and by plain sockets, with correct and corrupt bytes."""
 
-import io
 import sys
-from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -10,8 +8,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from forebay import runtime
-from forebay.core.block_hashes import mm_hashes, sequence_hashes
-from forebay.events.base import pack_u32
 from forebay.events.control import Command
 from forebay.events.kv import BlocksStored
 from forebay.events.media import Media
@@ -28,7 +24,7 @@ from forebay.workers.runtime.metrics import WorkerMetrics
 from forebay.workers.runtime.probes import Probes
 from tests.workers.conftest import Scene, engine_config, until, work_item
 from tests.workers.disagg import BLOCK_BYTES, PROMPT, Pair, aggregated, kv_settings, output_by, pair_of, serving, side
-from tests.workers.pictures import Memory
+from tests.workers.pictures import Memory, hashes_with, shown
 
 KINDS = ("nixl", "tcp")
 CLEAR = Command(action="clear_kv_blocks")
@@ -158,26 +154,13 @@ async def test_disagg_common_prefixes_share_slots(scene: Scene) -> None:
     assert answers[0] == answers[2] != answers[1]
 
 
-def shown(color: tuple[int, int, int], first_token: int = 1) -> Media:
-    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
-    kept = io.BytesIO()
-    image.new("RGB", (16, 16), color).save(kept, "PNG")
-    content = kept.getvalue()
-    digest = sha256(content).hexdigest()
-    return Media(kind="image", mime="image/png", digest=digest, first_token=first_token, tokens=4, content=content)
-
-
-def hashes_of(prompt: list[int], *media: Media) -> bytes:
-    return sequence_hashes(pack_u32(prompt), 4, mm_hashes=mm_hashes(media, 4))
-
-
 @pytest.mark.parametrize("length", [8, 10])
 async def test_disagg_kv_contains_the_media(scene: Scene, length: int) -> None:
     prompt = list(range(1, length + 1))
     red, blue = shown((255, 0, 0), 4), shown((0, 0, 255), 4)
 
     def fields(*media: Media) -> dict[str, Any]:
-        return {"media": media, "sequence_hashes": hashes_of(prompt, *media)}
+        return {"media": media, "sequence_hashes": hashes_with(prompt, *media)}
 
     cases = {"red": fields(red), "blue": fields(blue), "none": fields()}
     expected = {name: await aggregated(scene, f"alone.{name}", prompt, **case) for name, case in cases.items()}
@@ -199,7 +182,7 @@ async def test_a_disagg_prompt_whose_images_another_worker_encoded(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image = shown((9, 99, 199), 4)
-    fields: dict[str, Any] = {"media": (image,), "sequence_hashes": hashes_of(PROMPT, image)}
+    fields: dict[str, Any] = {"media": (image,), "sequence_hashes": hashes_with(PROMPT, image)}
     expected = await aggregated(scene, "alone", **fields)
     memory = Memory()
     monkeypatch.setattr(media_feed.MediaFeed.__init__, "__defaults__", (memory.reader,))

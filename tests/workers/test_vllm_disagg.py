@@ -63,11 +63,12 @@ class VLLMError(Exception):
 class TransferConfig:
     """`kv_lease_duration` is `lease_s`."""
 
+    kv_connector = "NixlConnector"
     lease_s = 20.0
 
-    def get_from_extra_config(self, name: str, default: float) -> float:
-        assert name == "kv_lease_duration"
-        return self.lease_s
+    @property
+    def kv_connector_extra_config(self) -> dict[str, float]:
+        return {"kv_lease_duration": self.lease_s}
 
 
 class Llm:
@@ -169,7 +170,11 @@ class Running:
     def report_usage(self, usage: float) -> None:
         """Report the share of KV blocks in use, as vLLM does after a step."""
         stats = SimpleNamespace(
-            num_running_reqs=0, num_waiting_reqs=0, num_skipped_waiting_reqs=0, kv_cache_usage=usage
+            num_running_reqs=0,
+            num_waiting_reqs=0,
+            num_skipped_waiting_reqs=0,
+            kv_cache_usage=usage,
+            kv_connector_stats=None,
         )
         self.llm.make_logger(None, 0).record(stats, None)
 
@@ -207,7 +212,7 @@ async def running(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ru
         EngineDeadError=type("EngineDeadError", (Exception,), {}),
         VLLMError=VLLMError,
         response_error=lambda error: ResponseError(status=500, code="engine_error", message=str(error)),
-        sampling_params=lambda sampling, transfer=None: (sampling, transfer),
+        sampling_params=lambda sampling, transfer=None, _hints=None: (sampling, transfer),
     )
     monkeypatch.setattr(VllmCore, "start", start)
     monkeypatch.setattr(model_engine, "check_model", lambda _: None)

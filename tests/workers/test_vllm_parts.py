@@ -350,9 +350,26 @@ def test_other_metrics_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_step_statistics() -> None:
     reported: list[tuple[int, int, int, float]] = []
-    stats = VllmStepStats(1, lambda *generated: reported.append(generated))
-    stats.record(None, None, engine_idx=1)
-    stats.record(
-        SimpleNamespace(num_running_reqs=3, num_waiting_reqs=2, num_skipped_waiting_reqs=1, kv_cache_usage=0.25), None
+    of_tiers: list[tuple[int, bytes]] = []
+    stats = VllmStepStats(
+        1, lambda *generated: reported.append(generated), lambda *generated: of_tiers.append(generated)
     )
+    stats.record(None, None, engine_idx=1)
+    step = SimpleNamespace(
+        num_running_reqs=3,
+        num_waiting_reqs=2,
+        num_skipped_waiting_reqs=1,
+        kv_cache_usage=0.25,
+        kv_connector_stats=None,
+    )
+    stats.record(step, None)
     assert reported == [(1, 3, 3, 0.25)]
+    several: list[dict[str, Any]] = [
+        {"report": b"a"},
+        {"ForebayTiers": {"report": b"b"}, "NixlConnector": {}},
+        {"NixlConnector": {}},
+    ]
+    for connectors in several:
+        step.kv_connector_stats = connectors
+        stats.record(step, None)
+    assert of_tiers == [(1, b"a"), (1, b"b")]

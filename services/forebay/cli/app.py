@@ -127,6 +127,7 @@ COMMANDS = {
     "dead-letters": CommandEntry(
         "dead_letters.command", "app", "List records that did not decode or were rejected, and retry them."
     ),
+    "tiers": CommandEntry("tiers.command", "app", "List, verify and purge stored KV blocks."),
     "model": CommandEntry("models.command", "app", "Store and list model cards, and set aliases of models."),
     "index": CommandEntry("index_command", "app", "Show the cached blocks of each worker, according to the log."),
     "config": CommandEntry("config", "app", "Show the options of a command and where their values come from."),

@@ -224,6 +224,18 @@ class KvEngine(Protocol):
 
 
 @runtime_checkable
+class TierEngine(Protocol):
+    """Engine whose ranks have KV in host memory or on disk, which may survive the worker's epoch, or its process."""
+
+    def held_in_tiers(self, rank: int) -> Sequence[CacheChange]:
+        """Return the blocks in host memory and on the disk of a rank.
+
+        The worker announces these blocks after those of `Engine.held`, when a new worker epoch begins. Later changes
+        are in `EngineBatch.cache_changes`.
+        """
+
+
+@runtime_checkable
 class StoreEngine(Protocol):
     """Engine that reads and writes a shared store, whose name `start` sets in `WorkerSpec.kv_store`."""
 

@@ -5,14 +5,17 @@ prompt is only split when the token budget of the iteration is spent. Waiting se
 served. If blocks run out, the newest running sequence is preempted. Until a block is full or a sequence ends, nothing
 else can change, so these iterations are computed at once. The result of a step contains its duration; the caller
 advances the time. Disaggregated prefill and decode work as with vLLM's KV connectors: one engine keeps the blocks of a
-prompt, another allocates blocks and waits until they were fetched.
+prompt, another allocates blocks and waits until they were fetched. Blocks that a slower tier has are loaded before a
+prompt is computed, while other sequences run.
 """
 
 from collections import deque
 from collections.abc import Sequence
 
-from forebay.engine_model.chain_pool import ChainPool, PrefixMatch
+from forebay.engine_model.allocation import BlockAllocator
+from forebay.engine_model.chain_pool import PrefixMatch
 from forebay.engine_model.decoding import NONE_JOINING, DecodingBatch, JoiningSequences
+from forebay.engine_model.loading import LoadingSequences, OutputBlockNamed, TierMatch
 from forebay.engine_model.requests import (
     EngineConfig,
     EngineRequest,
@@ -22,7 +25,7 @@ from forebay.engine_model.requests import (
     RequestRefused,
     RequestTooLarge,
 )
-from forebay.engine_model.sequence import EngineSequence
+from forebay.engine_model.sequence import EngineSequence, open_sequence
 from forebay.engine_model.steps import (
     CacheChange,
     Computed,
@@ -32,29 +35,39 @@ from forebay.engine_model.steps import (
     Fetch,
     Finished,
     FirstTokenStep,
+    Load,
     Removed,
     Stored,
 )
 from forebay.engine_model.timing import StepWork
-from forebay.events.base import U32_BYTES, U64_BYTES, array_u64
+from forebay.events.base import U32_BYTES
 
 __all__ = [
     "CacheChange", "Computed", "Emitted", "EngineConfig", "EngineLoad", "EngineModel", "EngineRequest", "EngineStage",
-    "EngineStep", "Fetch", "Finished", "FirstTokenStep", "QueueFull", "Removed", "RequestMalformed", "RequestRefused",
-    "RequestTooLarge", "Stored",
+    "EngineStep", "Fetch", "Finished", "FirstTokenStep", "Load", "QueueFull", "Removed", "RequestMalformed",
+    "RequestRefused", "RequestTooLarge", "Stored",
 ]  # fmt: skip
 
 WAITING_MAX = 65_536  # longer than any router queue; if more requests wait, nothing limits the callers
-NO_MATCH = PrefixMatch(0, [])
 NO_SEQUENCES: list[EngineSequence] = []
 
 
 class EngineModel:
-    """Model of one engine rank. Submit requests, then call `step` until it returns None; each step has a duration."""
+    """Model of one engine rank. Submit requests, then call `step` until it returns None; each step has a duration.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args:
+        config: size and timing of the engine.
+        match: tells how many blocks can be loaded from slower tiers; None loads nothing.
+        named: called for each output block that gets a hash.
+    """
+
+    def __init__(
+        self, config: EngineConfig, match: TierMatch | None = None, named: OutputBlockNamed | None = None
+    ) -> None:
         self.config = config
-        self.pool = ChainPool(config.kv_blocks_total)
+        self._match = match
+        self._blocks = BlockAllocator(config, named)
+        self.pool = self._blocks.pool
         self._sequences: dict[str, EngineSequence] = {}
         self._waiting: deque[EngineSequence] = deque()
         self._prefilling: EngineSequence | None = None
@@ -64,14 +77,16 @@ class EngineModel:
         self._calm = True  # no sequence was preempted since the last step
         self._fetching: dict[str, EngineSequence] = {}
         self._new_fetches: list[Fetch] = []  # fetches that the caller has not received yet
+        self._loading = LoadingSequences()
+        self._submitted = 0  # number of requests so far
         self._joining = NONE_JOINING  # sequences that start to decode in the current iteration
         self._kept: dict[str, EngineSequence] = {}  # computed prompts, kept for another engine
-        self._changes: list[CacheChange] = []
 
     def load(self) -> EngineLoad:
         """Return the current number of running and waiting sequences, and the KV blocks in use."""
         running = len(self._decoding.by_turn) + (self._prefilling is not None)
-        return EngineLoad(running, len(self._waiting) + len(self._fetching), self.pool.used, self.pool.total)
+        waiting = len(self._waiting) + len(self._fetching) + len(self._loading)
+        return EngineLoad(running, waiting, self.pool.used, self.pool.total)
 
     def warm(self, hashes: Sequence[int]) -> None:
         """Fill the empty cache with these blocks, oldest first, as if it had survived a restart of the worker."""
@@ -92,41 +107,10 @@ class EngineModel:
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Its id must not be in flight. Raises RequestRefused if the engine cannot serve it."""
         assert request.request_id not in self._sequences
-        block_size = self.config.block_size
-        prompt_tokens = len(request.token_ids) // U32_BYTES
-        full = prompt_tokens // block_size
-        if prompt_tokens < 1 or request.max_tokens < 1:
-            raise RequestMalformed("a request needs at least one prompt token and one token to generate")
-        if len(request.sequence_hashes) != full * U64_BYTES:
-            raise RequestMalformed(
-                f"{prompt_tokens} prompt tokens are {full} full blocks of {block_size}, "
-                f"but {len(request.sequence_hashes) // U64_BYTES} block hashes came with them"
-            )
-        here = 0 if request.stage == "prefill" else request.max_tokens
-        needed = self._blocks_for(prompt_tokens + here)
-        if needed > self.pool.total:
-            raise RequestTooLarge(
-                f"{prompt_tokens} prompt tokens and {here} to generate need {needed} KV blocks "
-                f"of {block_size} tokens, but the engine has {self.pool.total}"
-            )
-        hashes = array_u64(request.sequence_hashes)
-        if len(set(hashes)) != full:
-            raise RequestMalformed("duplicate block hash: every sequence hash of a prompt must be different")
+        sequence = open_sequence(request, self.config, self._submitted)
         if len(self._waiting) >= WAITING_MAX:
             raise QueueFull(f"the engine's queue is full: {WAITING_MAX} requests are waiting")
-        sequence = EngineSequence(
-            request.request_id,
-            request.attempt,
-            request.token_seed,
-            request.hash_seed,
-            prompt_tokens,
-            request.max_tokens,
-            hashes,
-            request.token_ids[full * block_size * U32_BYTES :] + request.output,
-            request.tail_mm_hashes,
-            request.stage,
-            request.first_position,
-        )
+        self._submitted += 1
         self._sequences[request.request_id] = sequence
         self._waiting.append(sequence)
 
@@ -141,16 +125,16 @@ class EngineModel:
             self._stop_decoding(sequence)
         elif self._fetching.pop(request_id, None) is not None:
             self._new_fetches = [fetch for fetch in self._new_fetches if fetch.request_id != request_id]
-        elif self._kept.pop(request_id, None) is None:
+        elif self._loading.end(request_id) is None and self._kept.pop(request_id, None) is None:
             self._waiting.remove(sequence)
-        self._release(sequence)
+        self._blocks.release(sequence)
         return True
 
     def fetches(self) -> list[Fetch]:
         """Return the new requests to fetch KV. Call this before every step, and end each with `fetched` or `cancel`."""
         waiting = self._waiting
         at = self._ready()
-        running = len(self._decoding.by_turn) + (self._prefilling is not None) + at
+        running = len(self._decoding.by_turn) + (self._prefilling is not None) + at + len(self._loading)
         if at < len(waiting) and waiting[at].stage == "decode" and running < self.config.max_num_seqs:
             # Running sequences take their blocks first, as in a step.
             self._calm &= self._make_room()
@@ -171,8 +155,30 @@ class EngineModel:
             return False
         sequence.stage = "aggregated"  # after a preemption it is computed here
         sequence.token_seed = sequence.token_seed if token_seed is None else token_seed
-        self._fill(sequence, sequence.prompt_tokens)
+        self._blocks.fill(sequence, sequence.prompt_tokens)
         self._waiting.insert(self._ready(), sequence)
+        return True
+
+    def loads(self) -> list[Load]:
+        """Return the new loads from slower tiers. Call this after every call of `step`, also if it returned None.
+
+        End each load with `loaded` or `cancel`.
+        """
+        return self._loading.take_new()
+
+    def loaded(self, request_id: str, blocks: int, token_seed: int | None = None) -> bool:
+        """End a load of which the first `blocks` blocks have arrived. A later step computes the rest of the prompt.
+
+        `token_seed` is that of `fetched`. Returns False if no such load is in flight: its blocks were given to others.
+        """
+        sequence = self._loading.end(request_id)
+        if sequence is None:
+            return False
+        assert 0 <= blocks <= sequence.blocks - sequence.held
+        sequence.token_seed = sequence.token_seed if token_seed is None else token_seed
+        self._blocks.fill(sequence, (sequence.held + blocks) * self.config.block_size)
+        self._blocks.release(sequence)
+        self._requeue(sequence)
         return True
 
     def release(self, request_id: str) -> bool:
@@ -181,21 +187,25 @@ class EngineModel:
         if sequence is None:
             return False
         del self._sequences[request_id]
-        self._release(sequence)
+        self._blocks.release(sequence)
         return True
 
     def reset(self) -> None:
         """Drop every request and clear the cache, without reporting cache changes."""
         self.pool.clear()
+        self._loading.clear()
         self._prefilling = None
         self._decoding.clear()
         for some in (self._sequences, self._fetching, self._kept):
             some.clear()
-        for others in (self._waiting, self._full, self._new_fetches, self._changes):
+        for others in (self._waiting, self._full, self._new_fetches, self._blocks.changes):
             others.clear()
 
     def clear_cache(self) -> None:
-        """Clear the cache. Running and fetching sequences are queued to be computed again; kept prompts are dropped."""
+        """Clear the cache. Running and fetching sequences are queued to be computed again; kept prompts are dropped.
+
+        A sequence whose blocks are being loaded is queued without them.
+        """
         while self._decoding.by_turn or self._prefilling is not None:
             self._preempt()
         self._full.clear()
@@ -206,9 +216,12 @@ class EngineModel:
         self._new_fetches.clear()
         for sequence in self._waiting:
             if sequence.blocks:
-                self._release(sequence)
+                self._blocks.release(sequence)
                 sequence.stage, sequence.cached_tokens = "aggregated", -1
-        self._changes.clear()
+        for sequence in self._loading.clear():
+            self._blocks.release(sequence)
+            self._requeue(sequence)
+        self._blocks.changes.clear()
         self.pool.clear()
 
     def step(self, until_us: int = 0) -> EngineStep | None:
@@ -217,12 +230,12 @@ class EngineModel:
         If an iteration only decodes, it is repeated until `until_us` microseconds have passed or something else than
         time changes. The result is the same as that of single steps.
         """
-        if not self._sequences and not self._changes:
+        if not self._sequences and not self._blocks.changes:
             return None
         calm = self._make_room() and self._calm
         self._calm = True
         # Evictions that made this room are reported at the end of the iteration, so do not repeat it.
-        steady = calm and self._prefilling is None and not self._changes
+        steady = calm and self._prefilling is None and not self._blocks.changes
         prefill_tokens, attended, completed = 0, 0, NO_SEQUENCES
         if self._waiting or self._prefilling is not None:
             # Without a running sequence, the preemption made room for kept or fetched blocks, so others may start.
@@ -243,29 +256,27 @@ class EngineModel:
         )
         duration_us = self.config.timing.step_us(work)
         if self._decoding.by_turn:
-            if until_us > duration_us and steady and not completed and not prefill_tokens:
+            steady &= not (completed or prefill_tokens or self._loading.has_new)  # a new load may end in between
+            if steady and until_us > duration_us:
                 iterations = min(-(-until_us // duration_us), self._decoding.next_due() - self._iteration)
                 duration_us *= iterations
             self._decode(iterations, emitted, finished)
         computed: list[Computed] = []
         first_tokens = self._begin(completed, emitted, finished, computed) if completed else []
         assert duration_us > 0
-        changes, self._changes = self._changes, []
+        changes = self._blocks.take_changes()
         return EngineStep(duration_us, iterations, emitted, first_tokens, finished, changes, self.load(), computed)
 
     def _stand_still(self) -> EngineStep | None:
         """Return a step that only reports cache changes, or None; no sequence runs and none can be admitted."""
-        changes, self._changes = self._changes, []
+        changes = self._blocks.take_changes()
         return EngineStep(0, 0, [], [], [], changes, self.load()) if changes else None
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.config.block_size)
 
     def _make_room(self) -> bool:
         """Allocate a block for every decoding sequence whose last block is full; return False if any was preempted."""
         calm = True
         for sequence in self._full:
-            while sequence.blocks and not self._take(sequence, 1):
+            while sequence.blocks and not self._blocks.take(sequence, 1):
                 self._preempt()
                 calm = False
             if sequence.blocks:
@@ -275,16 +286,6 @@ class EngineModel:
         self._full.clear()
         return calm
 
-    def _take(self, sequence: EngineSequence, blocks: int) -> bool:
-        """Allocate anonymous blocks for a running sequence; return False if there is no room."""
-        evicted = self.pool.take(NO_MATCH, blocks)
-        if evicted is None:
-            return False
-        if evicted:
-            self._changes.append(Removed(evicted))
-        sequence.blocks += blocks
-        return True
-
     def _preempt(self) -> None:
         """Return the newest running sequence to the head of the queue, to be computed again."""
         if self._prefilling is None:
@@ -293,39 +294,55 @@ class EngineModel:
         else:
             victim = self._prefilling
             self._prefilling = None
-        self._release(victim)
+        self._blocks.release(victim)
+        victim.may_load = True
         self._waiting.insert(self._ready(), victim)
 
     def _ready(self) -> int:
         """Return how many fetched sequences wait. They are first in the queue, because they need no more blocks."""
         return next((at for at, sequence in enumerate(self._waiting) if not sequence.blocks), len(self._waiting))
 
-    def _reserve(self, sequence: EngineSequence, found: PrefixMatch, blocks: int) -> bool:
-        """Allocate blocks for a sequence without blocks, reusing those found; return False if there is no room."""
-        evicted = self.pool.take(found, blocks - found.blocks)
-        if evicted is None:
+    def _requeue(self, sequence: EngineSequence) -> None:
+        """Return a sequence without blocks to its place in the queue: before those that were submitted later."""
+        at = self._ready()
+        while at < len(self._waiting) and self._waiting[at].number < sequence.number:
+            at += 1
+        self._waiting.insert(at, sequence)
+
+    def _loadable(self, sequence: EngineSequence, found: PrefixMatch) -> int:
+        """Return how many blocks after those found a slower tier can load for a sequence that is to be admitted."""
+        if self._match is None or not sequence.may_load:
+            return 0
+        if not (missing := self._blocks.reusable(sequence) - found.blocks):
+            return 0
+        blocks = self._match(sequence.request_id, sequence.hashes, found.blocks)
+        sequence.may_load = blocks > 0
+        return min(missing, blocks)
+
+    def _load(self, sequence: EngineSequence, found: PrefixMatch, blocks: int) -> bool:
+        """Reserve blocks for a load and begin it; return False if there is no room."""
+        if not self._blocks.reserve(sequence, found, found.blocks + blocks):
             return False
-        if evicted:
-            self._changes.append(Removed(evicted))
-        sequence.blocks, sequence.held = blocks, found.blocks
+        sequence.may_load = False
+        self._loading.begin(sequence, blocks)
         return True
 
     def _fetch(self, sequence: EngineSequence) -> bool:
-        """Allocate blocks for a prompt to fetch, whose last block is always fetched; return False without room."""
-        found = self.pool.find(sequence.hashes, (sequence.prompt_tokens - 1) // self.config.block_size)
-        blocks = self._blocks_for(sequence.prompt_tokens)
-        if not self._reserve(sequence, found, blocks):
+        """Allocate blocks for a prompt to fetch, whose last block is always fetched; return False without room.
+
+        Blocks that a slower tier has are loaded first.
+        """
+        found = self._blocks.find(sequence)
+        if loadable := self._loadable(sequence, found):
+            return self._load(sequence, found, loadable)
+        blocks = self._blocks.needed(sequence.prompt_tokens)
+        if not self._blocks.reserve(sequence, found, blocks):
             return False
         # The first output token needs the last prompt token, which is computed once more.
         sequence.computed = sequence.cached_tokens = sequence.prompt_tokens - 1
         self._fetching[sequence.request_id] = sequence
         self._new_fetches.append(Fetch(sequence.request_id, sequence.attempt, found.blocks, blocks))
         return True
-
-    def _release(self, sequence: EngineSequence) -> None:
-        self.pool.release(sequence.hashes, sequence.held, sequence.blocks - sequence.held)
-        sequence.blocks = sequence.held = sequence.computed = 0
-        sequence.tail = None
 
     def _prefill(self, *, may_admit: bool) -> tuple[int, int, list[EngineSequence]]:
         """Spend the token budget on prompts.
@@ -339,7 +356,7 @@ class EngineModel:
         while budget:
             sequence = self._prefilling
             if sequence is None:
-                running = decoding + len(completed)
+                running = decoding + len(completed) + len(self._loading)
                 if not may_admit or not self._waiting or running >= self.config.max_num_seqs:
                     break
                 sequence = self._waiting[0]
@@ -357,7 +374,13 @@ class EngineModel:
                     sequence.computed += 1
                     completed.append(sequence)
                     continue
-                chunk = self._admit(sequence, budget)
+                found = self._blocks.find(sequence)
+                if loadable := self._loadable(sequence, found):
+                    if not self._load(sequence, found, loadable):
+                        break
+                    self._waiting.popleft()
+                    continue
+                chunk = self._admit(sequence, found, budget)
                 if not chunk:
                     break
                 self._waiting.popleft()
@@ -371,24 +394,22 @@ class EngineModel:
             budget -= chunk
             attended += chunk * sequence.computed + chunk * (chunk + 1) // 2
             sequence.computed += chunk
-            self._fill(sequence, sequence.computed)
+            self._blocks.fill(sequence, sequence.computed)
             if sequence.computed == sequence.prompt_tokens + sequence.generated:
                 self._prefilling = None
                 completed.append(sequence)
         return budget_all - budget, attended, completed
 
-    def _admit(self, sequence: EngineSequence, budget: int) -> int:
+    def _admit(self, sequence: EngineSequence, found: PrefixMatch, budget: int) -> int:
         """Allocate blocks for the first chunk of a waiting sequence.
 
         Return the tokens to compute, 0 if there is no room.
         """
         known = sequence.prompt_tokens + sequence.generated
-        # The last token is always computed, because the next token is sampled from it.
-        found = self.pool.find(sequence.hashes, (known - 1) // self.config.block_size)
         cached_tokens = found.blocks * self.config.block_size
         chunk = min(budget, known - cached_tokens)
-        blocks = self._blocks_for(cached_tokens + chunk)
-        if not self._reserve(sequence, found, blocks):
+        blocks = self._blocks.needed(cached_tokens + chunk)
+        if not self._blocks.reserve(sequence, found, blocks):
             return 0
         sequence.computed = cached_tokens
         if sequence.cached_tokens < 0:
@@ -398,24 +419,10 @@ class EngineModel:
     def _continue(self, sequence: EngineSequence, budget: int) -> int:
         """Allocate blocks for the next chunk of a prompt; return the tokens to compute, 0 if it was preempted."""
         chunk = min(budget, sequence.prompt_tokens + sequence.generated - sequence.computed)
-        if not self._take(sequence, self._blocks_for(sequence.computed + chunk) - sequence.blocks):
+        if not self._blocks.take(sequence, self._blocks.needed(sequence.computed + chunk) - sequence.blocks):
             self._preempt()
             return 0
         return chunk
-
-    def _fill(self, sequence: EngineSequence, computed: int) -> None:
-        """Give identities to the blocks that `computed` tokens fill, and report new content in chains."""
-        full = computed // self.config.block_size
-        hashes = sequence.hashes
-        if len(hashes) < full:
-            sequence.name_block(self.config.block_size, no_tokens=self.config.vocabulary is None)
-        begin = sequence.held
-        if begin == full:
-            return
-        new, sequence.tail = self.pool.fill(hashes, begin, full, sequence.tail)
-        for first, end in new:
-            self._changes.append(Stored(hashes[first - 1] if first else None, hashes[first:end]))
-        sequence.held = full
 
     def _decode(self, iterations: int, emitted: list[Emitted], finished: list[Finished]) -> None:
         """Generate `iterations` tokens per decoding sequence; no sequence reaches a boundary before the last one."""
@@ -429,7 +436,7 @@ class EngineModel:
                 emitted.append(Emitted(sequence.request_id, sequence.attempt, now - sequence.since, token_ids))
         for sequence in self._decoding.take_due(self._iteration):
             generated = self._iteration - sequence.since
-            self._fill(sequence, sequence.prompt_tokens + generated - 1)
+            self._blocks.fill(sequence, sequence.prompt_tokens + generated - 1)
             if generated < sequence.max_tokens:
                 self._full.append(sequence)
             else:
@@ -487,7 +494,7 @@ class EngineModel:
         sequence.generated = self._iteration - sequence.since
 
     def _finish(self, sequence: EngineSequence, finished: list[Finished]) -> None:
-        self._release(sequence)
+        self._blocks.release(sequence)
         del self._sequences[sequence.request_id]
         usage = sequence.prompt_tokens, sequence.generated, sequence.cached_tokens
         finished.append(Finished(sequence.request_id, sequence.attempt, "length", *usage))

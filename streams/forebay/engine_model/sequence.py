@@ -1,13 +1,15 @@
 """State of one request inside the engine model: its KV blocks and its output tokens."""
 
 from array import array
+from collections.abc import Callable
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.block_hashes import block_hashes, extend_chain
 from forebay.engine_model.chain_pool import ChainRun
-from forebay.events.base import U32_BYTES, U64_BYTES, U64_MASK, pack_u32
+from forebay.engine_model.requests import EngineConfig, EngineRequest, RequestMalformed, RequestTooLarge
+from forebay.events.base import U32_BYTES, U64_BYTES, U64_MASK, array_u64, pack_u32
 
 TOKENS_PER_DRAW = 4  # a draw has 64 bits, a token uses 16
 
@@ -20,6 +22,7 @@ class EngineSequence(msgspec.Struct):
     tokens.
     """
 
+    number: int  # number of requests submitted before it
     request_id: str
     attempt: int
     token_seed: int
@@ -41,6 +44,7 @@ class EngineSequence(msgspec.Struct):
     turn: int = -1  # position among the decoding sequences
     due: int = 0  # iteration after which its block is full or it ends
     cached_tokens: int = -1  # unknown before the first admission
+    may_load: bool = True  # whether to ask for blocks of slower tiers before the next admission
 
     def extend_text(self, tokens: int, block_size: int, vocabulary: tuple[int, ...]) -> None:
         """Generate output tokens in advance, up to `tokens` in total. To generate them one by one would be slower."""
@@ -50,23 +54,66 @@ class EngineSequence(msgspec.Struct):
             position = self.first_position + first
             self.text += pack_u32(generate_tokens(self.token_seed, position, tokens - first, vocabulary))
 
-    def name_block(self, block_size: int, *, no_tokens: bool) -> None:
+    def name_block(self, block_size: int, named: Callable[[int, int, bytes], None] | None, *, no_tokens: bool) -> None:
         """Append the sequence hash of the first block that has none.
 
         Args:
             block_size: tokens per block.
+            named: called with the parent, hash and tokens of a block that these determine.
             no_tokens: whether the engine emits no tokens, so that the hash depends on the seed alone.
         """
         hashes = self.hashes
+        parent = hashes[-1] if hashes else None
+        mm_hashes, self.mm_hashes = self.mm_hashes, ()
+        text = b""
         if no_tokens:
             block = seed_block(self.token_seed, self.hash_seed)
         else:
             width = block_size * U32_BYTES
             assert len(self.text) >= width
-            (block,) = block_hashes(self.text[:width], block_size, self.hash_seed, {0: self.mm_hashes})
-            self.mm_hashes = ()
-            self.text = self.text[width:]
-        hashes.extend(extend_chain(hashes[-1] if hashes else None, (block,)))
+            text, self.text = self.text[:width], self.text[width:]
+            (block,) = block_hashes(text, block_size, self.hash_seed, {0: mm_hashes})
+        hashes.extend(extend_chain(parent, (block,)))
+        if named is not None and parent is not None and not mm_hashes:
+            named(parent, hashes[-1], text)
+
+
+def open_sequence(request: EngineRequest, config: EngineConfig, number: int) -> EngineSequence:
+    """Return the sequence of a new request. Raises RequestRefused if the engine can never serve it."""
+    block_size = config.block_size
+    prompt_tokens = len(request.token_ids) // U32_BYTES
+    full = prompt_tokens // block_size
+    if prompt_tokens < 1 or request.max_tokens < 1:
+        raise RequestMalformed("a request needs at least one prompt token and one token to generate")
+    if len(request.sequence_hashes) != full * U64_BYTES:
+        raise RequestMalformed(
+            f"{prompt_tokens} prompt tokens are {full} full blocks of {block_size}, "
+            f"but {len(request.sequence_hashes) // U64_BYTES} block hashes came with them"
+        )
+    here = 0 if request.stage == "prefill" else request.max_tokens
+    needed = -(-(prompt_tokens + here) // block_size)
+    if needed > config.kv_blocks_total:
+        raise RequestTooLarge(
+            f"{prompt_tokens} prompt tokens and {here} to generate need {needed} KV blocks "
+            f"of {block_size} tokens, but the engine has {config.kv_blocks_total}"
+        )
+    hashes = array_u64(request.sequence_hashes)
+    if len(set(hashes)) != full:
+        raise RequestMalformed("duplicate block hash: every sequence hash of a prompt must be different")
+    return EngineSequence(
+        number,
+        request.request_id,
+        request.attempt,
+        request.token_seed,
+        request.hash_seed,
+        prompt_tokens,
+        request.max_tokens,
+        hashes,
+        request.token_ids[full * block_size * U32_BYTES :] + request.output,
+        request.tail_mm_hashes,
+        request.stage,
+        request.first_position,
+    )
 
 
 def seed_block(token_seed: int, hash_seed: int) -> int:

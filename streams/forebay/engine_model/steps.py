@@ -1,4 +1,4 @@
-"""Results of a step of the engine model, and the KV fetches that the engine requests."""
+"""Results of a step of the engine model, and the KV fetches and loads that the engine requests."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -74,6 +74,24 @@ class Fetch(msgspec.Struct, frozen=True, gc=False):
         attempt: number of the attempt.
         first_block: index of the first block to fetch, from 0.
         blocks: number of blocks of the prompt; the last may be partial.
+    """
+
+    request_id: str
+    attempt: int
+    first_block: int
+    blocks: int
+
+
+class Load(msgspec.Struct, frozen=True, gc=False):
+    """Request of the engine to its caller to load blocks of a prompt from slower tiers.
+
+    The engine has the blocks before `first_block` in its own cache.
+
+    Attributes:
+        request_id: id of the request.
+        attempt: number of the attempt.
+        first_block: index of the first block to load, from 0.
+        blocks: number of blocks to load.
     """
 
     request_id: str

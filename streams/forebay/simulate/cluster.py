@@ -23,7 +23,7 @@ from msgspec import structs
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.step import CONSUMED_RUNS_MAX, AnyDecision, InputEvent, advance, open_run, step
 from forebay.core.world import World
-from forebay.engine_model.model import Computed, FirstTokenStep, QueueFull, RequestRefused
+from forebay.engine_model.model import Computed, FirstTokenStep, RequestRefused
 from forebay.events.codec import encode
 from forebay.events.decisions import (
     CommandTarget,
@@ -33,6 +33,7 @@ from forebay.events.decisions import (
     RequestRejected,
     RequestRouted,
 )
+from forebay.events.progress import OnboardedTokens
 from forebay.events.requests import TIMEOUT_US_MAX, RequestSubmitted
 from forebay.events.topics import DECISIONS, KV_EVENTS, METRICS, PROGRESS, REQUESTS, Topic
 from forebay.events.transfer import Prefilled
@@ -48,7 +49,6 @@ from forebay.simulate.transfers import LEASE_US, TransferResult, Transfers
 
 OnArrived = Callable[[int], object]
 NO_TRANSFER = Transfer()
-BAD_REQUEST, UNAVAILABLE = 400, 503
 
 
 class SimulatedCluster:
@@ -166,6 +166,19 @@ class SimulatedCluster:
     def at(self, at_us: int, action: Callable[[], object]) -> None:
         """Schedule an action for `at_us`, for example one that gives work to an engine."""
         self._work_events.put(at_us, action)
+
+    def later(self, at_us: int, action: Callable[[], object]) -> None:
+        """Schedule an action for `at_us` that gives no work to an engine."""
+        self._output_events.put(at_us, action)
+
+    def tiers_changed(self, rank: EngineRank, *, is_loaded: bool) -> None:
+        """Emit the changes of a rank's tiers. `is_loaded`: the load of a request has ended, so its engine has work."""
+        if is_loaded:
+            self._ready[rank.number] = rank
+            if costs := rank.measured_costs():
+                self._deliver(rank.hops.metrics, METRICS, costs, self._output_events)
+        if events := rank.tier_events():
+            self._deliver(rank.hops.kv_events, KV_EVENTS, events, self._output_events)
 
     def tick(self) -> None:
         """Advance the clock of the world without an event, so that requests past their deadline expire."""
@@ -307,12 +320,11 @@ class SimulatedCluster:
         assert routed.stage != "encode", "simulated prompts have no images"
         rank.drop(routed.request_id)  # KV of an earlier attempt that was never fetched
         try:
-            rank.engine.submit(request.attempt(routed.request_id, routed.attempt, rank.spec.block_size, routed.stage))
+            rank.submit(request.attempt(routed.request_id, routed.attempt, rank.spec.block_size, routed.stage))
         except RequestRefused as refusal:
-            status = UNAVAILABLE if isinstance(refusal, QueueFull) else BAD_REQUEST
             if routed.stage != "prefill":  # a prefill worker has no connection to clients
                 self._fail(routed.request_id, str(refusal))
-            self._emit_progress(rank, rank.rejected(routed, str(refusal), status))
+            self._emit_progress(rank, rank.rejected(routed, refusal))
             return
         self._ready[rank.number] = rank
 
@@ -379,7 +391,7 @@ class SimulatedCluster:
             self._blocked.add(rank.number)
 
     def _begin_step(self, rank: EngineRank, until_us: int) -> None:
-        rank.step = begun = rank.engine.step(until_us)
+        begun = rank.begin_step(until_us)
         if begun is not None:
             speedup = self._speedup
             lasts_us = begun.duration_us if speedup == 1.0 else max(1, round(begun.duration_us / speedup))
@@ -408,8 +420,8 @@ class SimulatedCluster:
             return  # the rank died during the step
         hops, owner_epoch = rank.hops, self.world.owner_epoch
         self._ready[rank.number] = rank
-        if rank.spec.kv_events and done.cache_changes:
-            self._deliver(hops.kv_events, KV_EVENTS, [*map(rank.cache_change, done.cache_changes)], self._output_events)
+        if kv_events := rank.step_events(done.cache_changes):
+            self._deliver(hops.kv_events, KV_EVENTS, kv_events, self._output_events)
         if done.first_tokens or done.finished:
             at_us = self._arrival_us(hops)
             emitted: list[InputEvent] = [
@@ -425,7 +437,7 @@ class SimulatedCluster:
                 emitted.append(rank.finished(end, owner_epoch))
             self._deliver(hops.progress, PROGRESS, emitted, self._output_events)
         if done.computed:
-            emitted = [rank.computed(one, self._retain(rank, one), owner_epoch) for one in done.computed]
+            emitted = [rank.computed(one, *self._retain(rank, one), owner_epoch) for one in done.computed]
             self._deliver(hops.progress, PROGRESS, emitted, self._work_events)
         rank.load = done.load
         if self._reports and not rank.report_held:
@@ -437,32 +449,22 @@ class SimulatedCluster:
                 self._report(rank)
 
     def _record_first_token(self, rank: EngineRank, first: FirstTokenStep, at_us: int) -> FirstTokenStep:
-        """Record the first token of an attempt, and add the transfer's statistics if its KV was fetched."""
+        """Record the first token of an attempt, and add the statistics of the loads and the transfer of its KV."""
         request = self._active.get(first.request_id)
-        if request is None:
-            return first
-        served = request.served
-        if not request.emitted:
-            served.first_us = at_us
-        if request.retained is None:
-            served.cached_tokens = min(first.cached_tokens, served.prompt_tokens)
-            self._recorder.count_prompt(rank.number, served.prompt_tokens, served.cached_tokens)
-            return first
-        moved, took_us = served.transferred_bytes, served.transfer_us
-        return structs.replace(first, transferred_bytes=moved, transfer_us=took_us)
+        is_fetched = request is not None and request.retained is not None
+        first = structs.replace(first, onboarded=rank.prompt_computed(first, is_fetched=is_fetched))
+        return first if request is None else request.first_token(rank, first, at_us, self._recorder)
 
-    def _retain(self, rank: EngineRank, one: Computed) -> Prefilled:
-        """Retain prefilled KV for the decode worker until its lease expires."""
+    def _retain(self, rank: EngineRank, one: Computed) -> tuple[Prefilled, tuple[OnboardedTokens, ...]]:
+        """Retain prefilled KV for the decode worker until its lease expires. Return it and the loaded tokens."""
+        onboarded = rank.prompt_computed(one, is_fetched=False)
         rank.retained[one.request_id] = one.attempt
         self.at(self.now_us + LEASE_US, partial(self._expire_lease, rank, one.request_id, one.attempt))
         request = self._active.get(one.request_id)
-        if request is None:
-            return self._transfers.prefilled(rank, 0)
-        served = request.served
-        served.prefiller, served.prefilled_us = rank.number, self.now_us
-        served.cached_tokens = min(one.cached_tokens, served.prompt_tokens)
-        self._recorder.count_prompt(rank.number, served.prompt_tokens, served.cached_tokens)
-        return self._transfers.prefilled(rank, served.prompt_tokens + request.emitted)
+        if request is not None:
+            request.prefilled(rank, one, onboarded, self.now_us, self._recorder)
+        tokens = 0 if request is None else request.served.prompt_tokens + request.emitted
+        return self._transfers.prefilled(rank, tokens), onboarded
 
     def _expire_lease(self, rank: EngineRank, request_id: str, prefill_attempt: int) -> None:
         """Release prefilled KV that the decode worker did not fetch before its lease expired."""
@@ -494,6 +496,4 @@ class SimulatedCluster:
     def _report(self, rank: EngineRank) -> None:
         if rank.dead:
             return
-        rank.report_held = False
-        rank.reported_us = self.now_us
-        self._deliver(rank.hops.metrics, METRICS, [rank.report()], self._output_events)
+        self._deliver(rank.hops.metrics, METRICS, [rank.send_report(self.now_us)], self._output_events)

@@ -39,6 +39,7 @@ from forebay.simulate.settings import (
     engine_config,
     validate_settings,
 )
+from forebay.simulate.tiers.settings import FleetTiers
 
 US_PER_S = 1e6
 US_PER_MS = 1e3
@@ -58,6 +59,7 @@ class FleetDescription(msgspec.Struct, frozen=True, kw_only=True):
     delays: Delays | None = None
     life: LifeCycleSettings | None = None
     transfer: Transfer | None = None
+    tiers: FleetTiers | None = None
     rules: RoutedPools = RoutedPools()
 
 
@@ -136,6 +138,7 @@ class _File(_Table, frozen=True, kw_only=True):
     delays: str | _Delays | None = None
     life: _LifeCycle | None = None
     transfer: Transfer | None = None
+    tiers: FleetTiers | None = None
     faults: tuple[_Fault, ...] = ()
     starts: tuple[_Start, ...] = ()
     models: tuple[ModelRouting, ...] = ()
@@ -167,7 +170,15 @@ def load_fleet(path: Path) -> FleetDescription:
         _require_known(raw, _File, "")
         described = msgspec.convert(raw, _File)
         fleet = _fleet(described, path.parent)
-        validate_settings(Settings(pools=fleet.pools, life=fleet.life or LifeCycleSettings(), rules=fleet.rules))
+        validate_settings(
+            Settings(
+                pools=fleet.pools,
+                life=fleet.life or LifeCycleSettings(),
+                transfer=fleet.transfer or Transfer(),
+                tiers=fleet.tiers,
+                rules=fleet.rules,
+            )
+        )
     except msgspec.ValidationError as error:
         raise FleetUnusable(f"{path}: {in_terms_of_keys(str(error))}") from error
     except SettingsUnusable as error:
@@ -197,6 +208,7 @@ def worker_group(profile: Profile, count: int, gpus: float | None = None, **size
         engine=msgspec.structs.replace(engine, timing=profile.timing),
         profile=profile.name,
         gpus=gpus or profile.sizes.gpus or 1.0,
+        tiers=profile.tiers,
     )
 
 
@@ -229,6 +241,7 @@ def _fleet(described: _File, folder: Path) -> FleetDescription:
         delays=_delays(described.delays),
         life=life,
         transfer=described.transfer,
+        tiers=described.tiers,
         rules=RoutedPools(models=described.models, changes=tuple(_changes(described))),
     )
 

@@ -4,11 +4,14 @@ import statistics
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from forebay.events.decisions import RequestRouted
+from forebay.events.kv import LowerTier
+from forebay.events.progress import OnboardedTokens
 from forebay.events.scaling import PoolObserved, ScalingDecided
 
+LOWER_TIERS: tuple[LowerTier, ...] = get_args(LowerTier)
 FAILURES_SHOWN = 20  # if a trace does not fit, thousands of rows fail for the same reason
 EXPLAINED_MAX = 20_000  # decisions that are kept whole, for inspection
 NO_WORKER = -1
@@ -35,6 +38,10 @@ class RequestOutcome:
         prefilled_us: time at which `prefiller` had computed the prompt; 0 without disaggregation.
         transferred_bytes: bytes of KV that the decode worker fetched.
         transfer_us: microseconds from the decode worker's request for the KV to the end of the transfer.
+        host_tokens: the part of `cached_tokens` that was loaded from host memory.
+        disk_tokens: the part of `cached_tokens` that was loaded from the disk of the worker.
+        store_tokens: the part of `cached_tokens` that was loaded from the shared store.
+        load_us: duration of these loads in microseconds.
     """
 
     arrived_us: int
@@ -51,12 +58,31 @@ class RequestOutcome:
     prefilled_us: int = 0
     transferred_bytes: int = 0
     transfer_us: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    store_tokens: int = 0
+    load_us: int = 0
+
+    def record_prompt(self, cached_tokens: int, onboarded: Sequence[OnboardedTokens]) -> None:
+        """Record how many tokens of the prompt were not computed, and which of them were loaded from other tiers."""
+        self.cached_tokens = min(cached_tokens, self.prompt_tokens)
+        self.record_loads(onboarded)
+
+    def record_loads(self, onboarded: Sequence[OnboardedTokens]) -> None:
+        """Record which of the cached tokens were loaded from other tiers."""
+        tokens: dict[LowerTier, int] = {}
+        left = self.cached_tokens  # a later attempt may also have loaded output tokens of earlier attempts
+        for one in onboarded:
+            tokens[one.tier] = min(one.tokens, left)
+            left -= tokens[one.tier]
+        self.host_tokens, self.disk_tokens, self.store_tokens = (tokens.get(tier, 0) for tier in LOWER_TIERS)
+        self.load_us = max((one.us for one in onboarded), default=0)
 
 
 class RequestOutcomes:
     """Outcomes of all requests of a run in the order of arrival, stored in columns of about 80 bytes per request.
 
-    Requests of disaggregated fleets take another 32 bytes each.
+    Requests of disaggregated fleets, and of fleets with tiers, take another 32 bytes each.
     """
 
     def __init__(self, served: Iterable[RequestOutcome] = ()) -> None:
@@ -99,6 +125,8 @@ class RequestOutcomes:
     def _make_room(self, served: RequestOutcome) -> None:
         if served.prefiller is not None and "prefiller" not in self._columns:
             self._columns |= {name: self.column(name) for name in TRANSFER_COLUMNS}
+        if (served.host_tokens or served.disk_tokens or served.store_tokens) and "host_tokens" not in self._columns:
+            self._columns |= {name: self.column(name) for name in TIER_COLUMNS}
 
     def column(self, name: str) -> "array[int]":
         """Return one attribute of all requests, in the order of arrival. -1 stands for a worker that is None."""
@@ -114,6 +142,7 @@ COLUMNS = (
 
 
 TRANSFER_COLUMNS = ("prefiller", "prefilled_us", "transferred_bytes", "transfer_us")
+TIER_COLUMNS = ("host_tokens", "disk_tokens", "store_tokens", "load_us")
 WORKERS = ("worker", "prefiller")
 
 
@@ -174,6 +203,21 @@ class PlannedInterval:
     gpu_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class TierTraffic:
+    """Blocks that the tiers of all ranks have moved.
+
+    Attributes:
+        loaded: blocks loaded into device memory, by tier.
+        written: blocks written, by tier.
+        counters: blocks that were skipped, evicted or stale, as in `TierManager.counters`.
+    """
+
+    loaded: dict[str, int]
+    written: dict[str, int]
+    counters: dict[str, int]
+
+
 @dataclass(slots=True)
 class SimulationOutcome:
     """Outcome of a simulation of one policy on one workload.
@@ -189,6 +233,7 @@ class SimulationOutcome:
         timeline: load and throughput over time.
         routed: last routing decision of each of the first `EXPLAINED_MAX` requests, by index in `requests`.
         planned: intervals of the planner; empty without a planner.
+        tiers: blocks that the tiers have moved; None if no worker has tiers.
     """
 
     requests: RequestOutcomes = field(default_factory=RequestOutcomes)
@@ -201,6 +246,7 @@ class SimulationOutcome:
     timeline: UtilizationTimeline = field(default_factory=UtilizationTimeline)
     routed: dict[int, RequestRouted] = field(default_factory=dict)
     planned: list[PlannedInterval] = field(default_factory=list)
+    tiers: TierTraffic | None = None
 
 
 def worker_names(outcome: SimulationOutcome) -> list[str]:
@@ -267,6 +313,7 @@ def summary(outcome: SimulationOutcome, workers: int) -> dict[str, Any]:
         ],
         "digest": outcome.digest,
         **(_transfers(outcome) if outcome.prefill_workers else {}),
+        **({} if outcome.tiers is None else {"tiers": _by_tier(outcome, outcome.tiers)}),
         **({"pools": _by_pool(outcome)} if len(_serving(outcome)) > 1 else {}),
     }
 
@@ -296,6 +343,35 @@ def _by_pool(outcome: SimulationOutcome) -> dict[str, dict[str, Any]]:
             "ttft_ms": percentiles(ttft_ms),
         }
         for name, (ttft_ms, (prompt, cached)) in found.items()
+    }
+
+
+def tier_tokens(requests: Iterable[RequestOutcome]) -> dict[str, int]:
+    """Return the prompt tokens of requests by where their KV came from: a tier, or `computed`."""
+    tokens = dict.fromkeys(("device", *LOWER_TIERS, "computed"), 0)
+    for one in requests:
+        tokens["device"] += one.cached_tokens - one.host_tokens - one.disk_tokens - one.store_tokens
+        tokens["host"] += one.host_tokens
+        tokens["disk"] += one.disk_tokens
+        tokens["store"] += one.store_tokens
+        tokens["computed"] += one.prompt_tokens - one.cached_tokens
+    return tokens
+
+
+def _by_tier(outcome: SimulationOutcome, traffic: TierTraffic) -> dict[str, Any]:
+    """Return the prompt tokens of the completed requests by where their KV came from, and the loads and writes."""
+    completed = [one for place, one in enumerate(outcome.requests) if place not in outcome.requests.failures]
+    tokens = tier_tokens(completed)
+    load_ms = [one.load_us / 1e3 for one in completed if one.host_tokens or one.disk_tokens or one.store_tokens]
+    total = sum(tokens.values())
+    return {
+        "tokens": tokens,
+        "shares": {name: count / total if total else 0.0 for name, count in tokens.items()},
+        "loads": len(load_ms),
+        "load_ms": percentiles(load_ms),
+        "loaded_blocks": traffic.loaded,
+        "written_blocks": traffic.written,
+        "counters": traffic.counters,
     }
 
 

@@ -1,5 +1,6 @@
 """One simulated rank: its engine model and the events that it emits."""
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -10,19 +11,24 @@ from forebay.engine_model.model import (
     Computed,
     EngineLoad,
     EngineModel,
+    EngineRequest,
     EngineStep,
     Finished,
     FirstTokenStep,
+    QueueFull,
+    Removed,
+    RequestRefused,
     Stored,
 )
-from forebay.events.base import pack_u64
+from forebay.events.base import array_u64, pack_u64
 from forebay.events.control import RouterConfig
 from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import WorkerSpec
-from forebay.events.kv import BlocksRemoved, BlocksStored
-from forebay.events.metrics import LoadReported
+from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, StoreBlocksAdded, StoreBlocksRemoved
+from forebay.events.metrics import LoadReported, TierCostsMeasured
 from forebay.events.progress import (
     FirstTokenEmitted,
+    OnboardedTokens,
     PrefillFailed,
     PrefillFinished,
     ProgressEvent,
@@ -32,9 +38,11 @@ from forebay.events.progress import (
 )
 from forebay.events.transfer import Prefilled
 from forebay.simulate.delays import NO_HOPS, Hops
+from forebay.simulate.tiers.rank_tiers import BlockChange, SimulatedTiers
 
 P = TypeVar("P", bound=ProgressEvent)
 
+BAD_REQUEST, UNAVAILABLE = 400, 503
 LOAD_INTERVAL_US = 100_000  # the reporting interval of live workers
 
 
@@ -47,6 +55,7 @@ class EngineRank:
         rank: data-parallel rank within the worker.
         worker_epoch: epoch of the worker.
         engine: the engine model.
+        tiers: tiers from which the engine loads blocks; None for none.
         hops: latencies of the records from and to the rank.
         step: current step; None while idle.
         began_us: start of the current step.
@@ -66,6 +75,7 @@ class EngineRank:
         worker_epoch: int,
         engine: EngineModel,
         *,
+        tiers: SimulatedTiers | None = None,
         kv_seq: int = 0,
         hops: Hops = NO_HOPS,
     ) -> None:
@@ -77,6 +87,7 @@ class EngineRank:
             rank: data-parallel rank within the worker.
             worker_epoch: epoch of the worker.
             engine: the engine model.
+            tiers: tiers from which the engine loads blocks; None for none.
             kv_seq: sequence number of the last KV event of the rank.
             hops: latencies of the records from and to the rank.
         """
@@ -85,6 +96,7 @@ class EngineRank:
         self.rank = rank
         self.worker_epoch = worker_epoch
         self.engine = engine
+        self.tiers = tiers
         self.hops = hops
         self.step: EngineStep | None = None
         self.began_us = self.ends_us = 0
@@ -94,6 +106,19 @@ class EngineRank:
         self.reported_us = -LOAD_INTERVAL_US
         self.report_held = False
         self._kv_seq = kv_seq
+
+    def submit(self, request: EngineRequest) -> None:
+        """Submit a request to the engine. Raises RequestRefused if the engine cannot serve it."""
+        self.engine.submit(request)
+        if self.tiers is not None:
+            self.tiers.submitted(request.request_id, array_u64(request.sequence_hashes))
+
+    def begin_step(self, until_us: int) -> EngineStep | None:
+        """Run the next step of the engine (`EngineModel.step`), and begin the loads that the engine requests."""
+        self.step = self.engine.step(until_us)
+        if self.tiers is not None:
+            self.tiers.begin_loads()
+        return self.step
 
     def retains(self, request_id: str, prefill_attempt: int) -> bool:
         """Return whether the rank still retains the KV that this prefill attempt computed."""
@@ -110,10 +135,14 @@ class EngineRank:
         """Cancel a request on the engine, and release the KV that the rank retains for it."""
         self.retained.pop(request_id, None)
         self.engine.cancel(request_id)
+        if self.tiers is not None:
+            self.tiers.cancelled(request_id)
 
     def die(self, now_us: int) -> dict[str, int]:
         """Kill the rank in the middle of its step. Return the output tokens emitted so far, by request id."""
         self.dead = True
+        if self.tiers is not None:
+            self.tiers.close()
         step, self.step = self.step, None
         undone = 0
         if step is not None:
@@ -125,19 +154,68 @@ class EngineRank:
         self.load = EngineLoad(0, 0, 0, self.load.kv_blocks_total)
         return emitted
 
-    def cache_change(self, change: CacheChange) -> BlocksStored | BlocksRemoved:
-        """Return the KV event for a change of the cache."""
+    def prompt_computed(self, one: FirstTokenStep | Computed, *, is_fetched: bool) -> tuple[OnboardedTokens, ...]:
+        """Offer a computed prompt to the tiers. Return the tokens that were loaded from them.
+
+        Args:
+            one: the end of the prompt.
+            is_fetched: whether another rank has computed the prompt.
+        """
+        if self.tiers is None:
+            return ()
+        return self.tiers.computed(one.request_id, one.cached_tokens, is_fetched=is_fetched)
+
+    def step_events(self, changes: list[CacheChange]) -> list[AnyKvEvent]:
+        """Return the events of changes in the cache of the engine in a step that has ended."""
+        events: list[AnyKvEvent] = [*map(self._cache_event, changes)] if self.spec.kv_events else []
+        if self.tiers is not None:
+            self.tiers.stepped([change.hashes for change in changes if isinstance(change, Removed)])
+            events += self.tier_events()
+        return events
+
+    def tier_events(self) -> list[AnyKvEvent]:
+        """Return the events of all changes of the tiers since the last call."""
+        changes = self.tiers.changes() if self.tiers is not None else []
+        return [event for change in changes for event in self._tier_events(change)] if self.spec.kv_events else []
+
+    def measured_costs(self) -> list[TierCostsMeasured]:
+        """Return a report of the costs of the tiers, if it is due."""
+        costs = None if self.tiers is None else self.tiers.due_costs()
+        if costs is None:
+            return []
+        name = self.spec.worker_id
+        return [TierCostsMeasured(worker_id=name, worker_epoch=self.worker_epoch, costs=costs, rank=self.rank)]
+
+    def _cache_event(self, change: CacheChange) -> BlocksStored | BlocksRemoved:
+        if isinstance(change, Stored):
+            return BlocksStored(parent_hash=change.parent, **self._cache_fields(change.hashes))
+        return BlocksRemoved(**self._cache_fields(change.hashes))
+
+    def _tier_events(self, change: BlockChange) -> list[AnyKvEvent]:
+        events: list[AnyKvEvent] = []
+        if change.tier == "store":
+            store: dict[str, Any] = {"store": self.spec.kv_store, "worker_id": self.spec.worker_id}
+            if change.stored:
+                events.append(StoreBlocksAdded(sequence_hashes=pack_u64(change.stored), **store))
+            if change.removed:
+                removed = pack_u64(change.removed)
+                events.append(StoreBlocksRemoved(sequence_hashes=removed, stale=change.stale, **store))
+            return events
+        if change.stored:
+            events.append(BlocksStored(tier=change.tier, **self._cache_fields(change.stored)))
+        if change.removed:
+            events.append(BlocksRemoved(tier=change.tier, **self._cache_fields(change.removed)))
+        return events
+
+    def _cache_fields(self, hashes: Sequence[int]) -> dict[str, Any]:
         self._kv_seq += 1
-        fields: dict[str, Any] = {
+        return {
             "worker_id": self.spec.worker_id,
             "worker_epoch": self.worker_epoch,
             "seq": self._kv_seq,
             "rank": self.rank,
-            "sequence_hashes": pack_u64(change.hashes),
+            "sequence_hashes": pack_u64(hashes),
         }
-        return (
-            BlocksStored(parent_hash=change.parent, **fields) if isinstance(change, Stored) else BlocksRemoved(**fields)
-        )
 
     def first_token_emitted(self, first: FirstTokenStep, owner_epoch: int) -> FirstTokenEmitted:
         """Return the event for the first token of a response."""
@@ -149,12 +227,16 @@ class EngineRank:
             cached_tokens=first.cached_tokens,
             transferred_bytes=first.transferred_bytes,
             transfer_us=first.transfer_us,
+            onboarded=first.onboarded,
         )
 
-    def computed(self, one: Computed, prefilled: Prefilled, owner_epoch: int) -> PrefillFinished:
+    def computed(
+        self, one: Computed, prefilled: Prefilled, onboarded: tuple[OnboardedTokens, ...], owner_epoch: int
+    ) -> PrefillFinished:
         """Return the event for the end of a prefill for another worker."""
         kept = msgspec.structs.replace(prefilled, cached_tokens=one.cached_tokens)
-        return self._progress(PrefillFinished, one.request_id, one.attempt, owner_epoch, prefilled=kept)
+        attempt = one.request_id, one.attempt, owner_epoch
+        return self._progress(PrefillFinished, *attempt, prefilled=kept, onboarded=onboarded)
 
     def transfer_failed(self, request_id: str, attempt: int, error: str, owner_epoch: int) -> TransferFailed:
         """Return the event for a failed transfer of prefilled KV."""
@@ -177,15 +259,21 @@ class EngineRank:
         attempt = routed.request_id, routed.attempt, routed.owner_epoch
         return self._progress(RequestFinished, *attempt, finish_reason="length")
 
-    def rejected(self, routed: RequestRouted, error: str, status: int) -> RequestFailed | PrefillFailed:
+    def rejected(self, routed: RequestRouted, refusal: RequestRefused) -> RequestFailed | PrefillFailed:
         """Return the event for a request that the engine rejected."""
         attempt = routed.request_id, routed.attempt, routed.owner_epoch
         if routed.stage == "prefill":
-            return self._progress(PrefillFailed, *attempt, error=error, status=status)
-        return self._progress(RequestFailed, *attempt, error=error)
+            status = UNAVAILABLE if isinstance(refusal, QueueFull) else BAD_REQUEST
+            return self._progress(PrefillFailed, *attempt, error=str(refusal), status=status)
+        return self._progress(RequestFailed, *attempt, error=str(refusal))
+
+    def send_report(self, now_us: int) -> LoadReported:
+        """Return the load report that is sent to the router at `now_us`."""
+        self.report_held, self.reported_us = False, now_us
+        return self.report()
 
     def report(self) -> LoadReported:
-        """Return a load report for the router."""
+        """Return a load report."""
         load = self.load
         return LoadReported(
             worker_id=self.spec.worker_id,

@@ -3,16 +3,19 @@
 from dataclasses import dataclass
 from itertools import repeat
 
+from msgspec import structs
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.block_hashes import HASH_SEED, extend_chain
-from forebay.engine_model.model import EngineRequest, EngineStage
+from forebay.engine_model.model import Computed, EngineRequest, EngineStage, FirstTokenStep
 from forebay.engine_model.sequence import seed_block
 from forebay.events.base import U32_BYTES, U64_BYTES, pack_u64
 from forebay.events.decisions import RequestRouted
+from forebay.events.progress import OnboardedTokens
 from forebay.events.requests import RequestSubmitted
 from forebay.simulate.outcome import RequestOutcome
 from forebay.simulate.rank import EngineRank
+from forebay.simulate.timeline import Recorder
 from forebay.simulate.transfers import RetainedKv
 
 
@@ -62,6 +65,38 @@ class SimulatedRequest:
             return
         assert self.computing is not None, "a decode stage follows a prefill"
         self.retained = RetainedKv(self.computing, self.prefill_attempt)
+
+    def first_token(self, rank: EngineRank, first: FirstTokenStep, at_us: int, recorder: Recorder) -> FirstTokenStep:
+        """Record the first token of an attempt, which the client gets at `at_us`.
+
+        Returns:
+            `first` with the statistics of the transfer, if the KV of the prompt was fetched.
+        """
+        served = self.served
+        if not self.emitted:
+            served.first_us = at_us
+        if self.retained is None:
+            self._computed(rank, first, first.onboarded, recorder)
+            return first
+        return structs.replace(first, transferred_bytes=served.transferred_bytes, transfer_us=served.transfer_us)
+
+    def prefilled(
+        self, rank: EngineRank, one: Computed, onboarded: tuple[OnboardedTokens, ...], now_us: int, recorder: Recorder
+    ) -> None:
+        """Record that a prefill worker has computed the prompt."""
+        self.served.prefiller, self.served.prefilled_us = rank.number, now_us
+        self._computed(rank, one, onboarded, recorder)
+
+    def _computed(
+        self,
+        rank: EngineRank,
+        one: FirstTokenStep | Computed,
+        onboarded: tuple[OnboardedTokens, ...],
+        recorder: Recorder,
+    ) -> None:
+        served = self.served
+        served.record_prompt(one.cached_tokens, onboarded)
+        recorder.count_prompt(rank.number, served.prompt_tokens, served.cached_tokens)
 
     def attempt(self, request_id: str, attempt: int, block_size: int, stage: EngineStage) -> EngineRequest:
         """Return this attempt as a request to the engine model.

@@ -1,11 +1,13 @@
 """Simulation that starts with the fleet, the caches and the configuration of a snapshot, and plays later arrivals.
 
 The cache of each rank starts with its blocks of the prefix index, in the order of the index, because the index does not
-record when a block was used. Blocks in host memory and on disk are ignored, because the engine model has no such tiers.
+record when a block was used. Blocks in other tiers are ignored if the simulated workers have no such tier.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import msgspec
 
@@ -19,9 +21,10 @@ from forebay.engine_model.timing import EngineTiming, MockerTiming
 from forebay.events.base import U64_BYTES, unpack_u64
 from forebay.events.control import PoolConfigured
 from forebay.events.fleet import WorkerFact, WorkerJoined, WorkerLost, WorkerSpec
+from forebay.events.kv import Tier
 from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import Chunk, IndexBlocks, IndexCursor, WorkerState
-from forebay.events.tier_parts import StoreBlocks
+from forebay.events.tier_parts import StoreBlocks, StoreDropped
 from forebay.events.topics import FLEET
 from forebay.events.versions import EVENTS_VERSION
 from forebay.simulate.arrivals import Arrival, ListedArrivals
@@ -30,13 +33,35 @@ from forebay.simulate.delays import ROUTER, Hops
 from forebay.simulate.outcome import RequestOutcome
 from forebay.simulate.rank import EngineRank, needs_reports
 from forebay.simulate.settings import Delays, Transfer
+from forebay.simulate.tiers.fleet import TierFleet, store_name
+from forebay.simulate.tiers.settings import FleetTiers, TierUnusable
 
 NO_DELAYS = Delays()
+NO_TIERS = FleetTiers()
+RANK_TIERS: tuple[Literal["host", "disk"], ...] = ("host", "disk")
 MOCKER = MockerTiming()
 
 
 class NotSimulable(Exception):
     """A state cannot be simulated. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedHardware:
+    """What a recording does not tell about the machines of a fleet.
+
+    Attributes:
+        timing: step timing of the engines.
+        transfer: time that KV transfers take; used only if there are prefill workers.
+        tiers: tiers of the workers. The size of a block is that of the worker's KV layout, or follows from `transfer`.
+    """
+
+    timing: EngineTiming = MOCKER
+    transfer: Transfer = NO_TRANSFER
+    tiers: FleetTiers = NO_TIERS
+
+
+ANY_HARDWARE = SimulatedHardware()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +87,7 @@ def resume(
     *,
     speedup: float = 1.0,
     delays: Delays = NO_DELAYS,
-    timing: EngineTiming = MOCKER,
-    transfer: Transfer = NO_TRANSFER,
+    hardware: SimulatedHardware = ANY_HARDWARE,
     custom: CustomPolicies = ONLY_BUILT_IN,
 ) -> ResumedOutcome:
     """Simulate all arrivals, starting from a state, until every request has ended.
@@ -76,22 +100,23 @@ def resume(
         on_arrived: called with the number of requests that have arrived so far.
         speedup: how much faster than their model the engines run.
         delays: latencies between clients, router and engines.
-        timing: step timing of the engines.
-        transfer: time that KV transfers take; used only if there are prefill workers.
+        hardware: engines, links and tiers of the workers.
         custom: custom policies that the simulation may run.
 
     Raises:
         NotSimulable: there is no worker, or the sizes of a worker contradict each other.
     """
-    fitting = list(_fitting(state))
+    fitting = list(_fitting(state, hardware))
     world = restore(fitting, custom)
     claim(world, max(world.owner_epoch, 0), tuple(sorted(custom)), EVENTS_VERSION)
     configured = [arrival.event for arrival in arrivals if isinstance(arrival.event, PoolConfigured)]
     reports = any(needs_reports(pool.router) for pool in (*world.pools.values(), *configured))
+    measured = any(pool.router.tier_credit == "measured" for pool in (*world.pools.values(), *configured))
     joining = [arrival.event.spec for arrival in arrivals if isinstance(arrival.event, WorkerJoined)]
     for spec in joining:
-        _config(spec, timing)  # reject an unusable worker before the run
-    cluster = _ResumedCluster(world, delays, timing, transfer, reports=reports, speedup=speedup)
+        _room(spec, hardware)
+        _config(spec, hardware.timing)  # reject an unusable worker before the run
+    cluster = _ResumedCluster(world, delays, hardware, reports=reports, reports_costs=measured, speedup=speedup)
     cluster.begin(fitting)
     if not cluster.numbers and not joining:
         raise NotSimulable("the state has no worker at the start of the simulation, and none joins later")
@@ -111,33 +136,45 @@ class _ResumedCluster(SimulatedCluster):
         self,
         world: World,
         delays: Delays,
-        timing: EngineTiming,
-        transfer: Transfer,
+        hardware: SimulatedHardware,
         *,
         reports: bool,
+        reports_costs: bool,
         speedup: float,
     ) -> None:
         hops = Hops(delays, 0, ROUTER)
-        super().__init__(world, reports=reports, speedup=speedup, hops=hops, transfer=transfer)
+        super().__init__(world, reports=reports, speedup=speedup, hops=hops, transfer=hardware.transfer)
         self.numbers: dict[HolderKey, int] = {}
         self._delays = delays
-        self._timing = timing
+        self._hardware = hardware
+        self._tier_fleet = TierFleet(self, reports_costs=reports_costs)
         self._members: dict[str, list[EngineRank]] = {}
 
     def begin(self, state: Sequence[Chunk]) -> None:
         """Add the ranks of all current members, with warm caches."""
-        cached: dict[HolderKey, list[int]] = {}
+        cached: dict[tuple[HolderKey, Tier], list[int]] = {}
         kv_seqs: dict[HolderKey, int] = {}
+        stored: dict[str, list[int]] = {}
         for chunk in state:
             if isinstance(chunk, IndexBlocks):
-                cached.setdefault((chunk.worker_id, chunk.rank), []).extend(unpack_u64(chunk.sequence_hashes))
+                key = (chunk.worker_id, chunk.rank)
+                cached.setdefault((key, chunk.tier), []).extend(unpack_u64(chunk.sequence_hashes))
             elif isinstance(chunk, IndexCursor):
                 kv_seqs[chunk.worker_id, chunk.rank] = chunk.last_seq
+            elif isinstance(chunk, StoreBlocks):
+                stored.setdefault(chunk.store, []).extend(unpack_u64(chunk.sequence_hashes))
+            elif isinstance(chunk, StoreDropped):
+                stored.pop(chunk.store, None)
         for key in rank_keys(state):
             worker = self.world.fleet.get(key[0])
             assert worker is not None, "the ranks are those of the state"
             rank = self._join(worker.spec, key[1], worker.worker_epoch, kv_seqs.get(key, 0))
-            rank.engine.warm(cached.get(key, []))
+            rank.engine.warm(cached.get((key, "device"), []))
+            if rank.tiers is not None:
+                for tier in RANK_TIERS:
+                    rank.tiers.restore(tier, cached.get((key, tier), []))
+                rank.tiers.changes()  # the index has these blocks
+                self._tier_fleet.fill_store(worker.spec.model, stored.pop(worker.spec.kv_store, []))
 
     def _arrive(self, arrival: Arrival) -> None:
         event = arrival.event
@@ -159,12 +196,20 @@ class _ResumedCluster(SimulatedCluster):
         key = (spec.worker_id, rank)
         number = self.numbers.setdefault(key, len(self.numbers))
         hops = Hops(self._delays, 0, f"{spec.worker_id}/{rank}")
-        taking = EngineRank(
-            number, spec, rank, worker_epoch, EngineModel(_config(spec, self._timing)), kv_seq=kv_seq, hops=hops
-        )
+        config = _config(spec, self._hardware.timing)
+        chosen, block_bytes = self._hardware.tiers, _block_bytes(spec, self._hardware)
+        on_changed = partial(self._rank_tiers_changed, key)
+        tiers = self._tier_fleet.build(chosen, spec.model, config, block_bytes, on_changed)
+        if not spec.kv_store:
+            spec = msgspec.structs.replace(spec, kv_store=store_name(chosen, spec.model))
+        engine = EngineModel(config) if tiers is None else tiers.engine
+        taking = EngineRank(number, spec, rank, worker_epoch, engine, tiers=tiers, kv_seq=kv_seq, hops=hops)
         self._members.setdefault(spec.worker_id, []).append(taking)
         self.add(taking)
         return taking
+
+    def _rank_tiers_changed(self, key: HolderKey, is_loaded: bool) -> None:
+        self.tiers_changed(self._rank_of[key], is_loaded=is_loaded)
 
 
 def rank_keys(state: Sequence[Chunk]) -> list[HolderKey]:
@@ -173,22 +218,45 @@ def rank_keys(state: Sequence[Chunk]) -> list[HolderKey]:
     return sorted((spec.worker_id, rank) for spec in specs for rank in spec.ranks)
 
 
-def _fitting(state: Sequence[Chunk]) -> Iterator[Chunk]:
-    """Yield the chunks of the state, with the device blocks of each rank cut to the size of its cache.
+def _fitting(state: Sequence[Chunk], hardware: SimulatedHardware) -> Iterator[Chunk]:
+    """Yield the chunks of the state, with the blocks of each rank cut to the sizes of its tiers.
 
-    The simulated engines have no other tiers, so blocks in host memory, on disk and in shared stores are left out.
+    Blocks of tiers that the simulated workers do not have are left out.
+
+    Raises:
+        NotSimulable: a tier is smaller than one block of a worker.
     """
-    room = {chunk.spec.worker_id: chunk.spec.kv_blocks_total for chunk in state if isinstance(chunk, WorkerState)}
-    held: dict[HolderKey, int] = {}
+    specs = {chunk.spec.worker_id: chunk.spec for chunk in state if isinstance(chunk, WorkerState)}
+    room = {worker_id: _room(spec, hardware) for worker_id, spec in specs.items()}
+    has_store = any(blocks["store"] for blocks in room.values())
+    held: dict[tuple[HolderKey, Tier], int] = {}
     for chunk in state:
-        if not isinstance(chunk, IndexBlocks | StoreBlocks):
+        if isinstance(chunk, StoreBlocks | StoreDropped):
+            if has_store:
+                yield chunk
+        elif not isinstance(chunk, IndexBlocks):
             yield chunk
-        elif isinstance(chunk, IndexBlocks) and chunk.tier == "device":
-            key = (chunk.worker_id, chunk.rank)
-            left = room[chunk.worker_id] - held.get(key, 0)
-            hashes = chunk.sequence_hashes[: left * U64_BYTES]
+        elif limit := room[chunk.worker_id][chunk.tier]:
+            key = ((chunk.worker_id, chunk.rank), chunk.tier)
+            hashes = chunk.sequence_hashes[: (limit - held.get(key, 0)) * U64_BYTES]
             held[key] = held.get(key, 0) + len(hashes) // U64_BYTES
             yield msgspec.structs.replace(chunk, sequence_hashes=hashes)
+
+
+def _room(spec: WorkerSpec, hardware: SimulatedHardware) -> dict[str, int]:
+    """Return the blocks that fit into each tier of a rank."""
+    try:
+        limits = hardware.tiers.limits(_block_bytes(spec, hardware))
+    except TierUnusable as error:
+        raise NotSimulable(f"tiers of worker {spec.worker_id}: {error}") from None
+    lower = {"host": limits.host, "disk": limits.disk, "store": limits.store}
+    return {"device": spec.kv_blocks_total, **{name: tier.blocks if tier else 0 for name, tier in lower.items()}}
+
+
+def _block_bytes(spec: WorkerSpec, hardware: SimulatedHardware) -> int:
+    if spec.kv_layout is not None:
+        return spec.kv_layout.block_bytes
+    return spec.block_size * hardware.transfer.kv_bytes_per_token
 
 
 def _config(spec: WorkerSpec, timing: EngineTiming) -> EngineConfig:

@@ -12,6 +12,7 @@ from forebay.events.names import unknown_name
 from forebay.events.requests import TIMEOUT_US_MAX
 from forebay.simulate.field_descriptions import invalid_field
 from forebay.simulate.pool_routing_file import ModelRouting
+from forebay.simulate.tiers.settings import BYTES_PER_US, Bandwidth, FleetTiers, TierUnusable, WorkerTiers
 
 WORKERS_MAX = 4_096  # each worker is a candidate of every decision
 TIME_US_MAX = 3_155_760_000_000_000  # 100 years, so that sums stay far below 64 bits
@@ -19,8 +20,6 @@ TIME_S_MAX = TIME_US_MAX / 1e6
 TIMEOUT_S_MAX = TIMEOUT_US_MAX / 1e6
 MTBF_S_MIN = 1.0
 KV_BYTES_MAX = 1 << 30  # per token; 1,000 times the largest models
-BANDWIDTH_MAX = 1e6  # GB per second
-BYTES_PER_US = 1_000  # at 1 GB/s
 PARTS: dict[str, type[msgspec.Struct]] = {
     "": RouterConfig,
     "busy": BusyThresholds,
@@ -37,7 +36,6 @@ ROUTER_SETTINGS = tuple(
 PoolRole = Literal["aggregated", "prefill", "decode"]
 Time = Annotated[int, msgspec.Meta(ge=0, le=TIME_US_MAX)]  # microseconds
 KvBytes = Annotated[int, msgspec.Meta(ge=1, le=KV_BYTES_MAX)]
-Bandwidth = Annotated[float, msgspec.Meta(ge=0, le=BANDWIDTH_MAX)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=TIME_S_MAX)]
 
 
@@ -49,12 +47,14 @@ class WorkerGroup(msgspec.Struct, frozen=True, kw_only=True):
         engine: cache size, batch limits and step timing of each worker.
         profile: name of the engine profile, for reports.
         gpus: GPUs per worker, to compute the GPU hours of a run.
+        tiers: host memory and disk of each worker; None uses those of the fleet.
     """
 
     count: Annotated[int, msgspec.Meta(ge=1, le=WORKERS_MAX)]
     engine: EngineConfig
     profile: str = "mocker"
     gpus: float = 1.0
+    tiers: WorkerTiers | None = None
 
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -262,6 +262,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         delays: latencies between clients, router and engines.
         life: failures, restarts and additional starts of workers.
         transfer: time that KV transfers between workers take.
+        tiers: host memory, disks and shared stores; None for none, except those of engine profiles.
         rules: rules by which requests are routed to the pools of a model.
         timeout_s: seconds that a client waits for its response.
         seed: seed for sampling and tie-breaking.
@@ -271,6 +272,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     delays: Delays = Delays()
     life: LifeCycleSettings = LifeCycleSettings()
     transfer: Transfer = Transfer()
+    tiers: FleetTiers | None = None
     rules: RoutedPools = RoutedPools()
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=TIMEOUT_S_MAX)] = TIMEOUT_S_MAX
     seed: int = 0
@@ -310,6 +312,10 @@ def validate_settings(settings: Settings) -> None:
             if block_size != first:
                 reason = f"got {block_size}, but the first group of the pool has {first}; a pool has one block size"
                 raise SettingsUnusable(f"pools[{at}].workers[{group_at}].block_size", reason)
+            try:
+                tiers_of(settings, group).limits(block_size * settings.transfer.kv_bytes_per_token)
+            except TierUnusable as error:
+                raise SettingsUnusable(f"tiers.{error.tier}", error.reason) from None
         names[pool.name] = at
     require_pools(settings.pools, settings.rules)
     if settings.workers_ever > WORKERS_MAX:
@@ -322,6 +328,11 @@ def validate_settings(settings: Settings) -> None:
             reason = f"got {start.group}, but pool {start.pool!r} has {groups} worker groups, counted from 0"
             raise SettingsUnusable(f"starts[{at}].group", reason)
     _require_faults(settings)
+
+
+def tiers_of(settings: Settings, group: WorkerGroup) -> FleetTiers:
+    """Return the tiers of the workers of a group, and their shared store."""
+    return (settings.tiers or FleetTiers()).of(group.tiers)
 
 
 def require_pools(pools: tuple[PoolSettings, ...], rules: RoutedPools) -> None:

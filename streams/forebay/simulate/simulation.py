@@ -32,9 +32,12 @@ from forebay.simulate.settings import (
     PoolSettings,
     Settings,
     WorkerGroup,
+    tiers_of,
     validate_settings,
     worker_id,
 )
+from forebay.simulate.tiers.fleet import store_name
+from forebay.simulate.tiers.traffic import tier_traffic
 from forebay.simulate.worker_processes import US_PER_S, WorkerProcesses
 from forebay.simulate.workload import Turn, Workload, sequence_hashes
 
@@ -84,7 +87,8 @@ class Simulation:
         reports = any(map(needs_reports, routers))
         kind = SimulatedCluster if planning is None else PlannedCluster
         self.cluster = kind(world, reports=reports, hops=hops, transfer=settings.transfer)
-        self._processes = WorkerProcesses(settings, self.cluster, OWNER_EPOCH)
+        measured = any(one.tier_credit == "measured" for one in routers)
+        self._processes = WorkerProcesses(settings, self.cluster, OWNER_EPOCH, reports_costs=measured)
         by_name = {pool.name: pool for pool in settings.pools}
         self._planned: PlannedFleet | None = None
         if planning is not None and isinstance(self.cluster, PlannedCluster):
@@ -135,6 +139,7 @@ class Simulation:
             timeline=cluster.timeline(),
             routed=cluster.routed,
             planned=self._planned.intervals if self._planned is not None else [],
+            tiers=tier_traffic(self._processes.tiers()),
         )
 
     def _new(self, pool: PoolSettings) -> tuple[WorkerSpec, WorkerGroup]:
@@ -162,6 +167,7 @@ class Simulation:
             max_num_batched_tokens=group.engine.max_num_batched_tokens,
             pool=intern(pool.name),
             role=_role(pool),
+            kv_store=intern(store_name(tiers_of(self._settings, group), pool.model)),
         )
 
     def _submitted(self, turn: Turn, block_tokens: int) -> RequestSubmitted:

@@ -14,7 +14,8 @@ from itertools import pairwise
 import msgspec
 
 from forebay.core.state.holder_bits import HolderKey
-from forebay.simulate.settings import BANDWIDTH_MAX, BYTES_PER_US, Transfer
+from forebay.simulate.settings import Transfer
+from forebay.simulate.tiers.settings import BANDWIDTH_MAX, BYTES_PER_US
 
 FITTED_MIN = 20  # with fewer transfers the medians of the groups are too noisy
 GROUPS = 10

@@ -10,7 +10,9 @@ from forebay.events.topics import FLEET
 from forebay.simulate.cluster import SimulatedCluster
 from forebay.simulate.delays import Draws, Hops
 from forebay.simulate.rank import EngineRank
-from forebay.simulate.settings import Settings, WorkerGroup
+from forebay.simulate.settings import Settings, WorkerGroup, tiers_of
+from forebay.simulate.tiers.fleet import TierFleet
+from forebay.simulate.tiers.rank_tiers import SimulatedTiers
 
 US_PER_S = 1e6
 SUSPECT_AFTER = 0.5  # share of the lease, as on a live owner
@@ -62,11 +64,12 @@ class WorkerProcesses:
         workers: all workers; the index is the worker's number.
     """
 
-    def __init__(self, settings: Settings, cluster: SimulatedCluster, owner_epoch: int) -> None:
+    def __init__(self, settings: Settings, cluster: SimulatedCluster, owner_epoch: int, *, reports_costs: bool) -> None:
         self._settings = settings
         self._life = settings.life
         self._cluster = cluster
         self._owner_epoch = owner_epoch
+        self._tiers = TierFleet(cluster, reports_costs=reports_costs)
         self.workers: list[SimulatedWorker] = []
 
     def begin(self, spec: WorkerSpec, group: WorkerGroup) -> None:
@@ -140,6 +143,11 @@ class WorkerProcesses:
         cluster.die(rank)
         self._lose(worker, "its lease was released")
 
+    def tiers(self) -> list[SimulatedTiers]:
+        """Return the tiers of all ranks that ever joined."""
+        ranks = (one.rank for worker in self.workers for one in worker.processes)
+        return [rank.tiers for rank in ranks if rank is not None and rank.tiers is not None]
+
     def plan_faults(self) -> None:
         """Schedule the configured faults. Call this after all workers were added."""
         by_id = {worker.spec.worker_id: worker for worker in self.workers}
@@ -182,17 +190,30 @@ class WorkerProcesses:
         self._lose(worker, "a new incarnation took over its name")
         worker_epoch = cluster.world.view.get(FLEET.name, 0)
         hops = Hops(self._settings.delays, self._settings.seed, f"{spec.worker_id} {worker_epoch}")
-        engine = EngineModel(worker.group.engine)
-        process.rank = EngineRank(worker.number, spec, 0, worker_epoch, engine, hops=hops)
+        config = worker.group.engine
+        chosen = tiers_of(self._settings, worker.group)
+        block_bytes = config.block_size * self._settings.transfer.kv_bytes_per_token
+        on_changed = partial(self._tiers_changed, process)
+        tiers = self._tiers.build(chosen, spec.model, config, block_bytes, on_changed)
+        engine = EngineModel(config) if tiers is None else tiers.engine
+        process.rank = EngineRank(worker.number, spec, 0, worker_epoch, engine, tiers=tiers, hops=hops)
         cluster.add(process.rank)
         joined = WorkerJoined(
             owner_epoch=self._owner_epoch, spec=spec, lease=spec.worker_id, slot=worker.number, from_offset=0
         )
         cluster.apply(FLEET, joined)
+        before = [one.rank.tiers for one in worker.processes[:-1] if one.rank is not None]
+        if tiers is not None and before and before[-1] is not None:
+            tiers.restore("disk", before[-1].stored_on_disk())
+            cluster.tiers_changed(process.rank, is_loaded=False)
         if self._life.mtbf_s:
             after_us = worker.failures.next(round(self._life.mtbf_s * US_PER_S))
             repair_us = round(self._life.repair_s * US_PER_S)
             cluster.at(cluster.now_us + after_us, partial(self._fail_randomly, worker, process, repair_us))
+
+    def _tiers_changed(self, process: WorkerProcess, is_loaded: bool) -> None:
+        assert process.rank is not None, "transfers begin after the first lease"
+        self._cluster.tiers_changed(process.rank, is_loaded=is_loaded)
 
     def _fail_randomly(self, worker: SimulatedWorker, process: WorkerProcess, repair_us: int) -> None:
         if process.died_us is None:

@@ -71,16 +71,17 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
-def lora(rank: int = LORA_RANK) -> dict[str, torch.Tensor]:
+def lora(
+    rank: int = LORA_RANK, *, layers: int = LAYERS, hidden: int = HIDDEN, kv_width: int = KV_HEADS * HIDDEN // HEADS
+) -> dict[str, torch.Tensor]:
     """Return LoRA weights of the query and value projections, large enough to change the output."""
     random = torch.Generator().manual_seed(SEED)
-    head = HIDDEN // HEADS
-    sizes = {"q_proj": HEADS * head, "v_proj": KV_HEADS * head}
+    sizes = {"q_proj": hidden, "v_proj": kv_width}
     weights = {}
-    for layer in range(LAYERS):
+    for layer in range(layers):
         for name, size in sizes.items():
             prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, HIDDEN, generator=random) * 0.5
+            weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, hidden, generator=random) * 0.5
             weights[f"{prefix}.lora_B.weight"] = torch.randn(size, rank, generator=random) * 0.5
     return weights
 
@@ -91,10 +92,10 @@ def write_model(directory: Path) -> None:
     tokenizer().save_pretrained(directory)
 
 
-def write_lora(directory: Path, rank: int = LORA_RANK) -> None:
-    """Write the LoRA directory in PEFT's format."""
+def write_lora(directory: Path, rank: int = LORA_RANK, weights: dict[str, torch.Tensor] | None = None) -> None:
+    """Write the LoRA directory in PEFT's format, by default for the tiny model."""
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(lora(rank), directory / "adapter_model.safetensors")
+    save_file(weights or lora(rank), directory / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -10,12 +10,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forebay.core.block_hashes import mm_hash
+from forebay.engine_model.steps import StoreChange
 from forebay.events.base import U64_MASK, unpack_u32
 from forebay.workers.kv_events.engine_events import (
     Batch,
     ClearedBlocks,
     Decode,
     KvEventError,
+    OwnRemoved,
+    OwnStored,
     RemovedBlocks,
     StoredBlocks,
 )
@@ -267,5 +270,46 @@ def test_any_bytes_are_a_batch_or_an_error(decoder: Callable[[], Decode], data: 
         if isinstance(one, StoredBlocks):
             assert len(one.token_ids) == 4 * len(one.hashes) * one.block_size
             assert all(0 <= content <= U64_MASK for contents in one.mm_hashes.values() for content in contents)
-        if not isinstance(one, ClearedBlocks):
+        if isinstance(one, StoredBlocks | RemovedBlocks):
             assert all(0 <= name <= U64_MASK for name in one.hashes)
+
+
+def test_events_of_our_own_connector_name_blocks_by_sequence_hash() -> None:
+    own: dict[str, Any] = {"ownership": "forebay"}
+    batch = vllm(
+        {**vllm_stored([7, 8], [], 6, medium="CPU", locality="LOCAL"), **own},
+        {**vllm_removed(7, medium="DISK", locality="LOCAL"), **own},
+        {**vllm_stored([9], [], medium="SHARED", locality="REMOTE"), **own},
+        {**vllm_removed(9, medium="SHARED", locality="REMOTE"), **own},
+        {**vllm_removed(8, medium="SHARED_STALE", locality="REMOTE"), **own},
+        {**vllm_removed(8, medium="TAPE"), **own},
+    )
+    assert batch.events == (
+        OwnStored(parent=6, hashes=(7, 8), tier="host"),
+        OwnRemoved(hashes=(7,), tier="disk"),
+        StoreChange(stored=(9,)),
+        StoreChange(removed=(9,)),
+        StoreChange(stale=(8,)),
+    )
+    assert batch.skipped == {"unknown_medium": 1}
+
+
+def test_events_of_shared_storage_are_used_if_it_has_a_name() -> None:
+    """Events of vLLM's OffloadingConnector with a secondary tier, and of SGLang's HiCache with a storage back end."""
+    decode = VllmDecoder(has_store=True)
+    local = vllm_stored([1, 2], PROMPT[:64], medium="CPU")
+    remote = vllm_stored([1, 2], PROMPT[:64], medium="STORAGE", locality="REMOTE", ownership="fs")
+    removed = vllm_removed(2, medium="STORAGE", locality="REMOTE", ownership="fs")
+    batch = decode(payload([local, remote, removed]))
+    assert [event.tier for event in batch.events if isinstance(event, StoredBlocks)] == ["host", "store"]
+    assert batch.events[2] == RemovedBlocks(hashes=(2,), tier="store") and not batch.skipped
+    hicache = payload([sglang_stored([1], PROMPT[:16], medium=medium) for medium in ("GPU", "CPU_PINNED", "EXTERNAL")])
+    tiers = [event.tier for event in decode_sglang(hicache, has_store=True).events if isinstance(event, StoredBlocks)]
+    assert tiers == ["device", "host", "store"]
+
+
+def test_events_that_do_not_describe_blocks_are_skipped() -> None:
+    placeholder = vllm_stored([1], [], medium="CPU", block_size=0)  # OffloadingConnector by default
+    lmcache = vllm_stored([1], PROMPT[:64], medium="cpu", block_size=64)  # it never reports removals
+    batch = vllm(placeholder, lmcache)
+    assert batch == Batch((), Counter(no_tokens=1, unknown_medium=1))

@@ -13,9 +13,9 @@ import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
 from forebay.engine_model.model import Removed, Stored
-from forebay.workers.engine import CacheChange, Cleared, EngineError
+from forebay.workers.engine import Cleared, EngineError
 from forebay.workers.kv_events.metrics import KvEventMetrics
-from forebay.workers.kv_events.resident import ResidentBlocks
+from forebay.workers.kv_events.resident import Change, ResidentBlocks
 from forebay.workers.kv_events.vllm_wire import VllmDecoder
 from forebay.workers.kv_events.zmq_feed import END_OF_REPLAY, KvFeed, KvSource
 from tests.workers.conftest import until
@@ -101,10 +101,10 @@ class FeedLog:
     """Changes that a feed reported, and the blocks that a reader holds."""
 
     def __init__(self) -> None:
-        self.changes: list[CacheChange] = []
+        self.changes: list[Change] = []
         self.lost: list[str] = []
 
-    def publish(self, rank: int, changes: Sequence[CacheChange]) -> None:
+    def publish(self, rank: int, changes: Sequence[Change]) -> None:
         assert rank == RANK and changes
         self.changes += changes
 
@@ -286,7 +286,7 @@ async def test_catch_up_returns_false_without_a_reply() -> None:
 
 
 async def test_an_error_of_the_reader_ends_the_feed() -> None:
-    def refuse(_rank: int, _changes: Sequence[CacheChange]) -> None:
+    def refuse(_rank: int, _changes: Sequence[Change]) -> None:
         raise LookupError("no room")
 
     async with publishing() as publisher:

@@ -124,6 +124,7 @@ class AsyncLLM:
             num_waiting_reqs=0,
             num_skipped_waiting_reqs=0,
             kv_cache_usage=usage,
+            kv_connector_stats=None,
         )
         self.loggers[rank].record(stats, None)
 
@@ -170,7 +171,7 @@ def install(monkeypatch: pytest.MonkeyPatch, sockets: Path) -> None:
         EngineDeadError=EngineDeadError,
         VLLMError=VLLMError,
         response_error=lambda error: ResponseError(status=400, code="invalid_request", message=str(error)),
-        sampling_params=lambda sampling, _transfer=None: sampling,
+        sampling_params=lambda sampling, _transfer=None, _hints=None: sampling,
         lora_request=lambda adapter: adapter,
     )
     monkeypatch.setattr(VllmCore, "start", start)

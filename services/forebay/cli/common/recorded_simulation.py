@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from forebay.core.state.holder_bits import HolderKey
+from forebay.engine_model.timing import EngineTiming
 from forebay.events.control import DisaggConfig, DisaggregationSet
 from forebay.events.fleet import FleetEvent, WorkerSpec
 from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
@@ -18,8 +19,9 @@ from forebay.replay.diff.handover import RecordedRequest
 from forebay.replay.observed import ExternalEvent
 from forebay.simulate.arrivals import Arrival
 from forebay.simulate.outcome import RequestOutcome, RequestOutcomes, SimulationOutcome, summary
-from forebay.simulate.resumed import NotSimulable, ResumedOutcome, resume
+from forebay.simulate.resumed import MOCKER, NO_TIERS, NotSimulable, ResumedOutcome, SimulatedHardware, resume
 from forebay.simulate.settings import KV_BYTES_MAX, Transfer
+from forebay.simulate.tiers.settings import FleetTiers
 from forebay.simulate.transfer_fit import ObservedTransfer, TransferFit, fit_transfers
 
 ROLES = ("prefill", "decode")
@@ -155,7 +157,15 @@ class RecordedSimulation:
         )
 
     def run(
-        self, state: Sequence[Chunk], arrivals: Sequence[Arrival], on_done: Callable[[int], object], **options: Any
+        self,
+        state: Sequence[Chunk],
+        arrivals: Sequence[Arrival],
+        on_done: Callable[[int], object],
+        *,
+        timing: EngineTiming = MOCKER,
+        tiers: FleetTiers = NO_TIERS,
+        kv_bytes_per_token: int | None = None,
+        **options: Any,
     ) -> ResumedOutcome:
         """Simulate `arrivals`, starting from `state`, and return the outcomes. They refer to ranks by `self.ranks`.
 
@@ -163,14 +173,20 @@ class RecordedSimulation:
             state: chunks of a snapshot without requests.
             arrivals: requests, operators' changes and events of `fleet`, in order of time.
             on_done: called with the number of requests that have arrived so far.
+            timing: step timing of the engines.
+            tiers: tiers of the workers.
+            kv_bytes_per_token: bytes of KV per token in these tiers; None if the recording determines them.
             options: further arguments of `resume`.
 
         Raises:
             Unusable: the state cannot be simulated.
         """
         transfer = Transfer() if self.fit is None else self.fit.transfer
+        if kv_bytes_per_token is not None:
+            transfer = msgspec.structs.replace(transfer, kv_bytes_per_token=kv_bytes_per_token)
         try:
-            resumed = resume(state, arrivals, on_done, transfer=transfer, **options)
+            hardware = SimulatedHardware(timing, transfer, tiers)
+            resumed = resume(state, arrivals, on_done, hardware=hardware, **options)
         except NotSimulable as error:
             raise Unusable(str(error)) from None
         numbers = [self.ranks[key] for key in resumed.ranks]
@@ -203,7 +219,7 @@ def _observed_outcome(one: RecordedRequest, ranks: dict[HolderKey, int]) -> Requ
     def number(rank: HolderKey | None) -> int | None:
         return None if rank is None else ranks.setdefault(rank, len(ranks))
 
-    return RequestOutcome(
+    outcome = RequestOutcome(
         arrived_us=one.at_us,
         prompt_tokens=one.prompt_tokens,
         output_tokens=one.output_tokens or 0,
@@ -216,6 +232,8 @@ def _observed_outcome(one: RecordedRequest, ranks: dict[HolderKey, int]) -> Requ
         transferred_bytes=one.transferred_bytes,
         transfer_us=one.transfer_us,
     )
+    outcome.record_loads(one.onboarded)
+    return outcome
 
 
 def _fit_transfers(

@@ -109,7 +109,7 @@ OPTIONS = (
     ),
     RouterOption("--router-disk-cache-hit-weight", "disk_cache_hit_weight", float, "Credit of a block cached on disk."),
     RouterOption(
-        "--shared-cache-hit-weight",
+        "--router-shared-cache-hit-weight",
         "shared_cache_hit_weight",
         float,
         "Credit of a block in the shared store of the worker.",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from forebay.cli.processes.engines import built, playing
+from forebay.cli.processes.engines import built, playing, with_own_disk
 from forebay.cli.processes.settings import EmbeddedModel, EmbeddedSettings
 from forebay.core.state.fleet import WorkerPhase
 from forebay.events.base import unpack_u64
@@ -61,7 +61,7 @@ class EmbeddedGroup:
         self._model = model
         self._engines: list[tuple[Engine, WorkerSpec]] = [
             built(
-                playing(model.engine, place.role),
+                with_own_disk(playing(model.engine, place.role), name),
                 name,
                 pool=place.pool,
                 taints=settings.taints[name],

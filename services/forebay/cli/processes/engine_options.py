@@ -88,6 +88,14 @@ class EngineOptions:
         typer.Option(min=0.1, max=3_600.0, help="Seconds that unfetched KV is kept. Mock engine only. Default: 30."),
     ] = None
 
+    kv_store_name: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the storage that the engine's own connector shares with workers of the same name. vLLM and"
+            " SGLang only."
+        ),
+    ] = None
+
     def choice(self) -> "EngineChoice":
         """Return the engine that the options select. Raises Unusable if the options are invalid."""
         from forebay.cli.processes.engines import choose_engine  # noqa: PLC0415 - --help does not wait for engines

@@ -39,6 +39,7 @@ from forebay.workers.engines.mock.scripts import OutputScripts
 from forebay.workers.engines.service.engine import ServiceEngine
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.standin_encoder import StandInEncoder
+from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.kv_transfer.own_address import address_towards, interface_of, own_address
 from forebay.workers.service import load_service
 
@@ -48,6 +49,8 @@ OWN_KV_TRANSFER = "configures KV transfer in --engine-args"
 SIZE_OPTIONS = ("block_size", "kv_blocks", "max_num_seqs", "max_num_batched_tokens", "dp_size")
 KV_OPTIONS = ("kv_transport", "kv_bytes_per_token", "kv_checksum", "kv_lease_s")
 DISAGGREGATED = ("prefill", "decode")
+TIERED = (MOCK, "vllm")  # engines that can offload KV to tiers
+SHARING = ("vllm", "sglang")  # engines that report KV events of storage that their own connectors share
 REACHED = (MOCK, "vllm")  # engines whose worker reports an address from which other workers fetch KV
 WORDS_MAX = 512  # words of strings that a mock engine generates
 NOT_KNOWN = 1  # placeholder for a size that the engine reports after its start
@@ -99,6 +102,8 @@ def choose_engine(options: EngineOptions) -> EngineChoice:
     except ProfileUnusable as error:
         raise Unusable(f"--engine-profile: {error}") from None
     is_real = options.engine != MOCK
+    if options.kv_store_name and options.engine not in SHARING:
+        raise Unusable(f"--kv-store-name requires --engine {' or '.join(SHARING)}, got {options.engine}")
     directory, called = find_model(options.model, options.revision, options.model_name, weights=is_real)
     loras = names("--lora", options.lora)
     directories = _directories(loras) if is_real else {}
@@ -107,6 +112,7 @@ def choose_engine(options: EngineOptions) -> EngineChoice:
         model_name=called,
         role=cast(Role, options.role),
         loras=directories,
+        kv_store_name=options.kv_store_name or "",
         arguments={} if options.engine_args is None else _arguments(options.engine_args),
         **{name: getattr(options, name) for name in SIZE_OPTIONS},
         **kv,
@@ -151,6 +157,28 @@ def playing(choice: EngineChoice, role: Role) -> EngineChoice:
 def ranked_from(choice: EngineChoice, dp_start_rank: int) -> EngineChoice:
     """Return the engine choice with `dp_start_rank` as the first data-parallel rank."""
     return replace(choice, settings=replace(choice.settings, dp_start_rank=dp_start_rank))
+
+
+def tiered(choice: EngineChoice, tiers: TierSettings | None) -> EngineChoice:
+    """Return the engine choice with KV tiers. Raises Unusable if the engine has none."""
+    if tiers is None:
+        return choice
+    if choice.engine not in TIERED:
+        raise Unusable(f"KV tiers require --engine {' or '.join(TIERED)}, got {choice.label}")
+    if choice.settings.role == "encode":
+        raise Unusable("--role encode: an encode worker has no KV, so remove the options of KV tiers")
+    if choice.settings.kv_store_name and tiers.store:
+        raise Unusable("--kv-store-name names the storage of the engine's own connector; --kv-store names itself")
+    return replace(choice, settings=replace(choice.settings, tiers=tiers))
+
+
+def with_own_disk(choice: EngineChoice, worker_id: str) -> EngineChoice:
+    """Return the engine choice with a subdirectory of its disk tier for one of several workers."""
+    tiers = choice.settings.tiers
+    if tiers is None or tiers.disk is None:
+        return choice
+    own = replace(tiers, disk=tiers.disk / worker_id)
+    return replace(choice, settings=replace(choice.settings, tiers=own))
 
 
 def reached_at(choice: EngineChoice, kv_host: str | None, kafka: str) -> EngineChoice:
@@ -260,6 +288,7 @@ def _mock(choice: EngineChoice, spec: WorkerSpec) -> tuple[Engine, WorkerSpec]:
             at=_kv_at(settings),
         ),
         scripts=scripts,
+        tiers=settings.tiers,
     )
     return engine, msgspec.structs.replace(spec, **{name: getattr(config, name) for name in sizes})
 

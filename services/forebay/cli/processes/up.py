@@ -26,6 +26,7 @@ from forebay.cli.processes.options import (
     placed_taints,
 )
 from forebay.cli.processes.settings import EmbeddedSettings
+from forebay.cli.processes.tier_options import TierOptions
 from forebay.cli.processes.up_announcement import announce_start
 from forebay.cli.processes.up_models import ModelsOptions, WorkerOptions, choose_models
 from forebay.events.control import DisaggConfig, RouterConfig
@@ -143,15 +144,16 @@ def up(
     access_log: AccessLogOption = True,
     logs: LoggingOptions,
     models: ModelsOptions,
+    tiers: TierOptions,
 ) -> None:
     """Serve an OpenAI-compatible API with a KV-aware router and workers in one process."""
     from forebay.ingress.settings import ALL_MODELS  # noqa: PLC0415 - --help does not wait for an HTTP server
 
     logs.start(QUIET, has_access_log=access_log)
     with explained():
-        served = choose_models(models, workers, model_tables(context))
+        served = choose_models(models, workers, tiers, model_tables(context))
         if not any(place.role == "decode" for model in served for place in model.places.values()):
-            _reject_disagg_options(context, router)
+            _reject_disagg_options(context, router, has_tiers=tiers != TierOptions())
         policies = allowed_policies(allow_policy, [router.mode])
         taints = placed_taints(names("--taint", taint), [name for model in served for name in model.places])
         only = served[0] if len(served) == 1 else None
@@ -184,9 +186,11 @@ def up(
         run(settings, lambda disagg: announce_start(settings, disagg))
 
 
-def _reject_disagg_options(context: typer.Context, router: RouterConfig) -> None:
+def _reject_disagg_options(context: typer.Context, router: RouterConfig, *, has_tiers: bool) -> None:
     """Reject options that have no effect without disaggregation."""
     for name in DISAGG_OPTIONS:
+        if has_tiers and name == "kv_bytes_per_token":  # also the size of KV in tiers
+            continue
         if context.params.get(name) not in (None, False):
             fail(f"--{name.replace('_', '-')} requires --prefill-workers and --decode-workers")
     if router.disagg != DisaggConfig():

@@ -21,6 +21,7 @@ from forebay.cli.processes.options import (
     pool_routing_of,
 )
 from forebay.cli.processes.settings import EmbeddedModel, WorkerPlace, Workers
+from forebay.cli.processes.tier_options import TierOptions
 from forebay.events.names import unknown_name
 from forebay.events.pools import PoolRouting
 from forebay.ingress.errors import Unusable
@@ -156,13 +157,15 @@ class ModelsOptions(EngineOptions):
 
 
 def choose_models(
-    options: ModelsOptions, workers: WorkerOptions, tables: Sequence[Mapping[str, Any]]
+    options: ModelsOptions, workers: WorkerOptions, tiers: TierOptions, tables: Sequence[Mapping[str, Any]]
 ) -> tuple[EmbeddedModel, ...]:
     """Return the models to serve. Raises Unusable if options are invalid, contradictory, or fit no model."""
-    chosen = []
+    from forebay.cli.processes.engines import tiered  # noqa: PLC0415 - --help does not wait for engines
+
+    chosen, of_ranks = [], tiers.settings()
     for number, (engine_options, counts) in enumerate(options.of_each(tables, workers), start=1):
         try:
-            engine = engine_options.choice()
+            engine = tiered(engine_options.choice(), of_ranks)
         except Unusable as error:
             raise Unusable(f"[[models]] table {number}: {error}" if tables else str(error)) from error
         chosen.append((engine, counts.counts(engine)))

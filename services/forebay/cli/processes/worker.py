@@ -17,9 +17,10 @@ from forebay.cli.common.shutdown import stop_notice
 from forebay.cli.processes.attached import UpstreamSettings, attachments, check_options, run_attached
 from forebay.cli.processes.card_keeper import keep_card
 from forebay.cli.processes.engine_options import EngineOptions
-from forebay.cli.processes.engines import built, ranked_from, reached_at
+from forebay.cli.processes.engines import built, ranked_from, reached_at, tiered
 from forebay.cli.processes.joining import join_group, warn_if_not_admitted
 from forebay.cli.processes.options import KvEventsOption, names
+from forebay.cli.processes.tier_options import TierOptions
 from forebay.cli.processes.upstream_options import UpstreamOptions
 from forebay.events.fleet import WorkerSpec
 from forebay.events.models import ModelCard
@@ -48,6 +49,7 @@ def run_worker(
     logs: LoggingOptions,
     upstream: UpstreamOptions,
     engine: EngineOptions,
+    tiers: TierOptions,
 ) -> None:
     """Run `forebay worker`. worker_command.py documents its options."""
     logs.start()
@@ -55,6 +57,8 @@ def run_worker(
         cluster = addresses.cluster(service.metrics_host, service.metrics_port)
         if servers := upstream.upstreams():
             check_options(engine)
+            if tiers != TierOptions():
+                raise Unusable("options of KV tiers cannot be combined with --upstream: the server has its own tiers")
             if dp_start_rank or kv_host is not None:
                 flag = "--kv-host" if kv_host is not None else "--dp-start-rank"
                 raise Unusable(f"{flag} cannot be combined with --upstream")
@@ -68,7 +72,8 @@ def run_worker(
             )
             run_service(run_attached(cluster, attached, settings, lease_ttl_s=lease_ttl_s, drain_s=drain_s))
             return
-        choice = reached_at(ranked_from(engine.choice(), dp_start_rank), kv_host, addresses.kafka)
+        choice = tiered(ranked_from(engine.choice(), dp_start_rank), tiers.settings())
+        choice = reached_at(choice, kv_host, addresses.kafka)
         running, spec = built(
             choice,
             worker_id or f"{socket.gethostname()}-{os.getpid()}",

@@ -9,6 +9,7 @@ from forebay.cli.common.logs import LoggingOptions
 from forebay.cli.common.option_groups import spread
 from forebay.cli.processes.engine_options import EngineOptions
 from forebay.cli.processes.options import KvEventsOption
+from forebay.cli.processes.tier_options import TierOptions
 from forebay.cli.processes.upstream_options import UpstreamOptions
 
 
@@ -43,6 +44,7 @@ def worker(
     logs: LoggingOptions,
     upstream: UpstreamOptions,
     engine: EngineOptions,
+    tiers: TierOptions,
 ) -> None:
     """Run a worker of a distributed system."""
     from forebay.cli.processes.worker import run_worker  # noqa: PLC0415
@@ -61,4 +63,5 @@ def worker(
         logs=logs,
         upstream=upstream,
         engine=engine,
+        tiers=tiers,
     )

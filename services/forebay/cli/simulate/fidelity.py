@@ -24,9 +24,10 @@ from forebay.events.fleet import WorkerJoined, WorkerLost
 from forebay.events.snapshots import Chunk, WorldState
 from forebay.ingress.errors import Unusable
 from forebay.replay.observed import ExternalEvent, ObservedHistory
-from forebay.simulate.outcome import RequestOutcome, percentiles
-from forebay.simulate.resumed import MOCKER, NO_DELAYS, rank_keys
+from forebay.simulate.outcome import LOWER_TIERS, RequestOutcome, percentiles, tier_tokens
+from forebay.simulate.resumed import MOCKER, NO_DELAYS, NO_TIERS, rank_keys
 from forebay.simulate.settings import Delays
+from forebay.simulate.tiers.settings import FleetTiers
 from forebay.simulate.transfer_fit import TransferFit
 
 AS_RECORDED = "as recorded"
@@ -50,6 +51,8 @@ class FidelitySettings:
             include them. Latencies to clients are ignored, because times are measured at the router.
         timing: step timing of the engines.
         link: values of `Transfer` fields that the user has set. The other fields are fitted to the recorded transfers.
+        tiers: tiers of the workers.
+        kv_bytes_per_token: bytes of KV per token in these tiers; None if the user has not set them.
     """
 
     speedup: float = 1.0
@@ -57,6 +60,8 @@ class FidelitySettings:
     delays: Delays = NO_DELAYS
     timing: EngineTiming = MOCKER
     link: Mapping[str, float] = field(default_factory=dict)
+    tiers: FleetTiers = NO_TIERS
+    kv_bytes_per_token: int | None = None
 
 
 class FidelityMetric(msgspec.Struct, frozen=True):
@@ -106,6 +111,7 @@ class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
         times: latencies in milliseconds. The first key is the name of the latency: one of `TIMES`, in a disaggregated
             fleet also of `STAGE_TIMES`. The second key is the statistic: one of `OF`.
         prefix_reuse: share of prompt tokens found in a cache.
+        tiers: shares of prompt tokens by where their KV came from, as in `tier_tokens`; empty if no request loaded KV.
         load_max_over_mean: prompt tokens computed by the busiest worker, divided by the mean of all workers. In a
             disaggregated fleet only prefill workers count.
         placement: agreement of recording and simulation on the worker rank that generated the response.
@@ -124,6 +130,7 @@ class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
     failed: int
     times: dict[str, dict[str, FidelityMetric]]
     prefix_reuse: FidelityMetric
+    tiers: dict[str, FidelityMetric]
     load_max_over_mean: FidelityMetric
     placement: PlacementAgreement
     stages: dict[str, PlacementAgreement]
@@ -268,6 +275,8 @@ class _FidelityRun:
             delays=msgspec.structs.replace(playing.delays, submit=NO_DELAYS.submit, tokens=playing.delays.progress),
             timing=playing.timing,
             custom=self.custom,
+            tiers=playing.tiers,
+            kv_bytes_per_token=playing.kv_bytes_per_token,
         )
         pairs = []
         failures: Counter[str] = Counter()
@@ -308,6 +317,7 @@ def _compare(run: _FidelityRun, pairs: Sequence[_Pair], failures: Counter[str], 
             for time in times
         },
         prefix_reuse=_points(ours["prefix_reuse"], theirs["prefix_reuse"]),
+        tiers=_tiers(pairs),
         load_max_over_mean=_percent(ours["load_max_over_mean"], theirs["load_max_over_mean"]),
         placement=agreement([(pair.observed.worker, pair.simulated.worker) for pair in pairs]),
         stages=stages([(pair.observed, pair.simulated) for pair in pairs]) if prefill_workers else {},
@@ -316,6 +326,14 @@ def _compare(run: _FidelityRun, pairs: Sequence[_Pair], failures: Counter[str], 
         failures=[reason for reason, _ in failures.most_common(FAILURES_SHOWN)],
         digest=digest,
     )
+
+
+def _tiers(pairs: Sequence[_Pair]) -> dict[str, FidelityMetric]:
+    ours, theirs = tier_tokens(pair.observed for pair in pairs), tier_tokens(pair.simulated for pair in pairs)
+    if not any(side[tier] for side in (ours, theirs) for tier in LOWER_TIERS):
+        return {}
+    total = max(1, sum(ours.values()))
+    return {name: _points(ours[name] / total, theirs[name] / total) for name in ours}
 
 
 _MS: dict[str, Callable[[RequestOutcome], float | None]] = {

@@ -24,11 +24,12 @@ from forebay.ingress.errors import Unusable
 from forebay.replay.observed import ObservedHistory, observe_history
 from forebay.replay.policies import require_allowed
 from forebay.replay.verify.verify import OnProgress
-from forebay.simulate.settings import policy
+from forebay.simulate.settings import policy, tiers_of
 from forebay.transport.sqlite.log import SqliteLog
 
 LINK = ("kv_transfer_bandwidth", "kv_transfer_latency_us")  # options that are fitted to the recording by default
-OWN = ("engine_profile", "delays", *LINK)  # fleet options that a recording does not determine
+TIER_SIZES = ("kv_host_size", "kv_disk_size", "kv_store_size")
+OWN = ("engine_profile", "delays", *LINK, *TIER_SIZES)  # fleet options that a recording does not determine
 BOUNDS = ("ttft", "itl", "e2e", "reuse", "load")
 BOUND = re.compile(r"(?P<name>\w+)=(?P<most>\d+(\.\d+)?)")
 ABOVE = 1  # exit code if an error exceeds its bound
@@ -89,11 +90,12 @@ def _require_nothing_else(fleet: FleetOptions, shape: ShapeOptions, others: Mapp
         Unusable: such an option was given.
     """
     given = [name for name, there in others.items() if there]
+    own = (*OWN, "kv_bytes_per_token") if any(getattr(fleet, name) is not None for name in TIER_SIZES) else OWN
     for group in (fleet, shape):
         given += [
             f"--{one.name.replace('_', '-')}"
             for one in fields(group)
-            if one.name not in OWN and getattr(group, one.name) != one.default
+            if one.name not in own and getattr(group, one.name) != one.default
         ]
     if given:
         options = " and ".join(given)
@@ -108,8 +110,15 @@ def _playing(options: AgainstOptions, fleet: FleetOptions) -> FidelitySettings:
     """
     settings = settings_of(fleet)
     link = {name: value for name in LINK if (value := getattr(fleet, name)) is not None}
+    group = settings.pools[0].groups[0]
     return FidelitySettings(
-        options.speedup, options.repeat, settings.delays, settings.pools[0].groups[0].engine.timing, link
+        options.speedup,
+        options.repeat,
+        settings.delays,
+        group.engine.timing,
+        link,
+        tiers_of(settings, group),
+        fleet.kv_bytes_per_token,
     )
 
 

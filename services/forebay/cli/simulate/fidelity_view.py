@@ -1,6 +1,7 @@
 """Terminal output of `forebay simulate --against`."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from rich import box
 from rich.console import Console
@@ -71,6 +72,9 @@ def _show_runs(console: Console, name: str, runs: Sequence[SimulatedRun]) -> Non
         add("prefilled remotely", " %", ",.0f", lambda run: run.prefilled_remotely or EXACT)
         add("KV transferred, MB", " %", ",.3f", lambda run: _in_mb(run.transferred_bytes or EXACT))
     add("prefix reuse", " points", ".4f", lambda run: run.prefix_reuse)
+    for tier in first.tiers:
+        name = "computed" if tier == "computed" else f"from {tier}"
+        add(name, " points", ".4f", partial(_share, tier))
     add("load, max over mean", " %", ".3f", lambda run: run.load_max_over_mean)
     console.print(grid)
     chance = f"{first.placement.by_chance:.1%} by chance"
@@ -88,6 +92,10 @@ def _show_runs(console: Console, name: str, runs: Sequence[SimulatedRun]) -> Non
         _print_line(
             console, "failed", f"{first.failed:,} requests that completed in the recording; {first.failures[0]}"
         )
+
+
+def _share(tier: str, run: SimulatedRun) -> FidelityMetric:
+    return run.tiers.get(tier, EXACT)
 
 
 def _in_mb(moved: FidelityMetric) -> FidelityMetric:

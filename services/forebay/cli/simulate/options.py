@@ -10,12 +10,12 @@ import msgspec
 import typer
 
 from forebay.cli.policies.check import require_policy
+from forebay.cli.simulate.tier_options import with_tier_sizes
 from forebay.events.control import DisaggConfig, RouterConfig
 from forebay.events.names import unknown_name
 from forebay.simulate.fleet_file import FleetDescription, load_fleet, worker_group
 from forebay.simulate.profiles.profile import MOCKER, SIZE_MAX, load_profile
 from forebay.simulate.settings import (
-    BANDWIDTH_MAX,
     DELAYS,
     KV_BYTES_MAX,
     TIME_S_MAX,
@@ -35,6 +35,7 @@ from forebay.simulate.settings import (
     validate_settings,
 )
 from forebay.simulate.slo import Slo, parse_slo
+from forebay.simulate.tiers.settings import BANDWIDTH_MAX
 from forebay.simulate.workload import Workload, WorkloadOptions
 
 POLICIES = ("kv", "round-robin")
@@ -163,6 +164,15 @@ class FleetOptions:
         int | None,
         typer.Option(min=0, max=TIME_US_MAX, help="Latency of a KV transfer in microseconds.", show_default="0"),
     ] = None
+    kv_host_size: Annotated[
+        str | None, typer.Option(help="Host memory for KV per worker, as in 64GB or 4096blocks.", show_default="none")
+    ] = None
+    kv_disk_size: Annotated[
+        str | None, typer.Option(help="Disk for KV per worker, as in 1TB.", show_default="none")
+    ] = None
+    kv_store_size: Annotated[
+        str | None, typer.Option(help="Shared store for KV per model, as in 10TB.", show_default="none")
+    ] = None
     timeout_s: Annotated[float, typer.Option(min=0.001, max=TIMEOUT_S_MAX, help="Timeout of a request in seconds.")] = (
         TIMEOUT_S_MAX
     )
@@ -224,10 +234,12 @@ def settings_of(fleet: FleetOptions) -> Settings:
         delays=(described.delays or Delays()) if fleet.delays is None else DELAYS[fleet.delays],
         life=msgspec.structs.replace(life, faults=(*life.faults, *map(_fault, fleet.kill or ())), **life_options),
         transfer=msgspec.structs.replace(described.transfer or Transfer(), **transfer_options),
+        tiers=described.tiers,
         rules=described.rules,
         timeout_s=fleet.timeout_s,
         seed=fleet.seed,
     )
+    settings = with_tier_sizes(settings, fleet.kv_host_size, fleet.kv_disk_size, fleet.kv_store_size)
     try:
         validate_settings(settings)
     except SettingsUnusable as error:
@@ -384,9 +396,13 @@ def settings_json(settings: Settings, options: WorkloadOptions, workload: str) -
 
 
 def to_json(settings: Any) -> Any:
-    """Return a struct as JSON values, including fields with default values, which msgspec would omit."""
+    """Return a struct as JSON values, including fields with default values, which msgspec would omit.
+
+    The tiers are omitted if there are none.
+    """
     if isinstance(settings, msgspec.Struct):
-        return {name: to_json(getattr(settings, name)) for name in settings.__struct_fields__}
+        fields = {name: getattr(settings, name) for name in settings.__struct_fields__}
+        return {name: to_json(value) for name, value in fields.items() if name != "tiers" or value is not None}
     return [to_json(one) for one in settings] if isinstance(settings, tuple) else settings
 
 
@@ -410,4 +426,8 @@ def _flag(where: str, fleet: FleetOptions, faults: int) -> str:
     name = where.rpartition(".")[2]
     if name in LIFE:
         return f"--{name.replace('_', '-')}"
+    if where.startswith("tiers.") and getattr(fleet, f"kv_{name}_size") is not None:
+        return f"--kv-{name}-size"
+    if where.startswith("tiers."):
+        return f"{fleet.file or fleet.engine_profile}: {where}"
     return f"{fleet.file or ('--workers' if fleet.decode_workers is None else '--decode-workers')}: {where}"

@@ -247,6 +247,18 @@ def _pool_table(policies: Mapping[str, Any]) -> Table:
     return table
 
 
+def _tier_table(policies: Mapping[str, Any]) -> Table:
+    """Return a table of where the KV of prompt tokens came from, under each policy."""
+    table = Table(title="prompt tokens by tier", box=SIMPLE, padding=(0, 0, 0, 1))
+    for column in ("policy", "device", "host", "disk", "store", "computed", "loads", "load"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for name, one in policies.items():
+        if (tiers := one.get("tiers")) is not None:
+            shares = [f"{share:.4f}" for share in tiers["shares"].values()]
+            table.add_row(in_markup(name), *shares, str(tiers["loads"]), _times(tiers["load_ms"], ".1f"))
+    return table
+
+
 def _scaled(one: Mapping[str, Any]) -> str:
     """Return what the planner of a run did, in one line."""
     planner = one["planner"]
@@ -273,6 +285,8 @@ def _show(plan: _Plan, result: Mapping[str, Any]) -> None:
     results().print(table)
     if any("pools" in one for one in result["policies"].values()):
         results().print(_pool_table(result["policies"]))
+    if any("tiers" in one for one in result["policies"].values()):
+        results().print(_tier_table(result["policies"]))
     for name, one in result["policies"].items():
         if "planner" in one:
             typer.echo(f"{name}: {_scaled(one)}")

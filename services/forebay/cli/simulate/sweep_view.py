@@ -29,7 +29,8 @@ def show(name: str, result: Metrics) -> None:
     table = Table(title=in_markup(title), box=SIMPLE, padding=(0, 0, 0, 1))
     columns = ["", "policy", *varied]
     columns += ["requests/s", "speed"] if searched else []
-    columns += ["GPU-h", "failed", "reuse", "max/mean", *TIMES]
+    has_tiers = any("tiers" in run for run in runs)
+    columns += ["GPU-h", "failed", "reuse", *(["host/disk/store"] if has_tiers else []), "max/mean", *TIMES]
     columns += ["attained", "goodput/s"] if objectives_slo else []
     for column in columns:
         table.add_column(in_markup(column), justify="left" if column in ("", "policy") else "right", no_wrap=True)
@@ -37,7 +38,8 @@ def show(name: str, result: Metrics) -> None:
         cells = ["*" if run["pareto"] else "", run["policy"], *(run["set"].get(setting, "-") for setting in varied)]
         cells += _rate(run["capacity"]) if searched else []
         cells += [f"{run['gpu_hours']:.4g}", str(run["failed"])]
-        cells += [f"{run['prefix_reuse']:.4f}", f"{run['load_max_over_mean']:.3f}"]
+        cells += [f"{run['prefix_reuse']:.4f}", *([_loaded(run)] if has_tiers else [])]
+        cells += [f"{run['load_max_over_mean']:.3f}"]
         cells += ["/".join(f"{run[key][of]:{width}}" for of in SHOWN if run[key]) for key, width in TIMES.values()]
         cells += [f"{run['attained']:.2%}", f"{run['goodput_per_s']:.3f}"] if objectives_slo else []
         table.add_row(*map(in_markup, cells))
@@ -91,6 +93,12 @@ def _rate(capacity: Metrics) -> tuple[str, str]:
         return "none", "-"
     at_least = ">= " if capacity["answer"] == "always" else ""
     return f"{at_least}{step['requests_per_s']:.4g}", f"{step['speed']:.4g}"
+
+
+def _loaded(run: Metrics) -> str:
+    """Return the shares of the prompt tokens that were loaded from each tier."""
+    shares = run["tiers"]["shares"] if "tiers" in run else {}
+    return "/".join(f"{shares.get(tier, 0.0):.3f}" for tier in ("host", "disk", "store"))
 
 
 def _cause_lines(run: Metrics) -> Iterator[str]:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
 from forebay import runtime
-from forebay.engine_model.model import Finished
+from forebay.engine_model.steps import Finished, StoreChange
 from forebay.events.base import unpack_u32
 from forebay.events.requests import Task
 from forebay.events.tokens import ResponseError
@@ -125,8 +125,11 @@ class AsyncEngine(ABC):
     def _death(self) -> str:
         return f"{self.NAME} died; see its log for the cause"
 
-    def _on_changes(self, rank: int, changes: Sequence[CacheChange]) -> None:
-        self._ranks[rank].changed(changes)
+    def _on_changes(self, rank: int, changes: Sequence[CacheChange | StoreChange]) -> None:
+        self._ranks[rank].changed([change for change in changes if not isinstance(change, StoreChange)])
+        for change in changes:
+            if isinstance(change, StoreChange):
+                self._ranks[rank].store_changed(change)
         self._wake.set()
 
     def _fail(self, fault: BaseException) -> None:

@@ -22,6 +22,7 @@ from forebay import runtime
 from forebay.events.base import U32_BYTES
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
+from forebay.events.progress import OnboardedTokens
 from forebay.events.tokens import TokenLogprob
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
@@ -75,13 +76,20 @@ class GeneratedResponse:
         self.cached_tokens = 0
         self.lease: asyncio.Timeout | None = None
 
-    def add(self, token_ids: Sequence[int], cached_tokens: int, logprobs: Sequence[TokenLogprob] = ()) -> None:
+    def add(
+        self,
+        token_ids: Sequence[int],
+        cached_tokens: int,
+        logprobs: Sequence[TokenLogprob] = (),
+        onboarded: tuple[OnboardedTokens, ...] = (),
+    ) -> None:
         """Add output tokens.
 
         Args:
             token_ids: the tokens; if there are none, nothing happens.
             cached_tokens: number of prompt tokens found in the engine's cache. Only the first call stores this number.
             logprobs: log probability of each token; empty if none were requested.
+            onboarded: the part of the cached tokens that was loaded from other tiers. Only the first call reports it.
         """
         if not token_ids:
             return
@@ -89,7 +97,7 @@ class GeneratedResponse:
             if self.lease is not None:
                 self.lease.reschedule(None)
             self.cached_tokens = cached_tokens
-            self.rank.began(self.item, cached_tokens)
+            self.rank.began(self.item, cached_tokens, onboarded)
         self.rank.add_tokens(self.item, self.tokens, token_ids, logprobs)
         self.tokens += len(token_ids)
 
@@ -209,13 +217,21 @@ class ModelEngine(AsyncEngine):
     def held(self, rank: int) -> Sequence[int]:
         """Return the sequence hashes of a rank's blocks in device memory, as reported by KV events.
 
-        Changes that were collected for the next batch are dropped, because the result already contains them.
+        Changes that were collected for the next batch are dropped, because the result already contains them. The next
+        batch reports the blocks in slower tiers.
         """
         cache = self._caches.get(rank)
         if cache is None or self._ranks[rank].muted:
             return ()
         self._ranks[rank].discard_changes()
+        if isinstance(cache, KvFeed):
+            self._ranks[rank].changed(cache.resident.lower())
         return cache.held()
+
+    def stored(self) -> Sequence[int]:
+        """Return the sequence hashes of the blocks in the shared store, as the ranks have reported them."""
+        feeds = [cache for cache in self._caches.values() if isinstance(cache, KvFeed)]
+        return tuple({block: None for feed in feeds for block in feed.resident.shared()})
 
     def _drop_cache(self) -> None:
         for rank in self._ranks.values():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from forebay.events.control import Role
+from forebay.workers.kv_tiers.settings import TierSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,9 @@ class EngineSettings:
         kv_lease_s: seconds for which the mock engine keeps KV that nobody fetches.
         kv_host: configured address at which other workers fetch KV from this worker; None to use `near_host`.
         near_host: address of this machine in the network of the other workers, used without `kv_host`.
+        tiers: KV tiers of each rank beyond device memory; None for none.
+        kv_store_name: name for the router of storage that the engine's own connector shares with other workers; empty
+            if there is none.
         loras: directory of each LoRA adapter to load at the start, by name.
         arguments: the engine's own options, by the engine's names. They override the other settings.
     """
@@ -47,5 +51,7 @@ class EngineSettings:
     kv_lease_s: float = 30.0
     kv_host: str | None = None
     near_host: str = "127.0.0.1"
+    tiers: TierSettings | None = None
+    kv_store_name: str = ""
     loras: Mapping[str, Path] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)

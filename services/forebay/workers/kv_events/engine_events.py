@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from forebay.core.block_hashes import NO_MM_HASHES
+from forebay.engine_model.steps import StoreChange
 from forebay.events.base import U64_BYTES, U64_MASK, pack_u32
 from forebay.events.kv import Tier
+from forebay.kv_tiers.tier_content import SourceTier
 
 MEDIA: Mapping[str, Tier] = {
     "GPU": "device",
@@ -24,9 +26,11 @@ MEDIA: Mapping[str, Tier] = {
     "NVME": "disk",
     "STORAGE": "disk",
 }
-SHARED_MEDIA = frozenset(
-    {"EXTERNAL", "NETWORK", "REMOTE", "SHARED"}
-)  # storage shared by workers: no reason to select one of them
+SHARED_MEDIA = frozenset({"EXTERNAL", "NETWORK", "REMOTE", "SHARED"})  # storage shared by workers
+
+
+OWNER = "forebay"  # `ownership` in events of forebay's own connector
+SHARED, SHARED_STALE = "SHARED", "SHARED_STALE"  # media of its shared store; stale blocks were not found there
 
 
 class KvEventError(ValueError):
@@ -41,7 +45,7 @@ class StoredBlocks(msgspec.Struct, frozen=True, kw_only=True):
         parent: the engine's hash of the block before the first of them; None if they begin the prompt.
         token_ids: token ids of the blocks, packed as little-endian u32.
         block_size: tokens per block.
-        tier: tier that the blocks have entered.
+        tier: tier that the blocks have entered; `store` for storage that workers share.
         lora_name: LoRA adapter of the prompt; empty for the base model.
         cache_salt: salt of the prompt's hashes. It is used only if `parent` is None.
         mm_hashes: by block index in this event, the `forebay.core.block_hashes.mm_hash` values of the images, videos
@@ -52,7 +56,7 @@ class StoredBlocks(msgspec.Struct, frozen=True, kw_only=True):
     parent: int | None
     token_ids: bytes
     block_size: int
-    tier: Tier = "device"
+    tier: SourceTier = "device"
     lora_name: str = ""
     cache_salt: str = ""
     mm_hashes: Mapping[int, Iterable[int]] = NO_MM_HASHES
@@ -67,14 +71,40 @@ class RemovedBlocks(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     hashes: tuple[int, ...]
-    tier: Tier = "device"
+    tier: SourceTier = "device"
 
 
 class ClearedBlocks(msgspec.Struct, frozen=True):
-    """Event: the cache of the rank is empty, in every tier."""
+    """Event: the cache of the rank is empty, in every tier that belongs to the rank."""
 
 
-EngineEvent = StoredBlocks | RemovedBlocks | ClearedBlocks
+class OwnStored(msgspec.Struct, frozen=True, kw_only=True):
+    """Event: forebay's connector in the engine has stored blocks in a tier, and names them by sequence hash.
+
+    Attributes:
+        parent: sequence hash of the block before the first of them; None if it is unknown.
+        hashes: sequence hashes of consecutive blocks.
+        tier: the tier.
+    """
+
+    parent: int | None
+    hashes: tuple[int, ...]
+    tier: Tier
+
+
+class OwnRemoved(msgspec.Struct, frozen=True, kw_only=True):
+    """Event: forebay's connector in the engine has removed blocks from a tier.
+
+    Attributes:
+        hashes: sequence hashes of the blocks.
+        tier: the tier.
+    """
+
+    hashes: tuple[int, ...]
+    tier: Tier
+
+
+EngineEvent = StoredBlocks | RemovedBlocks | ClearedBlocks | OwnStored | OwnRemoved | StoreChange
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -93,17 +123,22 @@ Decode = Callable[[bytes], Batch]
 """Decoder of the payloads of an engine's socket. Raises only KvEventError, for any bytes."""
 
 
-def tier_of(medium: str | None, locality: str | None, skipped: Counter[str]) -> Tier | None:
+def tier_of(
+    medium: str | None, locality: str | None, skipped: Counter[str], *, has_store: bool = False
+) -> SourceTier | None:
     """Return the tier for the storage medium of an event; None if the event must be skipped.
 
-    Events of storage that workers share, and of unknown media, are skipped.
+    Events of unknown media are skipped.
 
     Args:
         medium: the engine's name of the medium; None for device memory.
         locality: `REMOTE` for storage that workers share.
         skipped: counter to which a skipped event is added.
+        has_store: whether the storage that workers share has a name for the router. Otherwise its events are skipped.
     """
     if medium in SHARED_MEDIA or locality == "REMOTE":
+        if has_store:
+            return "store"
         skipped["shared"] += 1
         return None
     tier = "device" if medium is None else MEDIA.get(medium)

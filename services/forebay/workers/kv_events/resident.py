@@ -9,16 +9,26 @@ is reported as removed with its last copy.
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import get_args
 
 from forebay.core.block_hashes import block_hashes, extend_chain, hash_seed
-from forebay.engine_model.model import Removed, Stored
+from forebay.engine_model.steps import Removed, StoreChange, Stored
 from forebay.events.kv import Tier
+from forebay.kv_tiers.tier_content import SourceTier
 from forebay.workers.engine import CacheChange, Cleared
-from forebay.workers.kv_events.engine_events import ClearedBlocks, EngineEvent, RemovedBlocks, StoredBlocks
+from forebay.workers.kv_events.engine_events import (
+    ClearedBlocks,
+    EngineEvent,
+    OwnRemoved,
+    OwnStored,
+    RemovedBlocks,
+    StoredBlocks,
+)
 
-TIERS: tuple[Tier, ...] = get_args(Tier)
+Change = CacheChange | StoreChange
+LOWER: tuple[Tier, ...] = ("host", "disk")
+TIERS: tuple[SourceTier, ...] = get_args(SourceTier)
 
 
 class _Block:
@@ -29,11 +39,14 @@ class _Block:
     def __init__(self, canonical: int, seed: int) -> None:
         self.canonical = canonical
         self.seed = seed
-        self.copies = [0, 0, 0]
+        self.copies = [0] * len(TIERS)
 
 
 class ResidentBlocks:
     """The blocks that one rank has in its cache, by the engine's hash and by sequence hash (canonical hash).
+
+    Blocks in storage that the rank shares with others are not part of the cache; they are reported as changes of the
+    shared store.
 
     Args:
         block_size: tokens per block of the pool. Blocks of another size have no canonical hash and are ignored.
@@ -52,11 +65,20 @@ class ResidentBlocks:
         self._block_size = block_size
         self._counts_copies = counts_copies
         self._blocks: dict[int, _Block] = {}
-        self._held: dict[Tier, dict[int, int]] = {tier: {} for tier in TIERS}
+        self._held: dict[SourceTier, dict[int, int]] = {tier: {} for tier in TIERS}
+        self._shared: dict[int, int] = {}
 
     def held(self, tier: Tier = "device") -> tuple[int, ...]:
         """Return the sequence hashes of the blocks in a tier, in the order in which they were stored."""
         return tuple(self._held[tier])
+
+    def lower(self) -> list[Stored]:
+        """Return changes that report the blocks in the tiers other than device memory."""
+        return [Stored(None, held, tier) for tier in LOWER if (held := self.held(tier))]
+
+    def shared(self) -> tuple[int, ...]:
+        """Return the sequence hashes of the blocks that the shared store has, as far as they were reported."""
+        return tuple(self._shared | self._held["store"])
 
     def leading(self, sequence_hashes: Iterable[int]) -> int:
         """Return how many of these blocks, from the first on, are in device memory without a gap."""
@@ -67,7 +89,7 @@ class ResidentBlocks:
         """Return the number of engine hashes with an entry."""
         return len(self._blocks)
 
-    def apply(self, event: EngineEvent) -> list[CacheChange]:
+    def apply(self, event: EngineEvent) -> list[Change]:
         """Apply an event, and return the changes of the cache. Storing an additional copy of a block is no change."""
         match event:
             case StoredBlocks():
@@ -77,14 +99,28 @@ class ResidentBlocks:
             case ClearedBlocks():
                 self.clear()
                 return [Cleared()]
+            case OwnStored():
+                return self._store_own(event)
+            case OwnRemoved():
+                held = self._held[event.tier]
+                gone = tuple(block for block in event.hashes if held.pop(block, 0))
+                return [Removed(gone, event.tier)] if gone else []
+            case StoreChange():
+                for block in (*event.removed, *event.stale):
+                    self._shared.pop(block, None)
+                self._shared.update(dict.fromkeys(event.stored, 1))
+                return [event]
 
     def clear(self) -> None:
-        """Forget all blocks."""
-        self._blocks.clear()
-        for held in self._held.values():
-            held.clear()
+        """Forget all blocks of the rank. The blocks of a shared store remain."""
+        at = TIERS.index("store")
+        self._blocks = {name: block for name, block in self._blocks.items() if block.copies[at]}
+        for block in self._blocks.values():
+            block.copies = [0] * at + block.copies[at:]
+        for tier in TIERS[:at]:
+            self._held[tier].clear()
 
-    def _store(self, event: StoredBlocks) -> list[CacheChange]:
+    def _store(self, event: StoredBlocks) -> list[Change]:
         if event.block_size != self._block_size:
             self.counts["other_block_size"] += len(event.hashes)
             return []
@@ -98,7 +134,7 @@ class ResidentBlocks:
                 return []
             before, seed = parent.canonical, parent.seed
         chain = extend_chain(before, block_hashes(event.token_ids, self._block_size, seed, event.mm_hashes))
-        changes: list[CacheChange] = []
+        changes: list[Change] = []
         new: list[tuple[int, int]] = []  # (engine hash, canonical hash) of consecutive blocks
         new_parent = before
         for engine_hash, canonical in zip(event.hashes, chain, strict=True):
@@ -113,7 +149,19 @@ class ResidentBlocks:
             changes.append(_stored(new_parent, new, event.tier))
         return changes
 
-    def _add(self, engine_hash: int, canonical: int, seed: int, tier: Tier) -> bool:
+    def _store_own(self, event: OwnStored) -> list[Change]:
+        held = self._held[event.tier]
+        changes: list[Change] = []
+        before = event.parent
+        for is_known, group in groupby(event.hashes, held.__contains__):
+            blocks = tuple(group)
+            if not is_known:
+                changes.append(Stored(before, blocks, event.tier))
+            before = blocks[-1]
+        held.update(dict.fromkeys(event.hashes, 1))
+        return changes
+
+    def _add(self, engine_hash: int, canonical: int, seed: int, tier: SourceTier) -> bool:
         """Add a copy of a block and return whether the block is new in the tier."""
         block = self._blocks.get(engine_hash)
         if block is None:
@@ -129,7 +177,7 @@ class ResidentBlocks:
         held[block.canonical] = copies + 1
         return not copies
 
-    def _remove(self, event: RemovedBlocks) -> list[CacheChange]:
+    def _remove(self, event: RemovedBlocks) -> list[Change]:
         at = TIERS.index(event.tier)
         held = self._held[event.tier]
         gone: list[tuple[int, int]] = []
@@ -147,8 +195,13 @@ class ResidentBlocks:
                 gone.append((engine_hash, block.canonical))
         if not gone:
             return []
-        return [Removed(tuple(ours for _, ours in gone), event.tier, tuple(theirs for theirs, _ in gone))]
+        hashes = tuple(ours for _, ours in gone)
+        if event.tier == "store":
+            return [StoreChange(removed=hashes)]
+        return [Removed(hashes, event.tier, tuple(theirs for theirs, _ in gone))]
 
 
-def _stored(parent: int | None, blocks: list[tuple[int, int]], tier: Tier) -> Stored:
+def _stored(parent: int | None, blocks: list[tuple[int, int]], tier: SourceTier) -> Change:
+    if tier == "store":
+        return StoreChange(stored=tuple(ours for _, ours in blocks))
     return Stored(parent, tuple(ours for _, ours in blocks), tier, tuple(theirs for theirs, _ in blocks))

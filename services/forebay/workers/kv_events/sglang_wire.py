@@ -7,7 +7,7 @@ a page are pairs of a token and its successor; the first token of each pair belo
 
 import msgspec
 
-from forebay.events.kv import Tier
+from forebay.kv_tiers.tier_content import SourceTier
 from forebay.workers.kv_events.batch_wire import BatchDecoder
 from forebay.workers.kv_events.engine_events import (
     Batch,
@@ -46,10 +46,14 @@ class _Cleared(_Event, tag="AllBlocksCleared"):
     pass
 
 
-def decode_sglang(payload: bytes) -> Batch:
+def decode_sglang(payload: bytes, *, has_store: bool = False) -> Batch:
     """Return the decoded events of one message.
 
     Events are skipped and counted as `unknown_event`, `unknown_medium`, or `shared` for storage that workers share.
+
+    Args:
+        payload: the message.
+        has_store: whether events of storage that workers share are used.
 
     Raises:
         KvEventError: the message is malformed.
@@ -59,11 +63,11 @@ def decode_sglang(payload: bytes) -> Batch:
     for one in reported:
         match one:
             case _Stored():
-                tier = tier_of(one.medium, None, skipped)
+                tier = tier_of(one.medium, None, skipped, has_store=has_store)
                 if tier is not None:
                     events.append(_stored(one, tier))
             case _Removed():
-                tier = tier_of(one.medium, None, skipped)
+                tier = tier_of(one.medium, None, skipped, has_store=has_store)
                 if tier is not None:
                     events.append(RemovedBlocks(hashes=tuple(map(as_u64, one.block_hashes)), tier=tier))
             case _:
@@ -71,7 +75,7 @@ def decode_sglang(payload: bytes) -> Batch:
     return Batch(tuple(events), skipped)
 
 
-def _stored(one: _Stored, tier: Tier) -> StoredBlocks:
+def _stored(one: _Stored, tier: SourceTier) -> StoredBlocks:
     return StoredBlocks(
         hashes=tuple(map(as_u64, one.block_hashes)),
         parent=None if one.parent_block_hash is None else as_u64(one.parent_block_hash),

@@ -8,9 +8,9 @@ may contain fewer blocks than the engine's cache, never more.
 
 import msgspec
 
-from forebay.workers.engine import CacheChange, Cleared
+from forebay.workers.engine import Cleared
 from forebay.workers.kv_events.engine_events import Batch, ClearedBlocks, StoredBlocks
-from forebay.workers.kv_events.resident import ResidentBlocks
+from forebay.workers.kv_events.resident import Change, ResidentBlocks
 
 CONTRADICTIONS_MAX = 3  # an engine that repeatedly reports invalid events should not lose its cache each time
 
@@ -19,11 +19,11 @@ class TrackerResult(msgspec.Struct, frozen=True):
     """Result of processing a batch.
 
     Attributes:
-        changes: changes of the cache to publish, in order.
+        changes: changes of the cache and of the shared store to publish, in order.
         lost: why the engine should drop its prefix cache now, because events were lost; empty if it should not.
     """
 
-    changes: tuple[CacheChange, ...] = ()
+    changes: tuple[Change, ...] = ()
     lost: str = ""
 
 
@@ -46,7 +46,7 @@ class KvTracker:
 
     def batch(self, batch: Batch) -> TrackerResult:
         """Apply the next batch, in the order of the batch numbers."""
-        changes: list[CacheChange] = []
+        changes: list[Change] = []
         orphaned = False
         for event in batch.events:
             orphans = self.resident.counts["orphans"]
@@ -77,7 +77,7 @@ class KvTracker:
         self._lost = False
         return TrackerResult((Cleared(),))
 
-    def _contradicted(self, reason: str, changes: list[CacheChange]) -> TrackerResult:
+    def _contradicted(self, reason: str, changes: list[Change]) -> TrackerResult:
         self._contradictions += 1
         outcome = self.missed(reason)
         dropped = outcome.lost if self._contradictions <= CONTRADICTIONS_MAX else ""

@@ -12,13 +12,19 @@ from typing import Any
 import msgspec
 
 from forebay.core.block_hashes import DIGEST_CHARS, HEX_DIGITS, mm_hash
+from forebay.engine_model.steps import StoreChange
 from forebay.events.base import U64_BYTES
 from forebay.workers.kv_events.batch_wire import BatchDecoder
 from forebay.workers.kv_events.engine_events import (
+    OWNER,
+    SHARED,
+    SHARED_STALE,
     Batch,
     ClearedBlocks,
     EngineEvent,
     KvEventError,
+    OwnRemoved,
+    OwnStored,
     RemovedBlocks,
     StoredBlocks,
     as_u64,
@@ -47,6 +53,7 @@ class _Stored(_Event, tag="BlockStored"):
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
+    ownership: str | None = None
 
 
 class _Removed(_Event, tag="BlockRemoved"):
@@ -54,6 +61,7 @@ class _Removed(_Event, tag="BlockRemoved"):
     medium: str | None = None
     group_idx: int | None = None
     locality: str | None = None
+    ownership: str | None = None
 
 
 class _Cleared(_Event, tag="AllBlocksCleared"):
@@ -65,9 +73,13 @@ class VllmDecoder:
 
     Events are skipped and counted as `unknown_event`, `unknown_medium`, `shared` (storage that workers share),
     `other_group` (group of layers), `no_tokens` (offloaded blocks without token ids) or `unnamed_lora`.
+
+    Args:
+        has_store: whether events of storage that workers share are used.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_store: bool = False) -> None:
+        self._has_store = has_store
         self._main_groups: dict[int, bool] = {}
 
     def __call__(self, payload: bytes) -> Batch:
@@ -77,6 +89,8 @@ class VllmDecoder:
         for one in reported:
             event: EngineEvent | None
             match one:
+                case _Stored() | _Removed() if one.ownership == OWNER:
+                    event = _own(one, skipped)
                 case _Stored():
                     event = self._stored(one, skipped)
                 case _Removed():
@@ -91,7 +105,7 @@ class VllmDecoder:
         if not self._counts(one.group_idx, one.kv_cache_spec_kind):
             skipped["other_group"] += 1
             return None
-        if (tier := tier_of(one.medium, one.locality, skipped)) is None:
+        if (tier := tier_of(one.medium, one.locality, skipped, has_store=self._has_store)) is None:
             return None
         if not one.token_ids:
             skipped["no_tokens"] += 1
@@ -116,7 +130,7 @@ class VllmDecoder:
         if not self._counts(one.group_idx, None):
             skipped["other_group"] += 1
             return None
-        tier = tier_of(one.medium, one.locality, skipped)
+        tier = tier_of(one.medium, one.locality, skipped, has_store=self._has_store)
         return None if tier is None else RemovedBlocks(hashes=tuple(map(as_u64, one.block_hashes)), tier=tier)
 
     def _counts(self, group: int | None, kind: str | None) -> bool:
@@ -129,6 +143,22 @@ class VllmDecoder:
                 )
             self._main_groups[group] = kind in MAIN_ATTENTION
         return self._main_groups.get(group, group == 0)
+
+
+def _own(one: _Stored | _Removed, skipped: Counter[str]) -> EngineEvent | None:
+    """Return an event of forebay's own connector, which names blocks by sequence hash."""
+    hashes = tuple(map(as_u64, one.block_hashes))
+    if one.medium in (SHARED, SHARED_STALE):
+        if isinstance(one, _Stored):
+            return StoreChange(stored=hashes)
+        return StoreChange(removed=hashes) if one.medium == SHARED else StoreChange(stale=hashes)
+    tier = tier_of(one.medium, None, skipped)
+    if tier is None or tier == "store":
+        return None
+    if isinstance(one, _Removed):
+        return OwnRemoved(hashes=hashes, tier=tier)
+    parent = None if one.parent_block_hash is None else as_u64(one.parent_block_hash)
+    return OwnStored(parent=parent, hashes=hashes, tier=tier)
 
 
 def _extra(one: _Stored, *, starts: bool) -> tuple[str, dict[int, list[int]]]:

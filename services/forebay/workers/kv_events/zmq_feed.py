@@ -18,9 +18,9 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from forebay.workers.engine import CacheChange, EngineError
+from forebay.workers.engine import EngineError
 from forebay.workers.kv_events.engine_events import Decode, KvEventError
-from forebay.workers.kv_events.resident import ResidentBlocks
+from forebay.workers.kv_events.resident import Change, ResidentBlocks
 from forebay.workers.kv_events.sequence import Deliver, Lost, RequestReplay, Restarted, Sequence, Step
 from forebay.workers.kv_events.tracker import KvTracker, TrackerResult
 
@@ -59,7 +59,7 @@ class KvSource(msgspec.Struct, frozen=True):
         return KvSource(_at_rank(self.endpoint, rank), None if replay is None else _at_rank(replay, rank), self.topic)
 
 
-PublishChanges = Callable[[int, Items[CacheChange]], None]
+PublishChanges = Callable[[int, Items[Change]], None]
 """Callback with a rank and its changes, in order, on the event loop."""
 OnLost = Callable[[int, str], None]
 """Callback with a rank and the reason of a loss. It should make the engine drop its prefix cache, with retries.
@@ -257,7 +257,7 @@ class KvFeed:
 
     def _do(self, steps: list[Step]) -> None:
         assert self._publish is not None and self._on_lost is not None
-        changes: list[CacheChange] = []
+        changes: list[Change] = []
         lost = ""
         for step in steps:
             match step:

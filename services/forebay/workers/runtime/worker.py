@@ -41,7 +41,7 @@ from forebay.events.work import AnyWorkEvent, ReannounceCache, ReleaseKv, WorkCa
 from forebay.transport.base import Draft, Log, LogError, Record, Tail
 from forebay.transport.dead_letters import dead_letter
 from forebay.transport.decoding import event_of
-from forebay.workers.engine import Engine, EngineBatch, EngineError, StoreEngine
+from forebay.workers.engine import Engine, EngineBatch, EngineError, StoreEngine, TierEngine
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.runtime.append_output import append_output
 from forebay.workers.runtime.commands import CommandRunner
@@ -349,8 +349,7 @@ class Worker:
         items = WorkItems(self._log, self._group, self.spec, outbox, self.media, self.counters, spawn, self._settled)
         self._epoch = _Epoch(worker_epoch, work, outbox, items)
         self.commands.join(outbox)
-        held = [draft for rank in self.spec.ranks for draft in outbox.cache.announcement(rank, self._engine.held(rank))]
-        if held:
+        if held := [draft for rank in self.spec.ranks for draft in self._held(outbox, rank)]:
             self._log.append_soon(held)
         self._announce_store(outbox)
         self.life.move(Transition.ADMIT)
@@ -362,6 +361,13 @@ class Worker:
             event.slot,
             worker_epoch,
         )
+
+    def _held(self, outbox: Outbox, rank: int) -> list[Draft]:
+        """Return the events that announce the blocks of a rank in all its tiers."""
+        held = outbox.cache.announcement(rank, self._engine.held(rank))
+        if isinstance(self._engine, TierEngine):
+            held += outbox.cache.changes(rank, self._engine.held_in_tiers(rank))
+        return held
 
     def _leave(self) -> None:
         """End the worker epoch and drop its requests.

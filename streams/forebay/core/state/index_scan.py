@@ -76,7 +76,9 @@ class IndexScan:
             elif self._ahead:
                 left -= self._see(*self._ahead[0])
             elif self._open:
-                self._fill(*self._open.popitem())
+                # In the order of opening: a restored index assigns bits in this order, so its snapshot has the same order.
+                key = next(iter(self._open))
+                self._fill(key, self._open.pop(key))
             else:
                 break
         return chunks

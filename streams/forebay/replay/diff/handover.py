@@ -16,7 +16,7 @@ from forebay.core.world import World
 from forebay.events.control import BusyThresholdsSet, DisaggregationSet, PolicySet, PoolConfigured
 from forebay.events.decisions import RequestHeld, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerJoined, WorkerLost
-from forebay.events.progress import FirstTokenEmitted, PrefillFinished, RequestFinished
+from forebay.events.progress import FirstTokenEmitted, OnboardedTokens, PrefillFinished, RequestFinished
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RoutingHints
 from forebay.events.snapshots import Booking, Chunk, CommandState, Remembered, Reported, RequestState
 
@@ -53,6 +53,7 @@ class RecordedRequest:
         kept_bytes: size of the KV that the prefill worker kept, in bytes; 0 if unknown.
         transferred_bytes: bytes of that KV that were transferred; 0 if unknown.
         transfer_us: duration of the transfer on the receiver's clock; 0 if unknown.
+        onboarded: the part of `cached_tokens` that was loaded from other tiers.
     """
 
     request_id: str
@@ -80,6 +81,7 @@ class RecordedRequest:
     kept_bytes: int = 0
     transferred_bytes: int = 0
     transfer_us: int = 0
+    onboarded: tuple[OnboardedTokens, ...] = ()
 
 
 class RequestCollector:
@@ -117,7 +119,7 @@ class RequestCollector:
             case PrefillFinished() if accepted and event.request_id in self._open:
                 requests, prefilled = self._open[event.request_id], event.prefilled
                 requests.prefilled_us, requests.kept_bytes = now_us, prefilled.bytes
-                requests.cached_tokens = prefilled.cached_tokens
+                requests.cached_tokens, requests.onboarded = prefilled.cached_tokens, event.onboarded
             case FirstTokenEmitted() | RequestFinished() if accepted:
                 self._progress(event, now_us)
             case _:
@@ -139,7 +141,7 @@ class RequestCollector:
                 requests.first_us, requests.first_stamped_us = now_us, event.at_us
                 requests.transferred_bytes, requests.transfer_us = event.transferred_bytes, event.transfer_us
                 if requests.prefiller is None:
-                    requests.cached_tokens = event.cached_tokens
+                    requests.cached_tokens, requests.onboarded = event.cached_tokens, event.onboarded
             return
         requests.last_us, requests.output_tokens = now_us, event.output_tokens
         del self._open[event.request_id]

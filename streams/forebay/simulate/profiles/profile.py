@@ -12,6 +12,7 @@ from forebay.engine_model.timing import EngineTiming, LinearTiming, MockerTiming
 from forebay.simulate.field_descriptions import unknown_field
 from forebay.simulate.profiles.roofline import Assumptions, NumberFormats, kv_blocks, roofline
 from forebay.simulate.profiles.sheets import Gpu, ProfileUnusable, gpu_sheet, gpus_like, read_file, read_transformer
+from forebay.simulate.tiers.settings import WorkerTiers
 
 MOCKER = "mocker"
 BLOCK_SIZE = 64
@@ -48,6 +49,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         name: name of the profile for reports.
         source: description of where the values come from.
         work_us: microseconds from the router's decision to the engine; 0 if not measured.
+        tiers: host memory and disk of a worker with this engine; None if the profile defines none.
     """
 
     timing: EngineTiming
@@ -55,6 +57,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     name: str = MOCKER
     source: str = "Dynamo's mocker"
     work_us: int = 0
+    tiers: WorkerTiers | None = None
 
 
 class _Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,6 +76,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     source: str = ""
     sizes: EngineSizes = EngineSizes()
     work_us: Annotated[int, msgspec.Meta(ge=0, le=60_000_000)] = 0
+    tiers: WorkerTiers | None = None
 
 
 class _Mocker(_File, frozen=True, kw_only=True, tag="mocker"):
@@ -131,7 +135,11 @@ def load_profile(name: str) -> Profile:
     except RecursionError:
         raise ProfileUnusable(f"{path}: nested too deeply") from None
     return msgspec.structs.replace(
-        profile, name=described.name or path.stem, source=described.source or profile.source, work_us=described.work_us
+        profile,
+        name=described.name or path.stem,
+        source=described.source or profile.source,
+        work_us=described.work_us,
+        tiers=described.tiers,
     )
 
 

@@ -1,22 +1,22 @@
 """Engine without a GPU: runs `EngineModel` in real time or faster, never ahead of the model's time.
 
 Logprobs and embeddings are derived from hashes; structured outputs, tool calls and reasoning are made up. With the role
-prefill or decode the engine has KV of real bytes, which are transferred. The name of a NIXL agent contains the worker
-epoch, so the engine opens the transport when it gets the first item of an epoch. Items wait until the transport is
-open.
+prefill or decode the engine has KV of real bytes, which are transferred. With KV tiers it offloads and loads real
+bytes. The name of a NIXL agent contains the worker epoch, so the engine opens the transport when it gets the first item
+of an epoch. Items wait until the transport is open.
 """
 
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
 from functools import reduce
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 from prometheus_client.registry import Collector
-from xxhash import xxh3_64_intdigest
 
 from forebay import runtime
 from forebay.engine_model.model import EngineConfig
@@ -25,12 +25,16 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.tokens import ResponseError
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
-from forebay.workers.engine import EngineError, EngineRefused, PackageMissing, Publish
+from forebay.workers.engine import CacheChange, EngineError, EngineRefused, PackageMissing, Publish
+from forebay.workers.engines.mock.block_contents import NO_MEDIA, media_hashes
 from forebay.workers.engines.mock.kv import KvSettings, MockKv, summed
 from forebay.workers.engines.mock.outputs import TASKS
 from forebay.workers.engines.mock.rank import MockRank, RequestState
 from forebay.workers.engines.mock.scripts import OutputScripts
+from forebay.workers.engines.mock.tiers import MockTiers
 from forebay.workers.engines.standin_encoder import MediaUnusable, StandInEncoder
+from forebay.workers.kv_tiers.metrics import TierMetrics
+from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.kv_transfer.api import Stats
 from forebay.workers.kv_transfer.nixl_agent import load_nixl
 
@@ -54,11 +58,13 @@ class MockEngine:
         speedup: how many times as fast as the modelled GPU the engine runs.
         kv: settings of KV transfers, for the roles prefill and decode; None for the defaults.
         scripts: writes structured output, tool calls and reasoning; None generates only words.
+        tiers: KV tiers of each rank; None for none.
 
     Attributes:
         ranks: ranks by their number.
         kv_settings: settings of KV transfers.
         kv: KV of this epoch; None until the transport is open.
+        tiers: KV tiers of each rank; None for none.
     """
 
     def __init__(
@@ -70,43 +76,62 @@ class MockEngine:
         speedup: float = 1.0,
         kv: KvSettings | None = None,
         scripts: OutputScripts | None = None,
+        tiers: TierSettings | None = None,
     ) -> None:
         if not 0 < speedup < float("inf"):
             raise ValueError(f"speedup must be a positive number, got {speedup}")
         ranks = range(dp_start_rank, dp_start_rank + dp_size)
         self._config = config
-        self.ranks = {rank: MockRank(rank, config, speedup, scripts) for rank in ranks}
-        self._loras: dict[str, str] = {}  # directories of adapters loaded after the start
         self.kv_settings = kv or KvSettings()
+        self.tiers = tiers
+        self.ranks = {
+            rank: MockRank(
+                rank, config, speedup, scripts, None if tiers is None else MockTiers(tiers, config, rank, speedup)
+            )
+            for rank in ranks
+        }
+        self._loras: dict[str, str] = {}  # directories of adapters loaded after the start
         self._spec: WorkerSpec | None = None
         self.kv: MockKv | None = None  # KV of this worker epoch, once its transport is open
         self._generation = 0  # number of resets
         self._opening = False
-        self._held: dict[str, tuple[WorkItem, int]] = {}  # items that wait for the transport
+        self._held: dict[str, tuple[WorkItem, Sequence[int]]] = {}  # items that wait for the transport
         self._ending: set[asyncio.Task[None]] = set()
         self._broken: EngineError | None = None
+        self._collector: Collector | None = None
         self._past = Stats()  # statistics of earlier worker epochs
         self._closing: list[Stats] = []
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
-        """Prepare KV transfers if the role of the worker needs them, and return the spec with the KV layout.
+        """Open the KV tiers, and prepare KV transfers if the role of the worker needs them.
+
+        Returns:
+            The spec with the KV layout and the name of the shared store.
 
         Raises:
-            PackageMissing: a package that KV transfers need is not installed.
-            EngineError: the settings of KV transfers are invalid.
+            PackageMissing: a package that KV transfers or KV tiers need is not installed.
+            EngineError: the settings of KV transfers are invalid, or a tier cannot be opened.
         """
         self._loras = dict.fromkeys(spec.loras, "")
         spec = self._spec = msgspec.structs.replace(spec, tasks=TASKS)
-        if spec.role not in KV_ROLES:
+        has_transfers = spec.role in KV_ROLES
+        if not has_transfers and self.tiers is None:
             return spec
         layout = self.kv_settings.layout(self._config.block_size)
-        if self.kv_settings.transport == "nixl":
+        if has_transfers and self.kv_settings.transport == "nixl":
             await runtime.offload(load_nixl, "KV transfers")
         elif find_spec("numpy") is None:
+            part = "KV transfers" if has_transfers else "KV tiers"
             raise PackageMissing(
-                "KV transfers require the package numpy; install it with: pip install 'forebay[kv-transfer]'"
+                f"{part} require the package numpy; install it with: pip install 'forebay[kv-transfer]'"
             )
-        return msgspec.structs.replace(spec, kv_layout=layout)
+        for rank in self.ranks.values():
+            await rank.open_tiers(spec, layout.block_bytes)
+        if self.tiers is not None:
+            spec = msgspec.structs.replace(spec, kv_store=self._store_name())
+            counters = {number: rank.tiers.counters for number, rank in self.ranks.items() if rank.tiers is not None}
+            self._collector = TierMetrics(spec.worker_id, counters)
+        return msgspec.structs.replace(spec, kv_layout=layout) if has_transfers else spec
 
     async def run(self, publish: Publish) -> None:
         """Run all ranks and publish batches of their events, until cancelled."""
@@ -115,10 +140,13 @@ class MockEngine:
                 group.create_task(rank.run(publish))
 
     async def stop(self) -> None:
-        """End all transfers and free the memory of the KV."""
+        """End all transfers, free the memory of the KV, and close the tiers."""
         if self.kv is not None or self._opening:
             self.reset()
         await asyncio.gather(*self._ending)
+        for rank in self.ranks.values():
+            if rank.tiers is not None:
+                await runtime.offload(rank.tiers.close)
 
     def warm(self, hashes: Sequence[int], rank: int = 0) -> None:
         """Put blocks with these sequence hashes into the cache of a rank, before the engine starts."""
@@ -127,6 +155,15 @@ class MockEngine:
     def held(self, rank: int) -> list[int]:
         """Return the sequence hashes of the blocks in the cache of a rank."""
         return self.ranks[rank].model.held()
+
+    def held_in_tiers(self, rank: int) -> Sequence[CacheChange]:
+        """Return the blocks in host memory and on the disk of a rank."""
+        return self.ranks[rank].held_in_tiers()
+
+    def stored(self) -> Sequence[int]:
+        """Return the sequence hashes of the blocks that the shared store has, as far as the ranks know."""
+        found = {block: None for rank in self.ranks.values() if rank.tiers is not None for block in rank.tiers.stored()}
+        return list(found)
 
     def submit(self, item: WorkItem) -> None:
         """Queue an item on its rank, which must belong to this engine."""
@@ -140,11 +177,11 @@ class MockEngine:
                 status = 400 if isinstance(error, MediaUnusable) else 500
                 rank.refuse(item, ResponseError(status=status, code="media_not_encoded", message=str(error)))
         else:
-            self._submit(item, 0)
+            self._submit(item, NO_MEDIA)
 
     def submit_embedded(self, item: WorkItem, embeddings: "Array") -> None:
         """Queue an item with the embeddings of its media. The output tokens depend on every byte of the embeddings."""
-        self._submit(item, xxh3_64_intdigest(embeddings.tobytes()))
+        self._submit(item, media_hashes(item.media, embeddings))
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request, if it is in flight, and free the KV that is kept for it."""
@@ -183,7 +220,8 @@ class MockEngine:
     async def command(self, command: Command) -> tuple[str, ...]:
         """Execute a command as vLLM would, and return the names of the loaded adapters.
 
-        The cache can be cleared only while no request runs. Pausing keeps the requests in flight. Sleeping drops the
+        The cache can be cleared only while no request runs. Clearing it clears host memory and disk too, but not the
+        shared store, whose blocks belong to all workers. Pausing keeps the requests in flight. Sleeping drops the
         cache, so running requests are computed again after waking up.
 
         Raises:
@@ -210,7 +248,7 @@ class MockEngine:
             case "sleep":
                 for rank in ranks:
                     rank.hold(asleep=True)
-                    rank.clear()
+                    rank.clear(keep_tiers=True)  # as vLLM, which discards the KV of the device
             case "wake_up":
                 for rank in ranks:
                     rank.hold(asleep=False)
@@ -240,8 +278,8 @@ class MockEngine:
             raise self._broken
 
     def collectors(self) -> Sequence[Collector]:
-        """Return no Prometheus collectors, because the engine has no metrics of its own."""
-        return ()
+        """Return the Prometheus collectors of the KV tiers; none without tiers."""
+        return () if self._collector is None else (self._collector,)
 
     def reset(self) -> None:
         """Drop every request, the caches of all ranks, and all KV that is kept for other workers."""
@@ -254,19 +292,35 @@ class MockEngine:
             self._closing.append(kv.transport.stats)
             self._spawn(self._close(kv, fetching))
 
-    def _submit(self, item: WorkItem, seen: int) -> None:
-        """Queue an item on its rank. If the item needs KV transfers, wait until the transport is open."""
+    def _submit(self, item: WorkItem, hashes: Sequence[int]) -> None:
+        """Queue an item on its rank. If the item needs KV transfers, wait until the transport is open.
+
+        Args:
+            item: the item.
+            hashes: result of `media_hashes`.
+        """
         rank = self.ranks[item.rank]
         if item.stage not in KV_ROLES or self.kv is not None:
-            rank.submit(item, seen)
+            rank.submit(item, hashes, self._adapter_of(item))
         elif self._spec is None or self._spec.role not in KV_ROLES:
             message = "this mock engine has neither role prefill nor decode and cannot transfer KV"
             rank.refuse(item, ResponseError(status=501, code="stage_not_supported", message=message))
         else:
-            self._held[item.request_id] = item, seen
+            self._held[item.request_id] = item, hashes
             if not self._opening:
                 self._opening = True
                 self._spawn(self._open(self._spec, item.worker_epoch, self._generation))
+
+    def _adapter_of(self, item: WorkItem) -> str:
+        """Return a digest of the adapter of an item; empty without one. The mock engine reads no adapter."""
+        name = item.lora_name
+        return sha256(f"{name}\0{self._loras.get(name, '')}".encode()).hexdigest() if name else ""
+
+    def _store_name(self) -> str:
+        """Return the name of the shared store; empty without one."""
+        names = {rank.tiers.store_name for rank in self.ranks.values() if rank.tiers is not None}
+        assert len(names) <= 1, "all ranks have the same store and identity"
+        return names.pop() if names else ""
 
     async def _open(self, spec: WorkerSpec, worker_epoch: int, generation: int) -> None:
         broken: EngineError | None = None
@@ -287,10 +341,10 @@ class MockEngine:
                 rank.kv = kv
         else:
             self._broken = broken
-        for item, seen in held.values():
+        for item, hashes in held.values():
             rank = self.ranks[item.rank]
             if broken is None:
-                rank.submit(item, seen)
+                rank.submit(item, hashes, self._adapter_of(item))
             elif item.stage == "decode":
                 rank.fail_fetch(item, str(broken))
             else:

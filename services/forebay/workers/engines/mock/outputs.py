@@ -7,7 +7,7 @@ from math import sqrt
 import msgspec
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
-from forebay.engine_model.model import Emitted, Finished
+from forebay.engine_model.model import Emitted, EngineStep, Finished
 from forebay.events.base import U32_BYTES, U64_MASK, unpack_u32
 from forebay.events.requests import Sampling, Task
 from forebay.events.tokens import TokenLogprob, TopLogprob
@@ -131,3 +131,30 @@ def vector_of(token_ids: bytes) -> bytes:
     values = [xxh3_64_intdigest(seed, at) / HALF - 1.0 for at in range(DIMENSIONS)]
     length = sqrt(sum(value * value for value in values))
     return array("f", [value / length for value in values]).tobytes()
+
+
+def token_seed(item: WorkItem, seen: int) -> int:
+    """Return the seed of the output tokens, which is equal for every attempt and stage of a request.
+
+    Args:
+        item: the request.
+        seen: hash of its images and videos; another number if its KV has a wrong byte.
+    """
+    return xxh3_64_intdigest(prompt_of(item), (sampler_seed(item.request_id, item.sampling) + seen) & U64_MASK)
+
+
+def merged(steps: list[EngineStep]) -> list[Emitted]:
+    """Return one chunk per request, ordered by their first token."""
+    chunks: dict[str, list[Emitted]] = {}
+    for step in steps:
+        for chunk in step.emitted:
+            chunks.setdefault(chunk.request_id, []).append(chunk)
+    return [
+        Emitted(
+            parts[0].request_id,
+            parts[0].attempt,
+            parts[0].first_index,
+            b"".join([part.token_ids for part in parts]),
+        )
+        for parts in chunks.values()
+    ]

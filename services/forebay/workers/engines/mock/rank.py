@@ -3,22 +3,22 @@
 Theory of operation. Each step of the model takes virtual time. The rank keeps one deadline in real time, and moves it
 by the scaled duration of each step. It publishes a step when the deadline has come, so a sleep that ends late shortens
 the next one. Steps much shorter than the timer resolution are published together. KV that the rank computes for another
-worker is offered when its batch is published. KV from another worker is fetched in real time while other requests run.
+worker is offered when its batch is published. KV from another worker is fetched in real time while other requests run,
+and so is KV from tiers loaded.
 """
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Literal
 
 import msgspec
-from xxhash import xxh3_64_intdigest
 
 from forebay import runtime
 from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
 from forebay.engine_model.model import (
     Computed,
-    Emitted,
     EngineConfig,
     EngineModel,
     EngineRequest,
@@ -32,7 +32,9 @@ from forebay.engine_model.model import (
     RequestRefused,
     RequestTooLarge,
 )
-from forebay.events.base import U32_BYTES, U64_MASK, pack_u32
+from forebay.engine_model.steps import StoreChange
+from forebay.events.base import U32_BYTES, array_u64, pack_u32
+from forebay.events.fleet import WorkerSpec
 from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
 from forebay.workers.engine import (
@@ -44,9 +46,11 @@ from forebay.workers.engine import (
     PromptPrefilled,
     Publish,
 )
+from forebay.workers.engines.mock.block_contents import NO_MEDIA
 from forebay.workers.engines.mock.kv import MockKv
-from forebay.workers.engines.mock.outputs import ExtraOutputs, prompt_of, sampler_seed
+from forebay.workers.engines.mock.outputs import ExtraOutputs, merged, token_seed
 from forebay.workers.engines.mock.scripts import OutputScripts
+from forebay.workers.engines.mock.tiers import MockTiers
 from forebay.workers.kv_transfer.api import FetchedKv
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 
@@ -55,8 +59,11 @@ QUANTUM_US = 1_000  # minimum real time per batch: the timer resolution of an ev
 BATCH_TOKENS_MAX = 4_096  # other tasks run after a few milliseconds at any speedup
 LAG_S_MAX = 0.1  # maximum backlog: a machine that is slower than this does not run faster later to catch up
 
-RequestState = Literal["opening", "output", "prefill", "kept", "to_fetch", "fetching", "fetched"]
-"""State of a request besides the engine model. `opening` means that the request waits for the KV transport."""
+RequestState = Literal["opening", "output", "prefill", "kept", "to_fetch", "fetching", "fetched", "tiers"]
+"""State of a request besides the engine model.
+
+`opening` means that the request waits for the KV transport, and `tiers` that its blocks have names for tiers.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -69,15 +76,25 @@ class MockRank:
         config: sizes and step times of the modelled engine.
         speedup: how many times as fast as the modelled engine the rank runs.
         scripts: writes structured output, tool calls and reasoning; None generates only words.
+        tiers: KV tiers of the rank; None for none. `open_tiers` opens them.
 
     Attributes:
         model: the engine model.
         kv: KV that is transferred; None while KV transfers are unavailable.
+        tiers: KV tiers of the rank; None for none.
     """
 
-    def __init__(self, number: int, config: EngineConfig, speedup: float, scripts: OutputScripts | None = None) -> None:
-        self.model = EngineModel(config)
+    def __init__(
+        self,
+        number: int,
+        config: EngineConfig,
+        speedup: float,
+        scripts: OutputScripts | None = None,
+        tiers: MockTiers | None = None,
+    ) -> None:
+        self.model = EngineModel(config) if tiers is None else EngineModel(config, tiers.match, tiers.name_output)
         self.kv: MockKv | None = None
+        self.tiers = tiers
         self._number = number
         self._speedup = speedup
         self._span_us = max(1, round(QUANTUM_US * speedup))
@@ -88,7 +105,10 @@ class MockRank:
         self._outputs = ExtraOutputs(config.vocabulary or ())
         self._published = self.model.load()
         self._generation = 0  # number of resets: batches from before a reset are not published
+        self._clears = 0  # number of times that device memory was cleared
         self._changes: list[CacheChange] = []
+        self._store_changes: list[StoreChange] = []
+        self._fault: Exception | None = None  # why the tiers have failed
         self._paused = self._asleep = False
         self._prompts: dict[str, tuple[WorkItem, int]] = {}  # prompts to compute for other workers
         self._kept: set[str] = set()
@@ -105,16 +125,30 @@ class MockRank:
             ("to_fetch", self._to_fetch),
             ("fetching", self._fetching),
             ("fetched", self._fetched),
+            ("tiers", () if self.tiers is None else self.tiers.request_ids),
         )
         return {request_id: state for state, ids in found for request_id in ids}
 
-    def submit(self, item: WorkItem, seen: int = 0) -> None:
+    async def open_tiers(self, spec: WorkerSpec, block_bytes: int) -> None:
+        """Open the KV tiers, if the rank has any. Raises EngineError if a tier cannot be opened."""
+        if self.tiers is not None:
+            loop = asyncio.get_running_loop()
+
+            def wake() -> None:
+                loop.call_soon_threadsafe(self._poll_tiers)
+
+            await runtime.offload(self.tiers.open, spec, block_bytes, wake, self._loaded)
+
+    def submit(self, item: WorkItem, media_hashes: Sequence[int] = NO_MEDIA, adapter: str = "") -> None:
         """Queue an item.
 
         Args:
             item: the item.
-            seen: hash of the item's media. The output tokens depend on it; for fetched KV it is read from the KV.
+            media_hashes: hashes of the embeddings of the item's first images and videos, by their number. The output
+                tokens depend on the last of them; for fetched KV it is read from the KV.
+            adapter: digest of the adapter of the item; empty without one.
         """
+        seen = media_hashes[-1]
         block_size = self.model.config.block_size
         last = len(item.token_ids) // U32_BYTES // block_size
         media = mm_hashes(item.media, block_size)
@@ -132,7 +166,7 @@ class MockRank:
             attempt=item.attempt,
             token_ids=item.token_ids,
             sequence_hashes=item.sequence_hashes,
-            token_seed=_token_seed(item, seen),
+            token_seed=token_seed(item, seen),
             max_tokens=max_tokens,
             output=pack_u32(output),
             first_position=item.output_tokens,
@@ -158,6 +192,9 @@ class MockRank:
             self._outputs.begin(item, is_ended=is_ended, is_empty=is_empty)
         if stage == "decode":
             self._to_fetch[item.request_id] = item
+        if self.tiers is not None:
+            cached = self.model.pool.find(array_u64(item.sequence_hashes), last).blocks
+            self.tiers.begin(item, media_hashes, adapter, cached)
         self._wake.set()
 
     def refuse(self, item: WorkItem, error: ResponseError) -> None:
@@ -176,10 +213,21 @@ class MockRank:
         self._asleep = self._asleep if asleep is None else asleep
         self._wake.set()
 
-    def clear(self) -> None:
+    def held_in_tiers(self) -> Sequence[CacheChange]:
+        """Return the blocks in host memory and on disk. Changes so far are part of them, and are not reported."""
+        if self.tiers is None:
+            return ()
+        _, store_changes = self.tiers.changes()
+        self._store_changes += store_changes
+        return self.tiers.held()
+
+    def clear(self, *, keep_tiers: bool = False) -> None:
         """Clear the KV cache of the rank.
 
         Running requests are computed again. For requests whose KV is being fetched, the rank reports NotFetched.
+
+        Args:
+            keep_tiers: whether host memory and disk keep their blocks. The shared store always does.
         """
         for request_id in list(self._fetching):
             item = self._to_fetch[request_id]
@@ -188,7 +236,13 @@ class MockRank:
         self.model.clear_cache()
         for request_id in list(self._kept):
             self._release(request_id)
+        self._clears += 1
         self._changes.append(Cleared())
+        if self.tiers is not None:
+            self.tiers.clear_device(requests=False)
+            if not keep_tiers:
+                self.tiers.clear()
+            self._changes += self.held_in_tiers()
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
@@ -218,6 +272,8 @@ class MockRank:
         for kept in (self._prompts, self._to_fetch, self._fetching, self._fetched):
             kept.clear()
         self._kept.clear()
+        if self.tiers is not None:
+            self.tiers.clear_device(requests=True)
         self._outputs.clear()
         self._failed.clear()
         self._not_fetched.clear()
@@ -229,7 +285,10 @@ class MockRank:
         """Run the model in real time, and publish batches of its events, until cancelled."""
         due = runtime.monotonic_s()
         while True:
+            if self._fault is not None:
+                raise self._fault
             generation = self._generation
+            clears = self._clears
             batch, computed, span_us = self._collect()
             if batch is None:
                 self._wake.clear()
@@ -242,6 +301,8 @@ class MockRank:
             if generation == self._generation:
                 self._published = batch.load
                 publish(self._with_prefilled(batch, computed) if computed else batch)
+                if self.tiers is not None:
+                    self._offload(self.tiers, batch, computed, is_current=clears == self._clears)
 
     def _collect(self) -> tuple[EngineBatch | None, list[Computed], int]:
         """Run steps for about `QUANTUM_US`.
@@ -252,11 +313,19 @@ class MockRank:
         steps: list[EngineStep] = []
         span_us = tokens = 0
         cache_changes, self._changes = self._changes, []
+        store_changes, self._store_changes = self._store_changes, []
+        if self.tiers is not None:
+            of_tiers, of_store = self.tiers.changes()
+            cache_changes += of_tiers
+            store_changes += of_store
         held = self._paused or self._asleep
         while not held and span_us < self._span_us and tokens < BATCH_TOKENS_MAX:
             if self.kv is not None:
                 self._fetch_all(self.model.fetches())
             step = self.model.step(self._span_us - span_us)
+            if self.tiers is not None:
+                for requested in self.model.loads():
+                    self.tiers.load(requested)
             if step is None:
                 break
             steps.append(step)
@@ -265,10 +334,16 @@ class MockRank:
         failed, self._failed = self._failed, []
         not_fetched, self._not_fetched = self._not_fetched, []
         load = self.model.load()
-        if not (steps or failed or not_fetched or cache_changes) and load == self._published:
+        if not (steps or failed or not_fetched or cache_changes or store_changes) and load == self._published:
             return None, [], 0
         batch = EngineBatch(
-            rank=self._number, load=load, cache_changes=cache_changes, failed=failed, not_fetched=not_fetched
+            rank=self._number,
+            load=load,
+            cache_changes=cache_changes,
+            failed=failed,
+            not_fetched=not_fetched,
+            store_changes=store_changes,
+            tier_costs=None if self.tiers is None else self.tiers.measured(),
         )
         return (
             self._outputs.extend(self._with_outputs(batch, steps)),
@@ -290,12 +365,15 @@ class MockRank:
         return msgspec.structs.replace(
             batch,
             cache_changes=cache_changes,
-            emitted=steps[0].emitted if len(steps) == 1 else _merge(steps),
-            first_tokens=[self._with_transfer(first) for first in first_tokens] if self._fetched else first_tokens,
+            emitted=steps[0].emitted if len(steps) == 1 else merged(steps),
+            first_tokens=[self._with_source(first) for first in first_tokens],
             finished=finished,
         )
 
-    def _with_transfer(self, first: FirstTokenStep) -> FirstTokenStep:
+    def _with_source(self, first: FirstTokenStep) -> FirstTokenStep:
+        """Return a first token with the KV that was fetched or loaded for it."""
+        if self.tiers is not None and (onboarded := self.tiers.onboarded(first.request_id)):
+            first = msgspec.structs.replace(first, onboarded=onboarded)
         fetched = self._fetched.pop(first.request_id, None)
         if fetched is None:
             return first
@@ -318,8 +396,41 @@ class MockRank:
                 failed.append(Failed(one.request_id, one.attempt, refused))
                 continue
             self._kept.add(one.request_id)
-            prefilled.append(PromptPrefilled(one.request_id, one.attempt, kept, one.cached_tokens))
+            onboarded = () if self.tiers is None else self.tiers.onboarded(one.request_id)
+            prefilled.append(PromptPrefilled(one.request_id, one.attempt, kept, one.cached_tokens, onboarded))
         return msgspec.structs.replace(batch, prefilled=prefilled, failed=failed)
+
+    def _offload(self, tiers: MockTiers, batch: EngineBatch, computed: list[Computed], *, is_current: bool) -> None:
+        """Offload the blocks of a batch that was published, and forget the requests that have ended.
+
+        Args:
+            tiers: tiers of the rank.
+            batch: the batch.
+            computed: prompts that were computed for other workers.
+            is_current: whether device memory was not cleared since the steps of the batch.
+        """
+        if is_current:
+            tiers.apply(batch.cache_changes)
+            for first in chain[FirstTokenStep | Computed](batch.first_tokens, computed):
+                tiers.use(first.request_id, first.cached_tokens)
+        for end in chain[Finished | Computed](batch.finished, computed):
+            tiers.end(end.request_id)
+
+    def _poll_tiers(self) -> None:
+        assert self.tiers is not None
+        try:
+            self.tiers.poll()
+        except Exception as error:  # noqa: BLE001 - nothing awaits this call, so `run` raises the error
+            self._fault = error
+        self._wake.set()
+
+    def _loaded(self, item: WorkItem, blocks: int, seen: int) -> bool:
+        """Continue a request whose blocks were loaded. Return False if it does not wait for them any more."""
+        if not self.model.loaded(item.request_id, blocks, token_seed(item, seen)):
+            return False
+        if item.request_id in self._prompts:
+            self._prompts[item.request_id] = item, seen
+        return True
 
     def _fetch_all(self, fetches: list[Fetch]) -> None:
         assert self.kv is not None
@@ -342,7 +453,9 @@ class MockRank:
             return
         del self._fetching[request_id], self._to_fetch[request_id]
         self._fetched[request_id] = fetched
-        self.model.fetched(request_id, _token_seed(item, seen))
+        if self.tiers is not None:
+            seen = self.tiers.learn(request_id, seen)
+        self.model.fetched(request_id, token_seed(item, seen))
         self._wake.set()
 
     def _release(self, request_id: str) -> None:
@@ -354,28 +467,8 @@ class MockRank:
         self._to_fetch.pop(request_id, None)
         self._fetched.pop(request_id, None)
         self._outputs.end(request_id)
-
-
-def _token_seed(item: WorkItem, seen: int) -> int:
-    """Return the seed of the output tokens, which is equal for every attempt and stage of a request."""
-    return xxh3_64_intdigest(prompt_of(item), (sampler_seed(item.request_id, item.sampling) + seen) & U64_MASK)
-
-
-def _merge(steps: list[EngineStep]) -> list[Emitted]:
-    """Return one chunk per request, ordered by their first token."""
-    chunks: dict[str, list[Emitted]] = {}
-    for step in steps:
-        for chunk in step.emitted:
-            chunks.setdefault(chunk.request_id, []).append(chunk)
-    return [
-        Emitted(
-            parts[0].request_id,
-            parts[0].attempt,
-            parts[0].first_index,
-            b"".join([part.token_ids for part in parts]),
-        )
-        for parts in chunks.values()
-    ]
+        if self.tiers is not None:
+            self.tiers.end(request_id)
 
 
 def _rejection(refusal: RequestRefused) -> ResponseError:

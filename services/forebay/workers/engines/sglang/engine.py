@@ -12,6 +12,7 @@ import itertools
 import logging
 import struct
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -105,8 +106,9 @@ class SglangEngine(ModelEngine):
         kv_blocks = engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"] // page_size
         self._ranks = {rank: RankBuffer(rank, kv_blocks) for rank in spec.ranks}
         if not self._resolved["disable_radix_cache"]:
+            decode = partial(decode_sglang, has_store=bool(settings.kv_store_name))
             self._caches = {
-                rank: KvFeed(rank, source, decode_sglang, ResidentBlocks(page_size, counts_copies=False))
+                rank: KvFeed(rank, source, decode, ResidentBlocks(page_size, counts_copies=False))
                 for rank, source in kv_sources(self._resolved, spec.ranks).items()
             }
 
@@ -125,6 +127,7 @@ class SglangEngine(ModelEngine):
             kv_blocks_total=self._ranks[spec.ranks[0]].load.kv_blocks_total,
             max_num_seqs=self._resolved["max_running_requests"] or max(1, reported),
             max_num_batched_tokens=min(size for size in sizes if size and size > 0),
+            kv_store=self._settings.kv_store_name,
         )
 
     async def _shut_down(self) -> None:

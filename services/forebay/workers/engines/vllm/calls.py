@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from vllm import PoolingParams, SamplingParams
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError
 from vllm.lora.request import LoRARequest
@@ -15,23 +16,32 @@ from forebay.workers.engines.loras import LoraAdapter
 from forebay.workers.engines.model_directory import one_line
 from forebay.workers.engines.vllm.media import MediaRefused
 from forebay.workers.engines.vllm.requests import sampling_arguments, structured_arguments
+from forebay.workers.engines.vllm.tiers.configuration import HINTS, RequestHints
 
 __all__ = ["EngineDeadError", "VLLMError", "lora_request", "pooling_params", "response_error", "sampling_params"]
 
 
-def sampling_params(sampling: Sampling, transfer: Mapping[str, Any] | None = None) -> SamplingParams:
+def sampling_params(
+    sampling: Sampling, transfer: Mapping[str, Any] | None = None, hints: RequestHints | None = None
+) -> SamplingParams:
     """Return vLLM's sampling parameters of a request; vLLM then returns only new tokens with each output.
 
     Args:
         sampling: sampling parameters of the work item.
         transfer: `kv_transfer_params` to offer or fetch KV; None for no KV transfer.
+        hints: for the KV tiers; None without them.
 
     Raises:
         ValueError, VLLMError: vLLM rejects a parameter.
     """
     arguments = sampling_arguments(sampling)
+    extra: dict[str, Any] = {}
     if transfer is not None:
-        arguments["extra_args"] = {"kv_transfer_params": dict(transfer)}
+        extra["kv_transfer_params"] = dict(transfer)
+    if hints is not None:
+        extra[HINTS] = msgspec.to_builtins(hints)
+    if extra:
+        arguments["extra_args"] = extra
     if sampling.structured is not None:
         arguments["structured_outputs"] = StructuredOutputsParams(**structured_arguments(sampling.structured))
     return SamplingParams(output_kind=RequestOutputKind.DELTA, **arguments)

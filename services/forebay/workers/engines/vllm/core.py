@@ -20,6 +20,7 @@ from forebay.workers.engines.model_directory import one_line
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.extension import EXTENSION
 from forebay.workers.engines.vllm.processes import owning
+from forebay.workers.engines.vllm.tiers.configuration import TierConfig, connector, unsupported
 from forebay.workers.engines.vllm.transfer import LEASE_S
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,9 @@ NIXL = ("nixl", "nixl_rocm")  # packages of vLLM's connector
 HOST, PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 
-def engine_arguments(settings: EngineSettings, *, kv_events: bool, sockets: Path) -> dict[str, Any]:
+def engine_arguments(
+    settings: EngineSettings, *, kv_events: bool, sockets: Path, tiers: TierConfig | None = None
+) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's `AsyncEngineArgs`, with nested configurations as dictionaries.
 
     Args:
@@ -39,6 +42,7 @@ def engine_arguments(settings: EngineSettings, *, kv_events: bool, sockets: Path
         kv_events: whether the engine reports KV events.
         sockets: private directory for the sockets of KV events, because these contain prompts. vLLM supports several
             ranks only with TCP.
+        tiers: configuration of the KV tiers; None for none.
     """
     arguments: dict[str, Any] = {
         "model": str(settings.model),
@@ -62,16 +66,36 @@ def engine_arguments(settings: EngineSettings, *, kv_events: bool, sockets: Path
             "endpoint": f"ipc://{sockets}/events" if own else "tcp://*:0",
             "replay_endpoint": f"ipc://{sockets}/replay" if own else "tcp://*:0",
         }
+    connectors: list[dict[str, Any]] = []
+    # A failed fetch must be reported and counted. A prefill engine fetches nothing, but it may load from tiers.
+    policy = "fail" if tiers is None or settings.role == "decode" else "recompute"
+    if tiers is not None:
+        connectors.append(connector(tiers) | {"kv_load_failure_policy": policy})
     if settings.role in KV_ROLES:
-        arguments["kv_transfer_config"] = {
-            "kv_connector": "NixlConnector",
-            "kv_role": KV_ROLES[settings.role],
-            "kv_load_failure_policy": "fail",  # so that failed fetches are reported and counted
-            "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
-        }
+        connectors.append(
+            {
+                "kv_connector": "NixlConnector",
+                "kv_role": KV_ROLES[settings.role],
+                "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
+            }
+        )
+    if connectors:
+        combined = _transfer_config(settings, connectors)
+        arguments["kv_transfer_config"] = combined | {"kv_load_failure_policy": policy}
         arguments["worker_extension_cls"] = EXTENSION
     arguments |= settings.arguments
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _transfer_config(settings: EngineSettings, connectors: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one `kv_transfer_config` for all connectors. vLLM asks them for the KV of a request in this order."""
+    if len(connectors) == 1:
+        return connectors[0]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": KV_ROLES[settings.role],
+        "kv_connector_extra_config": {"connectors": connectors},
+    }
 
 
 @contextmanager
@@ -198,8 +222,11 @@ def _build(
         }
         engine_args = AsyncEngineArgs(**made)
         vllm_config = engine_args.create_engine_config()
+        reason = unsupported(vllm_config)
     except Exception as error:
         raise EngineError(f"vLLM rejects these arguments: {one_line(error)}") from error
+    if reason:
+        raise EngineError(reason)
     try:
         with channel, owning(started):
             return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[stat_logger])

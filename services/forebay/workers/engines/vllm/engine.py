@@ -7,16 +7,21 @@ respond to a health request, `run` ends.
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from prometheus_client.registry import Collector
 
+from forebay import runtime
 from forebay.engine_model.model import Finished
+from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
+from forebay.events.progress import OnboardedTokens
 from forebay.events.requests import Sampling
 from forebay.events.tokens import ResponseError, TokenLogprob
 from forebay.events.transfer import KvLayout, Prefilled
@@ -32,10 +37,14 @@ from forebay.workers.engines.vllm.core import VllmCore, engine_arguments, requir
 from forebay.workers.engines.vllm.media import engine_prompt
 from forebay.workers.engines.vllm.metrics import PREFIXES, VllmStepStats
 from forebay.workers.engines.vllm.requests import engine_priority, prompt_of, token_logprobs
+from forebay.workers.engines.vllm.tiers.configuration import RequestHints, TierConfig
+from forebay.workers.engines.vllm.tiers.reports import TierReport
 from forebay.workers.engines.vllm.transfer import PREFILL, PREFILL_SAMPLING, KvTransfers
 from forebay.workers.kv_events.resident import ResidentBlocks
 from forebay.workers.kv_events.vllm_wire import VllmDecoder
 from forebay.workers.kv_events.zmq_feed import KvFeed, KvSource
+from forebay.workers.kv_tiers.metrics import TierCounters, TierMetrics
+from forebay.workers.kv_tiers.weight_digests import default_cache, model_digest
 from forebay.workers.runtime.rank_buffer import RankBuffer
 
 if TYPE_CHECKING:
@@ -43,6 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TIER_ERROR = "tier-error"  # file in the directory of sockets, with the reason why the tiers cannot start
 CANARY_TOKENS = 64  # on some CPUs a shorter first prompt runs other code and does not warm up the engine
 CANARY_ID = "forebay-canary"
 CANARY_SAMPLING = Sampling(max_tokens=1, temperature=0.0)
@@ -70,13 +80,32 @@ class VllmEngine(ModelEngine):
         self._scheduling_policy = "fcfs"
         self._transfers = KvTransfers(settings.model_name, self._kept)
         self._layout: KvLayout | None = None
+        self._store_name = settings.kv_store_name
+        self._tier_counters: dict[int, TierCounters] = {}
+        self._onboarded: dict[str, tuple[OnboardedTokens, ...]] = {}  # by request, until its first token
 
     async def _launch(self, spec: WorkerSpec) -> None:
         settings = self._settings
         require_nixl(settings)
-        arguments = engine_arguments(settings, kv_events=spec.kv_events, sockets=self._make_sockets())
+        sockets = self._make_sockets()
+        tiers = None
+        if settings.tiers is not None:
+            if "kv_transfer_config" in settings.arguments:
+                raise EngineError("KV tiers cannot be combined with kv_transfer_config in --engine-args")
+            # Otherwise, on a CPU, vLLM's scheduler and worker run in different processes, and cannot share the tiers.
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+            weights = await runtime.offload(model_digest, settings.model, default_cache())
+            tiers = TierConfig(settings.tiers, weights, settings.dp_start_rank, spec.worker_id, sockets / TIER_ERROR)
+        arguments = engine_arguments(settings, kv_events=spec.kv_events, sockets=sockets, tiers=tiers)
         channel = side_channel(settings)
-        self.llm = await self.core.start(arguments, lambda _, index: VllmStepStats(index, self._on_step), channel)
+        try:
+            self.llm = await self.core.start(
+                arguments, lambda _, index: VllmStepStats(index, self._on_step, self._on_tiers), channel
+            )
+        except EngineError:
+            if (cause := sockets / TIER_ERROR).exists():
+                raise EngineError(cause.read_text()) from None
+            raise
         self._calls = import_module("forebay.workers.engines.vllm.calls")
         config = self.llm.vllm_config
         self._scheduling_policy = config.scheduler_config.policy
@@ -94,12 +123,14 @@ class VllmEngine(ModelEngine):
                 spec.ranks[index]: KvFeed(
                     spec.ranks[index],
                     KvSource(source.endpoint, source.replay_endpoint, source.topic),
-                    VllmDecoder(),
+                    VllmDecoder(has_store=bool(settings.kv_store_name)),
                     ResidentBlocks(config.cache_config.block_size, counts_copies=True),
                 )
                 for index, source in self.llm.get_kv_event_sources().items()
             }
         self._layout = await self._transfers.start(self.llm, spec.worker_id)
+        if settings.tiers is not None and settings.tiers.store:
+            self._store_name = (await self.llm.collective_rpc("forebay_store_name"))[0]
 
     async def _sized(self, spec: WorkerSpec) -> WorkerSpec:
         config = self.llm.vllm_config
@@ -110,6 +141,7 @@ class VllmEngine(ModelEngine):
             max_num_seqs=config.scheduler_config.max_num_seqs,
             max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
             kv_layout=self._layout,
+            kv_store=self._store_name,
         )
 
     async def _shut_down(self) -> None:
@@ -120,6 +152,13 @@ class VllmEngine(ModelEngine):
         if (rank := self._ranks.get(engine_index + self._settings.dp_start_rank)) is not None:
             rank.report(running, waiting, usage)
             self._wake.set()
+
+    def _on_tiers(self, engine_index: int, encoded: bytes) -> None:
+        report = TierReport.decode(encoded)
+        self._onboarded.update({name: one for name, one in report.onboarded.items() if name in self._requests})
+        if (rank := self._ranks.get(engine_index + self._settings.dp_start_rank)) is not None:
+            rank.tier_costs = report.costs
+            self._tier_counters[rank.rank] = report.counters
 
     def _is_dead(self) -> bool:
         return self.llm is None or self.llm.errored
@@ -147,6 +186,10 @@ class VllmEngine(ModelEngine):
         """
         self._begin(item, partial(self._run_request, embeddings=embeddings))
 
+    def _on_request_end(self, request_id: str, task: "asyncio.Task[None]") -> None:
+        super()._on_request_end(request_id, task)
+        self._onboarded.pop(request_id, None)
+
     def cancel(self, request_id: str) -> None:
         """Cancel a request. vLLM frees its blocks with its next step, and KV kept for another worker a little later."""
         super().cancel(request_id)
@@ -169,6 +212,24 @@ class VllmEngine(ModelEngine):
     def _idle(self) -> None:
         if not self._kept:  # with kept KV, vLLM continues to step and reports the load itself
             super()._idle()
+
+    async def command(self, command: Command) -> tuple[str, ...]:
+        """Execute a command, and return the names of the loaded adapters. `clear_kv_blocks` also clears the tiers.
+
+        Raises:
+            EngineRefused: vLLM does not support the command, or cannot execute it now.
+        """
+        if command.action == "clear_kv_blocks" and self._settings.tiers is not None:
+            await self._call("collective_rpc", "forebay_clear_tiers")
+        return await super().command(command)
+
+    def collectors(self) -> Sequence[Collector]:
+        """Return Prometheus collectors of vLLM's own metrics, of its KV events, and of the tiers."""
+        tiers = {rank: partial(self._counters, rank) for rank in self._ranks if self._settings.tiers is not None}
+        return (*super().collectors(), *([TierMetrics(self._worker_id, tiers)] if tiers else ()))
+
+    def _counters(self, rank: int) -> TierCounters:
+        return self._tier_counters.get(rank, TierCounters())
 
     async def _clear_in_background(self) -> None:
         # Blocks that other workers may be reading stay until their leases end.
@@ -227,7 +288,7 @@ class VllmEngine(ModelEngine):
     async def _prefill(self, item: WorkItem, prompt: Any, rank: RankBuffer) -> None:
         sampling = msgspec.structs.replace(item.sampling, **PREFILL_SAMPLING)
         began_s = time.monotonic()
-        params = self._calls.sampling_params(sampling, PREFILL)
+        params = self._calls.sampling_params(sampling, PREFILL, self._hints(item))
         last = [output async for output in self._outputs(item, prompt, params)][-1]
         if (transfer_params := last.kv_transfer_params) is None:
             if (reason := last.outputs[0].finish_reason) in REASONS:
@@ -243,7 +304,11 @@ class VllmEngine(ModelEngine):
         except Unfetchable as error:
             rank.failed(item, ResponseError(status=500, code="engine_error", message=str(error)))
         else:
-            rank.prefilled(item, prefilled, last.num_cached_tokens or 0)
+            onboarded = self._onboarded.pop(item.request_id, ())
+            rank.prefilled(item, prefilled, last.num_cached_tokens or 0, onboarded)
+
+    def _hints(self, item: WorkItem) -> RequestHints | None:
+        return None if self._settings.tiers is None else RequestHints(item.request_id, item.store_blocks)
 
     def _transfer(self, item: WorkItem, prompt_tokens: int) -> dict[str, Any]:
         return self._transfers.fetch_params(item.prefilled, prompt_tokens)
@@ -259,14 +324,15 @@ class VllmEngine(ModelEngine):
 
     async def _generate(self, prompt: Any, response: GeneratedResponse, transfer: dict[str, Any] | None) -> None:
         item = response.item
-        params = self._calls.sampling_params(item.sampling, transfer)
+        params = self._calls.sampling_params(item.sampling, transfer, self._hints(item))
         top = item.sampling.logprobs
         async for output in self._outputs(item, prompt, params):
             (one,) = output.outputs
             logprobs: tuple[TokenLogprob, ...] = ()
             if top is not None and one.token_ids:
                 logprobs = token_logprobs(one.token_ids, one.logprobs, top)
-            response.add(one.token_ids, output.num_cached_tokens or 0, logprobs)
+            onboarded = self._onboarded.pop(item.request_id, ())
+            response.add(one.token_ids, output.num_cached_tokens or 0, logprobs, onboarded)
             if output.finished:
                 if transfer is not None and not response.tokens and one.finish_reason == LOAD_FAILED:
                     raise Unfetchable("vLLM could not load the KV; see its log for the cause")

@@ -1,4 +1,4 @@
-"""Extension of vLLM's worker processes for leases of kept KV. forebay calls it through `collective_rpc`.
+"""Extension of vLLM's worker processes for leases of kept KV, and for KV tiers. forebay calls it by `collective_rpc`.
 
 vLLM has no call that frees KV kept for another engine. It checks the end of a lease only if blocks are transferred in
 both directions. The class in this module therefore accesses private attributes of vLLM's NixlConnector (0.32), and
@@ -13,6 +13,15 @@ EXTENSION = f"{__name__}.KvLeases"
 
 class KvLeases:
     """Methods that vLLM runs in each of its worker processes; forebay gets one result per process."""
+
+    def forebay_clear_tiers(self) -> None:
+        """Remove all blocks from the tiers of the rank, except from a shared store."""
+        for rank in _tier_ranks():
+            rank.clear()
+
+    def forebay_store_name(self) -> str:
+        """Return the name of the shared store of the rank; empty without one."""
+        return next((rank.store_name for rank in _tier_ranks()), "")
 
     def forebay_block_bytes(self) -> tuple[int, int, bool]:
         """Return the size of a KV block in this process, and make reads check the lease.
@@ -46,6 +55,20 @@ class KvLeases:
 
 
 def _connector_worker() -> Any:
+    """Return the worker side of the NIXL connector; None without one."""
+    workers = [getattr(connector, "connector_worker", None) for connector in _connectors()]
+    return next((worker for worker in workers if worker is not None), None)
+
+
+def _tier_ranks() -> list[Any]:
+    ranks = [getattr(connector, "tier_rank", None) for connector in _connectors()]
+    return [rank for rank in ranks if rank is not None]
+
+
+def _connectors() -> list[Any]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group  # noqa: PLC0415 - runs inside vLLM
 
-    return getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None
+    if not has_kv_transfer_group():
+        return []
+    connector = get_kv_transfer_group()
+    return list(getattr(connector, "sub_connectors", [connector]))

@@ -20,6 +20,8 @@ from forebay.workers.engine import EngineError
 from forebay.workers.engines.kept_kv import KeptKv
 from forebay.workers.engines.kv_descriptor import Unfetchable, fetchable, offered
 from forebay.workers.engines.model_directory import one_line
+from forebay.workers.engines.vllm.tiers.configuration import CONNECTOR as TIERS
+from forebay.workers.engines.vllm.tiers.configuration import children
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +86,12 @@ class KvTransfers:
             EngineError: forebay cannot transfer KV with the configuration of the connector.
         """
         config = llm.vllm_config
-        if config.kv_transfer_config is None:
+        transfers = [extra for name, extra in children(config.kv_transfer_config) if name != TIERS]
+        if not transfers:
             return None
         self._llm, self._worker_id = llm, worker_id
         self._block_size = config.cache_config.block_size
-        self._lease_s = float(config.kv_transfer_config.get_from_extra_config("kv_lease_duration", VLLM_LEASE_S))
+        self._lease_s = float(transfers[0].get("kv_lease_duration", VLLM_LEASE_S))
         if self._lease_s <= UNREAD_S:
             raise EngineError(
                 f"kv_lease_duration is {self._lease_s:g} s, expected more than {UNREAD_S:g} s: vLLM begins no read in"

@@ -1,0 +1,1 @@
+"""`forebay tiers`: inspect, verify and purge stores of KV blocks."""

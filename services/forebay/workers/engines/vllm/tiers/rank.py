@@ -1,0 +1,436 @@
+"""Offload and onboard the KV blocks of one vLLM rank. Imports neither vLLM nor torch.
+
+Theory of operation. vLLM's scheduler calls `match` for a request that waits, then `allocated` with the blocks to load
+into. The load runs in threads while other requests are computed; `received` reports its end. A full block is offered to
+the tiers after the step that computes it. Until its bytes are copied, the block has one more reference in vLLM's block
+pool, so vLLM neither overwrites nor evicts it. No step waits for a copy.
+
+Everything here runs on the thread of vLLM's engine core, except the copies.
+"""
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any, Protocol
+
+from forebay import runtime
+from forebay.engine_model.steps import CacheChange, StoreChange
+from forebay.events.kv import LowerTier
+from forebay.events.metrics import TierCost, TierCosts
+from forebay.events.progress import OnboardedTokens
+from forebay.kv_tiers.costs import CostModel
+from forebay.kv_tiers.manager import TierRun
+from forebay.workers.engines.vllm.tiers.configuration import RequestHints
+from forebay.workers.engines.vllm.tiers.prompt_names import PromptNames
+from forebay.workers.engines.vllm.tiers.reports import TierReport
+from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
+from forebay.workers.kv_tiers.rank_tiers import LoadResult, RankTiers
+
+logger = logging.getLogger(__name__)
+
+LOWER_TIERS: tuple[LowerTier, ...] = ("host", "disk", "store")
+PREFETCHES_MAX = 4  # waiting requests whose blocks are copied to host memory ahead of their load
+IDLE_WAIT_S = 0.002  # an engine that only waits for copies looks for their end this often
+STEPS_MAX = 16  # vLLM schedules a few steps ahead; a longer queue would mean that the end of steps is not reported
+REPORT_S = 1.0  # interval of reports in which no load has ended
+WARM_UPS = 1  # the first prompt of an engine takes much longer than others
+MIXED_SHARE = 8  # the duration of a step is that of its prefill if other tokens are fewer than an eighth
+
+
+class Memory(Protocol):
+    """Copies blocks out of the KV cache and into it: `DeviceMemory`."""
+
+    def step_launched(self) -> None:
+        """Make later calls of `gather` wait for the computations that the engine has launched so far."""
+
+    def gather(self, block: int) -> memoryview:
+        """Return a copy of a block."""
+
+    def scatter(self, block: int, payload: memoryview) -> None:
+        """Write a copy into a block."""
+
+
+class BlockPool(Protocol):
+    """vLLM's pool of blocks."""
+
+    blocks: Sequence[Any]
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """Add a reference to blocks."""
+
+    def free_blocks(self, ordered_blocks: Sequence[Any]) -> None:
+        """Remove a reference from blocks."""
+
+
+@dataclass(eq=False)
+class _Request:
+    request: Any
+    names: PromptNames
+    request_id: str
+    store_blocks: int = 0
+    offered: int = 0  # leading blocks that were offered to the tiers
+    first: int = 0  # block at which the load begins
+    runs: list[TierRun] = field(default_factory=list)
+    waiting: bool = True  # has no blocks yet
+    prefetched: bool = False
+    barred: bool = False  # a load failed; the request is computed
+    loaded: dict[LowerTier, int] = field(default_factory=dict)  # blocks
+    observed: bool = False  # counted for the hit rates
+
+
+@dataclass(eq=False)
+class _Load:
+    request: _Request
+    request_id: str
+    into: list[int]  # blocks of the cache
+    payloads: list[memoryview]
+    result: LoadResult | None = None
+    placed: int = 0  # leading blocks whose bytes are in the cache
+
+
+@dataclass
+class _Offer:
+    names: list[BlockName]
+    block_ids: list[int]
+
+
+@dataclass
+class _Step:
+    began_s: float
+    offers: list[_Offer]
+    prefill: tuple[int, int] | None  # tokens, tokens before them
+
+
+class VllmRank:
+    """Tiers of one rank of vLLM.
+
+    Args:
+        tiers: the tiers, opened.
+        memory: KV cache of the rank.
+        identity: identity of the rank.
+        wake: is set when copies have ended.
+        copier: executor of copies into the KV cache, closed with this object.
+
+    Attributes:
+        skipped: blocks that were not offered, because copies in flight already reference half of the KV cache.
+    """
+
+    def __init__(
+        self, tiers: RankTiers, memory: Memory, identity: KvIdentity, wake: threading.Event, copier: Executor
+    ) -> None:
+        self.tiers = tiers
+        self.skipped = 0
+        self._memory = memory
+        self._identity = identity
+        self._block_size = identity.block_size
+        self._wake = wake
+        self._pool: BlockPool | None = None
+        self._onboarded: dict[str, tuple[OnboardedTokens, ...]] = {}
+        self._reported_s = 0.0
+        self._prefills = 0
+        self._was_busy = True
+        self._requests: dict[str, _Request] = {}
+        self._steps: deque[_Step] = deque(maxlen=STEPS_MAX)
+        self._loading: Counter[bytes] = Counter()  # blocks that are being loaded, by key
+        self._loads: set[str] = set()
+        self._received: set[str] = set()
+        self._failed: set[int] = set()
+        self._referenced = 0
+        self._announces = True  # what disk and shared store have from earlier
+        self._copier = copier
+        self._placed: deque[_Load] = deque()  # loads whose blocks are in the cache, added by the copier
+
+    # Scheduler
+
+    def bind(self, pool: BlockPool) -> None:
+        """Set the pool in which blocks are referenced while they are copied."""
+        self._pool = pool
+
+    def add(self, request: Any, hints: RequestHints, adapter: str) -> None:
+        """Add a request that waits.
+
+        Args:
+            request: vLLM's request.
+            hints: what forebay added to it.
+            adapter: digest of its LoRA adapter; empty without an adapter.
+        """
+        names = PromptNames(
+            self._identity,
+            salt=request.cache_salt or "",
+            lora_name=request.lora_request.lora_name if request.lora_request else "",
+            adapter=adapter,
+            features=request.mm_features,
+        )
+        self._requests[request.request_id] = _Request(request, names, hints.request_id, hints.store_blocks)
+
+    def match(self, request_id: str, computed_tokens: int) -> int | None:
+        """Return the number of tokens to load for a waiting request.
+
+        Args:
+            request_id: vLLM's id of the request.
+            computed_tokens: tokens that device memory has, in full blocks.
+
+        Returns:
+            None if another request is loading the next block, so that it can be shared soon.
+        """
+        one = self._requests.get(request_id)
+        if one is None or one.barred:
+            return 0
+        names = self._prompt(one)
+        one.first = computed_tokens // self._block_size
+        if one.first >= len(names):
+            return 0
+        if names[one.first].key in self._loading:
+            return None
+        one.runs = list(self.tiers.match(names, one.first, computed_tokens, one.store_blocks))
+        return sum(run.blocks for run in one.runs) * self._block_size
+
+    def has_all(self, request_id: str, computed_tokens: int, tokens: int) -> bool:
+        """Return whether loading `tokens` after the computed ones leaves less than a block of the prompt."""
+        one = self._requests[request_id]
+        return computed_tokens + tokens >= len(self._prompt(one)) * self._block_size
+
+    def allocated(self, request_id: str, block_ids: Sequence[int], tokens: int) -> None:
+        """Begin the load that `match` has planned, or nothing if `tokens` is 0.
+
+        Args:
+            request_id: vLLM's id of the request.
+            block_ids: all blocks of the request.
+            tokens: tokens to load.
+        """
+        one = self._requests.get(request_id)
+        if one is None:
+            return
+        one.waiting = False
+        if not tokens:
+            return
+        count = tokens // self._block_size
+        names = one.names.names
+        into = list(block_ids[one.first : one.first + count])
+        self._loading.update(name.key for name in names[one.first : one.first + count])
+        self._loads.add(request_id)
+        load = _Load(one, request_id, into, [memoryview(bytearray(self._identity.block_bytes)) for _ in into])
+        self.tiers.load(names, one.first, one.runs, load.payloads, partial(self._on_loaded, load))
+
+    def schedule(self, scheduled: Mapping[str, int], block_ids: Callable[[str], Sequence[int]]) -> None:
+        """Note the blocks that the next step completes, and prefetch for requests that still wait.
+
+        Args:
+            scheduled: number of tokens that the step computes, by vLLM's id of the request.
+            block_ids: function that returns all blocks of a request.
+        """
+        assert self._pool is not None
+        offers: list[_Offer] = []
+        prefill: list[tuple[int, int]] = []
+        for request_id, tokens in scheduled.items():
+            one = self._requests.get(request_id)
+            if one is None:
+                continue
+            one.waiting = False
+            if not one.observed:
+                one.observed = True
+                self.tiers.observe_request(len(self._prompt(one)), one.first, one.loaded)
+            before = one.request.num_computed_tokens
+            if tokens > 1:
+                prefill.append((tokens, before))
+            # Without tokens that a draft model has proposed and that may be rejected.
+            full = min(before + tokens, one.request.num_tokens) // self._block_size
+            if full > one.offered:
+                names = one.names.extend(one.request.all_token_ids[: full * self._block_size])
+                ids = list(block_ids(request_id)[one.offered : full])
+                if (offer := self._reference(names[one.offered : full], ids)) is not None:
+                    offers.append(offer)
+                one.offered = full
+        others = sum(scheduled.values()) - sum(tokens for tokens, _ in prefill)
+        alone = len(prefill) == 1 and others * MIXED_SHARE < prefill[0][0]
+        self._steps.append(_Step(runtime.monotonic_s(), offers, prefill[0] if alone else None))
+        self._prefetch()
+
+    def _prompt(self, one: _Request) -> list[BlockName]:
+        """Return the names of the blocks that may be loaded: at least one token must be computed."""
+        loadable = (one.request.num_tokens - 1) // self._block_size
+        if len(one.names.names) < loadable:
+            one.names.extend(one.request.all_token_ids)
+        return one.names.names[:loadable]
+
+    def _reference(self, names: list[BlockName], ids: list[int]) -> _Offer | None:
+        assert self._pool is not None
+        if self._referenced > len(self._pool.blocks) // 2:
+            self.skipped += len(ids)
+            return None
+        self._pool.touch([self._pool.blocks[block] for block in ids])
+        self._referenced += len(ids)
+        return _Offer(names, ids)
+
+    def _prefetch(self) -> None:
+        ahead = islice((one for one in self._requests.values() if one.waiting), PREFETCHES_MAX)
+        for one in ahead:
+            if not one.prefetched:
+                one.prefetched = True
+                self.tiers.prefetch(self._prompt(one), one.first, one.store_blocks)
+
+    # Worker
+
+    def step_launched(self) -> None:
+        """Offer the blocks of the step that the worker has launched. Called once per step, also for empty steps."""
+        self._memory.step_launched()
+        if not self._steps:
+            return
+        for offer in self._steps[-1].offers:
+            self.tiers.offer(offer.names, partial(self._gather, offer.block_ids), partial(self._on_offered, offer))
+        self._steps[-1].offers = []
+
+    def _gather(self, block_ids: list[int], at: int) -> memoryview:
+        return self._memory.gather(block_ids[at])
+
+    def step_ended(self) -> None:
+        """Observe the duration of the oldest step that has not ended."""
+        step = self._steps.popleft() if self._steps else None
+        if step is not None and step.prefill is not None:
+            self._prefills += 1
+            if self._prefills <= WARM_UPS:
+                return
+            tokens, cached = step.prefill
+            self.tiers.costs.observe_prefill(tokens, cached, (runtime.monotonic_s() - step.began_s) * 1e6)
+
+    def poll(self, *, idle: bool) -> None:
+        """Apply the end of copies.
+
+        Args:
+            idle: whether the engine has nothing to compute. It then waits a little for the end of a copy.
+        """
+        if idle and self.busy:
+            self._wake.wait(IDLE_WAIT_S)
+        self._wake.clear()
+        self.tiers.poll()
+        while self._placed:
+            self._end_load(self._placed.popleft())
+
+    def take_received(self) -> set[str]:
+        """Return vLLM's ids of the requests whose loads have ended since the last call."""
+        received, self._received = self._received, set()
+        return received
+
+    def take_failed(self) -> set[int]:
+        """Return the blocks that were not loaded, as reported since the last call."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def report(self) -> TierReport | None:
+        """Return a report; None if no load has ended, the last report is recent, and the tiers are busy."""
+        was_busy, self._was_busy = self._was_busy, self.busy
+        now_s = runtime.monotonic_s()
+        came_to_rest = was_busy and not self._was_busy
+        if not self._onboarded and not came_to_rest and now_s - self._reported_s < REPORT_S:
+            return None
+        self._reported_s = now_s
+        onboarded, self._onboarded = self._onboarded, {}
+        counters = self.tiers.counters()
+        counters.skipped["referenced"] = self.skipped
+        return TierReport(onboarded, measured_costs(self.tiers.costs, self._block_size), counters)
+
+    @property
+    def store_name(self) -> str:
+        """Name of the shared store; empty without one."""
+        return self.tiers.store_name
+
+    def close(self) -> None:
+        """Close the tiers, after the copies in progress."""
+        self.tiers.close()
+        self._copier.shutdown()
+
+    def clear(self) -> None:
+        """Remove all blocks of host memory and disk."""
+        self.tiers.clear()
+
+    def take_changes(self) -> tuple[list[CacheChange], list[StoreChange]]:
+        """Return the changes of the tiers and of the shared store since the last call."""
+        changes, store_changes = self.tiers.changes()
+        if self._announces:
+            self._announces = False
+            content, stored = self.tiers.content()
+            changes, store_changes = changes + content, store_changes + stored
+        return changes, store_changes
+
+    def announce(self) -> None:
+        """Report the whole content of the tiers with the next changes."""
+        self._announces = True
+
+    def finish(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._requests.pop(request_id, None)
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies run whose end should be applied soon."""
+        return bool(self._loads or self._referenced or self._announces or self.tiers.busy)
+
+    @property
+    def frees_blocks(self) -> bool:
+        """Whether the end of copies will free blocks that no request uses."""
+        return self._referenced > 0
+
+    def _on_offered(self, offer: _Offer, _number: int) -> None:
+        assert self._pool is not None
+        self._referenced -= len(offer.block_ids)
+        # In reverse order, so that vLLM evicts the end of a prompt first.
+        self._pool.free_blocks([self._pool.blocks[block] for block in reversed(offer.block_ids)])
+
+    def _on_loaded(self, load: _Load, result: LoadResult) -> None:
+        load.result = result
+        # In a thread, because other requests may be computed at the same time.
+        self._copier.submit(self._place, load)
+
+    def _place(self, load: _Load) -> None:
+        assert load.result is not None
+        try:
+            for block, payload in zip(load.into[: load.result.blocks], load.payloads, strict=False):
+                self._memory.scatter(block, payload)
+                load.placed += 1
+        except Exception:
+            logger.exception("cannot copy loaded KV into the cache of vLLM, so it is computed")
+        self._placed.append(load)
+        self._wake.set()
+
+    def _end_load(self, load: _Load) -> None:
+        one, count = load.request, len(load.into)
+        self._loading.subtract(name.key for name in one.names.names[one.first : one.first + count])
+        self._loading += Counter()  # drops zeros
+        self._loads.discard(load.request_id)
+        self._received.add(load.request_id)
+        if load.placed < count:
+            one.barred = True
+            self._failed.update(load.into[load.placed :])
+            self._correct_statistics(one, load.placed)
+        assert load.result is not None
+        one.loaded = load.result.by_tier
+        self._onboarded[one.request_id] = load.result.onboarded(self._block_size)
+
+    def _correct_statistics(self, one: _Request, placed: int) -> None:
+        """Correct the number of cached tokens, because vLLM has counted all blocks of a load before it ended."""
+        stats = one.request.prefill_stats
+        if stats is not None and not one.request.num_preemptions:
+            stats.set(
+                num_prompt_tokens=one.request.num_prompt_tokens,
+                num_local_cached_tokens=one.first * self._block_size,
+                num_external_cached_tokens=placed * self._block_size,
+            )
+
+
+def measured_costs(costs: CostModel, block_size: int) -> TierCosts:
+    """Return the measured durations of loads, and of computing a block of `block_size` tokens."""
+    prefill = costs.prefill
+    transfers = ((tier, costs.transfer(tier)) for tier in LOWER_TIERS)
+    return TierCosts(
+        prefill_block_us=0.0 if prefill is None else prefill.us(0, block_size),
+        tiers=tuple(
+            TierCost(tier=tier, fixed_us=cost.fixed_us, block_us=cost.block_us)
+            for tier, cost in transfers
+            if cost is not None
+        ),
+    )

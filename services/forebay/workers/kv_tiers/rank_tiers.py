@@ -1,0 +1,387 @@
+"""Tiers of one worker rank: host memory, disk and shared store.
+
+Theory of operation. The tier manager decides, and threads move bytes. All methods are called on one thread, which never
+waits for a transfer. A thread that has ended a transfer calls `wake`, and the owner then calls `poll`, which applies
+the end of the transfers. A tier that fails is suspended: its blocks are not matched and nothing is written to it, until
+it is tried again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from forebay import runtime
+from forebay.engine_model.steps import CacheChange, Removed, StoreChange, Stored
+from forebay.events.kv import LowerTier
+from forebay.kv_tiers.costs import CostModel
+from forebay.kv_tiers.hit_rates import HitRates
+from forebay.kv_tiers.manager import TierLimits, TierManager, TierRun, TierSet, Write
+from forebay.workers.engine import EngineError
+from forebay.workers.kv_tiers.block_file import file_bytes
+from forebay.workers.kv_tiers.host_memory import HostMemory
+from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
+from forebay.workers.kv_tiers.metrics import TierCounters
+from forebay.workers.kv_tiers.rank_places import RankPlaces, hashes
+from forebay.workers.kv_tiers.settings import TierSettings
+from forebay.workers.kv_tiers.stores import open_store
+from forebay.workers.kv_tiers.tier_loads import LoadResult, TierLoads
+from forebay.workers.kv_tiers.tier_writes import Blocks, OfferedBlocks, TierWrites
+from forebay.workers.kv_tiers.transfer_lanes import TransferLanes
+
+__all__ = ["LoadResult", "RankTiers"]
+
+TIERS: tuple[LowerTier, ...] = ("host", "disk", "store")
+OWN_TIERS: tuple[Literal["host", "disk"], ...] = (
+    "host",
+    "disk",
+)  # in the order of their speed; the shared store belongs to no worker
+KNOWN_MAX = 1_000_000  # blocks of the shared store that a rank remembers, about 300 bytes each
+WRITE_BYTES = 256 << 20  # in flight to one tier: what a disk writes in a second or less
+WRITES_MAX = 1024  # blocks, if they are small
+WRITES_MIN = 16  # blocks, if they are large
+TICK_S = 600.0  # as in KVBM, a block must be offered twice within ten minutes to pass the filter
+
+
+class RankTiers:
+    """Tiers of one rank.
+
+    Args:
+        settings: sizes and places of the tiers.
+        identity: identity of the blocks.
+        wake: called on any thread when `poll` has work.
+        owner: name of this worker, for the error of another worker that uses the same disk tier.
+        reports_evictions: whether the caller calls `device_evicts`. Otherwise the fastest tier is written through.
+
+    Attributes:
+        costs: measured costs. The caller adds the prefills, and this class adds the loads.
+    """
+
+    def __init__(
+        self,
+        settings: TierSettings,
+        identity: KvIdentity,
+        *,
+        wake: Callable[[], None],
+        owner: str = "",
+        reports_evictions: bool = True,
+    ) -> None:
+        self.costs = CostModel()
+        self._settings = settings
+        self._identity = identity
+        self._owner = owner
+        self._lanes = TransferLanes(wake)
+        self._hit_rates = HitRates()
+        tiers = _tier_set(settings, identity, reports_evictions=reports_evictions)
+        self._manager: TierManager[BlockName] = TierManager(tiers)
+        host = HostMemory(tiers.host.blocks, identity.block_bytes) if tiers.host else None
+        self._places = RankPlaces(identity.block_bytes, host)
+        seconds = settings.read_s
+        self._loads = TierLoads(
+            self._manager, self._places, self._lanes, self.costs, block_size=identity.block_size, read_s=seconds
+        )
+        self._writes = TierWrites(self._manager, self._places, self._lanes, read_s=seconds, write_s=settings.write_s)
+        self._paused: set[LowerTier] = set()
+        self._tick_s = runtime.monotonic_s()
+        self._offers = 0
+        self._load_number = 0
+
+    def open(self) -> None:
+        """Open disk and shared store, and list their blocks. This blocks.
+
+        Raises:
+            EngineError: a tier cannot be opened.
+        """
+        try:
+            if self._settings.disk is not None:
+                self._open("disk", self._settings.disk, self._settings.disk_bytes, shared=False)
+            if self._settings.store:
+                self._open("store", self._settings.store, self._settings.store_bytes, shared=True)
+        except EngineError:
+            self.close()
+            raise
+        for tier, store in self._places.stores.items():
+            for page in store.inventory():
+                self._manager.add(tier, page)
+                if tier == "disk":  # its size was reduced
+                    self._writes.remove([name for name in page if not self._manager.holds("disk", name)])
+        self._manager.changes()  # the worker announces `content` when it joins
+
+    def close(self) -> None:
+        """Drop the transfers that have not begun, wait for those in progress, and close disk and store."""
+        self._lanes.close()
+        for store in self._places.stores.values():
+            store.close()
+
+    @property
+    def store_name(self) -> str:
+        """Name of the shared store for the router; empty without one."""
+        store = self._places.stores.get("store")
+        return "" if store is None else store.name
+
+    @property
+    def busy(self) -> bool:
+        """Whether transfers are in flight."""
+        return self._lanes.running > 0
+
+    def match(self, names: Sequence[BlockName], begin: int, cached_tokens: int, hinted: int = 0) -> list[TierRun]:
+        """Return where to load the blocks from index `begin` on, as far as loading is faster than computing.
+
+        Args:
+            names: blocks of a prompt. The caller leaves out blocks that must be computed.
+            begin: index of the first block that device memory lacks.
+            cached_tokens: tokens of the blocks before it.
+            hinted: number of leading blocks that the router expects in the tiers or in device memory.
+
+        Returns:
+            Runs for `load`, valid until the next call of `poll`.
+        """
+        self._refresh()
+        if self._loads.full:
+            return []
+        runs = self._usable(names, begin, hinted)
+        blocks = self.costs.worthwhile(cached_tokens, runs, self._identity.block_size)
+        self._places.counters.rejected_blocks += sum(run.blocks for run in runs) - blocks
+        return _leading(runs, blocks)
+
+    def load(
+        self,
+        names: Sequence[BlockName],
+        begin: int,
+        runs: Sequence[TierRun],
+        into: Sequence[memoryview],
+        done: Callable[[LoadResult], None],
+    ) -> int:
+        """Load blocks that `match` has found.
+
+        Args:
+            names: blocks of the prompt.
+            begin: index of the first block to load.
+            runs: where the blocks are.
+            into: writable memory for each block. It belongs to the load until `done` is called.
+            done: called by `poll` when all transfers have ended.
+
+        Returns:
+            Number of the load.
+        """
+        self._load_number += 1
+        self._believe(names, begin, runs)
+        self._loads.begin(names, begin, runs, into, done)
+        return self._load_number
+
+    def offer(self, names: Sequence[BlockName], block: Blocks, done: Callable[[int], None] | None = None) -> None:
+        """Offload blocks that device memory has stored or used again.
+
+        Args:
+            names: full blocks of a prompt, in order.
+            block: memory of each block, or a function that returns the memory of the block with an index, and is called
+                on another thread. It is only used for the blocks that are copied.
+            done: called with the number of the offer when the memory of all blocks may be reused: at once if none is
+                copied, otherwise by `poll`.
+        """
+        self._refresh()
+        self._begin_offer(self._manager.offer(names), names, block, done)
+
+    def device_evicts(
+        self, names: Sequence[BlockName], block: Blocks, done: Callable[[int], None] | None = None
+    ) -> None:
+        """Offload blocks that device memory is about to evict, if tiers are written on eviction. See `offer`."""
+        self._refresh()
+        self._begin_offer(self._manager.device_evicts(names), names, block, done)
+
+    def prefetch(self, names: Sequence[BlockName], begin: int, hinted: int = 0) -> None:
+        """Copy blocks from disk or shared store to host memory while a request waits, if loading them will pay.
+
+        Args:
+            names: blocks of its prompt.
+            begin: index of the first block that device memory lacks.
+            hinted: number of leading blocks that the router expects in the tiers or in device memory.
+        """
+        self._refresh()
+        if self._places.host is None:
+            return
+        runs = self._usable(names, begin, hinted)
+        blocks = self.costs.worthwhile(begin * self._identity.block_size, runs, self._identity.block_size)
+        if blocks:
+            self._believe(names, begin, _leading(runs, blocks))
+            self._writes.begin(self._manager.prefetch(names[: begin + blocks], begin))
+
+    def poll(self) -> None:
+        """Apply the end of transfers, and call the `done` of loads and offers."""
+        self._lanes.poll()
+        self._refresh()
+
+    def changes(self) -> tuple[list[CacheChange], list[StoreChange]]:
+        """Return the changes of host and disk, and those of the shared store, since the last call, in order."""
+        cache: list[CacheChange] = []
+        for tier, stored, removed in self._manager.changes():
+            if tier == "store":
+                continue  # what the manager remembers of it also changes by hints
+            if stored:
+                cache.append(Stored(None, hashes(stored), tier))
+            else:
+                cache.append(Removed(hashes(removed), tier))
+        store = self._places.store_changes[:]
+        self._places.store_changes.clear()
+        return cache, store
+
+    def content(self) -> tuple[list[CacheChange], list[StoreChange]]:
+        """Return all blocks of host and disk, and all known blocks of the shared store."""
+        cache: list[CacheChange] = [
+            Stored(None, hashes(self._manager.resident(tier)), tier) for tier in OWN_TIERS if self._manager.count(tier)
+        ]
+        known = hashes(self._manager.resident("store"))
+        return cache, [StoreChange(stored=known)] if known else []
+
+    def resident(self, tier: LowerTier) -> Sequence[BlockName]:
+        """Return the blocks of a tier, as far as the rank knows."""
+        return self._manager.resident(tier)
+
+    def clear(self) -> None:
+        """Remove all blocks of host memory and disk. The shared store keeps its blocks."""
+        host, disk = self._manager.resident("host"), self._manager.resident("disk")
+        self._manager.clear(OWN_TIERS)
+        if self._places.host is not None:
+            self._places.host.remove(host)
+        self._writes.remove(disk)
+
+    def observe_request(self, total_blocks: int, device_blocks: int, loaded: Mapping[LowerTier, int]) -> None:
+        """Count a request for the hit rates, once its prompt has been computed.
+
+        Args:
+            total_blocks: full blocks of the prompt.
+            device_blocks: blocks that device memory had.
+            loaded: blocks that were loaded, by tier.
+        """
+        found = {tier: loaded.get(tier, 0) for tier in TIERS}
+        self._hit_rates.observe(total_blocks, device_blocks, found["host"], found["disk"], found["store"])
+
+    def counters(self) -> TierCounters:
+        """Return the counters and the current gauges of the rank."""
+        counters = self._places.counters
+        counted = self._manager.counters
+        for reason in ("filter", "full", "busy"):
+            counters.skipped[reason] = counted[f"skipped_{reason}"]
+        for tier in OWN_TIERS:
+            counters.evicted[tier] = counted[f"evicted_{tier}"]
+        counters.evicted["store"] = 0  # the manager only forgets them
+        counters.evicted.update(self._places.quota_evicted)
+        present = [tier for tier in TIERS if tier in self._places.stores or (tier == "host" and self._places.host)]
+        counters.resident_blocks = {tier: self._manager.count(tier) for tier in present}
+        counters.resident_bytes = {
+            tier: blocks * self._identity.block_bytes for tier, blocks in counters.resident_blocks.items()
+        }
+        counters.hit_rates = {tier: self._hit_rates.rate(tier) for tier in ("device", *present)}
+        return counters
+
+    def _open(self, tier: LowerTier, place: str | Path, quota_bytes: int, *, shared: bool) -> None:
+        settings = self._settings
+        store = open_store(
+            place,
+            self._identity,
+            quota_bytes=quota_bytes,
+            shared=shared,
+            io=settings.io,
+            owner=self._owner,
+            endpoint=settings.store_endpoint if shared else "",
+        )
+        self._places.add_store(tier, store)
+
+    def _usable(self, names: Sequence[BlockName], begin: int, hinted: int) -> list[TierRun]:
+        """Return where the blocks from index `begin` on are, up to the first block in a suspended tier."""
+        reads = self._places.reads
+        hinted = min(hinted, len(names))
+        runs: list[TierRun] = []
+        at = begin
+        while True:
+            found = self._manager.match(names, at)
+            if not found and at < hinted and "store" in reads:
+                found = [TierRun("store", self._unknown(names, at, hinted))]
+            if not found:
+                return runs
+            for run in found:
+                if run.tier in reads and reads[run.tier].suspended():
+                    return runs
+                runs.append(run)
+                at += run.blocks
+
+    def _unknown(self, names: Sequence[BlockName], begin: int, end: int) -> int:
+        """Return how many blocks from index `begin` on are in no tier, as far as this rank knows; at least 1."""
+        manager = self._manager
+        known = (at for at in range(begin + 1, end) if any(manager.holds(tier, names[at]) for tier in TIERS))
+        return next(known, end) - begin
+
+    def _believe(self, names: Sequence[BlockName], begin: int, runs: Sequence[TierRun]) -> None:
+        """Add the blocks that only the router's hint has located to the manager, because they are about to be read.
+
+        Blocks that are not read are not added, because a wrong hint would keep them from being written.
+        """
+        for tier, blocks in runs:
+            if tier == "store":
+                self._manager.add(tier, names[begin : begin + blocks])
+            begin += blocks
+
+    def _begin_offer(
+        self,
+        writes: list[Write[BlockName]],
+        names: Sequence[BlockName],
+        block: Blocks,
+        done: Callable[[int], None] | None,
+    ) -> None:
+        self._offers += 1
+        ended = partial(done, self._offers) if done is not None else _nothing
+        if any(write.source == "device" for write in writes):
+            self._writes.begin(writes, OfferedBlocks(block, {name: at for at, name in enumerate(names)}, ended))
+        else:
+            self._writes.begin(writes)
+            ended()
+
+    def _refresh(self) -> None:
+        """Pause and resume the writes of suspended tiers, and let the frequencies of blocks decay."""
+        for tier, health in self._places.writes.items():
+            suspended = health.suspended()
+            if suspended and tier not in self._paused:
+                self._paused.add(tier)
+                self._manager.pause(tier)
+            elif not suspended and tier in self._paused:
+                self._paused.discard(tier)
+                self._manager.resume(tier)
+        now_s = runtime.monotonic_s()
+        if now_s - self._tick_s >= TICK_S:
+            self._tick_s = now_s
+            self._manager.tick()
+
+
+def _tier_set(settings: TierSettings, identity: KvIdentity, *, reports_evictions: bool) -> TierSet:
+    """Return the sizes and policies of the tiers. Raises EngineError if a tier has no room for a block."""
+    size = identity.block_bytes
+    limits: dict[LowerTier, TierLimits] = {}
+    sizes: tuple[tuple[LowerTier, bool, int, int], ...] = (
+        ("host", settings.host_bytes > 0, settings.host_bytes, size),
+        ("disk", settings.disk is not None, settings.disk_bytes, file_bytes(size)),
+        ("store", bool(settings.store), KNOWN_MAX, 1),
+    )
+    for tier, configured, total, block in sizes:
+        if not configured:
+            continue
+        if total < block:
+            raise EngineError(f"a {tier} tier of {total:,} bytes has no room for one KV block of {block:,} bytes")
+        write = settings.write if limits or reports_evictions else "through"
+        limits[tier] = TierLimits(blocks=total // block, write=write, filter=tier != "host" and settings.filters)
+    writes_max = min(WRITES_MAX, max(WRITES_MIN, WRITE_BYTES // size))
+    return TierSet(host=limits.get("host"), disk=limits.get("disk"), store=limits.get("store"), writes_max=writes_max)
+
+
+def _leading(runs: Sequence[TierRun], blocks: int) -> list[TierRun]:
+    """Return the runs of the first `blocks` blocks."""
+    found: list[TierRun] = []
+    for tier, count in runs:
+        if blocks <= 0:
+            break
+        found.append(TierRun(tier, min(count, blocks)))
+        blocks -= count
+    return found
+
+
+def _nothing() -> None:
+    """Do nothing: nobody waits for the end of an offer."""

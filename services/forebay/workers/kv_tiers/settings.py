@@ -1,0 +1,52 @@
+"""Settings of the KV tiers of a worker."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from forebay.workers.kv_tiers.block_stores import IoKind
+
+DISK_BYTES = 100 * 10**9
+STORE_BYTES = 1000 * 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSettings:
+    """Tiers of one worker rank. By default a rank has no tier except device memory.
+
+    Attributes:
+        host_bytes: size of the host tier in bytes; 0 for no host tier.
+        disk: directory of the disk tier, for this worker alone; None for no disk tier.
+        disk_bytes: maximum size of the disk tier in bytes.
+        store: shared store: a directory or `s3://BUCKET/PREFIX`; empty for no shared store.
+        store_bytes: maximum size of the shared store in bytes, over all workers and identities.
+        store_endpoint: URL of the S3 endpoint of the shared store; empty for that of boto3's configuration.
+        write: when blocks are offloaded: as soon as the tier above has them, or when that tier evicts them.
+        filter: whether disk and store accept only blocks that were used at least twice; None to filter if there is a
+            host tier.
+        io: how bytes are moved; None for NIXL if it is installed, otherwise plain I/O.
+        read_s: seconds after which a load from disk or store ends with the blocks that have arrived.
+        write_s: seconds after which an offload to disk or store ends.
+    """
+
+    host_bytes: int = 0
+    disk: Path | None = None
+    disk_bytes: int = DISK_BYTES
+    store: str = ""
+    store_bytes: int = STORE_BYTES
+    store_endpoint: str = ""
+    write: Literal["through", "eviction"] = "through"
+    filter: bool | None = None
+    io: IoKind | None = None
+    read_s: float = 5.0
+    write_s: float = 30.0
+
+    @property
+    def enabled(self) -> bool:
+        """Return whether the rank has any tier besides device memory."""
+        return bool(self.host_bytes or self.disk or self.store)
+
+    @property
+    def filters(self) -> bool:
+        """Return whether disk and store accept only blocks that were used at least twice."""
+        return bool(self.host_bytes) if self.filter is None else self.filter

@@ -1,0 +1,72 @@
+"""Sizes of the tiers of one rank, and what the tier manager decides: writes, loads, and changes of the content."""
+
+from typing import Generic, NamedTuple
+
+import msgspec
+
+from forebay.events.kv import LowerTier
+from forebay.kv_tiers.frequency import Key
+from forebay.kv_tiers.tier_content import SourceTier, TierLimits
+
+
+class TierSet(msgspec.Struct, frozen=True, kw_only=True):
+    """Tiers of one rank, from the fastest to the slowest. A tier that is None does not exist.
+
+    Attributes:
+        host: host memory. Without it, blocks go from the device to disk, and the filter of the disk does not apply.
+        disk: disk of this rank.
+        store: shared store, which belongs to no rank.
+        writes_max: blocks that may be in flight to one tier; more are skipped.
+    """
+
+    host: TierLimits | None = None
+    disk: TierLimits | None = None
+    store: TierLimits | None = None
+    writes_max: int = 1024
+
+
+class TierRun(NamedTuple):
+    """Consecutive blocks of a prompt in one tier."""
+
+    tier: LowerTier
+    blocks: int
+
+
+class Write(NamedTuple, Generic[Key]):
+    """Blocks to copy into a tier. The caller reports the end of the write with `written`, exactly once.
+
+    Attributes:
+        number: number of the write.
+        tier: tier into which the blocks are copied.
+        source: tier from which they are copied.
+        keys: blocks, in prompt order.
+        evicted: blocks that the caller removes from `tier` first. Always empty for the shared store.
+    """
+
+    number: int
+    tier: LowerTier
+    source: SourceTier
+    keys: tuple[Key, ...]
+    evicted: tuple[Key, ...]
+
+
+class Loading(NamedTuple, Generic[Key]):
+    """Blocks to copy into device memory. The caller reports the end with `loaded`, exactly once.
+
+    Attributes:
+        number: number of the load.
+        tier: tier from which the blocks are read.
+        keys: consecutive blocks of the prompt.
+    """
+
+    number: int
+    tier: LowerTier
+    keys: tuple[Key, ...]
+
+
+class TierChange(NamedTuple, Generic[Key]):
+    """Blocks that became readable in a tier, or left it. One of the two is empty."""
+
+    tier: LowerTier
+    stored: tuple[Key, ...]
+    removed: tuple[Key, ...]

@@ -1,0 +1,212 @@
+"""Content of one tier: which blocks can be read, are being written, or are in use by a transfer.
+
+Theory of operation. Readable blocks are in one of two queues, oldest first: `saved`, then `blocks`. Eviction takes
+`saved` first. A block moves there when it is old and the tier below is copied to on eviction: the copy is made before
+the room is needed, so that no write waits for another one. Without such a tier below, `saved` is empty. A removed block
+whose memory a transfer still uses is in `gone`: it cannot be found any more, but still takes room.
+"""
+
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Sequence
+from itertools import islice
+from typing import Generic, Literal
+
+import msgspec
+
+from forebay.events.kv import LowerTier
+from forebay.kv_tiers.frequency import Key
+
+SourceTier = Literal["device", "host", "disk", "store"]
+
+SKIPS_MAX = 1024  # leased and pinned blocks that one search for room passes over; the next search continues behind them
+
+
+class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Size and write policy of a tier.
+
+    Attributes:
+        blocks: capacity in blocks. Of a shared store: number of blocks that one manager remembers at most.
+        write: `through` offers a block as soon as the tier above has it, `eviction` when the tier above evicts it.
+        filter: whether only blocks that were offered often enough are offloaded into this tier.
+    """
+
+    blocks: int
+    write: Literal["through", "eviction"] = "through"
+    filter: bool = False
+
+    def __post_init__(self) -> None:
+        if self.blocks < 0:
+            raise ValueError(f"the size of a tier must be at least 0 blocks, not {self.blocks}")
+
+
+class TierContent(Generic[Key]):
+    """Blocks of one tier of one rank.
+
+    Attributes:
+        name: name of the tier.
+        limits: size and write policy.
+        blocks: readable blocks, least recently used first.
+        saved: readable blocks that are evicted before `blocks`.
+        writing: blocks that are being written; they take room.
+        abandoned: blocks in `writing` that must not become readable.
+        gone: removed blocks that a transfer still uses.
+        leases: number of transfers that use each block.
+        pinned: readable blocks that are not evicted, at most half of the capacity.
+        paused: whether no writes begin.
+    """
+
+    def __init__(self, name: LowerTier, limits: TierLimits) -> None:
+        self.name = name
+        self.limits = limits
+        self.blocks: OrderedDict[Key, None] = OrderedDict()
+        self.saved: OrderedDict[Key, None] = OrderedDict()
+        self.writing: set[Key] = set()
+        self.abandoned: set[Key] = set()
+        self.gone: set[Key] = set()
+        self.leases: dict[Key, int] = {}
+        self.pinned: set[Key] = set()
+        self.paused = False
+
+    @property
+    def used(self) -> int:
+        """Number of blocks that take room."""
+        return len(self.blocks) + len(self.saved) + len(self.writing) + len(self.gone)
+
+    @property
+    def free(self) -> int:
+        """Number of blocks for which there is room without eviction."""
+        return self.limits.blocks - self.used
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self.blocks or key in self.saved
+
+    def is_busy(self, key: Key) -> bool:
+        """Return whether the block cannot be written now, because it is being written or its old copy is in use."""
+        return key in self.writing or key in self.gone
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """Mark readable blocks as just used; the first of them is evicted last, because the others depend on it."""
+        move, blocks, saved = self.blocks.move_to_end, self.blocks, self.saved
+        for key in reversed(keys):
+            if key in blocks:
+                move(key)
+            elif key in saved:
+                del saved[key]
+                blocks[key] = None
+
+    def present(self, keys: Iterable[Key]) -> list[Key]:
+        """Return the readable blocks of `keys`."""
+        blocks, saved = self.blocks, self.saved
+        if saved:
+            return [key for key in keys if key in blocks or key in saved]
+        return [key for key in keys if key in blocks]
+
+    def lacking(self, keys: Iterable[Key]) -> list[Key]:
+        """Return the blocks of `keys` that are not readable."""
+        blocks, saved = self.blocks, self.saved
+        if saved:
+            return [key for key in keys if key not in blocks and key not in saved]
+        return [key for key in keys if key not in blocks]
+
+    def writable(self, keys: Iterable[Key]) -> list[Key]:
+        """Return the blocks of `keys` that are not readable and can be written now."""
+        lacking = self.lacking(keys)
+        if lacking and (self.writing or self.gone):
+            return [key for key in lacking if not self.is_busy(key)]
+        return lacking
+
+    def insert(self, keys: Sequence[Key]) -> None:
+        """Make blocks readable, for which there must be room."""
+        for key in reversed(keys):
+            self.blocks[key] = None
+        assert self.used <= self.limits.blocks, f"{self.name} has more than {self.limits.blocks} blocks"
+
+    def pin(self, keys: Iterable[Key]) -> None:
+        """Pin the readable blocks of `keys`, as far as half of the capacity allows it."""
+        for key in keys:
+            if len(self.pinned) < self.limits.blocks // 2 and key in self:
+                self.pinned.add(key)
+
+    def lease(self, keys: Iterable[Key]) -> None:
+        """Keep blocks in place while a transfer reads them."""
+        leases = self.leases
+        for key in keys:
+            leases[key] = leases.get(key, 0) + 1
+
+    def release(self, keys: Iterable[Key]) -> None:
+        """End one lease of each block."""
+        leases = self.leases
+        for key in keys:
+            count = leases.pop(key)
+            if count > 1:
+                leases[key] = count - 1
+            elif self.gone:
+                self.gone.discard(key)
+
+    def remove(self, keys: Iterable[Key]) -> list[Key]:
+        """Remove blocks; return those that were readable. Blocks that are being written will not become readable."""
+        removed = []
+        for key in keys:
+            if key in self.writing:
+                self.abandoned.add(key)
+            elif key in self:
+                self._drop(key)
+                removed.append(key)
+                if key in self.leases:
+                    self.gone.add(key)
+        return removed
+
+    def clear(self) -> list[Key]:
+        """Remove all blocks; return those that were readable, least recently used first."""
+        return self.remove([*self.saved, *self.blocks, *self.writing])
+
+    def evict(self, count: int, keep: Container[Key]) -> tuple[list[Key], list[Key]]:
+        """Evict the least recently used blocks.
+
+        Args:
+            count: number of blocks.
+            keep: blocks that are not evicted; they were just used.
+
+        Returns:
+            The evicted blocks that were in `saved`, and those that were in `blocks`. Fewer than `count` if the
+            remaining blocks are in use.
+        """
+        saved = self._evict_from(self.saved, count, keep)
+        return saved, self._evict_from(self.blocks, count - len(saved), keep)
+
+    def oldest(self, count: int) -> list[Key]:
+        """Return up to `count` of the least recently used blocks that can be evicted, and are not in `saved`."""
+        found = islice(self.blocks, count + SKIPS_MAX)
+        return [key for key in found if key not in self.leases and key not in self.pinned][:count]
+
+    def save(self, keys: Iterable[Key]) -> None:
+        """Move blocks to `saved`."""
+        for key in keys:
+            del self.blocks[key]
+            self.saved[key] = None
+
+    def _evict_from(self, queue: "OrderedDict[Key, None]", count: int, keep: Container[Key]) -> list[Key]:
+        evicted: list[Key] = []
+        skips = min(len(self.leases) + len(self.pinned), SKIPS_MAX)
+        leases, pinned = self.leases, self.pinned
+        while len(evicted) < count and queue:
+            key, _ = queue.popitem(last=False)
+            if key in leases or key in pinned:
+                queue[key] = None
+                if not skips:
+                    break
+                skips -= 1
+            elif key in keep:
+                queue[key] = None
+                queue.move_to_end(key, last=False)
+                break
+            else:
+                evicted.append(key)
+        return evicted
+
+    def _drop(self, key: Key) -> None:
+        if key in self.blocks:
+            del self.blocks[key]
+        else:
+            del self.saved[key]
+        self.pinned.discard(key)

@@ -1,0 +1,1 @@
+"""Host memory, disks and shared stores of simulated workers."""

@@ -1,0 +1,372 @@
+"""Policies of the tier manager: what is written where, what is evicted, and what is found."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from forebay.kv_tiers.frequency import FrequencyLimits
+from forebay.kv_tiers.manager import LowerTier, TierChange, TierLimits, TierManager, TierRun, TierSet, Write
+
+PROMPT = list(range(8))
+
+
+def limits(blocks: int = 100, **changes: bool | str) -> TierLimits:
+    return TierLimits(blocks=blocks, **changes)  # type: ignore[arg-type]
+
+
+def manager(
+    host: TierLimits | None = None,
+    disk: TierLimits | None = None,
+    store: TierLimits | None = None,
+    writes_max: int = 1024,
+) -> TierManager[int]:
+    return TierManager(TierSet(host=host, disk=disk, store=store, writes_max=writes_max))
+
+
+def finish(one: TierManager[int], writes: Sequence[Write[int]]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """End writes successfully, also those that follow. Return source, tier and blocks of each."""
+    pending = list(writes)
+    ended: list[tuple[str, str, tuple[int, ...]]] = []
+    while pending:
+        write = pending.pop(0)
+        ended.append((write.source, write.tier, write.keys))
+        pending += one.written(write.number)
+    return ended
+
+
+def fill(one: TierManager[int], keys: Sequence[int] = PROMPT) -> list[tuple[str, str, tuple[int, ...]]]:
+    return finish(one, one.offer(keys))
+
+
+def test_written_blocks_go_from_tier_to_tier() -> None:
+    one = manager(limits(), limits(), limits())
+    blocks = tuple(PROMPT)
+    assert fill(one) == [("device", "host", blocks), ("host", "disk", blocks), ("host", "store", blocks)]
+    assert fill(one) == []
+    assert one.match(PROMPT, 2) == [TierRun("host", 6)]
+
+
+def test_a_block_is_found_only_after_it_was_written() -> None:
+    one = manager(limits())
+    (write,) = one.offer(PROMPT)
+    assert one.match(PROMPT) == []
+    assert one.offer(PROMPT) == []
+    one.written(write.number, failed=[3])
+    assert one.match(PROMPT) == [TierRun("host", 3)]
+    assert one.match(PROMPT, 4) == [TierRun("host", 4)]
+
+
+def test_each_block_is_read_from_its_fastest_tier() -> None:
+    one = manager(limits(), limits(), limits())
+    one.add("host", [2, 3])
+    one.add("disk", [0, 1, 2])
+    one.add("store", PROMPT)
+    assert one.match(PROMPT) == [TierRun("disk", 2), TierRun("host", 2), TierRun("store", 4)]
+    loads = one.load(PROMPT, 0, one.match(PROMPT))
+    assert [(load.tier, load.keys) for load in loads] == [("disk", (0, 1)), ("host", (2, 3)), ("store", (4, 5, 6, 7))]
+
+
+def test_without_host_the_disk_is_written_from_the_device_and_not_filtered() -> None:
+    one = manager(disk=limits(filter=True), store=limits(filter=True))
+    assert fill(one) == [("device", "disk", tuple(PROMPT))]
+    assert fill(one) == [("device", "store", tuple(PROMPT))], "the filter of the store applies"
+
+
+def test_the_filter_passes_blocks_that_are_offered_twice() -> None:
+    one = manager(limits(), limits(filter=True))
+    assert fill(one) == [("device", "host", tuple(PROMPT))]
+    assert one.counters["skipped_filter"] == 8
+    assert fill(one, PROMPT[:2]) == [("host", "disk", (0, 1))]
+
+
+def test_offers_in_different_ticks_do_not_pass() -> None:
+    one = manager(limits(), limits(filter=True))
+    for _ in range(5):
+        assert all(tier != "disk" for _, tier, _ in fill(one))
+        one.tick()
+
+
+@pytest.mark.parametrize("room", [1, 5, 7])
+def test_the_leading_blocks_of_a_long_prompt_are_kept(room: int) -> None:
+    one = manager(limits(room))
+    for _ in range(3):
+        fill(one)
+        assert one.match(PROMPT) == [TierRun("host", room)]
+    assert one.counters["skipped_full"] > 0
+
+
+def test_the_end_of_the_oldest_prompt_is_evicted_first() -> None:
+    one = manager(limits(8))
+    fill(one, [0, 1, 2, 3])
+    fill(one, [10, 11, 12, 13])
+    fill(one, [0, 1])
+    (write,) = one.offer([20, 21, 22])
+    assert write.evicted == (3, 2, 13)
+    assert one.counters["evicted_host"] == 3
+
+
+def test_blocks_in_use_are_not_evicted() -> None:
+    one = manager(limits(4))
+    fill(one, [0, 1, 2, 3])
+    (load,) = one.load([0, 1], 0, [TierRun("host", 2)])
+    (again,) = one.load([0], 0, [TierRun("host", 1)])
+    one.pin([3])
+    (write,) = one.offer([10, 11, 12])
+    assert (write.keys, write.evicted) == ((10,), (2,))
+    assert one.counters["skipped_full"] == 2
+    one.written(write.number)
+    one.loaded(load.number)
+    (write,) = one.offer([20, 21, 22])
+    assert write.evicted == (1, 10), "block 0 is still loaded once"
+    one.loaded(again.number)
+    one.unpin([3])
+    (write,) = one.offer([30, 31, 32])
+    assert {0, 3} == {*write.evicted}
+
+
+def test_pins_take_at_most_half_of_a_tier() -> None:
+    one = manager(limits(6), limits(4), limits(4))
+    assert one.pin(PROMPT) == [0, 1, 2]
+    assert one.counters["skipped_pin"] == 5
+    fill(one)
+    fill(one, range(100, 106))
+    fill(one, range(200, 206))
+    assert {*one.resident("host")} & {*PROMPT} == {0, 1, 2}
+    assert {*one.resident("disk")} & {*PROMPT} == {0, 1}, "half of the disk"
+    assert not {*one.resident("store")} & {*PROMPT}
+    one.unpin([0, 1, 2, 50])
+    fill(one, range(300, 306))
+    assert not {*one.resident("host")} & {*PROMPT}
+
+
+def test_a_block_is_unpinned_as_often_as_it_was_pinned() -> None:
+    one = manager(limits(4))
+    fill(one, [0])
+    one.pin([0])
+    one.pin([0])
+    one.unpin([0])
+    fill(one, [10, 11, 12, 13])
+    assert one.holds("host", 0)
+
+
+def test_stale_blocks_leave_their_tier() -> None:
+    one = manager(store=limits())
+    one.add("store", PROMPT)
+    (load,) = one.load(PROMPT, 0, one.match(PROMPT))
+    one.loaded(load.number, failed=[2, 3])
+    assert one.match(PROMPT) == [TierRun("store", 2)]
+    assert one.counters["stale_store"] == 2
+    one.add("store", PROMPT)
+    assert one.match(PROMPT) == [TierRun("store", 8)]
+
+
+def test_a_load_ends_before_a_block_that_has_left_since_the_match() -> None:
+    one = manager(limits(), limits())
+    one.add("disk", PROMPT[4:])
+    one.add("host", PROMPT[:4])
+    runs = one.match(PROMPT)
+    one.remove("host", [2])
+    assert [load.keys for load in one.load(PROMPT, 0, runs)] == [(0, 1)]
+    one.drop_tier("disk")
+    assert one.load(PROMPT, 4, runs[1:]) == []
+
+
+def test_a_removed_block_takes_room_until_its_last_load_ends() -> None:
+    one = manager(limits(2))
+    fill(one, [0, 1])
+    (load,) = one.load([0], 0, [TierRun("host", 1)])
+    one.clear()
+    assert (one.used("host"), one.count("host")) == (1, 0)
+    (write,) = one.offer([0, 5])
+    assert write.keys == (5,), "the memory of block 0 is still in use"
+    one.loaded(load.number, failed=[0])
+    assert one.used("host") == 1
+    assert one.counters["stale_host"] == 0
+
+
+def test_a_removed_block_does_not_come_back_with_a_write_in_flight() -> None:
+    one = manager(limits())
+    (write,) = one.offer(PROMPT)
+    one.remove("host", [1])
+    one.written(write.number)
+    assert one.match(PROMPT) == [TierRun("host", 1)]
+
+
+def test_a_tier_written_on_eviction_gets_old_blocks_before_they_are_evicted() -> None:
+    one = manager(limits(8), limits(8, write="eviction"), limits(80, write="eviction"))
+    assert fill(one, [0, 1, 2, 3]) == [("device", "host", (0, 1, 2, 3))]
+    assert fill(one, [10, 11, 12]) == [("device", "host", (10, 11, 12)), ("host", "disk", (3,))]
+    assert one.holds("host", 3), "it is evicted only when the room is needed"
+    write, *others = one.offer([20, 21])
+    assert write.evicted == (3,)
+    finish(one, [write, *others])
+    for first in range(30, 60, 2):
+        fill(one, [first, first + 1])
+    assert {3, 2, 1, 0} <= {*one.resident("store")}, "the disk evicts, too"
+    assert one.counters["unsaved_host"] == 0
+
+
+def test_a_used_block_is_not_evicted_because_it_was_saved() -> None:
+    one = manager(limits(8), limits(80, write="eviction"))
+    fill(one, [0, 1, 2, 3])
+    fill(one, [10, 11, 12])
+    assert one.holds("disk", 3)
+    fill(one, [0, 1, 2, 3])
+    fill(one, [20, 21])
+    assert one.match([0, 1, 2, 3]) == [TierRun("host", 4)]
+
+
+def test_a_saved_block_can_be_removed() -> None:
+    one = manager(limits(8), limits(80, write="eviction"))
+    fill(one, [0, 1, 2, 3])
+    fill(one, [10, 11, 12])
+    one.remove("host", [3])
+    assert one.match([0, 1, 2, 3]) == [TierRun("host", 3), TierRun("disk", 1)]
+
+
+def test_blocks_that_cannot_be_saved_are_evicted_and_counted() -> None:
+    one = manager(limits(4), limits(80, write="eviction"), writes_max=4)
+    fill(one, [0, 1, 2, 3])
+    one.offer([10, 11, 12])
+    assert one.counters["unsaved_host"] == 2
+    assert (one.holds("disk", 3), one.holds("disk", 2)) == (True, False)
+
+
+def test_a_paused_tier_is_passed() -> None:
+    one = manager(limits(), limits(), limits())
+    one.pause("disk")
+    assert fill(one) == [("device", "host", tuple(PROMPT)), ("host", "store", tuple(PROMPT))]
+    one.resume("disk")
+    assert fill(one) == [("host", "disk", tuple(PROMPT))]
+    one.pause("host")
+    assert one.prefetch(PROMPT, 0) == []
+    one.drop_tier("host")
+    one.pause("host")
+
+
+def test_blocks_of_a_failed_write_still_go_on_from_host() -> None:
+    one = manager(limits(), limits(), limits())
+    (to_host,) = one.offer(PROMPT)
+    (to_disk,) = one.written(to_host.number)
+    following = one.written(to_disk.number, failed=[0, 1])
+    assert [(write.source, write.tier, write.keys) for write in following] == [("host", "store", tuple(PROMPT))]
+
+
+def test_device_evictions_are_written_only_on_eviction() -> None:
+    assert manager(limits()).device_evicts(PROMPT) == []
+    assert manager().device_evicts(PROMPT) == []
+    one = manager(limits(16, write="eviction"), limits(16, write="eviction"))
+    assert one.offer(PROMPT) == []
+    assert finish(one, one.device_evicts(PROMPT)) == [("device", "host", tuple(PROMPT))]
+
+
+def test_prefetch_uses_half_of_host_memory() -> None:
+    one = manager(limits(10), limits(), limits())
+    one.add("disk", PROMPT[:3])
+    one.add("store", PROMPT[3:7])
+    fill_host = [50, 51, 52, 53, 54, 55, 56, 57]
+    one.add("host", fill_host)
+    writes = one.prefetch(PROMPT, 1)
+    assert [(write.source, write.keys) for write in writes] == [("disk", (1, 2)), ("store", (3, 4, 5))]
+    assert one.prefetch(PROMPT, 1) == [], "they are being copied"
+    for write in writes:
+        one.written(write.number)
+    assert one.match(PROMPT) == [TierRun("disk", 1), TierRun("host", 5), TierRun("store", 1)]
+    assert manager(disk=limits()).prefetch(PROMPT, 0) == []
+
+
+def test_prefetch_ends_before_a_block_that_no_tier_has() -> None:
+    one = manager(limits(), limits())
+    one.add("disk", [0, 1, 3])
+    (write,) = one.prefetch(PROMPT, 0)
+    assert write.keys == (0, 1)
+
+
+def test_more_writes_than_allowed_are_skipped() -> None:
+    one = manager(limits(), writes_max=3)
+    (write,) = one.offer(PROMPT)
+    assert write.keys == (0, 1, 2)
+    assert one.offer([100]) == []
+    assert one.counters["skipped_busy"] == 6
+    assert len(one.written(write.number)) == 0
+    assert len(one.offer(PROMPT)) == 1
+
+
+@pytest.mark.parametrize("tier", ["host", "disk", "store"])
+def test_a_tier_that_is_removed_ends_transfers_without_effect(tier: LowerTier) -> None:
+    one = manager(**{tier: limits()})  # type: ignore[arg-type]
+    fill(one)
+    (write,) = one.offer([50])
+    (load,) = one.load(PROMPT, 0, one.match(PROMPT))
+    one.changes()
+    one.drop_tier(tier)
+    one.drop_tier(tier)
+    assert one.changes() == [TierChange(tier, (), tuple(sorted(PROMPT, reverse=True)))]
+    assert one.written(write.number) == []
+    one.loaded(load.number, failed=[0])
+    assert (one.match(PROMPT), one.offer(PROMPT), one.resident(tier), one.changes()) == ([], [], [], [])
+    one.add(tier, PROMPT)
+    one.remove(tier, PROMPT)
+    assert (one.count(tier), one.used(tier), one.holds(tier, 0)) == (0, 0, False)
+
+
+def test_without_host_memory_the_disk_takes_its_place() -> None:
+    one = manager(limits(), limits(), limits())
+    fill(one, [0])
+    one.drop_tier("host")
+    assert fill(one, [1]) == [("device", "disk", (1,)), ("disk", "store", (1,))]
+
+
+def test_an_inventory_fills_the_free_room() -> None:
+    one = manager(limits(3), limits(3), limits(3))
+    tiers: tuple[LowerTier, ...] = ("host", "disk")
+    for tier in tiers:
+        one.add(tier, PROMPT)
+        assert {*one.resident(tier)} == {0, 1, 2}
+    one.add("store", PROMPT)
+    one.add("store", [20])
+    assert [*one.resident("store")] == [1, 0, 20], "a store forgets the oldest"
+
+
+def test_changes_are_reported_in_order() -> None:
+    one = manager(limits(4))
+    fill(one, [0, 1])
+    fill(one, [2, 3])
+    fill(one, [4, 5])
+    one.remove("host", [4])
+    one.remove("host", [5])
+    assert one.changes() == [
+        TierChange("host", (0, 1), ()),
+        TierChange("host", (2, 3), ()),
+        TierChange("host", (), (1, 0)),
+        TierChange("host", (4, 5), ()),
+        TierChange("host", (), (4, 5)),
+    ]
+    assert one.changes() == []
+
+
+def test_clear_can_leave_a_tier() -> None:
+    one = manager(limits(), limits(filter=True), limits())
+    fill(one)
+    fill(one)
+    one.clear(("host", "disk"))
+    assert (one.count("host"), one.count("disk"), one.count("store")) == (0, 0, 8)
+    assert ("host", "disk", tuple(PROMPT)) not in fill(one), "frequencies are forgotten"
+
+
+def test_limits_are_validated() -> None:
+    with pytest.raises(ValueError, match="at least 0 blocks, not -1"):
+        TierLimits(blocks=-1)
+    for changes in ({"keys_max": 0}, {"offload_at": 0}, {"offload_at": 1025}):
+        with pytest.raises(ValueError, match="keys_max must be at least 1"):
+            FrequencyLimits(**changes)
+
+
+def test_a_search_for_room_passes_over_a_bounded_number_of_blocks_in_use() -> None:
+    one = manager(limits(4000), writes_max=4000)
+    fill(one, range(4000))
+    (load,) = one.load(range(1500), 0, [TierRun("host", 1500)])
+    fill(one, range(1500, 4000))  # now the blocks of the load are the oldest
+    assert one.offer(range(10_000, 10_020)) == []
+    (write,) = one.offer(range(10_000, 10_020))
+    assert (len(write.evicted), {*write.evicted} & {*load.keys}) == (20, set())

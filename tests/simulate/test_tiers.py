@@ -1,0 +1,224 @@
+"""Simulated host memory, disks and shared stores: outcomes against values computed by hand."""
+
+import math
+
+import pytest
+
+from forebay.engine_model.timing import prefill_us
+from forebay.simulate.outcome import RequestOutcome, SimulationOutcome, summary
+from forebay.simulate.settings import (
+    Delay,
+    Delays,
+    LifeCycleSettings,
+    Settings,
+    SettingsUnusable,
+    Transfer,
+    WorkerFault,
+    policy,
+    validate_settings,
+)
+from forebay.simulate.simulation import Simulation
+from forebay.simulate.tiers.settings import DiskTier, FleetTiers, HostTier, StoreTier
+from forebay.simulate.workload import Turn
+from tests.simulate.fleets import Turns, fleet, split, turn
+
+S = 1_000_000
+BLOCK_BYTES = 64 * Transfer().kv_bytes_per_token
+PROMPT = 640  # ten blocks; the last token is always computed, so at most nine are loaded
+SMALL = {"kv_blocks": 12}  # of an earlier prompt two blocks remain
+HOST = FleetTiers(host=HostTier(size="100blocks", bandwidth=25.0, latency_us=20))
+
+
+def prompt(number: int, root: int, at_s: float, **changes: int) -> Turn:
+    return turn(number, PROMPT, block_ids=tuple(range(root * 100, root * 100 + 10)), at_us=round(at_s * S), **changes)
+
+
+def run(system: Settings, *turns: Turn, router: str = "kv") -> SimulationOutcome:
+    return Simulation(system, policy(router)).run(Turns(*turns), lambda _: None)
+
+
+def served(system: Settings, *turns: Turn, router: str = "kv") -> list[RequestOutcome]:
+    return list(run(system, *turns, router=router).requests)
+
+
+def load_us(blocks: int, gb_s: float, latency_us: int) -> int:
+    return latency_us + math.ceil(blocks * BLOCK_BYTES / (gb_s * 1000))
+
+
+def test_an_evicted_prompt_is_loaded_from_host_memory() -> None:
+    system = fleet(1, sizes=SMALL, tiers=HOST)
+    outcome = run(system, prompt(0, 1, 0), prompt(1, 2, 1), prompt(2, 1, 2))
+    first, _, again = outcome.requests
+    took_us = load_us(7, 25.0, 20)
+    assert first.first_us == prefill_us(PROMPT)
+    assert (again.cached_tokens, again.host_tokens, again.load_us) == (576, 448, took_us)
+    assert again.first_us - again.arrived_us == took_us + prefill_us(64)
+    assert outcome.tiers is not None
+    assert (outcome.tiers.loaded, outcome.tiers.written) == ({"host": 7}, {"host": 20})
+    terms = outcome.routed[2].terms
+    assert (terms.device_overlap, terms.host_overlap) == (2, 8)
+    figures = summary(outcome, 1)["tiers"]
+    assert figures["tokens"] == {"device": 128, "host": 448, "disk": 0, "store": 0, "computed": 3 * PROMPT - 576}
+    assert figures["load_ms"]["p50"] == took_us / 1e3
+
+
+def test_a_fleet_without_tiers_reports_none() -> None:
+    for tiers in (None, FleetTiers(), FleetTiers(host=HostTier(size="0"))):
+        outcome = run(fleet(1, tiers=tiers), prompt(0, 1, 0))
+        assert outcome.tiers is None
+        assert "tiers" not in summary(outcome, 1)
+
+
+def test_loads_at_the_same_time_share_the_bandwidth() -> None:
+    tiers = FleetTiers(host=HostTier(size="100blocks", bandwidth=1.0, latency_us=0))
+    turns = [prompt(0, 1, 0), prompt(1, 2, 1), prompt(2, 3, 2), prompt(3, 1, 3), prompt(4, 2, 3)]
+    found = served(fleet(1, sizes={"kv_blocks": 20}, tiers=tiers), *turns)
+    # 20 blocks hold both prompts while they are loaded. The third prompt has evicted at least half of them before.
+    assert [one.host_tokens > 0 for one in found] == [False, False, False, True, True]
+    blocks = [one.host_tokens // 64 for one in found[3:]]
+    alone_us = [load_us(count, 1.0, 0) for count in blocks]
+    assert found[3].load_us > alone_us[0]
+    assert max(one.load_us for one in found[3:]) == pytest.approx(sum(alone_us), abs=2)
+
+
+def test_all_ranks_of_a_model_share_one_store() -> None:
+    tiers = FleetTiers(store=StoreTier(size="100blocks", bandwidth=10.0, latency_us=500))
+    turns = (prompt(0, 1, 0), prompt(1, 1, 1))
+    outcome = run(fleet(2, tiers=tiers), *turns, router="round-robin")
+    first, again = outcome.requests
+    assert (first.worker, again.worker) == (0, 1)
+    assert (again.store_tokens, again.load_us) == (576, load_us(9, 10.0, 500))
+    assert outcome.tiers is not None
+    assert outcome.tiers.written == {"store": 10}  # the second worker knows that the store has them
+    apart = run(fleet(2), *turns, router="round-robin")
+    assert [one.cached_tokens for one in apart.requests] == [0, 0]
+
+
+def test_the_router_sees_the_shared_store() -> None:
+    tiers = FleetTiers(store=StoreTier(size="100blocks"))
+    outcome = run(fleet(2, tiers=tiers), prompt(0, 1, 0), prompt(1, 1, 1), router="kv:overlap_score_credit=0")
+    # With this setting, blocks in device memory count nothing, and blocks in the store that follow them half.
+    assert outcome.routed[1].worker_id != outcome.routed[0].worker_id
+    assert outcome.routed[1].terms.store_overlap == 10
+
+
+def test_a_disk_survives_its_worker_and_host_memory_does_not() -> None:
+    fault = WorkerFault(worker="mock-0", at_us=2 * S, back_us=S)
+    life = LifeCycleSettings(faults=(fault,), lease_ttl_s=0.5)
+    for tiers, name in (
+        (HOST, ""),
+        (FleetTiers(disk=DiskTier(size="100blocks")), "disk_tokens"),
+        (FleetTiers(store=StoreTier(size="100blocks")), "store_tokens"),
+    ):
+        outcome = run(fleet(1, life, tiers=tiers), prompt(0, 1, 0), prompt(1, 1, 10))
+        again = outcome.requests[1]
+        assert again.cached_tokens == (576 if name else 0)
+        assert not name or getattr(again, name) == 576
+        if name == "disk_tokens":
+            assert outcome.routed[1].terms.disk_overlap == 10
+
+
+def test_only_blocks_that_are_used_again_pass_the_filter() -> None:
+    host = HostTier(size="30blocks")
+    for is_filtered, written in ((None, 10), (False, 20)):
+        disk = DiskTier(size="100blocks", filter=is_filtered)
+        tiers = FleetTiers(host=host, disk=disk)
+        outcome = run(fleet(1, tiers=tiers), prompt(0, 1, 0), prompt(1, 2, 1), prompt(2, 1, 2))
+        assert outcome.tiers is not None
+        assert outcome.tiers.written == {"host": 20, "disk": written}
+
+
+def test_a_tier_written_on_eviction_gets_what_device_memory_evicts() -> None:
+    tiers = FleetTiers(host=HostTier(size="100blocks", write="eviction"))
+    outcome = run(fleet(1, sizes=SMALL, tiers=tiers), prompt(0, 1, 0), prompt(1, 2, 1), prompt(2, 1, 2))
+    assert outcome.tiers is not None
+    again = outcome.requests[2]
+    assert again.host_tokens == 7 * 64
+    assert again.cached_tokens == 9 * 64
+
+
+def test_blocks_that_have_left_the_shared_store_are_computed() -> None:
+    # A write is slow, so the second prompt pushes the first out of the store while its load waits for the latency.
+    tiers = FleetTiers(store=StoreTier(size="10blocks", bandwidth=0.0, latency_us=100_000))
+    slow = Delays(work=Delay(fixed_us=0))
+    turns = (prompt(0, 1, 0), prompt(1, 2, 1), prompt(2, 1, 1.09))
+    outcome = run(fleet(2, tiers=tiers, delays=slow), *turns, router="round-robin")
+    assert all(not one.failure for one in outcome.requests)
+    again = outcome.requests[2]
+    assert again.worker == 0  # it has the prompt in device memory
+    fresh = run(fleet(3, tiers=tiers), *turns, router="round-robin").requests[2]
+    assert (fresh.worker, fresh.store_tokens) == (2, 576)  # the load had begun before
+
+
+def test_slow_tiers_are_not_used_once_they_are_measured() -> None:
+    tiers = FleetTiers(host=HostTier(size="1000blocks", bandwidth=0.05, latency_us=0))
+    turns = [prompt(number, 1 + number % 2, 10 * number) for number in range(12)]
+    found = served(fleet(1, sizes=SMALL, tiers=tiers), *turns)
+    loaded = [one.host_tokens > 0 for one in found]
+    assert loaded == [False, False, True, True, True, True] + [False] * 6  # four loads to learn
+    fast = FleetTiers(host=HostTier(size="1000blocks", bandwidth=25.0))
+    assert all(one.host_tokens for one in served(fleet(1, sizes=SMALL, tiers=fast), *turns)[2:])
+
+
+def test_a_write_never_delays_a_step() -> None:
+    turns = [prompt(number, number, 0.001 * number, output=40) for number in range(6)]
+    slow = FleetTiers(
+        host=HostTier(size="100blocks", bandwidth=0.001), disk=DiskTier(size="100blocks", bandwidth=0.001, filter=False)
+    )
+    plain, tiered = (served(fleet(1, tiers=tiers), *turns) for tiers in (None, slow))
+    assert [(one.first_us, one.last_us) for one in plain] == [(one.first_us, one.last_us) for one in tiered]
+
+
+def test_a_waiting_request_is_prefetched_to_host_memory() -> None:
+    # Two later prompts push the first out of host memory. It comes back from disk while others are computed.
+    disk = DiskTier(size="100blocks", bandwidth=1.0, filter=False)
+    sizes = {"kv_blocks": 12, "max_num_seqs": 1, "max_num_batched_tokens": 512}
+    turns = (prompt(0, 1, 0), prompt(1, 2, 1), prompt(2, 3, 2, output=60), prompt(3, 4, 2.01), prompt(4, 1, 2.2))
+    for blocks, found in ((20, ("host_tokens", 576)), (10, ("disk_tokens", 576))):
+        tiers = FleetTiers(host=HostTier(size=f"{blocks}blocks", bandwidth=25.0, latency_us=0), disk=disk)
+        again = served(fleet(1, sizes=sizes, tiers=tiers), *turns)[4]
+        assert getattr(again, found[0]) == found[1]  # in half the host memory, the fourth prompt takes its place
+
+
+def test_prefill_and_decode_workers_load() -> None:
+    tiers = FleetTiers(host=HostTier(size="100blocks"), store=StoreTier(size="100blocks", filter=False))
+    system = split(1, 1, sizes=SMALL, tiers=tiers)
+    turns = (prompt(0, 1, 0, output=3), prompt(1, 2, 1, output=3), prompt(2, 1, 2, output=3))
+    outcome = run(system, *turns, router="kv:disagg.policy=always")
+    again = outcome.requests[2]
+    assert again.prefiller is not None
+    assert again.host_tokens == 448  # at the prefill worker
+    assert outcome.tiers is not None
+    assert outcome.tiers.loaded["host"] > 7  # and at the decode worker
+    assert again.transferred_bytes < outcome.requests[0].transferred_bytes
+
+
+def test_measured_costs_reach_the_router() -> None:
+    tiers = FleetTiers(host=HostTier(size="1000blocks", bandwidth=25.0))
+    turns = [prompt(number, 1 + number % 3, 20 * number) for number in range(15)]
+    measured = run(fleet(1, sizes=SMALL, tiers=tiers), *turns, router="kv:tier_credit=measured")
+    weighted = run(fleet(1, sizes=SMALL, tiers=tiers), *turns)
+    last = [outcome.routed[14].terms for outcome in (measured, weighted)]
+    assert last[0].host_overlap == last[1].host_overlap > 0
+    block_us = 0.01518344 * 64 * 1000  # about, of the modelled engine
+    saved = 10 - 10 * BLOCK_BYTES / 25_000 / block_us
+    assert last[0].overlap_credit == pytest.approx(saved, abs=0.2)
+    assert last[1].overlap_credit == pytest.approx(0.75 * last[1].host_overlap + last[1].device_overlap)
+
+
+def test_impossible_tiers_are_refused() -> None:
+    with pytest.raises(SettingsUnusable, match=r"tiers.host: got a size of 1MB, but one block has 8388608 bytes"):
+        validate_settings(fleet(1, tiers=FleetTiers(host=HostTier(size="1MB"))))
+    for size in ("", "many", "4 parsecs", "-1GB", "5", "1e9GB"):
+        with pytest.raises(ValueError, match="expected a size with a unit"):
+            DiskTier(size=size)
+    with pytest.raises(SettingsUnusable, match="the maximum is 2147483648"):
+        validate_settings(fleet(1, tiers=FleetTiers(host=HostTier(size="99999PB"))))
+
+
+@pytest.mark.parametrize(
+    ("size", "blocks"),
+    [("64GB", 7629), ("1 GiB", 128), ("4096blocks", 4096), ("12 Blocks", 12), ("0", 0), ("0.1TB", 11920)],
+)
+def test_sizes_are_bytes_or_blocks(size: str, blocks: int) -> None:
+    assert HostTier(size=size).blocks(BLOCK_BYTES) == blocks

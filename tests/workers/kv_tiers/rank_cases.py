@@ -1,0 +1,190 @@
+"""A rank with tiers, driven by hand, a store that fails on command, and a clock that is advanced."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from forebay.engine_model.steps import CacheChange, StoreChange, Stored
+from forebay.kv_tiers.manager import TierRun
+from forebay.runtime.system import SystemRuntime
+from forebay.workers.kv_tiers import rank_tiers, stores
+from forebay.workers.kv_tiers.block_file import file_bytes
+from forebay.workers.kv_tiers.block_stores import BlockStore
+from forebay.workers.kv_tiers.identity import BlockName
+from forebay.workers.kv_tiers.rank_tiers import LoadResult, RankTiers
+from forebay.workers.kv_tiers.settings import TierSettings
+from tests.workers.kv_tiers.store_cases import BLOCK_BYTES, content, identity, name_of
+
+WAIT_S = 50.0
+
+
+def settings(
+    tmp_path: Path, *, host: int = 0, disk: int = 0, store: bool = False, filtered: bool = False, **changes: Any
+) -> TierSettings:
+    """Return settings with sizes in blocks."""
+    return TierSettings(
+        host_bytes=host * BLOCK_BYTES,
+        disk=tmp_path / "disk" if disk else None,
+        disk_bytes=disk * file_bytes(BLOCK_BYTES),
+        store=str(tmp_path / "store") if store else "",
+        filter=filtered,
+        **({"io": "plain"} | changes),
+    )
+
+
+class ShiftedClock(SystemRuntime):
+    """The runtime of the system, with a clock that tests advance."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def monotonic_ns(self) -> int:
+        return super().monotonic_ns() + round(self.ahead_s * 1e9)
+
+
+class DrivenRank:
+    """A rank whose blocks have the bytes of `content`.
+
+    Attributes:
+        tiers: its tiers.
+        held: what the changes of the rank amount to, by tier: numbers of blocks.
+        offers: numbers of the offers whose memory may be reused.
+    """
+
+    def __init__(self, given: TierSettings, **options: Any) -> None:
+        self._woken = threading.Event()
+        self.tiers = RankTiers(given, identity(), wake=self._woken.set, **options)
+        self.tiers.open()
+        self.offers: list[int] = []
+        self.held: dict[str, set[int]] = {"host": set(), "disk": set(), "store": set()}
+        self.apply(*self.tiers.content())
+
+    def offer(self, numbers: Sequence[int]) -> None:
+        names = [name_of(number) for number in numbers]
+        self.tiers.offer(names, lambda at: memoryview(content(numbers[at])), self.offers.append)
+
+    def offload(self, numbers: Sequence[int]) -> None:
+        """Offer blocks, and wait until all writes have ended."""
+        self.offer(numbers)
+        self.settle()
+
+    def match(self, numbers: Sequence[int], hinted: int = 0) -> list[TierRun]:
+        return self.tiers.match([name_of(number) for number in numbers], 0, 0, hinted)
+
+    def load(self, numbers: Sequence[int], hinted: int = 0) -> LoadResult:
+        """Load what the tiers have of a prompt, wait, and compare each byte."""
+        found: list[LoadResult] = []
+        self.begin_load(numbers, found.append, hinted)
+        self.until(lambda: bool(found))
+        return found[0]
+
+    def begin_load(self, numbers: Sequence[int], done: Callable[[LoadResult], None], hinted: int = 0) -> None:
+        names = [name_of(number) for number in numbers]
+        runs = self.tiers.match(names, 0, 0, hinted)
+        memory = [bytearray(BLOCK_BYTES) for _ in range(sum(run.blocks for run in runs))]
+        ended = partial(self._verify, list(numbers), memory, done)
+        self.tiers.load(names, 0, runs, [memoryview(one) for one in memory], ended)
+
+    def _verify(
+        self, numbers: list[int], memory: list[bytearray], done: Callable[[LoadResult], None], result: LoadResult
+    ) -> None:
+        for number, one in zip(numbers[: result.blocks], memory, strict=False):
+            assert one == content(number), f"block {number} has wrong bytes"
+        done(result)
+
+    def settle(self) -> None:
+        self.until(lambda: not self.tiers.busy)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Poll whenever a transfer ends, until the condition holds."""
+        while True:
+            self._woken.clear()
+            self.tiers.poll()
+            self.apply(*self.tiers.changes())
+            if condition():
+                return
+            assert self._woken.wait(WAIT_S), "no transfer ended"
+
+    def apply(self, changes: list[CacheChange], store_changes: list[StoreChange]) -> None:
+        for change in changes:
+            blocks = {one - 1 for one in change.hashes}
+            if isinstance(change, Stored):
+                assert not self.held[change.tier] & blocks
+                self.held[change.tier] |= blocks
+            else:
+                assert self.held[change.tier] >= blocks
+                self.held[change.tier] -= blocks
+        for one in store_changes:
+            self.held["store"] |= {block - 1 for block in one.stored}
+            self.held["store"] -= {block - 1 for block in (*one.removed, *one.stale)}
+
+    def resident(self, tier: Any) -> set[int]:
+        return {name.sequence_hash - 1 for name in self.tiers.resident(tier)}
+
+
+@contextmanager
+def rank(given: TierSettings, **options: Any) -> Iterator[DrivenRank]:
+    """Open a rank, and close it afterwards."""
+    one = DrivenRank(given, **options)
+    try:
+        yield one
+    finally:
+        one.tiers.close()
+
+
+class FaultyStore:
+    """A store that fails or waits on command.
+
+    Attributes:
+        reason: every block fails with this reason; empty to work.
+        reading: whether the fault concerns reads.
+        writing: whether the fault concerns writes.
+        gate: calls wait until it is set.
+        calls: number of reads and writes that reached the store.
+    """
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store = store
+        self.reason = ""
+        self.reading = True
+        self.writing = True
+        self.gate = threading.Event()
+        self.gate.set()
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def read(self, names: Sequence[BlockName], into: Sequence[memoryview], deadline_s: float) -> list[str]:
+        self.calls += 1
+        assert self.gate.wait(WAIT_S)
+        if self.reason == "raise":
+            raise RuntimeError("a bug in a store")
+        if self.reason and self.reading:
+            return [self.reason] * len(names)
+        return self._store.read(names, into, deadline_s)
+
+    def write(self, blocks: Sequence[tuple[BlockName, memoryview]], deadline_s: float) -> list[str]:
+        self.calls += 1
+        assert self.gate.wait(WAIT_S)
+        if self.reason == "raise":
+            raise RuntimeError("a bug in a store")
+        if self.reason and self.writing:
+            return [self.reason] * len(blocks)
+        return self._store.write(blocks, deadline_s)
+
+
+def inject(monkeypatch: Any) -> list[FaultyStore]:
+    """Put a `FaultyStore` in front of each store that is opened from now on. Return the list that collects them."""
+    opened: list[FaultyStore] = []
+    opening = stores.open_store
+
+    def open_store(*args: Any, **options: Any) -> Any:
+        opened.append(FaultyStore(opening(*args, **options)))
+        return opened[-1]
+
+    monkeypatch.setattr(rank_tiers, "open_store", open_store)
+    return opened

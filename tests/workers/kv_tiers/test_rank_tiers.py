@@ -1,0 +1,266 @@
+"""Tiers of a rank: blocks go down and come back with the same bytes, and the changes say what is where."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from forebay.events.kv import LowerTier
+from forebay.events.progress import OnboardedTokens
+from forebay.kv_tiers.manager import TierRun
+from forebay.workers.engine import EngineError
+from forebay.workers.kv_tiers.metrics import TierCounters
+from forebay.workers.kv_tiers.rank_tiers import RankTiers
+from tests.workers.kv_tiers.rank_cases import DrivenRank, inject, rank, settings
+from tests.workers.kv_tiers.store_cases import BLOCK_BYTES, content, identity, name_of
+
+PROMPT = range(12)
+
+
+@pytest.mark.parametrize(("tier", "io"), [("host", "plain"), ("disk", "plain"), ("disk", "nixl"), ("store", "plain")])
+def test_offloaded_blocks_are_loaded_with_the_same_bytes(tier: LowerTier, io: str, tmp_path: Path) -> None:
+    given = settings(tmp_path, host=20 * (tier == "host"), disk=20 * (tier == "disk"), store=tier == "store", io=io)
+    with rank(given) as one:
+        one.offload(PROMPT)
+        assert one.offers == [1]
+        assert one.held[tier] == {*PROMPT}
+        result = one.load(range(20))
+        assert (result.blocks, result.by_tier, result.bytes) == (12, {tier: 12}, 12 * BLOCK_BYTES)
+        (onboarded,) = result.onboarded(16)
+        assert onboarded == OnboardedTokens(tier=tier, tokens=12 * 16, us=result.us)
+        counters = one.tiers.counters()
+        assert (counters.matched_tokens, counters.onboarded_blocks[tier]) == (12 * 16, 12)
+        assert counters.offloaded_blocks["device", tier] == 12
+        assert counters.resident_blocks == {tier: 12}
+
+
+def test_blocks_go_down_all_tiers_and_are_read_from_the_fastest(tmp_path: Path) -> None:
+    with rank(settings(tmp_path, host=8, disk=16, store=True)) as one:
+        one.offload(range(8))
+        one.offload(range(100, 104))
+        assert one.held["host"] == {0, 1, 2, 3, 100, 101, 102, 103}, "the end of a prompt is evicted first"
+        assert one.held["disk"] == one.held["store"] == {*range(8), *range(100, 104)}
+        assert one.match(range(8)) == [TierRun("host", 4), TierRun("disk", 4)]
+        result = one.load(range(8))
+        assert (result.blocks, result.by_tier) == (8, {"host": 4, "disk": 4})
+        assert {part.tier for part in result.onboarded(16)} == {"host", "disk"}
+        counters = one.tiers.counters()
+        assert counters.offloaded_blocks["host", "disk"] == counters.offloaded_blocks["host", "store"] == 12
+        assert counters.evicted["host"] == 4
+
+
+def test_the_filter_keeps_blocks_that_were_used_once_from_disk(tmp_path: Path) -> None:
+    with rank(settings(tmp_path, host=16, disk=16, filtered=True)) as one:
+        one.offload(PROMPT)
+        assert (one.held["host"], one.held["disk"]) == ({*PROMPT}, set())
+        one.offload(range(4))
+        assert one.held["disk"] == {*range(4)}
+        assert one.tiers.counters().skipped["filter"] == 12
+
+
+def test_blocks_survive_the_engine_on_disk(tmp_path: Path) -> None:
+    given = settings(tmp_path, host=16, disk=16, store=True)
+    with rank(given) as one:
+        one.offload(PROMPT)
+    with rank(given) as two:
+        assert (two.held["host"], two.held["disk"], two.held["store"]) == (set(), {*PROMPT}, {*PROMPT})
+        assert two.load(PROMPT).by_tier == {"disk": 12}
+
+
+def test_a_smaller_disk_keeps_as_many_files_as_it_has_room_for(tmp_path: Path) -> None:
+    with rank(settings(tmp_path, disk=16)) as one:
+        one.offload(PROMPT)
+    with rank(settings(tmp_path, disk=5)) as two:
+        two.settle()
+        assert len(two.held["disk"]) == 5
+        assert len([*(tmp_path / "disk").rglob("*.kv")]) == 5
+
+
+def test_files_of_evicted_blocks_are_removed(tmp_path: Path) -> None:
+    with rank(settings(tmp_path, disk=6)) as one:
+        for first in range(0, 60, 3):
+            one.offload(range(first, first + 3))
+        assert len(one.held["disk"]) == 6
+        files = {int(path.stem.rpartition("-")[2], 16) - 1 for path in (tmp_path / "disk").rglob("*.kv")}
+        assert files == one.held["disk"] == one.resident("disk")
+
+
+def test_a_rank_reads_what_another_one_has_put_into_the_shared_store(tmp_path: Path) -> None:
+    given = settings(tmp_path, store=True)
+    with rank(given) as one, rank(given) as two:
+        assert one.tiers.store_name == two.tiers.store_name != ""
+        one.offload(PROMPT)
+        assert two.match(PROMPT) == [], "it has not heard of the blocks"
+        assert two.match(PROMPT, hinted=8) == [TierRun("store", 8)]
+        assert two.load(PROMPT, hinted=8).by_tier == {"store": 8}
+        assert two.held["store"] == set(), "hints are no observations of this rank"
+
+
+def test_hints_fill_the_gaps_between_known_blocks(tmp_path: Path) -> None:
+    with rank(settings(tmp_path, host=16, store=True)) as one, rank(settings(tmp_path, store=True)) as two:
+        two.offload(PROMPT)
+        one.offload(PROMPT[3:5])
+        one.offload(PROMPT[8:12])
+        assert one.match(PROMPT, hinted=7) == [TierRun("store", 3), TierRun("host", 2), TierRun("store", 2)]
+        assert one.resident("store") == {*PROMPT[3:5], *PROMPT[8:12]}, "a hint alone changes nothing"
+        assert one.load(PROMPT, hinted=8).by_tier == {"store": 6, "host": 6}
+        assert one.resident("store") == {*PROMPT}
+
+
+def test_a_wrong_hint_is_a_miss_that_is_reported(tmp_path: Path) -> None:
+    with rank(settings(tmp_path, store=True)) as one:
+        one.offload(range(3))
+        result = one.load(PROMPT, hinted=5)
+        assert result.by_tier == {"store": 3}
+        assert one.tiers.counters().misses["store", "missing"] == 2
+        assert one.resident("store") == {0, 1, 2}
+
+
+def test_stale_entries_of_the_store_are_reported(tmp_path: Path) -> None:
+    with rank(settings(tmp_path, store=True)) as one:
+        one.offload(PROMPT)
+        for path in (tmp_path / "store").rglob("*.kv"):
+            if path.stem.endswith(f"{6:016x}"):  # block 5
+                path.unlink()
+        assert one.load(PROMPT).blocks == 5
+        assert one.held["store"] == {*PROMPT} - {5}
+        assert one.match(PROMPT) == [TierRun("store", 5)]
+        one.offload(PROMPT)
+        assert one.load(PROMPT).blocks == 12
+
+
+def test_the_quota_of_the_shared_store_is_reported(tmp_path: Path) -> None:
+    with rank(settings(tmp_path, store=True, store_bytes=40 * (BLOCK_BYTES + 4096))) as one:
+        for first in range(0, 200, 4):
+            one.offload(range(first, first + 4))
+        files = {int(path.stem.rpartition("-")[2], 16) - 1 for path in (tmp_path / "store").rglob("*.kv")}
+        assert one.held["store"] == files == one.resident("store")
+        assert one.tiers.counters().evicted["store"] == 200 - len(files) > 0
+
+
+def test_offers_keep_their_memory_until_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = inject(monkeypatch)
+    with rank(settings(tmp_path, disk=16)) as one:
+        stores[0].gate.clear()
+        one.offer(range(4))
+        one.offer(range(4))
+        assert one.offers == [2], "the second offer copies nothing, because the blocks are being written"
+        assert one.match(range(4)) == []
+        stores[0].gate.set()
+        one.settle()
+        assert one.offers == [2, 1]
+
+
+def test_blocks_are_copied_by_another_thread(tmp_path: Path) -> None:
+    threads: set[int] = set()
+
+    def memory(at: int) -> memoryview:
+        threads.add(threading.get_ident())
+        return memoryview(content(at))
+
+    with rank(settings(tmp_path, host=16)) as one:
+        one.tiers.offer([name_of(number) for number in PROMPT], memory)
+        one.settle()
+        assert one.load(PROMPT).blocks == 12
+    assert threads
+    assert threading.get_ident() not in threads
+
+
+def test_prefetch_copies_blocks_to_host_memory(tmp_path: Path) -> None:
+    given = settings(tmp_path, host=16, disk=16)
+    with rank(given) as one:
+        one.offload(range(6))
+    with rank(given) as two:
+        two.tiers.prefetch([name_of(number) for number in range(6)], 2)
+        two.settle()
+        assert two.held["host"] == {2, 3, 4, 5}
+        assert two.match(range(6)) == [TierRun("disk", 2), TierRun("host", 4)]
+        assert two.load(range(6)).blocks == 6
+        assert two.tiers.counters().prefetched_blocks == {"disk": 4}
+
+
+def test_clear_empties_host_and_disk_but_not_the_shared_store(tmp_path: Path) -> None:
+    with rank(settings(tmp_path, host=16, disk=16, store=True)) as one:
+        one.offload(PROMPT)
+        one.offer(range(50, 54))
+        one.tiers.clear()
+        one.settle()
+        assert (one.held["host"], one.held["disk"]) == (set(), set())
+        assert one.held["store"] >= {*PROMPT}
+        assert not [*(tmp_path / "disk").rglob("*.kv")]
+        assert one.load(PROMPT).by_tier == {"store": 12}
+        one.offload(range(16))  # the whole host memory is free again
+        assert one.held["host"] == {*range(16)}
+
+
+def test_blocks_that_are_cleared_during_a_load_still_have_the_right_bytes(tmp_path: Path) -> None:
+    with rank(settings(tmp_path, host=12)) as one:
+        for _ in range(20):
+            one.offload(PROMPT)
+            found: list[int] = []
+            one.begin_load(PROMPT, lambda result, found=found: found.append(result.blocks))  # type: ignore[misc]
+            one.tiers.clear()
+            one.offer(range(100, 112))
+            one.settle()
+            assert found == [12]
+            one.tiers.clear()
+
+
+def test_eviction_writes_to_disk_what_host_memory_evicts(tmp_path: Path) -> None:
+    with rank(settings(tmp_path, host=16, disk=64, write="eviction"), reports_evictions=False) as one:
+        one.offload(range(8))
+        assert one.held["disk"] == set()
+        for first in range(100, 140, 4):
+            one.offload(range(first, first + 4))
+        assert one.held["disk"] >= {*range(8)}
+        assert one.load(range(8)).by_tier == {"disk": 8}
+
+
+def test_device_evictions_are_written_if_the_tiers_are_written_on_eviction(tmp_path: Path) -> None:
+    with rank(settings(tmp_path, host=16, write="eviction")) as one:
+        one.offload(range(4))
+        assert one.held["host"] == set()
+        one.tiers.device_evicts([name_of(number) for number in range(4)], [memoryview(content(at)) for at in range(4)])
+        one.settle()
+        assert one.load(range(4)).by_tier == {"host": 4}
+
+
+def test_loading_is_skipped_where_computing_is_faster(tmp_path: Path) -> None:
+    with rank(settings(tmp_path, host=16)) as one:
+        one.offload(PROMPT)
+        for tokens in range(16, 160, 16):
+            one.tiers.costs.observe_prefill(tokens, 0, tokens * 0.001)
+            one.tiers.costs.observe_load("host", tokens // 16, tokens * 1000.0)
+        assert one.match(PROMPT) == []
+        assert one.tiers.counters().rejected_blocks == 12
+
+
+def test_the_costs_learn_from_loads(tmp_path: Path) -> None:
+    with rank(settings(tmp_path, host=16)) as one:
+        one.offload(PROMPT)
+        for count in (1, 2, 6, 12):
+            one.load(range(count))
+        assert one.tiers.costs.transfer("host") is not None
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_tier_without_room_for_a_block_is_an_error(tier: str, tmp_path: Path) -> None:
+    given = settings(tmp_path, host=1, disk=1)
+    changed = {"host_bytes": 100} if tier == "host" else {"disk_bytes": 5_000}
+    fields = {name: getattr(given, name) for name in given.__slots__} | changed
+    with pytest.raises(EngineError, match=f"a {tier} tier of .* bytes has no room for one KV block of"):
+        RankTiers(type(given)(**fields), identity(), wake=lambda: None)
+
+
+def test_hit_rates_count_requests(tmp_path: Path) -> None:
+    with rank(settings(tmp_path, host=16, disk=16)) as one:
+        one.tiers.observe_request(10, 4, {"host": 2})
+        one.tiers.observe_request(10, 0, {"disk": 4})
+        counters: TierCounters = one.tiers.counters()
+        assert counters.hit_rates == {"device": 0.2, "host": 0.1, "disk": 0.2}
+
+
+def test_a_disk_tier_has_one_owner(tmp_path: Path) -> None:
+    given = settings(tmp_path, disk=16)
+    with rank(given, owner="worker-1"), pytest.raises(EngineError, match="worker-1"):
+        DrivenRank(given, owner="worker-2")

@@ -1,0 +1,490 @@
+"""KV tiers of the mock engine: real bytes are offloaded and loaded, and they decide the tokens."""
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from forebay.events.base import array_u64
+from forebay.events.control import Command
+from forebay.workers.engine import EngineError
+from forebay.workers.kv_tiers.host_memory import HostMemory
+from forebay.workers.kv_tiers.settings import TierSettings
+from tests.harness.tier_faults import SUFFIX
+from tests.workers.pictures import shown
+from tests.workers.tiered import (
+    BLOCK_SIZE,
+    HOST,
+    PROMPT,
+    SPEC,
+    disk_of,
+    expected,
+    flipped_bytes,
+    hashes_of,
+    item_of,
+    tiered,
+)
+
+BLOCKS = hashes_of(PROMPT)
+CLEAR = Command(action="clear_kv_blocks")
+
+
+def store_of(folder: Path, **changes: Any) -> TierSettings:
+    """Return settings with a shared store only."""
+    return TierSettings(**{"store": str(folder), "io": "plain", **changes})
+
+
+@pytest.fixture(params=["host", "disk", "store"])
+def one_tier(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, TierSettings]:
+    settings = {"host": HOST, "disk": disk_of(tmp_path / "disk"), "store": store_of(tmp_path / "store")}
+    return request.param, settings[request.param]
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.rglob(f"*{SUFFIX}"))
+
+
+async def test_blocks_are_loaded_from_each_tier(one_tier: tuple[str, TierSettings]) -> None:
+    tier, settings = one_tier
+    tokens = await expected(item_of("a"))
+    async with tiered(settings) as one:
+        assert await one.ask(item_of("a")) == tokens
+        await one.has(tier, BLOCKS)
+        one.forget()
+        assert await one.ask(item_of("b")) == tokens
+        assert one.onboarded("a") == {}
+        assert one.onboarded("b") == {tier: 16}
+        assert one.cached("b") == 16
+        await one.idle()
+
+
+@pytest.mark.parametrize("kind", ["disk", "store"])
+async def test_blocks_are_moved_by_nixl(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("nixl_cu12", reason="NIXL is not installed")
+    settings = disk_of(tmp_path, io="nixl") if kind == "disk" else store_of(tmp_path, io="nixl")
+    async with tiered(settings) as one:
+        tokens = await one.ask(item_of("a"))
+        await one.has(kind, BLOCKS)
+        one.forget()
+        assert await one.ask(item_of("b")) == tokens
+        assert one.onboarded("b") == {kind: 16}
+
+
+async def test_failed_tiers_break_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unexpected error must not leave a request waiting for its load."""
+    async with tiered(HOST) as one:
+        await one.ask(item_of("a"))
+        monkeypatch.setattr(one.tiers().tiers, "poll", lambda: 1 // 0)
+        one.engine.submit(item_of("b", [9, *PROMPT]))
+        with pytest.raises(ExceptionGroup) as raised:
+            await one.until(lambda: False)
+        assert raised.group_contains(ZeroDivisionError)
+
+
+async def test_blocks_in_device_memory_are_not_loaded(one_tier: tuple[str, TierSettings]) -> None:
+    tier, settings = one_tier
+    async with tiered(settings) as one:
+        await one.ask(item_of("a", PROMPT[:10]))
+        await one.has(tier, BLOCKS[:2])
+        await one.ask(item_of("b"))
+        await one.has(tier, BLOCKS)
+        assert one.onboarded("b") == {}
+        one.forget()
+        await one.ask(item_of("c", PROMPT[:10]))
+        await one.ask(item_of("d"))
+        assert (one.onboarded("c"), one.onboarded("d")) == ({tier: 8}, {tier: 8})
+        assert one.cached("d") == 16
+
+
+async def test_the_last_token_of_a_prompt_is_always_computed(one_tier: tuple[str, TierSettings]) -> None:
+    tier, settings = one_tier
+    prompt = PROMPT[:16]
+    async with tiered(settings) as one:
+        tokens = await one.ask(item_of("a", prompt))
+        await one.has(tier, BLOCKS[:4])
+        one.forget()
+        assert await one.ask(item_of("b", prompt)) == tokens
+        assert one.onboarded("b") == {tier: 12}
+
+
+async def test_a_second_turn_loads_the_output_of_the_first(one_tier: tuple[str, TierSettings]) -> None:
+    tier, settings = one_tier
+    async with tiered(settings) as one:
+        output = await one.ask(item_of("a", max_tokens=12))
+        prompt = [*PROMPT, *output, 7, 7, 7]
+        await one.has(tier, hashes_of(prompt)[:7])  # the KV of the last token is never computed
+        one.forget()
+        tokens = await one.ask(item_of("b", prompt))
+        assert one.onboarded("b") == {tier: 28}
+        assert tokens == await expected(item_of("b", prompt))
+
+
+async def test_a_restarted_engine_loads_from_its_disk(tmp_path: Path) -> None:
+    tokens = await expected(item_of("a"))
+    async with tiered(disk_of(tmp_path)) as one:
+        await one.ask(item_of("a"))
+        await one.has("disk", BLOCKS)
+    async with tiered(disk_of(tmp_path)) as one:
+        assert {*BLOCKS} <= one.held()
+        assert await one.ask(item_of("b")) == tokens
+        assert one.onboarded("b") == {"disk": 16}
+
+
+async def test_an_engine_loads_what_another_one_has_computed(tmp_path: Path) -> None:
+    tokens = await expected(item_of("a"))
+    other = msgspec.structs.replace(SPEC, worker_id="w2")
+    async with tiered(store_of(tmp_path)) as one, tiered(store_of(tmp_path), other) as two:
+        assert one.spec.kv_store == two.spec.kv_store != ""
+        await one.ask(item_of("a"))
+        await one.has("store", BLOCKS)
+        assert two.engine.stored() == [], "it was opened before the blocks were written"
+        # The owner tells in the item that the store has the blocks.
+        assert await two.ask(item_of("b", store_blocks=4)) == tokens
+        assert two.onboarded("b") == {"store": 16}
+    async with tiered(store_of(tmp_path)) as three:
+        assert {*BLOCKS} <= {*three.engine.stored()}
+        assert await three.ask(item_of("c")) == tokens
+        assert three.onboarded("c") == {"store": 16}
+
+
+async def test_a_hint_about_missing_blocks_is_a_miss(tmp_path: Path) -> None:
+    async with tiered(store_of(tmp_path)) as one:
+        assert await one.ask(item_of("a", store_blocks=4)) == await expected(item_of("a"))
+        assert one.onboarded("a") == {}
+        await one.until(lambda: any(change.stale for batch in one.batches for change in batch.store_changes))
+
+
+async def test_a_store_is_not_shared_with_another_model(tmp_path: Path) -> None:
+    other = msgspec.structs.replace(SPEC, model="other")
+    async with tiered(store_of(tmp_path)) as one, tiered(store_of(tmp_path), other) as two:
+        await one.ask(item_of("a"))
+        await one.has("store", BLOCKS)
+        assert one.spec.kv_store != two.spec.kv_store
+        await two.ask(item_of("b", store_blocks=4))
+        assert two.onboarded("b") == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"cache_namespace": "tenant"}, {"lora_name": "law"}, {"media": (shown((255, 0, 0), 0),)}],
+    ids=["salt", "adapter", "media"],
+)
+async def test_other_salts_adapters_and_images_have_other_blocks(
+    change: dict[str, Any], one_tier: tuple[str, TierSettings]
+) -> None:
+    tier, settings = one_tier
+    spec = msgspec.structs.replace(SPEC, loras=("law",))
+    async with tiered(settings, spec) as one:
+        plain = await one.ask(item_of("a"))
+        await one.has(tier, BLOCKS)
+        one.forget()
+        special = await one.ask(item_of("b", **change))
+        assert one.onboarded("b") == {}
+        await one.has(tier, array_u64(item_of("b", **change).sequence_hashes))
+        one.forget()
+        assert await one.ask(item_of("c", **change)) == special
+        assert await one.ask(item_of("d")) == plain
+        assert (one.onboarded("c"), one.onboarded("d")) == ({tier: 16}, {tier: 16})
+
+
+async def test_blocks_before_an_image_are_shared(one_tier: tuple[str, TierSettings]) -> None:
+    tier, settings = one_tier
+    red, blue = shown((255, 0, 0), 8), shown((0, 0, 255), 8)
+    async with tiered(settings) as one:
+        first = await one.ask(item_of("a", media=(red,)))
+        await one.has(tier, BLOCKS[:2])
+        await one.idle()
+        one.forget()
+        second = await one.ask(item_of("b", media=(blue,)))
+        assert one.onboarded("b") == {tier: 8}
+        assert first != second == await expected(item_of("b", media=(blue,)))
+
+
+async def test_an_adapter_of_the_same_name_from_another_directory_has_other_blocks(tmp_path: Path) -> None:
+    async with tiered(HOST) as one:
+        for number, name in enumerate("abb"):
+            folder = tmp_path / name
+            folder.mkdir(exist_ok=True)
+            await one.engine.command(Command(action="load_lora", lora_name="law", lora_path=str(folder)))
+            await one.ask(item_of(f"r{number}", lora_name="law"))
+            await one.idle()
+            one.forget()
+            await one.engine.command(Command(action="unload_lora", lora_name="law"))
+        assert [one.onboarded(f"r{number}") for number in range(3)] == [{}, {}, {"host": 16}]
+
+
+async def test_the_tokens_depend_on_every_byte_that_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flips = flipped_bytes(monkeypatch)
+    async with tiered(disk_of(tmp_path)) as one:
+        tokens = await one.ask(item_of("a"))
+        await one.has("disk", BLOCKS)
+        found = []
+        for at, flips[:] in enumerate([[], [(0, 0)], [(1, 7)], [(2, 31)], [(3, 12), (0, 3)]]):
+            one.forget()
+            found.append(await one.ask(item_of(f"b{at}")))
+            assert one.onboarded(f"b{at}") == {"disk": 16}
+        assert found[0] == tokens
+        assert len({*map(tuple, found)}) == len(found)
+
+
+async def test_the_tokens_depend_on_every_byte_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory has no checksums, like device memory, so a wrong byte gives wrong tokens."""
+    flips: list[int] = []
+    copy_out = HostMemory.copy_out
+
+    def flipped(memory: HostMemory, slot: int, target: memoryview) -> None:
+        copy_out(memory, slot, target)
+        for offset in flips:
+            target[offset] ^= 1
+
+    monkeypatch.setattr(HostMemory, "copy_out", flipped)
+    async with tiered(HOST) as one:
+        tokens = await one.ask(item_of("a"))
+        await one.has("host", BLOCKS)
+        for at, flips[:] in enumerate([[], [31], []]):
+            one.forget()
+            assert (await one.ask(item_of(f"b{at}")) == tokens) == (not flips)
+            assert one.onboarded(f"b{at}") == {"host": 16}
+
+
+@pytest.mark.parametrize("change", ["flip", "truncate", "delete", "foreign"])
+@pytest.mark.parametrize("kind", ["disk", "store"])
+async def test_damaged_files_are_misses(kind: str, change: str, tmp_path: Path) -> None:
+    settings = disk_of(tmp_path) if kind == "disk" else store_of(tmp_path)
+    tokens = await expected(item_of("a"))
+    async with tiered(settings) as one:
+        await one.ask(item_of("a"))
+        await one.has(kind, BLOCKS)
+        (file,) = (file for file in files_of(tmp_path) if f"{BLOCKS[2]:016x}" in file.name)
+        (other,) = (file for file in files_of(tmp_path) if f"{BLOCKS[1]:016x}" in file.name)
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 128
+        match change:
+            case "flip":
+                file.write_bytes(content)
+            case "truncate":
+                file.write_bytes(content[:-1])
+            case "delete":
+                file.unlink()
+            case _:
+                file.write_bytes(other.read_bytes())
+        one.forget()
+        assert await one.ask(item_of("b")) == tokens
+        assert one.onboarded("b") == {kind: 8}, "the blocks before the damaged one"
+        # The block was computed and stored again.
+        await one.until(lambda: file.exists() and file.read_bytes() != bytes(content))
+        await one.has(kind, BLOCKS)
+        one.forget()
+        assert await one.ask(item_of("c")) == tokens
+        assert one.onboarded("c") == {kind: 16}
+
+
+async def test_blocks_are_offloaded_when_they_are_evicted(tmp_path: Path) -> None:
+    settings = disk_of(tmp_path, write="eviction")
+    async with tiered(settings) as one:
+        tokens = await one.ask(item_of("a"))
+        assert one.content("disk") == set()
+        for number in range(20):  # 64 blocks in device memory
+            await one.ask(item_of(f"other{number}", [number + 100] * 3 + PROMPT))
+        await one.has("disk", BLOCKS)
+        assert await one.ask(item_of("b")) == tokens
+        assert one.onboarded("b") == {"disk": 16}
+
+
+async def test_the_filter_of_the_disk_accepts_blocks_that_are_used_again(tmp_path: Path) -> None:
+    settings = TierSettings(host_bytes=HOST.host_bytes, disk=tmp_path, disk_bytes=1 << 20, io="plain")
+    async with tiered(settings) as one:
+        await one.ask(item_of("a"))
+        await one.has("host", BLOCKS)
+        await one.ask(item_of("b", PROMPT[:10]))  # its two blocks are in device memory
+        await one.has("disk", BLOCKS[:2])
+        assert one.content("disk") == {*BLOCKS[:2]}
+        assert (one.cached("b"), one.onboarded("b")) == (8, {})
+
+
+async def test_blocks_are_copied_to_host_memory_while_a_request_waits(tmp_path: Path) -> None:
+    async with tiered(disk_of(tmp_path)) as one:
+        tokens = await one.ask(item_of("a"))
+        await one.has("disk", BLOCKS)
+    settings = disk_of(tmp_path, host_bytes=HOST.host_bytes)
+    async with tiered(settings) as one:
+        await one.engine.command(Command(action="pause"))
+        one.engine.submit(item_of("b"))
+        await one.has("host", BLOCKS)
+        await one.engine.command(Command(action="resume"))
+        await one.ended("b")
+        assert one.tokens("b") == tokens
+        assert one.onboarded("b") == {"host": 16}
+
+
+async def test_metrics_show_what_was_moved(tmp_path: Path) -> None:
+    settings = disk_of(tmp_path, host_bytes=HOST.host_bytes, filter=False)
+    async with tiered(settings) as one:
+        await one.ask(item_of("a"))
+        await one.has("disk", BLOCKS)
+        one.forget()
+        await one.ask(item_of("b"))
+        (collector,) = one.engine.collectors()
+        found = {
+            sample.name: sample.value
+            for metric in collector.collect()
+            for sample in metric.samples
+            if sample.labels.get("worker_id") == "w1"
+        }
+        assert found["kvbm_matched_tokens"] == 16
+        assert found["kvbm_offload_blocks_d2h"] == found["kvbm_offload_blocks_h2d"] == len(one.content("host"))
+        assert (found["kvbm_onboard_blocks_h2d"], found["kvbm_onboard_blocks_d2d"]) == (4, 0)
+        assert found["kvbm_host_cache_hit_rate"] == 0.5, "four of eight blocks"
+
+
+async def test_ranks_have_their_own_tiers(tmp_path: Path) -> None:
+    settings = TierSettings(
+        host_bytes=HOST.host_bytes, disk=tmp_path / "disk", disk_bytes=1 << 20, filter=False, io="plain"
+    )
+    spec = msgspec.structs.replace(SPEC, dp_size=2)
+    async with tiered(settings, spec, dp_size=2) as one:
+        await one.ask(item_of("a", rank=1))
+        for tier in ("host", "disk"):
+            await one.has(tier, BLOCKS, rank=1)
+            assert one.content(tier, rank=0) == set()
+        one.forget()
+        await one.ask(item_of("b", rank=0))
+        await one.ask(item_of("c", rank=1))
+        assert (one.onboarded("b"), one.onboarded("c")) == ({}, {"host": 16})
+    assert sorted(folder.name for folder in (tmp_path / "disk").iterdir()) == ["rank-0", "rank-1"]
+
+
+async def test_a_disk_belongs_to_one_engine(tmp_path: Path) -> None:
+    async with tiered(disk_of(tmp_path)):
+        with pytest.raises(EngineError, match="A disk tier belongs to one worker rank"):
+            async with tiered(disk_of(tmp_path)):
+                pass
+
+
+async def test_clearing_the_cache_clears_host_and_disk_but_not_the_store(tmp_path: Path) -> None:
+    settings = TierSettings(
+        host_bytes=HOST.host_bytes,
+        disk=tmp_path / "disk",
+        disk_bytes=1 << 20,
+        store=str(tmp_path / "store"),
+        filter=False,
+        io="plain",
+    )
+    async with tiered(settings) as one:
+        tokens = await one.ask(item_of("a"))
+        for tier in ("host", "disk", "store"):
+            await one.has(tier, BLOCKS)
+        await one.idle()
+        await one.engine.command(CLEAR)
+        await one.until(lambda: not one.content("host") | one.content("disk") | one.content("device"))
+        assert {*BLOCKS} <= one.store()
+        assert await one.ask(item_of("b")) == tokens
+        assert one.onboarded("b").keys() <= {"store", "host"}  # a prefetch may have copied blocks to host memory
+        assert sum(one.onboarded("b").values()) == 16
+
+
+async def test_a_sleeping_engine_keeps_its_tiers() -> None:
+    async with tiered(HOST) as one:
+        tokens = await one.ask(item_of("a"))
+        await one.has("host", BLOCKS)
+        await one.engine.command(Command(action="sleep"))
+        await one.engine.command(Command(action="wake_up"))
+        assert await one.ask(item_of("b")) == tokens
+        assert one.onboarded("b") == {"host": 16}
+        assert {*BLOCKS} <= one.content("host"), "the blocks are announced again"
+
+
+async def test_a_reset_keeps_the_tiers(tmp_path: Path) -> None:
+    settings = disk_of(tmp_path)
+    async with tiered(settings) as one:
+        tokens = await one.ask(item_of("a"))
+        await one.has("disk", BLOCKS)
+        one.engine.submit(item_of("dropped"))
+        one.engine.reset()
+        assert one.engine.requests() == {}
+        assert {*BLOCKS} <= one.held()
+        assert await one.ask(item_of("b")) == tokens
+        assert one.onboarded("b") == {"disk": 16}
+
+
+async def test_measured_costs_are_reported(tmp_path: Path) -> None:
+    async with tiered(disk_of(tmp_path)) as one:
+        for number in range(6):
+            await one.ask(item_of(f"a{number}", [number, *PROMPT]))
+        await one.has("disk", hashes_of([5, *PROMPT]))
+        one.forget()
+        for number in range(6):
+            await one.ask(item_of(f"b{number}", [number, *PROMPT]))
+        costs = one.batches[-1].tier_costs
+        assert costs is not None
+        assert costs.prefill_block_us == pytest.approx(BLOCK_SIZE * 2_000, rel=0.1), "20 ms per token at tenfold speed"
+        assert [cost.tier for cost in costs.tiers] == ["disk"]
+
+
+async def test_an_engine_without_tiers_reports_none() -> None:
+    async with tiered(None) as one:
+        await one.ask(item_of("a"))
+        assert one.spec.kv_store == ""
+        assert [batch.tier_costs for batch in one.batches if batch.tier_costs] == []
+        assert (one.engine.stored(), one.engine.held_in_tiers(0), one.engine.collectors()) == ([], (), ())
+
+
+async def test_a_retried_request_continues_after_its_output(tmp_path: Path) -> None:
+    item = item_of("a", max_tokens=8)
+    tokens = await expected(item)
+    async with tiered(disk_of(tmp_path)) as one:
+        await one.ask(item_of("other"))
+        await one.has("disk", hashes_of([*PROMPT, *tokens])[:5])
+        one.forget()
+        again = item_of("a", [*PROMPT, *tokens[:3]], 5, attempt=2, output_tokens=3)
+        assert await one.ask(again) == tokens[3:]
+        assert one.onboarded("a") == {"disk": 20}, "the other request had the same output"
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_nothing_is_left_after_random_histories(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    settings = TierSettings(
+        host_bytes=24 * 32,
+        disk=tmp_path / "disk",
+        disk_bytes=1 << 20,
+        store=str(tmp_path / "store"),
+        write=rng.choice(["through", "eviction"]),
+        filter=rng.random() < 0.5,
+        io="plain",
+    )
+    prompts = [[100 + number, *PROMPT[: rng.randint(3, 18)]] * rng.randint(1, 3) for number in range(6)]
+    right = [await expected(item_of("a", prompt)) for prompt in prompts]
+    async with tiered(settings) as one:
+        asked: dict[str, int] = {}
+        dropped: set[str] = set()
+        for number in range(60):
+            name, which = f"r{number}", rng.randrange(len(prompts))
+            one.engine.submit(item_of(name, prompts[which], store_blocks=rng.choice((0, 3))))
+            asked[name] = which
+            await asyncio.sleep(0)
+            match rng.randrange(10):
+                case 0:
+                    name = rng.choice([*asked])
+                    one.engine.cancel(name)
+                    dropped.add(name)
+                case 1:
+                    one.forget()
+                case 2:
+                    one.engine.reset()
+                    dropped.update(asked)
+                case 3:
+                    await one.engine.command(Command(action="sleep"))
+                    await one.engine.command(Command(action="wake_up"))
+                case 4:
+                    await one.until(lambda: len(one.engine.requests()) < 3)
+        await one.idle()
+        for name, which in asked.items():
+            tokens = one.tokens(name)
+            assert tokens == right[which][: len(tokens)]
+            assert name in dropped or len(tokens) == 6
+        one.forget()
+        assert len(one.tiers().contents) == 0, "no request and no block in device memory"
