@@ -22,7 +22,8 @@ def block(language: str) -> str:
 
 def test_every_flag_is_documented_with_its_default_and_field() -> None:
     rows = re.findall(
-        r"^\| `--(\[no-\])?(router-[a-z-]+|active-[a-z-]+|load-aware|enforce-disagg)` \| (.*?) \| (.*?) \|",
+        r"^\| `--(\[no-\])?(router-[a-z-]+|active-[a-z-]+|load-aware|enforce-disagg|shared-cache-[a-z-]+|tier-credit)`"
+        r" \| (.*?) \| (.*?) \|",
         PAGE,
         re.MULTILINE,
     )

@@ -326,7 +326,7 @@ def test_setting_names_are_unambiguous() -> None:
 @pytest.mark.parametrize("mode", sorted(BLIND_MODES - {"direct"}))
 def test_cost_settings_are_ignored_by_modes_without_costs(trace: Path, mode: str) -> None:
     plain = ["simulate", str(trace), "--json", "--workers", "3", "--kv-blocks", "512", "--policy"]
-    other = {"selection_policy": "lmetric"}
+    other = {"selection_policy": "lmetric", "tier_credit": "measured"}
     changed = ",".join(f"{name}={other.get(name, '0.6')}" for name in COST_SETTINGS)
     figures = [
         next(iter(json.loads(CliRunner().invoke(app, [*plain, text]).stdout)["policies"].values()))

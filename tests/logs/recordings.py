@@ -19,6 +19,7 @@ REPRESENTATIVE = (
     "overload",
     "own-policy",
     "resync",
+    "shared-store",
     "suspect-and-draining",
     "take-over",
     "undecodable",

@@ -29,7 +29,8 @@ from forebay.events.decisions import (
     SnapshotTaken,
 )
 from forebay.events.fleet import WorkerDraining, WorkerJoined, WorkerLost, WorkerRecovered, WorkerSuspect
-from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
+from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared, StoreBlocksRemoved
+from forebay.events.metrics import TierCostsMeasured
 from forebay.events.progress import (
     EncodeFailed,
     EncodeFinished,
@@ -202,6 +203,12 @@ CAPABILITIES: dict[str, Callable[[RecordingContent], object]] = {
         and content.hinted(lambda hints: hints.override and hints.override.temperature)
     ),
     "tiers": lambda content: content.term(lambda one: one.host_overlap) and content.term(lambda one: one.disk_overlap),
+    "shared-store": lambda content: (
+        content.term(lambda one: one.store_overlap)
+        and content.all(TierCostsMeasured)
+        and any(one.stale for one in content.all(StoreBlocksRemoved))
+        and {one.spec.kv_store for one in content.all(WorkerJoined)} == {"", "store-1", "store-2"}
+    ),
     "taints": lambda content: (
         content.term(lambda one: one.taint_factor != 1.0)
         and content.rejected("no_eligible_worker")

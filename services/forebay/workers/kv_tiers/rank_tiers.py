@@ -37,7 +37,7 @@ OWN_TIERS: tuple[Literal["host", "disk"], ...] = (
     "disk",
 )  # in the order of their speed; the shared store belongs to no worker
 KNOWN_MAX = 1_000_000  # blocks of the shared store that a rank remembers, about 300 bytes each
-WRITE_BYTES = 256 << 20  # in flight to one tier: what a disk writes in a second or less
+WRITE_BYTES = 2 << 30  # in flight to one tier: a prompt of 12,000 tokens of a large model; a disk writes it in a second
 WRITES_MAX = 1024  # blocks, if they are small
 WRITES_MIN = 16  # blocks, if they are large
 TICK_S = 600.0  # as in KVBM, a block must be offered twice within ten minutes to pass the filter

@@ -76,7 +76,7 @@ class IndexScan:
             elif self._ahead:
                 left -= self._see(*self._ahead[0])
             elif self._open:
-                # In the order of opening: a restored index assigns bits in this order, so its snapshot has the same order.
+                # In the order of opening: a restored index assigns bits in this order, so its snapshot is the same.
                 key = next(iter(self._open))
                 self._fill(key, self._open.pop(key))
             else:
