@@ -18,6 +18,7 @@ import pytest_asyncio
 
 from forebay.events.base import unpack_u64
 from forebay.events.control import Command
+from forebay.events.metrics import TierCosts
 from forebay.workers.engine import EngineError
 from forebay.workers.engines.vllm.engine import VllmEngine
 from forebay.workers.kv_tiers.settings import TierSettings
@@ -126,6 +127,19 @@ async def test_prompts_and_answers_are_loaded_from_host_memory(hosted: Driven) -
     assert hosted.metric("kvbm_matched_tokens") == BLOCK * hosted.metric("kvbm_onboard_blocks_h2d")
     assert hosted.metric("kvbm_offload_blocks_d2h") > 4 * KV_BLOCKS // 3
     assert 0 < hosted.metric("kvbm_host_cache_hit_rate") < 1
+
+
+async def test_durations_of_loads_and_prefills_are_measured(hosted: Driven) -> None:
+    def costs() -> TierCosts:
+        return hosted.batches[-1].tier_costs or TierCosts(prefill_block_us=0.0)
+
+    for prompt in prompts(5, 13):
+        for seed in (14, 15):
+            await hosted.ask(prompt, 2)
+            await displace(hosted, seed)
+    await hosted.until(lambda: costs().prefill_block_us > 0 and [one.tier for one in costs().tiers] == ["host"])
+    (host,) = costs().tiers
+    assert host.fixed_us + 12 * host.block_us < 12 * costs().prefill_block_us, "so the tests below load"
 
 
 async def test_tenants_and_adapters_share_no_blocks(hosted: Driven) -> None:

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -216,17 +215,14 @@ class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs witho
         self.tier_rank.schedule(scheduled, lambda request_id: state.resolve_block_ids(request_id)[0])
         return TierMetadata(idle=not scheduled)
 
-    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """Note the end of a step."""
-        self.tier_rank.step_ended()
-
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request. Its blocks can be freed, because blocks that are being copied have another reference."""
         self.tier_rank.finish(request.request_id)
         return False, None
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return the changes of the tiers since the last call as KV events of vLLM."""
+        """Return the changes of the tiers since the last call as KV events of vLLM. Called at the end of each step."""
+        self.tier_rank.step_ended()
         return cache_events(*self.tier_rank.take_changes(), block_size=self._vllm_config.cache_config.block_size)
 
     def has_pending_block_frees(self) -> bool:
