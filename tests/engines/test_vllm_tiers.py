@@ -138,8 +138,6 @@ async def test_durations_of_loads_and_prefills_are_measured(hosted: Driven) -> N
             await hosted.ask(prompt, 2)
             await displace(hosted, seed)
     await hosted.until(lambda: costs().prefill_block_us > 0 and [one.tier for one in costs().tiers] == ["host"])
-    (host,) = costs().tiers
-    assert host.fixed_us + 12 * host.block_us < 12 * costs().prefill_block_us, "so the tests below load"
 
 
 async def test_tenants_and_adapters_share_no_blocks(hosted: Driven) -> None:
