@@ -51,8 +51,14 @@ async def control(cluster: Cluster, *arguments: str) -> tuple[int, dict[str, str
 
 
 async def complete(cluster: Cluster, client: httpx.AsyncClient, ingress: str, model: str) -> httpx.Response:
+    """Return the response, once the ingress knows the adapters of all models: until then the response is 503."""
     body = {"model": model, "prompt": prompt(1), "max_tokens": 1}
-    return await client.post(f"{cluster.urls[ingress]}/v1/completions", json=body)
+
+    async def answered() -> httpx.Response | None:
+        answer = await client.post(f"{cluster.urls[ingress]}/v1/completions", json=body)
+        return None if answer.status_code == 503 and "adapters_unknown" in answer.text else answer
+
+    return await cluster.processes.until(f"{ingress} knows the adapters", answered)
 
 
 async def sent(cluster: Cluster, action: str) -> bool:
