@@ -21,7 +21,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CACHE_ROOT": str(
         Path(sys.prefix) / "cache" / "vllm"
-    ),  # what it knows of a model class costs 10 s to find out
+    ),  # finding out about a model class takes 10 s
 }
 BLOCK = 32
 KV_BLOCKS = 40
