@@ -235,9 +235,9 @@ def test_recordings_have_the_hits_and_holders_of_their_prompts(name: str) -> Non
                 reported = world.index.overlaps(array("Q", run))
                 expected = {key: sum(one) for key, one in reported.items() if sum(one) > node.depth}
                 shown = {
-                    (one.worker_id, one.rank): node.depth + one.device_blocks + one.host_blocks + one.disk_blocks
+                    (one.worker_id, one.rank): node.depth + blocks
                     for one in node.holders
-                    if one.device_blocks + one.host_blocks + one.disk_blocks
+                    if (blocks := one.device_blocks + one.host_blocks + one.disk_blocks + one.store_blocks)
                 }
                 assert shown == expected
 

@@ -1,15 +1,19 @@
 """Explanations of prompts whose tokens come from several tiers: sources, durations, and what loading saved."""
 
+from io import StringIO
 from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
+from forebay.cli.replay.at_view import facts_table
 from forebay.core.world import World
 from forebay.events.base import pack_u64
 from forebay.events.kv import StoreBlocksAdded, StoreBlocksRemoved
 from forebay.events.metrics import TierCost, TierCosts, TierCostsMeasured
 from forebay.events.progress import FirstTokenEmitted, OnboardedTokens, PrefillFinished, RequestFinished
+from forebay.replay.at import seek
 from forebay.replay.explain.event_text import describe_event
 from forebay.replay.explain.token_sources import saved_us, tokens_by_source
 from tests.core.worlds import BLOCK, PROMPTS, joined, pool, prefilled_by, request
@@ -138,3 +142,18 @@ def test_events_of_tiers_are_described() -> None:
     assert describe_event(TierCostsMeasured(worker_id="a", worker_epoch=0, costs=TierCosts(prefill_block_us=0.0))) == (
         "a/0: 0 µs to compute a block; µs to load, and per block: none"
     )
+
+
+async def test_a_moment_has_stores_and_measured_costs() -> None:
+    made = recorded()
+    measure(made, "b")
+    made.seal()
+    log = await made.log()
+    moment = await (await seek(log, 0)).moment()
+    log.close()
+    assert moment.stores == {"s": 8}
+    assert [worker.kv_store for worker in moment.workers] == ["s", "s"]
+    assert [rank.costs for rank in moment.ranks] == [None, COSTS]
+    console = Console(width=100, record=True, file=StringIO())
+    console.print(facts_table(moment))
+    assert "shared store s  8 blocks" in console.export_text()

@@ -15,6 +15,7 @@ from forebay.core.world import World
 from forebay.events.base import hex_digest
 from forebay.events.control import BusyThresholds, DisaggConfig, QueuePolicy, RouterConfig
 from forebay.events.fleet import WorkerLost
+from forebay.events.metrics import TierCosts
 from forebay.events.snapshots import IndexCursor
 
 
@@ -49,7 +50,11 @@ class PoolFacts(Fact, frozen=True, kw_only=True):
 
 
 class WorkerFacts(Fact, frozen=True, kw_only=True):
-    """One worker of the fleet."""
+    """One worker of the fleet.
+
+    Attributes:
+        kv_store: name of the shared store that the worker reads; empty if it reads none.
+    """
 
     worker_id: str
     worker_epoch: int
@@ -62,6 +67,7 @@ class WorkerFacts(Fact, frozen=True, kw_only=True):
     kv_events: bool
     taints: tuple[str, ...]
     loras: tuple[str, ...]
+    kv_store: str = ""
 
 
 class ReportFacts(Fact, frozen=True, kw_only=True):
@@ -97,6 +103,7 @@ class RankFacts(Fact, frozen=True, kw_only=True):
         resync: whether the worker was asked to re-announce its cache.
         approximate_blocks: blocks assumed cached from routing, for ranks without KV events.
         predicted_blocks: blocks assumed cached until KV events confirm them.
+        costs: measured durations of loading and computing blocks; None if the rank reported none.
     """
 
     worker_id: str
@@ -111,6 +118,7 @@ class RankFacts(Fact, frozen=True, kw_only=True):
     resync: bool
     approximate_blocks: int
     predicted_blocks: int
+    costs: TierCosts | None = None
 
 
 class LossFacts(Fact, frozen=True, kw_only=True):
@@ -248,6 +256,7 @@ class Moment(Fact, frozen=True, kw_only=True):
         queues: queue classes of every pool.
         requests: active requests, oldest first.
         sessions: number of sessions.
+        stores: number of blocks of each shared store, by name.
         unverified: number of records and events that the derivation skipped, by the kind of problem.
         later: number of events after the record, as far as known.
     """
@@ -269,6 +278,7 @@ class Moment(Fact, frozen=True, kw_only=True):
     sessions: int
     unverified: dict[str, int]
     later: LaterFacts = LaterFacts()
+    stores: dict[str, int] = {}
 
 
 def pools_of(world: World) -> list[PoolFacts]:
@@ -304,6 +314,7 @@ def workers_of(world: World) -> list[WorkerFacts]:
             kv_events=worker.spec.kv_events,
             taints=worker.spec.taints,
             loras=worker.spec.loras,
+            kv_store=worker.spec.kv_store,
         )
         for worker in world.fleet.workers()
     ]
@@ -385,6 +396,7 @@ def _rank(world: World, cursor: IndexCursor) -> RankFacts:
         resync=cursor.resync,
         approximate_blocks=world.routed.blocks_held(worker_id, rank),
         predicted_blocks=world.predicted.blocks_held(worker_id, rank),
+        costs=load.costs,
     )
 
 
@@ -436,4 +448,5 @@ def moment_of(
         requests=requests_of(world, timeouts_us),
         sessions=len(world.sessions),
         unverified=unverified,
+        stores=world.index.stores.sizes(),
     )

@@ -42,6 +42,7 @@ def facts_table(moment: Moment) -> Table:
         ("state digest", moment.digest),
         ("requests", f"{len(moment.requests)} active, {waiting} of them queued; {moment.sessions} sessions"),
         *((f"pool {pool.pool}", _pool(pool)) for pool in moment.pools),
+        *((f"shared store {name}", f"{blocks:,} blocks") for name, blocks in moment.stores.items()),
     ]
     return _table(("item", "value"), rows, {"item", "value"}, show_header=False)
 

@@ -12,6 +12,7 @@ class CacheHolder(Fact, frozen=True, kw_only=True):
         device_blocks: leading blocks of the run in device memory, according to KV events.
         host_blocks: further leading blocks of the run in host memory, according to KV events.
         disk_blocks: further leading blocks of the run on disk, according to KV events.
+        store_blocks: further leading blocks of the run in the shared store of the worker.
         assumed_blocks: leading blocks of the run that the router assumes in device memory, because it routed a prompt
             with them to the rank; 0 if this number is not larger than `device_blocks`.
     """
@@ -21,6 +22,7 @@ class CacheHolder(Fact, frozen=True, kw_only=True):
     device_blocks: int
     host_blocks: int
     disk_blocks: int
+    store_blocks: int = 0
     assumed_blocks: int = 0
 
 

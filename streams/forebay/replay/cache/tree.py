@@ -330,16 +330,18 @@ class _View:
         for key in sorted({*reported, *assumed}):
             overlap = reported.get(key, NO_OVERLAP)
             on_host = overlap.device + overlap.host
-            ends = overlap.device, on_host, on_host + overlap.disk
-            device, host, disk = (max(0, end - node.start) for end in ends)
+            on_disk = on_host + overlap.disk
+            ends = overlap.device, on_host, on_disk, on_disk + overlap.store
+            device, host, disk, store = (max(0, end - node.start) for end in ends)
             more = max(0, assumed.get(key, 0) - node.start)
-            if disk or more:
+            if store or more:
                 holder = CacheHolder(
                     worker_id=key[0],
                     rank=key[1],
                     device_blocks=device,
                     host_blocks=host - device,
                     disk_blocks=disk - host,
+                    store_blocks=store - disk,
                     assumed_blocks=more if more > device else 0,
                 )
                 found.append(holder)

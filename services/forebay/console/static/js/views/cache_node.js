@@ -137,11 +137,12 @@ function showHolders(element, { holders, omitted_holders, blocks }) {
  * @param {any} holder
  * @param {number} blocks blocks of the run
  */
-function textOf({ worker_id, rank, device_blocks, host_blocks, disk_blocks }, blocks) {
+function textOf({ worker_id, rank, device_blocks, host_blocks, disk_blocks, store_blocks }, blocks) {
   const name = rank ? `${worker_id}/${rank}` : worker_id;
   const lower = [
     ...(host_blocks ? [`${whole(host_blocks)} on host`] : []),
     ...(disk_blocks ? [`${whole(disk_blocks)} on disk`] : []),
+    ...(store_blocks ? [`${whole(store_blocks)} in the store`] : []),
   ];
   const isWhole = device_blocks === blocks;
   const device = isWhole ? `${whole(blocks)}` : `${whole(device_blocks)} of ${whole(blocks)}`;
