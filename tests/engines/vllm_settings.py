@@ -19,9 +19,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CACHE_ROOT": str(
-        Path(sys.prefix) / "cache" / "vllm"
-    ),  # finding out about a model class takes 10 s
+    "VLLM_CACHE_ROOT": str(Path(sys.prefix) / "cache" / "vllm"),  # finding out about a model class takes 10 s
 }
 BLOCK = 32
 KV_BLOCKS = 40
