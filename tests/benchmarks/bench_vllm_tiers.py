@@ -31,7 +31,7 @@ from forebay.workers.engines.vllm.engine import VllmEngine
 from forebay.workers.engines.vllm.tiers.configuration import TierConfig
 from forebay.workers.kv_tiers.settings import TierSettings
 from tests.engines.driven import Driven, driven
-from tests.engines.vllm_settings import SPEC
+from tests.engines.vllm_settings import ENVIRONMENT, SPEC
 from tests.harness.models.make_tiny_model import VOCABULARY
 from tests.harness.s3_process import s3_server, use_credentials
 
@@ -279,6 +279,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     use_credentials()
+    os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory() as temporary, s3_server(BUCKET) as bucket:
         root = Path(temporary)
         model = arguments.model

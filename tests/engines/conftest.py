@@ -5,32 +5,20 @@ Runs in `.venv-engines` (`make test-engines`); elsewhere every test is skipped w
 
 import importlib.util
 import os
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 
 from tests.engines.oracle import Transformers
+from tests.engines.vllm_settings import ENVIRONMENT
 from tests.integration.conftest import kafka, local_kafka, redis_url
 
 __all__ = ["kafka", "local_kafka", "redis_url"]  # fixtures: the parts are those of the integration tests
 
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 300  # of one test; starting engines is in the first one's
-# Read when torch and vLLM are imported, here and in the processes that tests start.
-os.environ.update(
-    HF_HUB_OFFLINE="1",
-    TRANSFORMERS_OFFLINE="1",
-    VLLM_NO_USAGE_STATS="1",
-    DO_NOT_TRACK="1",
-    VLLM_HOST_IP="127.0.0.1",
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    OMP_NUM_THREADS="1",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CACHE_ROOT=str(Path(sys.prefix) / "cache" / "vllm"),  # what it knows of a model class costs 10 s to find out
-)
+os.environ.update(ENVIRONMENT)  # also of the processes that tests start
 MISSING = [name for name in ("torch", "transformers", "vllm") if importlib.util.find_spec(name) is None]
 
 
