@@ -1,10 +1,12 @@
 """Pause, kill and restart brokers with their data, and place the leaders of partitions on one broker."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import KafkaError, for_code
@@ -36,8 +38,11 @@ class StoppableBroker:
         return pid_of(self.broker.data) is not None
 
     def pause(self) -> None:
-        """Pause the broker: connections stay open without responses."""
-        os.kill(self.pid(), signal.SIGSTOP)
+        """Pause the broker: connections stay open without responses. Return when all its threads have stopped."""
+        pid = self.pid()
+        os.kill(pid, signal.SIGSTOP)
+        while not _is_stopped(pid):  # a thread on another core may still respond for a moment
+            os.sched_yield()
 
     def resume(self) -> None:
         """Resume the broker."""
@@ -121,3 +126,12 @@ async def all_in_sync(settings: KafkaSettings, nodes: int) -> bool:
     """Return whether each partition has `nodes` in-sync replicas."""
     replicas = await replicas_of(settings)
     return bool(replicas) and all(len(isr) == nodes for _, isr in replicas.values())
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether all threads of a process are stopped, or the process has ended."""
+    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if thread.read_text().rpartition(")")[2].split()[0] not in "TtZX":
+                return False
+    return True
