@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 # On a busy machine generation is slow, which is not a fault of the test.
 UNHURRIED = [HealthCheck.too_slow]
-EXAMPLES = {"quick": 20, "full": 100, "explore": 1_000}
+EXAMPLES = {"quick": 20, "full": 60, "explore": 1_000}
 TIMEOUT_S = {"quick": 120, "full": 300, "explore": 7_200}  # per Hypothesis test
 EXAMPLES_MIN = 5
 
