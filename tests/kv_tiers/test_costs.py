@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.events.metrics import TierCosts
 from forebay.kv_tiers.costs import PROBE_EVERY, CostModel
 from forebay.kv_tiers.manager import LowerTier, TierRun
 
@@ -34,6 +35,15 @@ def test_costs_without_noise_are_found_exactly() -> None:
     assert (one.prefill.token_us, one.prefill.attended_us, one.prefill.fixed_us) == pytest.approx(
         (11, 0.002, 500), rel=1e-3
     )
+
+
+def test_an_event_has_the_costs_of_measured_tiers() -> None:
+    costs = learned(250, 40, 11).measured(BLOCK)
+    assert costs.prefill_block_us == pytest.approx(11 * BLOCK, rel=1e-3)
+    (disk,) = costs.tiers
+    assert disk.tier == "disk"
+    assert (disk.fixed_us, disk.block_us) == pytest.approx((250, 40), rel=1e-3)
+    assert CostModel().measured(BLOCK) == TierCosts(prefill_block_us=0.0)
 
 
 def test_nothing_is_known_at_first() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from forebay.kv_tiers.decisions import leading_runs
 from forebay.kv_tiers.frequency import FrequencyLimits
 from forebay.kv_tiers.manager import LowerTier, TierChange, TierLimits, TierManager, TierRun, TierSet, Write
 
@@ -370,3 +371,11 @@ def test_a_search_for_room_passes_over_a_bounded_number_of_blocks_in_use() -> No
     assert one.offer(range(10_000, 10_020)) == []
     (write,) = one.offer(range(10_000, 10_020))
     assert (len(write.evicted), {*write.evicted} & {*load.keys}) == (20, set())
+
+
+def test_leading_runs_end_within_a_run() -> None:
+    runs = [TierRun("host", 3), TierRun("disk", 4), TierRun("store", 2)]
+    assert leading_runs(runs, 0) == []
+    assert leading_runs(runs, 3) == [TierRun("host", 3)]
+    assert leading_runs(runs, 5) == [TierRun("host", 3), TierRun("disk", 2)]
+    assert leading_runs(runs, 9) == runs

@@ -10,10 +10,12 @@ waiting request, so rejections are counted once per prefill.
 
 from collections.abc import Sequence
 from itertools import combinations
+from typing import get_args
 
 import msgspec
 
 from forebay.events.kv import LowerTier
+from forebay.events.metrics import TierCost, TierCosts
 from forebay.kv_tiers.manager import TierRun
 
 KEEP = 1 - 1 / 64  # weight that an observation keeps with each newer one: conditions of minutes ago do not decide
@@ -84,6 +86,19 @@ class CostModel:
             return None
         token_us, attended_us, fixed_us = self._prefills.solve()
         return PrefillCost(token_us=token_us, attended_us=attended_us, fixed_us=fixed_us)
+
+    def measured(self, block_size: int) -> TierCosts:
+        """Return the costs as the event `metrics.tier_costs` has them, for blocks of `block_size` tokens."""
+        prefill = self.prefill
+        found = ((tier, self.transfer(tier)) for tier in get_args(LowerTier))
+        return TierCosts(
+            prefill_block_us=0.0 if prefill is None else prefill.us(0, block_size),
+            tiers=tuple(
+                TierCost(tier=tier, fixed_us=cost.fixed_us, block_us=cost.block_us)
+                for tier, cost in found
+                if cost is not None
+            ),
+        )
 
     def worthwhile(self, cached_tokens: int, runs: Sequence[TierRun], block_size: int) -> int:
         """Return how many leading blocks of `runs` to load, such that loading and then computing the others is fastest.

@@ -1,5 +1,6 @@
 """Sizes of the tiers of one rank, and what the tier manager decides: writes, loads, and changes of the content."""
 
+from collections.abc import Iterable
 from typing import Generic, NamedTuple
 
 import msgspec
@@ -70,3 +71,14 @@ class TierChange(NamedTuple, Generic[Key]):
     tier: LowerTier
     stored: tuple[Key, ...]
     removed: tuple[Key, ...]
+
+
+def leading_runs(runs: Iterable[TierRun], blocks: int) -> list[TierRun]:
+    """Return the runs of the first `blocks` blocks."""
+    found: list[TierRun] = []
+    for tier, count in runs:
+        if blocks <= 0:
+            break
+        found.append(TierRun(tier, min(count, blocks)))
+        blocks -= count
+    return found

@@ -15,6 +15,7 @@ from forebay import runtime
 from forebay.engine_model.steps import CacheChange, Removed, StoreChange, Stored
 from forebay.events.kv import LowerTier
 from forebay.kv_tiers.costs import CostModel
+from forebay.kv_tiers.decisions import leading_runs
 from forebay.kv_tiers.hit_rates import HitRates
 from forebay.kv_tiers.manager import TierLimits, TierManager, TierRun, TierSet, Write
 from forebay.workers.engine import EngineError
@@ -142,7 +143,7 @@ class RankTiers:
         runs = self._usable(names, begin, hinted)
         blocks = self.costs.worthwhile(cached_tokens, runs, self._identity.block_size)
         self._places.counters.rejected_blocks += sum(run.blocks for run in runs) - blocks
-        return _leading(runs, blocks)
+        return leading_runs(runs, blocks)
 
     def load(
         self,
@@ -203,7 +204,7 @@ class RankTiers:
         runs = self._usable(names, begin, hinted)
         blocks = self.costs.worthwhile(begin * self._identity.block_size, runs, self._identity.block_size)
         if blocks:
-            self._believe(names, begin, _leading(runs, blocks))
+            self._believe(names, begin, leading_runs(runs, blocks))
             self._writes.begin(self._manager.prefetch(names[: begin + blocks], begin))
 
     def poll(self) -> None:
@@ -370,17 +371,6 @@ def _tier_set(settings: TierSettings, identity: KvIdentity, *, reports_evictions
         limits[tier] = TierLimits(blocks=total // block, write=write, filter=tier != "host" and settings.filters)
     writes_max = min(WRITES_MAX, max(WRITES_MIN, WRITE_BYTES // size))
     return TierSet(host=limits.get("host"), disk=limits.get("disk"), store=limits.get("store"), writes_max=writes_max)
-
-
-def _leading(runs: Sequence[TierRun], blocks: int) -> list[TierRun]:
-    """Return the runs of the first `blocks` blocks."""
-    found: list[TierRun] = []
-    for tier, count in runs:
-        if blocks <= 0:
-            break
-        found.append(TierRun(tier, min(count, blocks)))
-        blocks -= count
-    return found
 
 
 def _nothing() -> None:

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from forebay.engine_model.model import EngineConfig, EngineModel, Load
 from forebay.engine_model.timing import StepWork
-from forebay.events.metrics import TierCost, TierCosts
+from forebay.events.metrics import TierCosts
 from forebay.events.progress import OnboardedTokens
 from forebay.kv_tiers.costs import CostModel
+from forebay.kv_tiers.decisions import leading_runs
 from forebay.kv_tiers.manager import Loading, LowerTier, TierManager, TierRun, TierSet, Write
 from forebay.simulate.tiers.link import Scheduler, SharedLink
 from forebay.simulate.tiers.store import SharedStore
@@ -132,7 +133,7 @@ class SimulatedTiers:
         """Begin the loads that the engine has requested. Call this after every step of the engine."""
         for load in self.engine.loads():
             hashes, runs = self._matched.pop(load.request_id)
-            loading = self._manager.load(hashes, load.first_block, _cut(runs, load.blocks))
+            loading = self._manager.load(hashes, load.first_block, leading_runs(runs, load.blocks))
             assert loading, "nothing has changed since the blocks were found"
             request = self._loads[load.request_id] = _RequestLoad(load, loading, self._scheduler.now_us)
             for one in loading:
@@ -184,16 +185,7 @@ class SimulatedTiers:
         if not self._plan.reports_costs or now_us < self._costs_at_us:
             return None
         self._costs_at_us = now_us + COSTS_INTERVAL_US
-        prefill = self._costs.prefill
-        found = ((tier, self._costs.transfer(tier)) for tier in LOWER_TIERS)
-        return TierCosts(
-            prefill_block_us=0.0 if prefill is None else prefill.us(0, self._config.block_size),
-            tiers=tuple(
-                TierCost(tier=tier, fixed_us=cost.fixed_us, block_us=cost.block_us)
-                for tier, cost in found
-                if cost is not None
-            ),
-        )
+        return self._costs.measured(self._config.block_size)
 
     def close(self) -> None:
         """Stop all transfers, because the worker has died."""
@@ -204,7 +196,7 @@ class SimulatedTiers:
     def _match(self, request_id: str, hashes: "array[int]", first: int) -> int:
         runs = self._manager.match(hashes, first)
         count = self._worthwhile(first, runs)
-        self._matched[request_id] = hashes, _cut(runs, count)
+        self._matched[request_id] = hashes, leading_runs(runs, count)
         return count
 
     def _worthwhile(self, first: int, runs: Sequence[TierRun]) -> int:
@@ -331,17 +323,6 @@ class _RequestLoad:
             if arrived < len(run.keys):
                 break
         return blocks, tuple(OnboardedTokens(tier=tier, tokens=count, us=us) for tier, (count, us) in tokens.items())
-
-
-def _cut(runs: Iterable[TierRun], blocks: int) -> list[TierRun]:
-    """Return the runs with at most `blocks` blocks in total."""
-    found: list[TierRun] = []
-    for run in runs:
-        count = min(run.blocks, blocks)
-        if count:
-            found.append(TierRun(run.tier, count))
-        blocks -= count
-    return found
 
 
 def _at_most(onboarded: tuple[OnboardedTokens, ...], tokens: int) -> tuple[OnboardedTokens, ...]:

@@ -20,10 +20,10 @@ from forebay.engine_model.timing import StepWork
 from forebay.events.base import U32_BYTES, U64_MASK, array_u64
 from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import LowerTier
-from forebay.events.metrics import TierCost, TierCosts
+from forebay.events.metrics import TierCosts
 from forebay.events.progress import OnboardedTokens
 from forebay.events.work import WorkItem
-from forebay.kv_tiers.manager import TierRun
+from forebay.kv_tiers.decisions import TierRun, leading_runs
 from forebay.workers.engine import CacheChange
 from forebay.workers.engines.mock.block_contents import BlockContents, KnownBlock, KvCheck
 from forebay.workers.kv_tiers.identity import BlockName, KeyChain, KvIdentity, media_by_block
@@ -34,7 +34,6 @@ from forebay.workers.kv_tiers.settings import TierSettings
 if TYPE_CHECKING:
     from forebay.workers.kv_transfer.api import Array
 
-LOWER_TIERS: tuple[LowerTier, ...] = ("host", "disk", "store")
 LAYOUT = "forebay-mock-1"  # another number is needed when the bytes of blocks change
 
 OnLoaded = Callable[[WorkItem, int, int], bool]
@@ -213,7 +212,7 @@ class MockTiers:
         names = prompt.wanted
         ended = partial(self._loaded, load, self._loads, names, into)
         views = [memoryview(row) for row in into]
-        self.tiers.load(names, load.first_block, _leading(prompt.runs, load.blocks), views, ended)
+        self.tiers.load(names, load.first_block, leading_runs(prompt.runs, load.blocks), views, ended)
 
     def learn(self, request_id: str, media_hash: int) -> int:
         """Set the hash of all embeddings of a prompt, which its KV has shown.
@@ -307,17 +306,7 @@ class MockTiers:
 
     def measured(self) -> TierCosts:
         """Return the measured costs of loads, and of computing a block of a prompt."""
-        costs = self.tiers.costs
-        prefill = costs.prefill
-        found = ((tier, costs.transfer(tier)) for tier in LOWER_TIERS)
-        return TierCosts(
-            prefill_block_us=0.0 if prefill is None else prefill.us(0, self._config.block_size),
-            tiers=tuple(
-                TierCost(tier=tier, fixed_us=cost.fixed_us, block_us=cost.block_us)
-                for tier, cost in found
-                if cost is not None
-            ),
-        )
+        return self.tiers.costs.measured(self._config.block_size)
 
     def _reusable(self, item: WorkItem) -> int:
         """Return how many blocks of a prompt need not be computed. Its last token is always computed."""
@@ -341,13 +330,3 @@ class MockTiers:
             for part in result.onboarded(self._config.block_size):
                 tokens, us = prompt.onboarded.get(part.tier, (0, 0))
                 prompt.onboarded[part.tier] = tokens + part.tokens, us + part.us
-
-
-def _leading(runs: Sequence[TierRun], blocks: int) -> list[TierRun]:
-    """Return the first `blocks` blocks of runs."""
-    found: list[TierRun] = []
-    for run in runs:
-        if blocks > 0:
-            found.append(TierRun(run.tier, min(run.blocks, blocks)))
-            blocks -= run.blocks
-    return found

@@ -21,9 +21,7 @@ from typing import Any, Protocol
 from forebay import runtime
 from forebay.engine_model.steps import CacheChange, StoreChange
 from forebay.events.kv import LowerTier
-from forebay.events.metrics import TierCost, TierCosts
 from forebay.events.progress import OnboardedTokens
-from forebay.kv_tiers.costs import CostModel
 from forebay.kv_tiers.manager import TierRun
 from forebay.workers.engines.vllm.tiers.configuration import RequestHints
 from forebay.workers.engines.vllm.tiers.prompt_names import PromptNames
@@ -33,7 +31,6 @@ from forebay.workers.kv_tiers.rank_tiers import LoadResult, RankTiers
 
 logger = logging.getLogger(__name__)
 
-LOWER_TIERS: tuple[LowerTier, ...] = ("host", "disk", "store")
 PREFETCHES_MAX = 4  # waiting requests whose blocks are copied to host memory ahead of their load
 IDLE_WAIT_S = 0.002  # an engine that only waits for copies looks for their end this often
 STEPS_MAX = 16  # vLLM schedules a few steps ahead; a longer queue would mean that the end of steps is not reported
@@ -332,7 +329,7 @@ class VllmRank:
         onboarded, self._onboarded = self._onboarded, {}
         counters = self.tiers.counters()
         counters.skipped["referenced"] = self.skipped
-        return TierReport(onboarded, measured_costs(self.tiers.costs, self._block_size), counters)
+        return TierReport(onboarded, self.tiers.costs.measured(self._block_size), counters)
 
     @property
     def store_name(self) -> str:
@@ -420,17 +417,3 @@ class VllmRank:
                 num_local_cached_tokens=one.first * self._block_size,
                 num_external_cached_tokens=placed * self._block_size,
             )
-
-
-def measured_costs(costs: CostModel, block_size: int) -> TierCosts:
-    """Return the measured durations of loads, and of computing a block of `block_size` tokens."""
-    prefill = costs.prefill
-    transfers = ((tier, costs.transfer(tier)) for tier in LOWER_TIERS)
-    return TierCosts(
-        prefill_block_us=0.0 if prefill is None else prefill.us(0, block_size),
-        tiers=tuple(
-            TierCost(tier=tier, fixed_us=cost.fixed_us, block_us=cost.block_us)
-            for tier, cost in transfers
-            if cost is not None
-        ),
-    )
