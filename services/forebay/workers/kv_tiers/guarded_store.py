@@ -48,7 +48,7 @@ class GuardedStore:
 
     @property
     def stats(self) -> StoreStats:
-        """Return the statistics of the store inside. Blocks that were given up are missing in them."""
+        """Return the statistics of the store inside. Blocks that were abandoned are missing in them."""
         return self._inside.stats
 
     def read(self, names: Sequence[BlockName], into: Sequence[memoryview], deadline_s: float) -> list[str]:

@@ -1,7 +1,7 @@
 """Move objects between a bucket and memory, by boto3 or by NIXL's OBJ plugin. Both work on many objects at a time.
 
 Theory of operation. A transfer uses memory of the mover, so a caller can give a transfer up at a deadline: neither
-boto3 nor NIXL can cancel it. Transfers that were given up are bounded, because they keep their memory or thread until
+boto3 nor NIXL can cancel it. Transfers that were abandoned are bounded, because they keep their memory or thread until
 they end. Copying a block afterwards takes a hundredth of the time of a fast network. NIXL reports neither why a
 transfer failed, nor that an object was shorter than expected, so callers repeat failed reads by boto3.
 """
@@ -65,7 +65,7 @@ class ObjectIo(Protocol):
         ...
 
     def end(self, transfer: ObjectTransfer) -> None:
-        """Release the memory of a transfer. One in flight is given up."""
+        """Release the memory of a transfer. One in flight is abandoned."""
         ...
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class NixlObjects:
                 self._release(slot)
 
     def close(self) -> None:
-        """Release the agent, unless a transfer that was given up is still in flight."""
+        """Release the agent, unless a transfer that was abandoned is still in flight."""
         with self._lock:
             self._reap()
             if len(self._free) < len(self._slots):
@@ -250,7 +250,7 @@ class NixlObjects:
         self._free.append(slot)
 
     def _reap(self) -> None:
-        """Release the transfers that were given up and have ended since."""
+        """Release the transfers that were abandoned and have ended since."""
         ended = [slot for slot in self._abandoned if self._is_done(slot) is not None]
         for slot in ended:
             self._abandoned.remove(slot)
