@@ -212,7 +212,7 @@ class S3Store:
                 self._known.pop(name.key, None)
 
     def close(self) -> None:
-        """Release all threads and agents, without waiting for requests that were given up."""
+        """Release all threads and agents, without waiting for requests that were abandoned."""
         self._io.close()
         self._plain.close()
 

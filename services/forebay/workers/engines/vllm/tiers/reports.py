@@ -1,6 +1,6 @@
 """Reports of the tiers of a vLLM rank to its worker. They arrive with the statistics of vLLM's steps.
 
-A report of the blocks that a request has loaded arrives with the step in which the load ends, so before the first token.
+A report of the blocks that a request has loaded arrives with the step in which the load ends: before the first token.
 """
 
 from collections import Counter
