@@ -322,7 +322,7 @@ arrivals = st.lists(
 )
 sizes = st.fixed_dictionaries(
     {
-        "kv_blocks_total": st.integers(14, 40),
+        "kv_blocks_total": st.integers(15, 40),
         "max_num_seqs": st.integers(1, 6),
         "max_num_batched_tokens": st.integers(6, 40),
     }

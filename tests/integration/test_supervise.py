@@ -134,6 +134,8 @@ async def test_a_supervisor_that_is_killed_finds_its_workers_and_no_request_fail
         async with planner_of(cluster) as planner:
             await planner.decide(0, 1)
             await cluster.until_serving(1)
+            # A planner decides about a pool again only after the reply.
+            await cluster.processes.until("the supervisor replied", functools.partial(replies, 1))
             async with stream_clients(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as clients:
                 async with clients.load(REQUEST_EVERY_S, TOKENS, first=0):
                     await planner.decide(1, 3)
@@ -180,10 +182,10 @@ async def test_supervisors_execute_one_decision_for_their_own_pools(
             return len(await planner.reached()) == count
 
         async with planner_of(cluster) as planner:
-            for sizes, names in ((0, 1), ["default-0", "spare-0"]), ((1, 0), []):
+            for sizes, names, count in ((0, 1), ["default-0", "spare-0"], 2), ((1, 0), [], 4):
                 await planner.decide(*sizes, POOL, SPARE)
                 await cluster.processes.until(f"the members are {names}", functools.partial(members, *names))
-            await cluster.processes.until("each supervisor replied twice", functools.partial(replies, 4))
+                await cluster.processes.until(f"there are {count} replies", functools.partial(replies, count))
             reached = [sorted((one.pool, one.size) for one in pools) for pools in await planner.reached()]
         assert sorted(reached[:2]) == [[(POOL, 1)], [(SPARE, 1)]]
         assert sorted(reached[2:]) == [[(POOL, 0)], [(SPARE, 0)]]
