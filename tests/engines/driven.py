@@ -133,6 +133,7 @@ class Driven:
         stage: Stage = "aggregated",
         prefilled: Prefilled | None = None,
         store_blocks: int = 0,
+        kv_pin_s: int = 0,
         **sampling: Any,
     ) -> WorkItem:
         """Return a request, by default greedy and with `ignore_eos`."""
@@ -155,6 +156,7 @@ class Driven:
             stage=stage,
             prefilled=prefilled,
             store_blocks=store_blocks,
+            kv_pin_s=kv_pin_s,
         )
 
     def expect(self, item: WorkItem) -> Answer:

@@ -112,7 +112,7 @@ async def displace(one: Driven, seed: int) -> None:
 
 async def test_prompts_and_answers_are_loaded_from_host_memory(hosted: Driven) -> None:
     prompt = prompts(1, 1)[0]
-    first = await hosted.ask(prompt, 3 * BLOCK)
+    first = await hosted.ask(prompt, 3 * BLOCK, kv_pin_s=3600)
     await hosted.until(lambda: hosted.blocks(prompt + first.tokens[:-1]) <= hosted.lower["host"])
     await displace(hosted, 2)
     await hosted.until(lambda: not hosted.blocks(prompt) & hosted.held[0])
@@ -127,6 +127,7 @@ async def test_prompts_and_answers_are_loaded_from_host_memory(hosted: Driven) -
     assert hosted.metric("kvbm_matched_tokens") == BLOCK * hosted.metric("kvbm_onboard_blocks_h2d")
     assert hosted.metric("kvbm_offload_blocks_d2h") > 4 * KV_BLOCKS // 3
     assert 0 < hosted.metric("kvbm_host_cache_hit_rate") < 1
+    assert hosted.metric("forebay_tier_pinned_blocks") == TOKENS // BLOCK
 
 
 async def test_durations_of_loads_and_prefills_are_measured(hosted: Driven) -> None:

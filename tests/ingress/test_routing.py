@@ -150,6 +150,16 @@ async def test_a_header_overrides_the_body() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pin", "seconds"),
+    [({}, 300), ({"ttl": None}, 300), ({"ttl": "5m"}, 300), ({"ttl": "1h"}, 3600), ({"ttl": "3600s"}, 3600), ({"ttl": "1s"}, 1)],
+)
+async def test_a_prompt_is_pinned_for_the_time_in_the_body(pin: dict[str, Any], seconds: int) -> None:
+    async with make_scene(routing_hints=True) as scene:
+        request = await taken(scene, chat({"cache_control": {"type": "ephemeral", **pin}}))
+        assert (request.kv_pin_s, request.routing) == (seconds, RoutingHints())
+
+
+@pytest.mark.parametrize(
     ("nvext", "expected"),
     [
         (None, RoutingHints()),
@@ -222,6 +232,13 @@ async def test_missing_hints_are_defaults(nvext: Any, expected: RoutingHints) ->
         ({"annotations": ["formatted_prompt"]}, "nvext.annotations", "unsupported_parameter"),
         ({"extra_fields": ["timing"]}, "nvext.extra_fields", "unsupported_parameter"),
         ({"cache_salt": 5}, "nvext.cache_salt", "invalid_value"),
+        ({"cache_control": {}}, "nvext.cache_control.type", "invalid_value"),
+        ({"cache_control": {"type": "eternal"}}, "nvext.cache_control.type", "invalid_value"),
+        *(
+            ({"cache_control": {"type": "ephemeral", "ttl": ttl}}, "nvext.cache_control.ttl", "invalid_value")
+            for ttl in ("61m", "2h", "0s", "5", "5d", "-5m", "5m\n", "\u0665m", 300, "99999s")
+        ),
+        ({"cache_control": {"type": "ephemeral", "scope": "x"}}, "nvext.cache_control.scope", "unknown_parameter"),
         ([], "nvext", "invalid_value"),
     ],
 )
@@ -270,6 +287,7 @@ async def test_repeated_headers_must_have_the_same_value() -> None:
         ({"session_control": {"session_id": "s"}}, "nvext.session_control.session_id"),
         ({"router": {"assume_kv_reuse": False}}, "nvext.router.assume_kv_reuse"),
         ({"policy_class": "vip"}, "nvext.policy_class"),
+        ({"cache_control": {"type": "ephemeral"}}, "nvext.cache_control.type"),
     ],
 )
 async def test_hints_in_the_body_are_rejected_without_the_option(nvext: Any, param: str) -> None:

@@ -111,7 +111,7 @@ def test_blocks_in_use_are_not_evicted() -> None:
     fill(one, [0, 1, 2, 3])
     (load,) = one.load([0, 1], 0, [TierRun("host", 2)])
     (again,) = one.load([0], 0, [TierRun("host", 1)])
-    one.pin([3])
+    one.pin([3], until_us=10)
     (write,) = one.offer([10, 11, 12])
     assert (write.keys, write.evicted) == ((10,), (2,))
     assert one.counters["skipped_full"] == 2
@@ -120,34 +120,44 @@ def test_blocks_in_use_are_not_evicted() -> None:
     (write,) = one.offer([20, 21, 22])
     assert write.evicted == (1, 10), "block 0 is still loaded once"
     one.loaded(again.number)
-    one.unpin([3])
+    one.unpin(10)
     (write,) = one.offer([30, 31, 32])
     assert {0, 3} == {*write.evicted}
 
 
 def test_pins_take_at_most_half_of_a_tier() -> None:
     one = manager(limits(6), limits(4), limits(4))
-    assert one.pin(PROMPT) == [0, 1, 2]
+    one.pin(PROMPT, until_us=10)
     assert one.counters["skipped_pin"] == 5
+    one.pin([100, 0], until_us=10)
+    assert one.counters["skipped_pin"] == 7
     fill(one)
     fill(one, range(100, 106))
     fill(one, range(200, 206))
     assert {*one.resident("host")} & {*PROMPT} == {0, 1, 2}
     assert {*one.resident("disk")} & {*PROMPT} == {0, 1}, "half of the disk"
     assert not {*one.resident("store")} & {*PROMPT}
-    one.unpin([0, 1, 2, 50])
+    assert [one.pinned("host"), one.pinned("disk"), one.pinned("store")] == [3, 2, 0]
+    one.unpin(10)
+    assert [one.pinned("host"), one.pinned("disk")] == [0, 0]
     fill(one, range(300, 306))
     assert not {*one.resident("host")} & {*PROMPT}
 
 
-def test_a_block_is_unpinned_as_often_as_it_was_pinned() -> None:
+def test_a_pin_extends_but_never_shortens_an_earlier_one() -> None:
     one = manager(limits(4))
-    fill(one, [0])
-    one.pin([0])
-    one.pin([0])
-    one.unpin([0])
+    fill(one, [0, 1])
+    one.pin([0], until_us=10)
+    one.pin([0, 1], until_us=5)
+    one.unpin(9)
     fill(one, [10, 11, 12, 13])
-    assert one.holds("host", 0)
+    assert [one.holds("host", 0), one.holds("host", 1)] == [True, False]
+    one.pin([0], until_us=20)
+    one.unpin(19)
+    assert one.pinned("host") == 1
+    one.unpin(20)
+    fill(one, [20, 21, 22, 23])
+    assert not one.holds("host", 0)
 
 
 def test_stale_blocks_leave_their_tier() -> None:
@@ -168,7 +178,7 @@ def test_a_load_ends_before_a_block_that_has_left_since_the_match() -> None:
     runs = one.match(PROMPT)
     one.remove("host", [2])
     assert [load.keys for load in one.load(PROMPT, 0, runs)] == [(0, 1)]
-    one.drop_tier("disk")
+    one.remove("disk", PROMPT)
     assert one.load(PROMPT, 4, runs[1:]) == []
 
 
@@ -241,8 +251,16 @@ def test_a_paused_tier_is_passed() -> None:
     assert fill(one) == [("host", "disk", tuple(PROMPT))]
     one.pause("host")
     assert one.prefetch(PROMPT, 0) == []
-    one.drop_tier("host")
+
+
+def test_a_tier_that_does_not_exist_has_no_blocks() -> None:
+    one = manager(disk=limits())
     one.pause("host")
+    one.add("host", PROMPT)
+    one.remove("host", PROMPT)
+    assert (one.count("host"), one.used("host"), one.holds("host", 0), one.pinned("host")) == (0, 0, False, 0)
+    assert (one.match(PROMPT), one.resident("host"), one.changes()) == ([], [], [])
+    assert one.load(PROMPT, 0, [TierRun("host", 1)]) == []
 
 
 def test_blocks_of_a_failed_write_still_go_on_from_host() -> None:
@@ -294,27 +312,21 @@ def test_more_writes_than_allowed_are_skipped() -> None:
 
 
 @pytest.mark.parametrize("tier", ["host", "disk", "store"])
-def test_a_tier_that_is_removed_ends_transfers_without_effect(tier: LowerTier) -> None:
+def test_a_tier_that_is_cleared_ends_transfers_without_effect(tier: LowerTier) -> None:
     one = manager(**{tier: limits()})  # type: ignore[arg-type]
     fill(one)
     (write,) = one.offer([50])
     (load,) = one.load(PROMPT, 0, one.match(PROMPT))
     one.changes()
-    one.drop_tier(tier)
-    one.drop_tier(tier)
+    one.clear()
     assert one.changes() == [TierChange(tier, (), tuple(sorted(PROMPT, reverse=True)))]
     assert one.written(write.number) == []
     one.loaded(load.number, failed=[0])
-    assert (one.match(PROMPT), one.offer(PROMPT), one.resident(tier), one.changes()) == ([], [], [], [])
-    one.add(tier, PROMPT)
-    one.remove(tier, PROMPT)
-    assert (one.count(tier), one.used(tier), one.holds(tier, 0)) == (0, 0, False)
+    assert (one.match(PROMPT), one.resident(tier), one.changes(), one.used(tier)) == ([], [], [], 0)
 
 
 def test_without_host_memory_the_disk_takes_its_place() -> None:
-    one = manager(limits(), limits(), limits())
-    fill(one, [0])
-    one.drop_tier("host")
+    one = manager(disk=limits(), store=limits())
     assert fill(one, [1]) == [("device", "disk", (1,)), ("disk", "store", (1,))]
 
 

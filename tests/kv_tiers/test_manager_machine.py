@@ -1,6 +1,5 @@
 """Any sequence of calls and failures keeps the tiers consistent with the bytes that a caller has moved."""
 
-from collections import Counter
 from random import Random
 from typing import Literal
 
@@ -24,7 +23,7 @@ tier_names = st.sampled_from(TIERS)
 modes: st.SearchStrategy[Literal["through", "eviction"]] = st.sampled_from(["through", "eviction"])
 tier_limits = st.builds(TierLimits, blocks=st.integers(3, 12), write=modes, filter=st.booleans())
 maybe_limits = tier_limits | tier_limits | st.builds(TierLimits, blocks=st.integers(0, 2)) | st.none()
-BUSY = 5  # transfers before a tier may be removed or cleared, so that there is something to remove
+BUSY = 5  # transfers before the tiers may be cleared, so that there is something to remove
 picks = st.integers(0, 1 << 30)
 
 
@@ -49,8 +48,8 @@ class Machine(RuleBasedStateMachine):
         self.writes: dict[int, Write[int]] = {}
         self.loads: dict[int, Loading[int]] = {}
         self.numbers: set[int] = set()
-        self.pins: Counter[int] = Counter()
-        self.dropped: set[str] = set()
+        self.now_us = 0
+        self.pins: dict[int, int] = {}  # until when
         self.abandoned: dict[int, set[int]] = {}  # by the number of the write
         self.burst(seed)
 
@@ -58,7 +57,7 @@ class Machine(RuleBasedStateMachine):
         for write in writes:
             assert write.number not in self.numbers
             self.numbers.add(write.number)
-            assert write.keys and write.tier not in self.dropped
+            assert write.keys
             in_use = self.in_use(write.tier)
             assert not in_use & {*write.evicted, *write.keys}, "a block that is in use is evicted or overwritten"
             assert not set(write.evicted) & set(self.pinned(write.tier))
@@ -143,8 +142,7 @@ class Machine(RuleBasedStateMachine):
         write = self.writes.pop(number)
         failed = selected(write.keys, failures)
         assert not set(self.manager.resident(write.tier)) & set(write.keys), "readable before it was written"
-        if write.tier not in self.dropped:
-            self.present[write.tier] |= set(write.keys) - failed
+        self.present[write.tier] |= set(write.keys) - failed
         follow_up = self.manager.written(number, failed)
         assert not (failed | self.abandoned.pop(number, set())) & set(self.manager.resident(write.tier))
         self.begin(follow_up)
@@ -166,15 +164,20 @@ class Machine(RuleBasedStateMachine):
         self.abandon(tier, keys)
         assert not keys & set(self.manager.resident(tier))
 
-    @rule(keys=prompts)
-    def pin(self, keys: list[int]) -> None:
-        self.pins.update(self.manager.pin(keys))
+    @rule(keys=prompts, until=st.integers(0, 8))
+    def pin(self, keys: list[int], until: int) -> None:
+        before = self.manager.counters["skipped_pin"]
+        self.manager.pin(keys, self.now_us + until)
+        for key in keys[: len(keys) - (self.manager.counters["skipped_pin"] - before)]:
+            self.pins[key] = max(self.now_us + until, self.pins.get(key, 0))
+        room = max((given.blocks // 2 for name, given in self.limits.items() if given and name != "store"), default=0)
+        assert len(self.pins) <= room
 
-    @rule(at=picks)
-    def unpin(self, at: int) -> None:
-        for key in sorted(self.pins)[at % 8 :]:
-            self.manager.unpin([key])
-            self.pins = +(self.pins - Counter([key]))
+    @rule(passed=st.integers(0, 8))
+    def unpin(self, passed: int) -> None:
+        self.now_us += passed
+        self.manager.unpin(self.now_us)
+        self.pins = {key: until for key, until in self.pins.items() if until > self.now_us}
 
     @rule(tier=tier_names, paused=st.booleans())
     def pause(self, tier: LowerTier, paused: bool) -> None:
@@ -182,13 +185,6 @@ class Machine(RuleBasedStateMachine):
             self.manager.pause(tier)
         else:
             self.manager.resume(tier)
-
-    @precondition(lambda self: len(self.numbers) >= BUSY)
-    @rule(tier=tier_names)
-    def drop_tier(self, tier: LowerTier) -> None:
-        self.manager.drop_tier(tier)
-        self.dropped.add(tier)
-        assert not self.manager.resident(tier)
 
     @precondition(lambda self: len(self.numbers) >= BUSY)
     @rule()
@@ -224,17 +220,15 @@ class Machine(RuleBasedStateMachine):
                 case "a":
                     self.add(random.choice(TIERS), keys)
                 case "u":
-                    self.unpin(pick) if pick & 1 else self.pin(keys[:4])
+                    self.unpin(pick % 8) if pick & 1 else self.pin(keys[:4], pick % 16)
                 case _:
                     self.interfere(random.choice(TIERS), pick % 16)
             self.consistent()
 
     def interfere(self, tier: LowerTier, pick: int) -> None:
         if pick == 0:
-            self.drop_tier(tier)
-        elif pick == 1:
             self.clear()
-        elif pick < 4:
+        elif pick < 3:
             self.tick()
         else:
             self.pause(tier, paused=pick < 8)
@@ -256,7 +250,7 @@ class Machine(RuleBasedStateMachine):
             assert len(resident) == len(set(resident))
             assert set(resident) == self.replayed[tier]
             given = self.limits[tier]
-            if given is None or tier in self.dropped:
+            if given is None:
                 assert not resident
                 continue
             assert set(resident) <= self.present[tier], "readable, but its bytes are not there"
@@ -264,6 +258,8 @@ class Machine(RuleBasedStateMachine):
             writing = {key for one in self.writes.values() if one.tier == tier for key in one.keys}
             assert not set(resident) & writing
             assert len(set(resident) | writing | self.in_use(tier)) == self.manager.used(tier) <= given.blocks
+            pinned = set(self.pinned(tier)) & set(resident)
+            assert len(pinned) <= self.manager.pinned(tier) <= given.blocks // 2
 
     def teardown(self) -> None:
         """End all transfers: nothing remains in use."""

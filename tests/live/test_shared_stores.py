@@ -51,6 +51,17 @@ async def known(owner: Owner, sizes: dict[str, int]) -> None:
     await until(lambda: owner.world.index.stores.sizes() == sizes)
 
 
+async def test_the_work_item_says_for_how_long_the_prompt_is_pinned(log: SqliteLog) -> None:
+    system = System(log)
+    join(system, "w0")
+    async with system.owned() as owner:
+        await until(lambda: len(owner.world.fleet) == 1)
+        system.send(submitted("r", PROMPT, kv_pin_s=300))
+        system.send(submitted("s", PROMPT))
+        await until(lambda: len(items(system)) == 2)
+    assert [item.kv_pin_s for item in items(system)] == [300, 0]
+
+
 async def test_the_work_item_says_how_many_blocks_the_store_should_have(log: SqliteLog) -> None:
     system = System(log)
     join(system, "w0", kv_store="s")

@@ -137,6 +137,8 @@ def test_events_of_tiers_are_described() -> None:
     assert describe_event(StoreBlocksAdded(**fields)) == "the shared store s has 2 blocks, from a"
     assert describe_event(StoreBlocksRemoved(**fields)) == "the shared store s lost 2 blocks, from a"
     assert describe_event(StoreBlocksRemoved(**fields, stale=True)) == "the shared store s lacks 2 blocks, from a"
+    pinned = msgspec.structs.replace(request("r", PROMPTS[0]), kv_pin_s=60)
+    assert describe_event(pinned) == "r: 34 tokens, 8 blocks, KV pinned for 60 s"
     event = TierCostsMeasured(worker_id="a", worker_epoch=0, costs=COSTS)
     assert describe_event(event) == "a/0: 2000 µs to compute a block; µs to load, and per block: store 100 + 50"
     assert describe_event(TierCostsMeasured(worker_id="a", worker_epoch=0, costs=TierCosts(prefill_block_us=0.0))) == (

@@ -1,7 +1,5 @@
 """KV tiers of the mock engine: real bytes are offloaded and loaded, and they decide the tokens."""
 
-import asyncio
-import random
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from forebay.workers.kv_tiers.settings import TierSettings
 from tests.harness.tier_faults import SUFFIX
 from tests.workers.pictures import shown
 from tests.workers.tiered import (
+    BLOCK_BYTES,
     BLOCK_SIZE,
     HOST,
     PROMPT,
@@ -320,6 +319,20 @@ async def test_blocks_are_copied_to_host_memory_while_a_request_waits(tmp_path: 
         assert one.onboarded("b") == {"host": 16}
 
 
+@pytest.mark.parametrize("pin_s", [0, 60])
+async def test_a_pinned_prompt_stays_in_host_memory(pin_s: int) -> None:
+    async with tiered(TierSettings(host_bytes=8 * BLOCK_BYTES)) as one:
+        await one.ask(item_of("a", kv_pin_s=pin_s))
+        await one.has("host", BLOCKS)
+        for number in range(3):
+            other = [number + 100] * 3 + PROMPT
+            await one.ask(item_of(f"other{number}", other))
+            await one.has("host", hashes_of(other)[:1])
+        one.forget()
+        await one.ask(item_of("b"))
+        assert one.onboarded("b") == ({"host": 16} if pin_s else {})
+
+
 async def test_metrics_show_what_was_moved(tmp_path: Path) -> None:
     settings = disk_of(tmp_path, host_bytes=HOST.host_bytes, filter=False)
     async with tiered(settings) as one:
@@ -442,49 +455,3 @@ async def test_a_retried_request_continues_after_its_output(tmp_path: Path) -> N
         again = item_of("a", [*PROMPT, *tokens[:3]], 5, attempt=2, output_tokens=3)
         assert await one.ask(again) == tokens[3:]
         assert one.onboarded("a") == {"disk": 20}, "the other request had the same output"
-
-
-@pytest.mark.parametrize("seed", range(8))
-async def test_nothing_is_left_after_random_histories(seed: int, tmp_path: Path) -> None:
-    rng = random.Random(seed)
-    settings = TierSettings(
-        host_bytes=24 * 32,
-        disk=tmp_path / "disk",
-        disk_bytes=1 << 20,
-        store=str(tmp_path / "store"),
-        write=rng.choice(["through", "eviction"]),
-        filter=rng.random() < 0.5,
-        io="plain",
-    )
-    prompts = [[100 + number, *PROMPT[: rng.randint(3, 18)]] * rng.randint(1, 3) for number in range(6)]
-    right = [await expected(item_of("a", prompt)) for prompt in prompts]
-    async with tiered(settings) as one:
-        asked: dict[str, int] = {}
-        dropped: set[str] = set()
-        for number in range(60):
-            name, which = f"r{number}", rng.randrange(len(prompts))
-            one.engine.submit(item_of(name, prompts[which], store_blocks=rng.choice((0, 3))))
-            asked[name] = which
-            await asyncio.sleep(0)
-            match rng.randrange(10):
-                case 0:
-                    name = rng.choice([*asked])
-                    one.engine.cancel(name)
-                    dropped.add(name)
-                case 1:
-                    one.forget()
-                case 2:
-                    one.engine.reset()
-                    dropped.update(asked)
-                case 3:
-                    await one.engine.command(Command(action="sleep"))
-                    await one.engine.command(Command(action="wake_up"))
-                case 4:
-                    await one.until(lambda: len(one.engine.requests()) < 3)
-        await one.idle()
-        for name, which in asked.items():
-            tokens = one.tokens(name)
-            assert tokens == right[which][: len(tokens)]
-            assert name in dropped or len(tokens) == 6
-        one.forget()
-        assert len(one.tiers().contents) == 0, "no request and no block in device memory"

@@ -37,6 +37,7 @@ class Tiers:
         self.ended: list[Callable[[], None]] = []
         self.costs = CostModel()
         self.prefetched: list[int] = []
+        self.pinned: list[tuple[int, int]] = []
 
     @property
     def busy(self) -> bool:
@@ -77,6 +78,9 @@ class Tiers:
 
     def prefetch(self, names: Sequence[BlockName], begin: int, _hinted: int) -> None:
         self.prefetched.append(len(names) - begin)
+
+    def pin(self, names: Sequence[BlockName], seconds: int) -> None:
+        self.pinned.append((len(names), seconds))
 
     def observe_request(self, total_blocks: int, device_blocks: int, loaded: dict[str, int]) -> None:
         assert device_blocks + sum(loaded.values()) <= total_blocks
@@ -173,14 +177,18 @@ class Scheduler(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.aborted: dict[str, Request] = {}  # whose load must end before their blocks are free
         self.number = 0
+        self.pinning: set[str] = set()  # requests that pin their prompt, and are not scheduled yet
+        self.pinned: list[tuple[int, int]] = []
 
-    @rule(first=st.integers(0, 1), length=st.integers(3, 9))
-    def submit(self, first: int, length: int) -> None:
+    @rule(first=st.integers(0, 1), length=st.integers(3, 9), pin_s=st.sampled_from([0, 60]))
+    def submit(self, first: int, length: int, pin_s: int) -> None:
         if len(self.requests) < 3:
             self.number += 1
             request = Request(self.number, [first] * length)
             self.requests[request.request_id] = request
-            self.rank.add(request, RequestHints(f"log-{self.number}"), "")
+            self.rank.add(request, RequestHints(f"log-{self.number}", kv_pin_s=pin_s), "")
+            if pin_s:
+                self.pinning.add(request.request_id)
 
     @rule(tokens=st.integers(1, 8), steps=st.integers(1, 3))
     def steps(self, tokens: int, steps: int) -> None:
@@ -204,6 +212,9 @@ class Scheduler(RuleBasedStateMachine):
             if count:
                 scheduled[request.request_id] = count
         self.rank.schedule(scheduled, lambda one: self.requests[one].block_ids)
+        self.pinned += [(self.requests[one].num_tokens // SIZE, 60) for one in scheduled if one in self.pinning]
+        self.pinning -= scheduled.keys()
+        assert self.tiers.pinned == self.pinned
         for one, count in scheduled.items():
             self._compute(self.requests[one], count)
         self.rank.step_launched()

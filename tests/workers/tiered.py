@@ -191,8 +191,11 @@ class Tiered:
         await self.until(lambda: {*blocks} <= (self.store() if tier == "store" else self.content(tier, rank)))
 
     async def idle(self) -> None:
-        """Wait until the engine has no request."""
-        await self.until(lambda: not self.engine.requests())
+        """Wait until the engine has no request, and all blocks that were offered to tiers are written."""
+        ranks = self.engine.ranks.values()
+        await self.until(
+            lambda: not self.engine.requests() and not any(one.tiers and one.tiers.tiers.busy for one in ranks)
+        )
 
     def forget(self) -> None:
         """Empty device memory, as other requests would do in the long run."""

@@ -9,6 +9,8 @@ import msgspec
 Weight = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]  # finite, so that every cost is finite
 Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=31_536_000.0)]  # a year
+PIN_S_MAX = 3600  # a request that is repeated extends its pin
+PinSeconds = Annotated[int, msgspec.Meta(ge=0, le=PIN_S_MAX)]
 Milliseconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]  # 11 days
 
 

@@ -8,7 +8,7 @@ import msgspec
 from forebay.events.base import U32_BYTES, U64, U64_BYTES, Count, Event, Name, Part, require_packed
 from forebay.events.control import RouterMode
 from forebay.events.media import Media, require_bounded
-from forebay.events.numbers import Milliseconds, Weight, require_numbers
+from forebay.events.numbers import Milliseconds, PinSeconds, Weight, require_numbers
 from forebay.events.privacy import (
     DROPPED,
     HASHES,
@@ -205,6 +205,8 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
             ingress.
         patient: whether the request ignores the length limit and the timeout of the router's queue. Then only its
             deadline ends the wait.
+        kv_pin_s: seconds for which the worker keeps the KV of the prompt in its host memory and on its disk; 0 to keep
+            it until it is evicted.
     """
 
     request_id: Annotated[Name, REQUEST_ID]
@@ -227,6 +229,7 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
     media: tuple[Media, ...] = ()
     ingress_incarnation: Annotated[str, INGRESS] = ""
     patient: bool = False
+    kv_pin_s: PinSeconds = 0
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)

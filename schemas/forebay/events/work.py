@@ -10,6 +10,7 @@ from forebay.events.base import U32_BYTES, U64_BYTES, Count, Event, Name, requir
 from forebay.events.control import Command
 from forebay.events.decisions import Stage
 from forebay.events.media import Encoded, Media, require_bounded
+from forebay.events.numbers import PinSeconds
 from forebay.events.requests import Sampling, Task
 from forebay.events.transfer import Prefilled
 
@@ -62,6 +63,7 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
             0. A worker that continues a response sets it before it passes the item to its engine.
         store_blocks: number of leading prompt blocks of which the owner expects each in a tier of the rank or in the
             shared store of the worker; 0 if it expects none in the shared store. It is a hint where to look.
+        kv_pin_s: seconds for which the worker keeps the KV of the prompt in its host memory and on its disk.
     """
 
     rank: Count
@@ -81,6 +83,7 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
     prefilled: Prefilled | None = None
     output_tokens: Count = 0
     store_blocks: Count = 0
+    kv_pin_s: PinSeconds = 0
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)

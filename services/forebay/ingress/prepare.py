@@ -87,6 +87,7 @@ class PreparedRequest:
         timeout_us: maximum time for the whole request, in microseconds.
         output: how output tokens become the response.
         task: `generate` or `embed`.
+        kv_pin_s: seconds for which the worker keeps the KV of the prompt.
     """
 
     model: str
@@ -101,6 +102,7 @@ class PreparedRequest:
     timeout_us: int
     output: OutputPlan = PLAIN
     task: Task = "generate"
+    kv_pin_s: int = 0
 
     def submission(
         self,
@@ -138,6 +140,7 @@ class PreparedRequest:
             media=self.media,
             ingress_incarnation=incarnation,
             patient=patient,
+            kv_pin_s=self.kv_pin_s,
         )
 
     def query(self, request_id: str, *, reply_slot: int, nonce: int, at_us: int) -> RouteQueried:
@@ -286,6 +289,7 @@ class Preparer:
             output=OutputPlan(
                 body.stop_strings, parsing, sampling.logprobs, special=not body.skip_special_tokens, echo=prompt.echo
             ),
+            kv_pin_s=body.kv_pin_s,
         )
 
     def choices(self, body: ChatBody | TextBody, prepared: PreparedRequest) -> list[PreparedRequest]:

@@ -67,7 +67,7 @@ class TierManager(Generic[Key]):
         self._number = 0
         self._writes: dict[int, _WriteInFlight[Key]] = {}
         self._loads: dict[int, _LoadInFlight[Key]] = {}
-        self._pins: Counter[Key] = Counter()
+        self._pins: dict[Key, int] = {}  # until when, in microseconds
         self._pins_max = max((tier.limits.blocks // 2 for tier in self._tiers if tier.name != "store"), default=0)
         self._changes: list[tuple[LowerTier, bool, list[Key]]] = []  # tier, whether stored, blocks
 
@@ -121,7 +121,7 @@ class TierManager(Generic[Key]):
     def loaded(self, number: int, failed: Collection[Key] = ()) -> None:
         """End a load. Blocks in `failed` could not be read, so they leave the tier."""
         loading, tier = self._loads.pop(number)
-        if failed and self._find(tier.name) is tier:
+        if failed:
             stale = [key for key in dict.fromkeys(failed) if key in tier]
             self.counters[f"stale_{tier.name}"] += len(stale)
             self._note(tier, stored=False, keys=tier.remove(stale))
@@ -184,8 +184,6 @@ class TierManager(Generic[Key]):
         tier.writing.difference_update(write.keys)
         if source is not None:
             source.release(write.keys)
-        if self._find(tier.name) is not tier:
-            return []
         stored = list(write.keys)
         if failed or tier.abandoned:
             bad = tier.abandoned.union(failed)
@@ -231,33 +229,39 @@ class TierManager(Generic[Key]):
         if content is not None:
             self._note(content, stored=False, keys=content.remove(dict.fromkeys(keys)))
 
-    def pin(self, keys: Collection[Key]) -> list[Key]:
-        """Keep blocks in host memory and on disk, also if they arrive there later, until each pin has been ended.
+    def pin(self, keys: Sequence[Key], until_us: int) -> None:
+        """Keep the leading blocks of a prompt in host memory and on disk, also if they arrive there later.
 
-        Pinned blocks take at most half of each tier; more are counted as `skipped_pin`.
+        A pin never shortens an earlier one. Pinned blocks take at most half of each tier; blocks beyond half of the
+        larger tier are counted as `skipped_pin`.
 
-        Returns:
-            The pinned blocks, for `unpin`.
+        Args:
+            keys: blocks of the prompt.
+            until_us: end of the pin, on the clock of `unpin`.
         """
-        pinned = []
-        for key in keys:
-            if key in self._pins or len(self._pins) < self._pins_max:
-                self._pins[key] += 1
-                pinned.append(key)
-        self.counters["skipped_pin"] += len(keys) - len(pinned)
+        for at, key in enumerate(keys):
+            if key not in self._pins and len(self._pins) >= self._pins_max:
+                self.counters["skipped_pin"] += len(keys) - at
+                keys = keys[:at]
+                break
+            self._pins[key] = max(until_us, self._pins.get(key, until_us))
         for tier in self._tiers:
-            self._pin(tier, pinned)
-        return pinned
+            self._pin(tier, keys)
 
-    def unpin(self, keys: Iterable[Key]) -> None:
-        """End one pin of each block."""
-        for key in keys:
-            if self._pins[key] > 1:
-                self._pins[key] -= 1
-                continue
+    def unpin(self, now_us: int) -> None:
+        """End the pins that last until `now_us` or earlier."""
+        ended = [key for key, until_us in self._pins.items() if until_us <= now_us]
+        for key in ended:
             del self._pins[key]
+        if ended:
             for tier in self._tiers:
-                tier.pinned.discard(key)
+                tier.pinned.difference_update(ended)
+                self._pin(tier, self._pins)  # those for which the tier had too many pins
+
+    def pinned(self, tier: LowerTier) -> int:
+        """Return the number of blocks that are in a tier and pinned."""
+        content = self._find(tier)
+        return 0 if content is None else len(content.pinned)
 
     def pause(self, tier: LowerTier) -> None:
         """Begin no writes into a tier; blocks that it lacks pass it on their way down."""
@@ -266,13 +270,6 @@ class TierManager(Generic[Key]):
     def resume(self, tier: LowerTier) -> None:
         """Begin writes into a tier again."""
         self._set_paused(tier, paused=False)
-
-    def drop_tier(self, tier: LowerTier) -> None:
-        """Remove a tier. Transfers in flight are ended as usual, but change nothing."""
-        content = self._find(tier)
-        if content is not None:
-            self._note(content, stored=False, keys=content.clear())
-            self._tiers.remove(content)
 
     def clear(self, tiers: Collection[LowerTier] = ("host", "disk", "store")) -> None:
         """Remove all blocks of some tiers, and all pins and frequencies. Writes in flight to these tiers are lost."""

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from forebay import runtime
 from forebay.events.kv import LowerTier
 from forebay.events.progress import OnboardedTokens
 from forebay.kv_tiers.manager import TierRun
 from forebay.workers.engine import EngineError
 from forebay.workers.kv_tiers.metrics import TierCounters
 from forebay.workers.kv_tiers.rank_tiers import RankTiers
-from tests.workers.kv_tiers.rank_cases import DrivenRank, inject, rank, settings
+from tests.workers.kv_tiers.rank_cases import DrivenRank, ShiftedClock, inject, rank, settings
 from tests.workers.kv_tiers.store_cases import BLOCK_BYTES, content, identity, name_of
 
 PROMPT = range(12)
@@ -177,6 +178,21 @@ def test_prefetch_copies_blocks_to_host_memory(tmp_path: Path) -> None:
         assert two.match(range(6)) == [TierRun("disk", 2), TierRun("host", 4)]
         assert two.load(range(6)).blocks == 6
         assert two.tiers.counters().prefetched_blocks == {"disk": 4}
+
+
+def test_pinned_blocks_stay_until_their_time_is_over(tmp_path: Path) -> None:
+    clock = ShiftedClock()
+    with runtime.use(clock), rank(settings(tmp_path, host=8, store=True)) as one:
+        one.tiers.pin([name_of(number) for number in range(6)], 60)
+        one.offload(range(8))
+        assert one.tiers.counters().skipped["pin"] == 2, "half of the tier"
+        assert one.tiers.counters().pinned_blocks == {"host": 4}
+        one.offload(range(10, 18))
+        assert one.resident("host") & {*range(8)} == {0, 1, 2, 3}
+        clock.ahead_s += 61
+        one.offload(range(20, 28))
+        assert not one.resident("host") & {*range(8)}
+        assert one.tiers.counters().pinned_blocks == {"host": 0}
 
 
 def test_clear_empties_host_and_disk_but_not_the_shared_store(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ def test_metrics_have_the_names_of_kvbm() -> None:
         load_us=Counter(disk=1_500_000),
         skipped=Counter(filter=9),
         resident_blocks={"host": 10},
+        pinned_blocks={"host": 3},
         hit_rates={"store": 0.25},
     )
     lines = exported(one, TierCounters())
@@ -54,6 +55,7 @@ def test_metrics_have_the_names_of_kvbm() -> None:
         'forebay_tier_load_seconds_total{rank="0",tier="disk",worker_id="w"} 1.5',
         'forebay_tier_skipped_blocks_total{rank="0",reason="filter",worker_id="w"} 9.0',
         'forebay_tier_resident_blocks{rank="0",tier="host",worker_id="w"} 10.0',
+        'forebay_tier_pinned_blocks{rank="0",tier="host",worker_id="w"} 3.0',
     ):
         assert line in lines
     assert {line.split("{")[0] for line in lines if line.startswith("kvbm_")} == {

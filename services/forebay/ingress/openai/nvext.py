@@ -5,11 +5,12 @@ of Dynamo's Python API) and `routing_constraints.allowed_worker_ids`.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
 from forebay.events.control import RouterMode
+from forebay.events.numbers import PIN_S_MAX
 from forebay.ingress.errors import invalid
 from forebay.ingress.openai.fields import CheckedBody, Neutral, at_most
 
@@ -22,6 +23,8 @@ WORKERS_MAX = 1_024  # per request; a larger set should be a pool
 STRINGS_MAX = 16  # annotations and extra fields; fewer exist
 WEIGHT_MAX = 1e6  # keeps every cost finite
 TARGET_MS_MAX = 1e9  # as in events
+TTL_UNITS_S = {"s": 1, "m": 60, "h": 3600}
+TTL = "5m"  # if a request has none; as in Dynamo
 U32 = 1 << 32
 U64 = 1 << 64
 
@@ -100,6 +103,32 @@ class RoutingConstraints(CheckedBody):
     preferred_taints: Annotated[dict[Text, SignedWeight], at_most(TAINTS_MAX)] | None = None
 
 
+class CacheControl(CheckedBody):
+    """`nvext.cache_control`: keep the KV of the prompt in host memory and on the disk of its worker for some time.
+
+    Attributes:
+        type: kind of the pin.
+        ttl: duration, a number with the unit `s`, `m` or `h`, at most an hour; None for 5 minutes.
+    """
+
+    path = "nvext.cache_control."
+
+    type: Literal["ephemeral"]
+    ttl: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}[smh]$")] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "CacheControl":
+        if self.seconds > PIN_S_MAX:
+            raise invalid(f"a prompt can be pinned for at most 1h, not {self.ttl}", "nvext.cache_control.ttl")
+        return self
+
+    @property
+    def seconds(self) -> int:
+        """Duration in seconds."""
+        ttl = self.ttl or TTL
+        return int(ttl[:-1]) * TTL_UNITS_S[ttl[-1]]
+
+
 class RouterFields(CheckedBody):
     """`nvext.router`: settings of the router that one request overrides. None keeps the setting of the pool.
 
@@ -148,6 +177,7 @@ class Nvext(CheckedBody):
     agent_context: AgentContext | None = None
     routing_constraints: RoutingConstraints | None = None
     router: RouterFields | None = None
+    cache_control: CacheControl | None = None
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:

@@ -202,6 +202,12 @@ class CompletionBody(SamplingFields):
         return (self.nvext and self.nvext.cache_salt) or self.cache_salt or ""
 
     @property
+    def kv_pin_s(self) -> int:
+        """Seconds for which the KV of the prompt is pinned; 0 if the client pins nothing."""
+        pin = self.nvext and self.nvext.cache_control
+        return pin.seconds if pin else 0
+
+    @property
     def queries_route(self) -> bool:
         """Whether the request is a route query: it returns the worker that would be selected, and generates nothing."""
         return self.nvext is not None and self.nvext.queries_route

@@ -39,11 +39,13 @@ class TierCounters(msgspec.Struct, kw_only=True):
         load_us: total duration of these loads in microseconds, by tier.
         misses: blocks that a tier was expected to have but could not be read, by tier and reason.
         write_failures: blocks that were not written, by tier and reason.
-        skipped: blocks that were not offloaded, by reason: the tier was full or busy, or the filter rejected them.
+        skipped: blocks that were not offloaded, by reason: the tier was full or busy, or the filter rejected them. The
+            reason `pin` counts blocks that were not pinned, because too many are.
         rejected_blocks: blocks in tiers that were computed, because that was expected to be faster than loading them.
         evicted: blocks that were removed to make room, by tier.
         resident_blocks: blocks that are in a tier now, by tier.
         resident_bytes: bytes of these blocks, by tier.
+        pinned_blocks: blocks in host memory and on disk that are not evicted because a request has pinned them.
         hit_rates: share of the blocks of recent prompts that were found in a tier, by tier.
     """
 
@@ -62,6 +64,7 @@ class TierCounters(msgspec.Struct, kw_only=True):
     evicted: Counter[str] = msgspec.field(default_factory=Counter)
     resident_blocks: dict[str, int] = msgspec.field(default_factory=dict)
     resident_bytes: dict[str, int] = msgspec.field(default_factory=dict)
+    pinned_blocks: dict[str, int] = msgspec.field(default_factory=dict)
     hit_rates: dict[str, float] = msgspec.field(default_factory=dict)
 
 
@@ -91,7 +94,7 @@ class TierMetrics(Collector):
                 for key, count in sorted(values(one).items()):
                     family.add_metric([*own, *key], count)
             yield family
-        for name, help_text, gauges in _RESIDENT:
+        for name, help_text, gauges in _GAUGES:
             gauge = GaugeMetricFamily(f"forebay_tier_{name}", help_text, labels=["worker_id", "rank", "tier"])
             for own, one in counters:
                 for tier, count in sorted(gauges(one).items()):
@@ -207,7 +210,12 @@ _OWN: tuple[tuple[str, str, tuple[str, ...], Values], ...] = (
         ("tier", "reason"),
         _by_pair(lambda one: one.write_failures),
     ),
-    ("skipped_blocks", "Blocks not offloaded, by reason.", ("reason",), _by_tier(lambda one: one.skipped)),
+    (
+        "skipped_blocks",
+        "Blocks not offloaded or not pinned, by reason.",
+        ("reason",),
+        _by_tier(lambda one: one.skipped),
+    ),
     (
         "rejected_blocks",
         "Blocks in tiers that were computed, because loading them was expected to be slower.",
@@ -217,7 +225,8 @@ _OWN: tuple[tuple[str, str, tuple[str, ...], Values], ...] = (
     ("evicted_blocks", "Blocks removed to make room, by tier.", ("tier",), _by_tier(lambda one: one.evicted)),
 )
 
-_RESIDENT: tuple[tuple[str, str, Callable[[TierCounters], Mapping[str, float]]], ...] = (
+_GAUGES: tuple[tuple[str, str, Callable[[TierCounters], Mapping[str, float]]], ...] = (
     ("resident_blocks", "Blocks in a tier.", lambda one: one.resident_blocks),
     ("resident_bytes", "Bytes of the blocks in a tier.", lambda one: one.resident_bytes),
+    ("pinned_blocks", "Blocks in a tier that requests have pinned.", lambda one: one.pinned_blocks),
 )

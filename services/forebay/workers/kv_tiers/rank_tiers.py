@@ -41,6 +41,7 @@ KNOWN_MAX = 1_000_000  # blocks of the shared store that a rank remembers, about
 WRITE_BYTES = 2 << 30  # in flight to one tier: a prompt of 12,000 tokens of a large model; a disk writes it in a second
 WRITES_MAX = 1024  # blocks, if they are small
 WRITES_MIN = 16  # blocks, if they are large
+UNPIN_S = 1.0  # between two searches for pins that have ended
 TICK_S = 600.0  # as in KVBM, a block must be offered twice within ten minutes to pass the filter
 
 
@@ -83,7 +84,7 @@ class RankTiers:
         )
         self._writes = TierWrites(self._manager, self._places, self._lanes, read_s=seconds, write_s=settings.write_s)
         self._paused: set[LowerTier] = set()
-        self._tick_s = runtime.monotonic_s()
+        self._tick_s = self._unpin_s = runtime.monotonic_s()
         self._offers = 0
         self._load_number = 0
 
@@ -207,6 +208,17 @@ class RankTiers:
             self._believe(names, begin, leading_runs(runs, blocks))
             self._writes.begin(self._manager.prefetch(names[: begin + blocks], begin))
 
+    def pin(self, names: Sequence[BlockName], seconds: int) -> None:
+        """Keep the blocks of a prompt in host memory and on disk for some time, once they are there.
+
+        Blocks beyond half of the larger of these tiers are not pinned, and counted.
+
+        Args:
+            names: blocks of the prompt.
+            seconds: duration of the pin. A pin never shortens an earlier one.
+        """
+        self._manager.pin(names, round((runtime.monotonic_s() + seconds) * 1e6))
+
     def poll(self) -> None:
         """Apply the end of transfers, and call the `done` of loads and offers."""
         self._lanes.poll()
@@ -261,7 +273,7 @@ class RankTiers:
         """Return the counters and the current gauges of the rank."""
         counters = self._places.counters
         counted = self._manager.counters
-        for reason in ("filter", "full", "busy"):
+        for reason in ("filter", "full", "busy", "pin"):
             counters.skipped[reason] = counted[f"skipped_{reason}"]
         for tier in OWN_TIERS:
             counters.evicted[tier] = counted[f"evicted_{tier}"]
@@ -272,6 +284,7 @@ class RankTiers:
         counters.resident_bytes = {
             tier: blocks * self._identity.block_bytes for tier, blocks in counters.resident_blocks.items()
         }
+        counters.pinned_blocks = {tier: self._manager.pinned(tier) for tier in present if tier != "store"}
         counters.hit_rates = {tier: self._hit_rates.rate(tier) for tier in ("device", *present)}
         return counters
 
@@ -338,7 +351,7 @@ class RankTiers:
             ended()
 
     def _refresh(self) -> None:
-        """Pause and resume the writes of suspended tiers, and let the frequencies of blocks decay."""
+        """Pause and resume the writes of suspended tiers, end pins, and let the frequencies of blocks decay."""
         for tier, health in self._places.writes.items():
             suspended = health.suspended()
             if suspended and tier not in self._paused:
@@ -348,6 +361,9 @@ class RankTiers:
                 self._paused.discard(tier)
                 self._manager.resume(tier)
         now_s = runtime.monotonic_s()
+        if now_s - self._unpin_s >= UNPIN_S:
+            self._unpin_s = now_s
+            self._manager.unpin(round(now_s * 1e6))
         if now_s - self._tick_s >= TICK_S:
             self._tick_s = now_s
             self._manager.tick()

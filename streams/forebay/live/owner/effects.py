@@ -133,6 +133,7 @@ def encode_work(
         encoded=encoded,
         prefilled=request.prefilled if stage == "decode" else None,
         store_blocks=store_blocks,
+        kv_pin_s=0 if encodes else submitted.kv_pin_s,
         **to.names,
     )
     return to.draft(item)

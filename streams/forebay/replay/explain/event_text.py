@@ -83,7 +83,8 @@ def _describe(event: InputEvent | None) -> str:
         case BlocksStored() | BlocksRemoved() | CacheCleared() | StoreBlocksAdded() | StoreBlocksRemoved():
             return _describe_cache(event)
         case RequestSubmitted():
-            return f"{event.request_id}: {event.prompt_tokens} tokens, {_blocks(event.sequence_hashes)}"
+            pin = f", KV pinned for {event.kv_pin_s} s" if event.kv_pin_s else ""
+            return f"{event.request_id}: {event.prompt_tokens} tokens, {_blocks(event.sequence_hashes)}{pin}"
         case RouteQueried():
             return f"{event.request_id}: route query, {event.prompt_tokens} tokens, {_blocks(event.sequence_hashes)}"
         case RequestCancelled():

@@ -251,6 +251,8 @@ class MockTiers:
         self._offer(self.contents.on_device(name.sequence_hash for name in prompt.names[:cached]))
         loaded = {tier: tokens // block_size for tier, (tokens, _) in prompt.onboarded.items()}
         self.tiers.observe_request(len(prompt.names), cached, loaded)
+        if prompt.item.kv_pin_s:
+            self.tiers.pin(prompt.names, prompt.item.kv_pin_s)
         tokens = len(prompt.item.token_ids) // U32_BYTES - cached_tokens
         if prompt.item.stage != "decode":
             attended = tokens * cached_tokens + tokens * (tokens + 1) // 2

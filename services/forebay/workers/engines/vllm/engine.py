@@ -308,7 +308,9 @@ class VllmEngine(ModelEngine):
             rank.prefilled(item, prefilled, last.num_cached_tokens or 0, onboarded)
 
     def _hints(self, item: WorkItem) -> RequestHints | None:
-        return None if self._settings.tiers is None else RequestHints(item.request_id, item.store_blocks)
+        if self._settings.tiers is None:
+            return None
+        return RequestHints(item.request_id, item.store_blocks, item.kv_pin_s)
 
     def _transfer(self, item: WorkItem, prompt_tokens: int) -> dict[str, Any]:
         return self._transfers.fetch_params(item.prefilled, prompt_tokens)

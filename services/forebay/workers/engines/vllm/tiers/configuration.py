@@ -20,10 +20,12 @@ class RequestHints(msgspec.Struct, frozen=True):
     Attributes:
         request_id: id of the request on the log.
         store_blocks: leading blocks of the prompt that the router expects in the tiers.
+        kv_pin_s: seconds for which the tiers keep the blocks of the prompt.
     """
 
     request_id: str = ""
     store_blocks: int = 0
+    kv_pin_s: int = 0
 
 
 NO_HINTS = RequestHints()

@@ -68,8 +68,7 @@ class BlockPool(Protocol):
 class _Request:
     request: Any
     names: PromptNames
-    request_id: str
-    store_blocks: int = 0
+    hints: RequestHints
     offered: int = 0  # leading blocks that were offered to the tiers
     first: int = 0  # block at which the load begins
     runs: list[TierRun] = field(default_factory=list)
@@ -163,7 +162,7 @@ class VllmRank:
             adapter=adapter,
             features=request.mm_features,
         )
-        self._requests[request.request_id] = _Request(request, names, hints.request_id, hints.store_blocks)
+        self._requests[request.request_id] = _Request(request, names, hints)
 
     def match(self, request_id: str, computed_tokens: int) -> int | None:
         """Return the number of tokens to load for a waiting request.
@@ -184,7 +183,7 @@ class VllmRank:
             return 0
         if names[one.first].key in self._loading:
             return None
-        one.runs = list(self.tiers.match(names, one.first, computed_tokens, one.store_blocks))
+        one.runs = list(self.tiers.match(names, one.first, computed_tokens, one.hints.store_blocks))
         return sum(run.blocks for run in one.runs) * self._block_size
 
     def has_all(self, request_id: str, computed_tokens: int, tokens: int) -> bool:
@@ -232,6 +231,8 @@ class VllmRank:
             if not one.observed:
                 one.observed = True
                 self.tiers.observe_request(len(self._prompt(one)), one.first, one.loaded)
+                if one.hints.kv_pin_s:
+                    self.tiers.pin(one.names.extend(one.request.all_token_ids), one.hints.kv_pin_s)
             before = one.request.num_computed_tokens
             if tokens > 1:
                 prefill.append((tokens, before))
@@ -269,7 +270,7 @@ class VllmRank:
         for one in ahead:
             if not one.prefetched:
                 one.prefetched = True
-                self.tiers.prefetch(self._prompt(one), one.first, one.store_blocks)
+                self.tiers.prefetch(self._prompt(one), one.first, one.hints.store_blocks)
 
     # Worker
 
@@ -406,7 +407,7 @@ class VllmRank:
             self._correct_statistics(one, load.placed)
         assert load.result is not None
         one.loaded = load.result.by_tier
-        self._onboarded[one.request_id] = load.result.onboarded(self._block_size)
+        self._onboarded[one.hints.request_id] = load.result.onboarded(self._block_size)
 
     def _correct_statistics(self, one: _Request, placed: int) -> None:
         """Correct the number of cached tokens, because vLLM has counted all blocks of a load before it ended."""
