@@ -14,7 +14,7 @@ from forebay import runtime
 from forebay.core.scaling.rederive import RecordedDecision
 from forebay.core.scaling.state import RULES_VERSION
 from forebay.core.scaling.virtual_planner import SIMULATED_TARGET
-from forebay.events.codec import decode
+from forebay.events.codec import decode, encode
 from forebay.events.scaling import (
     DemandForecast,
     PlannerClaimed,
@@ -89,6 +89,25 @@ async def test_a_manual_size_is_decided_at_once_and_kept_until_it_is_released(lo
         await append(log, PoolSizeSet(group=GROUP, pool=POOL, size=None, operator="ops"))
         await eventually(lambda: {(GROUP, POOL): 6} in actuator.calls)
     derived(log)
+
+
+async def test_a_command_right_after_a_decision_is_decided_at_once(
+    log: SqliteLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to_log = log.append
+    command = PoolSizeSet(group=GROUP, pool=POOL, size=3, operator="ops")
+
+    async def append_with_command(drafts: Sequence[Draft]) -> list[int]:
+        if isinstance(decode(SCALING, drafts[0].value), ScalingDecided):
+            monkeypatch.setattr(log, "append", to_log)
+            drafts = [*drafts, Draft(SCALING.name, 0, encode(SCALING, command))]
+        return (await to_log(drafts))[:1]
+
+    monkeypatch.setattr(log, "append", append_with_command)
+    slow = msgspec.structs.replace(SETTINGS, interval_s=3600.0)
+    async with planning(log, planner_of(log, "p1", FakeObserver(), slow)):
+        decided = await until(log, ScalingDecided, 2)
+    assert [one.pools[0].reason for one in decided] == ["no_observation", "manual"]
 
 
 async def test_a_paused_planner_observes_but_changes_nothing(log: SqliteLog) -> None:

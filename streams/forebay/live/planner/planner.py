@@ -173,6 +173,7 @@ class Planner:
         claim = PlannerClaimed(
             planner_id=self.planner_id, rules_version=RULES_VERSION, settings=self._settings, at_us=runtime.wall_us()
         )
+        self._prompted.clear()
         self._epoch, _ = await self.topic.append(claim)
         self.is_active = self.topic.state.epoch == self._epoch
         logger.info("planner %s claimed the topic at offset %d", self.planner_id, self._epoch)
@@ -180,10 +181,10 @@ class Planner:
         self._observer.observe()  # an interval begins here
         await self._decide()
         while self.is_active and not self._stopping.is_set():
-            self._prompted.clear()
             # Due times follow the last observation, so a late one does not make the next interval shorter.
             due_s = self._observed_s + self._settings.interval_s
             await _within(self._prompted.wait(), max(0.0, due_s - runtime.monotonic_s()))
+            self._prompted.clear()  # not before the wait: a command during `_decide` must not be lost
             if not self.is_active or self._stopping.is_set():
                 break
             if runtime.monotonic_s() >= due_s:
