@@ -225,6 +225,7 @@ def test_the_policy_of_a_pool_is_changed_with_the_operators_name(system: tuple[U
         assert err.startswith(f"forebay: {message}")
 
 
+@pytest.mark.slow
 def test_a_worker_drains_and_the_other_one_serves(tmp_path: Path) -> None:
     log = tmp_path / "log.db"
     with running("--log", str(log), "--workers", "2", "--admin-api") as up:

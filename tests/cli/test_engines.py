@@ -157,6 +157,7 @@ def test_an_engine_failure_ends_the_system_with_one_line(arguments: dict[str, An
     assert CALLS.count("stop") == 2
 
 
+@pytest.mark.slow
 def test_a_system_uses_the_block_size_reported_by_its_engine(tmp_path: Path) -> None:
     """The default is one worker, named after its engine. Its blocks match the hashes computed by the ingress."""
     program = tmp_path / "program.py"

@@ -148,6 +148,7 @@ def test_disagg_options_without_effect_are_rejected(tmp_path: Path, given: tuple
     assert run_against(tmp_path / "run.db", *given, code=2) == f"forebay: {reason}\n"
 
 
+@pytest.mark.slow
 def test_disagg_a_live_fleet_is_reproduced(tmp_path: Path) -> None:
     rule = {"policy": "classic", "max_local_prefill_length": 100}
     fleet = ("--prefill-workers", "2", "--decode-workers", "2", "--block-size", "16", "--speedup", "20")

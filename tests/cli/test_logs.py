@@ -146,6 +146,7 @@ def test_lines_of_several_processes_in_one_pipe_are_not_mixed() -> None:
     assert [write.count("\n") for write in long] == [1]
 
 
+@pytest.mark.slow
 def test_a_service_runs_and_stops_while_its_stderr_is_a_full_pipe() -> None:
     unread, full = os.pipe()
     with contextlib.suppress(BlockingIOError):

@@ -31,6 +31,7 @@ def metric(up: Up, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
+@pytest.mark.slow
 def test_every_request_is_answered_or_rejected_with_retry_after() -> None:
     limits = ("--max-num-seqs", "1", "--router-queue-depth", "1", "--router-queue-timeout-secs", "2")
     with running("--workers", "1", "--speedup", "1", *limits) as up:

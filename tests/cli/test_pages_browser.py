@@ -32,7 +32,8 @@ def operations(found: Opened) -> list[str]:
     return found.page.locator(".opblock-summary-path").all_inner_texts()
 
 
-@pytest.mark.parametrize("prefix", [pytest.param("", marks=pytest.mark.slow), "/team/forebay"])
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", ["", "/team/forebay"])
 def test_the_index_links_to_pages_that_respond(up: Up, browser: Browser, prefix: str) -> None:
     with visited(up.url, "/", browser, prefix=prefix) as found:
         links = [link.evaluate("link => link.href") for link in found.page.get_by_role("link").all()]
@@ -46,7 +47,8 @@ def test_the_index_links_to_pages_that_respond(up: Up, browser: Browser, prefix:
         require_own_requests(found, up)
 
 
-@pytest.mark.parametrize("prefix", [pytest.param("", marks=pytest.mark.slow), "/team/forebay"])
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", ["", "/team/forebay"])
 def test_the_docs_list_the_api_and_send_requests(up: Up, browser: Browser, prefix: str) -> None:
     with visited(up.url, "/docs", browser, prefix=prefix) as found:
         models = found.page.locator(".opblock", has=found.page.get_by_text("/v1/models", exact=True)).first

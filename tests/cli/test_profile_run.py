@@ -71,6 +71,7 @@ def test_a_role_has_the_points_of_its_stage(up: Up, tmp_path: Path, role: str, s
     assert (len(found["prefill"]), len(found["decode"])) == stages
 
 
+@pytest.mark.slow
 def test_a_second_run_measures_only_what_is_missing(up: Up, tmp_path: Path) -> None:
     out = tmp_path / "p.json"
     first = profile(up, out, *SMALL, *OUTPUT)

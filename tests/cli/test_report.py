@@ -269,6 +269,7 @@ def test_decisions_are_shown_with_their_runner_up() -> None:
     assert found["waited_us"][5] == 20_000
 
 
+@pytest.mark.slow
 def test_the_slowest_and_failed_of_too_many_requests_are_kept() -> None:
     failed = [7, 23_456]
     long = run("long", requests=ROWS_MAX + 5_000, failed=failed)

@@ -105,6 +105,7 @@ def test_a_service_that_cannot_start_gives_the_reason(tmp_path: Path) -> None:
     assert (run.returncode, run.stderr) == (2, "forebay: nowhere.py: no such file\n")
 
 
+@pytest.mark.slow
 def test_the_exit_code_is_the_highest_of_the_processes(tmp_path: Path) -> None:
     nobody = f"127.0.0.1:{free_ports(1)}"
     run = serve(engine(tmp_path), "--worker-id-prefix", "w", "--kafka", nobody)
@@ -123,6 +124,7 @@ def silent_broker() -> Iterator[socket.socket]:
         yield server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals) -> None:
     with silent_broker() as broker:

@@ -73,6 +73,7 @@ async def end(processes: Processes, name: str, number: signal.Signals) -> str:
     return process.output()
 
 
+@pytest.mark.slow
 async def test_events_are_stored_and_the_shadow_resumes(tmp_path: Path, processes: Processes) -> None:
     path, out, port = tmp_path / "run.db", tmp_path / "out.jsonl", free_ports(1)
     command = [FOREBAY, "shadow", str(path), "--policy", "round-robin", "--out", str(out), "--metrics-port", str(port)]

@@ -56,6 +56,7 @@ def services() -> Iterator[dict[Case, "subprocess.Popen[str]"]]:
         yield started
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hang", "signals"), CASES)
 def test_a_hanging_service_is_ended(services: dict[Case, "subprocess.Popen[str]"], hang: str, signals: int) -> None:
     run = services[hang, signals]
@@ -79,6 +80,7 @@ cluster.end_within = signalled_again
 """
 
 
+@pytest.mark.slow
 def test_a_second_signal_right_after_the_first_ends_a_service_in_order() -> None:
     code = EARLY + SERVICE.format(hang=HANGS["a part that does not end"], stop_s=3600.0)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:

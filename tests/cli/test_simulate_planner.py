@@ -68,6 +68,7 @@ def test_the_output_has_sizes_gpu_hours_and_attainment_of_each_interval(planner:
     assert simulated(planner) == result
 
 
+@pytest.mark.slow
 def test_method_simulate_simulates_each_forecast(planner: Path) -> None:
     text = planner.read_text().replace("interval_s = 20", 'interval_s = 20\nmethod = "simulate"\nttft_ms = 2000')
     planner.write_text(text.replace('profile = "profile.json"', 'engine_profile = "mocker"'))

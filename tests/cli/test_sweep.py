@@ -234,9 +234,8 @@ def test_a_killed_run_is_named_and_exits_1(trace: Path, monkeypatch: pytest.Monk
     assert "forebay: kv, workers=3: two requests of one id\n" in run.stderr
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_ending_a_sweep_ends_its_processes(trace: Path, number: signal.Signals) -> None:
     (trace.parent / "mine.py").write_text(STUCK)
     run = started(trace, "--policy", "mine.Stuck", "--set", "temperature=1,2,3")

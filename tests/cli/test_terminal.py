@@ -139,6 +139,7 @@ def test_at_reports_skipped_records(tmp_path: Path) -> None:
     assert "not verified: 1 journal records that no owner wrote" in run.stderr
 
 
+@pytest.mark.slow
 def test_output_of_a_policy_is_separate_from_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "noisy.py").write_text(NOISY)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -348,6 +348,7 @@ async def test_the_cursor_stays_at_its_request_when_new_ones_arrive() -> None:
         await until(lambda: (first := table.selected()) is not None and first.number == 61)
 
 
+@pytest.mark.slow
 async def test_the_filter_applies_while_it_is_typed() -> None:
     server = Server()
     async with top(server) as pilot:

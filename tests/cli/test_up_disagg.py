@@ -202,6 +202,7 @@ async def complete_and_disconnect(up: Up, count: int) -> tuple[int, int]:
     return completed, count - completed
 
 
+@pytest.mark.slow
 def test_disagg_no_kv_is_retained_for_disconnected_clients() -> None:
     # The lease is longer than this test, so KV is released by cancellation or fetch.
     small = ("--kv-blocks", "400", "--block-size", "16", "--kv-lease-s", "600", "--speedup", "2")
@@ -217,6 +218,7 @@ def test_disagg_no_kv_is_retained_for_disconnected_clients() -> None:
         assert metric(up, 'forebay_router_requests_aborted_total{model="forebay-default",reason="cancelled"}') > 0
 
 
+@pytest.mark.slow
 def test_disagg_up_stops_every_engine_before_it_exits(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
@@ -309,6 +311,7 @@ def banner_of(*options: str, then: dict[str, Any] | None = None) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_disagg_banner_reports_settings_that_do_not_apply(tmp_path: Path) -> None:
     log = ("--log", str(tmp_path / "log.db"))
     nobody = ("--prefill-workers", "0", "--decode-workers", "1", *log)

@@ -221,6 +221,7 @@ def status_of(client: httpx.Client) -> dict[str, Any]:
     return found if found.get("workers") else {}
 
 
+@pytest.mark.slow
 def test_a_log_keeps_the_groups_of_all_models(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The console beside the system shows the first model of each start."""
     monkeypatch.setenv("FOREBAY_CONSOLE_TOKEN", ADMIN_TOKEN)

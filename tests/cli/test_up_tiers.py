@@ -51,6 +51,7 @@ def metric(up: Up, name: str) -> float:
     return float(sum(sample.value for sample in samples(up) if sample.name == name))
 
 
+@pytest.mark.slow
 def test_tiers_of_up_survive_a_restart(tmp_path: Path) -> None:
     with running(*SIZES) as up:
         expected = texts(up)

@@ -5,10 +5,12 @@ import socket
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.cli.up import FOREBAY, Up
 
 
+@pytest.mark.slow
 def test_a_console_without_its_port_does_not_end_the_system(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

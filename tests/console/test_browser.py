@@ -76,6 +76,7 @@ def rows_of(console: ConsoleProcess, **filters: Any) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_fleet_of_random_moments_is_that_of_replay_at(console: ConsoleProcess, page: Page) -> None:
     state = read(console.url, "/v1/console")["state"]
     draw = random.Random(SEED)

@@ -96,6 +96,7 @@ def test_sorted_workers_are_shown_while_scrolling(page: Page) -> None:
     expect(table.get_by_role("row").nth(1)).to_contain_text(WORKERS[77])
 
 
+@pytest.mark.slow
 def test_arrow_keys_reach_every_request(console: ConsoleProcess, page: Page) -> None:
     table, ids = open_requests(page, console)
     page.evaluate(SCROLL, 0)
@@ -107,6 +108,7 @@ def test_arrow_keys_reach_every_request(console: ConsoleProcess, page: Page) -> 
     expect(table.get_by_title(ids[-1])).to_be_focused()
 
 
+@pytest.mark.slow
 def test_all_rows_are_printed(console: ConsoleProcess, page: Page) -> None:
     _, ids = open_requests(page, console)
     page.evaluate(

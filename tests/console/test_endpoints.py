@@ -39,6 +39,7 @@ async def client(log: Path) -> AsyncIterator[httpx.AsyncClient]:
         yield found
 
 
+@pytest.mark.slow
 async def test_fifty_random_moments_equal_replay_at(client: httpx.AsyncClient, log: Path) -> None:
     state = (await body(client, "/v1/console"))["state"]
     draw = random.Random(SEED)

@@ -22,6 +22,7 @@ from tests.console.serving import body, comparable, console_client, console_sett
 LOGS = Path(__file__).parents[1] / "logs"
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_catalog_that_was_deleted_is_built_anew(tmp_path: Path) -> None:
     settings = console_settings(Path(shutil.copy(LOGS / "lost-workers.rec", tmp_path)))
@@ -49,6 +50,7 @@ async def newest(log: Path) -> Any:
         return comparable(await (await seek_record(opened, 0, end - 1)).moment())
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_log_that_was_replaced_is_read_from_the_beginning(tmp_path: Path) -> None:
     log = Path(shutil.copy(LOGS / "lost-workers.rec", tmp_path))

@@ -83,6 +83,7 @@ def test_a_plan_that_failed_once(path: Path) -> None:
     assert simulate(read_plan(path)).violation == ""
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_trace() -> None:
     plan = draw_plan(3)
     first, second = simulate(plan), simulate(plan)

@@ -114,6 +114,7 @@ async def test_a_log_in_memory_is_rejected_with_the_remedy(scene: Scene) -> None
     assert code(await scene.client.get("/v1/requests/r/explain")) == (501, "not_recorded")
 
 
+@pytest.mark.slow
 async def test_unreadable_logs_and_policies_of_users_are_rejected(scene: Scene, tmp_path: Path) -> None:
     async with pending(scene, LogSource(path=str(tmp_path / "none.db"))) as (_, start_request):
         refused = await start_request("r")

@@ -145,6 +145,7 @@ async def test_the_rest_of_a_rejected_body_is_discarded_for_a_limited_time(scene
         assert await reader.read() == b""
 
 
+@pytest.mark.slow
 async def test_the_timeout_of_a_body_grows_with_its_size() -> None:
     raw = json.dumps({"model": NAME, "prompt": "x", "metadata": {"a": "x" * (3 << 20)}}).encode()
     async with (

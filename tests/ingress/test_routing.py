@@ -151,7 +151,14 @@ async def test_a_header_overrides_the_body() -> None:
 
 @pytest.mark.parametrize(
     ("pin", "seconds"),
-    [({}, 300), ({"ttl": None}, 300), ({"ttl": "5m"}, 300), ({"ttl": "1h"}, 3600), ({"ttl": "3600s"}, 3600), ({"ttl": "1s"}, 1)],
+    [
+        ({}, 300),
+        ({"ttl": None}, 300),
+        ({"ttl": "5m"}, 300),
+        ({"ttl": "1h"}, 3600),
+        ({"ttl": "3600s"}, 3600),
+        ({"ttl": "1s"}, 1),
+    ],
 )
 async def test_a_prompt_is_pinned_for_the_time_in_the_body(pin: dict[str, Any], seconds: int) -> None:
     async with make_scene(routing_hints=True) as scene:

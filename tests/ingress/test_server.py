@@ -90,6 +90,7 @@ def test_responses_are_sent_without_delay(loop: Callable[[], asyncio.AbstractEve
         assert runner.run(serve())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_of_two_services_on_the_same_port_exits() -> None:
     for _ in range(ROUNDS):

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 import msgspec
+import pytest
 
 from forebay.core.world import CORE_VERSION
 from forebay.events.codec import decode, encode
@@ -160,6 +161,7 @@ async def test_an_owner_hands_over_only_to_a_router_with_its_rules(log: SqliteLo
         await until(lambda: 0 in router.owners)  # there is no router b that claims
 
 
+@pytest.mark.slow
 async def test_a_group_whose_new_owner_dies_after_its_claim_is_owned_again(log: SqliteLog) -> None:
     async with System(log).started(workers=1) as system, routing(system, "a") as router:
         router.assign({0})

@@ -106,6 +106,7 @@ def test_a_pool_without_requests_needs_its_smallest_size_and_one_without_forecas
     assert simulated(DemandForecast(predictor="constant", observed=1, pools=())) == []
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_pools_are_sized_by_the_work_of_their_stage() -> None:
     pools = [PoolScaling(group=GROUP, pool=role, role=role, max_size=8) for role in ("prefill", "decode")]
     settings = msgspec.structs.replace(SETTINGS, pools=tuple(pools), itl_ms=25.0)
@@ -135,6 +136,7 @@ def test_prefill_and_decode_pools_are_sized_by_the_work_of_their_stage() -> None
     assert long_outputs["decode"] > short["decode"]
 
 
+@pytest.mark.slow
 async def test_another_process_finds_the_same_sizes() -> None:
     demand, settings = forecast(0.4), msgspec.structs.replace(SETTINGS, interval_s=600.0)
     assert list(await simulator(settings, ENGINES)(demand, TARGET)) == simulated(demand, settings)

@@ -332,6 +332,7 @@ def test_an_interrupted_copy_resumes_to_the_same_recording(
     assert report_of(out).divergence is None
 
 
+@pytest.mark.slow
 def test_a_copy_killed_at_any_time_can_be_resumed(source: Path, tmp_path: Path) -> None:
     with opened(source) as log:
         undisturbed = asyncio.run(sliced(log, tmp_path / "whole"))

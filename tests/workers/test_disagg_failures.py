@@ -86,6 +86,7 @@ async def test_a_disagg_holder_that_is_killed(scene: Scene, kind: str, when: str
         await both.idle()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("patience")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("then", ["killed", "stopped"])

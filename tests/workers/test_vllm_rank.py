@@ -10,7 +10,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -22,6 +21,7 @@ from forebay.workers.engines.vllm.tiers.rank import VllmRank
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
 from forebay.workers.kv_tiers.metrics import TierCounters
 from forebay.workers.kv_tiers.rank_tiers import LoadResult
+from tests.depth import examples
 
 SIZE = 2
 BLOCKS = 9
@@ -322,4 +322,4 @@ class Scheduler(RuleBasedStateMachine):
 
 
 TestScheduler = Scheduler.TestCase
-TestScheduler.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestScheduler.settings = examples(2.5, stateful_step_count=50)

@@ -93,6 +93,7 @@ def test_a_call_that_hangs_ends_at_its_deadline(store: GuardedStore, hanging: Pa
         check_read(store, [0, 2])
 
 
+@pytest.mark.slow
 def test_threads_that_hang_are_bounded(store: GuardedStore, hanging: Path) -> None:
     memory = [memoryview(bytearray(BLOCK_BYTES))]
     assert hanging.is_fifo()

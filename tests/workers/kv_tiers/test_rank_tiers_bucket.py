@@ -42,6 +42,7 @@ def test_a_rank_onboards_what_another_rank_computed(bucket: FaultyServer, tmp_pa
         assert three.held["store"] == {*PROMPT}, "the inventory lists them"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [403, 500, SILENT])
 def test_a_failing_bucket_costs_one_wait_and_no_block_is_lost(fault: int, bucket: FaultyServer, tmp_path: Path) -> None:
     clock = ShiftedClock()

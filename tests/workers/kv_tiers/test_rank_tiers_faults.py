@@ -277,6 +277,7 @@ def pair(first: TierSettings, second: TierSettings) -> Iterator[list[DrivenRank]
         yield [one, two]
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 1 << 30),
     mode=st.sampled_from(["through", "eviction"]),

@@ -171,6 +171,7 @@ def test_the_oldest_objects_leave_first(endpoint: str) -> None:
     assert read(store, [int(name.sequence_hash) - 1 for name in evicted])[0] == ["missing"] * 5
 
 
+@pytest.mark.slow
 def test_several_writers_keep_one_quota(endpoint: str) -> None:
     stores = [opened(endpoint, quota=16 * FILE) for _ in range(3)]
 

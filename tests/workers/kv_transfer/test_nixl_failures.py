@@ -73,7 +73,7 @@ async def test_nixl_holder_that_dies_during_a_read_fails_before_the_deadline(by_
         assert (reader.stats.in_flight, reader.stats.quarantined_blocks) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", ["nixl", pytest.param("tcp", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow
 async def test_nixl_hung_holder_misses_the_deadline_and_its_slots_are_quarantined(by_socket: Kind) -> None:
     async with (
         transport(by_socket, "d@5", block_bytes=LARGE) as (reader, _),

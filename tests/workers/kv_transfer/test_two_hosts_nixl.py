@@ -114,6 +114,7 @@ async def test_nixl_hosts_plain_sockets_support_ipv4_and_ipv6(hosts: tuple[Host,
         assert await reader.has(ALL, ALL)
 
 
+@pytest.mark.slow
 async def test_nixl_hosts_killed_holder_is_reported_as_gone(kind: Kind, hosts: tuple[Host, Host]) -> None:
     one, two = hosts
     async with (
