@@ -190,9 +190,9 @@ def test_pinned_blocks_stay_until_their_time_is_over(tmp_path: Path) -> None:
         one.offload(range(10, 18))
         assert one.resident("host") & {*range(8)} == {0, 1, 2, 3}
         clock.ahead_s += 61
+        assert one.tiers.counters().pinned_blocks == {"host": 0}
         one.offload(range(20, 28))
         assert not one.resident("host") & {*range(8)}
-        assert one.tiers.counters().pinned_blocks == {"host": 0}
 
 
 def test_clear_empties_host_and_disk_but_not_the_shared_store(tmp_path: Path) -> None:

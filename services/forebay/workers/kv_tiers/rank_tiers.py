@@ -271,6 +271,7 @@ class RankTiers:
 
     def counters(self) -> TierCounters:
         """Return the counters and the current gauges of the rank."""
+        self._refresh()
         counters = self._places.counters
         counted = self._manager.counters
         for reason in ("filter", "full", "busy", "pin"):
