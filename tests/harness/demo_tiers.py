@@ -22,6 +22,8 @@ from tests.harness.tier_system import Reuse, TierSystem
 from tests.integration.stream_clients import StreamResult, stream_clients
 
 ON_DIRECTORY, ON_BUCKET = ("w1", "w2"), ("w3", "w4")
+# A worker with host memory copies most blocks there before it loads them, so these load from disk or store.
+WITHOUT_HOST = ("w2", "w4")
 CONVERSATIONS, TURNS = 24, 8
 FAILS_S = 4.0  # how long the bucket denies access, and how long it is stopped
 AGAIN = 8  # conversations that continue after a restart
@@ -142,10 +144,11 @@ async def run(kafka: str, redis_url: str, folder: Path, options: argparse.Namesp
                 async with stream_clients([url], "demo") as clients:
                     system = TierSystem(cluster, clients, folder, bucket)
                     for name in (*ON_DIRECTORY, *ON_BUCKET):
-                        system.worker(name, bucket=name in ON_BUCKET)
+                        system.worker(name, bucket=name in ON_BUCKET, host=name not in WITHOUT_HOST)
                     report(
                         f"four workers start, {' and '.join(ON_DIRECTORY)} with a shared directory, "
-                        f"{' and '.join(ON_BUCKET)} with the bucket {bucket.url}/{bucket.bucket}; logs in {folder}"
+                        f"{' and '.join(ON_BUCKET)} with the bucket {bucket.url}/{bucket.bucket}, "
+                        f"{' and '.join(WITHOUT_HOST)} without host memory; logs in {folder}"
                     )
                     await cluster.until_serving(len(ON_DIRECTORY + ON_BUCKET))
                     await under_load(system, result, options.turns)

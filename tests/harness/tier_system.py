@@ -30,7 +30,8 @@ CONCURRENT = 12  # conversations at a time
 # Loads must be faster than computing, or the workers compute: 16 ms per block is slower than an S3 server in Python.
 PROFILE = 'kind = "linear"\ncosts_us = { step = 500, prefill_token = 1000, decode_step = 4000 }\n'
 SIZES = ("--block-size", str(BLOCK), "--kv-blocks", "64", "--kv-bytes-per-token", "1024", "--lease-ttl-s", "3")
-TIERS = ("--kv-host-size", "2MB", "--kv-disk-size", "100MB", "--no-kv-tier-filter")
+HOST = ("--kv-host-size", "2MB")
+TIERS = ("--kv-disk-size", "100MB", "--no-kv-tier-filter")
 DAMAGE_EVERY_S = 0.2
 SERVED_WITHIN_S = 60.0
 
@@ -103,12 +104,12 @@ class TierSystem:
         self._conversations: dict[int, Conversation] = {}
         self._served: dict[int, set[str]] = {}  # workers by conversation
 
-    def worker(self, name: str, *options: str, bucket: bool = False) -> None:
-        """Start a worker with host memory, a disk of its own, and the shared directory or the bucket as store."""
+    def worker(self, name: str, *options: str, bucket: bool = False, host: bool = True) -> None:
+        """Start a worker with a disk of its own and the shared directory or the bucket, by default with host memory."""
         store = (f"s3://{self.bucket.bucket}/kv", "--kv-store-endpoint", self.bucket.url) if bucket else (self.shared,)
         self.cluster.worker(
             name,
-            *("--engine-profile", str(self._profile), *SIZES, *TIERS),
+            *("--engine-profile", str(self._profile), *SIZES, *TIERS, *(HOST if host else ())),
             *("--kv-disk", str(self.folder / "disks" / name), "--kv-store", *map(str, store), *options),
         )
 
