@@ -334,6 +334,21 @@ def test_code_blocks_of_pages_parse() -> None:
                     pytest.fail(f"{shown(path)}: a block of {language} does not parse: {error}")
 
 
+def test_requests_with_a_body_in_the_docs_are_declared_as_json() -> None:
+    commands = [
+        (path, command)
+        for path in FILES
+        if path.suffix == ".md"
+        for command in re.findall(r"^ *curl (?:.*\\\n)*.*", path.read_text(), re.MULTILINE)
+    ]
+    faults = [
+        f"{shown(path)}: {command}"
+        for path, command in commands
+        if re.search(r"\s(-d|--data)\s", command) and "Content-Type: application/json" not in command
+    ]
+    check(faults, "curl sends a body with the header Content-Type: application/json, which the ingress requires")
+
+
 def test_every_make_target_in_the_docs_exists() -> None:
     targets = set(re.findall(r"^([a-z][\w-]*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
     pages = [path for path in FILES if path.suffix == ".md" and path.name != "CHANGELOG.md"]

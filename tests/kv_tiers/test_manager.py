@@ -160,6 +160,17 @@ def test_a_pin_extends_but_never_shortens_an_earlier_one() -> None:
     assert not one.holds("host", 0)
 
 
+def test_the_end_of_a_pin_makes_room_for_others() -> None:
+    one = manager(limits(8), limits(4))
+    one.pin([0, 1], until_us=5)
+    one.pin([2, 3], until_us=10)
+    fill(one, [0, 1, 2, 3])
+    assert (one.pinned("host"), one.pinned("disk")) == (4, 2)
+    one.unpin(5)
+    fill(one, range(100, 108))
+    assert {*one.resident("disk")} & {*PROMPT} == {2, 3}
+
+
 def test_stale_blocks_leave_their_tier() -> None:
     one = manager(store=limits())
     one.add("store", PROMPT)

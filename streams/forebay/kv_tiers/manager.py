@@ -244,7 +244,7 @@ class TierManager(Generic[Key]):
                 self.counters["skipped_pin"] += len(keys) - at
                 keys = keys[:at]
                 break
-            self._pins[key] = max(until_us, self._pins.get(key, until_us))
+            self._pins[key] = max(until_us, self._pins.get(key, 0))
         for tier in self._tiers:
             self._pin(tier, keys)
 
