@@ -1,7 +1,7 @@
 """Engine selection: rejected options, engine settings, and systems that use the sizes reported by an engine."""
 
 import json
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from forebay.engine_model.timing import LinearTiming
 from forebay.events.fleet import WorkerSpec
 from forebay.ingress.errors import Unusable
 from forebay.ingress.model import DEFAULT_MODEL
+from forebay.workers.engines.engine_process import EngineProcess
 from forebay.workers.engines.mock.engine import MockEngine
 from tests.cli.adapters import FAKE
-from tests.cli.fake_engine import CALLS, FakeEngine
-from tests.cli.up import Up, forebay
+from tests.cli.up import children_of, fake_up, forebay
 from tests.harness.local import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,6 @@ ROOT = Path(__file__).parents[2]
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace a real engine by the fake one."""
     monkeypatch.setitem(ADAPTERS, "vllm", FAKE)
-    CALLS.clear()
 
 
 def choose(engine: str = "vllm", **options: Any) -> EngineChoice:
@@ -67,7 +66,7 @@ def test_a_real_engine_gets_its_settings(tmp_path: Path, form: str) -> None:
     lora.mkdir()
     choice = choose(engine_args=text, role="prefill", kv_blocks=7, dp_size=2, lora=[f"legal={lora}"], model_name="m")
     engine, spec = built(ranked_from(choice, 4), "w", pool="p", kv_events=False)
-    assert isinstance(engine, FakeEngine)
+    assert isinstance(engine, EngineProcess)
     settings = engine.settings
     assert (settings.arguments, settings.role, settings.model) == (arguments, "prefill", DEFAULT_MODEL)
     assert (settings.block_size, settings.kv_blocks, settings.dp_size, settings.dp_start_rank) == (None, 7, 2, 4)
@@ -150,27 +149,18 @@ def test_inconsistent_sizes_and_a_missing_package_are_rejected(monkeypatch: pyte
     ],
 )
 def test_an_engine_failure_ends_the_system_with_one_line(arguments: dict[str, Any], message: str) -> None:
+    before = children_of(os.getpid())
     command = ["up", "--port", str(free_ports(1)), "--engine", "vllm", "--model", str(DEFAULT_MODEL), "--workers", "2"]
     result = CliRunner().invoke(app, [*command, "--engine-args", json.dumps(arguments)])
     assert result.exit_code == (1 if "fails" in arguments else 2)
     assert result.stderr == f"forebay: {message}\n"
-    assert CALLS.count("stop") == 2
+    assert children_of(os.getpid()) == before
 
 
 @pytest.mark.slow
 def test_a_system_uses_the_block_size_reported_by_its_engine(tmp_path: Path) -> None:
     """The default is one worker, named after its engine. Its blocks match the hashes computed by the ingress."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import sys\n"
-        f"sys.path.append({str(ROOT)!r})\n"
-        "from forebay.cli.processes import engine_options as engines\n"
-        "from forebay.cli.app import main\n"
-        "engines.ADAPTERS['vllm'] = engines.Adapter('tests.cli.fake_engine', 'FakeEngine', ())\n"
-        "main()\n"
-    )
-    options = ["--engine", "vllm", "--model", str(DEFAULT_MODEL), "--engine-args", '{"block_sizes": [16]}']
-    up = Up(*options, program=[sys.executable, str(program)])
+    up = fake_up(tmp_path, {"block_sizes": [16]})
     try:
         up.wait_ready()
         with up.client() as client:

@@ -9,20 +9,29 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 
+from forebay.ingress.model import DEFAULT_MODEL
 from tests.cli import in_process
 from tests.harness import fork_server
 from tests.harness.fork_server import ForkedProcess
 from tests.harness.local import free_ports
 
+ROOT = Path(__file__).parents[2]
 FOREBAY = str(Path(sys.executable).with_name("forebay"))
 PATIENCE_S = 60.0
 ADMIN_TOKEN = "token-of-tests"
 ADMIN = {"authorization": f"Bearer {ADMIN_TOKEN}"}
 LONG_PREFIX = "The log is the truth, and every decision on it can be derived again. " * 40
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the ids of the child processes of a process."""
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
+    return [int(line) for line in found.stdout.split()]
 
 
 class Up:
@@ -70,8 +79,7 @@ class Up:
 
     def children(self) -> list[int]:
         """Return the ids of the child processes."""
-        found = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True, check=False)
-        return [int(line) for line in found.stdout.split()]
+        return children_of(self.process.pid)
 
     def end(self, number: signal.Signals) -> int:
         self.process.send_signal(number)
@@ -103,3 +111,19 @@ def verified(log: Path) -> dict[str, object]:
     assert report["decisions"] == report["verified"]
     assert report["divergence"] is None
     return report
+
+
+def fake_up(folder: Path, arguments: dict[str, Any], *options: str) -> Up:
+    """Start `forebay up` with fake engines, which are configured by `arguments`, in place of vLLM."""
+    program = folder / "program.py"
+    program.write_text(
+        "import sys\n"
+        f"sys.path.append({str(ROOT)!r})\n"
+        "from forebay.cli.processes import engine_options as engines\n"
+        "from forebay.cli.app import main\n"
+        "engines.ADAPTERS['vllm'] = engines.Adapter('tests.cli.fake_engine', 'FakeEngine', ())\n"
+        "if __name__ == '__main__':\n"
+        "    main()\n"
+    )
+    engine = ["--engine", "vllm", "--model", str(DEFAULT_MODEL), "--engine-args", json.dumps(arguments)]
+    return Up(*engine, *options, program=[sys.executable, str(program)])

@@ -1,4 +1,7 @@
-"""Contract of every engine: one suite over vLLM, SGLang and TensorRT-LLM with stand-ins, a server, and the mock."""
+"""Contract of every engine: one suite over vLLM, SGLang and TensorRT-LLM with stand-ins, a server, and the mock.
+
+The mock runs in this process, and in a process of its own.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -31,6 +34,7 @@ from tests.workers.engine_setup import (
     model_directory,
     reported,
 )
+from tests.workers.hosted import hosted
 from tests.workers.standins import sglang_standin, tensorrt_llm_standin, vllm_standin
 
 Start = Callable[..., AbstractAsyncContextManager[Driven]]
@@ -48,6 +52,7 @@ ENGINES: dict[str, tuple[Callable[[EngineSettings], Engine], dict[str, Any]]] = 
     "sglang": (SglangEngine, {"enable_lora": True}),
     "tensorrt-llm": (TensorRtLlmEngine, {"lora_config": {"max_lora_rank": 8}}),
     "mock": (mock_engine, {}),
+    "process": (hosted, {}),
 }
 ATTACHED = "attached"
 

@@ -1,4 +1,4 @@
-"""Owned processes end with their parent, at whatever moment it dies. Without vLLM."""
+"""Owned processes end with their parent, at whatever moment it dies, and have their own environment. Without vLLM."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ import multiprocessing, os, sys, threading
 from forebay.workers.engines.vllm.processes import owning
 
 def say():
-    os.write(1, f"{os.getpid()} {os.getpgid(0)}\\n".encode())
+    os.write(1, f"{os.getpid()} {os.environ.get('PORT')}\\n".encode())
 
 def block():
     say()
@@ -25,8 +25,8 @@ class Slow:
     def __reduce__(self):
         return block, ()
 
-def is_of(group):
-    os._exit(7 if os.getpgid(0) == group else 1)
+def is_stranger():
+    os._exit(1 if 'PORT' in os.environ else 7)
 
 def outer():
     multiprocessing.get_context("spawn").Process(target=block).start()
@@ -35,13 +35,13 @@ def outer():
 if __name__ == "__main__":
     owned = []
     context = multiprocessing.get_context("spawn")
-    with owning(owned):
+    with owning(owned, {'PORT': '5600'}):
         if sys.argv[1] == "imports":
             context.Process(target=print, args=(Slow(),)).start()
         else:
             context.Process(target=outer).start()
     say()
-    stranger = context.Process(target=is_of, args=(os.getpgid(0),))
+    stranger = context.Process(target=is_stranger)
     stranger.start()
     stranger.join()
     assert stranger.exitcode == 7
@@ -59,8 +59,9 @@ def test_an_owned_process_ends_with_its_parent(where: str, processes: int, tmp_p
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as owner:
         try:
             assert owner.stdout is not None
-            groups = {owner.stdout.readline().split()[1] for _ in range(processes)}
-            assert len(groups) == processes, "an interrupt from a terminal reaches more than the owner"
+            said = dict(owner.stdout.readline().split() for _ in range(processes))
+            assert said.pop(str(owner.pid)) == "None"
+            assert list(said.values()) == ["5600"] * (processes - 1)
         finally:
             owner.send_signal(signal.SIGKILL)
         # Each has the other end of stdout: it closes when the last of them ends.

@@ -7,6 +7,7 @@ import typer
 
 from forebay.cli.processes.options import LorasOption, ModelNameOption, ModelOption, RevisionOption
 from forebay.events.control import Role
+from forebay.workers.engines.settings import START_S
 
 if TYPE_CHECKING:
     from forebay.cli.processes.engines import EngineChoice
@@ -57,6 +58,9 @@ class EngineOptions:
     engine_args: Annotated[
         str | None, typer.Option(help="Engine arguments: a YAML or JSON file, or a JSON object.")
     ] = None
+    engine_start_s: Annotated[
+        float, typer.Option(min=1.0, help="Maximum seconds for a real engine to start. A large model may need more.")
+    ] = START_S
     role: Annotated[str, typer.Option(help=f"Worker role: {', '.join(get_args(Role))}.")] = "aggregated"
     speedup: Annotated[float | None, typer.Option(help="Speed relative to the modelled GPU. Mock engine only.")] = None
     engine_profile: Annotated[

@@ -1,14 +1,13 @@
 """Construction of the engine and the worker spec from the options of a command.
 
-A real engine is imported when it is built, so the packages of the other engines need not be installed.
+A real engine runs in a process of its own, so the packages of the other engines need not be installed.
 """
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -33,6 +32,7 @@ from forebay.simulate.profiles.profile import MOCKER, Profile, load_profile
 from forebay.simulate.profiles.sheets import ProfileUnusable
 from forebay.workers.engine import Engine, EngineError
 from forebay.workers.engines.encode import EncodeEngine, Encoder
+from forebay.workers.engines.engine_process import engine_process
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.kv import KvSettings
 from forebay.workers.engines.mock.scripts import OutputScripts
@@ -113,6 +113,7 @@ def choose_engine(options: EngineOptions) -> EngineChoice:
         role=cast(Role, options.role),
         loras=directories,
         kv_store_name=options.kv_store_name or "",
+        start_s=options.engine_start_s,
         arguments={} if options.engine_args is None else _arguments(options.engine_args),
         **{name: getattr(options, name) for name in SIZE_OPTIONS},
         **kv,
@@ -317,8 +318,7 @@ def _output_of(directory: Path) -> tuple[tuple[int, ...], OutputScripts]:
 
 def _adapted(engine: str, settings: EngineSettings) -> Engine:
     adapter = ADAPTERS[engine]
-    made: Callable[[EngineSettings], Engine] = getattr(import_module(adapter.module), adapter.name)
-    return made(settings)
+    return engine_process(adapter.module, adapter.name, settings)
 
 
 def _directories(loras: Sequence[str]) -> dict[str, Path]:

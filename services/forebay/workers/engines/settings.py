@@ -8,6 +8,8 @@ from typing import Any, Literal
 from forebay.events.control import Role
 from forebay.workers.kv_tiers.settings import TierSettings
 
+START_S = 600.0  # vLLM waits as long for its engine core
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
@@ -33,6 +35,7 @@ class EngineSettings:
         kv_store_name: name for the router of storage that the engine's own connector shares with other workers; empty
             if there is none.
         loras: directory of each LoRA adapter to load at the start, by name.
+        start_s: maximum seconds until an engine in a process of its own has started.
         arguments: the engine's own options, by the engine's names. They override the other settings.
     """
 
@@ -53,5 +56,6 @@ class EngineSettings:
     near_host: str = "127.0.0.1"
     tiers: TierSettings | None = None
     kv_store_name: str = ""
+    start_s: float = START_S
     loras: Mapping[str, Path] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -7,15 +7,15 @@ So they can be killed at any time, even while vLLM starts or when it hangs.
 import asyncio
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from forebay.workers.engine import EngineError, PackageMissing
-from forebay.workers.engines.free_ports import free_ports
+from forebay.workers.engines.free_ports import free_ports, reserve_ports
 from forebay.workers.engines.model_directory import one_line
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.extension import EXTENSION
@@ -98,36 +98,30 @@ def _transfer_config(settings: EngineSettings, connectors: list[dict[str, Any]])
     }
 
 
-@contextmanager
-def side_channel(settings: EngineSettings) -> Iterator[None]:
-    """Return a context that sets the address at which vLLM's NIXL connector listens, for an engine built in it.
+def side_channel(settings: EngineSettings) -> dict[str, str]:
+    """Reserve the address at which vLLM's NIXL connector listens, and return vLLM's environment variables for it.
 
     The host is the first of these that is set: `settings.kv_host`, vLLM's environment variables, `settings.near_host`.
     The port is the one in vLLM's environment variable, otherwise a free port. Anyone who can connect to the address
-    can read the KV cache. The context changes nothing if the role of the worker needs no KV transfers.
+    can read the KV cache. The result is empty if the role of the worker needs no KV transfers.
 
     Raises:
-        EngineError: there are not enough free ports.
+        EngineError: the ports are in use. vLLM itself would wait for ever.
     """
-    given: dict[str, str] = {}
-    if settings.role in KV_ROLES:
-        own = os.environ.get(HOST) or os.environ.get("VLLM_HOST_IP")
-        host = given[HOST] = settings.kv_host or own or settings.near_host
-        if PORT not in os.environ:
-            if (first := free_ports(settings.dp_size, host)) is None:
-                raise EngineError(f"no {settings.dp_size} consecutive free ports for NIXL: set the first one in {PORT}")
-            given[PORT] = str(first)
-        logger.info("serving KV at %s:%s", host, given.get(PORT) or os.environ[PORT])
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    if settings.role not in KV_ROLES:
+        return {}
+    host = settings.kv_host or os.environ.get(HOST) or os.environ.get("VLLM_HOST_IP") or settings.near_host
+    ranks = settings.dp_size
+    if given := os.environ.get(PORT):
+        if not given.isdecimal() or not reserve_ports(range(int(given), int(given) + ranks), host):
+            raise EngineError(f"cannot listen at {host}:{given}: {PORT} must be the first of {ranks} free ports")
+        port = int(given)
+    elif (free := free_ports(ranks, host)) is None:
+        raise EngineError(f"no {ranks} consecutive free ports for NIXL: set the first one in {PORT}")
+    else:
+        port = free
+    logger.info("serving KV at %s:%s", host, port)
+    return {HOST: host, PORT: str(port)}
 
 
 def require_nixl(settings: EngineSettings) -> None:
@@ -149,13 +143,13 @@ class VllmCore:
         self._started: list[BaseProcess] = []
         self._built: asyncio.Future[Any] | None = None
 
-    async def start(self, arguments: dict[str, Any], stat_logger: Any, channel: AbstractContextManager[None]) -> Any:
+    async def start(self, arguments: dict[str, Any], stat_logger: Any, environment: Mapping[str, str]) -> Any:
         """Start and return the engine.
 
         Args:
             arguments: keyword arguments of `AsyncEngineArgs`.
             stat_logger: constructs vLLM's `StatLoggerBase` for each rank.
-            channel: context in which the engine is built, from `side_channel`.
+            environment: additional environment variables of its processes, from `side_channel`.
 
         Raises:
             EngineError: the engine cannot start. The message tells why.
@@ -164,7 +158,7 @@ class VllmCore:
         # A forked child would share locks and sockets with threads that exist only in the worker.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         loop = asyncio.get_running_loop()
-        self._built = loop.run_in_executor(None, _build, arguments, stat_logger, self._started, channel)
+        self._built = loop.run_in_executor(None, _build, arguments, stat_logger, self._started, environment)
         # A cancelled start continues in its thread; `stop` ends it.
         self.llm = await asyncio.shield(self._built)
         return self.llm
@@ -208,7 +202,7 @@ class VllmCore:
 
 
 def _build(
-    arguments: dict[str, Any], stat_logger: Any, started: list[BaseProcess], channel: AbstractContextManager[None]
+    arguments: dict[str, Any], stat_logger: Any, started: list[BaseProcess], environment: Mapping[str, str]
 ) -> Any:
     from vllm.config import KVEventsConfig, KVTransferConfig  # noqa: PLC0415 - takes seconds to import
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
@@ -228,7 +222,7 @@ def _build(
     if reason:
         raise EngineError(reason)
     try:
-        with channel, owning(started):
+        with owning(started, environment):
             return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[stat_logger])
     except EngineError:
         raise

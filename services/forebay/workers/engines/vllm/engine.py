@@ -97,10 +97,10 @@ class VllmEngine(ModelEngine):
             weights = await runtime.offload(model_digest, settings.model, default_cache())
             tiers = TierConfig(settings.tiers, weights, settings.dp_start_rank, spec.worker_id, sockets / TIER_ERROR)
         arguments = engine_arguments(settings, kv_events=spec.kv_events, sockets=sockets, tiers=tiers)
-        channel = side_channel(settings)
+        environment = side_channel(settings)
         try:
             self.llm = await self.core.start(
-                arguments, lambda _, index: VllmStepStats(index, self._on_step, self._on_tiers), channel
+                arguments, lambda _, index: VllmStepStats(index, self._on_step, self._on_tiers), environment
             )
         except EngineError:
             if (cause := sockets / TIER_ERROR).exists():
