@@ -4,7 +4,7 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -12,11 +12,13 @@ import msgspec
 import uvloop
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from forebay.cli.common.logs import announce
 from forebay.cli.common.process_metrics import process_registry
 from forebay.cli.common.shutdown import end_within, stop_notice
-from forebay.cli.processes.embedded_group import EmbeddedGroup
+from forebay.cli.processes.embedded_group import EmbeddedGroup, EngineRestarts
 from forebay.cli.processes.embedded_ingress import serving_all, serving_one
 from forebay.cli.processes.listening import Hosts, listening
 from forebay.cli.processes.settings import EmbeddedSettings
@@ -40,6 +42,7 @@ from forebay.transport.sqlite.log import SqliteLog
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
 from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.metrics import WorkerMetrics
+from forebay.workers.runtime.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -78,17 +81,19 @@ def run(settings: EmbeddedSettings, on_ready: OnReady) -> None:
     """
     # An ingress of several models loads their tokenizers from the log.
     only = Model(settings.models[0].engine.settings.model) if len(settings.models) == 1 else None
-    groups = [EmbeddedGroup(settings, model, has_card=only is None) for model in settings.models]
+    restarts = EngineRestarts()
+    groups = [EmbeddedGroup(settings, model, restarts, has_card=only is None) for model in settings.models]
     with (
         listening(settings.endpoint, settings.ingress) as (listener, hosts),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        runner.run(_serve(settings, groups, only, listener, hosts, on_ready))
+        runner.run(_serve(settings, groups, restarts, only, listener, hosts, on_ready))
 
 
 async def _serve(
     settings: EmbeddedSettings,
     groups: Sequence[EmbeddedGroup],
+    restarts: EngineRestarts,
     only: Model | None,
     listener: socket.socket,
     hosts: Hosts,
@@ -106,8 +111,9 @@ async def _serve(
     # Before requests can be served nothing has to finish. Start-up may take long with a large log or fleet.
     _on_signals(loop, stop_at_once)
     try:
-        async with _running(settings, groups, only, hosts) as system:
+        async with _running(settings, groups, restarts, only, hosts) as system:
             _on_signals(loop, stop.set)
+            restarts.is_serving = True
             async with _console(settings.console, groups[0].partition) as start_console:
 
                 def ready(disagg: Mapping[str, DisaggConfig]) -> None:
@@ -180,7 +186,11 @@ async def _serve_until(
 
 @asynccontextmanager
 async def _running(
-    settings: EmbeddedSettings, groups: Sequence[EmbeddedGroup], only: Model | None, hosts: Hosts
+    settings: EmbeddedSettings,
+    groups: Sequence[EmbeddedGroup],
+    restarts: EngineRestarts,
+    only: Model | None,
+    hosts: Hosts,
 ) -> AsyncIterator[_System]:
     """Start everything except the HTTP listener, and wait until requests can be served. Stop it all after the body."""
     async with AsyncExitStack() as stack:
@@ -197,13 +207,20 @@ async def _running(
         tasks = await stack.enter_async_context(running_tasks())
         for group in groups:
             group.create(opened, leases, keeper)
-        workers = [worker for group in groups for worker in group.workers]
-        for worker in workers:
-            tasks.run(worker.run(), worker.spec.worker_id)
+
+        def workers() -> list[Worker]:
+            return [worker for group in groups for worker in group.workers]
+
+        def serving() -> int:
+            return sum(worker.worker_epoch is not None for worker in workers())
+
+        for group in groups:
+            for place, worker in enumerate(group.workers):
+                tasks.run(group.run_worker(place, serving), worker.spec.worker_id)
         # Real engines report their sizes only after their start, and the pools are configured with these.
-        await tasks.until(lambda: all(worker.life.state is not State.CREATED for worker in workers))
+        await tasks.until(lambda: all(worker.life.state is not State.CREATED for worker in workers()))
         registry = process_registry()
-        registry.register(WorkerMetrics(*workers))
+        registry.register(_WorkersMetrics(workers, restarts))
         for group in groups:
             await group.start_owner(registry)
             tasks.own(group.owner, group.name)
@@ -219,6 +236,23 @@ async def _running(
         async with serving_all(*parts, groups) if only is None else serving_one(*parts, groups[0], only) as models:
             app = build_app(models, registry, explainer, hosts, groups[0].status, lambda name: by_name[name].status())
             yield _System(models.front, app, explainer, {group.name: group.disagg() for group in groups})
+
+
+class _WorkersMetrics(Collector):
+    """Prometheus collector for the current workers, and for the failures of their engines."""
+
+    def __init__(self, workers: Callable[[], Sequence[Worker]], restarts: EngineRestarts) -> None:
+        self._workers = workers
+        self._restarts = restarts
+
+    def collect(self) -> Iterator[Metric]:
+        yield from WorkerMetrics(*self._workers()).collect()
+        failed = CounterMetricFamily(
+            "forebay_worker_engine_failures", "Failures of engines of `forebay up`.", labels=["worker_id"]
+        )
+        for worker_id, failures in self._restarts.failures.items():
+            failed.add_metric([worker_id], failures)
+        yield failed
 
 
 def _start_retention(

@@ -1,12 +1,15 @@
 """One model of `forebay up`: its engines, its workers, and the owner of its group."""
 
+import asyncio
+import logging
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from forebay.cli.common.errors import cause_of
 from forebay.cli.processes.engines import built, playing, with_own_disk
 from forebay.cli.processes.settings import EmbeddedModel, EmbeddedSettings
 from forebay.core.state.fleet import WorkerPhase
@@ -26,14 +29,66 @@ from forebay.replay.status import GroupStatus, missing_worker, owner_status
 from forebay.transport.base import Leases
 from forebay.transport.models import FILE_BYTES_MAX, stored_card
 from forebay.transport.sqlite.log import SqliteLog
-from forebay.workers.engine import Engine
+from forebay.workers.engine import Engine, EngineError
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
 from forebay.workers.runtime.worker import Worker
 
+logger = logging.getLogger(__name__)
+
 SLOTS_MAX = 1_024  # workers of a pool per group
+PAUSE_S = 1.0  # before a failed engine is started again for the first time
+PAUSE_S_MAX = 60.0
+FAILURES_MAX = 5  # in a row of every engine, in at least 15 s, before the system ends
+HEALTHY_S = 60.0  # an engine that fails after less time has probably the same problem again
 
 Caches = dict[tuple[str, int], list[int]]
+
+
+class EngineRestarts:
+    """Decides when a failed engine of `forebay up` is started again, and when the system ends.
+
+    An engine that fails before the system serves ends the system, because its settings are probably wrong. Later, it is
+    started again after a pause, which doubles with each failure in a row. Once every engine has failed `FAILURES_MAX`
+    times in a row, and none serves, the system ends.
+
+    Attributes:
+        failures: number of failures of each worker's engine so far.
+        is_serving: whether the system has begun to serve.
+    """
+
+    def __init__(self) -> None:
+        self.failures: dict[str, int] = {}
+        self.is_serving = False
+        self._in_a_row: dict[str, int] = {}
+
+    def add(self, worker_id: str) -> None:
+        """Add a worker that is about to start."""
+        self.failures[worker_id] = self._in_a_row[worker_id] = 0
+
+    def remove(self, worker_id: str) -> None:
+        """Remove a worker that an operator has drained."""
+        del self._in_a_row[worker_id]
+
+    def pause_s(self, worker_id: str, healthy_s: float, serving: int, error: EngineError) -> float:
+        """Count a failure, and return the seconds until the engine is started again.
+
+        Args:
+            worker_id: the worker of the engine.
+            healthy_s: seconds for which the engine was healthy.
+            serving: number of workers that serve.
+            error: the failure.
+
+        Raises:
+            EngineError: the system ends.
+        """
+        self.failures[worker_id] += 1
+        row = self._in_a_row[worker_id] = 1 if healthy_s >= HEALTHY_S else self._in_a_row[worker_id] + 1
+        if not self.is_serving:
+            raise error
+        if not serving and min(self._in_a_row.values()) >= FAILURES_MAX:
+            raise EngineError(f"every engine has failed {FAILURES_MAX} times in a row: {error}")
+        return min(PAUSE_S_MAX, PAUSE_S * 2.0 ** min(row - 1, 30))
 
 
 class EmbeddedGroup:
@@ -42,6 +97,7 @@ class EmbeddedGroup:
     Args:
         settings: settings of the system.
         model: the model.
+        restarts: decides when failed engines of all groups are started again.
         has_card: whether to store its model card on the log. Raises Unusable if the model directory has none.
 
     Attributes:
@@ -54,50 +110,84 @@ class EmbeddedGroup:
     owner: Owner
     partition: int
 
-    def __init__(self, settings: EmbeddedSettings, model: EmbeddedModel, *, has_card: bool) -> None:
+    def __init__(
+        self, settings: EmbeddedSettings, model: EmbeddedModel, restarts: EngineRestarts, *, has_card: bool
+    ) -> None:
         self.name = model.name
         self.workers: list[Worker] = []
         self._settings = settings
         self._model = model
-        self._engines: list[tuple[Engine, WorkerSpec]] = [
-            built(
-                with_own_disk(playing(model.engine, place.role), name),
-                name,
-                pool=place.pool,
-                taints=settings.taints[name],
-                kv_events=settings.kv_events,
-            )
-            for name, place in model.places.items()
-        ]
+        self._restarts = restarts
+        self._engines = [self._built(name) for name in model.places]
         self._card = _card_of(model) if has_card else None
         self._partitions = 1
         self._standby: Standby | None = None
         self._leases: Leases | None = None
+        self._keeper: LeaseKeeper | None = None
         self._log: SqliteLog | None = None
+        self._card_digest: str | None = None
         self._caches: Caches = {}
 
     async def store_card(self, log: SqliteLog) -> None:
         """Store the model card, if the group has one. Raises LogError if the log fails."""
         if self._card is not None:
-            digest = await stored_card(log, self.name, *self._card)
-            self._engines = [(engine, msgspec.structs.replace(spec, card=digest)) for engine, spec in self._engines]
+            self._card_digest = await stored_card(log, self.name, *self._card)
 
     def create(self, opened: CheckedLog, leases: Leases, keeper: LeaseKeeper) -> None:
-        """Create the workers, which `Worker.run` starts."""
+        """Create the workers, which `run_worker` runs."""
         self.partition, self._standby = opened.groups[self.name]
-        self._log, self._leases, self._partitions = opened.log, leases, opened.partitions
-        self.workers = [
-            Worker(
-                opened.log,
-                keeper,
-                spec,
-                engine,
-                token=uuid.uuid4().hex,
-                group=self.name,
-                partition=self.partition,
-            )
-            for engine, spec in self._engines
-        ]
+        self._log, self._leases, self._keeper, self._partitions = opened.log, leases, keeper, opened.partitions
+        self.workers = [self._worker(engine, spec) for engine, spec in self._engines]
+        for worker in self.workers:
+            self._restarts.add(worker.spec.worker_id)
+
+    async def run_worker(self, place: int, serving: Callable[[], int]) -> None:
+        """Run a worker until it is drained. If its engine fails, replace the worker by one with a new engine.
+
+        Args:
+            place: position of the worker in `workers`.
+            serving: returns the number of workers of the system that serve.
+
+        Raises:
+            EngineError: the engine failed, and the system ends.
+            BaseExceptionGroup: contains another error of the worker.
+        """
+        while True:
+            worker = self.workers[place]
+            name = worker.spec.worker_id
+            try:
+                await worker.run()
+                self._restarts.remove(name)
+                return
+            except (EngineError, BaseExceptionGroup) as error:
+                failure = cause_of(error)
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise asyncio.CancelledError from error  # the system ends
+                if not isinstance(failure, EngineError):
+                    raise
+                if worker.is_draining:
+                    logger.warning("the engine of worker %s failed during its drain: %s", name, failure)
+                    self._restarts.remove(name)
+                    return
+                pause_s = self._restarts.pause_s(name, worker.health.healthy_s, serving(), failure)
+                logger.error(  # noqa: TRY400 - the message contains the cause
+                    "the engine of worker %s failed; it is started again in %g s: %s", name, pause_s, failure
+                )
+            await asyncio.sleep(pause_s)
+            self.workers[place] = self._worker(*self._built(name))
+
+    def _built(self, name: str) -> tuple[Engine, WorkerSpec]:
+        settings, place = self._settings, self._model.places[name]
+        choice = with_own_disk(playing(self._model.engine, place.role), name)
+        return built(choice, name, pool=place.pool, taints=settings.taints[name], kv_events=settings.kv_events)
+
+    def _worker(self, engine: Engine, spec: WorkerSpec) -> Worker:
+        assert self._log is not None
+        assert self._keeper is not None
+        if self._card_digest is not None:
+            spec = msgspec.structs.replace(spec, card=self._card_digest)
+        token = uuid.uuid4().hex
+        return Worker(self._log, self._keeper, spec, engine, token=token, group=self.name, partition=self.partition)
 
     async def start_owner(self, registry: CollectorRegistry) -> None:
         """Recover the state of the group, and restore the caches of mock engines. All engines must have started.

@@ -55,10 +55,12 @@ class HealthWatch:
 
     Attributes:
         checked_s: time of the last successful check, in seconds of the monotonic clock.
+        healthy_s: seconds from the first to the last successful check of `run`.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.checked_s = runtime.monotonic_s()
+        self.healthy_s = 0.0
         self._engine = engine
         self._wanted = asyncio.Event()
 
@@ -72,6 +74,7 @@ class HealthWatch:
         Raises:
             EngineError: the engine is broken or does not reply in time.
         """
+        first_s: float | None = None
         while True:
             try:
                 async with asyncio.timeout(CHECK_TIMEOUT_S):
@@ -80,6 +83,8 @@ class HealthWatch:
                 text = f"the engine did not reply to a health check within {CHECK_TIMEOUT_S:g} s"
                 raise EngineError(text) from None
             self.checked_s = runtime.monotonic_s()
+            first_s = self.checked_s if first_s is None else first_s
+            self.healthy_s = self.checked_s - first_s
             passed()
             self._wanted.clear()
             with contextlib.suppress(TimeoutError):

@@ -144,6 +144,11 @@ class Worker:
         return () if self._epoch is None else self._epoch.items.active
 
     @property
+    def is_draining(self) -> bool:
+        """Whether the worker was asked to drain, so that it must not come back after a failure of its engine."""
+        return self._drain is not None
+
+    @property
     def engine(self) -> Engine:
         """The engine that runs the requests of this worker."""
         return self._engine
