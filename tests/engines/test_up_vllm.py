@@ -30,15 +30,16 @@ pytestmark = pytest.mark.timeout(600)
 
 
 class System:
-    """A running `forebay up` with real engines."""
+    """A running `forebay up` with real engines, which is added to `started`."""
 
-    def __init__(self, model: Path, *options: str) -> None:
+    def __init__(self, started: "list[System]", model: Path, *options: str) -> None:
         port = free_ports(1)
         self.url = f"http://127.0.0.1:{port}"
         sizes = ["--block-size", str(BLOCK), "--kv-blocks", str(KV_BLOCKS), "--max-num-seqs", "8"]
         engine = ["--engine", "vllm", "--model", str(model), "--model-name", "tiny", *sizes]
         command = [FOREBAY, "up", "--port", str(port), *engine, "--engine-args", json.dumps(ARGUMENTS), *options]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        started.append(self)
         self.until(self._is_ready)
 
     def _is_ready(self) -> bool:
@@ -111,8 +112,7 @@ def systems() -> Iterator[list[System]]:
 
 
 def test_prefill_and_decode_on_two_engines(model: Path, oracle: Transformers, systems: list[System]) -> None:
-    system = System(model, "--prefill-workers", "1", "--decode-workers", "1")
-    systems.append(system)
+    system = System(systems, model, "--prefill-workers", "1", "--decode-workers", "1")
     text, served = system.generated()
     assert text == expected(model, oracle)
     assert (served["worker"], served["prefill"]["worker"]) == ("decode-0", "prefill-0")
@@ -122,8 +122,7 @@ def test_prefill_and_decode_on_two_engines(model: Path, oracle: Transformers, sy
 def test_a_killed_engine_core_is_replaced_while_its_response_continues(
     model: Path, oracle: Transformers, systems: list[System]
 ) -> None:
-    system = System(model, "--workers", "2")
-    systems.append(system)
+    system = System(systems, model, "--workers", "2")
     text, served = system.generated(kill=True)
     assert text == expected(model, oracle)
     assert served["attempts"] == 2

@@ -6,7 +6,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+import msgspec
 from prometheus_client import Gauge
 from prometheus_client.registry import Collector
 
@@ -17,10 +20,18 @@ from forebay.workers.engine import EngineError
 from forebay.workers.engines.engine_process import EngineProcess, engine_process
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.settings import EngineSettings
-from tests.workers.engine_setup import BLOCK_SIZE, KV_BLOCKS
+from tests.workers.engine_setup import BLOCK_SIZE, KV_BLOCKS, SPEC
 
 VARIABLE = "FOREBAY_TEST_ENGINE"
 LINE = "loading shard 3 of 9"
+PATIENCE_S = 60.0
+HOSTED_SPEC = msgspec.structs.replace(SPEC, block_size=BLOCK_SIZE)
+INSPECT = Command(action="resume")  # returns what the engine finds in its process
+
+
+def settings(*, start_s: float = PATIENCE_S, **arguments: Any) -> EngineSettings:
+    """Return the settings of an engine that misbehaves."""
+    return EngineSettings(model=Path("/m"), model_name="m", start_s=start_s, arguments=arguments)
 
 
 def hosted(settings: EngineSettings) -> EngineProcess:
@@ -31,7 +42,7 @@ def hosted(settings: EngineSettings) -> EngineProcess:
 class HostedEngine(MockEngine):
     """Mock engine that misbehaves in a `phase`, in a `way`.
 
-    It starts another process, as real engines do, and says in `list_loras` what it finds in its process.
+    It starts another process, as real engines do.
     """
 
     def __init__(self, settings: EngineSettings) -> None:

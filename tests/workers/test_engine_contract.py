@@ -52,7 +52,7 @@ ENGINES: dict[str, tuple[Callable[[EngineSettings], Engine], dict[str, Any]]] = 
     "sglang": (SglangEngine, {"enable_lora": True}),
     "tensorrt-llm": (TensorRtLlmEngine, {"lora_config": {"max_lora_rank": 8}}),
     "mock": (mock_engine, {}),
-    "process": (hosted, {}),
+    "process": (hosted, {"speedup": 20.0}),  # slower, because messages take time
 }
 ATTACHED = "attached"
 

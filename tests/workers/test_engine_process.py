@@ -10,30 +10,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from forebay.events.control import Command
 from forebay.workers.engine import EngineError, EngineRefused
-from forebay.workers.engines.settings import EngineSettings
 from tests.engines.driven import driven
 from tests.harness.processes import still_running
-from tests.workers.engine_setup import BLOCK_SIZE
-from tests.workers.engine_setup import SPEC as ANY_SPEC
-from tests.workers.hosted import LINE, VARIABLE, hosted
+from tests.workers.hosted import HOSTED_SPEC, INSPECT, LINE, PATIENCE_S, VARIABLE, hosted, settings
 
 ROOT = Path(__file__).parents[2]
-SPEC = msgspec.structs.replace(ANY_SPEC, block_size=BLOCK_SIZE)
-INSPECT = Command(action="resume")
-PATIENCE_S = 60.0
-
-
-def settings(*, start_s: float = PATIENCE_S, **arguments: Any) -> EngineSettings:
-    return EngineSettings(model=Path("/m"), model_name="m", start_s=start_s, arguments=arguments)
 
 
 async def test_engines_share_nothing_of_their_processes() -> None:
-    async with driven(hosted(settings()), SPEC) as one, driven(hosted(settings()), SPEC) as other:
+    async with driven(hosted(settings()), HOSTED_SPEC) as one, driven(hosted(settings()), HOSTED_SPEC) as other:
         first, second = await asyncio.gather(one.engine.command(INSPECT), other.engine.command(INSPECT))
         assert len({str(os.getpid()), *first[1:], *second[1:]}) == 5
         assert VARIABLE not in os.environ
@@ -55,7 +44,7 @@ async def test_engines_share_nothing_of_their_processes() -> None:
 async def test_a_failed_start_has_its_cause(arguments: dict[str, Any], message: str) -> None:
     engine = hosted(settings(**arguments))
     with pytest.raises(EngineError) as raised:
-        await engine.start(SPEC)
+        await engine.start(HOSTED_SPEC)
     await engine.stop()
     assert str(raised.value) == message
 
@@ -68,11 +57,8 @@ async def test_a_start_that_hangs_ends_with_the_last_line_of_its_log(
     for start_s in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0):
         engine = hosted(settings(start=way, start_s=start_s))
         with pytest.raises(EngineError) as raised:
-            await engine.start(SPEC)
-        stopping = asyncio.create_task(engine.stop())
-        await asyncio.sleep(0)
-        stopping.cancel()  # does not wait for an engine that hangs
-        await asyncio.gather(stopping, return_exceptions=True)
+            await engine.start(HOSTED_SPEC)
+        await engine.stop()
         assert f"the engine did not start within {start_s:g} s" in str(raised.value)
         if LINE in str(raised.value):
             break
@@ -83,7 +69,7 @@ async def test_a_start_that_hangs_ends_with_the_last_line_of_its_log(
 @pytest.mark.parametrize("victim", [1, 2])
 async def test_a_killed_engine_is_reported_and_leaves_nothing(victim: int) -> None:
     """The process of the engine dies. A process that it has started dies with it, but not the other way round."""
-    async with driven(hosted(settings()), SPEC) as one:
+    async with driven(hosted(settings()), HOSTED_SPEC) as one:
         pids = [int(pid) for pid in (await one.engine.command(INSPECT))[1:]]
         os.kill(pids[victim - 1], signal.SIGKILL)
         if victim == 1:
@@ -95,7 +81,7 @@ async def test_a_killed_engine_is_reported_and_leaves_nothing(victim: int) -> No
 
 
 async def test_calls_end_when_the_engine_dies() -> None:
-    async with driven(hosted(settings(command="exit")), SPEC) as one:
+    async with driven(hosted(settings(command="exit")), HOSTED_SPEC) as one:
         waiting = asyncio.create_task(one.engine.command(Command(action="pause")))
         with pytest.raises(EngineError, match="ended with code 3"):
             await one.until(lambda: False)
@@ -105,7 +91,7 @@ async def test_calls_end_when_the_engine_dies() -> None:
 
 @pytest.mark.parametrize("way", ["fail", "bug"])
 async def test_a_failed_check_has_its_cause(way: str) -> None:
-    async with driven(hosted(settings(check=way)), SPEC) as one:
+    async with driven(hosted(settings(check=way)), HOSTED_SPEC) as one:
         with pytest.raises(EngineError, match=r"the weights are broken|ZeroDivisionError"):
             await one.engine.check()
 
@@ -113,7 +99,7 @@ async def test_a_failed_check_has_its_cause(way: str) -> None:
 async def test_an_engine_starts_again_after_its_death() -> None:
     engine = hosted(settings())
     for _ in range(2):
-        async with driven(engine, SPEC) as one:
+        async with driven(engine, HOSTED_SPEC) as one:
             assert len((await one.ask([1, 2, 3], 4)).tokens) == 4
             os.kill(int((await one.engine.command(INSPECT))[1]), signal.SIGKILL)
             with pytest.raises(EngineError):
@@ -122,11 +108,11 @@ async def test_an_engine_starts_again_after_its_death() -> None:
 
 async def test_log_records_have_the_level_of_the_worker(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.CRITICAL, "forebay.workers"):
-        async with driven(hosted(settings(check="bug")), SPEC) as one:
+        async with driven(hosted(settings(check="bug")), HOSTED_SPEC) as one:
             with pytest.raises(EngineError):
                 await one.engine.check()
     assert not caplog.records
-    async with driven(hosted(settings(check="bug")), SPEC) as one:
+    async with driven(hosted(settings(check="bug")), HOSTED_SPEC) as one:
         with pytest.raises(EngineError):
             await one.engine.check()
     (record,) = caplog.records
@@ -138,13 +124,11 @@ WORKER = """
 import asyncio, sys
 from pathlib import Path
 from tests.engines.driven import driven
-from tests.workers.engine_setup import SPEC
-from tests.workers.hosted import hosted
-from tests.workers.test_engine_process import INSPECT, settings
+from tests.workers.hosted import HOSTED_SPEC, INSPECT, hosted, settings
 
 async def main():
     engine = hosted(settings(**eval(sys.argv[1])))
-    starting = asyncio.create_task(engine.start(SPEC))
+    starting = asyncio.create_task(engine.start(HOSTED_SPEC))
     if sys.argv[1] == "{}":
         await starting
         serving = asyncio.create_task(engine.run(lambda batch: None))

@@ -121,6 +121,7 @@ class EngineProcess:
                 started: WorkerSpec = await self._next("started")
                 return started
         except TimeoutError:
+            _kill(self._process)  # an engine that hangs does not stop by itself
             limit = f"{within_s:g} s, which --engine-start-s sets"
             raise EngineError(f"the engine did not start within {limit}{self._log.last_line()}") from None
 
