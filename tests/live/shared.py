@@ -2,13 +2,17 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from forebay.core.state.fleet import Fleet
+from forebay.core.state_machine import IllegalTransition
+from forebay.events.codec import decode
 from forebay.events.decisions import JournalRecord
-from forebay.events.topics import DECISIONS
+from forebay.events.topics import DECISIONS, FLEET
 from forebay.live.owner.start_check import open_checked
 from forebay.live.router.standby import Standby
 from forebay.replay.verify.verify import VerifyReport, verify
@@ -19,6 +23,15 @@ from tests.system import System, until
 
 Kind = TypeVar("Kind", bound=JournalRecord)
 Hook = Callable[[Draft | None], Awaitable[None]]
+
+
+def applied_fleet(log: SqliteLog, partition: int = 0) -> Fleet:
+    """Return the fleet after all records of `fleet`."""
+    fleet = Fleet()
+    for record in log.records(FLEET.name, partition, 0, 1_000):
+        with suppress(IllegalTransition):
+            fleet.apply(decode(FLEET, record.value), record.offset)
+    return fleet
 
 
 async def nothing(_: Draft | None) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.state.fleet import Fleet
-from forebay.events.codec import decode
+from forebay.core.state.fleet import Fleet, WorkerPhase
+from forebay.events.codec import decode, encode
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.fleet import (
     AnyFleetEvent,
@@ -23,8 +23,9 @@ from forebay.events.fleet import (
 from forebay.events.topics import CONTROL, FLEET, work_topic
 from forebay.live.owner import admission as admission_module
 from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
-from forebay.transport.base import Lease, LogError
+from forebay.transport.base import Draft, Lease, LogError
 from forebay.transport.sqlite.log import SqliteLog
+from tests.live.shared import applied_fleet
 
 TTL_MS = 30_000
 HALF_MS = TTL_MS // 2  # a loss takes two polls, each of which counts for at most half a TTL
@@ -84,7 +85,7 @@ async def poll(
     observed_ms: int = 0,
 ) -> list[Lease]:
     """Poll the leases once, as an owner that has applied all of `fleet`."""
-    return await polled.update(leases, pools, log.next_offset(FLEET.name, 0), observed_ms)
+    return await polled.update(leases, pools, applied_fleet(log), log.next_offset(FLEET.name, 0), observed_ms)
 
 
 async def test_a_lease_joins_becomes_suspect_recovers_and_is_lost(log: SqliteLog) -> None:
@@ -237,6 +238,45 @@ async def test_a_member_whose_lease_becomes_undecodable_stays(log: SqliteLog, ca
     assert caplog.text.count("ignored the changed lease of the member w") == 1
 
 
+def joined(token: str, name: str = "w") -> WorkerJoined:
+    """Return an event that another process writes."""
+    return WorkerJoined(
+        owner_epoch=7, spec=msgspec.structs.replace(SPEC, worker_id=name), lease=token, slot=3, from_offset=0
+    )
+
+
+async def write(log: SqliteLog, *events: AnyFleetEvent) -> None:
+    await log.append([Draft(FLEET.name, 0, encode(FLEET, event)) for event in events])
+
+
+@pytest.mark.parametrize("token", ["t1", "forged"])
+async def test_a_worker_that_a_foreign_record_admitted_first_joins_again(log: SqliteLog, token: str) -> None:
+    polled = admission(log)
+    await write(log, joined(token), joined("ghost", "x"))
+    assert await polled.update([lease()], POOLS, Fleet(), 0) == []  # neither record is applied yet
+    await poll(polled, log, [lease()])
+    await poll(polled, log, [lease()])  # the lost incarnation does not join again
+    await poll(polled, log, [lease(token="t2")])
+    await poll(polled, log, [lease(token="t2", renewed=1)])
+    fleet = applied_fleet(log)
+    assert [(worker.lease, worker.spec.worker_id) for worker in fleet.workers()] == [("t2", "w")]
+    lost = [(one.worker_id, one.worker_epoch) for one in facts(log) if isinstance(one, WorkerLost)]
+    assert sorted(lost) == [("w", 0), ("w", 2), ("x", 1)]
+    assert polled.refused == {"foreign_record": 3}
+
+
+async def test_a_member_that_a_foreign_record_drains_joins_again(log: SqliteLog) -> None:
+    polled, rest = admission(log), others("x")
+    await poll(polled, log, [lease(), *rest])
+    await write(log, WorkerDraining(owner_epoch=7, worker_id="w", worker_epoch=0))
+    await poll(polled, log, [lease(), *rest])
+    assert facts(log)[-1] == WorkerLost(
+        owner_epoch=7, at_us=facts(log)[-1].at_us, worker_id="w", worker_epoch=0, reason=admission_module.FOREIGN
+    )
+    await poll(polled, log, [lease(token="t2"), *rest])
+    assert {worker.phase for worker in applied_fleet(log).workers()} == {WorkerPhase.READY}
+
+
 async def test_workers_get_the_lowest_free_slots(log: SqliteLog) -> None:
     polled = admission(log)
 
@@ -322,8 +362,8 @@ async def test_a_lease_is_not_forgotten_before_the_owner_applied_its_event(log: 
     await poll(polled, log, [lease()])
     await poll(polled, log, [released := lease(0, released=True)])
     applied_before_the_loss = 1
-    assert await polled.update([released], POOLS, applied_before_the_loss, 0) == []
-    assert await polled.update([released], POOLS, 2, 0) == [released]
+    assert await polled.update([released], POOLS, Fleet(), applied_before_the_loss, 0) == []
+    assert await polled.update([released], POOLS, applied_fleet(log), 2, 0) == [released]
 
 
 async def test_without_a_free_slot_a_worker_waits(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
@@ -348,7 +388,7 @@ async def test_owners_of_several_groups_assign_disjoint_slots_of_one_pool(
     for partition in range(groups):
         polled = WorkerAdmission(log, partition, 7, Fleet(), slots_max=slots_max, groups=groups)
         leases = [lease(name=name, spec=msgspec.structs.replace(SPEC, worker_id=name)) for name in names]
-        await polled.update(leases, POOLS, log.next_offset(FLEET.name, partition))
+        await polled.update(leases, POOLS, applied_fleet(log, partition), log.next_offset(FLEET.name, partition))
         found = [decode(FLEET, record.value) for record in log.records(FLEET.name, partition, 0, 100)]
         assigned[partition] = [fact.slot for fact in found if isinstance(fact, WorkerJoined)]
         assert polled.refused == {"slots": len(names) - len(assigned[partition])}

@@ -134,7 +134,9 @@ async def test_disagg_work_moved_within_one_turn_is_sent_only_to_its_last_worker
     await owner.start()
     assert owner.admission is not None
     for _ in range(2):  # pools come first, then their workers
-        await owner.admission.update(system.leases.poll(MODEL), owner.world.pools, owner.world.view["fleet"])
+        await owner.admission.update(
+            system.leases.poll(MODEL), owner.world.pools, owner.world.fleet, owner.world.view["fleet"]
+        )
         await owner.turn()
     lost = [
         WorkerLost(owner_epoch=owner.journal.epoch, worker_id=name, worker_epoch=worker.worker_epoch)

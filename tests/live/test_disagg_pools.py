@@ -54,7 +54,7 @@ class PolledAdmission:
     async def poll(self, *leases: Lease) -> None:
         """Poll the leases until nothing changes; pools are configured before their workers join."""
         for _ in range(2):
-            await self.admission.update(list(leases), self.pools(), 0)
+            await self.admission.update(list(leases), self.pools(), Fleet(), 0)
 
     def pools(self) -> dict[str, PoolConfigured]:
         made = [decode(CONTROL, record.value) for record in self.log.records(CONTROL.name, 0, 0, 99)]
@@ -141,7 +141,7 @@ async def test_disagg_decode_workers_wait_until_aggregated_workers_leave(
         "pool default: stop the aggregated workers first"
     ) in caplog.text
     assert polled.admission.refused == {"roles": 1}
-    await polled.admission.update([lease(whole, draining=True), *apart], polled.pools(), 0)
+    await polled.admission.update([lease(whole, draining=True), *apart], polled.pools(), Fleet(), 0)
     assert polled.joined() == ["mock-0", "p", "d"], "in the same poll that finds the aggregated worker draining"
     await polled.poll(lease(spec("mock-1", "aggregated", pool="default")), *apart)
     assert polled.admission.refused == {"roles": 2}, "an aggregated worker is rejected beside disaggregated ones too"

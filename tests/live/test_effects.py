@@ -263,7 +263,9 @@ async def test_a_request_that_moves_and_ends_in_one_turn_sends_no_work(log: Sqli
     join(system, "w1")
     await owner.start()
     assert owner.admission is not None
-    await owner.admission.update(system.leases.poll(MODEL), owner.world.pools, owner.world.view["fleet"])
+    await owner.admission.update(
+        system.leases.poll(MODEL), owner.world.pools, owner.world.fleet, owner.world.view["fleet"]
+    )
     await owner.turn()
     system.send(submitted("r", PROMPT, timeout_us=1_000_000))
     await flush(log)

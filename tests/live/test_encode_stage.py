@@ -80,7 +80,7 @@ def lease(spec: WorkerSpec) -> Lease:
 
 async def test_an_encode_worker_configures_a_pool_of_its_role(log: SqliteLog) -> None:
     polled = WorkerAdmission(log, 0, 7, Fleet(), slots_max=4, by_lease=PoolsByLease("m", RouterConfig()))
-    await polled.update([lease(ANSWERS), lease(ENCODES)], {}, 0)
+    await polled.update([lease(ANSWERS), lease(ENCODES)], {}, Fleet(), 0)
     made = [decode(CONTROL, record.value) for record in log.records(CONTROL.name, 0, 0, 9)]
     assert {(pool.pool, pool.role) for pool in made} == {("default", "aggregated"), ("encoders", "encode")}
 
@@ -105,6 +105,6 @@ async def test_a_worker_of_another_role_is_rejected_by_name(
 ) -> None:
     configured = PoolConfigured(**{"model": "m", "block_size": 4, **pool})
     polled = WorkerAdmission(log, 0, 7, Fleet(), slots_max=4)
-    await polled.update([lease(spec)], {configured.pool: configured}, 0)
+    await polled.update([lease(spec)], {configured.pool: configured}, Fleet(), 0)
     assert message in caplog.text
     assert polled.refused["spec"] == 1

@@ -57,7 +57,9 @@ class SteppedOwner(IdleWorkers):
         owner = self.owner
         assert owner.admission is not None
         for _ in range(2):  # pools come first, then their workers
-            await owner.admission.update(self.leases.poll(MODEL), owner.world.pools, owner.world.view["fleet"])
+            await owner.admission.update(
+                self.leases.poll(MODEL), owner.world.pools, owner.world.fleet, owner.world.view["fleet"]
+            )
             await owner.turn()
 
     async def turn(self, passed_ms: int, emit: Callable[..., None], *arguments: Any, **fields: Any) -> None:

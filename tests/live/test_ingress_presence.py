@@ -15,7 +15,7 @@ from forebay.live.owner.ingress_presence import IngressPresence
 from forebay.transport.base import Lease
 from forebay.transport.redis.leases import embedded_leases
 from forebay.transport.sqlite.log import SqliteLog
-from tests.live.shared import proven
+from tests.live.shared import applied_fleet, proven
 from tests.system import MODEL, System, submitted, until, until_ended
 
 TTL_MS = 3_000
@@ -44,7 +44,9 @@ class PolledIngresses:
         self.presence = IngressPresence(log, 0, 7, Fleet() if fleet is None else fleet, busy=busy)
 
     async def poll(self, *leases: Lease, observed_ms: int = 500) -> list[Lease]:
-        return await self.presence.update(list(leases), self.log.next_offset(FLEET.name, 0), observed_ms)
+        return await self.presence.update(
+            list(leases), applied_fleet(self.log), self.log.next_offset(FLEET.name, 0), observed_ms
+        )
 
     def facts(self) -> list[AnyFleetEvent]:
         return [decode(FLEET, record.value) for record in self.log.records(FLEET.name, 0, 0, 100)]

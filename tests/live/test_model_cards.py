@@ -11,6 +11,7 @@ from forebay.events.topics import FLEET
 from forebay.live.owner.admission import WorkerAdmission
 from forebay.transport.base import Lease
 from forebay.transport.sqlite.log import SqliteLog
+from tests.live.shared import applied_fleet
 
 POOLS = {
     "default": PoolConfigured(pool="default", model="m", block_size=64),
@@ -44,7 +45,9 @@ class Polled:
 
     async def poll(self, *leases: Lease) -> list[str]:
         """Poll these leases, and return the ids of all workers that have joined so far, in order."""
-        await self.admission.update(list(leases), POOLS, self.log.next_offset(FLEET.name, 0), 0)
+        await self.admission.update(
+            list(leases), POOLS, applied_fleet(self.log), self.log.next_offset(FLEET.name, 0), 0
+        )
         events = [decode(FLEET, record.value) for record in self.log.records(FLEET.name, 0, 0, 100)]
         return [event.spec.worker_id for event in events if isinstance(event, WorkerJoined)]
 

@@ -310,7 +310,8 @@ class Worker:
         match event:
             case WorkerJoined():
                 self._set_owner_events(event.events_version)
-                if event.spec.worker_id == self.spec.worker_id and event.lease == self._token:
+                is_own = event.spec.worker_id == self.spec.worker_id and event.lease == self._token
+                if is_own and self._epoch is None:  # a repeated record does not start another epoch
                     self._join(event, record.offset, spawn)
             case WorkerLost():
                 if event.worker_id == self.spec.worker_id and event.worker_epoch == self.worker_epoch:
@@ -346,9 +347,6 @@ class Worker:
     def _join(self, event: WorkerJoined, worker_epoch: int, spawn: Spawn) -> None:
         if self.life.state is State.STOPPING:
             return
-        if self._epoch is not None:
-            self._leave()
-            self.life.move(Transition.LOSE)
         work = self._log.tail(self._work_topic.name, event.slot, event.from_offset, self._wake)
         outbox = Outbox(self.spec, worker_epoch, self._group, self._partition, self.owner_events)
         items = WorkItems(self._log, self._group, self.spec, outbox, self.media, self.counters, spawn, self._settled)

@@ -6,6 +6,10 @@ is lost immediately if it released its lease, if another incarnation takes its n
 it. A worker whose lease is marked as draining stays draining. The owner deletes a lease only after it has applied the
 event. A paused owner therefore notices a takeover before it deletes leases that were renewed meanwhile.
 
+Other processes may write to `fleet` as well, for example a copy of an old record. So each poll compares the fleet with
+the members of this owner. A worker that the owner has not admitted is lost. A member whose state another process has
+changed is lost, too; it takes a new lease and joins again.
+
 All groups of a namespace share the work topic of a pool. The owner of control partition p of n assigns only slots whose
 number is p modulo n. Two owners therefore never assign the same slot, and need not know each other's workers.
 """
@@ -18,7 +22,7 @@ from dataclasses import dataclass
 import msgspec
 
 from forebay import runtime
-from forebay.core.state.fleet import Fleet, WorkerPhase
+from forebay.core.state.fleet import Fleet, FleetWorker, WorkerPhase
 from forebay.events.codec import MALFORMED, encode
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.fleet import (
@@ -42,6 +46,7 @@ from forebay.transport.base import Draft, Lease, Log, LogError
 logger = logging.getLogger(__name__)
 
 SLOT_RETRY_S = 60.0  # reading the end of an unusable slot blocks the polls of all workers for 10 s, so retry rarely
+FOREIGN = "a record of fleet that this router did not write changed it"
 RESPONDING = {"aggregated", "decode"}  # roles that stream responses; a model has workers of only one of these roles
 DISAGGREGATED = ("prefill", "decode")  # roles that exchange KV blocks
 
@@ -81,7 +86,8 @@ class WorkerAdmission:
     warning, even if it ended before this owner started.
 
     Attributes:
-        refused: Number of rejected leases by reason. The message is logged once per incarnation.
+        refused: Number of rejected leases, and of workers that foreign records changed, by reason. The message about a
+            lease is logged once per incarnation.
     """
 
     def __init__(
@@ -131,17 +137,29 @@ class WorkerAdmission:
         return self._judge.faults
 
     async def update(
-        self, leases: list[Lease], pools: dict[str, PoolConfigured], applied: int, observed_ms: int = 0
+        self, leases: list[Lease], pools: dict[str, PoolConfigured], fleet: Fleet, applied: int, observed_ms: int = 0
     ) -> list[Lease]:
         """Append the changes since the last poll to `fleet`, and return the ended leases that may be deleted.
 
         Args:
             leases: All leases of the group.
             pools: Pools of the group by name.
+            fleet: The fleet, up to the offset `applied`.
             applied: Offset up to which the owner had applied `fleet` when the leases were read.
             observed_ms: Milliseconds since the previous successful poll, 0 if the previous poll failed.
         """
         held = {lease.worker_id: lease for lease in leases}
+        unknown, changed = self._compare(fleet, held) if applied >= self._written_end else ([], [])
+        # All are suspect before the first is lost, so that no request moves from one to another.
+        for worker in unknown:
+            self.refused["foreign_record"] += 1
+            await self._write_fact(WorkerSuspect, worker.spec.worker_id, worker.worker_epoch, FOREIGN)
+        for worker in unknown:
+            await self._write_fact(WorkerLost, worker.spec.worker_id, worker.worker_epoch, FOREIGN)
+        for worker_id in changed:
+            self.refused["foreign_record"] += 1
+            self._ended[worker_id] = self._members[worker_id].token
+        await self._lose_all(dict.fromkeys(changed, FOREIGN))
         verdicts = self._verdicts(held, observed_ms)
         self._ended = {name: token for name, token in self._ended.items() if name in held}
         self._refused = {name: token for name, token in self._refused.items() if name in held}
@@ -170,6 +188,27 @@ class WorkerAdmission:
                 await self._admit(lease, pools)
         return ended if applied >= self._written_end else []
 
+    def _compare(self, fleet: Fleet, held: dict[str, Lease]) -> tuple[list[FleetWorker], list[str]]:
+        """Return the workers of the fleet that are not members, and the members that another process has changed.
+
+        A foreign `WorkerSuspect` or `WorkerRecovered` is undone by the verdict on the lease.
+        """
+        unknown, changed = [], []
+        for worker in fleet.workers():
+            member = self._members.get(worker.spec.worker_id)
+            if member is None or member.worker_epoch != worker.worker_epoch:
+                logger.error("worker %s has no lease: %s", printable(worker.spec.worker_id), FOREIGN)
+                unknown.append(worker)
+        for worker_id, member in self._members.items():
+            found, lease = fleet.get(worker_id), held.get(worker_id)
+            if found is None or found.worker_epoch != member.worker_epoch:
+                changed.append(worker_id)
+            elif found.phase is not WorkerPhase.DRAINING:
+                member.suspect = found.phase is WorkerPhase.SUSPECT
+            elif lease is not None and lease.token == member.token and not _is_marked_draining(lease):
+                changed.append(worker_id)
+        return unknown, changed
+
     def _verdicts(self, held: dict[str, Lease], observed_ms: int) -> dict[str, Verdict]:
         faults = self._judge.faults
         verdicts = self._judge.poll(held, observed_ms)
@@ -195,16 +234,18 @@ class WorkerAdmission:
             if _is_marked_draining(lease):
                 logger.info("worker %s is draining", worker_id)
                 member.draining = True
-                await self._write_fact(WorkerDraining, member, "its lease is marked as draining")
+                await self._write_fact(
+                    WorkerDraining, worker_id, member.worker_epoch, "its lease is marked as draining"
+                )
                 return
         doubted = verdict.standing in DOUBTED
         if doubted == member.suspect:
             return
         if doubted:
-            await self._suspect(member, verdict.reason)
+            await self._suspect(worker_id, member, verdict.reason)
             return
         member.suspect = False
-        await self._write_fact(WorkerRecovered, member, verdict.reason)
+        await self._write_fact(WorkerRecovered, worker_id, member.worker_epoch, verdict.reason)
 
     async def _lose_all(self, losses: dict[str, str]) -> None:
         """Record lost workers, each with its reason.
@@ -216,13 +257,13 @@ class WorkerAdmission:
             for worker_id, reason in losses.items():
                 member = self._members[worker_id]
                 if not (member.draining or member.suspect):
-                    await self._suspect(member, reason)
+                    await self._suspect(worker_id, member, reason)
         for worker_id, reason in losses.items():
             await self._lose(worker_id, reason)
 
-    async def _suspect(self, member: _Member, reason: str) -> None:
+    async def _suspect(self, worker_id: str, member: _Member, reason: str) -> None:
         member.suspect = True
-        await self._write_fact(WorkerSuspect, member, reason)
+        await self._write_fact(WorkerSuspect, worker_id, member.worker_epoch, reason)
 
     async def _lose(self, worker_id: str, reason: str) -> None:
         member = self._members.pop(worker_id)
@@ -234,7 +275,7 @@ class WorkerAdmission:
             logger.warning("worker %s is lost: %s", worker_id, reason)
         self._unseen.discard(worker_id)
         self._judge.remove(worker_id)
-        await self._write_fact(WorkerLost, member, reason)
+        await self._write_fact(WorkerLost, worker_id, member.worker_epoch, reason)
 
     async def _admit(self, lease: Lease, pools: dict[str, PoolConfigured]) -> None:
         try:
@@ -325,13 +366,13 @@ class WorkerAdmission:
             self.refused[reason] += 1
             logger.error("worker %s was rejected: %s", printable(lease.worker_id), problem)
 
-    async def _write_fact(self, kind: type[WorkerFact], member: _Member, reason: str) -> None:
+    async def _write_fact(self, kind: type[WorkerFact], worker_id: str, worker_epoch: int, reason: str) -> None:
         await self._write(
             kind(
                 owner_epoch=self._owner_epoch,
                 at_us=runtime.wall_us(),
-                worker_id=member.spec.worker_id,
-                worker_epoch=member.worker_epoch,
+                worker_id=worker_id,
+                worker_epoch=worker_epoch,
                 reason=reason,
             )
         )

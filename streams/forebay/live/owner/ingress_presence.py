@@ -12,6 +12,7 @@ from forebay import runtime
 from forebay.core.state.fleet import Fleet
 from forebay.events.codec import encode
 from forebay.events.fleet import FleetEvent, IngressJoined, IngressLost
+from forebay.events.names import printable
 from forebay.events.topics import FLEET
 from forebay.live.owner.lease_judgement import LeaseJudge, Standing
 from forebay.transport.base import Draft, Lease, Log
@@ -28,7 +29,7 @@ class IngressPresence:
     warning, even if they ended before this owner started.
 
     Attributes:
-        refused: Number of rejected leases by reason.
+        refused: Number of rejected leases, and of ingresses that foreign records changed, by reason.
     """
 
     def __init__(self, log: Log, partition: int, owner_epoch: int, fleet: Fleet, *, busy: Collection[str] = ()) -> None:
@@ -47,15 +48,18 @@ class IngressPresence:
         # Members of an earlier owner without requests, until this owner has seen their leases.
         self._unseen = {name for name, incarnation in self._members.items() if incarnation not in busy}
 
-    async def update(self, leases: list[Lease], applied: int, observed_ms: int = 0) -> list[Lease]:
+    async def update(self, leases: list[Lease], fleet: Fleet, applied: int, observed_ms: int = 0) -> list[Lease]:
         """Append the changes since the last poll to `fleet`, and return the ended leases that may be deleted.
 
         Args:
             leases: All ingress leases of the group.
+            fleet: The fleet, up to the offset `applied`.
             applied: Offset up to which the owner had applied `fleet` when the leases were read.
             observed_ms: Milliseconds since the previous successful poll, 0 if the previous poll failed.
         """
         held = {lease.worker_id: lease for lease in leases}
+        if applied >= self._written_end:
+            await self._compare({one.ingress_id: one.incarnation for one in fleet.ingresses()})
         for name in self._unseen.intersection(held):
             if held[name].token == self._members[name] and not held[name].released:
                 self._unseen.discard(name)
@@ -70,6 +74,26 @@ class IngressPresence:
             if lease not in ended:
                 await self._join(lease)
         return ended if applied >= self._written_end else []
+
+    async def _compare(self, joined: dict[str, str]) -> None:
+        """Undo records of `fleet` that this owner did not write.
+
+        A member that such a record removed joins again by its lease.
+        """
+        for name in [name for name, incarnation in self._members.items() if joined.get(name) != incarnation]:
+            logger.error("ingress %s joins again: a record of fleet that this router did not write removed it", name)
+            self.refused["foreign_record"] += 1
+            self._forget(name)
+        for name, incarnation in joined.items():
+            if self._members.get(name) != incarnation:
+                logger.error("ingress %s joined by a record of fleet that this router did not write", printable(name))
+                self.refused["foreign_record"] += 1
+                await self._write_lost(name, incarnation, "it joined without a lease")
+
+    def _forget(self, name: str) -> None:
+        self._unseen.discard(name)
+        self._judge.remove(name)
+        del self._members[name]
 
     def _has_ended(self, lease: Lease) -> bool:
         # After a backward step of Redis's clock, the lease of a lost ingress would not expire for a long time. Only a
@@ -103,7 +127,7 @@ class IngressPresence:
         logger.info("ingress %s joined", name)
 
     async def _lose(self, name: str, reason: str, lease: Lease | None) -> None:
-        incarnation = self._members.pop(name)
+        incarnation = self._members[name]
         if lease is not None and lease.token == incarnation:
             self._silent[incarnation] = lease.deadline_ms
         if name in self._unseen:
@@ -112,8 +136,10 @@ class IngressPresence:
             logger.info("ingress %s left: %s", name, reason)
         else:
             logger.warning("ingress %s is lost: %s", name, reason)
-        self._unseen.discard(name)
-        self._judge.remove(name)
+        self._forget(name)
+        await self._write_lost(name, incarnation, reason)
+
+    async def _write_lost(self, name: str, incarnation: str, reason: str) -> None:
         await self._write(
             IngressLost(
                 owner_epoch=self._owner_epoch,

@@ -39,11 +39,11 @@ class LeasePolling:
         while True:
             try:
                 leases, observed_ms, applied = await self._read(self._leases, workers)
-                ended = await self._admission.update(leases, self._world.pools, applied, observed_ms)
+                ended = await self._admission.update(leases, self._world.pools, self._world.fleet, applied, observed_ms)
                 await self._forget(self._leases, ended)
                 if self._ingress_leases is not None:
                     leases, observed_ms, applied = await self._read(self._ingress_leases, ingresses)
-                    ended = await self._ingresses.update(leases, applied, observed_ms)
+                    ended = await self._ingresses.update(leases, self._world.fleet, applied, observed_ms)
                     await self._forget(self._ingress_leases, ended)
                 readable = True
             except LeaseError as error:
