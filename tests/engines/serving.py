@@ -146,13 +146,17 @@ class Serving:
 
     async def generated(self, request_id: str, group: str = MODEL) -> ResponseState:
         """Return a response from the log. `request_id` is that of the client, or that on the log."""
-        reply = ResponseState()
+        reply, name = ResponseState(), self._ids.get(request_id, request_id)
         for slot in range(PLAN.replies):
             position, end = 0, await self._log.end(TOKENS.name, slot)
             while position < end:
                 for record in await self._log.read(TOKENS.name, slot, position, READ_MAX):
                     position = record.offset + 1
-                    apply({self._ids.get(request_id, request_id): reply}, decode(TOKENS, record.value), group)
+                    event = decode(TOKENS, record.value)
+                    for one in getattr(event, "chunks", (event,)):
+                        if getattr(one, "request_id", "") == name:
+                            reply.key = one.reply_key
+                    apply({name: reply}, event, group)
         return reply
 
     async def metric(self, worker: str, name: str) -> float:

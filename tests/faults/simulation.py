@@ -234,7 +234,8 @@ def _check_responses(cluster: Cluster, clients: list[AnyClient]) -> None:
     received = {client.outcome.request_id: client.outcome for client in clients if client.outcome.state != "foreign"}
     slots: dict[int, dict[str, ResponseState]] = {}
     for accepted in cluster.checks.accepted:
-        slots.setdefault(accepted.submitted.reply_slot, {})[accepted.submitted.request_id] = ResponseState()
+        one = accepted.submitted
+        slots.setdefault(one.reply_slot, {})[one.request_id] = ResponseState(one.reply_key)
     for slot, replies in slots.items():
         for record in cluster.broker.records((TOKENS.name, slot)):
             with suppress(DecodeError):

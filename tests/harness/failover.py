@@ -118,7 +118,7 @@ class System:
         deadline = time.monotonic() + SETTLED_S
         while True:
             submitted = [one for one in await self.cluster.events(REQUESTS) if isinstance(one, RequestSubmitted)]
-            states = {one.request_id: ResponseState() for one in submitted}
+            states = {one.request_id: ResponseState(one.reply_key) for one in submitted}
             for event in await self.cluster.replies():
                 apply(states, event, GROUP)
             hung = [name for name, state in states.items() if state.ended is None]

@@ -46,7 +46,7 @@ class Words:
             replies: events of the reply slots.
         """
         requests = {one.request_id: one for one in submissions if isinstance(one, RequestSubmitted)}
-        states = {request_id: ResponseState() for request_id in requests}
+        states = {request_id: ResponseState(one.reply_key) for request_id, one in requests.items()}
         for group in {one.model for one in requests.values()}:
             for event in replies:
                 apply(states, event, group)

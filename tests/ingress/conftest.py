@@ -21,9 +21,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from forebay.events.base import Event, pack_u32
 from forebay.events.codec import decode, encode
+from forebay.events.control import WorkerCommanded
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RouteQueried
 from forebay.events.tokens import (
     AttemptStarted,
+    CommandResponse,
     PrefilledBy,
     ResponseEnded,
     ResponseError,
@@ -98,10 +100,24 @@ class Scene:
         self.log.append_soon([Draft(CONTROL.name, 0, encode(CONTROL, event))])
 
     def send(self, event: TokenEvent) -> None:
-        """Append an event to the reply slot; its default group is that of the ingress."""
+        """Append an event to the reply slot; its default group is that of the ingress, its key that of the request."""
         if not event.group:
             event = msgspec.structs.replace(event, group=NAME)
+        if isinstance(event, TokensEmitted):
+            chunks = [msgspec.structs.replace(one, reply_key=self._key_of(one.request_id)) for one in event.chunks]
+            event = msgspec.structs.replace(event, chunks=tuple(chunks))
+        else:
+            name = event.command_id if isinstance(event, CommandResponse) else event.request_id
+            event = msgspec.structs.replace(event, reply_key=self._key_of(name))
         self.log.append_soon([Draft(TOKENS.name, SLOT, encode(TOKENS, event))])
+
+    def _key_of(self, name: str) -> int:
+        records = self.log.records(CONTROL.name, 0, 0, 10_000)
+        controls = [event for record in records if isinstance(event := decode(CONTROL, record.value), WorkerCommanded)]
+        keys: dict[str, int] = {one.command_id: one.nonce for one in controls}
+        asked = [one for one in self.requests() if not isinstance(one, RequestCancelled)]
+        keys |= {one.request_id: one.reply_key for one in asked}
+        return keys.get(name, 0)
 
     def emit_text(self, name: str, text: str, *, first: int = 0, attempt: int = 1, worker: str = "w1") -> int:
         """Emit the tokens of a text and return the index after them."""

@@ -284,7 +284,7 @@ async def test_readiness_names_what_each_model_lacks(scene: Scene) -> None:
 async def test_a_new_card_replaces_the_loaded_one(scene: Scene) -> None:
     await scene.serve("one", await scene.store())
     ingress = await scene.find("one")
-    stream = ingress.replies.open("request")
+    stream = ingress.replies.open("request", 0)
     await scene.serve("one", "", ready=0)
     digest = await scene.store(context_tokens=99)
     await scene.serve("one", digest)
@@ -315,7 +315,7 @@ async def test_a_response_of_a_dropped_model_goes_on(scene: Scene, monkeypatch: 
     for name in ("one", "two"):
         await scene.serve(name, digest)
     dropped = await scene.find("one")
-    stream = dropped.replies.open("request")
+    stream = dropped.replies.open("request", 0)
     await scene.find("two")
     end = ResponseEnded(request_id="request", attempt=1, owner_epoch=7, group="one", finish_reason="stop")
     await scene.log.append([Draft(TOKENS.name, 0, encode(TOKENS, end))])

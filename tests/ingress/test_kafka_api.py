@@ -8,7 +8,7 @@ import pytest
 
 from forebay.core.state.reply_slot import apply
 from forebay.events.codec import decode
-from forebay.events.requests import RoutingHints
+from forebay.events.requests import RequestSubmitted, RoutingHints
 from forebay.events.topics import FIXED_TOPICS, OPENAI_RESPONSES, TOKENS
 from forebay.ingress.errors import ApiError, Unusable
 from forebay.ingress.http.body_limits import BodyLimits
@@ -190,7 +190,9 @@ class Fold:
         fold = CompletionFold(request_id, chat_of({**CHAT, **options}), prompt_tokens, [composer], created_s=7)
         self.scene = scene
         self.request = PendingRequest(
-            request_id, RecordResponse(WindowEntry(0, 0), ReplyAddress("a", ""), fold, scene.ingress)
+            request_id,
+            RecordResponse(WindowEntry(0, 0), ReplyAddress("a", ""), fold, scene.ingress),
+            submission=next((one for one in scene.requests(RequestSubmitted) if one.request_id == request_id), None),
         )
         self.pieces: list[ResponseRecord] = []
 

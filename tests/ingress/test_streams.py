@@ -1,12 +1,12 @@
 """The reader of a reply slot: position, dispatch and interruptions."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from forebay.events.base import Event, pack_u32
 from forebay.events.codec import encode
@@ -28,6 +28,7 @@ from tests.harness.memory_log import memory_log
 from tests.system import until
 
 GROUP = "model"
+KEY = 77
 SLOT = 2
 
 
@@ -39,8 +40,10 @@ async def log() -> AsyncIterator[SqliteLog]:
 
 
 @asynccontextmanager
-async def reading(log: SqliteLog, offset: int) -> AsyncIterator[ReplyReader]:
-    slot = ReplySlot(log, SLOT, offset, lambda: None)
+async def reading(
+    log: SqliteLog, offset: int, on_foreign: Callable[[float], None] = lambda _: None
+) -> AsyncIterator[ReplyReader]:
+    slot = ReplySlot(log, SLOT, offset, lambda: None, on_foreign)
     reader = slot.reader(GROUP)
     running = asyncio.create_task(slot.run())
     try:
@@ -51,34 +54,58 @@ async def reading(log: SqliteLog, offset: int) -> AsyncIterator[ReplyReader]:
 
 
 def output(name: str, first: int, *tokens: int) -> TokensEmitted:
-    chunk = TokenChunk(request_id=name, attempt=1, first_index=first, token_ids=pack_u32(tokens))
+    chunk = TokenChunk(request_id=name, attempt=1, first_index=first, token_ids=pack_u32(tokens), reply_key=KEY)
     return TokensEmitted(worker_id="w1", worker_epoch=1, owner_epoch=1, chunks=(chunk,), group=GROUP)
 
 
 async def test_events_of_another_group_on_the_same_slot_are_ignored(log: SqliteLog) -> None:
-    ids: dict[str, Any] = {"request_id": "a", "owner_epoch": 9}
+    ids: dict[str, Any] = {"request_id": "a", "owner_epoch": 9, "reply_key": KEY}
     strangers: list[TokenEvent] = [
-        msgspec.structs.replace(output("a", 0, 90, 91), owner_epoch=9),
+        replace(output("a", 0, 90, 91), owner_epoch=9),
         AttemptStarted(**ids, attempt=2, worker_id="w"),
         Embedded(**ids, attempt=2, worker_id="w", vector=b""),
         ResponseEnded(**ids, attempt=2, finish_reason="stop"),
-        RouteResponse(request_id="q", owner_epoch=9),
-        CommandResponse(command_id="c", owner_epoch=9),
+        RouteResponse(request_id="q", owner_epoch=9, reply_key=KEY),
+        CommandResponse(command_id="c", owner_epoch=9, reply_key=KEY),
     ]
     own = [
         output("a", 0, 7, 8),
-        ResponseEnded(request_id="a", owner_epoch=1, attempt=1, finish_reason="stop", group=GROUP),
-        RouteResponse(request_id="q", owner_epoch=1, group=GROUP),
-        CommandResponse(command_id="c", owner_epoch=1, group=GROUP),
+        ResponseEnded(request_id="a", owner_epoch=1, attempt=1, finish_reason="stop", group=GROUP, reply_key=KEY),
+        RouteResponse(request_id="q", owner_epoch=1, group=GROUP, reply_key=KEY),
+        CommandResponse(command_id="c", owner_epoch=1, group=GROUP, reply_key=KEY),
     ]
     async with reading(log, 0) as reader:
-        stream, query, command = reader.open("a"), reader.open_query("q"), reader.open_command("c")
+        stream, query, command = reader.open("a", KEY), reader.open_query("q", KEY), reader.open_command("c", KEY)
         for group in ("other-model", ""):
-            await append(log, *[msgspec.structs.replace(event, group=group) for event in strangers])
+            await append(log, *[replace(event, group=group) for event in strangers])
         await append(log, *own)
         await until(lambda: stream.ended is not None and query.done() and command.done())
     assert (stream.tokens, stream.attempt, stream.ended) == ([7, 8], 1, own[1])
     assert (query.result(), command.result()) == (own[2], own[3])
+
+
+@pytest.mark.parametrize("key", [0, KEY - 1, 2**63 - 1])
+async def test_events_without_the_key_of_the_request_are_ignored_and_counted(log: SqliteLog, key: int) -> None:
+    ids: dict[str, Any] = {"request_id": "a", "owner_epoch": 9, "group": GROUP, "reply_key": key}
+    (chunk,) = output("a", 0, 90, 91).chunks
+    forged: list[TokenEvent] = [
+        replace(output("a", 0), owner_epoch=9, chunks=(replace(chunk, reply_key=key),)),
+        AttemptStarted(**ids, attempt=2, worker_id="w1"),
+        Embedded(**ids, attempt=2, worker_id="w1", vector=b""),
+        ResponseEnded(**ids, attempt=2, finish_reason="stop"),
+        RouteResponse(request_id="q", owner_epoch=9, group=GROUP, reply_key=key),
+        CommandResponse(command_id="c", owner_epoch=9, group=GROUP, reply_key=key),
+    ]
+    own = ResponseEnded(request_id="a", owner_epoch=1, attempt=1, finish_reason="stop", group=GROUP, reply_key=KEY)
+    foreign: list[float] = []
+    async with reading(log, 0, foreign.append) as reader:
+        stream, query, command = reader.open("a", KEY), reader.open_query("q", KEY), reader.open_command("c", KEY)
+        await append(log, *forged, output("a", 0, 7, 8), own)
+        await until(lambda: stream.ended is not None)
+        reader.close("a")
+        assert (stream.tokens, stream.attempt, stream.ended) == ([7, 8], 1, own)
+        assert not (query.done() or command.done())
+    assert foreign == [4]
 
 
 async def append(log: SqliteLog, *events: Event) -> None:
@@ -90,7 +117,7 @@ async def test_position_follows_the_last_dispatched_record(log: SqliteLog) -> No
     async with reading(log, 3) as reader:
         assert reader.position == 3
         await until(lambda: reader.position == 2 * READ_MAX)
-        stream = reader.open("b")
+        stream = reader.open("b", KEY)
         await append(log, output("b", 0, 7))
         await stream.ready()
         await until(lambda: reader.position == 2 * READ_MAX + 1)
@@ -99,7 +126,7 @@ async def test_position_follows_the_last_dispatched_record(log: SqliteLog) -> No
 
 async def test_a_gap_wakes_the_reader(log: SqliteLog) -> None:
     async with reading(log, 0) as reader:
-        stream = reader.open("a")
+        stream = reader.open("a", KEY)
         waiting = asyncio.create_task(stream.ready())
         await append(log, output("a", 1, 7), output("a", 0, 6))
         await waiting
@@ -109,9 +136,9 @@ async def test_a_gap_wakes_the_reader(log: SqliteLog) -> None:
 async def test_a_failed_log_interrupts_all_streams() -> None:
     log, db = memory_log()
     await append(log, output("a", 0, 7))
-    slot = ReplySlot(log, SLOT, 0, lambda: None)
+    slot = ReplySlot(log, SLOT, 0, lambda: None, lambda _: None)
     reader = slot.reader(GROUP)
-    streams = [reader.open(name) for name in "ab"]
+    streams = [reader.open(name, KEY) for name in "ab"]
     db.execute(f"UPDATE {TOKENS.name} SET value = x'00'")
     with pytest.raises(LogError):
         await slot.run()

@@ -262,7 +262,9 @@ async def test_kafka_api_sends_the_objects_of_http(tools: Scene, stream: bool) -
     prepared = await tools.ingress.prepare(parsed, ())
     same = request.request_id
     fold = tools.ingress.completion(same, parsed, prepared, created_s=0)
-    waiting = PendingRequest(same, RecordResponse(WindowEntry(0, 0), ReplyAddress(same, ""), fold, tools.ingress))
+    waiting = PendingRequest(
+        same, RecordResponse(WindowEntry(0, 0), ReplyAddress(same, ""), fold, tools.ingress), 0, request
+    )
     pieces = []
     for record in tools.log.records(TOKENS.name, SLOT, 0, 1000):
         for changed in apply({same: waiting}, decode(TOKENS, record.value), NAME):

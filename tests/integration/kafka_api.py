@@ -139,7 +139,13 @@ class OwnerAndWorkerStub:
     async def emit(self, request: RequestSubmitted, text: str, *, first: int = 0) -> int:
         """Emit a text in one chunk and return the index after it."""
         token_ids = self.model.encode(text)
-        chunk = TokenChunk(request_id=request.request_id, attempt=1, first_index=first, token_ids=pack_u32(token_ids))
+        chunk = TokenChunk(
+            request_id=request.request_id,
+            attempt=1,
+            first_index=first,
+            token_ids=pack_u32(token_ids),
+            reply_key=request.reply_key,
+        )
         await self._send(request, TokensEmitted(worker_id="w1", worker_epoch=1, owner_epoch=1, chunks=(chunk,)))
         return first + len(token_ids)
 
@@ -148,7 +154,14 @@ class OwnerAndWorkerStub:
         usage = Usage(prompt_tokens=request.prompt_tokens, output_tokens=output_tokens)
         await self._send(
             request,
-            ResponseEnded(request_id=request.request_id, attempt=1, owner_epoch=1, finish_reason="length", usage=usage),
+            ResponseEnded(
+                request_id=request.request_id,
+                attempt=1,
+                owner_epoch=1,
+                finish_reason="length",
+                usage=usage,
+                reply_key=request.reply_key,
+            ),
         )
 
     async def answer(self, request: RequestSubmitted, *texts: str) -> None:

@@ -52,7 +52,13 @@ async def submitted(backstage: OwnerAndWorkerStub, name: str, count: int = 1) ->
 
 
 async def embed(backstage: OwnerAndWorkerStub, request: RequestSubmitted, number: float) -> None:
-    fields: dict[str, Any] = {"request_id": request.request_id, "attempt": 1, "owner_epoch": 1, "group": NAME}
+    fields: dict[str, Any] = {
+        "request_id": request.request_id,
+        "attempt": 1,
+        "owner_epoch": 1,
+        "group": NAME,
+        "reply_key": request.reply_key,
+    }
     usage = Usage(prompt_tokens=request.prompt_tokens, output_tokens=0)
     events = [
         Embedded(**fields, worker_id="w1", vector=array("f", [number]).tobytes()),
@@ -84,7 +90,13 @@ async def test_one_failed_input_fails_the_request_and_cancels_the_others(
         failing = await submitted(backstage, "e~kafka-1")
         error = ResponseError(status=503, code="busy", message="all are")
         ended = ResponseEnded(
-            request_id="e~kafka-1", attempt=1, owner_epoch=1, finish_reason="error", error=error, group=NAME
+            request_id="e~kafka-1",
+            attempt=1,
+            owner_epoch=1,
+            finish_reason="error",
+            error=error,
+            group=NAME,
+            reply_key=failing.reply_key,
         )
         await backstage.log.append([Draft(TOKENS.name, failing.reply_slot, encode(TOKENS, ended))])
         (record,) = await client.complete_response("e")

@@ -45,8 +45,8 @@ class Client:
 async def listening(log: SqliteLog, name: str) -> AsyncIterator[Client]:
     """Follow the response as an ingress does, and yield its client."""
     client = Client()
-    slot = ReplySlot(log, SLOT, 0, lambda: None)
-    stream = slot.reader(MODEL).open(name)
+    slot = ReplySlot(log, SLOT, 0, lambda: None, lambda _: None)
+    stream = slot.reader(MODEL).open(name, submitted(name, PROMPT).reply_key)
 
     async def take() -> None:
         while client.ended is None:

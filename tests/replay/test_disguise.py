@@ -179,7 +179,7 @@ def _numbers(path: str, value: Any) -> Iterator[tuple[str, Any]]:
                 yield from _numbers(f"{path}.{at}", one)
         case bytes() if name not in WITHHELD:
             yield path, len(value)
-        case int() | float() | bool() if name not in HASHES | TOKENS | {"withheld_tokens"}:
+        case int() | float() | bool() if name not in HASHES | TOKENS | {"withheld_tokens", "reply_key"}:
             yield path, value
         case _:
             pass

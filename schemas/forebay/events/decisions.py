@@ -12,7 +12,18 @@ from forebay.events.base import Checksum, Count, Digest, Event, Name, Part
 from forebay.events.control import Action
 from forebay.events.pools import PoolChoice
 from forebay.events.prefill import PrefillPlace
-from forebay.events.privacy import CHUNKS, DROPPED, KEPT, LORA, OUTCOME, OWNER, REQUEST_ID, STATE_DIGEST, SystemName
+from forebay.events.privacy import (
+    CHUNKS,
+    DROPPED,
+    KEPT,
+    LORA,
+    NONCE,
+    OUTCOME,
+    OWNER,
+    REQUEST_ID,
+    STATE_DIGEST,
+    SystemName,
+)
 
 
 class ConsumedRun(Part, frozen=True, kw_only=True):
@@ -248,6 +259,7 @@ class RouteAnswered(Decision, tag="route.answered", frozen=True, kw_only=True):
     stage: Stage = "aggregated"
     prefill: PrefillPlace | None = None
     pools: tuple[PoolChoice, ...] = ()
+    reply_key: Count = 0
 
 
 class CacheResyncRequested(Decision, tag="cache.resync_requested", frozen=True, kw_only=True):
@@ -286,6 +298,7 @@ class RequestRejected(Decision, tag="request.rejected", frozen=True, kw_only=Tru
     reason: RejectReason
     message: Annotated[str, DROPPED]
     pools: tuple[PoolChoice, ...] = ()
+    reply_key: Count = 0
 
 
 class CommandTarget(Part, frozen=True, kw_only=True):
@@ -327,6 +340,7 @@ class RequestAborted(Decision, tag="request.aborted", frozen=True, kw_only=True)
     status: Annotated[int, msgspec.Meta(ge=0, le=599)] = 0
     code: Annotated[str, msgspec.Meta(max_length=256), DROPPED] = ""
     holder: CommandTarget | None = None
+    reply_key: Count = 0
 
 
 KvReleaseReason = Literal[
@@ -382,6 +396,7 @@ class CommandSent(Decision, tag="command.sent", frozen=True, kw_only=True):
     targets: tuple[CommandTarget, ...] = ()
     reason: CommandRefusal | None = None
     message: Annotated[str, DROPPED] = ""
+    reply_key: Annotated[Count, NONCE] = 0
 
 
 class CommandOutcome(Part, frozen=True, kw_only=True):
@@ -417,6 +432,7 @@ class CommandEnded(Decision, tag="command.ended", frozen=True, kw_only=True):
     reply_slot: Count
     action: Action
     outcomes: tuple[CommandOutcome, ...]
+    reply_key: Annotated[Count, NONCE] = 0
 
 
 class _Snapshot(Decision, frozen=True, kw_only=True):

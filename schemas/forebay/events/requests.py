@@ -175,6 +175,11 @@ class RoutingHints(Part, frozen=True, kw_only=True):
 NO_HINTS = RoutingHints()
 
 
+def reply_key_of(tie_seed: int) -> int:
+    """Return the number that every event of a response has: the seed of its request, without the lowest bit."""
+    return tie_seed >> 1  # JSON events have 63 bits
+
+
 class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True):
     """A valid request that is ready to be routed.
 
@@ -241,6 +246,11 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
         """Length of the prompt in tokens, including withheld tokens."""
         return len(self.token_ids) // U32_BYTES + self.withheld_tokens
 
+    @property
+    def reply_key(self) -> int:
+        """Number that every event of the response has."""
+        return reply_key_of(self.tie_seed)
+
 
 class RequestCancelled(Event, tag="request.cancelled", frozen=True, kw_only=True):
     """The client disconnected or cancelled the request, so nobody needs the response.
@@ -279,6 +289,11 @@ class RouteQueried(Event, tag="request.route_queried", frozen=True, kw_only=True
 
     def __post_init__(self) -> None:
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
+
+    @property
+    def reply_key(self) -> int:
+        """Number that the response has."""
+        return reply_key_of(self.tie_seed)
 
 
 RequestEvent = RequestSubmitted | RequestCancelled | RouteQueried

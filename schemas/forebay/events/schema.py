@@ -43,6 +43,7 @@ _MEANINGS = {
     "prompt_tokens": "length of the prompt.",
     "rank": "rank of the worker.",
     "reason": "why this happened.",
+    "reply_key": "key of the request, query or command, see the topic `tokens`.",
     "reply_slot": "partition of the topic `tokens` for the response.",
     "request_id": "id of the request.",
     "seq": "sequence number.",

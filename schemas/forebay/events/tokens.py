@@ -3,6 +3,9 @@
 A partition of this topic is a reply slot. All events of one response are in the reply slot that its ingress reads, in
 order. Groups share the reply slots, and two groups may use the same request id, so every event names its `group`. A
 reader ignores the events of other groups, because attempts and owner epochs are comparable within one group only.
+
+Every event also has the `reply_key` of its request, query or command. Only the ingress, the owner and the worker of the
+request know this number, because only they read `requests`, `control` and `work`. Readers ignore other events.
 """
 
 from typing import Literal
@@ -87,12 +90,14 @@ class TokenChunk(Part, frozen=True, kw_only=True):
             with the first token of an attempt has it.
         text_only: whether the engine returned text, from which the worker computed the tokens. Another worker cannot
             continue such a response.
+        reply_key: key of the request, from its work item.
     """
 
     request_id: Name
     attempt: Count
     first_index: Count
     token_ids: bytes
+    reply_key: Count = 0
     logprobs: tuple[TokenLogprob, ...] = ()
     prefilled: PrefilledBy | None = None
     text_only: bool = False
@@ -132,6 +137,7 @@ class Embedded(Event, tag="tokens.embedded", frozen=True, kw_only=True):
     vector: bytes
     rank: Count = 0
     group: str = ""
+    reply_key: Count = 0
 
     def __post_init__(self) -> None:
         require_packed("vector", self.vector, U32_BYTES)
@@ -148,6 +154,7 @@ class AttemptStarted(Event, tag="tokens.attempt_started", frozen=True, kw_only=T
     owner_epoch: Count
     worker_id: Name
     group: str = ""
+    reply_key: Count = 0
 
 
 class ResponseEnded(Event, tag="tokens.response_ended", frozen=True, kw_only=True):
@@ -166,6 +173,7 @@ class ResponseEnded(Event, tag="tokens.response_ended", frozen=True, kw_only=Tru
     usage: Usage | None = None
     error: ResponseError | None = None
     group: str = ""
+    reply_key: Count = 0
 
 
 class RouteResponse(Event, tag="tokens.route_told", frozen=True, kw_only=True):
@@ -196,6 +204,7 @@ class RouteResponse(Event, tag="tokens.route_told", frozen=True, kw_only=True):
     stage: Stage = "aggregated"
     prefill: PrefillPlace | None = None
     group: str = ""
+    reply_key: Count = 0
 
 
 class CommandResponse(Event, tag="tokens.command_told", frozen=True, kw_only=True):
@@ -211,6 +220,7 @@ class CommandResponse(Event, tag="tokens.command_told", frozen=True, kw_only=Tru
     outcomes: tuple[CommandOutcome, ...] = ()
     error: ResponseError | None = None
     group: str = ""
+    reply_key: Count = 0
 
 
 TokenEvent = TokensEmitted | Embedded | AttemptStarted | ResponseEnded | RouteResponse | CommandResponse

@@ -64,6 +64,7 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
         store_blocks: number of leading prompt blocks of which the owner expects each in a tier of the rank or in the
             shared store of the worker; 0 if it expects none in the shared store. It is a hint where to look.
         kv_pin_s: seconds for which the worker keeps the KV of the prompt in its host memory and on its disk.
+        reply_key: key of the request, which every event in the reply slot must have.
     """
 
     rank: Count
@@ -84,6 +85,7 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
     output_tokens: Count = 0
     store_blocks: Count = 0
     kv_pin_s: PinSeconds = 0
+    reply_key: Count = 0
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)

@@ -77,7 +77,7 @@ class CommandClient:
             at_us=runtime.wall_us(),
             operator=operator,
         )
-        future = self._replies.open_command(command_id)
+        future = self._replies.open_command(command_id, event.nonce)
         try:
             async with asyncio.timeout(timeout_s + GRACE_S):
                 await self._log.append([Draft(CONTROL.name, partition, encode(CONTROL, event))])

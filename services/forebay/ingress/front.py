@@ -51,7 +51,7 @@ class Front:
         self.log = log
         self.settings = settings
         self.metrics = metrics
-        self.slot = ReplySlot(log, settings.reply_slot, reply_from, metrics.undecodable.inc)
+        self.slot = ReplySlot(log, settings.reply_slot, reply_from, metrics.undecodable.inc, metrics.foreign.inc)
         self.drain = IngressDrain()
         self.admission = IngressAdmission(metrics)
         limits = BodyLimits(

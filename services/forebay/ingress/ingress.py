@@ -228,7 +228,7 @@ class Ingress(GroupClient):
             ingress_id=self.settings.ingress_id,
             incarnation=self.settings.incarnation,
         )
-        stream = self.replies.open(request_id)
+        stream = self.replies.open(request_id, event.reply_key)
         try:
             await self._append(partition, request_id, event)
         except BaseException as error:
@@ -248,7 +248,7 @@ class Ingress(GroupClient):
         slot, nonce = self.settings.reply_slot, runtime.random_int(8)
         event = prepared.query(request_id, reply_slot=slot, nonce=nonce, at_us=runtime.wall_us())
         wait_s = min(QUERY_S, self.settings.timeout_s)
-        future = self.replies.open_query(request_id)
+        future = self.replies.open_query(request_id, event.reply_key)
         try:
             async with asyncio.timeout(wait_s):
                 await self._append(partition, request_id, event)

@@ -32,6 +32,11 @@ class IngressMetrics:
         self.undecodable = Counter(
             "forebay_ingress_undecodable", "records of the log that could not be decoded", registry=registry
         )
+        self.foreign = Counter(
+            "forebay_ingress_foreign_events",
+            "events of responses that neither the owner nor a worker of the request wrote",
+            registry=registry,
+        )
         self.headers_ignored = Counter(
             "forebay_ingress_routing_headers_ignored",
             "routing headers ignored because the ingress runs without --routing-hints",

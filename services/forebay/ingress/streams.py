@@ -18,6 +18,7 @@ from forebay.transport.base import Log, LogError
 logger = logging.getLogger(__name__)
 
 READ_MAX = 256  # records per iteration of the event loop
+NOT_OPEN = (0, None)
 
 
 class Stream(ResponseState):
@@ -29,8 +30,8 @@ class Stream(ResponseState):
 
     __slots__ = ("_waiter", "interrupt_reason")
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, key: int = 0) -> None:
+        super().__init__(key)
         self.interrupt_reason: str | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -63,13 +64,23 @@ class ReplySlot:
         number: number of the partition.
         offset: first offset to read.
         on_undecodable: called for each record that cannot be decoded.
+        on_foreign: called with the number of foreign events of a request, if there were any.
 
     Attributes:
+        on_foreign: as above.
         number: number of the partition.
         position: offset of the first record that was not dispatched yet.
     """
 
-    def __init__(self, log: Log, number: int, offset: int, on_undecodable: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        log: Log,
+        number: int,
+        offset: int,
+        on_undecodable: Callable[[], None],
+        on_foreign: Callable[[float], None],
+    ) -> None:
+        self.on_foreign = on_foreign
         self.number = number
         self.position = offset
         self._readers: dict[str, ReplyReader] = {}
@@ -135,8 +146,8 @@ class ReplyReader:
         self._slot = slot
         self._group = group
         self._streams: dict[str, Stream] = {}
-        self._queries: dict[str, asyncio.Future[RouteResponse | str]] = {}
-        self._commands: dict[str, asyncio.Future[CommandResponse | str]] = {}
+        self._queries: dict[str, tuple[int, asyncio.Future[RouteResponse | str]]] = {}
+        self._commands: dict[str, tuple[int, asyncio.Future[CommandResponse | str]]] = {}
 
     @property
     def position(self) -> int:
@@ -149,35 +160,42 @@ class ReplyReader:
     def __len__(self) -> int:
         return len(self._streams) + len(self._queries) + len(self._commands)
 
-    def open(self, request_id: str) -> Stream:
-        """Register a request, and return the stream that receives its events. The id must not be registered yet."""
+    def open(self, request_id: str, key: int) -> Stream:
+        """Register a request, and return the stream that receives its events. The id must not be registered yet.
+
+        Events with another `reply_key` than `key` are ignored. This also holds for queries and commands.
+        """
         assert request_id not in self
-        stream = self._streams[request_id] = Stream()
+        stream = self._streams[request_id] = Stream(key)
         return stream
 
     def close(self, request_id: str) -> None:
         """Remove a request. Its later events are ignored."""
-        self._streams.pop(request_id, None)
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            count_foreign(request_id, stream, self._slot.on_foreign)
 
-    def open_query(self, request_id: str) -> "asyncio.Future[RouteResponse | str]":
+    def open_query(self, request_id: str, key: int) -> "asyncio.Future[RouteResponse | str]":
         """Register a route query. The returned future resolves to the result, or to the reason of an interruption."""
         assert request_id not in self
-        future = self._queries[request_id] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[RouteResponse | str] = asyncio.get_running_loop().create_future()
+        self._queries[request_id] = key, future
         return future
 
     def close_query(self, request_id: str) -> None:
         """Remove a route query and cancel its future."""
-        self._queries.pop(request_id).cancel()
+        self._queries.pop(request_id)[1].cancel()
 
-    def open_command(self, command_id: str) -> "asyncio.Future[CommandResponse | str]":
+    def open_command(self, command_id: str, key: int) -> "asyncio.Future[CommandResponse | str]":
         """Register a command. The returned future resolves to the result, or to the reason of an interruption."""
         assert command_id not in self._commands
-        future = self._commands[command_id] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[CommandResponse | str] = asyncio.get_running_loop().create_future()
+        self._commands[command_id] = key, future
         return future
 
     def close_command(self, command_id: str) -> None:
         """Remove a command and cancel its future."""
-        self._commands.pop(command_id).cancel()
+        self._commands.pop(command_id)[1].cancel()
 
     def has_command(self, command_id: str) -> bool:
         """Return whether a command with this id is in flight."""
@@ -187,27 +205,39 @@ class ReplyReader:
         """Interrupt every request, route query and command in flight, for this reason."""
         for stream in self._streams.values():
             stream.interrupt(reason)
-        for query in self._queries.values():
+        for _, query in self._queries.values():
             if not query.done():
                 query.set_result(reason)
-        for command in self._commands.values():
+        for _, command in self._commands.values():
             if not command.done():
                 command.set_result(reason)
 
     def apply(self, event: TokenEvent) -> None:
         """Dispatch an event of the group."""
         if isinstance(event, RouteResponse):
-            query = self._queries.get(event.request_id)
-            if query is not None and not query.done():
+            key, query = self._queries.get(event.request_id, NOT_OPEN)
+            if query is not None and key == event.reply_key and not query.done():
                 query.set_result(event)
             return
         if isinstance(event, CommandResponse):
-            command = self._commands.get(event.command_id)
-            if command is not None and not command.done():
+            key, command = self._commands.get(event.command_id, NOT_OPEN)
+            if command is not None and key == event.reply_key and not command.done():
                 command.set_result(event)
             return
         for stream in apply(self._streams, event, self._group):
             stream.notify()
+
+
+def count_foreign(request_id: str, state: ResponseState, count: Callable[[float], None]) -> None:
+    """Count and log the foreign events of a request that is removed."""
+    if state.foreign:
+        count(state.foreign)
+        logger.error(
+            "ignored %d events of the request %s on tokens without its key, which neither its owner nor its worker"
+            " wrote; check who may write to the topic",
+            state.foreign,
+            request_id,
+        )
 
 
 def interruption(reason: str | None) -> ApiError:

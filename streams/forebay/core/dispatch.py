@@ -69,7 +69,7 @@ def submit(world: World, event: RequestSubmitted, offset: int) -> list[AnyDecisi
             world.counts["duplicate_request"] += 1
             return []
         message = f"the request id {event.request_id} was already used for a different request"
-        return [reject(world, event.request_id, event.reply_slot, Ineligible("duplicate_id", message))]
+        return [reject(world, event, Ineligible("duplicate_id", message))]
     pools: tuple[PoolChoice, ...] = ()
     try:
         first = _pool_of(world, event.model)
@@ -81,7 +81,7 @@ def submit(world: World, event: RequestSubmitted, offset: int) -> list[AnyDecisi
         request = ActiveRequest(in_pool(submitted, pool.pool))
         plan = with_choices(plan_new(world, pool, request), pools)
     except Ineligible as ineligible:
-        return [reject(world, event.request_id, event.reply_slot, ineligible, pools)]
+        return [reject(world, event, ineligible, pools)]
     return [dispatch(world, request, plan) if isinstance(plan, Plan) else enqueue(world, pool, request, plan)]
 
 
@@ -101,6 +101,7 @@ def query(world: World, event: RouteQueried) -> RouteAnswered:
             **world.stamp(),
             request_id=event.request_id,
             reply_slot=event.reply_slot,
+            reply_key=event.reply_key,
             reason=ineligible.reason,
             message=str(ineligible),
             pools=pools,
@@ -212,7 +213,7 @@ def _serve(
         plan = plan_first_stage(world, world.pools[request.submitted.pool], request, options)
     except Ineligible as ineligible:
         world.requests.end(request, world.now_us)
-        return reject(world, request.submitted.request_id, request.submitted.reply_slot, ineligible, pools)
+        return reject(world, request.submitted, ineligible, pools)
     return dispatch(world, request, with_choices(plan, pools))
 
 

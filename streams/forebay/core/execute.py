@@ -9,6 +9,7 @@ from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.evaluation import NO_BLOCKS
 from forebay.core.routing.plan import Plan, QueuePlan
 from forebay.core.state.active_request import ActiveRequest
+from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.core.world import World
 from forebay.events.base import hex_digest
 from forebay.events.control import PoolConfigured
@@ -23,7 +24,7 @@ from forebay.events.decisions import (
     RouteAnswered,
 )
 from forebay.events.pools import PoolChoice
-from forebay.events.requests import RouteQueried
+from forebay.events.requests import RequestSubmitted, RouteQueried
 
 
 def dispatch(world: World, request: ActiveRequest, plan: Plan) -> RequestRouted:
@@ -68,6 +69,7 @@ def answer_query(world: World, event: RouteQueried, plan: Plan, *, would_wait: b
         **world.stamp(),
         request_id=event.request_id,
         reply_slot=event.reply_slot,
+        reply_key=event.reply_key,
         pool=plan.pool.pool,
         mode=plan.config.mode,
         choice=table.candidate(plan.at),
@@ -88,7 +90,7 @@ def enqueue(
     wanted = request.submitted.hints.policy_class
     world.counts["unknown_queue_class"] += wanted not in ("", plan.queue_class)
     if plan.full is not None:
-        return reject(world, request.submitted.request_id, request.submitted.reply_slot, plan.full, plan.pools)
+        return reject(world, request.submitted, plan.full, plan.pools)
     timeout_us = 0 if request.submitted.patient else round(pool.router.queue.timeout_s * 1e6)
     world.requests.add(request)
     world.requests.enqueue(request, plan.queue_class, plan.uncached_tokens, world.now_us, timeout_us)
@@ -105,17 +107,21 @@ def enqueue(
 
 
 def reject(
-    world: World, request_id: str, reply_slot: int, ineligible: Ineligible, pools: tuple[PoolChoice, ...] = ()
+    world: World,
+    submitted: RequestSubmitted | SubmittedRequest,
+    ineligible: Ineligible,
+    pools: tuple[PoolChoice, ...] = (),
 ) -> RequestRejected:
     """Return the journal record that rejects a request for which `pools` were chosen."""
     world.counts[f"rejected_{ineligible.reason}"] += 1
     return RequestRejected(
         **world.stamp(),
-        request_id=request_id,
-        reply_slot=reply_slot,
+        request_id=submitted.request_id,
+        reply_slot=submitted.reply_slot,
         reason=ineligible.reason,
         message=str(ineligible),
         pools=pools,
+        reply_key=submitted.reply_key,
     )
 
 
@@ -146,6 +152,7 @@ def abort(
         **world.stamp(),
         request_id=request.submitted.request_id,
         reply_slot=request.submitted.reply_slot,
+        reply_key=request.submitted.reply_key,
         reason=reason,
         message=message,
         # The highest attempt of any stage: no output of an earlier attempt may follow this record, and both the

@@ -76,6 +76,7 @@ def submit_command(world: World, event: WorkerCommanded, offset: int) -> list[Co
             **world.stamp(),
             command_id=event.command_id,
             reply_slot=event.reply_slot,
+            reply_key=event.nonce,
             action=event.command.action,
             targets=tuple(worker.target for worker in workers),
         )
@@ -117,6 +118,7 @@ def end_commands(world: World, commands: list[PendingCommand]) -> list[CommandEn
                 **world.stamp(),
                 command_id=pending.command_id,
                 reply_slot=pending.reply_slot,
+                reply_key=pending.nonce,
                 action=pending.command.action,
                 outcomes=tuple(pending.outcomes.values()),
             )
@@ -172,6 +174,7 @@ def _reject(world: World, event: WorkerCommanded, reason: CommandRefusal, messag
         **world.stamp(),
         command_id=event.command_id,
         reply_slot=event.reply_slot,
+        reply_key=event.nonce,
         action=event.command.action,
         reason=reason,
         message=message,

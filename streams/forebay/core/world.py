@@ -40,7 +40,7 @@ from forebay.events.snapshots import (
 )
 from forebay.events.versions import EVENTS_VERSION
 
-CORE_VERSION = 6  # raised whenever the same events lead to different decisions
+CORE_VERSION = 7  # raised whenever the same events lead to different decisions
 
 
 class Stamp(TypedDict):

@@ -31,6 +31,7 @@ from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, R
 from forebay.ingress.kafka_api.shared import SharedState
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.response_fold import EmbeddingFold, ResponseFold, was_rejected
+from forebay.ingress.streams import count_foreign
 from forebay.transport.base import Draft, LogError, Record, Tail
 from forebay.transport.kafka.group import Committed
 from forebay.transport.kafka.replies import Reply, TopicUnusable
@@ -393,6 +394,7 @@ class PartitionServer:
         if self._pending.pop(request.request_id, None) is None:
             return False
         ingress = request.response.ingress
+        count_foreign(request.request_id, request, shared.front.metrics.foreign.inc)
         del self._pending_of[ingress.settings.model_name][request.request_id]
         if request.submission is None:
             shared.count(-1)

@@ -130,7 +130,7 @@ class PendingRequest(ResponseState):
     def __init__(
         self, request_id: str, response: RecordResponse, index: int = 0, submission: RequestSubmitted | None = None
     ) -> None:
-        super().__init__()
+        super().__init__(0 if submission is None else submission.reply_key)
         self.request_id = request_id
         self.response = response
         self.index = index

@@ -101,6 +101,7 @@ class Outbox:
             prompt_tokens=prompt_tokens,
             blocks=self._blocks(prompt_tokens) if item.report_output else 0,
             fetched=item.prefilled,
+            reply_key=item.reply_key,
         )
 
     def attempt_started(self, request: WorkRequest) -> Draft:
@@ -111,6 +112,7 @@ class Outbox:
             owner_epoch=request.owner_epoch,
             worker_id=self._worker_id,
             group=self._group,
+            reply_key=request.reply_key,
         )
         return _draft(TOKENS, request.reply_slot, event)
 
@@ -252,6 +254,7 @@ class Outbox:
             owner_epoch=request.owner_epoch,
             finish_reason=reason,
             group=self._group,
+            reply_key=request.reply_key,
             **fields,
         )
         return _draft(TOKENS, request.reply_slot, event)
@@ -306,6 +309,7 @@ class Outbox:
                 token_ids=output.token_ids,
                 logprobs=output.logprobs,
                 text_only=output.text_only,
+                reply_key=one.reply_key,
                 prefilled=None
                 if one.fetched is None or output.first_index
                 else _prefilled_by(one.fetched, output, batch),
@@ -341,6 +345,7 @@ class Outbox:
                 vector=vector.packed,
                 rank=batch.rank,
                 group=self._group,
+                reply_key=one.reply_key,
             )
             drafts.append(_draft(TOKENS, one.reply_slot, event))
         return drafts

@@ -66,6 +66,7 @@ class WorkRequest:
         prefill_attempt: latest prefill attempt that started on this worker; 0 if there was none.
         result: result of the prefill; None unless the state is `kept`.
         kept_until_s: end of the lease of the KV, in seconds of the monotonic clock.
+        reply_key: key of the request, which every event of the response must have.
     """
 
     request_id: str
@@ -84,6 +85,7 @@ class WorkRequest:
     prefill_attempt: int = 0
     result: PromptPrefilled | None = None
     kept_until_s: float = 0.0
+    reply_key: int = 0
 
 
 @dataclass(frozen=True, slots=True)

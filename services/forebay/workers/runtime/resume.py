@@ -127,7 +127,7 @@ class Resumer:
         # Records before `reply_from` belong to an earlier request with the same id.
         coming = sorted((later.item.reply_from, later.item.request_id) for later in attempts)
         coming.reverse()
-        replies = {later.item.request_id: ResponseState() for later in attempts}
+        replies = {later.item.request_id: ResponseState(later.item.reply_key) for later in attempts}
         begun: dict[str, ResponseState] = {}
         begin = await self._log.begin(TOKENS.name, slot)
         for later in attempts:

@@ -3,7 +3,8 @@
 Several workers may write output of one request, because a lost worker may not know that it was replaced. Records are
 ordered by (attempt, owner epoch). An `AttemptStarted` makes records with lower values stale, but only those that follow
 it in the slot. So a token that was valid when it was read stays valid. All readers of the slot, ingresses and workers,
-that start at the same record get the same response.
+that start at the same record get the same response. Events without the key of the request have no effect, because
+neither the owner nor a worker of the request wrote them.
 """
 
 from collections.abc import Mapping
@@ -27,7 +28,11 @@ from forebay.events.tokens import (
 class ResponseState:
     """Response to one request, as far as it has been read from the reply slot.
 
+    Args:
+        key: `reply_key` of the request.
+
     Attributes:
+        key: as above.
         tokens: valid output tokens, in order; the reader may remove them.
         logprobs: log probabilities of `tokens`, if the request asked for them; the reader removes both together.
         vector: embedding of the prompt as packed f32; empty for generated responses.
@@ -36,6 +41,7 @@ class ResponseState:
         worker_id: worker that generated the last valid token.
         rank: rank that generated the last valid token.
         prefilled: worker that computed the prompt; None if the worker that generated the first token did.
+        foreign: number of events with another key, which had no effect.
         ended: valid end of the response; None if it has not ended. Later records have no effect.
         text_only: whether valid tokens were computed from text.
         gap: whether tokens after `next_index` are missing. If so, no record can be applied.
@@ -45,7 +51,9 @@ class ResponseState:
         "_valid_from",
         "attempt",
         "ended",
+        "foreign",
         "gap",
+        "key",
         "logprobs",
         "next_index",
         "prefilled",
@@ -56,7 +64,9 @@ class ResponseState:
         "worker_id",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, key: int = 0) -> None:
+        self.key = key
+        self.foreign = 0
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.vector = b""
@@ -69,6 +79,12 @@ class ResponseState:
         self.gap = False
         self.text_only = False
         self._valid_from = (0, -1)
+
+    def has_key(self, key: int) -> bool:
+        """Return whether this is the key of the request. If not, count the event as foreign."""
+        is_own = key == self.key
+        self.foreign += not is_own
+        return is_own
 
     def is_stale(self, attempt: int, owner_epoch: int) -> bool:
         """Return whether records of this attempt and owner epoch are stale.
@@ -142,20 +158,18 @@ def apply(replies: Mapping[str, R], event: TokenEvent, group: str) -> list[R]:
             changed = []
             for chunk in event.chunks:
                 reply = replies.get(chunk.request_id)
-                if reply is not None and reply.push(event, chunk):
+                if reply is not None and reply.has_key(chunk.reply_key) and reply.push(event, chunk):
                     changed.append(reply)
             return changed
-        case ResponseEnded():
+        case ResponseEnded() | Embedded() | AttemptStarted():
             reply = replies.get(event.request_id)
-            return [reply] if reply is not None and reply.end(event) else []
-        case Embedded():
-            reply = replies.get(event.request_id)
-            return [reply] if reply is not None and reply.embed(event) else []
-        case AttemptStarted():
-            reply = replies.get(event.request_id)
-            if reply is not None:
+            if reply is None or not reply.has_key(event.reply_key):
+                return []
+            if isinstance(event, AttemptStarted):
                 reply.start(event.attempt, event.owner_epoch)
-            return []
+                return []
+            changes = reply.end(event) if isinstance(event, ResponseEnded) else reply.embed(event)
+            return [reply] if changes else []
         case RouteResponse() | CommandResponse():
             return []  # these complete a query or a command, not a request
         case _:

@@ -7,7 +7,7 @@ from xxhash import xxh3_64_intdigest
 
 from forebay.core.state_machine import digest_of
 from forebay.events.base import array_u64
-from forebay.events.requests import RequestSubmitted, RouteQueried, RoutingHints, Task
+from forebay.events.requests import RequestSubmitted, RouteQueried, RoutingHints, Task, reply_key_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,11 @@ class SubmittedRequest:
     ingress: str = ""
     is_salted: bool = False
     patient: bool = False
+
+    @property
+    def reply_key(self) -> int:
+        """Number that every event of the response has."""
+        return reply_key_of(self.tie_seed)
 
     def identity_hash(self) -> int:
         """Return a 64-bit digest over all fields except `patient`. `content` covers `is_salted`."""

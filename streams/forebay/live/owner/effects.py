@@ -134,6 +134,7 @@ def encode_work(
         prefilled=request.prefilled if stage == "decode" else None,
         store_blocks=store_blocks,
         kv_pin_s=0 if encodes else submitted.kv_pin_s,
+        reply_key=submitted.reply_key,
         **to.names,
     )
     return to.draft(item)
@@ -244,7 +245,9 @@ def _encode_route_response(group: str, decided: RouteAnswered) -> Draft:
 
 
 def _encode_command_response(group: str, decided: CommandSent | CommandEnded) -> Draft:
-    response = CommandResponse(command_id=decided.command_id, owner_epoch=decided.owner_epoch, group=group)
+    response = CommandResponse(
+        command_id=decided.command_id, owner_epoch=decided.owner_epoch, group=group, reply_key=decided.reply_key
+    )
     if isinstance(decided, CommandEnded):
         response = msgspec.structs.replace(response, outcomes=decided.outcomes)
     elif decided.reason is not None:
@@ -262,5 +265,6 @@ def _encode_error(group: str, decided: RequestRejected | RequestAborted, attempt
         finish_reason="cancelled" if code == "cancelled" else "error",
         error=ResponseError(status=status, code=code, message=decided.message),
         group=group,
+        reply_key=decided.reply_key,
     )
     return Draft(TOKENS.name, decided.reply_slot, encode(TOKENS, ended))
