@@ -266,8 +266,8 @@ CAPABILITIES: dict[str, Callable[[RecordingContent], object]] = {
         and content.all(WorkerLost)
     ),
     "take-over": lambda content: len(content.all(OwnerClaimed)) == 2 and content.report.void == 1,
-    "snapshots": lambda content: len(content.all(SnapshotTaken)) == 3 and content.report.start == 0,
-    "from-snapshot": lambda content: content.report.start > 0 and len(content.all(SnapshotTaken)) == 3,
+    "snapshots": lambda content: len(content.all(SnapshotTaken)) == 2 and content.report.start == 0,
+    "from-snapshot": lambda content: content.report.start > 0 and len(content.all(SnapshotTaken)) == 2,
     "output-blocks": lambda content: (
         content.all(OutputGrown) and content.hinted(lambda hints: hints.expected_output_tokens)
     ),
