@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = ("schemas", "streams", "services")
 PYTHON_ROOTS = (*SOURCE_ROOTS, "infra", "tests")
 FUNCTION_LINES_MAX = 70  # what fits on a screen
-FILE_LINES_MAX = 500  # what fits in a head
 MODULE_DOCSTRING_LINES_MAX = 12  # five lines, or more with a theory of operation
 
 # The patterns are assembled from parts, so that this file does not match them.
@@ -242,12 +241,6 @@ def test_tests_use_no_private_names_of_the_code_under_test() -> None:
 )
 def test_private_accesses_are_found(code: str, names: list[str]) -> None:
     assert [name for _, name in private_accesses(code, ast.parse(code))] == names
-
-
-def test_files_are_short() -> None:
-    lengths = {path: len(path.read_text().splitlines()) for path in MODULES}
-    faults = [f"{shown(path)}: {lines} lines" for path, lines in lengths.items() if lines > FILE_LINES_MAX]
-    check(faults, f"files have at most {FILE_LINES_MAX} lines")
 
 
 def test_modules_have_short_docstrings() -> None:
