@@ -1,17 +1,15 @@
 """Turn the leases of workers into events on the topic `fleet`.
 
-Only the owner does this. Readers of `fleet` ignore events of earlier owners. A worker whose lease is late or has
-vanished is suspect. It is lost if the lease is not renewed in time (see `forebay.live.owner.lease_judgement`). A worker
-is lost immediately if it released its lease, if another incarnation takes its name, or if a changed pool would reject
-it. A worker whose lease is marked as draining stays draining. The owner deletes a lease only after it has applied the
-event. A paused owner therefore notices a takeover before it deletes leases that were renewed meanwhile.
+Only the owner does this. Readers of `fleet` ignore events of earlier owners. `forebay.live.owner.lease_judgement` says
+when a worker is suspect or lost. It is lost immediately if it released its lease, if another incarnation takes its
+name, or if a changed pool would reject it. The owner deletes a lease only after it has applied the event. A paused
+owner therefore notices a takeover before it deletes leases that were renewed meanwhile.
 
-Other processes may write to `fleet` as well, for example a copy of an old record. So each poll compares the fleet with
-the members of this owner. A worker that the owner has not admitted is lost. A member whose state another process has
-changed is lost, too; it takes a new lease and joins again.
+Each poll compares the fleet with the members of this owner, because others may write to `fleet`, for example a copy of
+an old record. Workers that the owner has not admitted are lost, and so are members whose state others have changed.
 
-All groups of a namespace share the work topic of a pool. The owner of control partition p of n assigns only slots whose
-number is p modulo n. Two owners therefore never assign the same slot, and need not know each other's workers.
+The owner of control partition p of n assigns only slots whose number is p modulo n, because all groups share the work
+topic of a pool. Two owners therefore never assign the same slot, and need not know each other's workers.
 """
 
 import logging
