@@ -28,12 +28,17 @@ def prompts(draw: st.DrawFn) -> list[int]:
 
 
 adds = st.tuples(
-    st.just("add"), st.sampled_from(KEYS), prompts(), st.integers(1, 30), st.sampled_from([5, 40, NO_BOUND])
+    st.sampled_from(["add", "computed"]),
+    st.sampled_from(KEYS),
+    prompts(),
+    st.integers(1, 30),
+    st.sampled_from([5, 40, NO_BOUND]),
 )
 steps = st.one_of(
     adds,
     adds,
     adds,
+    st.tuples(st.just("withdraw"), st.sampled_from(KEYS), prompts()),
     st.tuples(st.just("rejoin"), st.sampled_from(KEYS)),
     st.tuples(st.just("wait"), st.integers(0, 6)),
 )
@@ -46,6 +51,7 @@ class Plain:
         self.now_us = 0
         self.number = 0
         self.due: dict[tuple[tuple[str, int], int], tuple[int, int, int]] = {}
+        self.computed: set[tuple[tuple[str, int], int]] = set()
 
     def do(self, step: tuple[Any, ...]) -> None:
         if step[0] == "rejoin":
@@ -53,17 +59,27 @@ class Plain:
         elif step[0] == "wait":
             self.now_us += step[1]
             self.due = {pair: due for pair, due in self.due.items() if due[0] > self.now_us}
+        elif step[0] == "withdraw":
+            for block in step[2]:
+                if (step[1], block) not in self.computed:
+                    self.due.pop((step[1], block), None)
         else:
-            _, key, blocks, ttl_us, blocks_max = step
+            kind, key, blocks, ttl_us, blocks_max = step
             self.number += 1
+            is_computed = kind == "computed"
             for at, block in enumerate(dict.fromkeys(blocks)):
                 due_us = self.now_us + ttl_us
-                if self.due.get((key, block), (0, 0, 0))[0] < due_us:
+                was_computed = (key, block) in self.computed
+                is_longer = self.due.get((key, block), (0, 0, 0))[0] < due_us
+                if is_computed > was_computed or (is_computed == was_computed and is_longer):
                     self.due[key, block] = (due_us, self.number, -at)
+                    if is_computed:
+                        self.computed.add((key, block))
             if len(self.due) > blocks_max:
                 soonest = sorted(self.due, key=lambda pair: self.due[pair])
                 for pair in soonest[: len(self.due) - blocks_max]:
                     del self.due[pair]
+        self.computed &= self.due.keys()
 
     def depths(self, query: list[int]) -> dict[tuple[str, int], int]:
         found = {
@@ -79,9 +95,11 @@ def do(index: RoutedIndex, step: tuple[Any, ...], now_us: int) -> None:
         index.add_holder(*step[1])
     elif step[0] == "wait":
         index.expire(now_us)
+    elif step[0] == "withdraw":
+        index.withdraw(step[1][0], step[1][1], step[2])
     else:
-        _, key, blocks, ttl_us, blocks_max = step
-        index.add(key[0], key[1], blocks, now_us + ttl_us, blocks_max)
+        kind, key, blocks, ttl_us, blocks_max = step
+        index.add(key[0], key[1], blocks, now_us + ttl_us, blocks_max, computed=kind == "computed")
 
 
 def admitted() -> RoutedIndex:

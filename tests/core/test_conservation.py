@@ -350,7 +350,7 @@ def changed(value: Any) -> Any:
         case int():
             return value + 1
         case tuple():
-            return value[:-1]
+            return value[:-1] if value else ("x",)
         case None:
             return ENCODED
         case RoutingHints():

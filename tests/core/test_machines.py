@@ -27,6 +27,7 @@ from forebay.events.fleet import (
     WorkerSuspect,
 )
 from forebay.events.progress import (
+    AttemptRejected,
     EncodeFailed,
     EncodeFinished,
     FirstTokenEmitted,
@@ -184,6 +185,9 @@ def test_the_request_transition_table(phase: Phase, move: RequestTransition) -> 
         ),
         RequestTransition.NOT_TRANSFERRED: lambda: requests.progress(
             progress_event(TransferFailed, one, error="gone"), 3_000
+        ),
+        RequestTransition.REJECTED: lambda: requests.progress(
+            progress_event(AttemptRejected, one, error="not now", status=503, code=""), 3_000
         ),
         RequestTransition.KV_EXPIRED: lambda: requests.expire_prefilled(one),
         RequestTransition.OUTPUT_GROWN: lambda: requests.progress(

@@ -37,6 +37,7 @@ from forebay.events.fleet import (
 from forebay.events.media import Encoded, Media
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import (
+    AttemptRejected,
     CommandDone,
     CommandRefused,
     EncodeFailed,
@@ -69,7 +70,7 @@ WORKERS = ("a", "b", "c")
 ENCODERS = ("e", "f")
 PREFILLERS = ("p", "q")
 PROGRESS_KINDS = frozenset(
-    ("first", "finish", "fail", "grow", "encoded", "not_encoded", "not_fetched", "prefilled", "not_prefilled")
+    ("first", "finish", "fail", "reject", "grow", "encoded", "not_encoded", "not_fetched", "prefilled", "not_prefilled")
 )
 MEDIA = Media(kind="image", digest="ab" * 32, mime="image/png", first_token=1, tokens=4, content=b"pixels")
 ENCODED = Encoded(descriptor=b"there", shape=(4, 8), dtype="float32", checksum="0123456789abcdef")
@@ -291,6 +292,7 @@ def actions(draw: st.DrawFn) -> tuple[str, Any]:
                 "first",
                 "finish",
                 "fail",
+                "reject",
                 "grow",
                 "busy",
                 "query",
@@ -332,6 +334,10 @@ def said_of(one: ActiveRequest, kind: str, number: int) -> InputEvent:
             return RequestFinished(**fields, finish_reason="length")
         case "fail":
             return RequestFailed(**fields, error="broken")
+        case "reject":
+            return AttemptRejected(
+                **fields, error="not now", status=503, code="engine_overloaded", retry_after_s=number % 3
+            )
         case "encoded":
             return EncodeFinished(**fields, encoded=ENCODED)
         case "not_encoded":

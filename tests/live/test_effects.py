@@ -61,6 +61,7 @@ STATUSES = {
     "encode_failed": (502, "encode_failed"),
     "prefill_failed": (502, "prefill_failed"),
     "prefill_refused": (400, "prefill_refused"),
+    "worker_refused": (502, "engine_error"),
     "pinned_worker_lost": (503, "pinned_worker_lost"),
     "ingress_lost": (503, "ingress_lost"),
 }

@@ -63,8 +63,7 @@ class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
         owner_id: id of the owner.
         core_version: version of the decision rules.
         at_us: the owner's wall clock in microseconds.
-        policies: custom policies that the owner's operator allowed. The owner rejects requests of a pool that uses
-            another custom policy.
+        policies: custom policies that the owner's operator allowed. Requests of a pool with another one are rejected.
         seal: offset of the `sealed` record of the previous owner, if this was the last valid record when the owner
             claimed; otherwise -1.
         snapshot: offset of the `snapshot.taken` or `sealed` record from which an operator let this owner continue. The
@@ -220,6 +219,7 @@ AbortReason = Literal[
     "encode_failed",
     "prefill_failed",
     "prefill_refused",
+    "worker_refused",
     "pinned_worker_lost",
     "ingress_lost",
 ]
@@ -323,8 +323,9 @@ class RequestAborted(Decision, tag="request.aborted", frozen=True, kw_only=True)
         worker_id: worker that must stop its work for the request; empty if no worker has the request.
         worker_epoch: epoch of that worker.
         slot: partition of the pool's work topic that this worker reads.
-        status: HTTP status of a prefill worker that rejected the request (`prefill_refused`); otherwise 0.
-        code: error code from that prefill worker; otherwise empty.
+        status: HTTP status of the worker that rejected the request (`prefill_refused`, `worker_refused`); otherwise 0.
+        code: error code from that worker; otherwise empty.
+        retry_after_s: seconds after which that worker takes requests again; 0 if it did not say.
         holder: prefill worker that keeps KV for this request and must free it; null if there is none.
     """
 
@@ -341,6 +342,7 @@ class RequestAborted(Decision, tag="request.aborted", frozen=True, kw_only=True)
     code: Annotated[str, msgspec.Meta(max_length=256), DROPPED] = ""
     holder: CommandTarget | None = None
     reply_key: Count = 0
+    retry_after_s: Count = 0
 
 
 KvReleaseReason = Literal[

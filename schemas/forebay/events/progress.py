@@ -108,6 +108,34 @@ class RequestFailed(ProgressEvent, tag="progress.request_failed", frozen=True, k
     error: Annotated[str, DROPPED]
 
 
+class AttemptRejected(ProgressEvent, tag="progress.attempt_rejected", frozen=True, kw_only=True):
+    """The worker's engine or server rejected an attempt, for which it has emitted no token.
+
+    The worker itself is alive, and the request is not at fault. The client is not informed, because the owner may try
+    another worker.
+
+    Attributes:
+        request_id: id of the request.
+        attempt: attempt of the worker.
+        worker_id: id of the worker.
+        worker_epoch: epoch of the worker.
+        owner_epoch: epoch of the owner that sent the work item.
+        at_us: the worker's wall clock in microseconds.
+        error: why it was rejected, for the client if no other worker takes the request.
+        status: HTTP status for the client in this case.
+        code: error code for the client in this case.
+        retry_after_s: seconds for which the server asked to get no requests; 0 if it did not ask.
+    """
+
+    SINCE = 3
+    SUMMARY = "rejected ({0.error})"
+
+    error: Annotated[str, DROPPED]
+    status: Annotated[int, msgspec.Meta(ge=400, le=599)]
+    code: Annotated[str, msgspec.Meta(max_length=256), DROPPED]
+    retry_after_s: Count = 0
+
+
 class EncodeFinished(ProgressEvent, tag="progress.encode_finished", frozen=True, kw_only=True):
     """The worker encoded the images and videos of a request.
 
@@ -235,15 +263,7 @@ class EngineFailed(Event, tag="progress.engine_failed", frozen=True, kw_only=Tru
     at_us: int = 0
 
 
-RequestProgress = (
-    FirstTokenEmitted
-    | OutputGrown
-    | RequestFinished
-    | RequestFailed
-    | EncodeFinished
-    | EncodeFailed
-    | PrefillFinished
-    | PrefillFailed
-    | TransferFailed
-)
+StageEnd = AttemptRejected | EncodeFinished | EncodeFailed | PrefillFinished | PrefillFailed | TransferFailed
+"""After these events the request waits for its next worker."""
+RequestProgress = FirstTokenEmitted | OutputGrown | RequestFinished | RequestFailed | StageEnd
 AnyProgressEvent = RequestProgress | CommandDone | CommandRefused | EngineFailed

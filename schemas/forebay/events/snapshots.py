@@ -86,6 +86,7 @@ class RoutedBlocks(Part, tag_field="type", tag="routed_blocks", frozen=True, kw_
         due_us: when the assumption ends, on the owner's clock in microseconds.
         predicted: whether KV events of the rank will confirm the blocks; false if the rank sends no KV events.
         sequence_hashes: hashes of the blocks, as packed u64.
+        computed: whether the rank has reported that it computed a prompt with these blocks.
     """
 
     worker_id: SystemName
@@ -93,6 +94,7 @@ class RoutedBlocks(Part, tag_field="type", tag="routed_blocks", frozen=True, kw_
     due_us: int
     predicted: bool
     sequence_hashes: Annotated[bytes, HASHES]
+    computed: bool = False
 
     def __post_init__(self) -> None:
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
@@ -107,6 +109,8 @@ class WorkerState(Part, tag_field="type", tag="worker_state", frozen=True, kw_on
         from_offset: first offset that the worker reads in its partition of the work topic.
         phase: state of its life cycle (`forebay.core.state.fleet.WorkerPhase`).
         lease_ttl_ms: duration of the lease in milliseconds; 0 if unknown.
+        rejections: attempts that the worker has rejected since it last computed a prompt.
+        avoided_until_us: time until which other workers are preferred, on the owner's clock in microseconds.
     """
 
     spec: WorkerSpec
@@ -116,6 +120,8 @@ class WorkerState(Part, tag_field="type", tag="worker_state", frozen=True, kw_on
     from_offset: Count
     phase: Annotated[str, KEPT]
     lease_ttl_ms: Count = 0
+    rejections: Count = 0
+    avoided_until_us: int = 0
 
 
 class IngressState(Part, tag_field="type", tag="ingress_state", frozen=True, kw_only=True):
@@ -164,6 +170,7 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
         queue_due_us: when it times out in the queue, on the owner's clock in microseconds; 0 if only its deadline
             applies.
         prefill_pool: pool that a grid or canary chose for its last remote prefill; empty if there was none.
+        rejected_by: workers that have rejected an attempt at it, in order.
         tie_seed: seed for tie-breaking and sampling.
         lora_name: adapter; empty for none.
         routing: routing hints of the client.
@@ -205,6 +212,7 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
     ingress: Annotated[str, INGRESS] = ""
     queue_due_us: int = 0
     prefill_pool: Annotated[str, KEPT] = ""
+    rejected_by: tuple[SystemName, ...] = ()
 
     def __post_init__(self) -> None:
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)

@@ -30,11 +30,13 @@ class ResponseError(Part, frozen=True, kw_only=True):
         status: HTTP status.
         code: error code of the OpenAI API, or forebay's own.
         message: sentence that explains the error to the caller.
+        retry_after_s: seconds after which the request may succeed; 0 if unknown.
     """
 
     status: Count
     code: Name
     message: str
+    retry_after_s: Count = 0
 
 
 class TopLogprob(Part, frozen=True, kw_only=True):
@@ -164,6 +166,7 @@ class ResponseEnded(Event, tag="tokens.response_ended", frozen=True, kw_only=Tru
         finish_reason: why the response ended.
         usage: token counts of a complete response; null if `error` is set.
         error: why the response is incomplete; null if `usage` is set.
+        filtered: whether a content filter of the engine ended the output; the reason is then `stop`.
     """
 
     request_id: Name
@@ -174,6 +177,7 @@ class ResponseEnded(Event, tag="tokens.response_ended", frozen=True, kw_only=Tru
     error: ResponseError | None = None
     group: str = ""
     reply_key: Count = 0
+    filtered: bool = False
 
 
 class RouteResponse(Event, tag="tokens.route_told", frozen=True, kw_only=True):

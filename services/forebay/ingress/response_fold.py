@@ -18,7 +18,7 @@ from typing import Any
 from forebay.core.state.reply_slot import ResponseState
 from forebay.events.request_ids import choice_ids, client_id_of
 from forebay.events.tokens import TokenLogprob, Usage
-from forebay.ingress.errors import RETRY_STATUSES, ApiError
+from forebay.ingress.errors import RETRY_AFTER_S, RETRY_STATUSES, ApiError
 from forebay.ingress.openai.embeddings import EmbeddingBody, embeddings
 from forebay.ingress.openai.render import ResponseFormatter, ServingInfo
 from forebay.ingress.openai.requests import ChatBody, TextBody
@@ -85,7 +85,8 @@ class ResponseFold(ABC):
                 lost = f"output tokens after the first {state.next_index} were lost; send the request again"
                 self.fail(ApiError(502, "tokens_missing", lost))
             elif state.ended is not None and (reported := state.ended.error) is not None:
-                self.fail(ApiError(reported.status, reported.code, reported.message))
+                after_s = reported.retry_after_s or RETRY_AFTER_S
+                self.fail(ApiError(reported.status, reported.code, reported.message, retry_after_s=after_s))
         return objects
 
     def fail(self, error: ApiError) -> None:
@@ -187,7 +188,8 @@ class CompletionFold(ResponseFold):
             if not index % self._per_prompt:  # the choices of a prompt share it, so it counts once
                 self.cached_tokens += ended.usage.cached_tokens
             rest = choice.composer.finish()
-            return self._close(state, index, merge_deltas([delta, rest]) if rest else delta, ended.finish_reason)
+            reason = "content_filter" if ended.filtered else ended.finish_reason
+            return self._close(state, index, merge_deltas([delta, rest]) if rest else delta, reason)
         return self._add(choice, delta) if token_ids else []
 
     def _add(self, choice: _Choice, delta: OutputDelta) -> list[bytes]:

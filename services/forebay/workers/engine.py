@@ -21,11 +21,20 @@ if TYPE_CHECKING:
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """Event: a request has failed or was rejected by the engine, so its response is missing or incomplete."""
+    """Event: a request has failed or was rejected by the engine, so its response is missing or incomplete.
+
+    Attributes:
+        request_id: id of the request.
+        attempt: number of the attempt.
+        error: the error for the client.
+        is_rejection: whether another worker may take the request, because the attempt has no output and the request is
+            not at fault.
+    """
 
     request_id: str
     attempt: int
     error: ResponseError
+    is_rejection: bool = False
 
 
 class EngineError(Exception):

@@ -12,7 +12,7 @@ from forebay.core.routing.planner import (
     plan_new,
     plan_retry,
 )
-from forebay.core.routing.pools import choose_other_pool, choose_pool, choose_pool_of_queued
+from forebay.core.routing.pools import choose_other_pool, choose_pool, choose_pool_of_queued, has_candidates
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.fleet import FleetWorker
 from forebay.core.state.queue import QueuedRequest
@@ -32,6 +32,7 @@ from forebay.events.decisions import (
     RouteAnswered,
 )
 from forebay.events.pools import PoolChoice
+from forebay.events.progress import AttemptRejected
 from forebay.events.requests import RequestSubmitted, RouteQueried
 
 # Queued requests routed per pool and event, which takes about ten milliseconds. The owner routes more of them when it
@@ -172,6 +173,23 @@ def reroute(world: World, requests: list[ActiveRequest], cause: str | None = Non
             continue  # an eligible worker may still join before the deadline
         decided.append(dispatch(world, request, with_choices(plan, () if choice is None else (choice,))))
     return decided
+
+
+def handle_rejection(world: World, request: ActiveRequest, event: AttemptRejected) -> list[AnyDecision]:
+    """Send a request to another worker, because its worker has rejected it. Return the decisions.
+
+    If no other worker may take the request, or it has used up its attempts, its client gets the error of the worker.
+    """
+    world.counts["attempts_rejected"] += 1
+    world.fleet.reject(event.worker_id, world.now_us, event.retry_after_s)
+    pool = world.pools[request.submitted.pool]
+    is_exhausted = find_exhausted_attempts(world, pool, request, event.error) is not None
+    # A prompt that no prefill worker takes can be computed by the decode worker.
+    have_others = request.stage == "prefill" or has_candidates(world, pool, request.submitted, request.rejected_by)
+    if not is_exhausted and (have_others or choose_other_pool(world, request) is not None):
+        return reroute(world, [request], event.error)
+    answer = event.error, event.status, event.code, event.retry_after_s
+    return [abort(world, request, "worker_refused", *answer)]
 
 
 def handle_worker_loss(world: World, worker: FleetWorker) -> list[AnyDecision]:

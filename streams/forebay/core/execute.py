@@ -3,7 +3,7 @@
 A decision changes the world at once. The owner then writes it to the journal.
 """
 
-from forebay.core.phases import Phase
+from forebay.core.phases import BEFORE_FIRST_TOKEN, Phase
 from forebay.core.queue_entry import queued_request
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.evaluation import NO_BLOCKS
@@ -126,7 +126,13 @@ def reject(
 
 
 def abort(
-    world: World, request: ActiveRequest, reason: AbortReason, message: str, status: int = 0, code: str = ""
+    world: World,
+    request: ActiveRequest,
+    reason: AbortReason,
+    message: str,
+    status: int = 0,
+    code: str = "",
+    retry_after_s: int = 0,
 ) -> RequestAborted:
     """End an accepted request, free its load and its place in the queue, and return the journal record.
 
@@ -135,13 +141,16 @@ def abort(
         request: request to abort.
         reason: why the request is aborted.
         message: explanation for the client.
-        status: HTTP status from a prefill worker that rejected the request; otherwise 0.
-        code: error code from that prefill worker; otherwise empty.
+        status: HTTP status from a worker that rejected the request; otherwise 0.
+        code: error code from that worker; otherwise empty.
+        retry_after_s: seconds after which that worker takes requests again; 0 if unknown.
     """
     world.counts[f"aborted_{reason}"] += 1
     worker = world.fleet.get(request.worker_id) if request.on_worker else None
     if worker is not None:
         world.load.free(request.submitted.request_id)
+        if request.phase in BEFORE_FIRST_TOKEN:
+            world.withdraw_routing(request)
     kept = request.prefilled
     holder = None if kept is None else _holder_of(world, kept.worker_id, kept.worker_epoch)
     if kept is not None:
@@ -165,6 +174,7 @@ def abort(
         status=status,
         code=code,
         holder=holder,
+        retry_after_s=retry_after_s,
     )
 
 

@@ -28,4 +28,6 @@ class Phase(StrEnum):
 
 
 ON_WORKER = frozenset((Phase.ENCODE, Phase.REMOTE_PREFILL, Phase.TRANSFER, Phase.PREFILL, Phase.DECODE))
+BEFORE_FIRST_TOKEN = frozenset((Phase.REMOTE_PREFILL, Phase.TRANSFER, Phase.PREFILL))
+"""A worker has the request, but has not reported that it computed the prompt or fetched its KV."""
 BEFORE_RESPONSE = frozenset((Phase.ENCODE, Phase.REMOTE_PREFILL, Phase.WAITING))

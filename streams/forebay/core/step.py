@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from forebay.core.dispatch import (
     AnyDecision,
     drain_queues,
+    handle_rejection,
     handle_worker_loss,
     query,
     reroute,
@@ -21,7 +22,7 @@ from forebay.core.dispatch import (
 from forebay.core.execute import abort, release_kv
 from forebay.core.foreign_progress import is_foreign
 from forebay.core.orphaned_requests import abort_orphans
-from forebay.core.phases import Phase
+from forebay.core.phases import BEFORE_FIRST_TOKEN, Phase
 from forebay.core.routing.policies import BUILT_IN
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state_machine import IllegalTransition
@@ -62,6 +63,7 @@ from forebay.events.metrics import LoadReported, MetricEvent, TierCostsMeasured
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.progress import (
     AnyProgressEvent,
+    AttemptRejected,
     CommandDone,
     CommandRefused,
     EncodeFailed,
@@ -250,6 +252,7 @@ def _progress(world: World, event: RequestProgress) -> list[AnyDecision]:
         return []
     match event:
         case FirstTokenEmitted():
+            world.note_computed(request)
             world.load.prefill_done(event.request_id)
             pool = world.pools[request.submitted.pool]
             if pool.role == "decode" or world.registry.retries(pool.model):
@@ -261,17 +264,28 @@ def _progress(world: World, event: RequestProgress) -> list[AnyDecision]:
             # A worker that was declared lost may still have finished the request. Its booking is already gone then.
             if request.on_worker:
                 world.load.free(event.request_id)
+            if request.phase in BEFORE_FIRST_TOKEN:  # a finished response may have no token
+                note = world.note_computed if isinstance(event, RequestFinished) else world.withdraw_routing
+                note(request)
+        case AttemptRejected():
+            world.load.free(event.request_id)
+            world.withdraw_routing(request)
+            return handle_rejection(world, request, event) + drain_queues(world)
         case EncodeFinished():
             world.load.free(event.request_id)
             return reroute(world, [request]) + drain_queues(world)
         case EncodeFailed() | TransferFailed():
             world.load.free(event.request_id)
+            if isinstance(event, TransferFailed):
+                world.withdraw_routing(request)
             return reroute(world, [request], event.error) + drain_queues(world)
         case PrefillFinished():
             world.load.free(event.request_id)
+            world.note_computed(request)
             return reroute(world, [request], _descriptor_fault(world, request, event)) + drain_queues(world)
         case PrefillFailed():
             world.load.free(event.request_id)
+            world.withdraw_routing(request)
             if event.status < SERVER_ERROR:
                 aborted = abort(world, request, "prefill_refused", event.error, event.status, event.code)
                 return [aborted, *drain_queues(world)]

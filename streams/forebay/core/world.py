@@ -5,7 +5,7 @@ same digest, and makes the same decisions from there on.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypedDict
 
 import msgspec
@@ -14,6 +14,7 @@ from forebay.core.queue_entry import queued_request
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies import BUILT_IN, ONLY_BUILT_IN, CustomPolicies, Policy, PolicyMissing
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.commands import PendingCommands
 from forebay.core.state.fleet import Fleet, FleetWorker
 from forebay.core.state.load import FleetLoad
@@ -321,8 +322,7 @@ class World:
         """
         worker_id, rank = candidate.key
         if not (router.use_kv_events and candidate.worker.spec.kv_events):
-            due_us = self.now_us + round(router.ttl_s * 1e6)
-            self.routed.add(worker_id, rank, request.blocks, due_us, router.approximate_blocks_max)
+            self._assume(router, worker_id, rank, request.blocks)
         elif router.predicted_ttl_s:
             due_us = self.now_us + round(router.predicted_ttl_s * 1e6)
             self.predicted.add(worker_id, rank, request.blocks, due_us, router.approximate_blocks_max)
@@ -334,15 +334,33 @@ class World:
                 bound = Binding(worker_id, candidate.worker.worker_epoch, rank)
             self.counts["sessions_evicted"] += self.sessions.bind(request.pool, session_id, bound, due_us)
 
+    def _assume(
+        self, router: RouterConfig, worker_id: str, rank: int, blocks: Sequence[int], *, computed: bool = False
+    ) -> None:
+        due_us = self.now_us + round(router.ttl_s * 1e6)
+        self.routed.add(worker_id, rank, blocks, due_us, router.approximate_blocks_max, computed=computed)
+
+    def note_computed(self, request: ActiveRequest) -> None:
+        """Note that the worker to which a request was last routed has computed its prompt, and so has it cached."""
+        worker = self.fleet.get(request.worker_id)
+        assert worker is not None, "the request leaves a worker that leaves the fleet"
+        self.fleet.accept(request.worker_id)
+        router = self.pools[worker.spec.pool].router
+        if not (router.use_kv_events and worker.spec.kv_events):
+            self._assume(router, request.worker_id, request.rank, request.submitted.blocks, computed=True)
+
+    def withdraw_routing(self, request: ActiveRequest) -> None:
+        """Withdraw the assumption that this worker has cached the prompt, because it has not computed the prompt."""
+        for routed in (self.routed, self.predicted):
+            routed.withdraw(request.worker_id, request.rank, request.submitted.blocks)
+
     def next_due_us(self) -> int | None:
         """Return when the state next changes by time alone, in microseconds on the owner's clock, or None for never."""
-        due_us, command_us = self.requests.next_due_us(), self.commands.next_due_us()
-        if command_us is None:
-            return due_us
-        return command_us if due_us is None else min(due_us, command_us)
+        due = (self.requests.next_due_us(), self.commands.next_due_us(), self.fleet.next_due_us())
+        return min((one for one in due if one is not None), default=None)
 
     def expire(self) -> None:
-        """Remove assumed blocks, sessions and remembered command ids whose time is over.
+        """Remove assumed blocks, sessions, remembered command ids and pauses of workers whose time is over.
 
         The core calls this only when it applies an event or a deadline, because other times are not on the log.
         """
@@ -350,6 +368,7 @@ class World:
         self.predicted.expire(self.now_us)
         self.sessions.expire(self.now_us)
         self.commands.expire(self.now_us)
+        self.fleet.expire(self.now_us)
 
     def machines(self) -> tuple[Digested, ...]:
         """Return all parts of the state that have a digest of their own, in digest order."""

@@ -110,6 +110,7 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
         prompt_tokens: length of the prompt.
         output_tokens: length of the output.
         cached_tokens: prompt tokens that were not computed.
+        filtered: whether a content filter of the engine ended the output.
     """
 
     request_id: str
@@ -118,6 +119,7 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
+    filtered: bool = False
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):

@@ -28,7 +28,13 @@ CANARY_EVERY_S = 60.0  # interval between health requests while the engine is id
 CANARY_TIMEOUT_S = 30.0
 WARM_UP_TIMEOUT_S = 600.0  # the first step may compile
 WATCH_S = 0.5
-REASONS: dict[str, Literal["stop", "length"]] = {"stop": "stop", "length": "length", "repetition": "stop"}
+FILTERED = "content_filter"
+REASONS: dict[str, Literal["stop", "length"]] = {
+    "stop": "stop",
+    "length": "length",
+    "repetition": "stop",
+    FILTERED: "stop",
+}
 RunRequest = Callable[[WorkItem, list[int], RankBuffer], Awaitable[None]]
 """Function that runs an item, with its prompt's tokens, and adds the events to the buffer."""
 
@@ -79,6 +85,10 @@ class AsyncEngine(ABC):
     @abstractmethod
     def _request_error(self, error: Exception) -> ResponseError | None:
         """Return the error for a failed request; None if the engine died, so that other workers continue it."""
+
+    def _is_rejection(self, _error: Exception) -> bool:
+        """Return whether another engine may accept the request, if this attempt has no output."""
+        return False
 
     @abstractmethod
     def _followers(self) -> Sequence[Coroutine[Any, Any, None]]:
@@ -198,7 +208,7 @@ class AsyncEngine(ABC):
                 if error is None:
                     self._dead.set()  # other workers continue the requests of this engine
                 else:
-                    rank.failed(item, error)
+                    rank.failed(item, error, is_rejection=self._is_rejection(failure))
         self._last_response_s = runtime.monotonic_s()
         self._wake.set()
 
@@ -227,7 +237,7 @@ class AsyncEngine(ABC):
     def _finish(self, item: WorkItem, rank: RankBuffer, why: str, tokens: tuple[int, int, int]) -> None:
         """Add the end of a response. `tokens` are the numbers of prompt, output and cached tokens."""
         if (reason := REASONS.get(why)) is not None:
-            rank.finished(Finished(item.request_id, item.attempt, reason, *tokens))
+            rank.finished(Finished(item.request_id, item.attempt, reason, *tokens, filtered=why == FILTERED))
         else:
             rank.failed(
                 item,

@@ -17,6 +17,7 @@ from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import (
+    AttemptRejected,
     CommandDone,
     CommandRefused,
     EncodeFailed,
@@ -44,11 +45,12 @@ from forebay.events.tokens import (
 )
 from forebay.events.topics import METRICS, PROGRESS, TOKENS, Topic
 from forebay.events.transfer import Prefilled
+from forebay.events.versions import may_write
 from forebay.events.work import WorkItem
 from forebay.transport.base import Draft
 from forebay.workers.engine import EngineBatch
 from forebay.workers.runtime.cache_events import CacheEvents
-from forebay.workers.runtime.request_table import RequestTable, WorkRequest, WorkTransition
+from forebay.workers.runtime.request_table import RequestTable, WorkRequest, WorkState, WorkTransition
 from forebay.workers.runtime.store_events import CostReports, StoreEvents
 
 REQUEST_ERROR, STATUS_MAX = 400, 599
@@ -116,12 +118,20 @@ class Outbox:
         )
         return _draft(TOKENS, request.reply_slot, event)
 
-    def failure(self, request: WorkRequest, error: ResponseError) -> list[Draft]:
+    def failure(self, request: WorkRequest, error: ResponseError, *, is_rejection: bool = False) -> list[Draft]:
         """Return the records of a failed request: the end of the response for the client, then the event for the owner.
 
-        If the prefill stage fails, or the encode stage fails with a server error, only the owner gets a record,
-        because it can run the stage again.
+        If the attempt was rejected, if the prefill stage fails, or if the encode stage fails with a server error, only
+        the owner gets a record, because it can send the request to another worker.
         """
+        if is_rejection and may_write(AttemptRejected, self.owner_events):
+            message, code = error.message[:ERROR_CHARS_MAX], error.code[:CODE_CHARS_MAX]
+            after_s = error.retry_after_s
+            return [
+                self._progress(
+                    AttemptRejected, request, error=message, status=error.status, code=code, retry_after_s=after_s
+                )
+            ]
         if request.stage == "prefill":
             status = error.status if REQUEST_ERROR <= error.status <= STATUS_MAX else SERVER_ERROR
             message, code = error.message[:ERROR_CHARS_MAX], error.code[:CODE_CHARS_MAX]
@@ -183,7 +193,7 @@ class Outbox:
         for end in batch.finished:
             if (one := requests.move(end.request_id, WorkTransition.END, end.attempt)) is not None:
                 usage = _usage(one, end)
-                drafts.append(self._ended(one, end.reason, usage=usage))
+                drafts.append(self._ended(one, end.reason, usage=usage, filtered=end.filtered))
                 progress.append(self._finished(one, end.reason, usage))
         drafts += progress
         drafts += self._stage_ends(batch, requests)
@@ -206,8 +216,10 @@ class Outbox:
             if (one := requests.move(lost.request_id, WorkTransition.END, lost.attempt)) is not None:
                 drafts += self.not_fetched(one, lost.error)
         for failed in batch.failed:
+            known = requests.find(failed.request_id, failed.attempt)
+            is_rejection = failed.is_rejection and known is not None and known.state is WorkState.RUNNING
             if (one := requests.move(failed.request_id, WorkTransition.END, failed.attempt)) is not None:
-                drafts += self.failure(one, failed.error)
+                drafts += self.failure(one, failed.error, is_rejection=is_rejection)
         return drafts
 
     def command_result(

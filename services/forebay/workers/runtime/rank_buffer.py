@@ -155,9 +155,16 @@ class RankBuffer:
         """Add the end of a response."""
         self._finished.append(end)
 
-    def failed(self, item: WorkItem, error: ResponseError) -> None:
-        """Add the failure of a request."""
-        self._failed.append(Failed(item.request_id, item.attempt, error))
+    def failed(self, item: WorkItem, error: ResponseError, *, is_rejection: bool = False) -> None:
+        """Add the failure of a request.
+
+        Args:
+            item: the request.
+            error: the error for the client.
+            is_rejection: whether another worker may take the request, because the attempt has no output and the request
+                is not at fault.
+        """
+        self._failed.append(Failed(item.request_id, item.attempt, error, is_rejection))
 
     def prefilled(
         self,

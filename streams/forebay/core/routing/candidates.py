@@ -1,5 +1,7 @@
 """Find the ranks that may take a request, by eligibility, session, load and stage. This module only reads the world."""
 
+from collections.abc import Iterable, Set
+
 from forebay.core.routing.eligibility import Ineligible, all_above_threshold, filter_eligible, filter_not_busy
 from forebay.core.state.roster import Roster, session_roster, suspect_roster_of
 from forebay.core.state.submitted_request import SubmittedRequest
@@ -16,7 +18,8 @@ def find_candidates(
 
     They meet the request's conditions, and their workers are not busy. If a rank serves the request's session and the
     session mode is `hard`, only that rank may take the request. If the mode is `soft`, other ranks may take the request
-    while that rank is busy or has too many prompt tokens to compute.
+    while that rank is busy or has too many prompt tokens to compute. Workers that are avoided because of their
+    rejections are candidates only if there are no others.
 
     Args:
         world: current state.
@@ -28,7 +31,7 @@ def find_candidates(
         Ineligible: no worker may take the request.
     """
     hints = request.hints
-    roster = filter_eligible(world.roster(pool.pool), world.fleet, pool, request)
+    roster = _without(world.fleet.avoided, filter_eligible(world.roster(pool.pool), world.fleet, pool, request))
     sticky = hints.session_id and pool.router.session_ttl_s
     bound = world.sessions.find(pool.pool, hints.session_id) if sticky else None
     mine = None if bound is None or hints.worker_id else session_roster(roster, bound)
@@ -68,13 +71,31 @@ def find_suspect_candidates(
         raise refusal from None
 
 
-def find_retry_candidates(world: World, pool: PoolConfigured, request: SubmittedRequest) -> Roster:
+def find_retry_candidates(
+    world: World, pool: PoolConfigured, request: SubmittedRequest, rejected_by: Iterable[str] = ()
+) -> Roster:
     """Return the ranks that may take an accepted request again. Load and session are ignored.
+
+    Args:
+        world: current state.
+        pool: pool that serves the request.
+        request: the request.
+        rejected_by: workers that have rejected it. Like workers that are avoided, they are candidates only if there are
+            no others.
 
     Raises:
         Ineligible: no worker may take the request.
     """
-    return filter_eligible(world.roster(pool.pool), world.fleet, pool, request)
+    roster = filter_eligible(world.roster(pool.pool), world.fleet, pool, request)
+    return _without(world.fleet.avoided, _without(frozenset(rejected_by), roster))
+
+
+def _without(worker_ids: Set[str], roster: Roster) -> Roster:
+    """Return `roster` without the ranks of these workers, or all of it if it has no others."""
+    if not worker_ids:
+        return roster
+    others = [at for at, candidate in enumerate(roster.ranks) if candidate.worker.spec.worker_id not in worker_ids]
+    return roster.only(others) if others else roster
 
 
 def must_queue(pool: PoolConfigured, roster: Roster) -> bool:

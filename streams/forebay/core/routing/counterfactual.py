@@ -121,7 +121,7 @@ def _candidates(world: World, pool: PoolConfigured, history: Plan, request: Acti
     if history.stage == "decode":
         roster = find_decode_candidates(world, pool, request, busy)
     elif again:
-        roster = find_retry_candidates(world, pool, history.request)
+        roster = find_retry_candidates(world, pool, history.request, request.rejected_by)
     else:
         roster = find_candidates(world, pool, history.request, busy)
     return StageCandidates(history.stage, pool, roster, history.request, history.attempt)

@@ -100,7 +100,7 @@ def plan_retry(world: World, pool: PoolConfigured, request: ActiveRequest) -> Pl
         return evaluate(
             world, StageCandidates("decode", pool, roster, as_decode_request(request.submitted), request.attempt)
         )
-    roster = find_retry_candidates(world, pool, request.submitted)
+    roster = find_retry_candidates(world, pool, request.submitted, request.rejected_by)
     computing = locate_prompt(world, pool, request, ranks_with_room(pool, roster) or roster)
     return _plan_encode_or(computing, world, pool, request)
 

@@ -3,7 +3,7 @@
 Without rules for the pools of a model, the first pool by name with a ready worker is used, and no choice is recorded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from forebay.core.routing.candidates import find_candidates, find_retry_candidates, must_queue
 from forebay.core.routing.capacity import is_room_reserved, ranks_with_room
@@ -85,11 +85,12 @@ def choose_other_pool(world: World, request: ActiveRequest) -> PoolChoice | None
     """Return the pool to which an accepted request without a worker moves, or None if it stays in its pool.
 
     A request whose attempt failed before its first output token moves to a faster pool, if the rules say so. A request
-    whose pool has no worker for it any more moves to any pool that has one.
+    whose pool has no worker for it any more, or only workers that have rejected it, moves to any pool that has one.
     """
-    submitted = request.submitted
+    submitted, rejected_by = request.submitted, request.rejected_by
     current = world.pools[submitted.pool]
-    if not world.registry.has_rules(current.model) or submitted.hints.worker_id:
+    has_reason = world.registry.has_rules(current.model) or bool(rejected_by)
+    if not has_reason or submitted.hints.worker_id:
         return None
     pools, role = world.responding_pools(current.model), _role_of(current)
     grid = world.registry.grid(current.model, role)
@@ -97,10 +98,10 @@ def choose_other_pool(world: World, request: ActiveRequest) -> PoolChoice | None
     if request.attempt and not request.begun and request.stage in ("aggregated", "decode"):
         preference = prefer_faster(current.pool, grid, _names(pools)) if world.registry.retries(current.model) else None
     if preference is None:
-        if _has_candidates(world, current, submitted):
+        if has_candidates(world, current, submitted, rejected_by):
             return None
         preference = prefer_current(current.pool, grid, _names(pools))
-    availability = _availability(world, pools, submitted, current.block_size, again=True)
+    availability = _availability(world, pools, submitted, current.block_size, rejected_by, again=True)
     choice = choose(preference, role, availability)
     return None if choice is None or choice.pool == current.pool else choice
 
@@ -146,7 +147,13 @@ def _prefer(world: World, pools: Sequence[PoolConfigured], request: SubmittedReq
 
 
 def _availability(
-    world: World, pools: Sequence[PoolConfigured], request: SubmittedRequest, block_size: int, *, again: bool
+    world: World,
+    pools: Sequence[PoolConfigured],
+    request: SubmittedRequest,
+    block_size: int,
+    rejected_by: Collection[str] = (),
+    *,
+    again: bool,
 ) -> Availability:
     """Return a function that returns why a pool cannot take a request now.
 
@@ -155,6 +162,7 @@ def _availability(
         pools: pools of the model and role.
         request: the request.
         block_size: tokens per KV block for which the prompt was hashed.
+        rejected_by: workers that have rejected the request.
         again: whether the request was accepted before. If so, busy workers may take it.
     """
     known = {pool.pool: pool for pool in pools}
@@ -173,18 +181,23 @@ def _availability(
             found = (find_retry_candidates if again else find_candidates)(world, pool, request)
         except Ineligible as ineligible:
             return "busy" if ineligible.reason == "busy" else "no_eligible_worker"
+        if rejected_by and not has_candidates(world, pool, request, rejected_by):
+            return "no_eligible_worker"
         has_room = ranks_with_room(pool, found) is not None and not is_room_reserved(world, pool)
         return None if has_room and not must_queue(pool, found) else "full"
 
     return availability
 
 
-def _has_candidates(world: World, pool: PoolConfigured, request: SubmittedRequest) -> bool:
+def has_candidates(
+    world: World, pool: PoolConfigured, request: SubmittedRequest, rejected_by: Collection[str] = ()
+) -> bool:
+    """Return whether a worker of a pool may take an accepted request, other than those that have rejected it."""
     try:
-        find_retry_candidates(world, pool, request)
+        found = find_retry_candidates(world, pool, request, rejected_by)
     except Ineligible:
         return False
-    return True
+    return any(one.worker.spec.worker_id not in rejected_by for one in found.ranks)
 
 
 def _has_workers(world: World, pool: str) -> bool:

@@ -66,7 +66,10 @@ def find_prefill_candidates(
         Ineligible: no worker may take the request.
     """
     view = as_prefill_request(request.submitted, pool.pool)
-    roster = find_retry_candidates(world, pool, view) if again else find_candidates(world, pool, view, busy)
+    if again:
+        roster = find_retry_candidates(world, pool, view, request.rejected_by)
+    else:
+        roster = find_candidates(world, pool, view, busy)
     roster = _without_worker(roster, request.prefiller_id)
     return StageCandidates("prefill", _as_prefill_pool(pool), roster, view, request.prefills)
 
@@ -93,7 +96,8 @@ def find_decode_candidates(
             return find_candidates(world, pool, request.submitted, busy)
         except Ineligible:
             pass
-    return _without_worker(find_retry_candidates(world, pool, request.submitted), request.decoder_id)
+    roster = find_retry_candidates(world, pool, request.submitted, request.rejected_by)
+    return _without_worker(roster, request.decoder_id)
 
 
 def as_encode_request(request: SubmittedRequest, pool: str) -> SubmittedRequest:

@@ -31,8 +31,6 @@ from forebay.events.decisions import (
 from forebay.events.fleet import AnyFleetEvent, WorkerLost
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import (
-    EncodeFailed,
-    EncodeFinished,
     FirstTokenEmitted,
     OutputGrown,
     PrefillFailed,
@@ -40,7 +38,7 @@ from forebay.events.progress import (
     RequestFailed,
     RequestFinished,
     RequestProgress,
-    TransferFailed,
+    StageEnd,
 )
 from forebay.events.requests import RequestSubmitted
 from forebay.events.scaling import PoolObserved, PoolScaling, WorkerObserved
@@ -365,7 +363,7 @@ class GroupObservation:
     def _apply_progress(self, event: RequestProgress) -> None:
         request = self._request(event.request_id)
         match event:
-            case EncodeFinished() | EncodeFailed() | PrefillFinished() | PrefillFailed() | TransferFailed():
+            case _ if isinstance(event, StageEnd):
                 if isinstance(event, PrefillFinished | PrefillFailed):
                     request.prefilled = max(request.prefilled, event.attempt)
                 if request.place is not None and request.place.worker_id == event.worker_id:

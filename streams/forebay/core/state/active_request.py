@@ -40,6 +40,7 @@ class ActiveRequest:
             faster pools.
         decoder_id: worker that was last sent to fetch the KV; empty if none.
         prefill_pool: pool that a grid or canary chose for its last remote prefill; empty if there was none.
+        rejected_by: workers that have rejected an attempt at it, in order.
         sent: attempt, worker id and worker epoch of each routing since submission or restore. It distinguishes late
             progress events from events of a worker that never had the request. Not part of the state.
         identity_hash: hash of `submitted`.
@@ -67,6 +68,7 @@ class ActiveRequest:
     begun: bool = False
     decoder_id: str = ""
     prefill_pool: str = ""
+    rejected_by: tuple[str, ...] = ()
     sent: list[tuple[int, str, int]] = field(default_factory=list)
     identity_hash: int = field(init=False)
     term: int = field(init=False, default=0)
@@ -132,5 +134,6 @@ def request_term(request: ActiveRequest) -> int:
         request.begun,
         request.decoder_id,
         *((request.prefill_pool,) if request.prefill_pool else ()),
+        *((("rejected_by", *request.rejected_by),) if request.rejected_by else ()),
         seed=request.identity_hash,
     )

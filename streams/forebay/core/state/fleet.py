@@ -5,6 +5,9 @@ changes nothing. The epoch of a worker is the offset of its `WorkerJoined`. An e
 epoch of its worker, or if a later owner has been announced than the one that wrote it.
 
     ready --suspect--> suspect --recovered--> ready        any --draining--> draining        any --lost--> (gone)
+
+A worker may be alive and yet reject what it gets, for example because the server behind it is overloaded. A worker that
+rejects repeatedly, or asks for a pause, is avoided for some seconds: requests go to other workers if there are any.
 """
 
 from collections.abc import Iterator
@@ -31,6 +34,13 @@ from forebay.events.fleet import (
     WorkerSuspect,
 )
 from forebay.events.snapshots import IngressState, WorkerState
+
+# A single rejection is often a matter of one request. From the second one in a row on, a worker is avoided for 1 s,
+# 2 s, 4 s and so on, up to the limit, which also applies to a pause that a server asks for. A longer pause would cost
+# capacity for as long after the server has recovered.
+TOLERATED_REJECTIONS = 1
+AVOIDED_S_MAX = 30
+US_PER_S = 1_000_000
 
 
 class WorkerPhase(StrEnum):
@@ -70,6 +80,8 @@ class FleetWorker:
         from_offset: first offset that the worker reads in that partition.
         phase: current state of its life cycle.
         lease_ttl_ms: duration of the lease in milliseconds, for a new owner that does not find the lease; 0 if unknown.
+        rejections: attempts that it has rejected since it last computed a prompt.
+        avoided_until_us: time until which other workers are preferred, on the owner's clock; 0 if it is not avoided.
     """
 
     spec: WorkerSpec
@@ -79,6 +91,8 @@ class FleetWorker:
     from_offset: int
     phase: WorkerPhase = WorkerPhase.READY
     lease_ttl_ms: int = 0
+    rejections: int = 0
+    avoided_until_us: int = 0
 
     @property
     def target(self) -> CommandTarget:
@@ -103,9 +117,14 @@ class FleetIngress:
 
 
 class Fleet:
-    """Workers by id, ingresses that have leases, and the newest announced owner."""
+    """Workers by id, ingresses that have leases, and the newest announced owner.
+
+    Attributes:
+        avoided: ids of the workers that are avoided because of their rejections.
+    """
 
     def __init__(self) -> None:
+        self.avoided: set[str] = set()
         self._workers: dict[str, FleetWorker] = {}
         self._ingresses: dict[str, FleetIngress] = {}
         self._owner_epoch = -1
@@ -178,6 +197,47 @@ class Fleet:
         worker.spec = msgspec.structs.replace(worker.spec, kv_store=store)
         self._sum += _term(worker)
 
+    def reject(self, worker_id: str, now_us: int, retry_after_s: int) -> None:
+        """Count a rejection by a worker of the fleet, and avoid the worker if it is not the first one in a row.
+
+        Args:
+            worker_id: id of the worker.
+            now_us: the owner's clock in microseconds.
+            retry_after_s: seconds for which the worker asked to get no requests; 0 if it did not ask.
+        """
+        worker = self._workers[worker_id]
+        self._sum -= _term(worker)
+        worker.rejections += 1
+        repeated = worker.rejections - TOLERATED_REJECTIONS
+        pause_s = max(retry_after_s, 1 << min(repeated - 1, 5) if repeated > 0 else 0)
+        if pause_s:
+            until_us = now_us + min(pause_s, AVOIDED_S_MAX) * US_PER_S
+            worker.avoided_until_us = max(worker.avoided_until_us, until_us)
+            self.avoided.add(worker_id)
+        self._sum += _term(worker)
+
+    def accept(self, worker_id: str) -> None:
+        """Note that a worker of the fleet has computed a prompt. A pause that has begun goes on."""
+        worker = self._workers[worker_id]
+        if worker.rejections:
+            self._sum -= _term(worker)
+            worker.rejections = 0
+            self._sum += _term(worker)
+
+    def next_due_us(self) -> int | None:
+        """Return when the next worker is no longer avoided, in microseconds on the owner's clock, or None."""
+        return min((self._workers[worker_id].avoided_until_us for worker_id in self.avoided), default=None)
+
+    def expire(self, now_us: int) -> None:
+        """Stop avoiding the workers whose time is over."""
+        for worker_id in sorted(self.avoided):
+            worker = self._workers[worker_id]
+            if worker.avoided_until_us <= now_us:
+                self._sum -= _term(worker)
+                worker.avoided_until_us = 0
+                self._sum += _term(worker)
+                self.avoided.remove(worker_id)
+
     def digest(self) -> int:
         """Return a 64-bit digest over all workers, all ingresses and the newest owner epoch."""
         return (self._sum + self._owner_epoch) & U64_MASK
@@ -193,6 +253,8 @@ class Fleet:
         """Add one worker from a snapshot, and return it."""
         worker = msgspec.convert(chunk, FleetWorker, from_attributes=True)
         self._workers[chunk.spec.worker_id] = worker
+        if worker.avoided_until_us:
+            self.avoided.add(chunk.spec.worker_id)
         self._sum += _term(worker)
         return worker
 
@@ -251,13 +313,14 @@ class Fleet:
         worker.phase = phase
         if phase is WorkerPhase.LOST:
             del self._workers[event.worker_id]
+            self.avoided.discard(event.worker_id)
         else:
             self._sum += _term(worker)
         return worker
 
 
 # No decision depends on the card. Without it, journals of versions that do not know it have the same digests. For the
-# same reason `salts_cache` is part of the digest only if it is false, and `kv_store` only if it is not empty.
+# same reason `salts_cache` is part of the digest only if it is false, and other fields only if they are not empty.
 _DIGESTED = [name for name in WorkerSpec.__struct_fields__ if name not in ("card", "salts_cache", "kv_store")]
 
 
@@ -266,7 +329,9 @@ def _term(worker: FleetWorker) -> int:
     spec = tuple([plain(getattr(worker.spec, name)) for name in _DIGESTED])
     shared = () if worker.spec.salts_cache else ("shared cache",)
     store = ("store", worker.spec.kv_store) if worker.spec.kv_store else ()
-    return digest_of(*place, worker.phase, worker.lease_ttl_ms, spec, *shared, *store)
+    rejected = ("rejected", worker.rejections, worker.avoided_until_us)
+    rejects = rejected if worker.rejections or worker.avoided_until_us else ()
+    return digest_of(*place, worker.phase, worker.lease_ttl_ms, spec, *shared, *store, *rejects)
 
 
 def _ingress_term(ingress: FleetIngress) -> int:

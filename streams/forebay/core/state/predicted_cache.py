@@ -1,9 +1,13 @@
 """Assumed cache contents: the blocks of a routed prompt count as cached at its rank until their due time.
 
-The assumption is used for workers without KV events, and for the time until KV events arrive. The blocks that one
-prompt adds are a batch: blocks of one rank with one due time, in prompt order. Every (rank, block) pair is in one
-batch, the batch with the latest due time. A later prompt with the same first blocks moves them to its own batch, so a
-batch loses blocks from its start. Batches are ordered by due time in a heap.
+The assumption is used for workers without KV events, and for the time until KV events arrive. A prompt is added when it
+is routed, and again when the rank reports that it has computed it. If the rank rejects or drops it instead, the blocks
+that no computed prompt has are withdrawn.
+
+The blocks that one prompt adds are a batch: blocks of one rank with one due time, in prompt order. Every (rank, block)
+pair is in one batch: the batch with the latest due time, but a block of a computed prompt stays in the batch of a
+computed prompt. A later prompt with the same first blocks moves them to its own batch, so a batch loses blocks from its
+start. Batches are ordered by due time in a heap.
 """
 
 from array import array
@@ -35,14 +39,16 @@ class _Holder:
 
 
 class _Batch:
-    __slots__ = ("blocks", "due_us", "factor", "holder")
+    __slots__ = ("blocks", "computed", "due_us", "factor", "holder")
 
-    def __init__(self, holder: _Holder, due_us: int) -> None:
+    def __init__(self, holder: _Holder, due_us: int, computed: bool) -> None:
         worker_id, rank = holder.key
         self.holder = holder
         self.due_us = due_us
+        self.computed = computed
         self.blocks = array("Q")
-        self.factor = xxh3_64_intdigest(f"{worker_id}\0{rank}\0{due_us}".encode()) | 1
+        kind = "\0computed" if computed else ""
+        self.factor = xxh3_64_intdigest(f"{worker_id}\0{rank}\0{due_us}{kind}".encode()) | 1
 
 
 class RoutedIndex:
@@ -80,10 +86,19 @@ class RoutedIndex:
         holder.batches = {}
         self._tidy()
 
-    def add(self, worker_id: str, rank: int, blocks: Sequence[int], due_us: int, blocks_max: int) -> None:
+    def add(
+        self,
+        worker_id: str,
+        rank: int,
+        blocks: Sequence[int],
+        due_us: int,
+        blocks_max: int,
+        *,
+        computed: bool = False,
+    ) -> None:
         """Assume that a rank has cached the blocks of a routed prompt until `due_us`.
 
-        Later due times of blocks stay as they are.
+        Later due times of blocks stay as they are, and those of computed prompts unless this prompt is computed, too.
 
         If there are more than `blocks_max` (rank, block) pairs, exactly the excess is removed: first blocks with the
         earliest due time, and the last blocks of a prompt before its first. Nothing is removed in advance, because that
@@ -95,17 +110,43 @@ class RoutedIndex:
             blocks: sequence hashes of the prompt.
             due_us: when the assumption ends, on the owner's clock in microseconds.
             blocks_max: maximum number of (rank, block) pairs.
+            computed: whether the rank has reported that it computed the prompt.
 
         Raises:
             KeyError: the rank is unknown.
         """
-        self._add(self._holders[worker_id, rank], blocks, due_us)
+        self._add(self._holders[worker_id, rank], blocks, due_us, computed)
         while self._pairs > blocks_max:
             batch = self._heap[0][2]
             if batch.holder.bit and batch.blocks:
                 self._remove(batch, max(0, len(batch.blocks) - (self._pairs - blocks_max)))
             if not (batch.holder.bit and batch.blocks):
                 heappop(self._heap)
+
+    def withdraw(self, worker_id: str, rank: int, blocks: Sequence[int]) -> None:
+        """Remove the blocks of a prompt that a rank did not compute, except blocks of prompts that it has computed.
+
+        Blocks of a prompt that it still computes are removed, too. They are added again once it has computed them.
+
+        Args:
+            worker_id: id of the worker.
+            rank: the rank.
+            blocks: sequence hashes of the prompt.
+
+        Raises:
+            KeyError: the rank is unknown.
+        """
+        holder = self._holders[worker_id, rank]
+        for batch, group in groupby(dict.fromkeys(as_block_array(blocks)), holder.batches.get):
+            if batch is None or batch.computed:
+                continue
+            members = array("Q", group)
+            self._leave(batch, members)
+            for block in members:
+                del holder.batches[block]
+            self._sets.remove(holder.bit, members)
+            self._pairs -= len(members)
+        self._tidy()
 
     def expire(self, now_us: int) -> None:
         """Remove blocks whose due time is at or before `now_us`. This is cheap if there are none."""
@@ -156,6 +197,7 @@ class RoutedIndex:
                         due_us=due_us,
                         predicted=predicted,
                         sequence_hashes=pack_u64(batch.blocks[start : start + CHUNK_HASHES_MAX]),
+                        computed=batch.computed,
                     )
 
     def restore(self, chunk: RoutedBlocks) -> None:
@@ -164,24 +206,22 @@ class RoutedIndex:
         Raises:
             KeyError: the rank is unknown.
         """
-        self._add(self._holders[chunk.worker_id, chunk.rank], array_u64(chunk.sequence_hashes), chunk.due_us)
+        blocks = array_u64(chunk.sequence_hashes)
+        self._add(self._holders[chunk.worker_id, chunk.rank], blocks, chunk.due_us, chunk.computed)
 
-    def _add(self, holder: _Holder, blocks: Sequence[int], due_us: int) -> None:
+    def _add(self, holder: _Holder, blocks: Sequence[int], due_us: int, computed: bool) -> None:
         query = as_block_array(blocks)
-        batch = _Batch(holder, due_us)
+        batch = _Batch(holder, due_us, computed)
         batches = holder.batches
-        placed = dict.fromkeys(query, batch)
-        longer = array("Q")
-        for old, group in groupby(placed, batches.get):
-            if old is None:
-                continue
+        taken = array("Q")
+        for old, group in groupby(dict.fromkeys(query), batches.get):
             members = array("Q", group)
-            if old.due_us < due_us:
+            if old is not None:
+                if (old.computed == computed and old.due_us >= due_us) or old.computed > computed:
+                    continue
                 self._leave(old, members)
-            else:
-                longer += members
-        for block in longer:
-            del placed[block]
+            taken += members
+        placed = dict.fromkeys(taken, batch)
         if placed:
             known = len(batches)
             batches.update(placed)

@@ -20,6 +20,7 @@ from forebay.core.state_machine import IllegalTransition
 from forebay.events.base import U64_MASK, array_u64
 from forebay.events.decisions import KvReleaseReason, Stage
 from forebay.events.progress import (
+    AttemptRejected,
     EncodeFinished,
     FirstTokenEmitted,
     PrefillFinished,
@@ -229,6 +230,8 @@ class ActiveRequests:
                 if event.unfetched:
                     self._drop_prefilled(request, "not_needed")
                 request.prefilled = None  # the KV was fetched, so no worker keeps it any more
+            case AttemptRejected():
+                request.rejected_by = tuple(dict.fromkeys((*request.rejected_by, event.worker_id)))
             case EncodeFinished():
                 request.encoded = event.encoded
             case PrefillFinished():

@@ -13,6 +13,7 @@ from forebay.core.phases import ON_WORKER, Phase
 from forebay.core.state.active_request import ActiveRequest
 from forebay.events.decisions import KvReleaseReason, Stage
 from forebay.events.progress import (
+    AttemptRejected,
     EncodeFailed,
     EncodeFinished,
     FirstTokenEmitted,
@@ -39,6 +40,7 @@ class RequestTransition(StrEnum):
     NOT_PREFILLED = "not_prefilled"
     TO_BE_DECODED = "to_be_decoded"
     NOT_TRANSFERRED = "not_transferred"
+    REJECTED = "rejected"
     KV_EXPIRED = "kv_expired"
     FIRST_TOKEN = "first_token"  # noqa: S105 - a token of text
     OUTPUT_GROWN = "output_grown"
@@ -99,6 +101,13 @@ TRANSITIONS: dict[RequestTransition, TransitionRule] = {
         drops_embeddings=True,
         releases_kv="not_fetched",
     ),
+    # A server that rejects a request may have fetched the KV before.
+    RequestTransition.REJECTED: TransitionRule(
+        _phases(Phase.REMOTE_PREFILL, Phase.TRANSFER, Phase.PREFILL),
+        Phase.WAITING,
+        drops_embeddings=True,
+        releases_kv="not_fetched",
+    ),
     RequestTransition.KV_EXPIRED: TransitionRule(_phases(Phase.WAITING), Phase.WAITING, releases_kv="lease_over"),
     RequestTransition.FIRST_TOKEN: TransitionRule(_phases(Phase.TRANSFER, Phase.PREFILL), Phase.DECODE),
     RequestTransition.OUTPUT_GROWN: TransitionRule(_phases(Phase.DECODE), Phase.DECODE),
@@ -132,6 +141,7 @@ REPORTED: dict[type[RequestProgress], RequestTransition] = {
     OutputGrown: RequestTransition.OUTPUT_GROWN,
     RequestFinished: RequestTransition.FINISHED,
     RequestFailed: RequestTransition.FAILED,
+    AttemptRejected: RequestTransition.REJECTED,
     EncodeFinished: RequestTransition.ENCODED,
     EncodeFailed: RequestTransition.NOT_ENCODED,
     PrefillFinished: RequestTransition.PREFILLED,

@@ -53,6 +53,7 @@ ABORTED: dict[AbortReason, tuple[int, str]] = {
     "encode_failed": (502, "encode_failed"),
     "prefill_failed": (502, "prefill_failed"),
     "prefill_refused": (400, "prefill_refused"),
+    "worker_refused": (502, "engine_error"),
     "pinned_worker_lost": (503, "pinned_worker_lost"),
     "ingress_lost": (503, "ingress_lost"),
 }
@@ -258,12 +259,13 @@ def _encode_command_response(group: str, decided: CommandSent | CommandEnded) ->
 
 
 def _encode_error(group: str, decided: RequestRejected | RequestAborted, attempt: int, status: int, code: str) -> Draft:
+    retry_after_s = decided.retry_after_s if isinstance(decided, RequestAborted) else 0
     ended = ResponseEnded(
         request_id=decided.request_id,
         attempt=attempt,
         owner_epoch=decided.owner_epoch,
         finish_reason="cancelled" if code == "cancelled" else "error",
-        error=ResponseError(status=status, code=code, message=decided.message),
+        error=ResponseError(status=status, code=code, message=decided.message, retry_after_s=retry_after_s),
         group=group,
         reply_key=decided.reply_key,
     )

@@ -20,6 +20,7 @@ from forebay.events.decisions import (
 from forebay.events.fleet import WorkerDraining, WorkerFact, WorkerJoined, WorkerLost, WorkerRecovered, WorkerSuspect
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.progress import (
+    AttemptRejected,
     EncodeFailed,
     EncodeFinished,
     FirstTokenEmitted,
@@ -29,6 +30,7 @@ from forebay.events.progress import (
     RequestFailed,
     RequestFinished,
     RequestProgress,
+    StageEnd,
     TransferFailed,
 )
 from forebay.events.requests import RequestSubmitted
@@ -79,6 +81,7 @@ class ContentsObserver:
             RequestSubmitted: self._submit,
             **dict.fromkeys((FirstTokenEmitted, RequestFinished, RequestFailed), self._progress),
             **dict.fromkeys((EncodeFinished, EncodeFailed, PrefillFinished, PrefillFailed), self._progress),
+            AttemptRejected: self._progress,
             TransferFailed: self._fail_transfer,
             **dict.fromkeys((WorkerJoined, WorkerSuspect, WorkerRecovered, WorkerDraining, WorkerLost), self._fleet),
             **dict.fromkeys((PoolConfigured, PoolRoutingConfigured, PoolCanarySet, PoolDrainSet), self._settings),
@@ -331,7 +334,7 @@ def _apply(request: CatalogRequest, event: RequestProgress, now_us: int) -> bool
             request.finish(event, now_us)
         case RequestFailed():
             request.fail(event, now_us)
-        case EncodeFinished() | EncodeFailed() | PrefillFinished() | PrefillFailed() | TransferFailed():
+        case _ if isinstance(event, StageEnd):
             request.wait(now_us)
     return False
 

@@ -100,6 +100,7 @@ def left_out(
             key = worker.spec.worker_id, rank
             if key not in candidates:
                 reasons = dict(_unmet(worker, rank, request))
+                reasons |= dict(_rejections(world, worker, request))
                 last = _last_worker_id(world, pool, request)
                 if not reasons and (pool.role == "encode" or worker.spec.worker_id == last):
                     reasons = {"had_it_last": "it ran the previous attempt, and another worker is available"}
@@ -215,6 +216,15 @@ def _unmet(worker: FleetWorker, rank: int, request: SubmittedRequest) -> Iterato
         yield "missing_adapter", f"it has not loaded the LoRA adapter {request.lora_name}"
     if request.is_salted and not spec.salts_cache:
         yield "shared_cache", "it cannot separate the cache of the request's namespace"
+
+
+def _rejections(world: World, worker: FleetWorker, request: SubmittedRequest) -> Iterator[tuple[ExclusionReason, str]]:
+    """Yield why a worker is a candidate only if there is no other, because of what it has rejected."""
+    active = world.requests.get(request.request_id)
+    if active is not None and worker.spec.worker_id in active.rejected_by:
+        yield "rejected_it", "it has rejected the request, and another worker is available"
+    elif worker.spec.worker_id in world.fleet.avoided:
+        yield "rejects", "it rejected requests, so it is avoided for some seconds, and another worker is available"
 
 
 def _exclusion_by_policy(

@@ -58,6 +58,8 @@ ExclusionReason = Literal[
     "busy",
     "full",
     "other_session",
+    "rejected_it",
+    "rejects",  # it is avoided for some seconds
     "had_it_last",  # an encode or prefill worker of the previous attempt
 ]
 

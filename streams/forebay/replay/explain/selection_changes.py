@@ -67,6 +67,8 @@ REMEDIES = {
     "missing_taint": "had the required taints",
     "missing_adapter": "had loaded the request's LoRA adapter",
     "shared_cache": "had separated the cache of the request's namespace",
+    "rejected_it": "had not rejected the request",
+    "rejects": "had not rejected requests",
     "had_it_last": "had been a candidate although it ran the previous attempt",
 }
 # Conditions of a request, with the hints that remove each and the condition in words.

@@ -33,6 +33,7 @@ from forebay.events.decisions import (
 from forebay.events.fleet import OwnershipAnnounced, WorkerFact, WorkerLost
 from forebay.events.pools import PoolChoice
 from forebay.events.progress import (
+    AttemptRejected,
     EncodeFailed,
     EncodeFinished,
     FirstTokenEmitted,
@@ -43,6 +44,7 @@ from forebay.events.progress import (
     RequestFailed,
     RequestFinished,
     RequestProgress,
+    StageEnd,
     TransferFailed,
 )
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RouteQueried
@@ -375,7 +377,7 @@ class Timeline:
             case RequestFailed():
                 self._end("failed", "", event.error, now_us, wall_us=event.at_us)
                 self._add_entry("failed", f"{name} failed: {event.error}", now_us, PROGRESS.name, offset)
-            case EncodeFinished() | EncodeFailed() | PrefillFinished() | PrefillFailed() | TransferFailed():
+            case _ if isinstance(event, StageEnd):
                 self._observe_stage_end(offset, event, name, now_us)
             case _:  # an event without an entry of its own
                 text = f"{name} {event.SUMMARY.format(event)}"
@@ -384,13 +386,16 @@ class Timeline:
     def _observe_stage_end(
         self,
         offset: int,
-        event: EncodeFinished | EncodeFailed | PrefillFinished | PrefillFailed | TransferFailed,
+        event: StageEnd,
         name: str,
         now_us: int | None,
     ) -> None:
         """Handle the end of a stage, successful or not: the request waits for its next worker."""
         self._state = "waiting"
         match event:
+            case AttemptRejected():
+                self._embedded, self._kept_by = False, None
+                what, text = "rejected", f"{name} rejected it: {event.error}"
             case EncodeFinished():
                 self._embedded = True
                 what, text = "encoded", f"{event.worker_id} encoded its images and videos"
