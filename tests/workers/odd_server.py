@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 from aiohttp import web
 
@@ -21,12 +21,21 @@ def chunk(token_ids: Any = None, text: str = "", reason: Any = None, **more: Any
     return {"choices": [choice if token_ids is None else {**choice, "token_ids": token_ids}]}
 
 
+class Reply(NamedTuple):
+    """Response that is no stream of events, in place of a stream."""
+
+    status: int
+    body: bytes = b""
+    headers: Mapping[str, str] = {}
+
+
 class OddServer:
     """Server whose responses a test sets. Use it as an async context manager.
 
     Attributes:
         replies: status and parts of the body, by path. Other paths are not found.
-        streams: events of the next streams. Each part is sent on its own.
+        streams: events of the next streams, or replies. Each part is sent on its own.
+        refuses: fields of a request that the server rejects.
         completion: response to a completion that is no stream.
         requests: bodies of the streams, in order.
         connections: number of connections.
@@ -39,7 +48,8 @@ class OddServer:
             "/health": (200, []),
         }
         self.completion: Any = chunk([7])
-        self.streams: list[Sequence[Event]] = []
+        self.streams: list[Sequence[Event] | Reply] = []
+        self.refuses: frozenset[str] = frozenset()
         self.requests: list[dict[str, Any]] = []
         self._sockets: set[int] = set()
         self._port = free_ports(1)
@@ -67,6 +77,9 @@ class OddServer:
         assert request.transport is not None
         self._sockets.add(request.transport.get_extra_info("peername")[1])
         body = await request.json() if request.can_read_body else {}
+        if unknown := self.refuses & body.keys():
+            error = {"loc": ["body", *unknown], "msg": "Extra inputs are not permitted"}
+            return web.json_response({"detail": [error]}, status=422)
         if request.path == "/v1/completions" and body["stream"]:
             self.requests.append(body)
             return await self._stream(request)
@@ -83,9 +96,12 @@ class OddServer:
         return response
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
+        stream = self.streams.pop(0)
+        if isinstance(stream, Reply):
+            return web.Response(status=stream.status, body=stream.body, headers=dict(stream.headers))
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
-        for event in self.streams.pop(0):
+        for event in stream:
             if event is CUT:
                 assert request.transport is not None
                 request.transport.abort()

@@ -96,7 +96,7 @@ async def test_each_token_has_its_log_probability(logprobs: Any, is_right: bool)
     ("error", "status", "code"),
     [
         ({"message": "too long", "code": 400}, 400, "invalid_request"),
-        ({"message": "it broke", "code": 500}, 500, "engine_error"),
+        ({"message": "it broke", "code": 500}, 502, "engine_error"),
         ({"message": "it broke", "code": "x"}, 502, "engine_error"),
         ({"message": "y" * 100_000}, 502, "engine_error"),
         ("it broke", 502, "engine_error"),
@@ -109,7 +109,7 @@ async def test_an_error_in_a_stream_is_the_error_of_the_request(error: Any, stat
     assert 0 < len(answer.error.message) <= 500
 
 
-@pytest.mark.parametrize(("reason", "status"), [("content_filter", 500), ("abort", 503), ("error", 500)])
+@pytest.mark.parametrize(("reason", "status"), [("abort", 503), ("error", 502)])
 async def test_a_finish_reason_that_is_no_end_is_an_error(reason: str, status: int) -> None:
     answer, _ = await ask_odd([chunk([1]), chunk([], reason=reason)])
     assert answer.error.status == status and (reason in answer.error.message or status == 503)

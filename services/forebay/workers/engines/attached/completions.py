@@ -1,10 +1,13 @@
 """Requests to OpenAI's completions API, with the additional fields of vLLM and SGLang where a server supports them.
 
 vLLM and SGLang accept prompts as token ids, and return token ids with `return_token_ids`. Of other servers and older
-releases, `Completions.probe` finds out whether they do.
+releases, `Completions.probe` finds out whether they do. A server that rejects an optional field gets it no more.
+
+Servers deviate most at the end of a response. A response is complete with a finish reason or with `[DONE]`. Unknown
+finish reasons count as `stop`. More output than requested is dropped.
 """
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -13,8 +16,8 @@ from forebay.events.codec import MALFORMED
 from forebay.events.requests import Sampling, StructuredOutput
 from forebay.events.tokens import ResponseError, TokenLogprob, TopLogprob
 from forebay.workers.engine import EngineError
-from forebay.workers.engines.attached.errors import Rejected, StreamCut, clipped
-from forebay.workers.engines.attached.server import ServerKind, UpstreamServer
+from forebay.workers.engines.attached.errors import Rejected, StreamCut, error_in
+from forebay.workers.engines.attached.server import ServerEvent, ServerKind, UpstreamServer
 from forebay.workers.engines.model_directory import one_line
 from forebay.workers.engines.sglang.requests import structured_argument
 from forebay.workers.engines.vllm.requests import LOGPROB_MIN, structured_arguments
@@ -27,6 +30,19 @@ EXTENSIONS = ("ignore_eos", "top_k", "min_p", "repetition_penalty", "min_tokens"
 DEFAULTS = Sampling(max_tokens=1)
 TOKEN_ID_MAX = 0xFFFF_FFFF
 REASON_CHARS_MAX = 64
+OPTIONAL = ("return_token_ids", "return_tokens_as_token_ids", "stream_options", "add_special_tokens")
+"""Fields without which a server still serves a request."""
+REASONS: Mapping[str, str] = {
+    "length": "length",
+    "max_tokens": "length",
+    "max_length": "length",
+    "max_new_tokens": "length",
+    "model_length": "length",
+    "content_filter": "content_filter",
+    "abort": "abort",
+    "error": "error",
+}
+"""Finish reasons, in lower case, that do not mean `stop`."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=TOKEN_ID_MAX)]
 
@@ -38,7 +54,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
         token_ids: new output tokens; None if the server returns text only.
         text: new output as text; only read if `token_ids` is None.
         logprobs: log probability of each token; empty if none were requested.
-        finish_reason: why the response has ended; empty if it has not.
+        finish_reason: why the response has ended: `stop`, `length`, `content_filter`, `abort`; empty if it has not.
         cached_tokens: number of prompt tokens in the server's cache; None if this event does not report it.
     """
 
@@ -78,9 +94,10 @@ class _Logprobs(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    text: str = ""
+    text: str | None = None
+    index: int | None = None
     token_ids: list[TokenId] | None = None
-    logprobs: _Logprobs | None = None
+    logprobs: Any = None  # other servers have other forms; read only if requested
     finish_reason: Annotated[str, msgspec.Meta(max_length=REASON_CHARS_MAX)] | None = None
 
 
@@ -92,16 +109,16 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _PromptDetails | None = None
 
 
-class _Error(msgspec.Struct):
-    message: str = ""
-    code: int | str | None = None
-
-
 class _Completion(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_Choice] | None = None
     usage: _Usage | None = None
-    error: _Error | str | None = None
+    error: Any = None
     kv_transfer_params: dict[str, Any] | None = None
+
+    @property
+    def choice(self) -> _Choice | None:
+        """The first choice; others were not requested."""
+        return next((one for one in self.choices or () if not one.index), None)
 
 
 class Prefill(msgspec.Struct, frozen=True):
@@ -142,6 +159,7 @@ class Completions:
         self._kind = kind
         self.takes_token_ids = True
         self.returns_token_ids = True
+        self._refused: set[str] = set()  # optional fields that the server has rejected
         self.returns_logprobs = kind == "vllm"
         self.salts_cache = kind in EXTENDED
 
@@ -157,18 +175,22 @@ class Completions:
         """
         sampling = Sampling(max_tokens=1, temperature=0.0)
         call = Call(token_ids=prompt, text=text, sampling=sampling, request_id="forebay-probe")
-        for self.takes_token_ids in (True, False):
+        ways: list[tuple[bool, tuple[str, ...]]] = [(True, ()), (False, ())]
+        if self._kind != "vllm":
+            ways += [(True, OPTIONAL), (False, OPTIONAL)]  # strict servers reject every field that they do not know
+        for self.takes_token_ids, refused in ways:
+            self._refused.update(refused)
             try:
-                found = self._read(await self._server.post(PATH, self.body(call, stream=False)))
+                found = await self._post(call)
             except Rejected as rejected:
-                if rejected.error.code == "invalid_request" and self.takes_token_ids and self._kind != "vllm":
+                is_last = (self.takes_token_ids, refused) == ways[-1]
+                if rejected.error.code == "invalid_request" and not is_last and self._kind != "vllm":
                     continue
                 raise EngineError(f"the server {self._server.url} rejected the first prompt: {rejected}") from None
             except StreamCut as cut:
                 raise EngineError(f"the server {self._server.url} sent no completion: {cut}") from None
-            if not found.choices:
+            if (choice := found.choice) is None:
                 raise EngineError(f"the server {self._server.url} sent no completion: the response has no choice")
-            choice = found.choices[0]
             # Some servers leave out the token that ends a response, so there may be no token and no text.
             self.returns_token_ids = choice.token_ids is not None and bool(choice.token_ids or not choice.text)
             self.returns_logprobs &= self.returns_token_ids
@@ -181,43 +203,82 @@ class Completions:
             Rejected: the server responded with an error, or does not support a parameter of the request.
             StreamCut: the connection failed, or the response is unreadable.
         """
-        left, is_over = call.sampling.max_tokens, False
-        try:
-            async with self._server.stream(PATH, self.body(call, stream=True), _headers(call)) as events:
-                async for data in events:
-                    delta = self._delta(self._read(data), call.sampling.logprobs)
-                    token_ids = delta.token_ids or []
-                    if len(token_ids) > left:  # the server ignores max_tokens
-                        cut = {"token_ids": token_ids[:left], "logprobs": delta.logprobs[:left]}
-                        yield msgspec.structs.replace(delta, finish_reason="length", **cut)
-                        return
-                    left -= len(token_ids)
-                    is_over = is_over or bool(delta.finish_reason)
-                    yield delta
-        except StreamCut:
-            if not is_over:  # after the finish reason only the usage is missing
-                raise
-        else:
-            if not is_over:
-                raise StreamCut("the stream ended without a finish reason")
+        while True:
+            body, is_over = self.body(call, stream=True), False
+            try:
+                async with self._server.stream(PATH, body, _headers(call)) as events:
+                    async for delta in self._deltas(events, call.sampling):
+                        is_over = is_over or bool(delta.finish_reason)
+                        yield delta
+            except Rejected as rejected:
+                if not self._refuses(rejected, body):
+                    raise
+            except StreamCut:
+                if not is_over:  # after the finish reason only the usage is missing
+                    raise
+                return
+            else:
+                if not is_over:  # many servers end a complete response with `[DONE]` only
+                    yield Delta(token_ids=[] if self.returns_token_ids else None, finish_reason="stop")
+                return
+
+    async def _deltas(self, events: AsyncIterator[ServerEvent], sampling: Sampling) -> AsyncIterator[Delta]:
+        """Yield the output in the events of a stream, at most `max_tokens` tokens if the server returns token ids."""
+        left = sampling.max_tokens
+        async for event in events:
+            delta = self._delta(self._read(event.data, is_error=event.type == "error"), sampling.logprobs)
+            token_ids = delta.token_ids or []
+            if len(token_ids) > left:  # the server ignores max_tokens
+                cut = {"token_ids": token_ids[:left], "logprobs": delta.logprobs[:left]}
+                yield msgspec.structs.replace(delta, finish_reason="length", **cut)
+                return
+            left -= len(token_ids)
+            yield delta
+
+    def _refuses(self, rejected: Rejected, body: Mapping[str, Any]) -> bool:
+        """Return whether a server rejected a request because of optional fields. Further requests do not have them."""
+        if rejected.error.code != "invalid_request":
+            return False
+        named = {name for name in OPTIONAL if name in body and name.encode() in rejected.body}
+        self._refused |= named
+        return bool(named)
+
+    async def _post(self, call: Call, headers: Mapping[str, str] | None = None) -> _Completion:
+        while True:
+            body = self.body(call, stream=False)
+            try:
+                return self._read(await self._server.post(PATH, body, headers))
+            except Rejected as rejected:
+                if not self._refuses(rejected, body):
+                    raise
 
     def _delta(self, found: _Completion, top: int | None) -> Delta:
-        """Return the output in an event of a stream. Raises StreamCut if the output lacks what this server returns."""
+        """Return the output in an event of a stream.
+
+        Raises:
+            Rejected: the server reports an error as the finish reason.
+            StreamCut: the output lacks what this server returns.
+        """
         cached = _cached_tokens(found)
-        if not found.choices:
+        if (choice := found.choice) is None:
             return Delta(token_ids=[], cached_tokens=cached)
-        choice = found.choices[0]
-        if self.returns_token_ids and choice.token_ids is None:
-            raise StreamCut("the server stopped returning token ids")
+        reason = REASONS.get(choice.finish_reason.lower(), "stop") if choice.finish_reason else ""
+        if reason == "error":
+            message = f"the server {self._server.url} ended the response with an error"
+            raise Rejected(ResponseError(status=502, code="engine_error", message=message), may_move=True)
         token_ids = choice.token_ids if self.returns_token_ids else None
+        if self.returns_token_ids and token_ids is None:
+            if choice.text or not reason:
+                raise StreamCut("the server stopped returning token ids")
+            token_ids = []
         logprobs = () if top is None else _logprobs(choice.logprobs, top)
         if top is not None and token_ids is not None and len(logprobs) != len(token_ids):
             raise StreamCut(f"the server sent {len(logprobs)} log probabilities for {len(token_ids)} tokens")
         return Delta(
             token_ids=token_ids,
-            text=choice.text,
+            text=choice.text or "",
             logprobs=logprobs,
-            finish_reason=choice.finish_reason or "",
+            finish_reason=reason,
             cached_tokens=cached,
         )
 
@@ -229,10 +290,10 @@ class Completions:
             StreamCut: the response is unreadable.
             EngineError: the server cannot be reached.
         """
-        found = self._read(await self._server.post(PATH, self.body(call, stream=False), _headers(call)))
-        if not found.choices:
+        found = await self._post(call, _headers(call))
+        if (choice := found.choice) is None:
             raise StreamCut("the response has no choice")
-        return Prefill(found.kv_transfer_params, _cached_tokens(found), found.choices[0].finish_reason or "")
+        return Prefill(found.kv_transfer_params, _cached_tokens(found), choice.finish_reason or "")
 
     def body(self, call: Call, *, stream: bool) -> dict[str, Any]:
         """Return the body of a request. Raises Rejected if its structured output is invalid or not supported."""
@@ -274,7 +335,7 @@ class Completions:
             body["cache_salt"] = call.cache_salt
         if call.transfer is not None:
             body["kv_transfer_params"] = dict(call.transfer)
-        return body
+        return {name: value for name, value in body.items() if name not in self._refused} if self._refused else body
 
     def _structured(self, structured: StructuredOutput) -> dict[str, Any]:
         if self._kind not in EXTENDED:  # others would ignore the field, and generate any text
@@ -287,7 +348,7 @@ class Completions:
         except ValueError as error:
             raise Rejected(ResponseError(status=400, code="invalid_request", message=one_line(error))) from None
 
-    def _read(self, data: bytes) -> _Completion:
+    def _read(self, data: bytes, *, is_error: bool = False) -> _Completion:
         """Decode a response or an event of a stream.
 
         Raises:
@@ -297,14 +358,14 @@ class Completions:
         try:
             found = _DECODER.decode(data)
         except MALFORMED as error:
+            if (rejected := error_in(self._server.url, data, is_error=is_error)) is not None:
+                raise rejected from None
             raise StreamCut(f"the server sent a malformed completion: {one_line(error)}") from error
-        if found.error is not None:
-            reported = _Error(found.error) if isinstance(found.error, str) else found.error
-            code = reported.code
-            status = code if isinstance(code, int) and 400 <= code <= 599 else 502
-            name = "invalid_request" if status < 500 else "engine_error"
-            message = clipped(reported.message) or "the server reported an error without a message"
-            raise Rejected(ResponseError(status=status, code=name, message=message))
+        # With a choice it is an error only if it says so, which saves the second look at each token.
+        if is_error or found.error is not None or not found.choices:
+            rejected = error_in(self._server.url, data, is_error=is_error)
+            if rejected is not None:
+                raise rejected
         return found
 
 
@@ -317,13 +378,17 @@ def _cached_tokens(found: _Completion) -> int | None:
     return None if details is None else details.cached_tokens
 
 
-def _logprobs(found: _Logprobs | None, top: int) -> tuple[TokenLogprob, ...]:
+def _logprobs(given: Any, top: int) -> tuple[TokenLogprob, ...]:
     """Return the log probability of each token, with the `top` most likely tokens at its position.
 
-    Raises StreamCut if an entry has no token id.
+    Raises StreamCut if the log probabilities are malformed, or an entry has no token id.
     """
-    if found is None:
+    if given is None:
         return ()
+    try:
+        found = msgspec.convert(given, _Logprobs)
+    except msgspec.ValidationError as error:
+        raise StreamCut(f"the server sent malformed log probabilities: {one_line(error)}") from error
     places = found.top_logprobs or [None] * len(found.tokens)
     converted = []
     for logprob, place in zip(found.token_logprobs, places, strict=False):

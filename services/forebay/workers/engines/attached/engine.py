@@ -33,7 +33,7 @@ from forebay.workers.engine import EngineError, EngineRefused
 from forebay.workers.engines.async_engine import CANARY_TOKENS
 from forebay.workers.engines.attached.completions import Call, Completions
 from forebay.workers.engines.attached.continuing import interrupted, limited, remaining, why_not_continued
-from forebay.workers.engines.attached.errors import Rejected, StreamCut, message_of
+from forebay.workers.engines.attached.errors import OVERLOADED_CODE, Rejected, StreamCut, message_of
 from forebay.workers.engines.attached.load import MetricsUnreadable, ServerLoad, read_load
 from forebay.workers.engines.attached.metrics import AttachedMetrics
 from forebay.workers.engines.attached.server import UpstreamServer
@@ -282,6 +282,9 @@ class AttachedEngine(ModelEngine):
         logger.error("unexpected error of a request; the worker continues", exc_info=error)
         return ResponseError(status=500, code="engine_error", message=one_line(error))
 
+    def _is_rejection(self, error: Exception) -> bool:
+        return isinstance(error, Rejected) and error.may_move
+
     def _call(self, item: WorkItem, prompt: list[int], sampling: Sampling, transfer: Mapping[str, Any] | None) -> Call:
         return Call(
             token_ids=prompt,
@@ -313,7 +316,8 @@ class AttachedEngine(ModelEngine):
                 if self._api.returns_token_ids and len(output) >= allowed.max_tokens:
                     return self._end_response(response, "length")
                 if attempt == CONTINUATIONS_MAX:
-                    raise Rejected(interrupted(response.tokens, f"the server cut its stream again: {cut}")) from None
+                    error = interrupted(response.tokens, f"the server cut its stream again: {cut}")
+                    raise Rejected(error, may_move=True) from None
                 reason = self._why_not_repeated(response)
                 if reason:
                     raise Rejected(interrupted(response.tokens, reason)) from None
@@ -341,7 +345,7 @@ class AttachedEngine(ModelEngine):
     async def _stream(self, call: Call, response: GeneratedResponse, output: list[int]) -> None:
         text = None if self._api.returns_token_ids else TextEncoder(self._attached.encode, self._attached.decode)
         expected, reason, is_first = self._cached_tokens(response.item), "", not output
-        deltas = self._api.generate(call)
+        deltas, left = self._api.generate(call), call.sampling.max_tokens
         try:
             async for delta in deltas:
                 reason = delta.finish_reason or reason
@@ -349,11 +353,16 @@ class AttachedEngine(ModelEngine):
                 if token_ids is None:
                     assert text is not None
                     token_ids = text.push(delta.text, is_last=bool(delta.finish_reason))
+                    if len(token_ids) > left:  # the server ignores max_tokens, or counts other tokens
+                        token_ids, reason = token_ids[:left], "length"
+                    left -= len(token_ids)
                 if delta.cached_tokens is not None and is_first:  # a continuation has the whole prompt cached
                     expected = response.cached_tokens = min(delta.cached_tokens, response.prompt_tokens)
                 output += token_ids
                 response.add(token_ids, expected, delta.logprobs)
                 self._wake.set()
+                if reason == "length" and not delta.finish_reason:
+                    break
         finally:
             await deltas.aclose()  # aborts the request
             if text is not None:
@@ -379,7 +388,7 @@ class AttachedEngine(ModelEngine):
                 await self._check_server()
             raise
         except StreamCut as cut:
-            raise Rejected(ResponseError(status=502, code="engine_error", message=str(cut))) from None
+            raise Rejected(ResponseError(status=502, code="engine_error", message=str(cut)), may_move=True) from None
         if done.transfer is None:
             message = f"the server {self._url} keeps no KV for others: start it with --kv-transfer-config"
             raise Rejected(ResponseError(status=501, code="not_supported", message=message))
@@ -400,7 +409,7 @@ class AttachedEngine(ModelEngine):
         return None if item.prefilled is None else HALF_LEASE_S
 
     def _fetch_failure(self, error: Exception) -> str | None:
-        if isinstance(error, Rejected) and error.error.status >= SERVER_ERROR:
+        if isinstance(error, Rejected) and error.error.status >= SERVER_ERROR and error.error.code != OVERLOADED_CODE:
             return error.error.message  # vLLM does not report whether the fetch failed
         return super()._fetch_failure(error)
 

@@ -1,15 +1,28 @@
 """Failures of a request to an attached server."""
 
+from collections.abc import Mapping
+from datetime import UTC
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import msgspec
 
+from forebay import runtime
 from forebay.events.codec import MALFORMED
 from forebay.events.tokens import ResponseError
 from forebay.workers.engines.model_directory import TEXT_CHARS_MAX
 
-DENIED = (401, 403)
-OVERLOADED = (429, 503)
+OPERATOR = frozenset((401, 402, 403, 405, 407))
+"""Statuses for which forebay's own credentials, account or address are responsible, not the client's request."""
+OVERLOADED: Mapping[int, int] = {408: 503, 425: 503, 429: 429, 503: 503, 529: 503}
+"""Statuses with which a server asks to send the request later, with the status for the client."""
+OVERLOADED_CODE = "engine_overloaded"
+UNAUTHORIZED = frozenset((401, 403))
+RETRY_AFTER_S_MAX = 3_600
+# FastChat's codes have five digits: an HTTP status and a number. With 403, however, the request is invalid.
+FASTCHAT_CODES = range(40_000, 60_000)
+FASTCHAT_INVALID = range(40_300, 40_400)
+INVALID_TYPES = frozenset(("invalid_request_error", "BadRequestError", "NotFoundError"))
 
 
 class Rejected(Exception):
@@ -17,11 +30,15 @@ class Rejected(Exception):
 
     Attributes:
         error: the error for the client.
+        may_move: whether another server may accept the request.
+        body: body of the server's response; empty if there is none.
     """
 
-    def __init__(self, error: ResponseError) -> None:
+    def __init__(self, error: ResponseError, *, may_move: bool = False, body: bytes = b"") -> None:
         super().__init__(error.message)
         self.error = error
+        self.may_move = may_move
+        self.body = body
 
 
 class StreamCut(Exception):
@@ -32,22 +49,41 @@ class _Body(msgspec.Struct):
     error: Any = None
     detail: Any = None
     message: Any = None
+    text: Any = None
+    msg: Any = None
+    error_code: Any = None
+    code: Any = None
+    status: Any = None
+    status_code: Any = None
+    type: Any = None
+    object: Any = None
+    choices: Any = None
 
 
 def message_of(body: bytes) -> str:
     """Return the message in the body of an error, in any of the forms that servers use, as one line."""
-    try:
-        found = msgspec.json.decode(body, type=_Body)
-    except MALFORMED:
-        found = _Body()  # not JSON, or another form: show the whole body
-    texts = map(_text, (found.error, found.detail, found.message))
+    found = _decoded(body)
+    texts = map(_text, () if found is None else (found.error, found.detail, found.message, found.text, found.msg))
     text = next(filter(None, texts), None) or body.decode(errors="replace")
     return clipped(text) or "the response has no message"
 
 
+def _decoded(body: bytes) -> _Body | None:
+    """Return the fields of a JSON object, None for any other content."""
+    try:
+        return msgspec.json.decode(body, type=_Body)
+    except MALFORMED:
+        return None
+
+
 def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return "; ".join(filter(None, map(_text, value)))
     if isinstance(value, dict):
-        value = value.get("message")
+        if isinstance(value.get("loc"), list):  # an invalid field, as FastAPI reports it
+            return f"{'.'.join(map(str, value['loc']))}: {value.get('msg', 'invalid')}"
+        texts = (_text(value.get(name)) for name in ("message", "msg", "detail", "text", "error"))
+        return next(filter(None, texts), "")
     return value if isinstance(value, str) else ""
 
 
@@ -56,20 +92,82 @@ def clipped(text: str) -> str:
     return " ".join(text.split())[:TEXT_CHARS_MAX]
 
 
-def rejection(url: str, status: int, body: bytes) -> Rejected:
+def rejection(url: str, status: int, body: bytes, retry_after: str = "") -> Rejected:
     """Return the exception for an error response of a server.
 
     Args:
         url: address of the server.
         status: HTTP status.
         body: body of the response.
+        retry_after: value of the header `Retry-After`; empty if there is none.
     """
-    text = message_of(body)
-    if status in DENIED:  # of forebay's request, not of the client's
-        message = f"the server {url} denied access; set --upstream-api-key-file: {text}"
-        return Rejected(ResponseError(status=502, code="engine_error", message=message))
+    text, after_s = message_of(body), _seconds(retry_after)
+    if status in OPERATOR:
+        hint = "denied access; set --upstream-api-key-file" if status in UNAUTHORIZED else f"responded with {status}"
+        error = ResponseError(
+            status=502, code="engine_error", message=f"the server {url} {hint}: {text}", retry_after_s=after_s
+        )
+        return Rejected(error, may_move=True, body=body)
     if 400 <= status < 500 and status not in OVERLOADED:
-        return Rejected(ResponseError(status=status, code="invalid_request", message=text))
-    code = "engine_overloaded" if status in OVERLOADED else "engine_error"
-    known = status if status in OVERLOADED else 502
-    return Rejected(ResponseError(status=known, code=code, message=f"the server responded with {status}: {text}"))
+        return Rejected(ResponseError(status=status, code="invalid_request", message=text), body=body)
+    error = ResponseError(
+        status=OVERLOADED.get(status, 502),
+        code=OVERLOADED_CODE if status in OVERLOADED else "engine_error",
+        message=f"the server responded with {status}: {text}",
+        retry_after_s=after_s,
+    )
+    return Rejected(error, may_move=True, body=body)
+
+
+def error_in(url: str, data: bytes, *, is_error: bool = False) -> Rejected | None:
+    """Return the exception for an error that a server sent with status 200, None if the data are no error.
+
+    Args:
+        url: address of the server.
+        data: body of the response, or data of an event of its stream.
+        is_error: whether the server says that it is an error, in the type of the event.
+    """
+    found = _decoded(data) or _Body()
+    has_message = found.choices is None and bool(_text(found.detail) or _text(found.message))
+    is_named = found.error not in (None, "", False, 0) or found.object == "error" or _code(found.error_code)
+    if not (is_error or is_named or has_message):
+        return None
+    status = _status(found)
+    if status is not None:
+        return rejection(url, status, data)
+    error = ResponseError(status=502, code="engine_error", message=message_of(data))
+    return Rejected(error, may_move=True, body=data)
+
+
+def _status(found: _Body) -> int | None:
+    """Return the HTTP status that an error names, None if it names none."""
+    inner = found.error if isinstance(found.error, dict) else {}
+    names = ("status", "status_code", "error_code", "code")
+    for value in (*map(inner.get, names), *(getattr(found, name) for name in names)):
+        code = _code(value)
+        if code in FASTCHAT_CODES:
+            code = 400 if code in FASTCHAT_INVALID else code // 100
+        if 400 <= code <= 599:
+            return code
+    return 400 if {inner.get("type"), found.type} & INVALID_TYPES else None
+
+
+def _code(value: Any) -> int:
+    """Return a code that is a number, also as a text; 0 for any other value."""
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 5:
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _seconds(retry_after: str) -> int:
+    """Return the seconds in a header `Retry-After`, which may be a date; 0 if it is missing, invalid or over."""
+    text = retry_after.strip()
+    if text.isascii() and text.isdigit():
+        return min(int(text[:9]), RETRY_AFTER_S_MAX)
+    try:
+        due = parsedate_to_datetime(text)
+    except ValueError:
+        return 0
+    if due.tzinfo is None:
+        due = due.replace(tzinfo=UTC)
+    return max(0, min(round(due.timestamp() - runtime.wall_us() / 1e6), RETRY_AFTER_S_MAX))

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import aiohttp
@@ -27,8 +28,10 @@ KEEP_ALIVE_S = 3.0  # less than the 5 s after which uvicorn closes an idle conne
 END_S = 1.0  # from the last event of a stream to its end, after which its connection is used again
 BODY_BYTES_MAX = 64 << 20  # of a response that is not a stream
 EVENT_BYTES_MAX = 4 << 20  # of one event of a stream; with many log probabilities, some 10 KB
-DATA = b"data:"
 DONE = b"[DONE]"
+LINE_END = re.compile(rb"\r\n|\n|\r")
+LINE_BYTES = 64  # more than a line with `[DONE]` has
+BOM = b"\xef\xbb\xbf"
 SIZE_MAX = 1 << 31
 Size = Annotated[int, msgspec.Meta(ge=1, lt=SIZE_MAX)]
 
@@ -84,6 +87,79 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int | None = None
     kv_blocks: int | None = None
     loras: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerEvent:
+    """Server-sent event. `type` is empty if the stream names none. `data` are valid UTF-8."""
+
+    type: str
+    data: bytes
+
+
+class SseDecoder:
+    """Decodes the bytes of a stream of server-sent events as the HTML standard of WHATWG describes it.
+
+    Lines end with CR, LF or CRLF. A BOM at the beginning, comments, and the fields `id` and `retry` are ignored. An
+    event that the end of the stream cuts off is not returned.
+    """
+
+    def __init__(self) -> None:
+        self._line = bytearray()
+        self._data: list[bytes] = []
+        self._data_bytes = 0
+        self._type = b""
+        self._is_first_line = True
+        self._ended_with_cr = False
+
+    @property
+    def pending_bytes(self) -> int:
+        """Number of bytes of the event that is not complete."""
+        return len(self._line) + self._data_bytes
+
+    @property
+    def unfinished(self) -> bytes:
+        """Data of the event that is not complete, with its last line, even if that is not complete."""
+        last = [bytes(self._line).removeprefix(b"data:")] if self._line.startswith(b"data:") else []
+        return b"\n".join([*self._data, *last])
+
+    def feed(self, received: bytes) -> list[ServerEvent]:
+        """Return the events that are complete with the bytes that were received next."""
+        if self._ended_with_cr and received.startswith(b"\n"):
+            received = received[1:]
+            self._ended_with_cr = False
+        if not received:
+            return []
+        self._ended_with_cr = received.endswith(b"\r")
+        first, *others = LINE_END.split(received)
+        self._line += first
+        events = []
+        for following in others:
+            if (event := self._end_line()) is not None:
+                events.append(event)
+            self._line += following
+        return events
+
+    def _end_line(self) -> ServerEvent | None:
+        line = bytes(self._line)
+        self._line.clear()
+        if self._is_first_line:
+            line, self._is_first_line = line.removeprefix(BOM), False
+        if not line:
+            return self._dispatch()
+        name, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if name == b"data":
+            self._data.append(value)
+            self._data_bytes += len(value) + 1
+        elif name == b"event":
+            self._type = value
+        return None
+
+    def _dispatch(self) -> ServerEvent | None:
+        data, kind = self._data, self._type.decode(errors="replace")
+        self._data, self._data_bytes, self._type = [], 0, b""
+        return ServerEvent(kind, b"\n".join(data).decode(errors="replace").encode()) if data else None
 
 
 class UpstreamServer:
@@ -154,8 +230,8 @@ class UpstreamServer:
     @contextlib.asynccontextmanager
     async def stream(
         self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
-    ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Send a request, and yield the data of the events of its stream. Leaving the context aborts the request.
+    ) -> AsyncIterator[AsyncIterator[ServerEvent]]:
+        """Send a request, and yield the events of its stream. Leaving the context aborts the request.
 
         Raises:
             Rejected: the server responded with an error before the stream began.
@@ -164,9 +240,10 @@ class UpstreamServer:
         try:
             async with self._session.post(self.url + path, json=body, headers=headers) as response:
                 if response.status != 200:
-                    raise rejection(self.url, response.status, await self._body(response))
+                    after = response.headers.get("retry-after", "")
+                    raise rejection(self.url, response.status, await self._body(response), after)
                 try:
-                    yield _events(response.content)
+                    yield _events(response)
                 finally:
                     if not response.content.at_eof():
                         response.close()
@@ -252,21 +329,42 @@ class UpstreamServer:
         return None, None
 
 
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the data of each server-sent event until `[DONE]`. Raises StreamCut if the stream ends before."""
-    pending = b""
-    async for received in content.iter_any():
-        *lines, pending = (pending + received).split(b"\n")
-        for line in lines:
-            if line.startswith(DATA):
-                data = line[len(DATA) :].strip()
-                if data == DONE:
-                    await _end(content)
-                    return
-                yield data
-        if len(pending) > EVENT_BYTES_MAX:
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[ServerEvent]:
+    """Yield each event until `[DONE]`. A server may also respond with one JSON document, which counts as an event.
+
+    Raises:
+        StreamCut: the stream ends before `[DONE]`, or an event is too long.
+    """
+    decoder, begin = SseDecoder(), b""
+    content = response.content
+    is_document: bool | None = None  # unknown
+    async for part in content.iter_any():
+        received = part
+        if is_document is not False:
+            begin += part
+            head = b"" if BOM.startswith(begin) else begin.removeprefix(BOM).lstrip()
+            if head and is_document is None:
+                is_document = head.startswith(b"{")  # no field of an event begins like this
+            if len(begin) > EVENT_BYTES_MAX:
+                raise StreamCut(f"the response is longer than {EVENT_BYTES_MAX} bytes")
+            if is_document is not False:
+                continue
+            received = begin
+        for event in decoder.feed(received):
+            if event.data.strip() == DONE:
+                await _end(content)
+                return
+            yield event
+        # Some servers close the connection right behind these bytes.
+        if decoder.pending_bytes < LINE_BYTES and decoder.unfinished.strip() == DONE:
+            await _end(content)
+            return
+        if decoder.pending_bytes > EVENT_BYTES_MAX:
             raise StreamCut(f"an event of the stream is longer than {EVENT_BYTES_MAX} bytes")
-    raise StreamCut("the server closed the connection before the response was complete")
+    if is_document:
+        yield ServerEvent("", begin.removeprefix(BOM))
+    else:
+        raise StreamCut("the server closed the connection before the response was complete")
 
 
 async def _end(content: aiohttp.StreamReader) -> None:
