@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
+from forebay import runtime
 from forebay.cli.processes import attached as attached_module
 from forebay.cli.processes.attached import AttachedWorkers, Attachment, UpstreamSettings, attachments, check_options
 from forebay.cli.processes.engine_options import EngineOptions
@@ -251,6 +252,28 @@ async def test_a_lost_server_is_attached_again(caplog: pytest.LogCaptureFixture)
     await fleet.run()
     assert not fleet.steps
     assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == [str(LOST), "another reason"]
+
+
+async def test_the_pauses_before_a_failing_server_is_tried_again_grow_to_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+    sleep, now_s = asyncio.sleep, [0.0]
+
+    async def noted(pause_s: float) -> None:
+        pauses.append(pause_s)
+        await sleep(0)
+
+    async def served(one: Attachment) -> None:
+        now_s[0] += 3_600.0
+        raise LOST
+
+    monkeypatch.setattr(attached_module, "RETRY_S", 2.0)
+    monkeypatch.setattr(asyncio, "sleep", noted)
+    monkeypatch.setattr(runtime, "monotonic_s", lambda: now_s[0])
+    fleet = Fleet(*[raising(LOST)] * 7, served, raising(LOST), drained)
+    await fleet.run()
+    assert pauses == [2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 2.0, 4.0]
 
 
 async def test_a_server_that_returns_unusable_is_waited_for_but_not_at_the_first_time() -> None:

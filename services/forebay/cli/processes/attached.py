@@ -2,7 +2,8 @@
 
 Theory of operation. Each server has its own worker, which joins the group of the server's model. If the server stops
 responding, its worker leaves, so that its requests continue on other workers. The process then waits for the server and
-attaches it again, but only if it still serves the same model.
+attaches it again, but only if it still serves the same model. Each failure doubles the pause before the next attempt,
+because a failed start of a worker is an event on the log.
 """
 
 import asyncio
@@ -51,7 +52,8 @@ from forebay.workers.runtime.worker import ENGINE_STOP_S, Worker
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 2.0  # pause before a server that does not respond is tried again
+RETRY_S = 2.0  # pause before a server that does not respond is tried again; doubles with each failure
+RETRY_S_MAX = 30.0  # a server that needs minutes to load its model is not idle for much longer than necessary
 ENGINE = "attached"
 
 
@@ -205,8 +207,9 @@ class AttachedWorkers:
 
     async def _keep(self, one: Attachment) -> None:
         """Attach a server, and attach it again after it was lost, until the process stops."""
-        warned = ""
+        warned, pause_s = "", RETRY_S
         while not self._stopping:
+            began_s = runtime.monotonic_s()
             try:
                 await self.attach(one)
             except EngineError as error:
@@ -226,7 +229,10 @@ class AttachedWorkers:
                 logger.warning("worker %s waits for its server, and retries: %s", one.worker_id, problem)
             warned = problem
             if not self._stopping:
-                await asyncio.sleep(RETRY_S)
+                if runtime.monotonic_s() - began_s > RETRY_S_MAX:  # the worker has served, so this is another failure
+                    pause_s = RETRY_S
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, RETRY_S_MAX)
 
     async def attach(self, one: Attachment) -> None:
         """Start a worker for a server, and run it until it is drained.
