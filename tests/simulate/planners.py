@@ -39,13 +39,13 @@ def expect_the_same(history: Sequence[ScalingObserved], observed: int) -> Demand
 
 
 def planning(*, pool: dict[str, Any] | None = None, **settings: Any) -> Planning:
-    """Return a planner of the pool `default`. Its profile says that a worker prefills 1,100 tokens per second."""
+    """Return a planner of the pool `default`. Its profile says that a worker prefills 1,300 tokens per second."""
     described = {
         "group": GROUP,
         "pool": "default",
         "max_size": 8,
         "startup_s": 40.0,
-        "prefill": (PrefillPoint(isl=100, ttft_ms=50, tokens_per_s=1_100),),
+        "prefill": (PrefillPoint(isl=100, ttft_ms=50, tokens_per_s=1_300),),
         "decode": (DecodePoint(context=100, concurrency=1, itl_ms=10, tokens_per_s=1_000_000),),
         **(pool or {}),
     }

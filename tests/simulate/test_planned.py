@@ -1,5 +1,7 @@
 """A planner in a simulation: sizes over time, cold starts, drains, failures and the GPU time of all workers."""
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -113,6 +115,24 @@ def test_prefill_and_decode_pools_are_sized_apart() -> None:
     outcome = run(split(1, 1), planner, *wave(1, 4, 4, 4))
     assert sizes(outcome, "prefill") == [1, 4, 4]
     assert sizes(outcome) == [1, 1, 1]
+    assert outcome.requests.failures == {}
+
+
+def test_gpus_of_draining_workers_are_not_used_twice() -> None:
+    one = planning(gpu_budget=6)
+    (pool,) = one.settings.pools
+    pools = (
+        msgspec.structs.replace(pool, pool="prefill", role="prefill"),
+        msgspec.structs.replace(pool, role="decode"),
+    )
+    planner = Planning(msgspec.structs.replace(one.settings, pools=pools), one.forecast)
+    long = [turn(at, 200, 12_000, at_us=at * S) for at in range(20)]  # decode workers drain for minutes
+    short = [turn(20 + at, 2_000, 2, at_us=(60 + at) * S // 2) for at in range(200)]
+    outcome = run(split(1, 5), planner, *long, *short)
+    gpu_s = [0.0, *(interval.gpu_s for interval in outcome.planned)]
+    assert max(after - before for before, after in pairwise(gpu_s)) <= 6 * INTERVAL_S + 1e-6
+    assert max(sizes(outcome, "prefill")) > 1
+    assert any(interval.observed[1].draining for interval in outcome.planned)
     assert outcome.requests.failures == {}
 
 

@@ -72,7 +72,7 @@ def test_method_simulate_decides_the_simulated_size() -> None:
 def test_a_change_that_is_limited_per_decision_continues() -> None:
     planner = VirtualPlanner(settings(max_change=2), last_value)
     assert sizes(planner.plan(busy(600, 1), 10 * S)) == [3, 5, 6, 6]
-    assert sizes(planner.plan(busy(100, 6), 20 * S)) == [4, 2, 1, 1]
+    assert sizes(planner.plan(busy(80, 6), 20 * S)) == [4, 2, 1, 1]
     assert planner.state.open == {}
 
 

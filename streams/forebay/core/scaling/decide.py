@@ -3,6 +3,9 @@
 A pool keeps its size if its last change has no reply yet, if the planner is paused, or if the pool is not observed. A
 size set by an operator comes before every proposal. A change that reverses the last one waits for the cool-down, and no
 later step of the decision reverses it either: the limits come before this check, and the budget keeps to its result.
+
+A pool grows only into GPUs that are free. Workers that were removed use theirs until they have drained, and also count
+in the largest size of their pool.
 """
 
 from collections.abc import Sequence
@@ -108,7 +111,7 @@ def _guarded(state: PlannerState, settings: PlannerSettings, pool: PoolScaling) 
     proposals = _proposals(state, settings, pool, demand, current)
     proposal = _chosen(proposals)
     size = max(current - settings.max_change, min(current + settings.max_change, proposal.size))
-    size = max(pool.min_size, min(pool.max_size, size))
+    size = max(pool.min_size, min(_most(state, pool, current), size))
     if reason := _hold(state, settings, pool, current, size):
         decision = _decision(pool, current, Proposal(proposal.size, reason), current)
     elif size != proposal.size:
@@ -116,6 +119,12 @@ def _guarded(state: PlannerState, settings: PlannerSettings, pool: PoolScaling) 
     else:
         decision = _decision(pool, current, proposal, size)
     return PoolSizing(pool, demand, proposals, size, decision, decision)
+
+
+def _most(state: PlannerState, pool: PoolScaling, current: int) -> int:
+    """Return the largest size that a pool may get now, not below its present size if that is within the limits."""
+    removed = state.running(pool) - current
+    return max(pool.max_size - removed, min(current, pool.max_size))
 
 
 def _kept(state: PlannerState, pool: PoolScaling, current: int | None) -> Proposal | None:
@@ -141,7 +150,7 @@ def _proposals(
     state: PlannerState, settings: PlannerSettings, pool: PoolScaling, demand: PoolDemand | None, current: int
 ) -> tuple[MethodProposal, ...]:
     if settings.method == "simulate":
-        return (MethodProposal("simulate", _simulated(state, pool, current)),)
+        return (MethodProposal("simulate", _simulated(state, settings, pool, current)),)
     found: list[MethodProposal] = []
     if settings.method in {"throughput", "both"}:
         lower = throughput.propose(pool, settings, demand, state.last_observed(pool), current)
@@ -168,17 +177,28 @@ def _demand(state: PlannerState, pool: PoolScaling) -> PoolDemand | None:
     return next((one for one in pools if (one.group, one.pool) == (pool.group, pool.pool)), None)
 
 
-def _simulated(state: PlannerState, pool: PoolScaling, current: int) -> Proposal:
-    """Return the smallest simulated size that attains the target, or the best one if none does."""
+def _simulated(state: PlannerState, settings: PlannerSettings, pool: PoolScaling, current: int) -> Proposal:
+    """Return the smallest simulated size that attains the target, or the best one if none does.
+
+    A smaller size than the present one must attain the target by a margin.
+    """
     if state.simulated is None:
         return Proposal(current, "no_demand")
     sizes = [one for one in state.simulated.sizes if (one.group, one.pool) == (pool.group, pool.pool)]
     if not sizes:
         return Proposal(current, "no_demand")
     basis = (SimulatedAttainment(state.simulated.target, tuple((one.size, one.attained) for one in sizes)),)
-    attaining = [one.size for one in sizes if one.attained >= state.simulated.target]
+    target = state.simulated.target
+    attaining = [one.size for one in sizes if one.attained >= target]
     if attaining:
-        return Proposal(min(attaining), basis=basis)
+        size = min(attaining)
+        if size >= current:
+            return Proposal(size, basis=basis)
+        # A pool shrinks only to a size at which fewer requests miss the targets than may miss them.
+        missed_max = (1 - target) * settings.down_sensitivity
+        enough = [one.size for one in sizes if 1 - one.attained <= missed_max]
+        size = min(min(enough, default=current), current)
+        return Proposal(size, "consolidation_refused" if size == current else None, basis)
     best = max(sizes, key=lambda one: (one.attained, -one.size))
     return Proposal(best.size, "target_unattainable", basis)
 
@@ -210,7 +230,7 @@ def _within_budget(state: PlannerState, settings: PlannerSettings, guarded: Sequ
         budget_gpus=max(settings.gpu_budget - used, 0) if settings.gpu_budget else None,
         min_gpus=max(settings.min_gpus - used, 0),
     )
-    sizes = iter(fitted.sizes)
+    sizes = iter(_within_free_gpus(state, settings, guarded, fitted.sizes) if fitted.feasible else fitted.sizes)
     found = []
     for sizing in guarded:
         one = sizing.guarded
@@ -228,6 +248,37 @@ def _within_budget(state: PlannerState, settings: PlannerSettings, guarded: Sequ
     return found
 
 
+def _within_free_gpus(
+    state: PlannerState, settings: PlannerSettings, guarded: Sequence[PoolSizing], sizes: Sequence[int]
+) -> Sequence[int]:
+    """Return sizes whose growth fits into the GPUs that no worker uses now. Reductions stay as they are.
+
+    Args:
+        state: state of the planner.
+        settings: settings of the planner.
+        guarded: the pools.
+        sizes: sizes of the pools that are not kept, within the budget.
+    """
+    if not settings.gpu_budget:
+        return sizes
+    used = sum(one.pool.gpus_per_worker * state.running(one.pool) for one in guarded)
+    used += sum(
+        max(0, gpus_before_budget(one) - one.pool.gpus_per_worker * state.running(one.pool))
+        for one in guarded
+        if one.guarded.reason in KEPT
+    )
+    changing = [one for one in guarded if one.guarded.reason not in KEPT]
+    growing = [
+        budget.Wanted(one.guarded.from_size, size, one.guarded.from_size, size, one.pool.gpus_per_worker)
+        for one, size in zip(changing, sizes, strict=True)
+        if size > one.guarded.from_size
+    ]
+    present = sum(one.current * one.gpus for one in growing)
+    fitted = budget.fit(growing, max(settings.gpu_budget - used, 0) + present, 0)
+    grown = iter(fitted.sizes)
+    return [next(grown) if size > one.guarded.from_size else size for one, size in zip(changing, sizes, strict=True)]
+
+
 def gpus_before_budget(sizing: PoolSizing) -> int:
     """Return the GPUs that a pool takes of the budget. A pool that was never observed has at least `min_size`."""
     one, pool = sizing.guarded, sizing.pool
@@ -238,7 +289,7 @@ def gpus_before_budget(sizing: PoolSizing) -> int:
 def _wanted(state: PlannerState, settings: PlannerSettings, pool: PoolScaling, one: PoolDecision) -> budget.Wanted:
     current, size = one.from_size, one.to_size
     low = current if _hold(state, settings, pool, current, current - 1) else pool.min_size
-    high = current if _hold(state, settings, pool, current, current + 1) else pool.max_size
+    high = current if _hold(state, settings, pool, current, current + 1) else _most(state, pool, current)
     return budget.Wanted(current, size, min(low, size), max(high, size), pool.gpus_per_worker)
 
 

@@ -29,7 +29,7 @@ from forebay.events.scaling import (
     SizesSimulated,
 )
 
-RULES_VERSION = 2
+RULES_VERSION = 3
 HISTORY_MAX = 64  # observations; the regressions of method `load` use at most these
 # A planner that writes no record for this many intervals and seconds has failed, and a standby claims the topic.
 SILENT_INTERVALS = 2.0  # an interval may be missed, because observing or forecasting took long
@@ -85,6 +85,8 @@ class PlannerState:
         forecast: newest forecast of this planner with its offset.
         simulated: newest simulations of this planner.
         sizes: size of each pool that a decision has changed.
+        peaks: largest size of these pools since the newest observation. Workers that were removed since then still run,
+            but the observation does not show that they drain.
         changes: last change of each pool.
         open: decided changes without reply. Each pool waits for its own reply, because pools of one decision can have
             different actuators.
@@ -105,6 +107,7 @@ class PlannerState:
     forecast: tuple[int, DemandForecast] | None = None
     simulated: SizesSimulated | None = None
     sizes: dict[PoolKey, int] = field(default_factory=dict)
+    peaks: dict[PoolKey, int] = field(default_factory=dict)
     changes: dict[PoolKey, PoolChange] = field(default_factory=dict)
     open: dict[PoolKey, OpenChange] = field(default_factory=dict)
     fell_short: bool = False
@@ -125,6 +128,18 @@ class PlannerState:
         if key in self.sizes and key not in overdue(self):
             return self.sizes[key]
         return self._ready(key)
+
+    def running(self, pool: PoolScaling) -> int:
+        """Return how many workers of a pool may run: those that are ready or start, those that drain, and more.
+
+        The result includes workers that were removed since the newest observation, because they may still drain, and
+        workers of a change whose outcome is not known yet.
+        """
+        key, observed = (pool.group, pool.pool), self.last_observed(pool)
+        most = max(self.size(pool) or 0, self.peaks.get(key, 0))
+        if key in self.open:
+            most = max(most, self.open[key].decided.from_size, self.open[key].decided.to_size)
+        return most if observed is None else max(most, observed.ready) + observed.draining
 
     def last_observed(self, pool: PoolScaling) -> PoolObserved | None:
         """Return the pool in the newest observation, None if it is not in it."""
@@ -175,6 +190,7 @@ class PlannerState:
             case ScalingObserved():
                 self.history.append(event)
                 self.observed = offset
+                self.peaks = dict(self.sizes)
                 self.fell_short = False
             case DemandForecast():
                 self.forecast = (offset, event)
@@ -222,6 +238,7 @@ class PlannerState:
             del self.open[key]
         for key, pool in changed_pools(decided).items():
             self.sizes[key] = pool.to_size
+            self.peaks[key] = max(self.peaks.get(key, 0), pool.from_size, pool.to_size)
             self.changes[key] = PoolChange(pool.to_size > pool.from_size, self.now_us, self.observed)
             self.open[key] = OpenChange(offset, pool, self.now_us)
 

@@ -5,6 +5,10 @@
     size = max(ceil(prefill + decode), min_size)
 
 A pool of one stage has only its own term. A worker of an aggregated pool spends a part of its time on each stage.
+
+A pool shrinks only as far as its workers would use at most the share `down_sensitivity` of their capacity. Otherwise
+the noise of a constant load would change the size in each interval, if the load is near the capacity of a whole number
+of workers.
 Source: Dynamo's throughput scaling, 1.6.1 for the equations `plain` and 0.x for `corrected`.
 """
 
@@ -13,7 +17,11 @@ from math import ceil, inf
 from forebay.core.scaling.basis import DecodeNeed, PrefillNeed
 from forebay.core.scaling.interpolation import decode_capacity, decode_itl_ms, prefill_speed, uncached
 from forebay.core.scaling.proposal import SIZE_MAX, Proposal
-from forebay.events.scaling import PlannerSettings, PoolDemand, PoolObserved, PoolScaling
+from forebay.events.scaling import PlannerSettings, PoolDemand, PoolObserved, PoolScaling, Reason
+
+# Lowest share for method `both`, which uses the result as a lower bound, and `down_sensitivity` for the load. A low
+# value suits the load, but would keep the bound at a multiple of the need.
+BOUND_SHARE = 0.8
 
 
 def propose(
@@ -23,7 +31,7 @@ def propose(
 
     Args:
         pool: the pool, with the profile of one worker.
-        settings: targets and equations.
+        settings: targets, equations, and the margin of a reduction.
         demand: forecast for the pool; None if there is none.
         observed: newest observation, for the equations `corrected`; None if there is none.
         current: present size.
@@ -47,11 +55,16 @@ def propose(
     for need in needs:
         workers += need.workers
     size = max(ceil(workers) if workers < SIZE_MAX else SIZE_MAX, pool.min_size)
+    reason: Reason | None = None
+    if size < current:
+        share = max(settings.down_sensitivity, BOUND_SHARE if settings.method == "both" else 0.0)
+        size = min(current, max(size, ceil(workers / share))) if share else current
+        reason = "consolidation_refused" if size == current else None
     if not all(need.attainable for need in needs):
-        return Proposal(size, "target_unattainable", tuple(needs))
-    if not all(need.covered for need in needs):
-        return Proposal(size, "profile_exceeded", tuple(needs))
-    return Proposal(size, basis=tuple(needs))
+        reason = "target_unattainable"
+    elif not all(need.covered for need in needs):
+        reason = "profile_exceeded"
+    return Proposal(size, reason, tuple(needs))
 
 
 def _is_usable(pool: PoolScaling, demand: PoolDemand) -> bool:
