@@ -1,5 +1,6 @@
 """Metrics and probes over HTTP."""
 
+import contextlib
 import platform
 import socket
 from importlib.metadata import version
@@ -36,6 +37,27 @@ def test_probes_are_served_with_the_metrics(capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr() == ("", "")
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/live")
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_connection_has_one_request(version: str) -> None:
+    """A body is never parsed as the next request."""
+    inner = f"GET /live HTTP/{version}\r\nHost: x\r\n\r\n"
+    head = "Connection: Upgrade, keep-alive\r\nUpgrade: h2c\r\nTransfer-Encoding: identity, chunked\r\n"
+    raw = f"GET /live HTTP/{version}\r\nHost: x\r\n{head}Content-Length: {len(inner)}\r\n\r\n{inner}{inner}".encode()
+    port = free_ports(1)
+    with (
+        metrics_served("127.0.0.1", port, registry(), {"/live": lambda: (True, "running")}),
+        socket.create_connection(("127.0.0.1", port)) as client,
+    ):
+        client.sendall(raw)
+        client.shutdown(socket.SHUT_WR)
+        found = b""
+        with contextlib.suppress(ConnectionError):  # the rest of the bytes was not read
+            while part := client.recv(1 << 16):
+                found += part
+    assert found.startswith(b"HTTP/1.0 200 OK\r\n")
+    assert found.count(b"running\n") == 1
 
 
 def test_without_probes_and_without_a_port() -> None:

@@ -163,7 +163,8 @@ async def test_a_request_that_is_still_arriving_at_the_end_of_the_drain_gets_503
 
     async with served(scene, 0.0) as one:
         reader, writer = await asyncio.open_connection(one.client.base_url.host, one.client.base_url.port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+        writer.write(b"content-type: application/json\r\ncontent-length: 9\r\n\r\n{")
         await until(lambda: scene.ingress.drain.in_flight == 1)
         scene.ingress.drain.begin()
         await one.serving

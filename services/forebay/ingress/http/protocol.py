@@ -1,14 +1,13 @@
-"""uvicorn's HTTP/1.1 protocol with limits on headers, time and connections, and with errors in OpenAI's format.
+"""uvicorn's HTTP/1.1 protocol with strict framing, limits on headers, time and connections, and OpenAI's error format.
 
-uvicorn has no option for any of these limits when it parses with httptools. Each limit closes a way to hold memory or
-a connection without sending a request:
+A peer in front of this server must find the same requests in the bytes of a connection. Otherwise the body of one
+request could be executed as another request. llhttp, the parser of httptools, rejects most ambiguous framings. This
+module adds the rest of RFC 9112: it ignores offers to upgrade, at which httptools would skip the body. It accepts the
+transfer coding `chunked` alone, and none with HTTP/1.0. It discards trailers, and requires one `Host`.
 
-- `HEAD_BYTES_MAX` and `HEADERS_MAX` bound the request line and headers, also while a header is still incomplete.
-- `HEAD_S` bounds the time until the headers are complete, on a new connection and from the first byte of each later
-  request. Between two requests uvicorn's keep-alive timeout applies.
-- `BODY_S` and `BODY_BYTES_PER_S` bound the time until the body is complete, by a minimum rate.
-- `LINGER_S` bounds how long the rest of a body is discarded after the response was sent.
-- `connections_max` bounds the connections of the process. Connections above the limit get 503.
+uvicorn has no option for limits when it parses with httptools. Each limit closes a way to hold memory or a connection
+without sending a request; the comments of the constants say which. `connections_max` bounds the connections of the
+process. Connections above the limit get 503.
 """
 
 import asyncio
@@ -18,15 +17,19 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, NoReturn, cast
 
+import httptools
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from forebay.ingress.errors import ApiError
 
+# Of the request line and headers, also while a header is incomplete.
 HEAD_BYTES_MAX = 64 << 10  # Envoy's default is 60 KiB, nginx's 40 KiB; a trace context or token takes under 8 KiB
 HEADERS_MAX = 100  # the limit of Apache, Envoy and gunicorn
 STEP_BYTES = 16 << 10  # fed to the parser at a time, so that the limits are checked at least this often
 PIPELINED_MAX = 16  # requests queued behind the current one; each holds its scope in memory
+# Until the headers are complete, on a new connection or from the first byte of each later request. Between two requests
+# uvicorn's keep-alive timeout applies.
 HEAD_S = 20.0  # Apache's default; longer than an event loop or a network stalls
 BODY_S = 20.0  # Apache's default as well; added to the time at the minimum rate
 BODY_BYTES_PER_S = 128 << 10  # 1 Mbit/s: 4 MiB take up to 52 s, 48 MiB up to 404 s
@@ -35,6 +38,8 @@ CONNECTIONS_MAX = 8_192  # about 20 kB each, and more than the requests that one
 FILES_RESERVED = 256  # file descriptors for the log, Kafka, Redis, workers and fetched media
 REFUSED_MAX = 512  # connections above the limit that get a response; further connections are closed without one
 HTTP = b"HTTP/"  # begin of a response
+CHUNKED = b"chunked"
+VERSIONS = ("1.0", "1.1")  # llhttp parses 0.9 and 2.0, too
 PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})  # served on a connection above the limit, too
 
 OnRejected = Callable[[str], None]  # called with the error code
@@ -120,7 +125,7 @@ class BoundedProtocol(HttpToolsProtocol):
         for at in range(0, len(data), STEP_BYTES):
             step = data if len(data) <= STEP_BYTES else data[at : at + STEP_BYTES]
             self._unparsed += len(step)
-            super().data_received(step)
+            self._parse(step)
             if self.transport.is_closing():
                 return
             if self._unparsed > HEAD_BYTES_MAX + STEP_BYTES:
@@ -130,7 +135,28 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Send the error of the exceeded limit, or status 400 if the parser found invalid HTTP."""
-        self._reject(self._violation or ApiError(400, "invalid_http", "the request is not valid HTTP/1.1"))
+        self._reject(self._violation or _invalid_http("the request is not valid HTTP/1.1"))
+
+    def _parse(self, data: bytes) -> None:
+        """Pass bytes to the parser. Repeat the headers of a request that offers an upgrade without the offer."""
+        self._unset_keepalive_if_required()
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:  # it would skip the body; it has stopped after the headers
+                (read,) = offer.args
+                data = self._head_without_upgrade() + data[read:]
+                self.parser = httptools.HttpRequestParser(self)  # the other one ignores all data if it will be closed
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+            except httptools.HttpParserError:
+                self.send_400_response("")
+                return
+
+    def _head_without_upgrade(self) -> bytes:
+        line = (self.parser.get_method(), self.url, b"HTTP/" + self.parser.get_http_version().encode())
+        headers = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join((b" ".join(line), *headers, b"", b""))
 
     def on_message_begin(self) -> None:
         """Reset the counters at the first byte of a request, and start the timeout of its headers."""
@@ -149,15 +175,59 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._header_count > HEADERS_MAX:
             self._stop_parser(_head_too_large(f"more than {HEADERS_MAX} headers"))
         self._count_head(len(name) + len(value))
-        super().on_header(name, value)
+        if self._phase is _Phase.HEAD:
+            super().on_header(name, value.rstrip(b" \t"))
 
     def on_headers_complete(self) -> None:
-        """Start the timeout of the body. Reject the request if too many pipelined requests wait for a response."""
+        """Start the request and the timeout of its body.
+
+        Reject the request if its framing is invalid, or if too many pipelined requests wait for a response.
+        """
+        version = self.parser.get_http_version()
+        if (error := self._head_error(version)) is not None:
+            self._stop_parser(error)
+        if self.parser.should_upgrade():
+            return  # `_parse` repeats the headers
         self._phase, self._phase_s = _Phase.BODY, self.loop.time()
         if len(self.pipeline) >= PIPELINED_MAX:
             text = f"more than {PIPELINED_MAX} requests were sent ahead of their responses; wait for responses"
             self._stop_parser(ApiError(400, "too_many_pipelined", text))
+        if not self.url.startswith(b"/"):
+            self._resolve_absolute_url()
+        if version == "1.0":
+            self.expect_100_continue = False  # the client does not know interim responses
         super().on_headers_complete()
+        if version == "1.0":
+            self.cycle.send = _without_chunks(self.cycle)  # type: ignore[method-assign]
+
+    def _head_error(self, version: str) -> ApiError | None:
+        """Return the error of a request with ambiguous framing or an unsupported protocol, None if it is valid."""
+        if version not in VERSIONS:
+            return ApiError(505, "unsupported_http_version", f"HTTP/{version} is not supported; use HTTP/1.1")
+        if self.parser.get_method() == b"CONNECT":
+            return ApiError(501, "unsupported_method", "this server is no proxy; CONNECT is not supported")
+        codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and version == "1.0":
+            return _invalid_http("HTTP/1.0 has no Transfer-Encoding; use HTTP/1.1 or Content-Length")
+        if codings and codings != [CHUNKED]:
+            text = f"Transfer-Encoding is {b', '.join(codings).decode('latin-1')!r}; only 'chunked' is supported"
+            is_last = codings[-1].rpartition(b",")[2].strip() == CHUNKED  # otherwise the end of the body is unknown
+            return ApiError(501, "unsupported_transfer_encoding", text) if is_last else _invalid_http(text)
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (not hosts and version == "1.1"):
+            return _invalid_http(f"the request has {hosts} Host headers; send one")
+        return None
+
+    def _resolve_absolute_url(self) -> None:
+        """Replace an absolute URL by its path and query, and the header `Host` by its host and port."""
+        url = httptools.parse_url(self.url)
+        if url.host is None:
+            return  # `*`, which no route serves
+        host = b"[%b]" % url.host if b":" in url.host else url.host
+        if url.port is not None:
+            host += b":%d" % url.port
+        self.url = (url.path or b"/") + (b"" if url.query is None else b"?" + url.query)
+        self.headers[:] = [(b"host", host), *((name, value) for name, value in self.headers if name != b"host")]
 
     def on_body(self, body: bytes) -> None:
         """Count the bytes of a part of the body, which extend the timeout of the body."""
@@ -167,6 +237,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Stop the timeout, because the request is complete."""
+        if self.parser.should_upgrade():
+            return  # only its headers are; `_parse` repeats them
         self._phase, self._unparsed = _Phase.IDLE, 0
         super().on_message_complete()
 
@@ -312,6 +384,22 @@ def _rejecting_app(app: Any, limits: ConnectionLimits) -> Any:
         await error.send(send, closes=True)
 
     return reject
+
+
+def _without_chunks(cycle: RequestResponseCycle) -> Any:
+    """Return the `send` of a request whose response ends with the connection, unless it has a `Content-Length`."""
+    send = cycle.send
+
+    async def send_plain(message: Any) -> None:
+        cycle.chunked_encoding = False
+        cycle.expected_content_length = len(message.get("body", b""))  # uvicorn subtracts each part
+        await send(message)
+
+    return send_plain
+
+
+def _invalid_http(text: str) -> ApiError:
+    return ApiError(400, "invalid_http", text)
 
 
 def _head_too_large(limit: str) -> ApiError:
