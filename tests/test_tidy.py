@@ -73,6 +73,7 @@ class Outline(NamedTuple):
     definitions: list[Definition]
     prints: list[int]  # lines that call `print`
     private: list[tuple[int, str]]  # private names of other objects, in tests
+    stale: list[tuple[int, str]]
 
 
 @functools.cache
@@ -82,8 +83,10 @@ def outline(path: Path) -> Outline:
     functions = [(node.name, node.lineno, (node.end_lineno or 0) - node.lineno + 1) for node in function_nodes(tree)]
     definitions = list(public_definitions(tree))
     prints = list(print_calls(tree)) if "print(" in text else []
-    private = list(private_accesses(text, tree)) if path.relative_to(ROOT).parts[0] == "tests" else []
-    return Outline(ast.get_docstring(tree), functions, definitions, prints, private)
+    is_test = path.relative_to(ROOT).parts[0] == "tests"
+    private = list(private_accesses(text, tree)) if is_test else []
+    stale = [] if is_test or "await " not in text else list(stale_checks(tree))
+    return Outline(ast.get_docstring(tree), functions, definitions, prints, private, stale)
 
 
 def function_nodes(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -103,6 +106,30 @@ def print_calls(tree: ast.Module) -> Iterator[int]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
             yield node.lineno
+
+
+def stale_checks(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Find `name in self.x`, then an `await`, then `self.x[name]`: other tasks may have removed the name meanwhile."""
+    for function in function_nodes(tree):
+        if not isinstance(function, ast.AsyncFunctionDef):
+            continue
+        nodes = [node for node in ast.walk(function) if isinstance(node, ast.Await | ast.Compare | ast.Subscript)]
+        lookups = {
+            node: ast.unparse(node.value)
+            for node in nodes
+            if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute)
+            if isinstance(node.ctx, ast.Load)
+        }
+        checked: dict[str, int] = {}  # line of the newest check of an attribute
+        awaited = 0
+        for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
+            if isinstance(node, ast.Await):
+                awaited = node.lineno
+            elif isinstance(node, ast.Compare):
+                if isinstance(node.ops[0], ast.In | ast.NotIn):
+                    checked[ast.unparse(node.comparators[0])] = node.lineno
+            elif checked.get(lookups.get(node, ""), awaited) < awaited:
+                yield node.lineno, ast.unparse(node)
 
 
 def public_definitions(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[Definition]:
@@ -262,6 +289,11 @@ def test_public_names_have_docstrings() -> None:
         if not definition.has_docstring
     ]
     check(faults, "public classes and functions without a docstring")
+
+
+def test_members_are_not_looked_up_after_an_await_that_follows_their_check() -> None:
+    faults = [f"{shown(path)}:{line}: {text}" for path in SOURCES for line, text in outline(path).stale]
+    check(faults, "looked up after an await, although it was checked before; look it up once, before the await")
 
 
 def test_there_are_no_todo_comments() -> None:

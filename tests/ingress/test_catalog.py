@@ -270,6 +270,34 @@ async def test_an_adapter_is_unknown_only_once_all_models_have_listed_theirs(sce
     assert (caught.value.status, caught.value.code) == (503, "adapters_unknown")
 
 
+async def test_a_model_may_leave_while_it_is_listed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_listing, has_left = asyncio.Event(), asyncio.Event()
+
+    async def names() -> tuple[str, ...]:
+        is_listing.set()
+        await has_left.wait()
+        return ()
+
+    monkeypatch.setattr(module, "LISTED_S", 3_600.0)
+    digest = await scene.store()
+    await scene.serve("one", digest)
+    (entry,) = scene.catalog.ready()
+    monkeypatch.setattr(entry.group.adapters, "names", names)
+    listing = asyncio.create_task(scene.listed())
+    await is_listing.wait()
+    await scene.serve("one", "", ready=0)
+    await scene.remove(digest)
+    has_left.set()
+    assert list(await listing) == ["one"]
+    assert await scene.listed() == {}
+
+
+async def test_a_card_may_be_removed_twice(scene: Scene) -> None:
+    digest = await scene.store()
+    await scene.remove(digest)
+    await scene.remove(digest)
+
+
 async def test_readiness_names_what_each_model_lacks(scene: Scene) -> None:
     assert scene.catalog.why_not_ready() is not None
     await scene.serve("one", await scene.store())

@@ -261,10 +261,10 @@ class Catalog:
     async def cards(self) -> list[dict[str, Any]]:
         """Return the models with ready workers, their adapters and aliases, as `GET /v1/models` lists them."""
         entries = [entry for entry in self.ready() if entry.card in self._store.cards]
+        contexts = [self._store.cards[entry.card].card.context_tokens for entry in entries]  # they may leave meanwhile
         adapters = await asyncio.gather(*(_adapters_of(entry) for entry in entries))
         listed: list[dict[str, Any]] = []
-        for entry, names in zip(entries, adapters, strict=True):
-            context_tokens = self._store.cards[entry.card].card.context_tokens
+        for entry, context_tokens, names in zip(entries, contexts, adapters, strict=True):
             listed += card_of(entry.name, context_tokens, self._created_s, names)
         found = {card["id"]: card for card in listed}
         for name, alias in sorted(self._store.aliases.items()):

@@ -109,7 +109,10 @@ class ModelStore:
 
         Raises LogError if the log fails. Pieces may remain then, which nothing names.
         """
+        digests = [digest for digest in digests if digest in self.cards]  # another process may have removed them
         places = [place for digest in digests for place in self.cards[digest].stored]
+        if not digests:
+            return
         drafts = [Draft(MODELS.name, CARDS, b"", digest.encode()) for digest in digests]
         await self._reach(max(await self._log.append(drafts)) + 1)
         kept = {offset for place in self._places() for offset in place.offsets}
