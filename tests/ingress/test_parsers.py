@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from forebay.ingress.errors import ApiError, Unusable
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.openai.tools import NO_TOOLS, Function, Tool, ToolSelection
+from forebay.ingress.parsers.composer import OutputPlan
 from forebay.ingress.parsers.deltas import OutputDelta, merge_deltas
 from forebay.ingress.parsers.parsers import call_ids
 from forebay.ingress.parsers.selection import ParseOptions, ParserFactory
@@ -111,6 +112,51 @@ def test_tool_calls_in_each_format(tool: str, text: str, expected: list[Any], co
 def test_a_truncated_call_keeps_its_partial_arguments() -> None:
     output = whole('<tool_call>{"name": "weather", "arguments": {"city": "Pa', "hermes")
     assert [(call.name, call.arguments) for call in output.calls] == [("weather", '{"city": "Pa')]
+
+
+REQUIRED, NAMED = ToolSelection(TOOLS, "", parallel=True), ToolSelection(TOOLS, "weather", parallel=True)
+TO_PARIS = '{"name": "weather", "arguments": {"city": "Paris", "days": [1, 2]}}'
+CALLING = [
+    ("hermes", AUTO, "<think>So?</think>Sure. " + f"<tool_call>{TO_PARIS}</tool_call>\n" * 2 + "Done."),
+    ("llama3_json", AUTO, f"{TO_PARIS}; {TO_PARIS}"),
+    ("mistral", AUTO, f"[TOOL_CALLS] [{TO_PARIS}, {TO_PARIS}] "),
+    ("mistral", AUTO, '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]time{} '),
+    ("hermes", REQUIRED, f"[{TO_PARIS}, {TO_PARIS}] "),
+    ("hermes", NAMED, '{"city": "Paris", "days": [1, 2]} '),
+    ("hermes", AUTO, '{"a": "structured", "b": [1, 2]} '),
+]
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+@pytest.mark.parametrize(("tool", "choice", "text"), CALLING)
+def test_the_finish_reason_says_that_all_calls_are_complete(
+    tool: str, choice: ToolSelection, text: str, *, is_stopped: bool
+) -> None:
+    """A stop string, or the end of the output, may be anywhere in a call."""
+    reasons = set()
+    for at in range(1, len(text)):
+        stop = text[at : at + 4]
+        plan = OutputPlan([stop] if is_stopped else [], ParseOptions(choice))
+        composer = plan.composer(MODEL, ParserFactory(MODEL, tool, "qwen3"), "r")
+        output = MODEL.encode(text if is_stopped else text[:at])
+        deltas = [composer.push([token], []) for token in output if not composer.stopped]
+        found = merge_deltas([*deltas, *([] if composer.stopped else [composer.finish()])])
+        reason = composer.reason("stop")
+        assert composer.reason("length") == "length"
+        assert reason == (
+            "tool_calls" if found.calls and all(is_json(one.arguments) for one in found.calls) else "stop"
+        )
+        reasons.add(reason)
+    assert "stop" in reasons
+    assert is_stopped or ("tool_calls" in reasons) == ("city" in text)
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def test_arguments_are_streamed_and_the_id_is_sent_once() -> None:

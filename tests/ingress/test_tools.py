@@ -190,10 +190,29 @@ async def test_invalid_tools_are_rejected_by_field_name(
     assert shared_scene.requests() == []
 
 
-async def test_arguments_that_are_not_json_are_rejected(tools: Scene) -> None:
-    called = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "[]"}}]
-    response = await tools.client.post(CHAT, json=chat(messages=[{"role": "assistant", "tool_calls": called}]))
-    assert "messages[0].tool_calls[0].function.arguments is not a JSON object" in response.json()["error"]["message"]
+@pytest.mark.parametrize(
+    "arguments", ["", "[]", "null", "1", '{"city', '{"city": "Paris"}}', "[" * 5_000, "\0\n\u2028"]
+)
+async def test_arguments_may_be_any_text(tools: Scene, arguments: str) -> None:
+    called = [{"id": "1", "type": "function", "function": {"name": "not a name!", "arguments": arguments}}] * 20
+    await submit_chat(tools, messages=[HELLO, {"role": "assistant", "tool_calls": called}])
+
+
+async def test_a_message_may_have_many_calls(tools: Scene) -> None:
+    called = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}] * 500
+    await submit_chat(tools, messages=[HELLO, {"role": "assistant", "tool_calls": called}])
+
+
+async def test_the_message_of_a_response_that_was_cut_anywhere_is_accepted_as_history(tools: Scene) -> None:
+    output = f"<think>\nHm.\n</think>\nLet me look. {CALL}\n{CALL} Done."
+    for end in range(1, len(output), 6):
+        pending, request, _ = await submit_chat(tools, tools=[WEATHER])
+        emit_text(tools, request, output[:end], reason="length")
+        choice = (await pending).json()["choices"][0]
+        assert choice["finish_reason"] == "length"
+        pending, request, _ = await submit_chat(tools, tools=[WEATHER], messages=[HELLO, choice["message"], HELLO])
+        emit_text(tools, request, "x")
+        assert (await pending).status_code == 200
 
 
 async def test_different_definitions_of_a_name_cannot_be_merged(tools: Scene) -> None:

@@ -19,7 +19,6 @@ from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, describe_n
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, WORKER_ID, Nvext
 from forebay.ingress.openai.sampling import JsonObject, SamplingFields, TokenIds
 from forebay.ingress.openai.tools import (
-    CALLS_MAX,
     CallId,
     ToolCall,
     ToolChoice,
@@ -137,7 +136,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=CALLS_MAX)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: CallId | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None

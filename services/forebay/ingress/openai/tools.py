@@ -6,6 +6,7 @@ if any tool may be called.
 Source: OpenAI API reference, function calling.
 """
 
+import contextlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -19,7 +20,6 @@ from forebay.ingress.openai.fields import Body, Neutral, reject_extra
 from forebay.ingress.openai.sampling import JsonObject, encoded_schema
 
 TOOLS_MAX = 128  # OpenAI's limit
-CALLS_MAX = 128  # per message
 ID_CHARS_MAX = 256
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 FUNCTION_NEUTRAL: Neutral = {"strict": (None, False, True)}  # a forced call always follows its schema
@@ -61,11 +61,14 @@ class NamedTool(Body):
 
 
 class CalledFunction(Body):
-    """Function that the model called in an earlier message, with its arguments as JSON text."""
+    """Function that the model called in an earlier message, with its arguments as JSON text.
+
+    Both may be any text, because the model has written them.
+    """
 
     ignored = CALLED_IGNORED
 
-    name: FunctionName
+    name: str
     arguments: str
 
 
@@ -81,18 +84,19 @@ class ToolCall(Body):
     def plain(self, where: str) -> dict[str, Any]:
         """Return the call as input of a chat template, with parsed arguments.
 
+        The arguments stay text if they are not a JSON object, because an earlier response may have been cut off.
+
         Args:
             where: path of the call in the request, for errors.
 
         Raises:
-            ApiError: 400 if the arguments are not a JSON object, or a field is not supported.
+            ApiError: 400 if a field is not supported.
         """
         reject_extra(self, f"{where}.")
         reject_extra(self.function, f"{where}.function.")
-        try:
-            arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise invalid(f"{where}.function.arguments is not a JSON object: {error}", where) from error
+        arguments: Any = self.function.arguments
+        with contextlib.suppress(msgspec.MsgspecError, RecursionError):
+            arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
         return {
             "id": self.id,
             "type": "function",

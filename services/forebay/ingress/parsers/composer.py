@@ -6,6 +6,8 @@ The steps are: detokenize, end at stop strings, parse reasoning and tool calls, 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from forebay.events.tokens import TokenLogprob
 from forebay.ingress.model import Model
 from forebay.ingress.parsers.deltas import EMPTY_DELTA, DecodedLogprob, OutputDelta, Parser, merge_deltas
@@ -64,7 +66,7 @@ class Composer:
         stopped: whether a stop string ended the response.
     """
 
-    __slots__ = ("_called", "_echo", "_logprobs", "_parser", "_text", "stopped")
+    __slots__ = ("_arguments", "_echo", "_logprobs", "_parser", "_text", "stopped")
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class Composer:
         self._parser = parser
         self._logprobs = logprobs
         self._echo = echo
-        self._called = False
+        self._arguments: dict[int, list[str]] = {}  # parts of the arguments of each tool call, by its index
         self.stopped = False
 
     def push(self, token_ids: list[int], logprobs: Sequence[TokenLogprob] = ()) -> OutputDelta:
@@ -110,12 +112,27 @@ class Composer:
         return self._record_calls(merge_deltas([self._parser.push(text, []), self._parser.finish()]))
 
     def reason(self, reason: str) -> str:
-        """Return the finish reason for the client. After a tool call the engine's `stop` becomes `tool_calls`."""
-        return "tool_calls" if self._called and reason == "stop" else reason
+        """Return the finish reason for the client: `tool_calls` instead of `stop` if all tool calls are complete.
+
+        A stop string, a stop token or the model itself may end the output inside of a call.
+        """
+        calls = self._arguments.values()
+        is_called = reason == "stop" and calls and all(self._is_complete("".join(parts)) for parts in calls)
+        return "tool_calls" if is_called else reason
 
     def _record_calls(self, delta: OutputDelta, decoded: tuple[DecodedLogprob, ...] = ()) -> OutputDelta:
-        self._called = self._called or bool(delta.calls)
+        for call in delta.calls:
+            self._arguments.setdefault(call.index, []).append(call.arguments)
         return OutputDelta(delta.content, delta.reasoning, delta.calls, decoded) if decoded else delta
+
+    def _is_complete(self, arguments: str) -> bool:
+        if not arguments:  # some parsers of vLLM emit nothing for a call without arguments
+            return not self.stopped
+        try:
+            msgspec.json.decode(arguments, type=msgspec.Raw)
+        except (msgspec.MsgspecError, RecursionError):
+            return False
+        return True
 
     def _push_with_logprobs(
         self, token_ids: list[int], logprobs: Sequence[TokenLogprob]
