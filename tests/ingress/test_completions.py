@@ -86,6 +86,24 @@ async def test_a_stream_has_role_text_finish_reason_usage_and_done(scene: Scene)
     assert (usage["choices"], usage["usage"]["completion_tokens"], done) == ([], at, "[DONE]")
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_each_chunk_of_a_stream_can_have_the_token_counts(scene: Scene, path: str) -> None:
+    prompt = {"prompt": "Hello"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hello"}]}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    pending = start_request(scene, {"model": NAME, **prompt, "stream": True, "stream_options": options}, path)
+    request = await scene.next_request()
+    at = scene.emit_text(request.request_id, " one two")
+    at = scene.emit_text(request.request_id, " three", first=at)
+    scene.end(request.request_id, reason="stop", output=at)
+    *chunks, total, _ = events(await pending)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[0] > 0
+    assert total["usage"] == chunks[-1]["usage"]
+    assert total["usage"]["completion_tokens"] == at
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {len(unpack_u32(request.token_ids))}
+
+
 async def test_text_completions_accept_text_or_token_ids(scene: Scene) -> None:
     for prompt in ("Once upon", scene.model.encode("Once upon")):
         pending = start_request(scene, {"model": NAME, "prompt": prompt, "max_tokens": 3}, "/v1/completions")

@@ -242,7 +242,8 @@ class Preparer:
             parsing = ParseOptions(body.choice, self.parsers.is_open(rendered), prompt_ids=token_ids)
             prompt = TokenizedPrompt(token_ids, parsing)
         elif isinstance(rendered, str):
-            token_ids = encode_prompt(self.model, rendered, "prompt", "prompt", special=body.add_special_tokens)
+            special = body.add_special_tokens is not False
+            token_ids = encode_prompt(self.model, rendered, "prompt", "prompt", special=special)
             prompt = TokenizedPrompt(token_ids, echo=rendered if body.echo else "")
         else:
             prompt = TokenizedPrompt(rendered, echo=self.model.decode(rendered) if body.echo else "")
@@ -287,7 +288,11 @@ class Preparer:
             routing=target.routing,
             timeout_us=self._timeout_us,
             output=OutputPlan(
-                body.stop_strings, parsing, sampling.logprobs, special=not body.skip_special_tokens, echo=prompt.echo
+                stops=body.stop_strings,
+                parsing=parsing,
+                logprobs=sampling.logprobs,
+                special=body.skip_special_tokens is False,
+                echo=prompt.echo,
             ),
             kv_pin_s=body.kv_pin_s,
         )

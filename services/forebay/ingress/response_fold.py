@@ -20,7 +20,7 @@ from forebay.events.request_ids import choice_ids, client_id_of
 from forebay.events.tokens import TokenLogprob, Usage
 from forebay.ingress.errors import RETRY_AFTER_S, RETRY_STATUSES, ApiError
 from forebay.ingress.openai.embeddings import EmbeddingBody, embeddings
-from forebay.ingress.openai.render import ResponseFormatter, ServingInfo
+from forebay.ingress.openai.render import ResponseFormatter, ServingInfo, with_usage
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.parsers.composer import Composer
 from forebay.ingress.parsers.deltas import EMPTY_DELTA, OutputDelta, merge_deltas
@@ -169,6 +169,7 @@ class CompletionFold(ResponseFold):
         ]
         self._missing = len(composers)
         self._includes_usage = body.includes_usage
+        self._counts_each_chunk = body.counts_each_chunk
 
     def is_part_over(self, index: int) -> bool:
         """Return whether the choice at this position is complete."""
@@ -201,7 +202,12 @@ class CompletionFold(ResponseFold):
             return []
         chunk = choice.formatter.delta(delta, first=not choice.has_chunk)
         choice.has_chunk = True
-        return [chunk]
+        return [with_usage(chunk, self._usage()) if self._counts_each_chunk else chunk]
+
+    def _usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.prompt_tokens, output_tokens=self.output_tokens, cached_tokens=self.cached_tokens
+        )
 
     def _close(self, state: ResponseState, index: int, delta: OutputDelta, reason: str) -> list[bytes]:
         choice = self._choices[index]
@@ -212,9 +218,7 @@ class CompletionFold(ResponseFold):
             self._ids[index], state.worker_id, state.rank, state.attempt, state.prefilled
         )
         objects = self._add(choice, delta)
-        usage = Usage(
-            prompt_tokens=self.prompt_tokens, output_tokens=self.output_tokens, cached_tokens=self.cached_tokens
-        )
+        usage = self._usage()
         if not self.stream:
             choice.content = formatter.choice(merge_deltas(choice.deltas), reason)
             choice.deltas = []
@@ -222,7 +226,8 @@ class CompletionFold(ResponseFold):
                 return []
             all_served = [one.served for one in self._choices if one.served is not None]
             return [formatter.whole([one.content for one in self._choices], usage, all_served)]
-        objects.append(formatter.last(reason, served))
+        last = formatter.last(reason, served)
+        objects.append(with_usage(last, usage) if self._counts_each_chunk else last)
         if self.is_over and self._includes_usage:
             objects.append(formatter.usage(usage))
         return objects

@@ -23,11 +23,25 @@ from forebay.ingress.openai.sampling import TokenIds
 INPUTS_MAX = 2_048  # OpenAI's limit
 DIMENSIONS_MAX = 1 << 20
 
+# Parameters of vLLM 0.32 that forebay does not support, with the values that have no effect.
 NEUTRAL: Neutral = {
+    "add_generation_prompt": (None, False),
     "add_special_tokens": (None, True),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "continue_final_message": (None, False),
+    "embed_dtype": (None, "float32"),
+    "endianness": (None, "native", "little"),
+    "media_io_kwargs": (None, {}),
+    "messages": (None,),
+    "mm_processor_kwargs": (None, {}),
     "normalize": (None, True),
+    "padding": (None, "do_not_pad"),
     "priority": (None, 0),
+    "request_id": (None,),
     "truncate_prompt_tokens": (None,),
+    "truncation_side": (None, "left", "right"),  # of `truncate_prompt_tokens`
+    "use_activation": (None, True),
 }
 IGNORED = frozenset({"user"})
 
@@ -47,7 +61,7 @@ class EmbeddingBody(CheckedBody):
         | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=INPUTS_MAX)]
         | Annotated[list[Tokens], Field(fail_fast=True, min_length=1, max_length=INPUTS_MAX)]
     )
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=DIMENSIONS_MAX)] | None = None
     cache_salt: Annotated[str, Field(max_length=NAME_CHARS_MAX)] | None = None
     nvext: Nvext | None = None

@@ -188,6 +188,11 @@ def _alternative(one: DecodedLogprob) -> dict[str, Any]:
     return {"token": one.text, "logprob": one.logprob, "bytes": [*one.token]}
 
 
+def with_usage(chunk: bytes, usage: Usage) -> bytes:
+    """Return a stream chunk with the token counts so far. `stream_options.continuous_usage_stats` requests them."""
+    return chunk[:-1] + b',"usage":' + _encode(usage_of(usage)) + b"}"
+
+
 def usage_of(usage: Usage) -> dict[str, Any]:
     """Return the token counts of a request as OpenAI's object `usage`."""
     return {

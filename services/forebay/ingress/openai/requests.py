@@ -39,24 +39,43 @@ CHOICES_MAX = 1_024  # of one response: `n` for each prompt; each is a request o
 LOGPROBS_MAX = 20  # OpenAI's limit for chats, and the default limit of engines
 TEMPLATE_ARGUMENTS_MAX = 64
 
-# Parameters of OpenAI and vLLM that forebay does not support, with the values that have no effect.
+# Parameters of OpenAI and vLLM 0.32 that forebay does not support, with the values that have no effect.
 NEUTRAL: Neutral = {
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
     "best_of": (None, 1),
+    "ec_transfer_params": (None, {}),
     "guided_decoding_backend": (None,),
     "guided_whitespace_pattern": (None,),
     "include_stop_str_in_output": (None, False),
+    "kv_transfer_params": (None, {}),
     "length_penalty": (None, 1),
+    "logprob_token_ids": (None,),
+    "media_io_kwargs": (None, {}),
+    "mm_payload": (None, "tensors", "none"),  # vLLM's render endpoints use it
+    "mm_processor_kwargs": (None, {}),
     "priority": (None, 0),
+    "prompt_embeds": (None,),
     "prompt_logprobs": (None,),
+    "repetition_detection": (None,),
+    "request_id": (None,),
+    "return_mm_kwargs": (None, False, True),  # vLLM's render endpoints use it
+    "return_prompt_text": (None, False),
     "return_token_ids": (None, False),
+    "return_token_offsets": (None, False, True),  # vLLM's render endpoints use it
     "return_tokens_as_token_ids": (None, False),
+    "routed_experts_prompt_start": (None, 0),
     "service_tier": (None, "auto", "default"),
+    "session_id": (None,),
     "spaces_between_special_tokens": (None, True),
     "store": (None, False),
+    "stream_interval": (None, 1),
+    "thinking_token_budget": (None, -1),
     "truncate_prompt_tokens": (None,),
+    "truncation_side": (None, "left", "right"),  # of `truncate_prompt_tokens`
     "use_beam_search": (None, False),
+    "vllm_xargs": (None, {}),
+    "watermarking": (None, False),
 }
 CHAT_NEUTRAL: Neutral = {
     **NEUTRAL,
@@ -102,12 +121,16 @@ PART_FIELDS = ("text", "image_url", "video_url")
 
 
 class StreamOptions(CheckedBody):
-    """`stream_options`: whether the last chunk of a stream contains the token counts."""
+    """`stream_options`: whether the last chunk of a stream, or each one, contains the token counts.
+
+    As in vLLM, `continuous_usage_stats` has no effect without `include_usage`.
+    """
 
     path = "stream_options."
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class MediaUrl(Body):
@@ -193,7 +216,13 @@ class CompletionBody(SamplingFields):
     @property
     def includes_usage(self) -> bool:
         """Whether the last chunk of a stream contains the token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def counts_each_chunk(self) -> bool:
+        """Whether every chunk of a stream contains the token counts so far."""
+        options = self.stream_options
+        return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
 
     @property
     def cache_namespace(self) -> str:
@@ -324,7 +353,7 @@ class TextBody(CompletionBody):
         | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=PROMPTS_MAX)]
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=PROMPTS_MAX)]
     )
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
 

@@ -83,8 +83,8 @@ class SamplingFields(CheckedBody):
     logit_bias: Annotated[dict[str, Bias], at_most(BIASES_MAX)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=TOKENS_MAX)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=STOP_TOKENS_MAX)] | None = None
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | JsonObject | None = None
@@ -128,7 +128,7 @@ def sampling_of(body: SamplingFields, max_tokens: int, vocabulary_size: int) -> 
         logit_bias=_biases(body, vocabulary_size),
         logprobs=body.logprobs_wanted,
         structured=_structured(body),
-        ignore_eos=body.ignore_eos,
+        ignore_eos=bool(body.ignore_eos),
         top_k=max(0, body.top_k or 0),  # 0 disables it, as vLLM's -1 does
         min_p=_or_default(body.min_p, 0.0),
         repetition_penalty=_or_default(body.repetition_penalty, 1.0),

@@ -22,7 +22,8 @@ from forebay.ingress.openai.sampling import JsonObject, encoded_schema
 TOOLS_MAX = 128  # OpenAI's limit
 ID_CHARS_MAX = 256
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
-FUNCTION_NEUTRAL: Neutral = {"strict": (None, False, True)}  # a forced call always follows its schema
+TOOL_NEUTRAL: Neutral = {"defer_loading": (None, False)}
+FUNCTION_NEUTRAL: Neutral = {**TOOL_NEUTRAL, "strict": (None, False, True)}  # a forced call always follows its schema
 CALL_IGNORED = frozenset({"index"})  # clients copy this field from the deltas of a stream
 CALLED_IGNORED = frozenset({"parsed_arguments"})  # the arguments as parsed by OpenAI's client
 
@@ -42,6 +43,8 @@ class Function(Body):
 
 class Tool(Body):
     """Element of `tools`: a function that the model may call."""
+
+    neutral = TOOL_NEUTRAL
 
     type: Literal["function"]
     function: Function
