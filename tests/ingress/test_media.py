@@ -7,10 +7,13 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import pytest
 import pytest_asyncio
+from hypothesis import given
+from hypothesis import strategies as st
 
 from forebay.core.block_hashes import mm_hashes, sequence_hashes
 from forebay.events.base import unpack_u32
@@ -128,6 +131,69 @@ async def test_image_types_are_detected_from_the_bytes(scene: Scene, kind: str) 
     assert place.mime == f"image/{kind.lower()}"
 
 
+async def test_photos_of_phones_are_jpegs(scene: Scene) -> None:
+    """A JPEG may have further pictures, any orientation and any color mode."""
+    photo, turned = Image.new("RGB", (16, 8)), Image.Exif()
+    turned[0x0112] = 6
+    options: list[tuple[Any, str, dict[str, Any]]] = [
+        (photo, "MPO", {"save_all": True, "append_images": [Image.new("RGB", (4, 4))]}),
+        (photo, "MPO", {"save_all": True, "append_images": [Image.new("L", (4, 4))] * 3, "exif": turned}),
+        (photo, "JPEG", {"exif": turned, "progressive": True}),
+        (photo.convert("CMYK"), "JPEG", {}),
+        (photo.convert("L"), "JPEG", {}),
+    ]
+    for one, kind, fields in options:
+        content = io.BytesIO()
+        one.save(content, kind, **fields)
+        (place,) = (await prepare(scene, image(content.getvalue()))).media
+        assert (place.mime, place.content) == ("image/jpeg", content.getvalue())
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF"])
+async def test_animations_and_all_color_modes_are_images(scene: Scene, kind: str) -> None:
+    modes = {
+        "PNG": ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"],
+        "WEBP": ["RGB", "RGBA"],
+        "GIF": ["1", "L", "P", "RGB"],
+    }
+    for mode in modes[kind]:
+        for frames in (1, 3):
+            content, frame = io.BytesIO(), Image.new(mode, (8, 8))
+            frame.save(content, kind, **({"save_all": True, "append_images": [frame] * 2} if frames > 1 else {}))
+            (place,) = (await prepare(scene, image(content.getvalue()))).media
+            assert place.mime == f"image/{kind.lower()}"
+
+
+@MODULE_LOOP
+@given(
+    content=st.binary(min_size=1, max_size=80),
+    head=st.sampled_from([";base64", ";charset=utf-8;BASE64", "image/png; base64 ", "video/mp4;a=b;base64"]),
+    is_for_urls=st.booleans(),
+    is_padded=st.booleans(),
+    is_quoted=st.booleans(),
+    fold=st.integers(1, 80),
+    white_space=st.sampled_from(["", " ", "\n", "\r\n", "\t", "\f"]),
+)
+async def test_base64_may_be_folded_without_padding_and_for_urls(
+    shared_scene: Scene,
+    content: bytes,
+    head: str,
+    fold: int,
+    white_space: str,
+    *,
+    is_for_urls: bool,
+    is_padded: bool,
+    is_quoted: bool,
+) -> None:
+    content = MP4 + content
+    encoded = (base64.urlsafe_b64encode if is_for_urls else base64.b64encode)(content).decode()
+    encoded = encoded if is_padded else encoded.rstrip("=")
+    encoded = white_space.join(encoded[at : at + fold] for at in range(0, len(encoded), fold)) + white_space
+    url = f"data:{head},{quote(encoded) if is_quoted else encoded}"
+    (place,) = (await prepare(shared_scene, {"type": "video_url", "video_url": {"url": url}})).media
+    assert place.content == content
+
+
 @pytest.mark.parametrize(
     ("head", "mime"),
     [
@@ -157,6 +223,9 @@ LARGE = base64.b64encode(bytes(MEDIA_BYTES_MAX + 1)).decode()
         (image("http://[1::2::3]/"), 400, "invalid_media_url", "not a valid URL"),
         (image("data:image/png"), 400, "invalid_media_url", "the data URL has no comma"),
         (image("data:image/png;base64,@@"), 400, "invalid_media_url", "not valid base64"),
+        (image("data:image/png;base64,A"), 400, "invalid_media_url", "not valid base64"),
+        (image("data:image/png;base64,AA=A"), 400, "invalid_media_url", "not valid base64"),
+        (image("data:image/png;base64,Ä"), 400, "invalid_media_url", "not valid base64"),
         (image("data:image/png;base64,"), 400, "invalid_media_url", "the content is empty"),
         (image("data:,plain%20text"), 400, "not_an_image", "not a valid image; supported formats are PNG, JPEG"),
         (image(b"<svg/>"), 400, "not_an_image", "not a valid image"),

@@ -1,5 +1,6 @@
 """Prompts with images and videos for vLLM: one placeholder each, identified by their digests."""
 
+import io
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +60,31 @@ def test_images_are_decoded_and_videos_are_not() -> None:
         raw_prompt(work_item("r", [1, 99], 2, media=(media(1, 1, content=b"no"),)))
     with pytest.raises(MediaUnusable, match="cannot decode the frames of a video; start an encode worker"):
         raw_prompt(work_item("r", [1, 99], 2, media=(media(1, 1, "video"),)))
+
+
+def test_photos_are_upright_and_transparent_pixels_are_white() -> None:
+    """As in vLLM's own server and in Hugging Face's processors."""
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    turned = image.Exif()
+    turned[0x0112] = 6
+
+    def pixels(mode: str, kind: str, color: Any, **fields: Any) -> Any:
+        content = io.BytesIO()
+        image.new(mode, (16, 8), color).save(content, kind, **fields)
+        (found,) = raw_prompt(work_item("r", [99], 1, media=(media(0, 1, content=content.getvalue()),)))[
+            "multi_modal_data"
+        ]["image"]
+        assert found.mode == "RGB"
+        return found.size, found.getpixel((0, 0))
+
+    assert pixels("RGB", "PNG", "red", exif=turned) == ((8, 16), (255, 0, 0))
+    assert pixels("RGB", "JPEG", "black", exif=turned) == ((8, 16), (0, 0, 0))
+    assert pixels("RGB", "MPO", "black", exif=turned) == ((8, 16), (0, 0, 0))
+    assert pixels("RGB", "PNG", "red", exif=b"Exif\0\0broken") == ((16, 8), (255, 0, 0))
+    assert pixels("RGBA", "PNG", (9, 9, 9, 0)) == ((16, 8), (255, 255, 255))
+    assert pixels("LA", "PNG", (9, 0)) == ((16, 8), (255, 255, 255))
+    assert pixels("P", "PNG", 0, transparency=0) == ((16, 8), (255, 255, 255))
+    assert pixels("CMYK", "JPEG", (0, 0, 0, 0)) == ((16, 8), (255, 255, 255))
 
 
 class Rendering:

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import binascii
 import io
+import re
 import socket
 import ssl
 from collections.abc import Sequence
@@ -27,6 +28,10 @@ from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.media.refs import FetchedMedia, MediaRef, MediaSettings
 
 IMAGE_FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
+MULTI_PICTURE = "MPO"  # as Pillow names a JPEG with further pictures, which many phones take; the first one counts
+BASE64 = re.compile(r";\s*base64\s*$", re.IGNORECASE)
+STANDARD_BASE64 = bytes.maketrans(b"-_", b"+/")
+WHITE_SPACE = b" \t\r\n\f\v"
 IMAGE_PIXELS_MAX = 40_000_000  # an 8K frame has 33 million; decoded, 40 million take 120 MB
 DECODING_THREADS = 2  # each decodes one image at a time
 COUNT_MAX = 16  # per request
@@ -243,15 +248,20 @@ def _no_cookies() -> CookieJar:
 
 
 def _data(ref: MediaRef, budget: _Budget) -> bytes:
-    """Return the content of a data URL (RFC 2397)."""
+    """Return the content of a data URL (RFC 2397).
+
+    Encoders fold base64 after 76 characters, leave out the padding, or use the alphabet for URLs.
+    """
     head, comma, body = ref.url[5:].partition(",")
     if not comma:
         raise invalid(f"{ref.where}: the data URL has no comma", ref.where, "invalid_media_url")
-    encoded = head.lower().endswith(";base64")
-    least = max(0, len(body) * 3 // 4 - 2 if encoded else len(body) // 3)
+    raw, encoded = body.encode(), BASE64.search(head) is not None
+    if encoded:
+        raw = unquote_to_bytes(raw).translate(STANDARD_BASE64, WHITE_SPACE).rstrip(b"=")
+    least = len(raw) * 3 // 4 if encoded else len(raw) // 3
     budget.take(ref, least)
     try:
-        content = base64.b64decode(body, validate=True) if encoded else unquote_to_bytes(body)
+        content = base64.b64decode(raw + b"=" * (-len(raw) % 4), validate=True) if encoded else unquote_to_bytes(raw)
     except (binascii.Error, ValueError) as error:
         raise invalid(f"{ref.where}: not valid base64 ({error})", ref.where, "invalid_media_url") from error
     budget.take(ref, len(content) - least)
@@ -276,7 +286,7 @@ def _image(ref: MediaRef, content: bytes) -> str:
             if image.width * image.height > IMAGE_PIXELS_MAX:
                 raise _too_large(ref, f"{image.width} x {image.height} pixels")
             image.load()
-            return IMAGE_FORMATS[image.format or ""]
+            return IMAGE_FORMATS["JPEG" if image.format == MULTI_PICTURE else image.format or ""]
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_large(ref, "too many pixels") from error
     except (OSError, ValueError, SyntaxError, EOFError, KeyError) as error:

@@ -7,6 +7,7 @@ that the hashes in vLLM's KV events equal `forebay.core.block_hashes.mm_hash`. E
 """
 
 import asyncio
+import contextlib
 import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -133,11 +134,17 @@ def _image(media: Media) -> Any:
         raise MediaUnusable(
             f"this worker cannot decode the frames of a {media.kind}; start an encode worker, which sends embeddings"
         )
-    from PIL import Image  # noqa: PLC0415 - an extra
+    from PIL import Image, ImageOps  # noqa: PLC0415 - an extra
 
     try:
-        image = Image.open(io.BytesIO(media.content))
+        image: Any = Image.open(io.BytesIO(media.content))
         image.load()
-        return image.convert("RGB")
+        with contextlib.suppress(Exception):  # as vLLM's server, which ignores invalid EXIF data
+            image = ImageOps.exif_transpose(image)
+        if not image.has_transparency_data:
+            return image.convert("RGB")
+        image, opaque = image.convert("RGBA"), Image.new("RGB", image.size, "white")
+        opaque.paste(image, mask=image.getchannel("A"))
+        return opaque
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise MediaUnusable(f"cannot decode an image: {error}") from error
