@@ -19,6 +19,7 @@ NAMES = (
     "replay",
     "simulate",
     "simulate-table",
+    "cache-pressure",
     "disagg",
     "kv-transfer",
     "kv-hosts",

@@ -59,6 +59,7 @@ def test_every_flag_sets_its_field() -> None:
         "--router-kv-overlap-score-credit-decay": "0.25",
         "--router-prefill-load-scale": "3",
         "--router-decode-active-request-weight": "4",
+        "--router-eviction-weight": "1.5",
         "--router-host-cache-hit-weight": "0.6",
         "--router-disk-cache-hit-weight": "0.1",
         "--router-shared-cache-hit-weight": "0.05",
@@ -80,14 +81,8 @@ def test_every_flag_sets_its_field() -> None:
         "--router-queue-policy": "wspt",
         "--router-session-affinity-mode": "soft",
     }
-    switches = [
-        "--no-router-kv-events",
-        "--no-router-track-prefill-tokens",
-        "--no-router-track-active-blocks",
-        "--router-track-output-blocks",
-        "--no-router-assume-kv-reuse",
-        "--enforce-disagg",
-    ]
+    switches = ["--no-router-kv-events", "--no-router-track-prefill-tokens", "--no-router-track-active-blocks"]
+    switches += ["--router-track-output-blocks", "--no-router-assume-kv-reuse", "--enforce-disagg"]
     valued = [part for pair in (weights | choices).items() for part in pair]
     assert config(*valued, *switches) == RouterConfig(
         mode="least-loaded",
@@ -100,6 +95,7 @@ def test_every_flag_sets_its_field() -> None:
         shared_cache_hit_weight=0.05,
         tier_credit="measured",
         decode_active_request_weight=4.0,
+        eviction_weight=1.5,
         temperature=0.5,
         track_prefill_tokens=False,
         track_active_blocks=False,

@@ -45,13 +45,13 @@ EVERY = 5  # requests of a golden recording
 
 def cost_of(one: CandidateCost, config: RouterConfig) -> float:
     """Return the cost computed from the reported terms, as in `forebay.core.routing.cost`."""
-    left = max(one.prefill_blocks - one.overlap_credit, 0.0)
+    left = max(one.prefill_blocks - one.overlap_credit, 0.0) + one.eviction_cost
     if config.selection_policy == "lmetric":
         cost = left * (one.decode_blocks + 1.0)
     elif config.track_prefill_tokens or not config.overlap_score_credit:
         cost = config.prefill_load_scale * left + one.decode_blocks
     else:
-        cost = max(one.decode_blocks - one.overlap_credit, 0.0)
+        cost = max(one.decode_blocks - one.overlap_credit, 0.0) + one.eviction_cost
     if config.selection_policy != "lmetric" and config.decode_active_request_weight:
         cost += config.decode_active_request_weight * one.active_requests
     return cost * one.taint_factor

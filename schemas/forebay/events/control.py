@@ -195,9 +195,11 @@ class RouterConfig(Part, frozen=True, kw_only=True):
         shared_cache_hit_weight: prefill blocks that the cost is reduced by per block in the shared store of the worker.
         tier_credit: how much blocks outside of the device reduce the cost: `weights` uses the weights above, `measured`
             the durations that the rank measured (`TierCostsMeasured`), or the weights until it has measured them.
+        eviction_weight: prefill blocks that the cost is increased by per cached block that the rank must evict for the
+            prompt; 0 is off.
     """
 
-    ADDED: ClassVar[Mapping[str, int]] = {"shared_cache_hit_weight": 2, "tier_credit": 2}
+    ADDED: ClassVar[Mapping[str, int]] = {"shared_cache_hit_weight": 2, "tier_credit": 2, "eviction_weight": 2}
 
     mode: SystemName = "kv"
     selection_policy: Literal["default", "lmetric"] = "default"
@@ -223,6 +225,7 @@ class RouterConfig(Part, frozen=True, kw_only=True):
     disagg: DisaggConfig = DisaggConfig()
     shared_cache_hit_weight: Weight = 0.5
     tier_credit: Literal["weights", "measured"] = "weights"
+    eviction_weight: Weight = 4.0
 
     def __post_init__(self) -> None:
         require_numbers(self)

@@ -98,6 +98,7 @@ class CostTerms(Part, frozen=True, kw_only=True):
         disk_overlap: prompt blocks after the host overlap that are cached on disk.
         taint_factor: factor of the cost from the request's preferred taints; 1 if it has none.
         store_overlap: prompt blocks after the disk overlap that the shared store of the worker has.
+        eviction_cost: increase of the cost for cached blocks that the rank must evict; 0 while it has free blocks.
     """
 
     cost: float
@@ -110,6 +111,7 @@ class CostTerms(Part, frozen=True, kw_only=True):
     disk_overlap: int = 0
     taint_factor: float = 1.0
     store_overlap: int = 0
+    eviction_cost: float = 0.0
 
 
 class ScoredCandidate(Part, frozen=True, kw_only=True):

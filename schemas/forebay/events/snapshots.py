@@ -5,6 +5,8 @@ A snapshot is valid only if the journal has the matching `SnapshotTaken` or `Sea
 
 from typing import Annotated
 
+import msgspec
+
 from forebay.events.base import U64, U64_BYTES, Count, Event, Name, Part, require_packed
 from forebay.events.control import BusyThresholds, Command, DisaggConfig, PoolConfigured
 from forebay.events.decisions import CommandOutcome, ConsumedRun, Stage
@@ -296,11 +298,14 @@ class ComputedTokens(Part, tag_field="type", tag="computed_tokens", frozen=True,
 
     Attributes:
         tokens: the total, in prompt tokens.
+        turnover_us: when the rank was sent each of the last five quarters of its cache to compute, or when it joined,
+            on the owner's clock in microseconds, oldest first. 0 if the writer did not record it.
     """
 
     worker_id: SystemName
     rank: Count
     tokens: Count
+    turnover_us: Annotated[tuple[int, ...], msgspec.Meta(min_length=1, max_length=5)] = (0,)
 
 
 class PoolTurns(Part, frozen=True, kw_only=True):

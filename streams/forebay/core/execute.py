@@ -55,6 +55,7 @@ def dispatch(world: World, request: ActiveRequest, plan: Plan) -> RequestRouted:
         prompt_tokens=view.prompt_tokens,
         reuse=responds and config.assume_kv_reuse,
         expected_output_tokens=view.hints.expected_output_tokens if responds else 0,
+        now_us=world.now_us,
     )
     if stage != "encode":
         world.book_routing(plan.pool.router, candidate, view)

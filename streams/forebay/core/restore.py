@@ -9,6 +9,7 @@ from forebay.core.state.index_digest import IndexTally
 from forebay.core.state.index_scan import RecordedChange, ScannedBlocks
 from forebay.core.state.pool_registry import PoolEvent
 from forebay.core.state.prefix_index import PrefixIndex
+from forebay.core.state.rank_load import kv_blocks_of
 from forebay.core.world import World
 from forebay.events.snapshots import (
     Booking,
@@ -61,7 +62,7 @@ def _restore(world: World, index: PrefixIndex | IndexTally, chunks: Iterable[Chu
                 worker = world.fleet.restore(chunk)
                 world.index.use_store(worker.spec.worker_id, worker.spec.kv_store)
                 for rank in worker.spec.ranks:
-                    world.load.add_rank(worker.spec.worker_id, rank, worker.spec.block_size)
+                    world.load.add_rank(worker.spec.worker_id, rank, worker.spec.block_size, kv_blocks_of(worker.spec))
                     world.routed.add_holder(worker.spec.worker_id, rank)
                     world.predicted.add_holder(worker.spec.worker_id, rank)
             case IngressState():
@@ -92,6 +93,9 @@ def _restore(world: World, index: PrefixIndex | IndexTally, chunks: Iterable[Chu
         index.restore(late)
     for change in changes:
         index.restore(change)
+    for key in world.index.holders():
+        if (cached := world.index.cached(key)) is not None:
+            world.load.set_cached(key, *cached)
     for request in world.requests.queued():
         world.queues.push(request.submitted.pool, queued_request(request, world.pools[request.submitted.pool]))
 

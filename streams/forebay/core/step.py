@@ -224,6 +224,9 @@ def _cache(world: World, event: CacheEvent) -> list[AnyDecision]:
     if isinstance(event, CacheCleared) and world.index.is_new(event):
         world.forget_routed(event.worker_id, event.rank)
     gap = world.index.apply(event)
+    key = event.worker_id, event.rank
+    if (cached := world.index.cached(key)) is not None:
+        world.load.set_cached(key, *cached)
     if gap is None:
         return []
     worker = world.fleet.get(gap.worker_id)

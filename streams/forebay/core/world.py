@@ -22,6 +22,7 @@ from forebay.core.state.pool_registry import PoolRegistry
 from forebay.core.state.predicted_cache import RoutedIndex
 from forebay.core.state.prefix_index import PrefixIndex
 from forebay.core.state.queue import Queues
+from forebay.core.state.rank_load import kv_blocks_of
 from forebay.core.state.requests import ActiveRequests
 from forebay.core.state.roster import CandidateRank, Roster, roster_of, session_roster
 from forebay.core.state.sessions import Binding, SessionAffinity
@@ -269,7 +270,7 @@ class World:
         self.index.use_store(worker_id, worker.spec.kv_store)
         for rank in worker.spec.ranks:
             self.index.add_holder(worker_id, rank, worker.worker_epoch)
-            self.load.add_rank(worker_id, rank, worker.spec.block_size)
+            self.load.add_rank(worker_id, rank, worker.spec.block_size, kv_blocks_of(worker.spec), self.now_us)
             self.routed.add_holder(worker_id, rank)
             self.predicted.add_holder(worker_id, rank)
 

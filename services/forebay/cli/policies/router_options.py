@@ -128,6 +128,12 @@ OPTIONS = (
         float,
         "Cost in blocks of one request in flight.",
     ),
+    RouterOption(
+        "--router-eviction-weight",
+        "eviction_weight",
+        float,
+        "Cost in blocks of one cached block that a worker must evict for the prompt. 0 is off.",
+    ),
     RouterOption("--router-kv-events", "use_kv_events", bool, "Use the KV events of workers."),
     RouterOption(
         "--router-track-prefill-tokens", "track_prefill_tokens", bool, "Count prompt tokens not yet computed as load."

@@ -72,8 +72,9 @@ def terms_text(terms: CostTerms) -> str:
         found.append(f"{terms.host_overlap} in host memory, {terms.disk_overlap} on disk")
     if terms.store_overlap:
         found.append(f"{terms.store_overlap} in the shared store")
+    evicted = f"eviction {terms.eviction_cost:g}, " if terms.eviction_cost else ""
     return (
-        f"cost {terms.cost:g} = prefill {terms.prefill_blocks:g}, credit {terms.overlap_credit:g}, "
+        f"cost {terms.cost:g} = prefill {terms.prefill_blocks:g}, credit {terms.overlap_credit:g}, {evicted}"
         f"decode {terms.decode_blocks:g}, {terms.active_requests} active; overlap: {', '.join(found)}"
     )
 

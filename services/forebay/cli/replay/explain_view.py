@@ -231,6 +231,8 @@ def _columns(routing: Routing) -> Iterator[tuple[str, Callable[[CandidateCost], 
     yield "credit", lambda one: f"{one.overlap_credit:,.2f}"
     yield "decode", lambda one: f"{one.decode_blocks:,.2f}"
     yield "active", lambda one: f"{one.active_requests:,}"
+    if any(one.eviction_cost for one in candidates):
+        yield "eviction", lambda one: f"{one.eviction_cost:,.2f}"
     if any(one.taint_factor != 1.0 for one in candidates):
         yield "taints", lambda one: f"x{one.taint_factor:.3f}"
     yield "cached", lambda one: f"{one.seen.device_overlap:,}"

@@ -23,7 +23,7 @@ from forebay.transport.history.release import rules_text
 
 ROWS_SHOWN = 32  # per cost table, winner, runner-up and differences first; --json has all
 TERMS = CostTerms.__struct_fields__
-RARE_TERMS = ("host_overlap", "disk_overlap", "store_overlap", "taint_factor")
+RARE_TERMS = ("host_overlap", "disk_overlap", "store_overlap", "taint_factor", "eviction_cost")
 
 
 @contextmanager

@@ -35,7 +35,7 @@ POOL_SIZES = ("workers", *ENGINE_SIZES)
 COST_SETTINGS = (
     "selection_policy", "overlap_score_credit", "overlap_score_credit_decay", "prefill_load_scale", "temperature",
     "host_cache_hit_weight", "disk_cache_hit_weight", "shared_cache_hit_weight", "tier_credit",
-    "decode_active_request_weight",
+    "decode_active_request_weight", "eviction_weight",
 )  # fmt: skip
 BLIND_MODES = frozenset(BUILT_IN) - {"kv"}
 

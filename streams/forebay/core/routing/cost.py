@@ -1,14 +1,14 @@
 """Compute the cost of sending a request to each candidate, in KV blocks. The policy `kv` selects the lowest cost.
 
-    cost = (prefill_load_scale * max(prefill_blocks - credit, 0) + decode_blocks
+    cost = (prefill_load_scale * (max(prefill_blocks - credit, 0) + eviction) + decode_blocks
             + decode_active_request_weight * active_requests) * taint factor
     prefill_blocks = (prompt tokens of other requests to compute + prompt tokens of this request) / block size
     credit = overlap_score_credit / (1 + decay * excess) * device + host weight * host + disk weight * disk
              + shared weight * store
 
-`device`, `host`, `disk` and `store` are the candidate's overlap in blocks. `excess` is how much more it has to prefill
-than the candidate with the least, in multiples of this prompt. `_measured` has the credit `measured`. Source: Dynamo's
-KV router. Costs use only + - * / in the order written here, and decimal curves, so every machine gets the same bits.
+`device`, `host`, `disk` and `store` are the overlap in blocks. `excess` is how much more a candidate has to prefill
+than the one with the least, in multiples of this prompt. Source: Dynamo's KV router, except `eviction` (`_evictions`).
+Costs use only + - * / in the order written here, and decimal curves, so every machine gets the same bits.
 """
 
 from array import array
@@ -23,8 +23,9 @@ from xxhash import xxh3_64
 
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.state.prefix_index import NO_OVERLAP, Overlap
+from forebay.core.state.rank_load import UNKNOWN_BLOCKS, RankLoad
 from forebay.core.state.roster import Roster
-from forebay.core.state.tier_rates import credit_blocks
+from forebay.core.state.tier_rates import NO_RATES, credit_blocks
 from forebay.events.control import RouterConfig
 from forebay.events.decisions import CostTerms, ScoredCandidate
 from forebay.events.requests import TaintWeight
@@ -48,6 +49,8 @@ class CostTable:
         active_requests: requests in flight per candidate.
         overlaps: cached blocks of the prompt by position in the roster. A position without an entry has none.
         taint_factors: factor of the cost per candidate from preferred taints; None if the request prefers none.
+        eviction_costs: increase of the cost for cached blocks that the rank must evict, in KV blocks, by position in
+            the roster. A position without an entry has none.
     """
 
     roster: Roster
@@ -58,6 +61,7 @@ class CostTable:
     active_requests: list[int]
     overlaps: dict[int, Overlap]
     taint_factors: list[float] | None
+    eviction_costs: dict[int, float]
 
     def overlap(self, at: int) -> Overlap:
         """Return how many leading prompt blocks the candidate at position `at` has cached."""
@@ -80,6 +84,8 @@ class CostTable:
         if tiers and not any(tiers[-1]):
             del tiers[-1]  # without blocks in shared stores, the digest is that of versions that knew no such stores
         state.update(array("q", [*chain.from_iterable(zip(positions, *tiers, strict=True))]))
+        state.update(array("q", self.eviction_costs))
+        state.update(array("d", self.eviction_costs.values()))
         return state.intdigest()
 
     def terms(self, at: int) -> CostTerms:
@@ -96,6 +102,7 @@ class CostTable:
             disk_overlap=overlap.disk,
             taint_factor=1.0 if self.taint_factors is None else self.taint_factors[at],
             store_overlap=overlap.store,
+            eviction_cost=self.eviction_costs.get(at, 0.0),
         )
 
     def candidate(self, at: int) -> ScoredCandidate:
@@ -115,6 +122,8 @@ class Demand:
             ranks without an entry have none.
         overlaps: by rank, the cached leading blocks of the prompt; ranks without an entry have none.
         preferred_taints: taints that raise or lower the cost of a worker.
+        now_us: the owner's clock, in microseconds.
+        has_tight_caches: whether any rank has less than a quarter of its cache free.
     """
 
     prompt_tokens: int
@@ -122,14 +131,16 @@ class Demand:
     active: Mapping[HolderKey, int]
     overlaps: Mapping[HolderKey, Overlap]
     preferred_taints: Sequence[TaintWeight] = ()
+    now_us: int = 0
+    has_tight_caches: bool = True
 
 
 def cost_table(config: RouterConfig, block_size: int, roster: Roster, demand: Demand) -> CostTable:
     """Return the costs of all candidates.
 
-    The selection policy `lmetric` multiplies the terms instead of adding them: max(prefill_blocks - credit, 0) *
-    (decode_blocks + 1). If prefill is not tracked, the credit reduces the decode blocks: max(decode_blocks - credit,
-    0). Dynamo's decode routers compute the cost in this way.
+    The selection policy `lmetric` multiplies the terms instead of adding them: (max(prefill_blocks - credit, 0) +
+    eviction) * (decode_blocks + 1). If prefill is not tracked, the credit reduces the decode blocks: max(decode_blocks
+    - credit, 0) + eviction. Dynamo's decode routers compute the cost in this way.
 
     Args:
         config: router configuration, including the overrides of the request.
@@ -153,11 +164,12 @@ def cost_table(config: RouterConfig, block_size: int, roster: Roster, demand: De
     overlaps = {at: overlap for at, overlap in found if at is not None}
     decay = _decay(config, block_size, roster, prompt_tokens)
     saved_blocks = (_measured if config.tier_credit == "measured" else _weighted)(config, roster, overlaps, decay)
-    costs = _costs(config, prefill, saved_blocks, overlaps, decode, requests)
+    evictions = _evictions(config, block_size, roster, demand, overlaps)
+    costs = _costs(config, prefill, saved_blocks, overlaps, evictions, decode, requests)
     factors = _taint_factors(roster, demand.preferred_taints)
     if factors is not None:
         costs = [cost * factor for cost, factor in zip(costs, factors, strict=True)]
-    return CostTable(roster, costs, prefill, saved_blocks, decode, requests, overlaps, factors)
+    return CostTable(roster, costs, prefill, saved_blocks, decode, requests, overlaps, factors, evictions)
 
 
 def _weighted(
@@ -206,6 +218,7 @@ def _costs(
     prefill: list[float],
     saved_blocks: list[float],
     saved: Iterable[int],
+    evictions: Mapping[int, float],
     decode: list[float],
     requests: list[int],
 ) -> list[float]:
@@ -216,6 +229,8 @@ def _costs(
     left = prefill.copy()
     for at in saved:
         left[at] = max(prefill[at] - saved_blocks[at], 0.0)
+    for at, blocks in evictions.items():
+        left[at] += blocks
     if config.selection_policy == "lmetric":
         return [rest * (blocks + 1.0) for rest, blocks in zip(left, decode, strict=True)]
     scale, weight = config.prefill_load_scale, config.decode_active_request_weight
@@ -224,9 +239,63 @@ def _costs(
         costs = list(map(add, left if scale == 1.0 else [scale * rest for rest in left], decode))
     else:
         costs = [blocks - less if blocks > less else 0.0 for blocks, less in zip(decode, saved_blocks, strict=True)]
+        for at, blocks in evictions.items():
+            costs[at] += blocks
     if weight:
         costs = [cost + weight * count for cost, count in zip(costs, requests, strict=True)]
     return costs
+
+
+def _evictions(
+    config: RouterConfig, block_size: int, roster: Roster, demand: Demand, overlaps: Mapping[int, Overlap]
+) -> dict[int, float]:
+    """Return the cost of the blocks that each rank must evict for the prompt, by position, without zeros.
+
+    eviction = eviction_weight * overlap_score_credit * recency * (evicted - evicted blocks that a lower tier saves)
+    evicted = max(blocks of the prompt that are not on the device - free blocks of the device, 0)
+
+    Without this cost, sessions that share a prefix would stay on one rank whose cache is too small for them, beside
+    ranks with empty caches. `recency` is 1 if any candidate has free blocks. Otherwise all candidates must evict, and
+    all caches may be full of useless blocks. Then `recency` is 1 - age / highest age of the candidates. The age is the
+    time in which the rank was sent as many new blocks as its cache has: blocks that leave a cache sooner are more
+    likely to be needed again. Ranks with unknown free blocks (`RankLoad.free_blocks`) have no cost.
+    """
+    weight = config.eviction_weight * config.overlap_score_credit
+    if not weight or not config.use_kv_events:
+        return {}
+    needed = demand.prompt_tokens / block_size
+    if not demand.has_tight_caches and needed <= roster.loose_blocks:
+        return {}
+    loads = roster.loads
+    full = [(at, load) for at, load in enumerate(loads) if load.free_blocks < needed]
+    has_room = len(full) < len(loads) and any(needed <= load.free_blocks < UNKNOWN_BLOCKS for load in loads)
+    evicted: list[tuple[int, RankLoad, float]] = []
+    for at, load in full:
+        blocks = needed - load.free_blocks
+        if at in overlaps:
+            blocks -= overlaps[at].device
+        if blocks > 0.0:
+            evicted.append((at, load, min(blocks, load.cached_blocks)))
+        else:
+            has_room = True
+    if not evicted:
+        return {}
+    ages = [demand.now_us - load.turnover_us[0] for _, load, _ in evicted]
+    oldest, measured, found = max(ages), config.tier_credit == "measured", {}
+    for (at, load, blocks), age in zip(evicted, ages, strict=True):
+        recency = 1.0 if has_room else 1.0 - age / oldest if oldest else 0.0
+        if recency:
+            kept = _kept_blocks(config, load, blocks, measured=measured) if load.next_tier else 0.0
+            found[at] = weight * recency * (blocks - kept)
+    return {at: blocks for at, blocks in found.items() if blocks}
+
+
+def _kept_blocks(config: RouterConfig, load: RankLoad, blocks: float, *, measured: bool) -> float:
+    """Return how many blocks of computation a lower tier of the rank saves if evicted blocks are needed again."""
+    tier = load.next_tier
+    assert tier is not None, "only ranks with a lower tier keep blocks"
+    weight = config.host_cache_hit_weight if tier == "host" else config.disk_cache_hit_weight
+    return min(credit_blocks(load.rates if measured else NO_RATES, tier, blocks, weight), blocks)
 
 
 def _decay(config: RouterConfig, block_size: int, roster: Roster, prompt_tokens: int) -> list[float] | None:

@@ -56,6 +56,8 @@ def demand_of(world: World, candidates: StageCandidates, config: RouterConfig) -
         active=world.load.active_depths(blocks) if config.assume_kv_reuse else {},
         overlaps=find_overlaps(world, candidates.pool, request.blocks),
         preferred_taints=request.hints.preferred_taints,
+        now_us=world.now_us,
+        has_tight_caches=bool(world.load.tight),
     )
 
 
@@ -239,4 +241,5 @@ class _Candidates(Sequence[Candidate]):
             kv_blocks_used=None if load.reported is None else load.reported.kv_blocks_used,
             max_num_batched_tokens=spec.max_num_batched_tokens,
             taints=spec.taints,
+            eviction_cost=table.eviction_costs.get(at, 0.0),
         )

@@ -20,68 +20,20 @@ from typing import assert_never
 
 from msgspec import convert
 from msgspec.structs import astuple
-from xxhash import xxh3_64_intdigest
 
 from forebay.core.state.block_sets import as_block_array
 from forebay.core.state.holder_bits import HolderKey
-from forebay.core.state.tier_rates import NO_RATES, TierRates, rates_of
+from forebay.core.state.rank_load import TIGHT_SHARE, TURNOVER_STEPS, UNKNOWN_BLOCKS, RankLoad
+from forebay.core.state.tier_rates import NO_RATES, rates_of
 from forebay.core.state_machine import digest_of, plain
 from forebay.events.base import U64_BYTES, U64_MASK, pack_u64, unpack_u64
+from forebay.events.kv import LowerTier
 from forebay.events.metrics import LoadReported, TierCosts
 from forebay.events.snapshots import Booking, ComputedTokens, Reported
 from forebay.events.tier_parts import MeasuredCosts
 
 BLOCK_UNITS = 1 << 16  # finer than any difference that matters to a cost
 _ONE = 1 << 64  # one request in a node's counter; the bits below hold the sum of the requests' tickets
-
-
-@dataclass(slots=True, eq=False)
-class RankLoad:
-    """Current load of one worker rank.
-
-    Only `FleetLoad` changes it. The router may keep the object and read it at any time.
-
-    Attributes:
-        worker_id: id of the worker.
-        rank: data-parallel rank of the worker's engine.
-        block_size: tokens per KV block.
-        prefill_tokens: uncached prompt tokens of requests without a first token.
-        active_requests: booked requests.
-        decode_blocks: KV blocks of booked requests; blocks that several requests share count once.
-        computed_tokens: uncached prompt tokens sent to the rank since it joined, plus the lowest total of any rank at
-            that time.
-        reported: last load report of the rank; None before the first.
-        reported_term: contribution of that report to the digest.
-        costs: last measured costs of the rank; None before the first.
-        rates: these costs, relative to the cost of computing a block.
-        units: `decode_blocks` as an exact integer, in units of 1/65536 block.
-        salt: factor by which equal sums of different ranks differ in the digest.
-    """
-
-    worker_id: str
-    rank: int
-    block_size: int
-    prefill_tokens: int = 0
-    active_requests: int = 0
-    decode_blocks: float = 0.0
-    computed_tokens: int = 0
-    reported: Reported | None = None
-    reported_term: int = 0
-    costs: TierCosts | None = None
-    rates: TierRates = field(default_factory=lambda: NO_RATES)
-    units: int = 0
-    salt: int = field(init=False)
-
-    @property
-    def waiting(self) -> int:
-        """Requests queued in the rank's engine by its last report, but at most the number of booked requests.
-
-        0 without a report.
-        """
-        return 0 if self.reported is None else min(self.reported.waiting, self.active_requests)
-
-    def __post_init__(self) -> None:
-        self.salt = xxh3_64_intdigest(f"{self.worker_id}\0{self.rank}".encode()) | 1
 
 
 @dataclass(slots=True, eq=False)
@@ -127,9 +79,13 @@ class FleetLoad:
 
     A booking ends when its request ends or leaves the rank. Every request has a deadline, so bookings need no expiry of
     their own.
+
+    Attributes:
+        tight: ranks with less than a quarter of their cache free; a copy from the prefix index.
     """
 
     def __init__(self) -> None:
+        self.tight: set[HolderKey] = set()
         self._ranks: dict[HolderKey, RankLoad] = {}
         self._booked: dict[str, _ActiveBooking] = {}
         self._tickets: dict[int, _ActiveBooking] = {}
@@ -137,14 +93,25 @@ class FleetLoad:
         self._root = _Node(array("Q"))
         self._sum = 0
 
-    def add_rank(self, worker_id: str, rank: int, block_size: int) -> RankLoad:
-        """Add a rank without requests, and return its load. `block_size` is in tokens."""
+    def add_rank(
+        self, worker_id: str, rank: int, block_size: int, kv_blocks: int = UNKNOWN_BLOCKS, now_us: int = 0
+    ) -> RankLoad:
+        """Add a rank without requests, and return its load.
+
+        Args:
+            worker_id: id of the worker.
+            rank: data-parallel rank of the worker's engine.
+            block_size: tokens per KV block.
+            kv_blocks: KV blocks of the rank; `UNKNOWN_BLOCKS` if its worker sends no KV events.
+            now_us: the owner's clock, in microseconds.
+        """
         key = (worker_id, rank)
         assert key not in self._ranks
         # Starting at zero, a new rank would win every tie until its total caught up with the others.
         fewest = min((other.computed_tokens for other in self._ranks.values()), default=0)
-        load = RankLoad(worker_id, rank, block_size)
+        load = RankLoad(worker_id, rank, block_size, kv_blocks=kv_blocks)
         self._compute(load, fewest)
+        self._set_turnover(load, (now_us,))
         self._ranks = dict(sorted([*self._ranks.items(), (key, load)], key=lambda item: item[0]))
         return load
 
@@ -153,7 +120,8 @@ class FleetLoad:
         gone = self._ranks[worker_id, rank]
         assert not gone.active_requests, "free the requests of a rank first"
         del self._ranks[worker_id, rank]
-        self._sum -= gone.reported_term + _costs_term(gone)
+        self.tight.discard((worker_id, rank))
+        self._sum -= gone.reported_term + gone.turnover_term + _costs_term(gone)
         self._compute(gone, -gone.computed_tokens)
 
     def rank_load(self, worker_id: str, rank: int) -> RankLoad:
@@ -174,6 +142,7 @@ class FleetLoad:
         prompt_tokens: int = 0,
         reuse: bool = True,
         expected_output_tokens: int = 0,
+        now_us: int = 0,
     ) -> None:
         """Add a routed request to the load of a rank.
 
@@ -186,6 +155,7 @@ class FleetLoad:
             reuse: whether the request shares prompt blocks with other requests of the rank. Otherwise each of its
                 blocks counts, and `active_depths` does not find them.
             expected_output_tokens: expected length of the response; 0 if unknown.
+            now_us: the owner's clock, in microseconds.
         """
         assert request_id not in self._booked, "a request has one booking"
         rank = self._ranks[key]
@@ -206,7 +176,11 @@ class FleetLoad:
         self._tickets[booked.ticket] = booked
         rank.prefill_tokens += prefill_tokens
         rank.active_requests += 1
+        before = rank.turnovers
         self._compute(rank, prefill_tokens)
+        if steps := rank.turnovers - before:
+            times = (now_us,) * min(steps, TURNOVER_STEPS + 1)
+            self._set_turnover(rank, (*rank.turnover_us, *times)[-TURNOVER_STEPS - 1 :])
         if reuse:
             self._hold(booked, as_block_array(blocks))
         else:
@@ -256,6 +230,20 @@ class FleetLoad:
         """Replace the load report of a rank by a newer one. The caller must have checked that the rank is known."""
         self._take_report(convert(event, Reported, from_attributes=True))
 
+    def set_cached(self, key: HolderKey, blocks: int, next_tier: LowerTier | None) -> None:
+        """Copy `PrefixIndex.cached` of a rank, so that costs can read it with the load. The caller must know the rank.
+
+        The copy is not part of the digest and of snapshots, because the index is.
+        """
+        load = self._ranks[key]
+        load.cached_blocks, load.next_tier = blocks, next_tier
+        free = load.kv_blocks - blocks
+        load.free_blocks = free if free >= 0 else UNKNOWN_BLOCKS
+        if TIGHT_SHARE * load.free_blocks < load.kv_blocks:
+            self.tight.add(key)
+        else:
+            self.tight.discard(key)
+
     def measure(self, worker_id: str, rank: int, costs: TierCosts) -> None:
         """Replace the measured costs of a rank by newer ones. The caller must have checked that the rank is known."""
         self._set_costs(self._ranks[worker_id, rank], costs)
@@ -300,7 +288,7 @@ class FleetLoad:
         return found
 
     def digest(self) -> int:
-        """Return a 64-bit digest over all bookings, load reports, measured costs and computed tokens."""
+        """Return a 64-bit digest over all bookings, load reports, measured costs, computed tokens and their times."""
         return self._sum & U64_MASK
 
     def snapshot(self) -> Iterator[Booking | ComputedTokens | MeasuredCosts | Reported]:
@@ -328,7 +316,12 @@ class FleetLoad:
                 expected_output_tokens=booked.expected_output_tokens,
             )
         for rank in self._ranks.values():
-            yield ComputedTokens(worker_id=rank.worker_id, rank=rank.rank, tokens=rank.computed_tokens)
+            yield ComputedTokens(
+                worker_id=rank.worker_id,
+                rank=rank.rank,
+                tokens=rank.computed_tokens,
+                turnover_us=rank.turnover_us,
+            )
 
     def restore(self, chunk: Booking | ComputedTokens | MeasuredCosts | Reported) -> None:
         """Apply one part of a snapshot. Its rank must have been added before."""
@@ -351,6 +344,7 @@ class FleetLoad:
             case ComputedTokens():
                 rank = self._ranks[chunk.worker_id, chunk.rank]
                 self._compute(rank, chunk.tokens - rank.computed_tokens)
+                self._set_turnover(rank, chunk.turnover_us)
             case _:
                 assert_never(chunk)
 
@@ -362,6 +356,11 @@ class FleetLoad:
     def _compute(self, rank: RankLoad, tokens: int) -> None:
         rank.computed_tokens += tokens
         self._sum += rank.salt * tokens
+
+    def _set_turnover(self, rank: RankLoad, times_us: tuple[int, ...]) -> None:
+        term = 0 if times_us == (0,) else digest_of(rank.worker_id, rank.rank, "turnover", times_us)
+        self._sum += term - rank.turnover_term
+        rank.turnover_us, rank.turnover_term = times_us, term
 
     def _take_report(self, reported: Reported) -> None:
         rank = self._ranks[reported.worker_id, reported.rank]

@@ -28,6 +28,7 @@ from forebay.events.kv import (
     CacheCleared,
     CacheEvent,
     KvEvent,
+    LowerTier,
     StoreBlocksAdded,
     StoreBlocksRemoved,
     StoreEvent,
@@ -230,6 +231,18 @@ class PrefixIndex:
     def blocks_held(self, worker_id: str, rank: int, tier: Tier) -> int:
         """Return how many blocks a rank has in a tier. Raises KeyError for an unknown rank."""
         return self._tiers[tier].counts.get(self._holders[worker_id, rank].bit, 0)
+
+    def cached(self, key: HolderKey) -> tuple[int, LowerTier | None] | None:
+        """Return how many blocks a rank has on its device, and the highest tier below the device with blocks of it.
+
+        None for an unknown rank.
+        """
+        holder = self._holders.get(key)
+        if holder is None:
+            return None
+        bit, (device, host, disk) = holder.bit, self._tiers.values()
+        below: LowerTier | None = "host" if host.counts.get(bit) else "disk" if disk.counts.get(bit) else None
+        return device.counts.get(bit, 0), below
 
     def holders(self) -> list[HolderKey]:
         """Return every rank in the index, in order of (worker id, rank)."""

@@ -13,7 +13,8 @@ from xxhash import xxh3_64_intdigest
 
 from forebay.core.state.fleet import Fleet, FleetWorker, WorkerPhase
 from forebay.core.state.holder_bits import HolderKey
-from forebay.core.state.load import FleetLoad, RankLoad
+from forebay.core.state.load import FleetLoad
+from forebay.core.state.rank_load import TIGHT_SHARE, RankLoad
 from forebay.core.state.sessions import Binding
 from forebay.events.requests import Task
 
@@ -60,6 +61,11 @@ class Roster:
     def step_tokens(self) -> list[int]:
         """Token budget of one engine step (`max_num_batched_tokens`), for each rank in order."""
         return [candidate.worker.spec.max_num_batched_tokens for candidate in self.ranks]
+
+    @cached_property
+    def loose_blocks(self) -> int:
+        """Number of blocks that every rank has free unless it is one of `FleetLoad.tight`."""
+        return min((load.kv_blocks // TIGHT_SHARE for load in self.loads), default=0)
 
     @cached_property
     def tasks(self) -> frozenset[Task]:

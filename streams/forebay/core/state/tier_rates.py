@@ -19,13 +19,13 @@ def rates_of(costs: TierCosts) -> TierRates:
     return {one.tier: (one.fixed_us / computed_us, one.block_us / computed_us) for one in costs.tiers}
 
 
-def credit_blocks(rates: TierRates, tier: LowerTier, blocks: int, weight: float) -> float:
+def credit_blocks(rates: TierRates, tier: LowerTier, blocks: float, weight: float) -> float:
     """Return how many blocks of computation it saves to load blocks from a tier, at least 0.
 
     Args:
         rates: measured rates of the rank.
         tier: the tier.
-        blocks: number of blocks to load, at least 1.
+        blocks: number of blocks to load, above 0.
         weight: blocks saved per loaded block if the tier has not been measured.
     """
     rate = rates.get(tier)

@@ -36,6 +36,7 @@ COST_SETTINGS = (
     "shared_cache_hit_weight",
     "tier_credit",
     "decode_active_request_weight",
+    "eviction_weight",
     "track_prefill_tokens",
     "track_active_blocks",
     "track_output_blocks",
@@ -159,6 +160,7 @@ def _candidate(rank_states: _RankStates, table: CostTable, at: int, chances: Seq
         decode_blocks=terms.decode_blocks,
         active_requests=terms.active_requests,
         taint_factor=terms.taint_factor,
+        eviction_cost=terms.eviction_cost,
         probability=None if chances is None else chances[at],
     )
 

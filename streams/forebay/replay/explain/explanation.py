@@ -183,6 +183,7 @@ class CandidateCost(ExplanationPart, frozen=True, kw_only=True):
         active_requests: number of active requests on the rank.
         taint_factor: factor from preferred taints, by which the cost is multiplied.
         probability: probability of selection if the mode samples by cost, else None.
+        eviction_cost: blocks added for cached blocks that the rank must evict for the prompt.
     """
 
     seen: RankState
@@ -193,6 +194,7 @@ class CandidateCost(ExplanationPart, frozen=True, kw_only=True):
     active_requests: int
     taint_factor: float
     probability: float | None
+    eviction_cost: float = 0.0
 
 
 class ExcludedRank(ExplanationPart, frozen=True, kw_only=True):

@@ -109,11 +109,17 @@ def _lowest(plan: Plan) -> str:
 def _differences(config: RouterConfig, table: CostTable, at: int, other: int) -> Iterator[str]:
     """Yield the cost terms in which two candidates differ, the largest difference first."""
     if config.selection_policy == "lmetric":
-        left = [max(table.prefill_blocks[one] - table.credit_blocks[one], 0.0) for one in (at, other)]
+        left = [
+            max(table.prefill_blocks[one] - table.credit_blocks[one], 0.0) + table.eviction_costs.get(one, 0.0)
+            for one in (at, other)
+        ]
         yield (
             f"{number(left[0])} blocks to prefill times {number(table.decode_blocks[at] + 1)}, "
             f"against {number(left[1])} times {number(table.decode_blocks[other] + 1)}"
         )
+        if evicted := table.eviction_costs:
+            costs = [number(evicted.get(one, 0.0)) for one in (at, other)]
+            yield f"of these {costs[0]} for evicted blocks, against {costs[1]}"
     else:
         mine, theirs = _parts(config, table, at), _parts(config, table, other)
         parts = sorted(mine, key=lambda part: (-abs(theirs[part] - mine[part]), part))
@@ -147,6 +153,9 @@ def _parts(config: RouterConfig, table: CostTable, at: int) -> dict[str, float]:
         parts = {"to prefill": factor * prefill, "of decode blocks": factor * decode}
     else:
         parts = {"of decode blocks that are not cached": factor * max(decode - credit, 0.0)}
+    if evicted := table.eviction_costs:
+        scale = config.prefill_load_scale if "to prefill" in parts else 1.0
+        parts["for evicted blocks"] = factor * scale * evicted.get(at, 0.0)
     if config.decode_active_request_weight:
         parts["for active requests"] = factor * config.decode_active_request_weight * table.active_requests[at]
     return parts

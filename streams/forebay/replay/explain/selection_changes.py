@@ -40,6 +40,7 @@ NUMBERS = (
     "disk_cache_hit_weight",
     "shared_cache_hit_weight",
     "decode_active_request_weight",
+    "eviction_weight",
 )
 SWITCHES = ("track_prefill_tokens", "track_active_blocks", "assume_kv_reuse")
 SET_BY_STAGE = {  # `forebay.core.routing.stages` sets these, whatever the pool's configuration has

@@ -187,6 +187,7 @@ function showRequests({ labels, colours, explained, explorer }) {
   function terms(of, at) {
     const names = [
       ["cost", "cost"], ["prefill_blocks", "to prefill"], ["overlap_credit", "credit for cached blocks"],
+      ["eviction_cost", "cost of evictions"],
       ["decode_blocks", "decode blocks"], ["active_requests", "requests in flight (count)"], ["device_overlap", "blocks cached on the device"],
     ];
     const top = element("tr", {}, element("th", { class: "t" }, "KV blocks"), element("th", {}, worker(of, at)), element("th", {}, of.workers[of.other[at]]));

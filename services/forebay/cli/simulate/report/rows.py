@@ -15,7 +15,15 @@ CELLS_MAX = 120_000  # requests times runs per page
 UNKNOWN = -1
 REASONS_MAX = 1_000  # distinct failure reasons
 DECISION = ("mode", "candidates", "ties", "waited_us")
-TERMS = ("cost", "prefill_blocks", "overlap_credit", "decode_blocks", "active_requests", "device_overlap")
+TERMS = (
+    "cost",
+    "prefill_blocks",
+    "overlap_credit",
+    "eviction_cost",
+    "decode_blocks",
+    "active_requests",
+    "device_overlap",
+)
 
 
 def explored(runs: Sequence[Measured]) -> dict[str, Any]:

@@ -44,5 +44,6 @@ export const FIELDS = [
   "disagg.enforce",
   "shared_cache_hit_weight",
   "tier_credit",
+  "eviction_weight",
   "attempts_max",
 ];

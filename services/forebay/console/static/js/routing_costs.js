@@ -6,7 +6,7 @@
 
 /**
  * @typedef {object} CostPart
- * @property {"prefill"|"decode"|"active"|"product"|"requests"} kind
+ * @property {"prefill"|"decode"|"active"|"eviction"|"product"|"requests"} kind
  * @property {number} value
  *
  * @typedef {object} Measure
@@ -20,6 +20,7 @@ export const PART_NAMES = {
   prefill: "blocks to prefill",
   decode: "decode blocks",
   active: "active requests",
+  eviction: "evicted blocks",
   product: "blocks to prefill, times decode blocks plus 1",
   requests: "active requests",
 };
@@ -54,16 +55,18 @@ export function measureOf({ mode, config }) {
  * @param {any} candidate
  * @returns {CostPart[]}
  */
-function partsOf(config, { prefill_blocks, overlap_credit, decode_blocks, active_requests, taint_factor }) {
+function partsOf(config, { prefill_blocks, overlap_credit, decode_blocks, active_requests, taint_factor, eviction_cost }) {
   const weight = (config.decode_active_request_weight ?? 0) * taint_factor;
   const isCreditedToDecode = creditsDecode(config);
-  const prefill = (config.prefill_load_scale ?? 1) * Math.max(prefill_blocks - overlap_credit, 0) * taint_factor;
+  const scale = (config.prefill_load_scale ?? 1) * taint_factor;
+  const prefill = scale * Math.max(prefill_blocks - overlap_credit, 0);
   const decode = (isCreditedToDecode ? Math.max(decode_blocks - overlap_credit, 0) : decode_blocks) * taint_factor;
   /** @type {CostPart[]} */
   const parts = [
     { kind: "prefill", value: isCreditedToDecode ? 0 : prefill },
     { kind: "decode", value: decode },
     { kind: "active", value: weight * active_requests },
+    { kind: "eviction", value: (isCreditedToDecode ? taint_factor : scale) * (eviction_cost ?? 0) },
   ];
   return parts.filter((part) => part.value > 0);
 }

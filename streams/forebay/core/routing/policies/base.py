@@ -38,6 +38,7 @@ class Candidate:
         kv_blocks_used: KV blocks in use by the engine's last load report; None before the first report.
         max_num_batched_tokens: token budget of one engine step.
         taints: labels of the worker.
+        eviction_cost: increase of the cost for cached blocks that the rank must evict, in KV blocks.
     """
 
     worker_id: str
@@ -50,6 +51,7 @@ class Candidate:
     kv_blocks_used: int | None = None
     max_num_batched_tokens: int = 1
     taints: tuple[str, ...] = ()
+    eviction_cost: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,6 +190,7 @@ function termsTable(routing, order) {
     ["active", "Active", (one) => one.active_requests],
   ];
   if (has((one) => one.probability !== null)) columns.splice(1, 0, ["probability", "Probability", (one) => one.probability ?? 0, percent]);
+  if (has((one) => one.eviction_cost)) columns.push(["eviction", "Eviction", (one) => one.eviction_cost]);
   if (has((one) => one.taint_factor !== 1)) columns.push(["taints", "Taint factor", (one) => one.taint_factor]);
   columns.push(["cached", "Cached", (one) => one.seen.device_overlap]);
   if (has((one) => one.seen.assumed_overlap)) columns.push(["assumed", "Assumed", (one) => one.seen.assumed_overlap]);

@@ -194,11 +194,12 @@ function outcome(found) {
 }
 
 /** @param {any} terms */
-function termsText({ cost, prefill_blocks = 0, overlap_credit = 0, decode_blocks = 0, active_requests = 0, ...overlap }) {
+function termsText({ cost, prefill_blocks = 0, overlap_credit = 0, decode_blocks = 0, active_requests = 0, eviction_cost = 0, ...overlap }) {
   const { device_overlap = 0, host_overlap = 0, disk_overlap = 0, store_overlap = 0 } = overlap;
   const parts = [
     `prefill ${EXACT.format(prefill_blocks)}`,
     `credit ${EXACT.format(overlap_credit)}`,
+    ...(eviction_cost ? [`eviction ${EXACT.format(eviction_cost)}`] : []),
     `decode ${EXACT.format(decode_blocks)}`,
     `${active_requests} active`,
   ];

@@ -1,0 +1,89 @@
+"""Load of one worker rank, and what the costs of its candidates need to know about its cache."""
+
+from dataclasses import dataclass, field
+
+from xxhash import xxh3_64_intdigest
+
+from forebay.core.state.tier_rates import NO_RATES, TierRates
+from forebay.events.fleet import WorkerSpec
+from forebay.events.kv import LowerTier
+from forebay.events.metrics import TierCosts
+from forebay.events.snapshots import Reported
+
+TURNOVER_STEPS = 4  # a rank remembers when it was sent each quarter of its cache; finer steps change selections little
+TIGHT_SHARE = 4  # a cache with less than a quarter free is tight; lower would make more decisions look at every cache
+UNKNOWN_BLOCKS = 1 << 62  # more than any cache has
+
+
+@dataclass(slots=True, eq=False)
+class RankLoad:
+    """Current load of one worker rank.
+
+    Only `FleetLoad` changes it. The router may keep the object and read it at any time.
+
+    Attributes:
+        worker_id: id of the worker.
+        rank: data-parallel rank of the worker's engine.
+        block_size: tokens per KV block.
+        prefill_tokens: uncached prompt tokens of requests without a first token.
+        active_requests: booked requests.
+        decode_blocks: KV blocks of booked requests; blocks that several requests share count once.
+        computed_tokens: uncached prompt tokens sent to the rank since it joined, plus the lowest total of any rank at
+            that time.
+        cached_blocks: blocks on the device by the KV events of the rank; a copy from the prefix index.
+        next_tier: highest tier below the device in which the rank has blocks; None for none; likewise.
+        kv_blocks: KV blocks of the rank; `UNKNOWN_BLOCKS` if its worker sends no KV events.
+        free_blocks: blocks of the device that have no content, by the KV events. `UNKNOWN_BLOCKS` if the rank has more
+            cached blocks than `kv_blocks`, because then this number cannot be right.
+        turnover_us: when the rank was sent each of the last five quarters of its cache to compute, oldest first, or
+            when it joined.
+        turnover_term: contribution of these times to the digest.
+        reported: last load report of the rank; None before the first.
+        reported_term: contribution of that report to the digest.
+        costs: last measured costs of the rank; None before the first.
+        rates: these costs, relative to the cost of computing a block.
+        units: `decode_blocks` as an exact integer, in units of 1/65536 block.
+        salt: factor by which equal sums of different ranks differ in the digest.
+    """
+
+    worker_id: str
+    rank: int
+    block_size: int
+    prefill_tokens: int = 0
+    active_requests: int = 0
+    decode_blocks: float = 0.0
+    computed_tokens: int = 0
+    cached_blocks: int = 0
+    next_tier: LowerTier | None = None
+    kv_blocks: int = UNKNOWN_BLOCKS
+    free_blocks: int = field(init=False)
+    turnover_us: tuple[int, ...] = (0,)
+    turnover_term: int = 0
+    reported: Reported | None = None
+    reported_term: int = 0
+    costs: TierCosts | None = None
+    rates: TierRates = field(default_factory=lambda: NO_RATES)
+    units: int = 0
+    salt: int = field(init=False)
+
+    @property
+    def turnovers(self) -> int:
+        """Number of quarters of its cache that the rank was sent to compute."""
+        return self.computed_tokens * TURNOVER_STEPS // (self.kv_blocks * self.block_size)
+
+    @property
+    def waiting(self) -> int:
+        """Requests queued in the rank's engine by its last report, but at most the number of booked requests.
+
+        0 without a report.
+        """
+        return 0 if self.reported is None else min(self.reported.waiting, self.active_requests)
+
+    def __post_init__(self) -> None:
+        self.free_blocks = self.kv_blocks
+        self.salt = xxh3_64_intdigest(f"{self.worker_id}\0{self.rank}".encode()) | 1
+
+
+def kv_blocks_of(spec: WorkerSpec) -> int:
+    """Return the KV blocks of each rank of a worker; `UNKNOWN_BLOCKS` if the worker sends no KV events."""
+    return spec.kv_blocks_total if spec.kv_events else UNKNOWN_BLOCKS
