@@ -199,7 +199,7 @@ class RouterConfig(Part, frozen=True, kw_only=True):
             prompt; 0 is off.
     """
 
-    ADDED: ClassVar[Mapping[str, int]] = {"shared_cache_hit_weight": 2, "tier_credit": 2, "eviction_weight": 2}
+    ADDED: ClassVar[Mapping[str, int]] = {"shared_cache_hit_weight": 2, "tier_credit": 2, "eviction_weight": 3}
 
     mode: SystemName = "kv"
     selection_policy: Literal["default", "lmetric"] = "default"
