@@ -318,10 +318,11 @@ def eventful_world() -> World:
 
 
 EVENTFUL = list(eventful_world().snapshot())
-# The journal itself has the first three. The digest of `content` covers `is_salted`.
+# The journal itself has the first four. The digest of `content` covers `is_salted`.
 NO_STATE = {
     ("WorldState", "owner_epoch"),
     ("WorldState", "owner_events"),
+    ("WorldState", "owner_nonce"),
     ("WorldState", "seq"),
     ("RequestState", "is_salted"),
 }

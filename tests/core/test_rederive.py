@@ -20,9 +20,10 @@ def test_the_number_of_the_next_record_is_known_before_it_is_applied() -> None:
     followed, recorded = Rederivation(World()), Recorded(drive.applied)
     claimed = OwnerClaimed(owner_id="o", core_version=1)
     for offset, record in enumerate([claimed, *drive.decided]):
-        others = [one for one in drive.decided if one is not record]
-        assert followed.is_next(record)
-        assert record is claimed or not any(followed.is_next(one) for one in others)
+        later = drive.decided[offset:]
+        assert followed.missing_before(offset, record) is None
+        assert record is claimed or all(followed.missing_before(offset, one) is not None for one in later)
+        assert record is claimed or followed.next_seq == record.seq
         followed.apply(offset, record, recorded.events_of(record))
 
 

@@ -86,14 +86,15 @@ class _Journal:
 
     position: int = 0
     owners: dict[int, Ownership] = field(default_factory=dict)
-    validity: Validity = field(default_factory=lambda: Validity(-1))
+    validity: Validity = field(default_factory=Validity)
 
     def apply(self, record: Record) -> None:
         if record.offset < self.position:
             return  # concurrent waiters may read the same record
-        event = decode_journal(record)
+        event = self.validity.read(record)
         self.position = record.offset + 1
-        if not self.validity.admits(event, record.offset):
+        if event is None:
+            event = decode_journal(record)
             # Otherwise a record of a foreign producer or of another version, or a void claim.
             if event is not None and not isinstance(event, OwnerClaimed) and event.owner_epoch in self.owners:
                 self.owners[event.owner_epoch].stale += 1

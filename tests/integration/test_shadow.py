@@ -91,7 +91,7 @@ async def shadow_events(log: KafkaLog, name: str, kind: type = DecisionShadowed)
 async def routed(log: KafkaLog) -> list[tuple[int, str, int]]:
     """Return the valid routing decisions of the journal with their offsets."""
     end = await log.end("decisions", 0)
-    records = journal(log, 0, 0, end, Validity(-1))
+    records = journal(log, 0, 0, end, Validity())
     return [(at, one.request_id, one.attempt) async for at, one in records if isinstance(one, RequestRouted)]
 
 

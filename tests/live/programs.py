@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from forebay.core.world import CORE_VERSION
-from forebay.live.owner import journal, owner, snapshots
+from forebay.live.owner import owner, snapshots
 from forebay.live.owner.owner import Owner
 from forebay.live.router import standby
 from forebay.transport.history import reader
@@ -16,7 +16,7 @@ from tests.system import System, settings, submitted, until, until_ended
 
 OTHER = CORE_VERSION + 1
 OTHER_RELEASE = "0.9.9"
-MODULES = (owner, journal, snapshots, standby, reader, recorded_snapshots)
+MODULES = (owner, snapshots, standby, reader, recorded_snapshots)
 PREFIX = list(range(12))
 
 

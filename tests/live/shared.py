@@ -126,7 +126,7 @@ async def admit(system: System, workers: int) -> None:
 async def valid(log: SqliteLog, kind: type[Kind]) -> list[Kind]:
     """Return the valid journal records of a kind, oldest first."""
     end = log.next_offset(DECISIONS.name, 0)
-    return [record async for _, record in journal(log, 0, 0, end, Validity(-1)) if isinstance(record, kind)]
+    return [record async for _, record in journal(log, 0, 0, end, Validity()) if isinstance(record, kind)]
 
 
 class Altered(SharedLog):

@@ -266,7 +266,7 @@ async def test_tools_read_a_trimmed_log_from_its_first_record(path: Path) -> Non
         assert start.offset == await log.begin(DECISIONS.name, 0)
         known = {one.offset: one.journal_offset async for one in applied(log, 0, REQUESTS.name)}
         end = log.next_offset(DECISIONS.name, 0)
-        async for offset, record in journal(log, 0, start.offset, end, Validity(start.owner_epoch)):
+        async for offset, record in journal(log, 0, start.offset, end, Validity.after(start)):
             if isinstance(record, RequestRouted):
                 (request,) = await log.read(REQUESTS.name, 0, int(record.request_id.removeprefix("request-")), 1)
                 assert known[request.offset] == offset, "events belong to the records that consumed them"

@@ -199,7 +199,7 @@ async def test_interleaved_stale_records_change_nothing(log: SqliteLog, monkeypa
             await until(lambda: all_ended(system, owner) and owner.world.fleet.owner_epoch > 0)
             await until(lambda: owner.snapshots.taken)
             assert number > 2
-            assert owner.journal.stale > 2
+            assert owner.journal.void > 2
             assert "forebay_owner_void_records" in {metric.name for metric in OwnerMetrics(owner, "m").collect()}
             assert len(owner.world.fleet) == 2
             shared.hook = SharedLog(log).hook
@@ -243,13 +243,13 @@ async def test_a_stale_snapshot_is_not_used(log: SqliteLog) -> None:
     await proven(log)
 
 
-async def test_of_two_concurrent_starts_the_later_claim_wins(log: SqliteLog) -> None:
+async def test_of_two_concurrent_starts_the_first_claim_wins(log: SqliteLog) -> None:
     async with System(log).started(workers=2) as system:
         send_all(system)
         owners = [Owner(SharedLog(log), system.leases, settings()) for _ in range(2)]
         started = await asyncio.gather(*(owner.start() for owner in owners), return_exceptions=True)
         running = [asyncio.create_task(owner.run()) for owner, error in zip(owners, started, strict=True) if not error]
-        winner = max(owners, key=lambda owner: owner.journal.epoch)
+        winner = min(owners, key=lambda owner: owner.journal.epoch)
         await until(lambda: len(winner.world.fleet) == 2)
         await winner.stop()
         ended = await asyncio.gather(*running, return_exceptions=True)

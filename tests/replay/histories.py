@@ -25,12 +25,13 @@ Topics = dict[str, list[bytes]]
 
 
 class Written:
-    """The records of each topic while a history is generated."""
+    """The records of each topic while a history is generated. Histories with other names have other owners."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "history") -> None:
+        self.name = name
         self.topics: Topics = {}
         self.drive = Driver()
-        self._journal(OwnerClaimed(owner_id="one", core_version=CORE_VERSION, events_version=EVENTS_VERSION))
+        self._claim("one")
         self._applied = self._decided = 0
 
     def apply_action(self, number: int, action: tuple[str, Any]) -> None:
@@ -48,8 +49,19 @@ class Written:
         if number % SNAPSHOT_EVERY == SNAPSHOT_EVERY - 1:
             self.seal()
         if number % CLAIM_EVERY == CLAIM_EVERY - 1:
-            claim(self.drive.world, len(self.topics[DECISIONS.name]), (), EVENTS_VERSION)
-            self._journal(OwnerClaimed(owner_id="another", core_version=CORE_VERSION, events_version=EVENTS_VERSION))
+            self._claim("another")
+
+    def _claim(self, owner_id: str) -> None:
+        world, offset = self.drive.world, len(self.topics.get(DECISIONS.name, ()))
+        claimed = OwnerClaimed(
+            owner_id=owner_id,
+            core_version=CORE_VERSION,
+            events_version=EVENTS_VERSION,
+            owner_nonce=f"{self.name}-{offset}",
+            previous_nonce=world.owner_nonce,
+        )
+        claim(world, offset, (), EVENTS_VERSION, claimed.owner_nonce)
+        self._journal(claimed)
 
     def seal(self) -> None:
         """Write a snapshot of the current state."""
@@ -58,7 +70,9 @@ class Written:
         self._journal(sealed)
         journal_offset, first = len(self.topics[DECISIONS.name]), len(chunks)
         for number, part in enumerate(world.snapshot()):
-            chunk = SnapshotChunk(owner_epoch=world.owner_epoch, number=number, parts=(part,))
+            chunk = SnapshotChunk(
+                owner_epoch=world.owner_epoch, number=number, parts=(part,), snapshot_id=sealed.digest
+            )
             chunks.append(encode(SNAPSHOTS, chunk))
         taken = SnapshotTaken(
             **world.stamp(),
@@ -67,6 +81,7 @@ class Written:
             digest=sealed.digest,
             journal_offset=journal_offset,
             core_version=CORE_VERSION,
+            snapshot_id=sealed.digest,
         )
         self._journal(taken)
 
@@ -74,9 +89,9 @@ class Written:
         self.topics.setdefault(DECISIONS.name, []).append(encode(DECISIONS, record))
 
 
-def written(history: Sequence[tuple[str, Any]]) -> Topics:
+def written(history: Sequence[tuple[str, Any]], name: str = "history") -> Topics:
     """Return the log of a history, sealed at its end."""
-    happening = Written()
+    happening = Written(name)
     for number, action in enumerate(history):
         happening.apply_action(number, action)
     happening.seal()
@@ -118,9 +133,11 @@ def journal_follows(topics: Mapping[str, Sequence[bytes]]) -> bool:
         except DecodeError:
             return False
         if isinstance(record, OwnerClaimed):
-            claim(world, offset, (), record.events_version)
+            if record.previous_nonce == world.owner_nonce:
+                claim(world, offset, (), record.events_version, record.owner_nonce)
             continue
-        if record.owner_epoch < world.owner_epoch:
+        number = expected[0].seq if expected else world.seq
+        if (record.owner_epoch, record.owner_nonce) != (world.owner_epoch, world.owner_nonce) or record.seq < number:
             continue
         for run in record.consumed:
             expected += open_run(world, run.now_us)
@@ -133,7 +150,7 @@ def journal_follows(topics: Mapping[str, Sequence[bytes]]) -> bool:
             if record != advance(world):
                 return False
         elif isinstance(record, SnapshotTaken):
-            if (record.owner_epoch, record.seq, record.consumed) != tuple(world.stamp().values()):
+            if any(getattr(record, name) != value for name, value in world.stamp().items()):
                 return False
         elif not expected or expected.popleft() != record:
             return False

@@ -27,6 +27,9 @@ PARTS = get_args(Chunk)
 # System texts by struct and field. "*" is any struct except `RoutingHints`, which clients write.
 KEPT = {
     ("OwnerClaimed", "release"),
+    ("*", "owner_nonce"),
+    ("OwnerClaimed", "previous_nonce"),
+    ("*", "snapshot_id"),
     ("*", "worker_id"),
     ("*", "pool"),
     ("*", "tier"),

@@ -43,31 +43,35 @@ class ConsumedRun(Part, frozen=True, kw_only=True):
 class Decision(Event, frozen=True, kw_only=True):
     """Base class of all journal records.
 
-    `owner_epoch` is the offset of the owner's claim. After a later claim, readers ignore records with a lower epoch.
-    `seq` is consecutive.
+    `owner_epoch` is the offset of the owner's claim, and `owner_nonce` is the random text in it. `seq` is consecutive.
+    Readers skip a record that does not name the newest valid claim, or whose `seq` is not above all earlier ones.
     """
 
     owner_epoch: int = -1  # offset of the claim; the claim itself cannot know its offset
     seq: Count = 0
     consumed: tuple[ConsumedRun, ...] = ()
+    owner_nonce: Annotated[str, KEPT] = ""  # empty in logs of owners before version 7 of the rules
 
 
 class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
     """A router claims the group: from this record on it is the owner and decides.
 
-    Readers ignore a claim with another `core_version` than that of the current owner, unless `seal` is the offset of
-    the last valid record, or `snapshot` is set. Its router could not derive the journal.
+    Readers ignore a claim that does not name the previous owner's nonce, because its router did not know the newest
+    owner. Readers also ignore a claim with another `core_version` than that of the current owner, unless `seal` is the
+    offset of the last valid record, or `snapshot` is set. Its router could not derive the journal.
 
     Attributes:
         owner_epoch: always -1; the offset of this record is the new owner epoch.
+        owner_nonce: random text. All records of the owner repeat it.
+        previous_nonce: `owner_nonce` of the previous owner; empty if there is none.
         owner_id: id of the owner.
         core_version: version of the decision rules.
         at_us: the owner's wall clock in microseconds.
-        policies: custom policies that the owner's operator allowed. Requests of a pool with another one are rejected.
-        seal: offset of the `sealed` record of the previous owner, if this was the last valid record when the owner
-            claimed; otherwise -1.
-        snapshot: offset of the `snapshot.taken` or `sealed` record from which an operator let this owner continue. The
-            records between that one and this claim are not part of the owner's history. Otherwise -1.
+        policies: custom policies that the owner's operator allowed. The owner rejects requests of a pool that uses
+            another custom policy.
+        seal: offset of the previous owner's `sealed` record, if it was the last valid record; otherwise -1.
+        snapshot: offset of the `snapshot.taken` or `sealed` record from which an operator let this owner continue, or 0
+            for the empty state. The records in between are not part of the owner's history. Otherwise -1.
         events_version: version of the event types that the owner can read. Events of later types have no effect.
         release: version of the owner's forebay package; empty if unknown. Messages name it next to `core_version`.
     """
@@ -80,6 +84,7 @@ class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
     snapshot: Annotated[int, msgspec.Meta(ge=-1)] = -1
     events_version: Count = 1
     release: Annotated[str, KEPT] = ""
+    previous_nonce: Annotated[str, KEPT] = ""
 
 
 class CostTerms(Part, frozen=True, kw_only=True):
@@ -115,11 +120,7 @@ class CostTerms(Part, frozen=True, kw_only=True):
 
 
 class ScoredCandidate(Part, frozen=True, kw_only=True):
-    """Candidate and its cost.
-
-    Attributes:
-        terms: cost of the rank, term by term.
-    """
+    """Candidate and its cost, term by term."""
 
     worker_id: SystemName
     rank: Count
@@ -447,6 +448,7 @@ class _Snapshot(Decision, frozen=True, kw_only=True):
     digest: Annotated[Digest, STATE_DIGEST]
     journal_offset: Count
     core_version: Count = 0
+    snapshot_id: Annotated[str, KEPT] = ""
 
 
 class SnapshotTaken(_Snapshot, tag="snapshot.taken", frozen=True, kw_only=True):
@@ -460,7 +462,7 @@ class SnapshotTaken(_Snapshot, tag="snapshot.taken", frozen=True, kw_only=True):
         digest: digest of the state.
         journal_offset: the state includes all journal records before this offset.
         core_version: version of the decision rules; 0 if the writer did not record it.
-        checksum: as in `Sealed`; null if the writer did not record it.
+        checksum: as in `Sealed`, like `snapshot_id`; null if the writer did not record it.
     """
 
     checksum: Annotated[Checksum | None, CHUNKS] = None
@@ -479,6 +481,7 @@ class Sealed(_Snapshot, tag="sealed", frozen=True, kw_only=True):
         digest: digest of the state under the rules of `core_version`.
         journal_offset: the state includes all journal records before this offset.
         core_version: version of the decision rules.
+        snapshot_id: random text that all chunks of the snapshot have; empty if the writer did not record it.
         checksum: XXH3 128-bit hash, as 32 hex digits, of the values of the chunk records in order. A program with other
             decision rules checks the snapshot by it.
     """

@@ -439,6 +439,7 @@ class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only
         drains: drained pools.
         policies: pools whose router mode an operator changed.
         owner_events: version of the event types that the owner can read.
+        owner_nonce: `owner_nonce` of the owner's claim.
     """
 
     now_us: int
@@ -456,6 +457,7 @@ class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only
     drains: tuple[PoolDrainSet, ...] = ()
     policies: tuple[PoolPolicy, ...] = ()
     owner_events: Count = 1
+    owner_nonce: Annotated[str, KEPT] = ""
 
 
 Chunk = (
@@ -486,11 +488,13 @@ class SnapshotChunk(Event, tag="snapshot.chunk", frozen=True, kw_only=True):
     Attributes:
         number: number of the chunk in its snapshot, from 0.
         parts: parts of the world, for example blocks or sessions.
+        snapshot_id: random text that all chunks of a snapshot have; empty in logs of earlier versions.
     """
 
     owner_epoch: int
     number: Count
     parts: tuple[Chunk, ...]
+    snapshot_id: Annotated[str, KEPT] = ""
 
 
 SnapshotEvent = SnapshotChunk

@@ -92,9 +92,12 @@ class Rederivation:
         if isinstance(record, OwnerClaimed):
             if record.consumed:
                 return Divergence(offset, "an ownership claim must not consume events", record, None)
-            claim(self.world, offset, record.policies, record.events_version)
-            self.pending = deque(msgspec.structs.replace(decided, owner_epoch=offset) for decided in self.pending)
+            claim(self.world, offset, record.policies, record.events_version, record.owner_nonce)
+            owner = {"owner_epoch": offset, "owner_nonce": record.owner_nonce}
+            self.pending = deque(msgspec.structs.replace(decided, **owner) for decided in self.pending)
             return None
+        if (missing := self.missing_before(offset, record)) is not None:
+            return missing
         times = [self.world.now_us, *(run.now_us for run in record.consumed)]
         if times != sorted(times):
             return Divergence(offset, "the clock runs backwards", record, None)
@@ -120,13 +123,18 @@ class Rederivation:
             case _:
                 assert_never(record)
 
-    def is_next(self, record: JournalRecord) -> bool:
-        """Return whether a journal record has the next sequence number.
+    def missing_before(self, offset: int, record: JournalRecord) -> Divergence | None:
+        """Return the divergence of a record before which the journal lacks records of its owner, otherwise None."""
+        missing = record.seq - self.next_seq
+        if isinstance(record, OwnerClaimed) or missing <= 0:
+            return None
+        text = f"the log lost {missing} journal records before it: its seq is {record.seq}, expected {self.next_seq}"
+        return Divergence(offset, text, record, None)
 
-        True for every ownership claim, which has no number.
-        """
-        number = self.pending[0].seq if self.pending else self.world.seq
-        return isinstance(record, OwnerClaimed) or record.seq == number
+    @property
+    def next_seq(self) -> int:
+        """Sequence number of the next journal record that is not a claim."""
+        return self.pending[0].seq if self.pending else self.world.seq
 
     def _follow_seal(self, offset: int, record: Advanced | SnapshotRecord) -> Divergence | None:
         if self.pending:
@@ -141,7 +149,11 @@ class Rederivation:
         if not self._may_be_sealed(record):
             return Divergence(offset, "the snapshot does not match the seal it names", record, sealed)
         expected = msgspec.structs.replace(
-            record, owner_epoch=sealed.owner_epoch, seq=sealed.seq, consumed=sealed.consumed
+            record,
+            owner_epoch=sealed.owner_epoch,
+            seq=sealed.seq,
+            consumed=sealed.consumed,
+            owner_nonce=sealed.owner_nonce,
         )
         if isinstance(record, Sealed):  # an owner that stops applies nothing after the seal
             expected = msgspec.structs.replace(expected, digest=sealed.digest)

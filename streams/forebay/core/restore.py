@@ -113,6 +113,7 @@ def _restore_state(world: World, chunk: WorldState) -> None:
     for event in rules:
         world.registry.apply(event)
     world.owner_epoch = chunk.owner_epoch
+    world.owner_nonce = chunk.owner_nonce
     world.owner_policies = chunk.owner_policies
     world.owner_events = chunk.owner_events
     world.fleet.restore_owner(chunk.fleet_epoch)

@@ -91,7 +91,7 @@ CONSUMED_RUNS_MAX = 256  # keeps the `consumed` part of an `Advanced` below abou
 InputEvent = RequestEvent | AnyKvEvent | MetricEvent | AnyProgressEvent | AnyFleetEvent | ControlEvent
 
 
-def claim(world: World, offset: int, policies: tuple[str, ...] = (), events_version: int = 1) -> None:
+def claim(world: World, offset: int, policies: tuple[str, ...] = (), events_version: int = 1, nonce: str = "") -> None:
     """Record that a router has become the owner.
 
     A pool for which an operator set a custom policy that this owner may not run returns to its configured policy. If
@@ -102,8 +102,9 @@ def claim(world: World, offset: int, policies: tuple[str, ...] = (), events_vers
         offset: offset of the router's `OwnerClaimed` on the journal, which is the owner epoch.
         policies: custom policies that this record names.
         events_version: version of the event types that this record names.
+        nonce: `owner_nonce` of this record.
     """
-    world.owner_epoch = offset
+    world.owner_epoch, world.owner_nonce = offset, nonce
     world.owner_events = events_version
     if events_version < StoreKvEvent.SINCE:
         world.forget_tiers()

@@ -51,6 +51,7 @@ class Stamp(TypedDict):
     owner_epoch: int
     seq: int
     consumed: tuple[ConsumedRun, ...]
+    owner_nonce: str
 
 
 class World:
@@ -76,6 +77,7 @@ class World:
         now_us: the owner's clock, in microseconds.
         turns: number of routed requests per pool.
         owner_epoch: offset of the owner's claim; -1 before the first.
+        owner_nonce: random text in the owner's claim.
         owner_policies: custom policies that the owner's operator allowed, sorted. The owner uses no others.
         owner_events: version of the event types that the owner can read. Events of later types have no effect.
         custom: classes of custom policies that this process may run. Not part of the state.
@@ -108,6 +110,7 @@ class World:
         self.now_us = 0
         self.turns: dict[str, int] = {}
         self.owner_epoch = -1
+        self.owner_nonce = ""
         self.owner_policies: tuple[str, ...] = ()
         self.owner_events = EVENTS_VERSION
         self.seq = 0
@@ -133,9 +136,14 @@ class World:
         return runs
 
     def stamp(self) -> Stamp:
-        """Return owner epoch, sequence number and consumed events for the next journal record, and count the record."""
+        """Return the owner, sequence number and consumed events for the next journal record, and count the record."""
         self.seq += 1
-        return {"owner_epoch": self.owner_epoch, "seq": self.seq - 1, "consumed": self.take_consumed()}
+        return {
+            "owner_epoch": self.owner_epoch,
+            "seq": self.seq - 1,
+            "consumed": self.take_consumed(),
+            "owner_nonce": self.owner_nonce,
+        }
 
     def policy(self, mode: str, *, as_owner: bool = True) -> type[Policy]:
         """Return the policy class of a router mode.
@@ -429,6 +437,7 @@ class World:
             owner_epoch=self.owner_epoch,
             owner_policies=self.owner_policies,
             owner_events=self.owner_events,
+            owner_nonce=self.owner_nonce,
             fleet_epoch=self.fleet.owner_epoch,
             seq=self.seq,
             pool_routing=self.registry.routing,

@@ -29,7 +29,7 @@ from forebay.transport.history.reader import (
     journal,
     journal_records,
 )
-from forebay.transport.history.snapshots import claim_at, newest_snapshot
+from forebay.transport.history.snapshots import OwnerState, claim_at, newest_snapshot
 from forebay.transport.history.start import begins_of, oldest_state, usable_state
 from forebay.transport.recording.manifest import utc
 
@@ -82,6 +82,11 @@ class Position:
     def rules(self) -> int:
         """Version of the decision rules of the owner at this position."""
         return self._walk.validity.rules
+
+    @property
+    def owner(self) -> OwnerState:
+        """The owner at this position, and the sequence number of its next record."""
+        return OwnerState(self.world.owner_epoch, self.world.owner_nonce, self._walk.followed.next_seq)
 
     @property
     def offset(self) -> int:
@@ -202,7 +207,7 @@ async def seek(
 async def _last_valid(log: Log, partition: int, start: Start, wanted: int) -> int:
     """Return the offset of the last valid record from `start` up to `wanted`, inclusive; -1 if there is none."""
     last = -1
-    validity = await validity_at(log, partition, start.offset, start.world.owner_epoch, start.rules)
+    validity = await validity_at(log, partition, start.offset, start.world, start.rules)
     async for at, _ in journal(log, partition, start.offset, wanted + 1, validity):
         last = at
     return last
@@ -224,7 +229,7 @@ async def offset_at(log: Log, partition: int, time_us: int, states: States | Non
     clock_us = start.now_us
     found = start.offset - 1 if start.offset > begin else -1  # the seal right before a snapshot's state
     newest = found
-    validity = await validity_at(log, partition, start.offset, start.owner_epoch, start.rules)
+    validity = await validity_at(log, partition, start.offset, start, start.rules)
     async for offset, record in journal(log, partition, start.offset, end, validity):
         if record.consumed:
             clock_us = record.consumed[-1].now_us
@@ -262,7 +267,8 @@ async def _state_near(log: Log, partition: int, time_us: int) -> StateTime:
     stored = None if taken is None else await usable_state(log, partition, taken, await begins_of(log, partition))
     if stored is None or stored.now_us > time_us:
         stored = await oldest_state(log, partition)
-    return StateTime(stored.offset, stored.now_us, stored.owner_epoch, stored.core_version or CORE_VERSION)
+    rules = stored.core_version or CORE_VERSION
+    return StateTime(stored.offset, stored.now_us, stored.owner_epoch, rules, stored.owner_nonce, stored.seq)
 
 
 async def _near(log: Log, partition: int, begin: int, end: int, time_us: int) -> int:

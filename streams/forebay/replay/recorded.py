@@ -8,13 +8,12 @@ import msgspec
 from forebay.core.rederive import RecordedEvents
 from forebay.core.step import CLOCK
 from forebay.core.world import CORE_VERSION
-from forebay.events.codec import MALFORMED
 from forebay.events.decisions import ConsumedRun, JournalRecord, OwnerClaimed
 from forebay.events.topics import DECISIONS, INPUTS
 from forebay.replay.walk import Walk
-from forebay.transport.base import Log, Record
+from forebay.transport.base import Log
 from forebay.transport.history.claims import validity_at
-from forebay.transport.history.reader import RecordedOrder, Validity, decode_journal, journal_records
+from forebay.transport.history.reader import RecordedOrder, Validity, journal_records
 from forebay.transport.history.snapshots import claim_at, newest_snapshot, state_of, version_of
 from forebay.transport.history.start import continued_view
 
@@ -79,10 +78,12 @@ class RecordedSteps:
         taken = await newest_snapshot(log, partition, offset)
         if taken is None:
             begin = await log.begin(DECISIONS.name, partition)
-            return cls(log, partition, Validity(-1), RecordedOrder(log, partition, {}), begin)
+            validity = Validity() if not begin else Validity(nonce=None, seq=None)
+            return cls(log, partition, validity, RecordedOrder(log, partition, {}), begin)
         rules = await version_of(log, partition, taken)
-        view = {run.topic: run.count for run in (await state_of(log, partition, taken)).view}
-        validity = await validity_at(log, partition, taken.journal_offset, taken.owner_epoch, rules)
+        state = await state_of(log, partition, taken)
+        view = {run.topic: run.count for run in state.view}
+        validity = await validity_at(log, partition, taken.journal_offset, state, rules)
         claim = await claim_at(log, partition, taken.owner_epoch)
         validity.release = "" if claim is None else claim.release
         return cls(log, partition, validity, RecordedOrder(log, partition, view), taken.journal_offset)
@@ -96,11 +97,11 @@ class RecordedSteps:
         if self.claim is not None:
             return
         async for stored in journal_records(self._log, self._partition, self.position, end):
-            record = decode_journal(stored)
-            consumed = self._consumed_by_unknown(stored) if record is None else record.consumed
             was_other = self.validity.rules != CORE_VERSION
-            if record is not None and not self.validity.admits(record, stored.offset):
-                consumed = None
+            record = self.validity.read(stored)
+            consumed = None
+            if self.validity.last == stored.offset:
+                consumed = _COUNTED.decode(stored.value).consumed if record is None else record.consumed
             if isinstance(record, OwnerClaimed) and consumed is not None:
                 if record.core_version == CORE_VERSION and (was_other or record.snapshot >= 0):
                     self.claim = record
@@ -119,19 +120,10 @@ class RecordedSteps:
         begins = {run.topic: self.order.offset(run.topic) for run in known if run.topic != CLOCK}
         return RecordedStep(offset, record, known, await self.order.events_of(known), begins)
 
-    def _consumed_by_unknown(self, stored: Record) -> tuple[ConsumedRun, ...] | None:
-        """Return the runs of a record whose type this version does not know; None if no current owner wrote it."""
-        try:
-            counted = _COUNTED.decode(stored.value)
-        except MALFORMED:
-            return None
-        return counted.consumed if counted.owner_epoch == self.validity.epoch >= 0 else None
-
 
 class _Counted(msgspec.Struct):
     """Fields by which a record counts events, in every version."""
 
-    owner_epoch: int = -1
     consumed: tuple[ConsumedRun, ...] = ()
 
 

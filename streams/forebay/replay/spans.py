@@ -14,7 +14,7 @@ from forebay.events.decisions import OwnerClaimed, Sealed
 from forebay.events.topics import DECISIONS
 from forebay.replay.walk import Start, oldest
 from forebay.transport.base import Log, NotDerivable
-from forebay.transport.history.claims import stamp_of, valid_claims
+from forebay.transport.history.claims import valid_claims, validity_at
 from forebay.transport.history.reader import PAGE_RECORDS, Validity, decode_journal, journal, journal_records
 from forebay.transport.history.release import rules_text
 from forebay.transport.history.snapshots import (
@@ -22,7 +22,9 @@ from forebay.transport.history.snapshots import (
     load_continued,
     load_sealed,
     load_snapshot,
+    newest_snapshot,
     newest_snapshot_at,
+    owner_state,
     snapshots_taken,
     version_of,
 )
@@ -39,7 +41,7 @@ class RulesSpan(NamedTuple):
         end: journal offset after its last record.
         claim: claim with which the span begins; None for the beginning of the log.
         release: package version of its last owner; empty if unknown.
-        epoch: epoch of the owner before the span, if no claim begins it; otherwise -1.
+        before: state before the span, if no claim begins it; otherwise None.
     """
 
     rules: int
@@ -47,7 +49,7 @@ class RulesSpan(NamedTuple):
     end: int
     claim: OwnerClaimed | None
     release: str = ""
-    epoch: int = -1
+    before: StoredState | None = None
 
     @property
     def is_own(self) -> bool:
@@ -58,37 +60,49 @@ class RulesSpan(NamedTuple):
         """Return the state before the span, of a journal that ends at offset `end`. Raises LogError if it is lost."""
         if self.claim is None:
             return await oldest(log, partition, end, custom)
-        return Start(await load_continued(log, partition, self.claim, custom), self.first)
+        return Start(await load_continued(log, partition, self.claim, custom), self.first, begins_span=True)
+
+    def validity(self) -> Validity:
+        """Return the filter of the records of the span."""
+        if self.before is None:
+            return Validity(-1, self.rules, nonce=None, seq=None)  # the first record is the claim
+        return Validity.after(self.before, self.rules)
 
     async def decisions(self, log: Log, partition: int, first: int = 0, end: int | None = None) -> int:
         """Return the number of decisions in the span, between two journal offsets. Raises LogError."""
-        validity = Validity(self.epoch, self.rules)
-        records = journal(log, partition, self.first, self.end if end is None else min(end, self.end), validity)
+        records = journal(log, partition, self.first, self.end if end is None else min(end, self.end), self.validity())
         return sum([isinstance(record, AnyDecision) and offset >= first async for offset, record in records])
 
 
 async def spans_of(log: Log, partition: int, begin: StoredState, end: int) -> list[RulesSpan]:
     """Return the spans of a journal from the state `begin` to offset `end`. Raises LogError if it is damaged."""
     rules = (begin.core_version or CORE_VERSION) if begin.owner_epoch >= 0 else -1
-    span = RulesSpan(rules, begin.offset, end, None, epoch=begin.owner_epoch)
+    span = RulesSpan(rules, begin.offset, end, None, before=begin)
     found: list[RulesSpan] = []
-    async for valid in valid_claims(log, partition, begin.offset, end, begin.owner_epoch, rules):
+    async for valid in valid_claims(log, partition, begin.offset, end, begin, rules):
         if valid.begins_span:
             found.append(span._replace(end=valid.offset))
             span = RulesSpan(valid.claim.core_version, valid.offset, end, valid.claim)
         span = span._replace(rules=valid.claim.core_version, release=valid.claim.release)
-    if span.claim is None and not span.release and span.epoch >= 0:
-        claim = await claim_at(log, partition, span.epoch)
+    if span.claim is None and not span.release and begin.owner_epoch >= 0:
+        claim = await claim_at(log, partition, begin.owner_epoch)
         span = span._replace(release="" if claim is None else claim.release)
     return [*found, span if span.rules >= 0 else span._replace(rules=CORE_VERSION)]
 
 
-async def valid_claim_offsets(log: Log, partition: int) -> set[int]:
-    """Return the offsets of all valid claims in the journal of a group. Raises LogError if it is damaged."""
-    begin, end = await oldest_state(log, partition), await log.end(DECISIONS.name, partition)
-    rules = (begin.core_version or CORE_VERSION) if begin.owner_epoch >= 0 else -1
-    claims = valid_claims(log, partition, begin.offset, end, begin.owner_epoch, rules)
-    return {valid.offset async for valid in claims}
+async def valid_offsets(log: Log, partition: int, start: int, end: int) -> set[int]:
+    """Return the offsets of the valid records in [start, end) of a journal. Raises LogError if it is damaged.
+
+    The search reads the journal from the newest snapshot before `start`.
+    """
+    taken = await newest_snapshot(log, partition, start)
+    if taken is None:
+        begin = await oldest_state(log, partition)
+        first, validity = begin.offset, Validity.after(begin, begin.core_version or None)
+    else:
+        state, rules = await owner_state(log, partition, taken), await version_of(log, partition, taken)
+        first, validity = taken.journal_offset, await validity_at(log, partition, taken.journal_offset, state, rules)
+    return {offset async for offset, _ in journal(log, partition, first, end, validity) if offset >= start}
 
 
 async def sealed_start(log: Log, partition: int, offset: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Start | None:
@@ -103,12 +117,12 @@ async def sealed_start(log: Log, partition: int, offset: int, custom: CustomPoli
     if found is None or not isinstance(found[1], Sealed):
         return None
     sealed_at, sealed = found
-    async for record in journal_records(log, partition, sealed_at + 1, offset + 1):
-        stamp = stamp_of(record)
-        claim = None if stamp is None or not stamp.is_claim else decode_journal(record)
-        if stamp is not None and not (isinstance(claim, OwnerClaimed) and claim.snapshot < 0):
-            return None
     world = await load_sealed(log, partition, sealed, custom)
+    validity = Validity.after(world, sealed.core_version, sealed_at)
+    async for record in journal_records(log, partition, sealed_at + 1, offset + 1):
+        claim = validity.read(record)
+        if validity.last == record.offset and not (isinstance(claim, OwnerClaimed) and claim.snapshot < 0):
+            return None
     return Start(world, sealed_at + 1, rules=sealed.core_version)
 
 
@@ -178,9 +192,9 @@ async def clock_before(log: Log, partition: int, end: int) -> int:
     while begin < end:
         start = max(begin, end - PAGE_RECORDS)
         records = [decode_journal(one) async for one in journal_records(log, partition, start, end)]
-        for record in reversed(records):
-            if record is not None and record.consumed:
-                return record.consumed[-1].now_us
+        clocks = [record.consumed[-1].now_us for record in records if record is not None and record.consumed]
+        if clocks:
+            return max(clocks)  # a repeated record may be the last one
         end = start
     return 0
 

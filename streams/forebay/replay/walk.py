@@ -19,20 +19,19 @@ from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.replay.checks import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS
 from forebay.replay.moment import LossFacts
 from forebay.transport.base import Log, LogError, PolicyNotAllowed
-from forebay.transport.history.claims import ValidClaim, seal_before, valid_claims
+from forebay.transport.history.claims import ValidClaim, valid_claims, validity_at
 from forebay.transport.history.reader import (
     HistoryAbandoned,
     OtherRules,
     RecordedOrder,
     Validity,
-    decode_journal,
     journal_records,
-    require_readable,
 )
 from forebay.transport.history.snapshots import (
     load_continued,
     load_snapshot,
     newest_snapshot,
+    owner_state,
     snapshots_taken,
     version_of,
 )
@@ -49,6 +48,7 @@ class Start:
         lost: workers that were lost before this state; None to read them from the log.
         unverified: number of records and events skipped before this state, as in `Walk.unverified`.
         rules: version of the decision rules of the owner before this state.
+        begins_span: whether the record at `offset` is the claim of an owner that continued from this state.
     """
 
     world: World
@@ -56,6 +56,7 @@ class Start:
     lost: tuple[LossFacts, ...] | None = None
     unverified: Mapping[str, int] = field(default_factory=dict)
     rules: int = field(default_factory=lambda: CORE_VERSION)  # when created: the fault simulator changes it
+    begins_span: bool = False
 
 
 class StateTime(NamedTuple):
@@ -66,12 +67,16 @@ class StateTime(NamedTuple):
         now_us: the owner's clock, in microseconds.
         owner_epoch: epoch of the owner.
         rules: version of the decision rules of the owner.
+        owner_nonce: nonce of the owner's claim; None to read it from the log.
+        seq: sequence number of the first record after the state; None if it is unknown.
     """
 
     offset: int
     now_us: int
     owner_epoch: int
     rules: int = CORE_VERSION
+    owner_nonce: str | None = None
+    seq: int | None = None
 
 
 class States(Protocol):
@@ -153,7 +158,9 @@ class Walk:
         self.end = end
         self.position = start.offset
         self.at_us = 0
-        self.validity = Validity(start.world.owner_epoch, start.rules)
+        self.validity = Validity.after(start.world, start.rules)
+        if start.begins_span:
+            self.validity = Validity(-1, start.rules, nonce=None, seq=start.world.seq)
         self.order = RecordedOrder(log, partition, start.world.view)
         self.encoded = b""
         self.unread = 0
@@ -197,28 +204,27 @@ class Walk:
             PolicyNotAllowed: the owner ran a custom policy that this walk does not have.
             LogError: the log is damaged, or lacks events that the journal consumed.
         """
-        if self.position == self.start:
-            epoch = self.validity.epoch
-            self.validity.seal = await seal_before(self._log, self._partition, self.start, epoch)
+        if self.position == self.start and self.validity.epoch >= 0:
+            rules = self.validity.rules
+            self.validity = await validity_at(self._log, self._partition, self.start, self.world, rules)
+        self.validity.warns = True
         async for stored in journal_records(self._log, self._partition, self.position, self.end):
             # `position` changes only together with the state, so that a walk can be continued after a LogError.
             offset = stored.offset
-            record = decode_journal(stored, warn=True)
+            record = self.validity.read_own(stored)
             if record is None:
-                require_readable(stored, self.validity.epoch)
-            if not self.validity.admits(record, offset):
                 self.position = offset + 1
                 continue
-            self.validity.require_own_rules(record, offset)
             if isinstance(record, OwnerClaimed) and record.snapshot >= 0 and offset != self.start:
                 raise HistoryAbandoned(record, offset)
             self.encoded = encode(DECISIONS, record)
             try:
                 events = await self.order.events_of(record.consumed, self.world.owner_events)
             except LogError:
-                if self.followed.is_next(record):
+                missing = self.followed.missing_before(offset, record)
+                if missing is None:
                     raise
-                yield Step(offset, record, {}, Divergence(offset, "its seq is not the next one", record, None))
+                yield Step(offset, record, {}, missing)
                 return
             try:
                 divergence = self.followed.apply(offset, record, events)
@@ -227,6 +233,8 @@ class Walk:
             self.unread += self.encoded != stored.value
             if divergence is None:
                 self.position, self.at_us = offset + 1, stored.at_us
+                if isinstance(record, OwnerClaimed):
+                    self.validity.seq = self.followed.next_seq
             yield Step(offset, record, events, divergence)
             if divergence is not None:
                 return
@@ -280,7 +288,8 @@ async def before(log: Log, partition: int, offset: int, custom: CustomPolicies =
     taken = await newest_snapshot(log, partition, min(offset + 1, end))
     continued = await _continued(log, partition, taken, min(offset + 1, end))
     if continued is not None:
-        return Start(await load_continued(log, partition, continued.claim, custom), continued.offset)
+        world = await load_continued(log, partition, continued.claim, custom)
+        return Start(world, continued.offset, begins_span=True)
     if taken is not None:
         start = await _start_of(log, partition, taken, begins, custom)
         if start is not None:
@@ -298,11 +307,12 @@ async def _continued(log: Log, partition: int, taken: SnapshotRecord | None, end
     Raises:
         OtherRules: the owner of the record right before `end` had other decision rules.
     """
-    begin, epoch, rules = await log.begin(DECISIONS.name, partition), -1, -1
+    begin, state, rules = await log.begin(DECISIONS.name, partition), None, -1
     if taken is not None:
-        begin, epoch, rules = taken.journal_offset, taken.owner_epoch, await version_of(log, partition, taken)
+        begin, state = taken.journal_offset, await owner_state(log, partition, taken)
+        rules = await version_of(log, partition, taken)
     found, release = None, ""
-    async for valid in valid_claims(log, partition, begin, end, epoch, rules):
+    async for valid in valid_claims(log, partition, begin, end, state, rules):
         claim = valid.claim
         is_own = claim.core_version == CORE_VERSION
         if valid.offset == end - 1 and not is_own and valid.rules_before in (-1, CORE_VERSION) and claim.snapshot < 0:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from forebay.core.world import CORE_VERSION
 from forebay.events.base import Event
 from forebay.events.codec import encode
-from forebay.events.decisions import SnapshotTaken
+from forebay.events.decisions import OwnerClaimed, SnapshotTaken
 from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.groups import GroupPlaced
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
@@ -125,7 +126,7 @@ async def test_a_request_in_flight_at_the_start_has_no_time_to_first_token(log: 
     ids: dict[str, Any] = {"request_id": "r", "attempt": 1, "worker_id": "w", "worker_epoch": 0, "owner_epoch": 0}
     await append(log, FLEET, WorkerJoined(owner_epoch=0, spec=spec, lease="l", slot=0, from_offset=0))
     await append(log, REQUESTS, submitted("r", PROMPT, max_tokens=10))
-    await append(log, DECISIONS, routed("r", "w"))
+    await append(log, DECISIONS, OwnerClaimed(owner_id="o", core_version=CORE_VERSION), routed("r", "w"))
     async with observing(log) as observed:
         await observed.until(lambda seen: seen)
         await append(

@@ -30,7 +30,7 @@ def router(
         bool,
         typer.Option(
             "--take-over-at-last-snapshot",
-            help="Continue from the last snapshot of a group whose owner died with other decision rules. The decisions"
+            help="Continue from the last snapshot of a group whose journal this router cannot derive. The decisions"
             " after the snapshot are given up. The router first prints how many these are.",
         ),
     ] = False,

@@ -93,7 +93,7 @@ async def _lines(
     orders = applied(log, partition, name) if name in INPUT_NAMES else None
     when = None if orders is None else await anext(orders, None)
     start = await oldest_state(log, partition) if name == DECISIONS.name else None
-    validity = None if start is None else Validity(start.owner_epoch)
+    validity = None if start is None else Validity.after(start, start.core_version or None)
     offset = await log.begin(name, partition)
     while records := await log.read(name, partition, offset, PAGE_RECORDS):
         for record in records:
@@ -135,7 +135,7 @@ def _add_event(
     except DecodeError as error:
         event, line["undecodable"], line["value"] = None, str(error), base64.b64encode(record.value).decode()
     if validity is not None:
-        line["void"] = event is not None and not validity.admits(event, record.offset)
+        line["void"] = validity.read(record) is None and event is not None
     if event is None:
         return False
     if isinstance(event, RequestSubmitted):

@@ -59,6 +59,8 @@ def show(report: VerifyReport) -> None:
     print_row("journal", ", ".join(counts))
     if report.void:
         print_row("stale", f"{report.void} records of owners that had lost the group")
+    if report.repeated:
+        print_row("repeated", f"{report.repeated} records that repeat an earlier record")
     if report.start:
         print_row(
             "from",

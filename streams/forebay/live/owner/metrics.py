@@ -51,9 +51,9 @@ class OwnerMetrics(Collector):
         owner = self._owner
         journal, snapshots = owner.journal, owner.snapshots
         yield self._counter("forebay_owner_journal_records", "journal records appended by this owner", journal.written)
-        stale = "stale journal records of earlier owners, ignored by every reader"
-        yield self._counter("forebay_owner_void_records", stale, journal.stale)
-        foreign = "records on the journal topic that are not journal records"
+        void = "stale and repeated journal records, ignored by every reader"
+        yield self._counter("forebay_owner_void_records", void, journal.void)
+        foreign = "records on the journal topic that are not journal records of this group, ignored by every reader"
         yield self._counter("forebay_owner_foreign_records", foreign, journal.foreign)
         letters = "input records moved to the topic dead-letters"
         yield self._counter("forebay_owner_dead_letters", letters, owner.dead_letters)

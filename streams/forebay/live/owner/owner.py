@@ -20,12 +20,7 @@ from forebay.core.step import CONSUMED_RUNS_MAX, AnyDecision, InputEvent, advanc
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.base import Event
 from forebay.events.codec import DecodeError, encode
-from forebay.events.decisions import (
-    CommandSent,
-    JournalRecord,
-    OwnerClaimed,
-    RequestRouted,
-)
+from forebay.events.decisions import CommandSent, JournalRecord, OwnerClaimed, RequestRouted
 from forebay.events.fleet import OwnershipAnnounced
 from forebay.events.pools import PoolRoutingConfigured
 from forebay.events.requests import RequestSubmitted
@@ -65,6 +60,7 @@ logger = logging.getLogger(__name__)
 RUN_US_MAX = 5_000  # bounds how long the records of one topic delay the records of the next topic
 RUN_SLICE = 16  # records between two readings of the clock
 CAUGHT_UP_S = 60  # a reader that gets no record for this long, although the partition has more, is stuck
+NONCE_BYTES = 8  # no two claims of any groups have the same nonce
 CLOCK_AHEAD_US = 1_000_000  # synchronised clocks differ by less
 
 
@@ -144,15 +140,18 @@ class Owner:
             snapshot=recovered.snapshot,
             events_version=EVENTS_VERSION,
             release=own_release(),
+            owner_nonce=runtime.random_bytes(NONCE_BYTES).hex(),
+            previous_nonce=recovered.validity.nonce or "",
         )
         await self.journal.claim(claim)
         epoch = self.journal.epoch
-        await recovered.catch_up(epoch)  # another router may have claimed before, and decided
+        await recovered.catch_up(epoch)  # the previous owner may have decided
+        self.journal.add_skipped(recovered.validity)
         was_sealed = recovered.released
         await recovered.catch_up(epoch + 1)
         if recovered.world.owner_epoch != epoch:
             self.journal.surrender(
-                f"the claim at journal offset {epoch} is void: a router with other rules claimed the group first"
+                f"the claim at journal offset {epoch} is void: another router claimed the group first"
             )
         announced = OwnershipAnnounced(owner_epoch=epoch, at_us=runtime.wall_us(), events_version=EVENTS_VERSION)
         await self._append(FLEET, [announced])

@@ -33,6 +33,7 @@ DIGEST_EVERY = 1_000  # decisions between digests, so that a difference that cha
 SLICE_NS = 500_000  # per turn; a decision waits for at most two slices, before its turn and before its work is sent
 WALK_BLOCKS = 2_048  # blocks between two readings of the clock
 FREEZE_PAIRS = 100_000  # with fewer pairs of block and rank, a full garbage collection takes about 2 ms
+ID_BYTES = 8  # no two snapshots of a group have the same random id
 CHUNK_BYTES = 128 << 10  # encoded and appended at once; a larger part becomes a chunk of its own
 
 
@@ -199,6 +200,7 @@ class _Snapshot:
         self._partition = partition
         self._wake = wake
         self._owner_epoch = world.owner_epoch
+        self._id = runtime.random_bytes(ID_BYTES).hex()
         self._parts: deque[Chunk] = deque()
         self._gathered: list[Chunk] = []
         self._size = 0
@@ -278,6 +280,7 @@ class _Snapshot:
             "digest": self.sealed.digest,
             "journal_offset": self.journal_offset,
             "core_version": CORE_VERSION,
+            "snapshot_id": self._id,
             "checksum": self._checksum.hexdigest(),
         }
 
@@ -317,7 +320,9 @@ class _Snapshot:
 
     def _take_chunk(self) -> Draft:
         """Return the gathered parts as the next chunk."""
-        chunk = SnapshotChunk(owner_epoch=self._owner_epoch, number=self._chunks, parts=tuple(self._gathered))
+        chunk = SnapshotChunk(
+            owner_epoch=self._owner_epoch, number=self._chunks, parts=tuple(self._gathered), snapshot_id=self._id
+        )
         value = encode(SNAPSHOTS, chunk)
         self._checksum.update(value)
         self._chunks += 1

@@ -19,8 +19,8 @@ from forebay.events.topics import DECISIONS, FLEET, METRICS, PROGRESS, REQUESTS,
 from forebay.transport.base import Log, LogError, Record, Tail
 from forebay.transport.decoding import event_of
 from forebay.transport.directory import Directory
-from forebay.transport.history.reader import records_of
-from forebay.transport.history.snapshots import newest_snapshot, parts_of
+from forebay.transport.history.reader import Validity, records_of
+from forebay.transport.history.snapshots import newest_snapshot, owner_state, parts_of, version_of
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class _Group:
         self.name = name
         self.observation = GroupObservation(pools)
         self.undecodable = 0
+        self._validity = Validity()
 
     async def run(self, directory: Directory) -> None:
         """Catch up with the topics of the group once it is placed, and follow them until cancelled."""
@@ -115,7 +116,11 @@ class _Group:
         """Apply the newest snapshot and all records after it. Return the offset after the last record by topic."""
         starts: dict[str, int] = {}
         taken = await newest_snapshot(self._log, partition, await self._log.end(DECISIONS.name, partition))
+        self._validity = Validity()
         if taken is not None:
+            self._validity = Validity.after(
+                await owner_state(self._log, partition, taken), await version_of(self._log, partition, taken)
+            )
             parts = [part async for part in parts_of(self._log, partition, taken) if isinstance(part, PARTS)]
             self.observation.restore(parts, _now_us())
             view = [run for part in parts if isinstance(part, WorldState) for run in part.view]
@@ -151,9 +156,12 @@ class _Group:
     def _apply(self, topic: Topic, record: Record) -> None:
         try:
             event = event_of(topic, record)
+            if topic is DECISIONS:
+                event = self._validity.read(record)
         except DecodeError:
             self.undecodable += 1  # the owner writes it to `dead-letters`
-        else:
+            return
+        if event is not None:
             self.observation.apply(event, record.offset, _now_us())
 
 

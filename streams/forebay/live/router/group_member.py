@@ -20,11 +20,10 @@ from forebay.events.topics import DECISIONS
 from forebay.live.owner.journal import OwnershipLost
 from forebay.live.owner.owner import Owner
 from forebay.live.router.heartbeats import HeartbeatWriter
-from forebay.live.router.standby import RecoveryDiverged, Standby
+from forebay.live.router.standby import STOPS, Standby
 from forebay.live.router.succession import LIVE_S, Backoff, Succession, may_have_rules
-from forebay.transport.base import Log, LogError, PolicyNotAllowed
+from forebay.transport.base import Log, LogError
 from forebay.transport.heartbeats import RouterHeartbeats
-from forebay.transport.history.reader import OtherRules
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +77,12 @@ class GroupMember:
         self._was_reassigned = False  # since this router claimed the group
         self._writer: HeartbeatWriter | None = None
         self.standby: Standby | None = None
+        self._failed: str | None = None
+
+    @property
+    def stopped(self) -> str | None:
+        """Why this router cannot derive the records of the owner, although both have the same rules; None if it can."""
+        return self._failed if self.standby is None else self.standby.stopped
 
     @property
     def has_owner(self) -> bool:
@@ -111,8 +116,9 @@ class GroupMember:
                         followed, standby = standby, None
                         await self._own(followed, following)
                     elif standby.failed is not None:
-                        standby = None
+                        self._failed, standby = standby.failed, None
                         await self._wait_for_change()
+                        self._failed = None
                     pause_s = self._retry_s
             except LogError as error:
                 standby = None
@@ -153,7 +159,7 @@ class GroupMember:
                 if standby.world.owner_epoch == epoch and standby.blocked is None:
                     return True  # otherwise another router claimed meanwhile
             return False
-        except (RecoveryDiverged, OtherRules, PolicyNotAllowed) as error:
+        except STOPS as error:
             # The other groups continue. This group needs an operator or another router.
             logger.error("this router cannot own the group %s: %s", self.group, error)  # noqa: TRY400
             return False
@@ -187,7 +193,7 @@ class GroupMember:
         except OwnershipLost as error:
             logger.warning("no longer the owner of %s: %s", self.group, error)
             self._backoff.lost()
-        except (RecoveryDiverged, OtherRules, PolicyNotAllowed) as error:
+        except STOPS as error:
             logger.error("this router cannot own the group %s: %s", self.group, error)  # noqa: TRY400
             self._backoff.lost()
         finally:
@@ -212,9 +218,11 @@ class GroupMember:
             await heartbeats.changed.wait()
 
     async def _wait_for_change(self) -> None:
-        """Wait until the assignment changes, or the router stops."""
+        """Wait until the assignment changes, the router stops, or a newer snapshot may help a new standby."""
         self._changed.clear()
-        await _race(asyncio.create_task(_wait(self._changed)), asyncio.create_task(_wait(self._stopped)))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RETRY_MAX_S):
+                await _race(asyncio.create_task(_wait(self._changed)), asyncio.create_task(_wait(self._stopped)))
 
 
 async def _race(*tasks: "asyncio.Task[None]", keep: "Sequence[asyncio.Task[None]]" = ()) -> None:

@@ -82,10 +82,10 @@ class HeartbeatWriter:
             await self._log.append([self._draft(self._of("owner", world, position, released=True))])
 
     async def beat_as_standby(self, standby: Standby, is_preferred: Callable[[], bool]) -> None:
-        """Append heartbeats of a standby until cancelled, unless `standby` has failed."""
+        """Append heartbeats of a standby until cancelled, unless `standby` has failed or stopped."""
         while True:
             self._hurry.clear()
-            if standby.failed is None and not self._is_appending():
+            if standby.failed is None and standby.stopped is None and not self._is_appending():
                 beat = self._of("standby", standby.world, standby.position, preferred=is_preferred())
                 self._append(self._draft(beat), STANDBY_EVERY_S)
             with contextlib.suppress(TimeoutError):

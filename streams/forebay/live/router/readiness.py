@@ -10,37 +10,40 @@ from forebay.live.router.router import Router
 
 
 class BlockedGroup(NamedTuple):
-    """Group that a router cannot take over, because its owner has other decision rules.
+    """Group that a router cannot take over.
 
     Attributes:
         group: Name of the group.
-        reason: Why the router cannot take over, with both versions of the rules.
-        has_owner: Whether the group has an owner at the moment.
+        reason: Why the router cannot take over.
+        is_ready: Whether this is expected, because the group has an owner with other decision rules at the moment.
     """
 
     group: str
     reason: str
-    has_owner: bool
+    is_ready: bool
 
 
 def blocked_groups(router: Router) -> list[BlockedGroup]:
     """Return the groups that a router cannot take over, by control partition."""
-    return [
-        BlockedGroup(member.group, member.standby.blocked, member.has_owner)
-        for _, member in sorted(router.members.items())
-        if member.standby is not None and member.standby.blocked is not None
-    ]
+    found: list[BlockedGroup] = []
+    for _, member in sorted(router.members.items()):
+        if member.stopped is not None:
+            found.append(BlockedGroup(member.group, member.stopped, is_ready=False))
+        elif member.standby is not None and member.standby.blocked is not None:
+            found.append(BlockedGroup(member.group, member.standby.blocked, is_ready=member.has_owner))
+    return found
 
 
 def ready(router: Router) -> tuple[bool, str]:
     """Return whether a router is ready, and a text with the reason.
 
-    A router is not ready if it cannot take over a group that has no owner. While the group has an owner with other
-    rules, as in a rolling upgrade, the router is ready, and waits.
+    A router is not ready if it cannot take over a group that has no owner, or whose records it cannot derive although
+    the owner has its rules. While the group has an owner with other rules, as in a rolling upgrade, the router is
+    ready, and waits.
     """
     blocked = blocked_groups(router)
     text = "; ".join(f"group {one.group}: {one.reason}" for one in blocked)
-    return all(one.has_owner for one in blocked), text or "ready"
+    return all(one.is_ready for one in blocked), text or "ready"
 
 
 class ReadinessMetrics(Collector):
@@ -51,7 +54,7 @@ class ReadinessMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics."""
-        text = "1 for a group that this router cannot take over, because its owner has other decision rules"
+        text = "1 for a group that this router cannot take over; /ready names the reason"
         gauge = GaugeMetricFamily("forebay_router_blocked", text, labels=["group"])
         blocked = {one.group for one in blocked_groups(self._router)}
         for member in self._router.members.values():

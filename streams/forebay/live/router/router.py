@@ -42,8 +42,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         poll_s: Interval between two polls of the leases, in seconds.
         retry_s: Pause in seconds before a group is claimed or followed again after a log failure. It doubles with each
             failure up to `RETRY_MAX_S`.
-        on_loss: Called before this router continues from the newest snapshot of a group, because the owner died with
-            other decision rules. None if it must not.
+        on_loss: Called before this router continues from the newest snapshot of a group, whose journal it cannot
+            derive. None if it must not.
     """
 
     router_id: str

@@ -25,17 +25,20 @@ from forebay.events.decisions import (
     RequestRejected,
     RouteAnswered,
     Sealed,
+    SnapshotTaken,
 )
 from forebay.events.topics import DECISIONS
 from forebay.live.router.abandoned_tail import AbandonedTail, abandoned_tail
 from forebay.transport.base import Log, LogError, PolicyNotAllowed, Record
 from forebay.transport.history.reader import (
     PAGE_RECORDS,
+    JournalBroken,
     OtherRules,
     RecordedOrder,
     Validity,
     decode_journal,
     journal_records,
+    require_readable,
 )
 from forebay.transport.history.snapshots import (
     claim_at,
@@ -43,6 +46,7 @@ from forebay.transport.history.snapshots import (
     load_sealed,
     load_snapshot,
     newest_snapshot,
+    owner_state,
     version_of,
 )
 
@@ -57,9 +61,10 @@ REMEMBERED_RECORDS = 8_192  # journal records before a snapshot; reading them ta
 GATHER_S = 0.25  # pause between passes, because each pass reads every input topic once
 BATCH_RECORDS = 64  # records followed before other tasks of the event loop run
 PROGRESS_EVERY = 20_000  # journal records between two log lines about the progress
+STOPS = (JournalBroken, OtherRules, PolicyNotAllowed)  # a later try fails, too
 
 
-class RecoveryDiverged(LogError):
+class RecoveryDiverged(JournalBroken):
     """The recorded events do not lead to the recorded decisions under the decision rules of this version."""
 
     def __init__(self, divergence: Divergence) -> None:
@@ -83,10 +88,11 @@ class JournalObserver(Protocol):
 class Standby:
     """Replica of the world of one group, as of journal offset `position`.
 
-    With `on_loss`, an owner may continue from the newest snapshot although the owner before it died with other rules.
+    With `waits_for_seal`, the replica does not fail at an owner with other decision rules, and `run` does not fail at a
+    record that it cannot derive. The replica then reads the journal without deriving records, until the owner has
+    stopped as planned. Then it loads the sealed snapshot.
 
-    With `waits_for_seal`, the replica does not fail at an owner with other decision rules. It reads the journal without
-    deriving records, until the owner has stopped as planned. Then it loads the sealed snapshot.
+    With `on_loss`, an owner may continue from the newest snapshot although the records after it cannot be derived.
 
     `run` and `catch_up` may be cancelled and called again without loss, but only one of them may run at a time.
 
@@ -95,8 +101,10 @@ class Standby:
         seal: Offset of the `Sealed` record if it is the last valid record that was followed, otherwise -1.
         snapshot: Offset of the record of the snapshot from which an owner must continue, because it gives up later
             records. -1 if it continues from this replica.
-        blocked: Why no owner can continue with this replica, because the owner of the group has other decision rules.
-            None if one can.
+        blocked: Why no owner can continue with this replica, because it does not derive the records of the current
+            owner. None if one can.
+        stopped: Why this replica derives no more records, although the owner has this program's decision rules. None
+            while it derives them.
         failed: Reason why the replica can no longer follow the journal. None while it can.
         caught_up: Set once `run` has followed the journal up to its end at the start of `run`.
         followed: The world, and the decisions that were derived from events but have no journal record yet.
@@ -120,13 +128,15 @@ class Standby:
         self._observer = observer
         self._wake = asyncio.Event()
         self._order: RecordedOrder | None = None
-        self._validity = Validity(-1)
+        self._validity = Validity()
         self.position = 0
         self.seal = -1
         self.snapshot = -1
-        self._is_foreign = False  # whether the owner has other rules
+        self._is_foreign = False  # whether the records of the owner are not derived
         self.blocked: str | None = None
-        self._sealed: tuple[int, Sealed] | None = None  # newest `Sealed` of an owner with other rules
+        self.stopped: str | None = None
+        self._stopped_at = -1
+        self._sealed: tuple[int, Sealed] | None = None  # newest `Sealed` that was not derived
         self.failed: str | None = None
         self.caught_up = asyncio.Event()
         self.followed = Rederivation(World(custom))
@@ -143,20 +153,28 @@ class Standby:
         """Version of the decision rules of the newest owner."""
         return self._validity.rules
 
+    @property
+    def validity(self) -> Validity:
+        """Filter of the journal records up to `position`."""
+        return self._validity
+
     async def prepare_claim(self) -> None:
         """Check that an owner can continue with this replica, and call `on_loss` if it must give up records.
 
         Raises:
             OtherRules: The owner has other decision rules and has not stopped as planned, and no loss is accepted.
-            LogError: The journal has no snapshot from which an owner with other rules can continue.
+            JournalBroken: Records cannot be derived, and no loss is accepted.
+            LogError: The log has no state from which an owner can continue.
         """
         if not self._is_foreign or self.released:
             return
         if self._on_loss is None:
+            if self.stopped is not None:
+                raise JournalBroken(self.stopped)
             raise OtherRules(self.position - 1, self._validity.rules, self._validity.release)
-        tail = await abandoned_tail(self._log, self._partition, self.position)
+        tail = await abandoned_tail(self._log, self._partition, self.position, self._custom)
         self._on_loss(tail)
-        self.snapshot = tail.snapshot
+        self.seal, self.snapshot = -1, tail.snapshot
 
     @property
     def unconfirmed(self) -> list[Unconfirmed]:
@@ -200,46 +218,73 @@ class Standby:
         self._order = RecordedOrder(log, self._partition, self.world.view)
 
     async def run(self) -> None:
-        """Follow the journal until cancelled. If a record cannot be derived again, set `failed` and return.
+        """Follow the journal until cancelled.
+
+        If a record cannot be derived, set `stopped` and continue as `waits_for_seal` describes. Set `failed` and return
+        if that is impossible, or if a new standby can derive the records from a newer snapshot.
 
         Raises LogError if the log fails. A new standby may then follow the log later.
         """
-        try:
-            end = await self._log.end(DECISIONS.name, self._partition)
-            await self.catch_up(end)
-            self.caught_up.set()
-            tail = self._log.tail(DECISIONS.name, self._partition, self.position, self._wake)
+        while self.failed is None:
             try:
-                while True:
-                    self._wake.clear()
-                    while records := tail.take(BATCH_RECORDS):
-                        await self._follow(records, end)
-                    await self._load_seal()
-                    await self._wake.wait()
-                    await asyncio.sleep(GATHER_S)
-            finally:
-                tail.close()
-        except (RecoveryDiverged, OtherRules, PolicyNotAllowed) as error:
-            self.failed = str(error)
-            logger.error("the standby of partition %d stopped: %s", self._partition, error)  # noqa: TRY400
-        except LogError as error:
-            self.failed = str(error)
-            raise
+                await self._run()
+            except STOPS as error:
+                self.failed = str(error)
+                logger.error("the standby of partition %d stopped: %s", self._partition, error)  # noqa: TRY400
+                if self.stopped is None and self._waits_for_seal:
+                    await self._stop(self.failed)
+                    self.failed = None
+            except LogError as error:
+                self.failed = str(error)
+                raise
+
+    async def _run(self) -> None:
+        end = await self._log.end(DECISIONS.name, self._partition)
+        await self.catch_up(end)
+        self.caught_up.set()
+        tail = self._log.tail(DECISIONS.name, self._partition, self.position, self._wake)
+        try:
+            while True:
+                self._wake.clear()
+                while records := tail.take(BATCH_RECORDS):
+                    await self._follow(records, end)
+                await self._load_seal()
+                await self._wake.wait()
+                await asyncio.sleep(GATHER_S)
+        finally:
+            tail.close()
+
+    async def _stop(self, reason: str) -> None:
+        """Derive no more records, and only follow which router owns the group."""
+        if self._order is None and self._validity.epoch < 0:
+            self.position = await self._log.begin(DECISIONS.name, self._partition)
+            self._validity = Validity(nonce=None, seq=None) if self.position else Validity()
+        self._order = RecordedOrder(self._log, self._partition, {})
+        self.stopped, self._stopped_at = reason, self.position
+        self._follow_owner(self.world.owner_policies)
+        if self._on_loss is None:
+            self.blocked = reason
 
     async def _begin(self, end: int) -> None:
         taken = await newest_snapshot(self._log, self._partition, end)
         if taken is not None:
             rules = await version_of(self._log, self._partition, taken)
+            validity = Validity.after(await owner_state(self._log, self._partition, taken), rules)
             # No await between the changes of `position` and of the world, because other tasks read both.
             if rules == CORE_VERSION or not self._waits_for_seal:
-                world = await load_snapshot(self._log, self._partition, taken, self._custom)
-                self.position, self._validity = taken.journal_offset, Validity(taken.owner_epoch, rules)
+                try:
+                    world = await load_snapshot(self._log, self._partition, taken, self._custom)
+                except JournalBroken:
+                    self.position, self._validity = taken.journal_offset, validity
+                    raise
+                self.position, self._validity = taken.journal_offset, validity
                 self.followed = Rederivation(world)
                 await self._remember_unconfirmed()
             else:
                 claim = await claim_at(self._log, self._partition, taken.owner_epoch)
-                self.position, self._validity = taken.journal_offset, Validity(taken.owner_epoch, rules)
+                self.position, self._validity = taken.journal_offset, validity
                 self._block(claim, rules)
+        self._validity.warns = True
         if end - self.position > PROGRESS_EVERY:
             logger.info("following the journal from offset %d to %d", self.position, end)
         if self._observer is not None:
@@ -272,25 +317,34 @@ class Standby:
 
     async def _follow(self, records: Sequence[Record], end: int) -> None:
         for record in records:
-            decision = decode_journal(record, warn=not self._is_foreign)
-            if self._validity.admits(decision, record.offset):
-                await self._admit(record.offset, decision)
+            decision = self._validity.read(record)
+            if self._validity.last == record.offset:
+                await self._admit(record, decision)
             self.position = record.offset + 1
             if self.position % BATCH_RECORDS == 0:
                 await asyncio.sleep(0)
             if self.position % PROGRESS_EVERY == 0 and self.position < end:
                 logger.info("followed the journal up to offset %d of %d", self.position, end)
 
-    async def _admit(self, offset: int, decision: JournalRecord) -> None:
-        """Derive a valid record, or note it if an owner with other rules wrote it."""
+    async def _admit(self, record: Record, decision: JournalRecord | None) -> None:
+        """Derive a valid record, or note it if records of this owner are not derived. None if it does not decode."""
+        offset = record.offset
         if self._waits_for_seal and self._validity.rules != CORE_VERSION:
             if isinstance(decision, OwnerClaimed):
                 self._block(decision, decision.core_version)
             self.seal, self._sealed = -1, (offset, decision) if isinstance(decision, Sealed) else None
             return
-        self._validity.require_own_rules(decision, offset)
-        if isinstance(decision, OwnerClaimed) and (self._is_foreign or decision.snapshot >= 0):
+        if isinstance(decision, OwnerClaimed) and self._can_continue_from(decision):
             await self._continue_from(decision)
+            self._validity.seq = self.world.seq
+        elif self.stopped is not None:
+            self._note_stopped(offset, decision)
+            return
+        if not isinstance(decision, OwnerClaimed):
+            self._validity.require_own_rules(offset)
+        if decision is None:
+            require_readable(record)
+            return
         assert self._order is not None
         events = await self._order.events_of(decision.consumed)
         # No await between this change and the update of `position`, so that cancelling loses nothing.
@@ -305,12 +359,31 @@ class Standby:
         if self._observer is not None:
             self._observer.on_record(offset, decision)
 
-    def _block(self, claim: OwnerClaimed | None, rules: int) -> None:
-        """Derive no more records, because the owner of the group has other decision rules."""
+    def _can_continue_from(self, claim: OwnerClaimed) -> bool:
+        """Return whether the owner of a claim continued from a snapshot, and not from the records before the claim."""
+        if claim.snapshot >= 0:
+            return True
+        return self._is_foreign and (self.stopped is None or claim.seal >= 0)
+
+    def _note_stopped(self, offset: int, decision: JournalRecord | None) -> None:
+        """Note a valid record that is not derived. Raises JournalBroken if a new standby can derive the next ones."""
+        self.seal, self._sealed = -1, (offset, decision) if isinstance(decision, Sealed) else None
+        if isinstance(decision, OwnerClaimed):
+            self._follow_owner(decision.policies)
+        elif isinstance(decision, SnapshotTaken) and decision.journal_offset > self._stopped_at:
+            raise JournalBroken(f"{self.stopped}; a snapshot after these records is at journal offset {offset}")
+
+    def _follow_owner(self, policies: tuple[str, ...]) -> None:
+        """Replace the world by one that only has the owner, because its records are not derived."""
         self._is_foreign = True
         world = World(self._custom)
-        claim_group(world, self._validity.epoch, () if claim is None else claim.policies)
-        self.followed = Rederivation(world)  # frees the state, which is not followed
+        claim_group(world, self._validity.epoch, policies)
+        self.followed = Rederivation(world)  # frees the state
+
+    def _block(self, claim: OwnerClaimed | None, rules: int) -> None:
+        """Derive no more records, because the owner of the group has other decision rules."""
+        self.stopped = None
+        self._follow_owner(() if claim is None else claim.policies)
         if self._on_loss is not None:
             return
         self.blocked = (
@@ -319,18 +392,18 @@ class Standby:
         )
 
     async def _load_seal(self) -> None:
-        """Load the snapshot of an owner with other rules, if its `Sealed` is the last record of the journal."""
+        """Load the snapshot of an owner whose records were not derived, if the journal ends with its `Sealed`."""
         if self._sealed is None:
             return
         offset, sealed = self._sealed
         self._replace_world(await load_sealed(self._log, self._partition, sealed, self._custom))
-        self._sealed, self.seal, self.snapshot, self.blocked = None, offset, -1, None
+        self._sealed, self.seal, self.snapshot, self.blocked, self.stopped = None, offset, -1, None, None
 
     async def _continue_from(self, claim: OwnerClaimed) -> None:
         """Load the snapshot from which the owner of a claim continued, unless this replica has loaded it."""
         if claim.snapshot >= 0 or claim.seal < 0 or claim.seal != self.seal:
             self._replace_world(await load_continued(self._log, self._partition, claim, self._custom))
-        self._is_foreign, self.blocked, self._sealed, self.snapshot = False, None, None, -1
+        self._is_foreign, self.blocked, self.stopped, self._sealed, self.snapshot = False, None, None, None, -1
 
     def _replace_world(self, world: World) -> None:
         self.followed = Rederivation(world)

@@ -36,7 +36,7 @@ class AnonymizedJournal:
         self._start = start.offset
         self._followed = Rederivation(start.world)
         self._order = RecordedOrder(inputs, anonymizer.partition, start.world.view)
-        self._validity = Validity(start.world.owner_epoch)
+        self._validity = Validity.after(start.world)
         self._seals = {start.offset: hex_digest(start.world.digest())}
 
     @classmethod
@@ -69,7 +69,7 @@ class AnonymizedJournal:
         assert record.offset == self.offset, "records come in order"
         self.offset += 1
         decision = decode_journal(record)
-        is_ours = record.offset >= self._start and self._validity.admits(decision, record.offset)
+        is_ours = record.offset >= self._start and self._validity.read(record) is not None
         if decision is None:
             return with_value(record, self._anonymizer.masks.undecodable(DECISIONS, record.value))
         masked = self._anonymizer.anonymize(decision)

@@ -253,7 +253,7 @@ class Follower:
         assert steps.claim is not None, "a claim ends the gap"
         assert self.gap is not None, "the gap has begun"
         world = await load_continued(self._log, self._partition, steps.claim, self._custom)
-        walk = Walk(self._log, self._partition, Start(world, steps.position), self._log_end)
+        walk = Walk(self._log, self._partition, Start(world, steps.position, begins_span=True), self._log_end)
         for observer in self.observers:
             observer.resume(world)
         self.gap = self.gap._replace(end=steps.position, is_open=False)

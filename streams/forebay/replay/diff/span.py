@@ -19,7 +19,7 @@ from forebay.replay.verify.verify import PROGRESS_EVERY, OnProgress
 from forebay.replay.walk import Start, Walk, before, oldest
 from forebay.transport.base import Log, LogError, NotDerivable
 from forebay.transport.history.claims import validity_at
-from forebay.transport.history.reader import Validity, journal
+from forebay.transport.history.reader import journal
 from forebay.transport.history.release import rules_text
 from forebay.transport.history.start import oldest_state
 from forebay.transport.recording.manifest import utc
@@ -87,7 +87,7 @@ async def span_of(
     if from_us is None and to_us is None:
         return Span(start, start.offset, end)
     first, last, decisions = start.offset if from_us is None else end, end, 0
-    validity = await validity_at(log, partition, start.offset, start.world.owner_epoch)
+    validity = await validity_at(log, partition, start.offset, start.world)
     async for offset, record in journal(log, partition, start.offset, end, validity):
         if record.consumed:
             now_us = record.consumed[-1].now_us
@@ -98,7 +98,7 @@ async def span_of(
                 break
         if isinstance(record, AnyDecision) and first <= offset:
             decisions += 1
-            validity.require_own_rules(record, offset)
+            validity.require_own_rules(offset)
     if not decisions:
         raise EmptySpan(f"no decision was made in the time span; {await _extent(log, partition)}")
     return Span(start, first, last)
@@ -150,8 +150,7 @@ async def start_of(log: Log, partition: int, span: RulesSpan, custom: CustomPoli
 
 async def _offset_from(log: Log, partition: int, first: RulesSpan, end: int, time_us: int) -> int:
     """Return the offset of the first record whose owner's clock is at least `time_us`; `end` if there is none."""
-    validity = Validity(first.epoch, first.rules)
-    async for offset, record in journal(log, partition, first.first, end, validity):
+    async for offset, record in journal(log, partition, first.first, end, first.validity()):
         if record.consumed and record.consumed[-1].now_us >= time_us:
             return offset
     return end

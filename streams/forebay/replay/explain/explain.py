@@ -146,7 +146,7 @@ class _Derived:
                 return
             steps = RecordedSteps.after(log, partition, walk)
         while (claim := await self._read(steps)) is not None:
-            start = Start(await load_continued(log, partition, claim, custom), steps.position)
+            start = Start(await load_continued(log, partition, claim, custom), steps.position, begins_span=True)
             self.begin = min(self.begin, start.offset)
             self.timeline.continue_in(start.world)
             walk = await self._derive(start)

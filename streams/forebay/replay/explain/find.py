@@ -17,7 +17,6 @@ import msgspec
 from forebay.events.decisions import (
     JournalRecord,
     KvReleased,
-    OwnerClaimed,
     RequestAborted,
     RequestHeld,
     RequestRejected,
@@ -28,7 +27,7 @@ from forebay.events.names import NEAR_MAX, unknown_name
 from forebay.events.request_ids import aliases_of
 from forebay.events.requests import RequestSubmitted, RouteQueried
 from forebay.events.topics import DECISIONS, REQUESTS
-from forebay.replay.spans import valid_claim_offsets
+from forebay.replay.spans import valid_offsets
 from forebay.transport.base import Log
 from forebay.transport.history.reader import (
     PAGE_RECORDS,
@@ -95,27 +94,27 @@ class Mentions(NamedTuple):
 
 @dataclass(slots=True)
 class _Scan:
-    """State of a backward search for one ID. `seen` is newest first, and may have stale records until `drop_stale`."""
+    """State of a backward search for one ID. `seen` is newest first, and may have invalid records until `drop_invalid`.
+
+    Records from offset `checked` on are valid.
+    """
 
     request_id: str
+    checked: int
     seen: list[tuple[int, RequestRecord]] = field(default_factory=list)
     near: dict[str, None] = field(default_factory=dict)
-    claims: list[int] = field(default_factory=list)
-    valid: set[int] | None = None
 
-    async def drop_stale(self, log: Log, partition: int) -> None:
-        """Drop the records that an owner wrote after a claim of a later owner, unless that claim is void."""
-        if not any(_stale(one, self.claims) for one in self.seen):
+    async def drop_invalid(self, log: Log, partition: int) -> None:
+        """Drop stale, repeated and foreign records. Which these are depends on the records since a snapshot."""
+        unchecked = [offset for offset, _ in self.seen if offset < self.checked]
+        if not unchecked:
             return
-        if self.valid is None:  # whether a claim is void depends on all records before it, so they are seldom read
-            self.valid = await valid_claim_offsets(log, partition)
-        claims = [claim for claim in self.claims if claim in self.valid]
-        self.seen = [one for one in self.seen if not _stale(one, claims)]
+        valid = await valid_offsets(log, partition, min(unchecked), max(unchecked) + 1)
+        self.seen = [one for one in self.seen if one[0] >= self.checked or one[0] in valid]
+        self.checked = min(unchecked)
 
     def add(self, offset: int, record: JournalRecord | None) -> None:
-        if isinstance(record, OwnerClaimed):
-            self.claims.append(offset)
-        elif isinstance(record, RequestRecord):
+        if isinstance(record, RequestRecord):
             if self.request_id in aliases_of(record.request_id):
                 self.seen.append((offset, record))
             elif record.request_id.startswith(self.request_id) and len(self.near) < NEAR_MAX:
@@ -148,27 +147,28 @@ async def find(
     """
     begin = await log.begin(DECISIONS.name, partition)
     end = total = await log.end(DECISIONS.name, partition)
-    scan = _Scan(request_id)
-    wanted = (_in_json(request_id), b'"owner.claimed"')
+    scan = _Scan(request_id, end)
+    needle = _in_json(request_id)
     if mentions is not None and mentions.decisions:
         begin = max(begin, min(mentions.end, end))
     while end > begin:
         start = max(begin, end - PAGE_RECORDS)
         records = [record async for record in journal_records(log, partition, start, end)]
         for record in reversed(records):
-            if any(needle in record.value for needle in wanted):
+            if needle in record.value:
                 scan.add(record.offset, decode_journal(record))
         end = start
-        await scan.drop_stale(log, partition)
         if progress is not None:
             progress(total - end, total - begin)
+        if any(starts_use(record, held=False) for _, record in scan.seen):
+            await scan.drop_invalid(log, partition)
         if not thorough and any(starts_use(record, held=False) for _, record in scan.seen):
             break
     else:
         for offset in () if mentions is None else mentions.decisions:
             for record in await log.read(DECISIONS.name, partition, offset, 1):
                 scan.add(record.offset, decode_journal(record))
-        await scan.drop_stale(log, partition)
+    await scan.drop_invalid(log, partition)
     if not scan.seen:
         raise UnknownRequest(request_id, tuple(scan.near))
     return _last_use(scan.seen, thorough=thorough)
@@ -189,12 +189,6 @@ async def find_unapplied_submission(
             if request_id in aliases_of(event.request_id):
                 return record.offset, event
     return None
-
-
-def _stale(seen: tuple[int, RequestRecord], claims: Sequence[int]) -> bool:
-    """Return whether a claim of a later owner is before a record."""
-    offset, record = seen
-    return any(record.owner_epoch < claim < offset for claim in claims)
 
 
 def starts_use(record: RequestRecord, *, held: bool) -> bool:

@@ -185,10 +185,9 @@ class DivergenceTrail:
 
 
 def _number_text(seq: int, before: int) -> str:
+    missing = seq - before - 1  # a lower seq repeats an earlier record, which is skipped
     text = f"its seq is {seq}, that of the previous record is {before}"
-    if seq > before:
-        return f"{text}: {seq - before - 1} records in between are missing or were moved"
-    return f"{text}: the record was inserted, repeated or moved"
+    return f"{text}: {missing} records in between are missing or were moved"
 
 
 def _summarize_event(topic: str, offset: int, event: InputEvent | None, now_us: int) -> EventSummary:

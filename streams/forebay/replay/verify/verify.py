@@ -58,6 +58,7 @@ class VerifyReport(msgspec.Struct, kw_only=True):
         claims: number of ownership claims, one for each start or failover.
         snapshots: number of snapshots whose chunks restore the sealed state.
         void: number of stale records: their owner had lost the group.
+        repeated: number of records that repeat an earlier record.
         malformed: number of input records that no version can decode. They had no effect when the owner read them.
         pending: number of derived decisions that the journal does not hold yet, because the owner died or still writes.
         unapplied: number of input events that the owner has not applied according to the journal.
@@ -80,6 +81,7 @@ class VerifyReport(msgspec.Struct, kw_only=True):
     claims: int = 0
     snapshots: int = 0
     void: int = 0
+    repeated: int = 0
     malformed: int = 0
     pending: int = 0
     unapplied: int = 0
@@ -213,6 +215,7 @@ async def _check_snapshot(
 def _account(partition: int, walk: Walk, report: VerifyReport) -> None:
     """Add the number of records and events that a walk did not verify, and the digest of its final state."""
     report.void += walk.validity.void
+    report.repeated += walk.validity.repeated
     for name, count in walk.unverified.items():
         report.unverified[name] = report.unverified.get(name, 0) + count
     for topic in INPUTS:

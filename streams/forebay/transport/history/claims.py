@@ -7,13 +7,18 @@ whether a claim is valid depends on the records before it. The functions here wo
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-import msgspec
-
-from forebay.events.codec import MALFORMED
 from forebay.events.decisions import OwnerClaimed, Sealed
 from forebay.events.topics import DECISIONS
 from forebay.transport.base import Log, Record
-from forebay.transport.history.reader import Validity, can_continue, decode_journal, journal_records
+from forebay.transport.history.reader import (
+    OwnedState,
+    RecordStamp,
+    Validity,
+    decode_journal,
+    journal_records,
+    stamp_of,
+)
+from forebay.transport.history.snapshots import claim_at
 
 SEAL_RECORDS = 4  # per read of the last records before an offset, of which the very last one usually decides
 
@@ -39,7 +44,7 @@ class ValidClaim(NamedTuple):
 
 
 async def valid_claims(
-    log: Log, partition: int, start: int, end: int, epoch: int = -1, rules: int = -1
+    log: Log, partition: int, start: int, end: int, state: OwnedState | None = None, rules: int = -1
 ) -> AsyncIterator[ValidClaim]:
     """Yield the valid claims in [start, end) of a journal.
 
@@ -48,85 +53,67 @@ async def valid_claims(
         partition: Control partition of the group.
         start: Journal offset.
         end: Journal offset.
-        epoch: Owner epoch before `start`; -1 if there was no owner.
+        state: State before `start`; None if it is unknown or there was no owner.
         rules: Version of the decision rules of that owner; -1 if there was none.
 
     Raises:
         LogError: The log is damaged.
     """
-    seal = -1 if epoch < 0 else await seal_before(log, partition, start, epoch)
+    if state is None or state.owner_epoch < 0:
+        validity = Validity(-1, -1, nonce=None if start else "", seq=None if start else 0)
+    else:
+        validity = await validity_at(log, partition, start, state, rules)
     async for record in journal_records(log, partition, start, end):
-        stamp = stamp_of(record)
-        if stamp is None:
+        if stamp_of(record) is not None:
+            validity.admits_unknown(record)
             continue
-        if stamp.is_claim:
-            claim = decode_journal(record)
-            if isinstance(claim, OwnerClaimed) and (epoch < 0 or can_continue(claim, rules, seal)):
-                yield ValidClaim(record.offset, claim, rules)
-                epoch, rules, seal = record.offset, claim.core_version, -1
-        elif stamp.owner_epoch == epoch:
-            seal = record.offset if stamp.is_sealed else -1
+        before, claim = validity.rules, validity.read(record)
+        if isinstance(claim, OwnerClaimed):
+            yield ValidClaim(record.offset, claim, before)
 
 
-async def validity_at(log: Log, partition: int, offset: int, epoch: int, rules: int | None = None) -> Validity:
-    """Return a filter of the journal records from `offset` on, of which `epoch` is the owner epoch before.
+async def validity_at(log: Log, partition: int, offset: int, state: OwnedState, rules: int | None = None) -> Validity:
+    """Return a filter of the journal records from `offset` on.
 
     Args:
         log: The log.
         partition: Control partition of the group.
         offset: Journal offset.
-        epoch: Owner epoch before this offset; -1 before the first claim.
-        rules: Version of the decision rules of that owner; None for this program's version.
+        state: State before this offset.
+        rules: Version of the decision rules of the owner in that state; None for this program's version.
+
+    Raises:
+        LogError: The log is damaged.
     """
-    return Validity(epoch, rules, await seal_before(log, partition, offset, epoch))
+    epoch, nonce, seq = state.owner_epoch, state.owner_nonce, state.seq
+    if nonce is None and (claim := await claim_at(log, partition, epoch)) is not None:
+        nonce = claim.owner_nonce
+    seal = -1 if epoch < 0 else await _seal_before(log, partition, offset, epoch, nonce, seq)
+    return Validity(epoch, rules, seal, nonce=nonce, seq=seq)
 
 
-class RecordStamp(msgspec.Struct):
-    """Fields by which records are assigned to owners, without decoding the other fields."""
-
-    type: str
-    owner_epoch: int = -1
-
-    @property
-    def is_claim(self) -> bool:
-        """Whether the record is a claim."""
-        return self.type == _CLAIMED
-
-    @property
-    def is_sealed(self) -> bool:
-        """Whether the record is a `Sealed`."""
-        return self.type == _SEALED
-
-
-_STAMP = msgspec.json.Decoder(RecordStamp)
-_CLAIMED = OwnerClaimed.__struct_config__.tag
-_SEALED = Sealed.__struct_config__.tag
-
-
-def stamp_of(record: Record) -> RecordStamp | None:
-    """Return the stamp of a journal record of any version, or None for a foreign record."""
-    try:
-        return _STAMP.decode(record.value)
-    except MALFORMED:
-        return None
-
-
-async def seal_before(log: Log, partition: int, offset: int, epoch: int) -> int:
-    """Return the offset of the last valid journal record before `offset` if it is a `Sealed`, otherwise -1.
-
-    Args:
-        log: The log.
-        partition: Control partition of the group.
-        offset: Journal offset.
-        epoch: Owner epoch of that record.
-    """
+async def _seal_before(log: Log, partition: int, offset: int, epoch: int, nonce: str | None, seq: int | None) -> int:
+    """Return the offset of the last valid journal record before `offset` if it is a `Sealed`, otherwise -1."""
     begin = max(epoch, await log.begin(DECISIONS.name, partition))
     while offset > begin >= 0:
         start = max(begin, offset - SEAL_RECORDS)
         records = [record async for record in journal_records(log, partition, start, offset)]
         for record in reversed(records):
             stamp = stamp_of(record)
-            if stamp is not None and not stamp.is_claim and stamp.owner_epoch == epoch:
-                return record.offset if stamp.is_sealed else -1
+            if stamp is None or stamp.owner_epoch != epoch or (nonce is not None and stamp.owner_nonce != nonce):
+                continue
+            if seq is None or stamp.seq == seq - 1:
+                return await _first_seal(log, partition, record, stamp)
         offset = start
     return -1
+
+
+async def _first_seal(log: Log, partition: int, record: Record, stamp: RecordStamp) -> int:
+    """Return the offset of a `Sealed` that `record` is or repeats, or -1 if it is another record."""
+    sealed = decode_journal(record)
+    if not isinstance(sealed, Sealed):
+        return -1
+    async for earlier in journal_records(log, partition, sealed.journal_offset, record.offset):
+        if stamp_of(earlier) == stamp:
+            return earlier.offset
+    return record.offset

@@ -2,12 +2,12 @@
 
 from forebay.core.state.groups import Groups
 from forebay.events.control import PolicySet, PoolConfigured
-from forebay.events.decisions import OwnerClaimed
 from forebay.events.snapshots import WorldState
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, SNAPSHOTS
 from forebay.transport.base import Log
 from forebay.transport.directory import PARTITION
-from forebay.transport.history.reader import decode_journal, events_of, journal_records
+from forebay.transport.history.claims import valid_claims
+from forebay.transport.history.reader import events_of
 from forebay.transport.history.snapshots import snapshots_taken, state_of
 from forebay.transport.sqlite.log import SqliteLog
 
@@ -67,10 +67,8 @@ async def policies_run(log: Log, partition: int) -> set[str]:
     begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
     state = await oldest_world_state(log, partition) if begin else None
     found = set() if state is None else set(state.owner_policies)
-    async for record in journal_records(log, partition, begin, end):
-        claimed = decode_journal(record)
-        if isinstance(claimed, OwnerClaimed):
-            found.update(claimed.policies)
+    async for valid in valid_claims(log, partition, begin, end):
+        found.update(valid.claim.policies)
     return found
 
 

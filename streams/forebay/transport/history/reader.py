@@ -7,14 +7,14 @@ only between two awaits, so a task that follows a live journal may be cancelled 
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from forebay.core.rederive import RecordedEvents
 from forebay.core.step import CLOCK, InputEvent
 from forebay.core.world import CORE_VERSION
-from forebay.events.codec import DecodeError, decode, unknown_tag
+from forebay.events.codec import MALFORMED, DecodeError, decode, unknown_tag
 from forebay.events.decisions import ConsumedRun, JournalRecord, OwnerClaimed, Sealed
 from forebay.events.topics import DECISIONS, INPUTS, Topic
 from forebay.events.versions import EVENTS_VERSION
@@ -24,6 +24,7 @@ from forebay.transport.history.release import rules_text
 logger = logging.getLogger(__name__)
 
 PAGE_RECORDS = 512  # records per read; bounds memory whatever the length of the log
+UNREAD_MAX = 4_096  # offsets of undecodable records that are remembered; far more than an owner appends at once
 
 
 class SpanEnds(LogError):
@@ -50,7 +51,11 @@ class HistoryAbandoned(SpanEnds):
         )
 
 
-class UnreadableDecision(LogError):
+class JournalBroken(LogError):
+    """The journal cannot be followed any further, because records are missing or changed. A later try fails, too."""
+
+
+class UnreadableDecision(JournalBroken):
     """A journal record of the owner has a type or a value that this version does not know."""
 
     def __init__(self, offset: int, tag: str, error: DecodeError) -> None:
@@ -108,7 +113,8 @@ class EventReader:
             begin, end = self._offset, records[-1].offset + 1
             if end - begin != len(records):
                 where = f"{self._topic.name}/{self._partition}"
-                raise LogError(f"{where}: {end - begin - len(records)} records between {begin} and {end} are missing")
+                missing = end - begin - len(records)
+                raise JournalBroken(f"{where}: {missing} records between {begin} and {end} are missing")
             self._offset = end
             for record in records:
                 event = decode_or_none(self._topic, record.value)
@@ -139,9 +145,9 @@ class EventReader:
         if self.offset + count > end:
             raise self._ends_at(end)
 
-    def _ends_at(self, offset: int) -> LogError:
+    def _ends_at(self, offset: int) -> JournalBroken:
         where = f"{self._topic.name}/{self._partition} ends at offset {offset}"
-        return LogError(f"{where}, but according to the journal the owner applied more records")
+        return JournalBroken(f"{where}, but according to the journal the owner applied more records")
 
 
 class RecordedOrder:
@@ -199,97 +205,246 @@ def decode_or_none(topic: Topic, value: bytes) -> InputEvent | None:
     return event
 
 
-def decode_journal(record: Record, *, warn: bool = False) -> JournalRecord | None:
+def decode_journal(record: Record) -> JournalRecord | None:
     """Return the journal record in `record`, or None if `record` does not decode, for example a foreign record.
 
-    A caller may skip a record that does not decode. If an owner wrote it, the `seq` of the next record shows the gap.
-    With `warn`, it is logged. Searches do not log it, because owners of other versions may have written many of them.
+    Use `Validity` to find out whether the record is valid.
     """
     try:
         decision: JournalRecord = decode(DECISIONS, record.value)
-    except DecodeError as error:
-        level = logging.WARNING if warn else logging.DEBUG
-        text = "ignored record %d of %s/%d, not a journal record: %s"
-        logger.log(level, text, record.offset, record.topic, record.partition, error)
+    except DecodeError:
         return None
     return decision
 
 
-def require_readable(record: Record, epoch: int) -> None:
-    """Raise UnreadableDecision for a record that does not decode although the owner of `epoch` wrote it."""
-    try:
-        stamped = _STAMPED.decode(record.value)
-        decode(DECISIONS, record.value)
-    except DecodeError as error:
-        if stamped.owner_epoch == epoch:
-            raise UnreadableDecision(record.offset, stamped.type, error) from error
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return
-
-
-class _Stamped(msgspec.Struct):
-    """Fields that every journal record of an owner has, in every version."""
+class RecordStamp(msgspec.Struct):
+    """Fields by which records are assigned to owners, without decoding the other fields. Every version has them."""
 
     type: str
-    owner_epoch: int
+    owner_epoch: int = -1
+    seq: int = 0
+    owner_nonce: str = ""
 
 
-_STAMPED = msgspec.json.Decoder(_Stamped)
+_STAMP = msgspec.json.Decoder(RecordStamp)
+_CLAIMED = OwnerClaimed.__struct_config__.tag
+_SEALED = Sealed.__struct_config__.tag
+
+
+def stamp_of(record: Record) -> RecordStamp | None:
+    """Return the stamp of a journal record of any version, or None for a foreign record or a claim."""
+    try:
+        stamp = _STAMP.decode(record.value)
+    except MALFORMED:
+        return None
+    return None if stamp.type == _CLAIMED else stamp
+
+
+class OwnedState(Protocol):
+    """State of a group at a journal offset, for example a `World`."""
+
+    @property
+    def owner_epoch(self) -> int:
+        """Epoch of the owner, -1 before the first claim."""
+        ...
+
+    @property
+    def owner_nonce(self) -> str | None:
+        """Nonce of the owner's claim; None if it is unknown."""
+        ...
+
+    @property
+    def seq(self) -> int | None:
+        """Sequence number of the next record; None if it is unknown."""
+        ...
 
 
 class Validity:
-    """Filter that admits the valid records of a journal, in order. It rejects stale and foreign records.
+    """Filter that admits the valid records of a journal, in order. All readers of journals decide by it.
+
+    Theory of operation. Any process may append to a journal: a former owner that was paused, a tool that repeats
+    records, a mirror that mixes up topics. The valid records form a chain, which each reader follows from the state at
+    which it begins. A claim names the nonce of the previous claim. Every other record names the epoch and the nonce of
+    its claim, and has the next sequence number. A record that does not continue the chain has no effect. A record with
+    a sequence number that is too high is admitted, because only the log can have lost the records before it. Those who
+    derive the journal then report a divergence.
 
     Attributes:
         epoch: Owner epoch so far, which is the offset of the newest valid claim; -1 before the first claim.
+        nonce: `owner_nonce` of this owner; None if it is unknown, so that its next record shows it.
+        seq: Sequence number of the owner's next record; None if it is unknown.
         rules: Version of the decision rules of this owner. `rules` of the constructor is that of the first owner.
         seal: Offset of the last valid record if it is a `Sealed`, otherwise -1.
+        last: Offset of the last valid record that was read; -1 if there is none.
         release: Package version of this owner; empty if unknown.
         void: Number of stale records and of invalid claims so far.
-        foreign: Number of records so far that are not journal records.
+        repeated: Number of records so far that an earlier valid record of the same owner repeats.
+        foreign: Number of records so far that are not journal records of this group.
+        warns: Whether repeated and foreign records are logged as warnings. Searches only log them for debugging.
     """
 
-    def __init__(self, epoch: int, rules: int | None = None, seal: int = -1) -> None:
+    def __init__(
+        self,
+        epoch: int = -1,
+        rules: int | None = None,
+        seal: int = -1,
+        *,
+        nonce: str | None = "",
+        seq: int | None = 0,
+    ) -> None:
         self.epoch = epoch
+        self.nonce = nonce
+        self.seq = seq
         self.rules = CORE_VERSION if rules is None else rules
         self.seal = seal
+        self.last = -1
         self.release = ""
         self.void = 0
+        self.repeated = 0
         self.foreign = 0
+        self.warns = False
+        self._next = -1
+        self._unread: deque[int] = deque(maxlen=UNREAD_MAX)  # offsets at which a claim may have been lost
 
-    def admits(self, decision: JournalRecord | None, offset: int) -> TypeGuard[JournalRecord]:
-        """Return whether the next record, None if undecodable, is valid. Raises LogError if its claim is missing."""
+    @classmethod
+    def after(cls, state: OwnedState, rules: int | None = None, seal: int = -1) -> "Validity":
+        """Return the filter of the records after a state, whose owner has this version of the decision rules."""
+        return cls(state.owner_epoch, rules, seal, nonce=state.owner_nonce, seq=state.seq)
+
+    def read(self, record: Record) -> JournalRecord | None:
+        """Return the next record of the journal if it is valid and decodes, otherwise None.
+
+        The record that was read last may be read again, for example after a read of its events was cancelled.
+
+        Raises LogError if the claim of the record's owner is missing.
+        """
+        decision = decode_journal(record)
         if decision is None:
-            self.foreign += 1
-            return False
-        if isinstance(decision, OwnerClaimed):
-            if self.epoch >= 0 and not can_continue(decision, self.rules, self.seal):
-                self.void += 1
-                return False
-            self.epoch = offset
-            self.rules = decision.core_version
-            self.release = decision.release
-        elif decision.owner_epoch < self.epoch:
+            self.admits_unknown(record)
+            return None
+        is_valid = (
+            self._admits_claim(decision, record.offset)
+            if isinstance(decision, OwnerClaimed)
+            else self._admits(decision, record.offset, is_sealed=isinstance(decision, Sealed))
+        )
+        return decision if is_valid else None
+
+    def read_own(self, record: Record) -> JournalRecord | None:
+        """Return the next record like `read`.
+
+        Raises:
+            OtherRules: The record is a decision of an owner with other decision rules.
+            UnreadableDecision: The owner wrote the record, but this version cannot decode it.
+            LogError: The claim of the record's owner is missing.
+        """
+        decision = self.read(record)
+        if self.last != record.offset or isinstance(decision, OwnerClaimed):
+            return decision
+        self.require_own_rules(record.offset)
+        if decision is None:
+            require_readable(record)
+        return decision
+
+    def admits_unknown(self, record: Record) -> bool:
+        """Return whether the next record, which does not decode, is a valid record of an owner of another version."""
+        stamp = stamp_of(record)
+        return self._admits(stamp, record.offset, is_sealed=stamp is not None and stamp.type == _SEALED)
+
+    def require_own_rules(self, offset: int) -> None:
+        """Raise OtherRules if the owner of a decision at `offset` has other decision rules."""
+        if self.rules != CORE_VERSION:
+            raise OtherRules(offset, self.rules, self.release)
+
+    def _admits_claim(self, claim: OwnerClaimed, offset: int) -> bool:
+        if offset == self.last:
+            return True
+        self._note_place(offset)
+        if not self.is_next_claim(claim):
             self.void += 1
             return False
-        elif decision.owner_epoch > self.epoch or self.epoch < 0:
-            raise LogError(
-                f"journal record {offset} has the owner epoch {decision.owner_epoch}, whose claim is missing"
-            )
-        self.seal = offset if isinstance(decision, Sealed) else -1
+        self.epoch, self.nonce, self.last = offset, claim.owner_nonce, offset
+        if claim.snapshot >= 0:
+            self.seq = None  # continues from the snapshot
+        self.rules, self.release, self.seal = claim.core_version, claim.release, -1
         return True
 
-    def require_own_rules(self, decision: JournalRecord, offset: int) -> None:
-        """Raise OtherRules for an admitted record of an owner with other decision rules.
+    def is_next_claim(self, claim: OwnerClaimed) -> bool:
+        """Return whether a claim after the records so far is valid."""
+        if self.epoch < 0:
+            # A first claim continues from nothing. With an unknown owner, the reader begins in the middle of a journal.
+            return self.nonce is None or not claim.previous_nonce
+        return follows(claim, self.nonce) and can_continue(claim, self.rules, self.seal)
 
-        Claims are accepted, because a claim alone contains no decision.
-        """
-        if not isinstance(decision, OwnerClaimed) and self.rules != CORE_VERSION:
-            raise OtherRules(offset, self.rules, self.release)
+    def _admits(self, record: JournalRecord | RecordStamp | None, offset: int, *, is_sealed: bool) -> bool:
+        if offset == self.last:
+            return True
+        self._note_place(offset)
+        if record is None:
+            self._unread.append(offset)
+            self._skip_foreign(offset, "is not a journal record")
+            return False
+        if record.owner_epoch != self.epoch or self.epoch < 0:
+            self._skip_other(record, offset)
+            return False
+        if self.nonce is None:
+            self.nonce = record.owner_nonce
+        if record.owner_nonce != self.nonce:
+            self._skip_foreign(offset, "belongs to another journal")
+            return False
+        if self.seq is not None and record.seq < self.seq:
+            self.repeated += 1
+            self._log_skipped(offset, f"repeats the record with seq {record.seq}")
+            return False
+        self.seq, self.last = record.seq + 1, offset
+        self.seal = offset if is_sealed else -1
+        return True
+
+    def _note_place(self, offset: int) -> None:
+        if self._next < 0:
+            self._next = offset
+        self._unread.extend(range(max(self._next, offset - UNREAD_MAX), offset))  # the log lacks these offsets
+        self._next = offset + 1
+
+    def _skip_other(self, record: JournalRecord | RecordStamp, offset: int) -> None:
+        """Count a record of another owner. Raises LogError if this owner may be the newest one, but lacks its claim."""
+        epoch, is_unknown = record.owner_epoch, self.epoch < 0 and self.nonce is None
+        may_be_newest = epoch in self._unread or (epoch < 0 and not is_unknown)
+        if may_be_newest and not isinstance(record, RecordStamp):
+            raise JournalBroken(f"journal record {offset} has the owner epoch {epoch}, whose claim is missing")
+        if isinstance(record, RecordStamp):
+            self._skip_foreign(offset, "is not a journal record")
+        elif epoch < self.epoch or is_unknown:
+            self.void += 1
+        else:
+            self._skip_foreign(offset, f"names the owner epoch {epoch}, which is not the offset of a valid claim")
+
+    def _skip_foreign(self, offset: int, reason: str) -> None:
+        self.foreign += 1
+        self._log_skipped(offset, reason)
+
+    def _log_skipped(self, offset: int, reason: str) -> None:
+        level = logging.WARNING if self.warns else logging.DEBUG
+        logger.log(level, "skipped record %d of %s, which %s", offset, DECISIONS.name, reason)
+
+
+def require_readable(record: Record) -> None:
+    """Raise UnreadableDecision for a record that does not decode."""
+    try:
+        decode(DECISIONS, record.value)
+    except DecodeError as error:
+        raise UnreadableDecision(record.offset, _STAMP.decode(record.value).type, error) from error
+
+
+def follows(claim: OwnerClaimed, nonce: str | None) -> bool:
+    """Return whether a claim names the nonce of the owner before, as far as it is known.
+
+    Owners before version 7 of the rules had no nonce.
+    """
+    return nonce is None or not claim.owner_nonce or claim.previous_nonce == nonce
 
 
 def can_continue(claim: OwnerClaimed, rules: int, seal: int = -1) -> bool:
-    """Return whether a claim is valid after the records of an earlier owner.
+    """Return whether the router of a claim could derive the records of an earlier owner.
 
     Of two routers that claim after the same seal, one may have other rules than the other. The claim of the second one
     is invalid, because this router could not derive the decisions of the first one.
@@ -310,8 +465,8 @@ async def journal(
     Raises LogError for a record whose claim is missing.
     """
     async for record in journal_records(log, partition, start, end):
-        decision = decode_journal(record)
-        if validity.admits(decision, record.offset):
+        decision = validity.read(record)
+        if decision is not None:
             yield record.offset, decision
 
 

@@ -7,6 +7,7 @@ owner sealed in the journal right before `journal_offset`.
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from xxhash import xxh3_128
 
@@ -20,16 +21,25 @@ from forebay.events.decisions import Advanced, OwnerClaimed, Sealed, SnapshotRec
 from forebay.events.snapshots import Chunk, SnapshotChunk, WorldState
 from forebay.events.topics import DECISIONS, SNAPSHOTS
 from forebay.transport.base import Log, LogError, Record
-from forebay.transport.history.reader import PAGE_RECORDS, OtherRules, can_continue, decode_journal, journal_records
+from forebay.transport.history.reader import (
+    PAGE_RECORDS,
+    JournalBroken,
+    OtherRules,
+    can_continue,
+    decode_journal,
+    follows,
+    journal_records,
+)
 
+BEGINNING = 0  # as `OwnerClaimed.snapshot`: the empty state, before the first record
 CHUNKS_READ = 8  # snapshot chunks per read, each at most 1 MiB
 
 
-class MissingChunk(LogError):
+class MissingChunk(JournalBroken):
     """The journal has the record of a snapshot, but a chunk of this snapshot is missing."""
 
 
-class OtherState(LogError):
+class OtherState(JournalBroken):
     """The state in the chunks of a snapshot differs from the state that its owner sealed in the journal."""
 
 
@@ -46,40 +56,49 @@ async def newest_snapshot_at(log: Log, partition: int, end: int) -> tuple[int, S
         start = max(begin, end - PAGE_RECORDS)
         page = [(record.offset, decode_journal(record)) async for record in journal_records(log, partition, start, end)]
         for offset, record in reversed(page):
-            if isinstance(record, SnapshotRecord) and not await _overtaken(log, partition, record, offset):
+            if isinstance(record, SnapshotRecord) and await _is_current(log, partition, record, offset):
                 return offset, record
         end = start
     return None
 
 
 async def snapshots_taken(log: Log, partition: int, start: int, end: int) -> AsyncIterator[tuple[int, SnapshotRecord]]:
-    """Yield the records of snapshots in [start, end) of the journal that no claim in this range makes stale.
-
-    They may include a stale record of an owner that lost the group before `start`. Its seal is before `start`, too.
-    """
-    epoch, rules, seal = -1, -1, -1
+    """Yield the records of snapshots in [start, end) of the journal that no claim after their seal makes stale."""
     async for record in journal_records(log, partition, start, end):
         decision = decode_journal(record)
-        if isinstance(decision, OwnerClaimed) and (rules < 0 or can_continue(decision, rules, seal)):
-            epoch, rules, seal = record.offset, decision.core_version, -1
-        elif isinstance(decision, SnapshotRecord) and decision.owner_epoch >= epoch:
-            if isinstance(decision, Sealed):
-                rules, seal = decision.core_version, record.offset
+        if isinstance(decision, SnapshotRecord) and await _is_current(log, partition, decision, record.offset):
             yield record.offset, decision
 
 
-async def _overtaken(log: Log, partition: int, taken: SnapshotRecord, offset: int) -> bool:
-    """Return whether a claim made the snapshot's record at `offset` stale, or retention removed records after its seal.
+async def _is_current(log: Log, partition: int, taken: SnapshotRecord, offset: int) -> bool:
+    """Return whether the record of a snapshot at `offset` is valid, and the log has its seal and all records after it.
 
-    Only claims after the seal matter, because when the seal was acknowledged, the owner saw no claim before it.
+    The journal must contain the seal, so the record of another journal is not valid. Only claims after the seal matter,
+    because when the seal was acknowledged, the owner saw no claim before it.
     """
-    if taken.journal_offset < await log.begin(DECISIONS.name, partition):
-        return True
+    begin = await log.begin(DECISIONS.name, partition)
+    if not begin <= taken.journal_offset <= offset:
+        return False
+    if not 0 < taken.journal_offset == begin and not await _has_seal(log, partition, taken):
+        return False
     async for record in journal_records(log, partition, taken.journal_offset, offset):
         claim = decode_journal(record)
-        if isinstance(claim, OwnerClaimed) and can_continue(claim, taken.core_version or claim.core_version):
-            return True
-    return False
+        if (
+            isinstance(claim, OwnerClaimed)
+            and follows(claim, taken.owner_nonce)
+            and can_continue(claim, taken.core_version or claim.core_version)
+        ):
+            return False
+    return True
+
+
+async def _has_seal(log: Log, partition: int, taken: SnapshotRecord) -> bool:
+    """Return whether the owner of a snapshot sealed its state right before `journal_offset`."""
+    offset = taken.journal_offset - 1
+    records = await log.read(DECISIONS.name, partition, offset, 1) if offset >= 0 else []
+    sealed = decode_journal(records[0]) if records else None
+    named = taken.owner_epoch, taken.owner_nonce, taken.digest
+    return isinstance(sealed, Advanced) and (sealed.owner_epoch, sealed.owner_nonce, sealed.digest) == named
 
 
 async def parts_of(log: Log, partition: int, taken: SnapshotRecord) -> AsyncIterator[Chunk]:
@@ -141,6 +160,8 @@ async def load_continued(log: Log, partition: int, claim: OwnerClaimed, custom: 
         OtherState: The snapshot is damaged.
         LogError: The log does not have the snapshot.
     """
+    if claim.snapshot == BEGINNING:
+        return World(custom or {})
     offset = max(claim.seal, claim.snapshot)
     records = await log.read(DECISIONS.name, partition, offset, 1) if offset >= 0 else []
     taken = decode_journal(records[0]) if records else None
@@ -245,7 +266,8 @@ async def _require_of_seal(log: Log, partition: int, taken: SnapshotRecord, part
     """
     snapshot = f"the snapshot at offset {taken.first_offset}"
     states = [part for part in parts if isinstance(part, WorldState)]
-    if [state.owner_epoch for state in states] != [taken.owner_epoch]:
+    owner = taken.owner_epoch, taken.owner_nonce
+    if [(state.owner_epoch, state.owner_nonce) for state in states] != [owner]:
         raise OtherState(
             f"{snapshot} is unusable: it has {len(states)} states, expected one of owner epoch {taken.owner_epoch}"
         )
@@ -256,11 +278,12 @@ async def _require_of_seal(log: Log, partition: int, taken: SnapshotRecord, part
         await log.read(DECISIONS.name, partition, taken.journal_offset - 1, 1) if taken.journal_offset > begin else []
     )
     sealed = decode_journal(records[0]) if records else None
-    if not isinstance(sealed, Advanced) or (sealed.owner_epoch, sealed.digest, sealed.seq + 1) != (
-        taken.owner_epoch,
-        taken.digest,
-        states[0].seq,
-    ):
+    if not isinstance(sealed, Advanced) or (
+        sealed.owner_epoch,
+        sealed.owner_nonce,
+        sealed.digest,
+        sealed.seq + 1,
+    ) != (*owner, taken.digest, states[0].seq):
         raise OtherState(
             f"{snapshot} does not match the state sealed right before journal offset {taken.journal_offset}"
         )
@@ -279,6 +302,24 @@ async def _version_claimed(log: Log, partition: int, owner_epoch: int) -> int:
     return 0 if claimed is None else claimed.core_version
 
 
+class OwnerState(NamedTuple):
+    """Owner of a group at a journal offset, and sequence number of its first record from there on."""
+
+    owner_epoch: int
+    owner_nonce: str
+    seq: int
+
+
+async def owner_state(log: Log, partition: int, taken: SnapshotRecord) -> OwnerState:
+    """Return the owner and the sequence number after the seal of a snapshot, from its seal or else from its chunks."""
+    if taken.journal_offset > await log.begin(DECISIONS.name, partition):
+        for record in await log.read(DECISIONS.name, partition, taken.journal_offset - 1, 1):
+            sealed = decode_journal(record)
+            if isinstance(sealed, Advanced):
+                return OwnerState(taken.owner_epoch, taken.owner_nonce, sealed.seq + 1)
+    return OwnerState(taken.owner_epoch, taken.owner_nonce, (await state_of(log, partition, taken)).seq)
+
+
 async def claim_at(log: Log, partition: int, owner_epoch: int) -> OwnerClaimed | None:
     """Return the claim with which an owner epoch began, or None if the log does not have it. Raises LogError."""
     if owner_epoch >= max(0, await log.begin(DECISIONS.name, partition)):
@@ -292,7 +333,7 @@ async def claim_at(log: Log, partition: int, owner_epoch: int) -> OwnerClaimed |
 async def _chunks(
     log: Log, partition: int, taken: SnapshotRecord, at_once: int = CHUNKS_READ
 ) -> AsyncIterator[tuple[Record, SnapshotChunk]]:
-    """Yield the chunks of a snapshot with their records, skipping chunks of other owners between them."""
+    """Yield the chunks of a snapshot with their records, skipping repeated and foreign chunks between them."""
     number, offset = 0, taken.first_offset
     damaged: DecodeError | None = None
     while number < taken.chunks:
@@ -300,7 +341,7 @@ async def _chunks(
         if not records:
             name = f"chunk {number} of the snapshot at offset {taken.first_offset}"
             if damaged is not None:
-                raise LogError(f"{name} is damaged or missing: {damaged}") from damaged
+                raise JournalBroken(f"{name} is damaged or missing: {damaged}") from damaged
             raise MissingChunk(f"{name} is missing")
         for record in records:
             try:
@@ -308,7 +349,7 @@ async def _chunks(
             except DecodeError as error:
                 damaged = error  # unless it is a foreign record: then the chunk follows
                 continue
-            if (chunk.owner_epoch, chunk.number) == (taken.owner_epoch, number):
+            if (chunk.owner_epoch, chunk.number, chunk.snapshot_id) == (taken.owner_epoch, number, taken.snapshot_id):
                 yield record, chunk
                 number, damaged = number + 1, None
         offset = records[-1].offset + 1

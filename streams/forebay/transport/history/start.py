@@ -10,7 +10,7 @@ from forebay.events.decisions import OwnerClaimed, SnapshotRecord
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.transport.base import Log, LogError
 from forebay.transport.history.reader import Validity, decode_journal, journal
-from forebay.transport.history.snapshots import newest_snapshot, snapshots_taken, state_of, version_of
+from forebay.transport.history.snapshots import BEGINNING, newest_snapshot, snapshots_taken, state_of, version_of
 
 
 class StoredState(NamedTuple):
@@ -22,6 +22,8 @@ class StoredState(NamedTuple):
         owner_epoch: Epoch of the owner that sealed the state, -1 before the first claim.
         core_version: Version of the decision rules of that owner.
         now_us: Clock of that owner, in microseconds; 0 before the first event.
+        owner_nonce: Nonce of that owner's claim.
+        seq: Sequence number of the first record after the state.
     """
 
     offset: int
@@ -29,6 +31,8 @@ class StoredState(NamedTuple):
     owner_epoch: int
     core_version: int
     now_us: int = 0
+    owner_nonce: str = ""
+    seq: int = 0
 
 
 EMPTY_STATE = StoredState(0, {}, -1, CORE_VERSION)
@@ -55,7 +59,8 @@ async def usable_state(
     view = {run.topic: run.count for run in state.view}
     if any(view.get(topic.name, 0) < begins[topic.name] for topic in INPUTS):
         return None
-    return StoredState(taken.journal_offset, view, state.owner_epoch, taken.core_version, state.now_us)
+    owner = state.owner_epoch, taken.core_version, state.now_us, state.owner_nonce
+    return StoredState(taken.journal_offset, view, *owner, state.seq)
 
 
 async def oldest_state(log: Log, partition: int) -> StoredState:
@@ -83,6 +88,8 @@ async def continued_view(log: Log, partition: int, claim: OwnerClaimed) -> dict[
 
     Raises LogError if the log does not have the snapshot.
     """
+    if claim.snapshot == BEGINNING:
+        return {}
     for record in await log.read(DECISIONS.name, partition, claim.snapshot, 1):
         taken = decode_journal(record)
         if isinstance(taken, SnapshotRecord):
@@ -97,14 +104,13 @@ async def recorded_view(log: Log, partition: int) -> dict[str, int]:
     """
     end = await log.end(DECISIONS.name, partition)
     taken = await newest_snapshot(log, partition, end)
-    start, epoch, rules = 0, -1, None
+    start, validity = 0, Validity()
     view: Counter[str] = Counter()
     if taken is not None:
         state = await state_of(log, partition, taken)
         view.update({run.topic: run.count for run in state.view})
-        start, epoch = taken.journal_offset, state.owner_epoch
-        rules = await version_of(log, partition, taken)
-    async for _, record in journal(log, partition, start, end, Validity(epoch, rules)):
+        start, validity = taken.journal_offset, Validity.after(state, await version_of(log, partition, taken))
+    async for _, record in journal(log, partition, start, end, validity):
         if isinstance(record, OwnerClaimed) and record.snapshot >= 0:
             view = Counter(await continued_view(log, partition, record))
         for run in record.consumed:
