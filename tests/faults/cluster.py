@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
+from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.control import RouterConfig
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, KV_EVENTS, PROGRESS, REQUESTS, TOKENS
 from forebay.ingress.model import DEFAULT_MODEL, Model
@@ -387,6 +390,11 @@ class Cluster:
             case "group_rebalance":
                 for group in self.kafka.groups.values():
                     (group.expel if fault.duration_ms > SESSION_LOST_MS else group.rebalance)()
+            case "repeated_record" | "foreign_decision":
+                if records := broker.records((DECISIONS.name, 0)):
+                    value = records[-min(fault.amount, len(records))].value
+                    value = _of_another_group(value) if kind == "foreign_decision" else value
+                    broker.append(Draft(DECISIONS.name, 0, value), 0)
             case "foreign_record":
                 topic = FOREIGN_TOPICS[fault.at_ms % len(FOREIGN_TOPICS)]
                 broker.append(Draft(topic.name, 0, b"\xc1 not an event"), 0)
@@ -436,3 +444,12 @@ def _unexpected(error: BaseException | None) -> BaseException | None:
     while isinstance(error, BaseExceptionGroup):
         error = next((found for found in map(_unexpected, error.exceptions) if found is not None), None)
     return None if error is None or isinstance(error, LogError) else error
+
+
+def _of_another_group(value: bytes) -> bytes:
+    """Return a journal record as the owner of another group with the same epoch would have written it next."""
+    try:
+        record = decode(DECISIONS, value)
+    except DecodeError:
+        return value
+    return encode(DECISIONS, msgspec.structs.replace(record, owner_nonce="another", seq=record.seq + 1))

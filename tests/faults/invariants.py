@@ -73,6 +73,8 @@ class LogChecks:
         self.versions: set[int] = set()
         self.decisions = 0
         self._seal = -1  # offset of the last valid record, if it is a seal
+        self._nonce = ""  # of the newest valid claim
+        self._seen: set[tuple[str, int]] = set()
         self._expected: dict[tuple[str, int], list[list[int]]] = {}
         self._routings: dict[tuple[str, str, int], list[_Routing]] = {}
         self._emitted: dict[tuple[str, int, int, str, int], int] = {}
@@ -100,16 +102,19 @@ class LogChecks:
     def _on_decision(self, record: Record) -> None:
         event = _decoded(DECISIONS, record)
         if isinstance(event, OwnerClaimed):
-            if not self.claims or event.core_version == self.rules or -1 < event.seal == self._seal:
+            can_continue = not self.claims or event.core_version == self.rules or -1 < event.seal == self._seal
+            if event.previous_nonce == self._nonce and can_continue:
                 self.claims.append(record.offset)
-                self.rules, self._seal = event.core_version, -1
+                self.rules, self._seal, self._nonce = event.core_version, -1, event.owner_nonce
                 self.versions.add(event.core_version)
             return
-        if isinstance(event, JournalRecord):
-            self.decided.add(event.owner_epoch)
-            if self.claims and event.owner_epoch == self.claims[-1]:
-                self._seal = record.offset if isinstance(event, Sealed) else -1
-                self.decisions += isinstance(event, AnyDecision)
+        if not isinstance(event, JournalRecord) or (event.owner_nonce, event.seq) in self._seen:
+            return  # a foreign or repeated record
+        self._seen.add((event.owner_nonce, event.seq))
+        self.decided.add(event.owner_epoch)
+        if event.owner_nonce == self._nonce:
+            self._seal = record.offset if isinstance(event, Sealed) else -1
+            self.decisions += isinstance(event, AnyDecision)
         if isinstance(event, RequestRouted):
             key = event.request_id, event.stage, event.attempt
             routing = _Routing(event.worker_id, event.owner_epoch, record.offset)

@@ -47,10 +47,11 @@ SystemKind = Literal[
     "no_owner",
     "foreign_record",
 ]
+JournalKind = Literal["repeated_record", "foreign_decision"]
 KafkaKind = Literal["leader_change", "stale_metadata", "group_rebalance"]
 RouterKind = Literal["upgrade"]
 ClientKind = Literal["disconnect", "repeated_id"]
-Kind = ProcessKind | SystemKind | KafkaKind | ClientKind | RouterKind
+Kind = ProcessKind | SystemKind | JournalKind | KafkaKind | ClientKind | RouterKind
 Depth = Literal["log", "kafka"]
 
 PROCESS_KINDS: tuple[ProcessKind, ...] = get_args(ProcessKind)
@@ -58,7 +59,10 @@ SYSTEM_KINDS: tuple[SystemKind, ...] = get_args(SystemKind)
 CLIENT_KINDS: tuple[ClientKind, ...] = get_args(ClientKind)
 KAFKA_KINDS: tuple[KafkaKind, ...] = get_args(KafkaKind)
 ROUTER_KINDS: tuple[RouterKind, ...] = get_args(RouterKind)
-KINDS: tuple[str, ...] = (*PROCESS_KINDS, *SYSTEM_KINDS, *CLIENT_KINDS, *KAFKA_KINDS, *ROUTER_KINDS)
+JOURNAL_KINDS: tuple[JournalKind, ...] = get_args(JournalKind)
+KINDS: tuple[str, ...] = (
+    *PROCESS_KINDS, *SYSTEM_KINDS, *CLIENT_KINDS, *KAFKA_KINDS, *ROUTER_KINDS, *JOURNAL_KINDS,
+)  # fmt: skip
 
 # A slow engine takes seconds for a response, so faults hit its requests in the middle. Fast ones serve many requests.
 SPEEDUPS = (0.2, 16.0, 32.0)
@@ -76,7 +80,8 @@ class Fault(msgspec.Struct, frozen=True):
         target: service that it hits; empty for the broker, the lease store and the group of routers.
         duration_ms: how long it lasts, or how long a killed process stays down. A `loss` has no end. An `upgrade` stops
             a router in order, and starts it with the other decision rules after this time.
-        amount: strength: number of failing calls, factor of a slowdown, or size of a clock jump in milliseconds.
+        amount: strength: number of failing calls, factor of a slowdown, or size of a clock jump in milliseconds. Of a
+            repeated or foreign journal record, the distance of its original from the end of the journal.
     """
 
     at_ms: int
@@ -192,6 +197,7 @@ def draw_plan(seed: int, kinds: Sequence[str] = KINDS, depth: Depth = "log") -> 
     requests = _draw_requests(random, plan, kinds)
     if "upgrade" in kinds:
         faults = _by_time([*faults, *_draw_upgrades(Random(f"plan/{seed}/upgrade"), plan)])
+    faults = _by_time([*faults, *_draw_journal_faults(Random(f"plan/{seed}/journal"), kinds)])
     if depth == "kafka":
         extra = Random(f"plan/{seed}/kafka")
         faults = _by_time([*faults, *_draw_kafka_faults(extra, plan, kinds)])
@@ -257,6 +263,15 @@ def _draw_upgrades(random: Random, plan: Plan) -> list[Fault]:
             return []
     down_ms = (100, 500, 1_500)
     return [Fault(at, "upgrade", name, random.choice(down_ms)) for at, name in zip(times, targets, strict=True)]
+
+
+def _draw_journal_faults(random: Random, kinds: Sequence[str]) -> list[Fault]:
+    counts = {kind: random.choice((0, 0, 1, 3, 6)) for kind in JOURNAL_KINDS if kind in kinds}
+    return [
+        Fault(random.randrange(FIRST_MS, SPAN_MS), kind, amount=random.choice((1, 1, 2, 5, 20, 1_000)))
+        for kind, count in counts.items()
+        for _ in range(count)
+    ]
 
 
 def _moved_to_kafka(request: PlannedRequest) -> PlannedRequest:
