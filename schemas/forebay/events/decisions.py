@@ -50,7 +50,7 @@ class Decision(Event, frozen=True, kw_only=True):
     owner_epoch: int = -1  # offset of the claim; the claim itself cannot know its offset
     seq: Count = 0
     consumed: tuple[ConsumedRun, ...] = ()
-    owner_nonce: Annotated[str, KEPT] = ""  # empty in logs of owners before version 7 of the rules
+    owner_nonce: Annotated[str, KEPT] = ""  # empty in logs of owners before version 8 of the rules
 
 
 class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):

@@ -42,7 +42,7 @@ from forebay.events.snapshots import (
 )
 from forebay.events.versions import EVENTS_VERSION
 
-CORE_VERSION = 7  # raised whenever the same events lead to different decisions
+CORE_VERSION = 8  # raised whenever the same events lead to different decisions
 
 
 class Stamp(TypedDict):

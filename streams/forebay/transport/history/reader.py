@@ -438,7 +438,7 @@ def require_readable(record: Record) -> None:
 def follows(claim: OwnerClaimed, nonce: str | None) -> bool:
     """Return whether a claim names the nonce of the owner before, as far as it is known.
 
-    Owners before version 7 of the rules had no nonce.
+    Owners before version 8 of the rules had no nonce.
     """
     return nonce is None or not claim.owner_nonce or claim.previous_nonce == nonce
 
