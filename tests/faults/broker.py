@@ -14,7 +14,7 @@ from random import Random
 from typing import Protocol
 
 from forebay import runtime
-from forebay.transport.base import Draft, LogError, LogFull, Record, Wake
+from forebay.transport.base import Draft, LogError, LogFull, LogUnavailable, Record, Wake
 from forebay.transport.following import Following
 from tests.faults.loop import VirtualLoop
 from tests.faults.process import Process
@@ -82,6 +82,20 @@ class Faults:
         self.slowness = 1.0
         self.lag_s = 0.0
         self.truncates = False
+        self._failing_call: int | None = None
+        self._calls = 0
+
+    def fail_call(self, number: int) -> None:
+        """Let one call of the broker fail: the one with this number, counted from 1 from now on."""
+        self._failing_call, self._calls = number, 0
+
+    def fails(self) -> int:
+        """Count a call of the broker, and return its number if it fails, otherwise 0."""
+        self._calls += 1
+        if self._calls != self._failing_call:
+            return 0
+        self.fired("call_failed")
+        return self._calls
 
     def take(self, kind: str) -> bool:
         """Return whether an injected error of this kind happens now, and count it."""
@@ -435,8 +449,10 @@ class VirtualLog:
             await asyncio.sleep(RETRY_S)
             waited_s += RETRY_S
             if waited_s >= READ_S_MAX:
-                raise LogError("the broker does not respond (injected)")
+                raise LogUnavailable("the broker does not respond (injected)")
+        if faults.fails():
+            raise LogUnavailable("the broker did not respond in time (injected)")
         if faults.take("read_failed"):
-            raise LogError("the broker cannot be read (injected)")
+            raise LogUnavailable("the broker cannot be read (injected)")
         await asyncio.sleep(broker.hop_s(faults))
         self._require_open()

@@ -13,7 +13,7 @@ from forebay.events.control import RouterConfig
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, KV_EVENTS, PROGRESS, REQUESTS, TOKENS
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.live.router.readiness import ready
-from forebay.transport.base import Draft, Log, LogError, Record
+from forebay.transport.base import Draft, Log, LogError, LogUnavailable, Record
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from tests.faults.broker import Broker, Faults
@@ -100,6 +100,7 @@ class Cluster:
         fired: number of faults that happened, by kind.
         checks: checks of the log.
         violation: first violation that a check found while a process ran.
+        failed: name and error of each process that ended with an error.
         plan: the plan.
         broker: the broker.
         kafka: the nodes of the broker, if the plan has the depth `kafka`.
@@ -109,6 +110,7 @@ class Cluster:
         self.fired: Counter[str] = Counter()
         self.checks = LogChecks()
         self.violation: BaseException | None = None
+        self.failed: list[str] = []
         self.broker = Broker(loop, str(plan.seed))
         self.broker.on_append = self._check
         self.kafka = FakeKafka(self.broker, str(plan.seed))
@@ -288,7 +290,9 @@ class Cluster:
         """Start a service again that ended. An error other than an expected one is a violation."""
         if member.process is not process:
             return
-        unexpected = _unexpected(process.error)
+        if process.error is not None:
+            self.failed.append(f"{member.name}: {process.error!r}")
+        unexpected = _unexpected(process.error, is_starting=_is_starting(member.service))
         if unexpected is not None and self.violation is None:
             self.violation = unexpected
         if not member.down:
@@ -301,6 +305,9 @@ class Cluster:
     def _inject(self, member: Member, fault: Fault) -> None:
         process, faults = member.process, member.faults
         kind, end_s = fault.kind, fault.duration_ms / 1000
+        if kind == "call_failed":
+            faults.fail_call(fault.amount)
+            return
         if kind in POINT_KINDS:
             faults.pending[kind] = faults.pending.get(kind, 0) + fault.amount
             return
@@ -439,11 +446,28 @@ def _is_ready(member: Member) -> bool:
     return router is not None and member.process.evaluate(lambda: ready(router)[0])
 
 
-def _unexpected(error: BaseException | None) -> BaseException | None:
-    """Return an error of a process that no injected fault explains, or None."""
+def _is_starting(service: Service | None) -> bool:
+    match service:
+        case RouterService():
+            return service.router is None
+        case WorkerService():
+            return service.worker is None
+        case IngressService():
+            return service.ingress is None
+        case None:
+            return True
+
+
+def _unexpected(error: BaseException | None, *, is_starting: bool) -> BaseException | None:
+    """Return an error of a process that no injected fault explains, or None.
+
+    A log that is unavailable ends a process only while it starts.
+    """
     while isinstance(error, BaseExceptionGroup):
-        error = next((found for found in map(_unexpected, error.exceptions) if found is not None), None)
-    return None if error is None or isinstance(error, LogError) else error
+        found = (_unexpected(one, is_starting=is_starting) for one in error.exceptions)
+        error = next((one for one in found if one is not None), None)
+    is_final = isinstance(error, LogError) and (is_starting or not isinstance(error, LogUnavailable))
+    return None if error is None or is_final else error
 
 
 def _of_another_group(value: bytes) -> bytes:

@@ -313,3 +313,27 @@ def _draw_fault(random: Random, plan: Plan, kind: str) -> Fault:
     if kind in ("disk_full", "no_owner"):
         duration_ms = min(duration_ms, 1_500)
     return Fault(at_ms, kind, target, duration_ms, amount)
+
+
+def steady_requests(count: int) -> tuple[PlannedRequest, ...]:
+    """Return requests of the same prefix, one every 300 ms."""
+    times = (2_000 + 300 * number for number in range(count))
+    return tuple(PlannedRequest(at_ms, f"q{at_ms}", "i0", 0, 16, 4, 40, 10_000) for at_ms in times)
+
+
+def calm_plan(**changes: object) -> Plan:
+    """Return a plan without faults: two routers, two workers and an ingress get two requests."""
+    fields: dict[str, object] = {
+        "seed": 7,
+        "routers": 2,
+        "workers": 2,
+        "ingresses": 1,
+        "kv_blocks": 64,
+        "max_num_seqs": 4,
+        "speedup": 16.0,
+        "snapshot_every": 10,
+        "requests": steady_requests(2),
+        "faults": (),
+        **changes,
+    }
+    return Plan(**fields)  # type: ignore[arg-type]

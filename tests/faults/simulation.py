@@ -51,6 +51,7 @@ class Result:
         virtual_s: simulated seconds.
         cpu_s: seconds of CPU time.
         fired: faults that happened, by kind.
+        failed: name and error of each process that ended with an error.
         outcomes: number of requests by outcome.
         trace_hash: hash of all choices and records.
         partitions: records of the log.
@@ -63,6 +64,7 @@ class Result:
     virtual_s: float = 0.0
     cpu_s: float = 0.0
     fired: Counter[str] = field(default_factory=Counter)
+    failed: list[str] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
     trace_hash: str = ""
     partitions: dict[tuple[str, int], list[Record]] = field(default_factory=dict)
@@ -91,7 +93,7 @@ def simulate(plan: Plan) -> Result:
             result.violation = "nothing will happen any more, but requests are pending"
         result.choices, result.callbacks, result.trace_hash = loop.choices, loop.callbacks, loop.trace_hash
         result.virtual_s = loop.time() - START_NS / NS_PER_S
-        result.fired = cluster.fired
+        result.fired, result.failed = cluster.fired, cluster.failed
         result.outcomes = Counter(f"{client.outcome.state} {client.outcome.detail}".strip() for client in clients)
         result.partitions = cluster.broker.partitions
         del cluster, clients

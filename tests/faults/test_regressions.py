@@ -13,7 +13,7 @@ from forebay.events.topics import DECISIONS
 from tests.depth import sampled
 from tests.faults.coordinator import PARTITION
 from tests.faults.invariants import Violation
-from tests.faults.plan import KAFKA_KINDS, KINDS, Fault, Plan, PlannedRequest, draw_plan, read_plan
+from tests.faults.plan import KAFKA_KINDS, KINDS, Fault, Plan, calm_plan, draw_plan, read_plan, steady_requests
 from tests.faults.rules import OTHER_RULES, OWN_RULES
 from tests.faults.shrinking import kind_of, shrink
 from tests.faults.simulation import Result, simulate
@@ -21,30 +21,6 @@ from tests.faults.simulation import Result, simulate
 SEEDS = range(24)
 PLANS = Path(__file__).with_name("plans")  # what the shrinker left of seeds that failed
 SHRINK_S = 20.0
-
-
-def steady_requests(count: int) -> tuple[PlannedRequest, ...]:
-    """Return requests of the same prefix, one every 300 ms."""
-    times = (2_000 + 300 * number for number in range(count))
-    return tuple(PlannedRequest(at_ms, f"q{at_ms}", "i0", 0, 16, 4, 40, 10_000) for at_ms in times)
-
-
-def calm_plan(**changes: object) -> Plan:
-    """Return a plan without faults: two routers, two workers and an ingress get two requests."""
-    fields: dict[str, object] = {
-        "seed": 7,
-        "routers": 2,
-        "workers": 2,
-        "ingresses": 1,
-        "kv_blocks": 64,
-        "max_num_seqs": 4,
-        "speedup": 16.0,
-        "snapshot_every": 10,
-        "requests": steady_requests(2),
-        "faults": (),
-        **changes,
-    }
-    return Plan(**fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", sampled(SEEDS, 4))

@@ -140,6 +140,7 @@ async def test_only_the_assigned_router_claims_at_the_start(log: SqliteLog, monk
     monkeypatch.setattr(succession, "STAGGER_S", 0.0)
     async with watching(log) as watch:
         watch.is_assigned = False
+        watch.standby.seal = 0  # the last owner stopped as planned
         due = watch.begin()
         for _ in range(20):  # each heartbeat makes the standby check again
             await watch.heartbeats.reach(await watch.beat(router_id="c") + 1)
@@ -147,6 +148,16 @@ async def test_only_the_assigned_router_claims_at_the_start(log: SqliteLog, monk
         watch.is_assigned = True
         watch.heartbeats.changed.set()
         await asyncio.wait_for(due, 20)
+
+
+async def test_a_router_that_starts_after_the_owner_died_does_not_wait_for_the_consumer_group(
+    log: SqliteLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(succession, "START_S", 1_000.0)
+    async with watching(log) as watch:
+        watch.is_assigned = False
+        await asyncio.wait_for(watch.begin(), 20)
+        assert watch.probes == 1
 
 
 async def test_a_blocked_standby_does_not_claim(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from aiokafka.errors import (
     ReplicaNotAvailableError,
     TopicAuthorizationFailedError,
     UnknownError,
+    UnknownTopicOrPartitionError,
     UnsupportedVersionError,
 )
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
@@ -65,12 +66,16 @@ class FakeWire:
 
     def __init__(self) -> None:
         self.leaders: dict[TopicPartition, int | None] = {}
+        self.deleted: set[str] = set()
         self.refreshed: list[list[str]] = []
         self.refusal: KafkaError | None = None
         self._sent: asyncio.Queue[Request] = asyncio.Queue()
 
     def leader(self, place: TopicPartition) -> int | None:
         return self.leaders.get(place, 0)
+
+    def gone(self, topic: str) -> KafkaError | None:
+        return UnknownTopicOrPartitionError("deleted") if topic in self.deleted else None
 
     async def refresh(self, topics: Sequence[str] = ()) -> None:
         self.refreshed.append(list(topics))
@@ -393,6 +398,17 @@ async def test_a_topic_that_may_not_be_described_ends_all_polls(
     poller.seek(A, 0)
     await wire.settled()
     assert follower.errors == [wire.refusal]
+
+
+async def test_a_deleted_topic_ends_all_polls(poller: Poller, wire: FakeWire, follower: Follower) -> None:
+    poller.seek(A, 0)
+    request = await wire.next_request()
+    wire.leaders[A] = None
+    wire.deleted.add(A.topic)
+    request.respond({A: UnknownTopicOrPartitionError()})
+    await wire.settled()
+    (error,) = follower.errors
+    assert "deleted" in str(error)
 
 
 async def test_missing_records_are_an_error_at_the_position_only(

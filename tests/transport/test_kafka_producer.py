@@ -13,6 +13,7 @@ from aiokafka.errors import (
     NotLeaderForPartitionError,
     OutOfOrderSequenceNumber,
     TopicAuthorizationFailedError,
+    UnknownTopicOrPartitionError,
 )
 from aiokafka.record.default_records import DefaultRecordBatch
 
@@ -89,6 +90,7 @@ class FakeWire:
     def __init__(self) -> None:
         self.cluster = Cluster()
         self.leaders: dict[TopicPartition, int | None] = {}
+        self.deleted: set[str] = set()
         self.metadata = asyncio.Event()  # while it is not set, metadata requests wait
         self.metadata.set()
         self.refreshes = 0
@@ -96,6 +98,9 @@ class FakeWire:
 
     def leader(self, place: TopicPartition) -> int | None:
         return self.leaders.get(place, 0)
+
+    def gone(self, topic: str) -> KafkaError | None:
+        return UnknownTopicOrPartitionError("deleted") if topic in self.deleted else None
 
     async def producer_id(self) -> ProducerId:
         return PRODUCER
@@ -210,6 +215,15 @@ async def test_batches_wait_while_no_leader_is_known(producer: Producer, wire: F
     wire.metadata.set()
     (await wire.next_request()).serve()
     assert await result(tasks[0]) == 0
+
+
+async def test_an_append_to_a_deleted_topic_fails(producer: Producer, wire: FakeWire) -> None:
+    wire.leaders[A] = None
+    task = append(producer, A, b"1")
+    assert await wire.settled()
+    wire.deleted.add(A.topic)
+    with pytest.raises(UnknownTopicOrPartitionError):
+        await result(task)
 
 
 async def test_an_error_of_one_partition_does_not_delay_others(producer: Producer, wire: FakeWire) -> None:

@@ -27,9 +27,10 @@ from aiokafka.protocol.metadata import MetadataResponse_v5
 from aiokafka.protocol.produce import ProduceResponse_v7, ProduceResponse_v8
 
 from forebay.transport.kafka import wire as module
+from forebay.transport.kafka.errors import is_transient
 from forebay.transport.kafka.requests import FETCH, PRODUCE
 from forebay.transport.kafka.settings import KafkaSettings
-from forebay.transport.kafka.wire import Channel, Fetched, Wire, is_transient
+from forebay.transport.kafka.wire import Channel, Fetched, Wire
 from infra.kafka.kafka import HOST
 from tests.harness.local import free_ports
 

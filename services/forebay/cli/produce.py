@@ -31,11 +31,12 @@ from forebay.ingress.kafka_api.request import CHAT_PATH, TEXT_PATH
 from forebay.ingress.openai.requests import REQUEST_ID
 from forebay.transport.base import LogError
 from forebay.transport.kafka.consumer import DenseConsumer
+from forebay.transport.kafka.errors import explain
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.start import start_whole
 from forebay.transport.kafka.tail import headers_of
 from forebay.transport.kafka.topics import count_topics
-from forebay.transport.kafka.writer import RECORD_BYTES_MAX, explain
+from forebay.transport.kafka.writer import RECORD_BYTES_MAX
 
 LINGER_MS = 5  # lines of a file are sent in batches
 FILE_LINES = 500  # lines read at once; a pipe or a terminal is read line by line

@@ -16,6 +16,7 @@ from forebay.events.codec import DecodeError, decode
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import HEARTBEATS
 from forebay.transport.base import Log, Record
+from forebay.transport.patience import until_available
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,8 @@ class RouterHeartbeats:
         """
         wake = asyncio.Event()
         # Begin at the end, because older heartbeats would look new on arrival.
-        tail = self._log.tail(HEARTBEATS.name, partition, await self._log.end(HEARTBEATS.name, partition), wake)
+        end = await until_available(lambda: self._log.end(HEARTBEATS.name, partition))
+        tail = self._log.tail(HEARTBEATS.name, partition, end, wake)
         try:
             while True:
                 wake.clear()

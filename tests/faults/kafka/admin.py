@@ -15,6 +15,7 @@ class FakeAdmin(FakeClient):
 
     async def start(self) -> None:
         """Connect. Raises KafkaConnectionError."""
+        self.count_call()
         await self.bootstrap()
 
     async def close(self) -> None:
@@ -23,6 +24,7 @@ class FakeAdmin(FakeClient):
 
     async def list_topics(self) -> list[str]:
         """Return the full names of all topics. Raises KafkaConnectionError."""
+        self.count_call()
         await self.round_trip()
         return self.host.kafka.topics()
 
@@ -30,6 +32,7 @@ class FakeAdmin(FakeClient):
         self, group: str, partitions: Sequence[TopicPartition]
     ) -> dict[TopicPartition, OffsetAndMetadata]:
         """Return the committed positions, with offset -1 without a commit, or nothing after an error."""
+        self.count_call()
         try:
             await self.round_trip()
         except KafkaConnectionError:

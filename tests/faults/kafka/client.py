@@ -6,7 +6,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Never
 
-from aiokafka.errors import KafkaConnectionError, KafkaError, KafkaTimeoutError, UnknownTopicOrPartitionError
+from aiokafka.errors import (
+    KafkaConnectionError,
+    KafkaError,
+    KafkaTimeoutError,
+    NodeNotReadyError,
+    ReplicaNotAvailableError,
+    RequestTimedOutError,
+    UnknownError,
+    UnknownTopicOrPartitionError,
+)
 from aiokafka.structs import TopicPartition
 
 from tests.faults.broker import Broker, Faults
@@ -14,6 +23,17 @@ from tests.faults.kafka.server import FakeKafka
 from tests.faults.process import Process
 
 DETECT_S = 0.02  # until a client notices that a connection is broken
+# What a call raises if the broker dies, in turn.
+CALL_ERRORS: tuple[type[Exception], ...] = (
+    KafkaTimeoutError,
+    KafkaConnectionError,
+    UnknownError,
+    NodeNotReadyError,
+    ConnectionResetError,
+    RequestTimedOutError,
+    KafkaError,
+    ReplicaNotAvailableError,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +98,11 @@ class FakeClient:
         """Cancel all tasks of the client."""
         for task in list(self._tasks):
             task.cancel()
+
+    def count_call(self) -> None:
+        """Count a call by a service. Raises an error of `CALL_ERRORS` if this call is to fail."""
+        if number := self.host.faults.fails():
+            raise CALL_ERRORS[number % len(CALL_ERRORS)]("injected")
 
     async def bootstrap(self) -> None:
         """Connect, and fetch metadata. Raises KafkaConnectionError."""

@@ -91,6 +91,7 @@ class FakeConsumer(FakeClient):
 
     async def start(self) -> None:
         """Connect. Raises KafkaConnectionError."""
+        self.count_call()
         await self.bootstrap()
 
     async def stop(self) -> None:
@@ -168,16 +169,19 @@ class FakeConsumer(FakeClient):
 
     async def beginning_offsets(self, places: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
         """Return the first offsets. This cluster has no retention. Raises KafkaError."""
+        self.count_call()
         await self._query(places)
         return dict.fromkeys(places, 0)
 
     async def end_offsets(self, places: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
         """Return the end offsets. Raises KafkaError."""
+        self.count_call()
         await self._query(places)
         return {place: len(self.broker.records(place_of(place))) for place in places}
 
     async def commit(self, offsets: dict[TopicPartition, Any]) -> None:
         """Commit positions, each an offset or a pair of offset and metadata. Raises KafkaError."""
+        self.count_call()
         assert self._membership is not None
         if not self._states.keys() >= offsets.keys():
             raise IllegalStateError("a partition is not assigned")
@@ -194,6 +198,8 @@ class FakeConsumer(FakeClient):
         self, *places: TopicPartition, timeout_ms: int = 0, max_records: int | None = None
     ) -> dict[TopicPartition, list[ConsumerRecord]]:
         """Return fetched records, waiting up to `timeout_ms` for the first. Raises KafkaError of a fetch."""
+        if places:  # otherwise a member of a group polls
+            self.count_call()
         loop = asyncio.get_running_loop()
         ends_s = loop.time() + timeout_ms / 1000
         while True:

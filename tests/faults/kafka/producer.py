@@ -111,6 +111,7 @@ class FakeProducer(FakeClient):
 
     async def start(self) -> None:
         """Connect, and get a producer id if the producer is idempotent. Raises KafkaConnectionError."""
+        self.count_call()
         await self.bootstrap()
         self.host.kafka.producers.append(self)
         while self._is_idempotent and self._producer_id is None:
@@ -138,6 +139,7 @@ class FakeProducer(FakeClient):
         self, topic: str, value: bytes, key: bytes, *, headers: Headers = ()
     ) -> "asyncio.Future[RecordMetadata]":
         """Queue a record, and return a future for its offset. Raises KafkaError if the topic is unknown."""
+        self.count_call()
         count = await self.counted(topic)
         if len(value) + len(key) > self._max_request_size:
             raise MessageSizeTooLargeError(f"the message has {len(value)} bytes")

@@ -73,6 +73,9 @@ class FakeWire(FakeClient):
         del topics
         await self.force_metadata_update()
 
+    def gone(self, topic: str) -> KafkaError | None:
+        """Return None, because no topic is deleted."""
+
     async def producer_id(self) -> ProducerId:
         """Return the id for a new producer. Raises KafkaConnectionError."""
         await self.round_trip()

@@ -1,6 +1,7 @@
 """The process of `forebay ingress`: HTTP and the Kafka API on one event loop."""
 
 import asyncio
+import contextlib
 import socket
 import tempfile
 import uuid
@@ -43,10 +44,12 @@ from forebay.ingress.settings import IngressSettings
 from forebay.replay.status import GroupStatus, with_heartbeats
 from forebay.transport.base import Log
 from forebay.transport.directory import Directory
-from forebay.transport.heartbeats import HeartbeatMetrics, RouterHeartbeats
+from forebay.transport.heartbeats import OWNER_SILENT_S, HeartbeatMetrics, RouterHeartbeats
 from forebay.transport.kafka.topics import count_topics
 from forebay.transport.models import ModelStore
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
+
+KNOWN_POLL_S = 0.02
 
 
 def serve(
@@ -153,11 +156,21 @@ async def _run(
                 front.drain.begin()
 
             api = KafkaApi(log, served.models, KafkaApiMetrics(registry), counts.replies)
-            serving = serve_until_drained(server, listener, front.drain, front.slot.interrupt_all, drain_s)
+
+            async def serve_http() -> None:
+                await _until_known(served)
+                await serve_until_drained(server, listener, front.drain, front.slot.interrupt_all, drain_s)
+
             keeper.start()
             if model is not None:
                 leases.hold(settings.model_name)
-            parts = served.run(), leases.replaced, serving, _until_draining(api.run(), front.drain), directory.run()
+            parts = (
+                served.run(),
+                leases.replaced,
+                serve_http(),
+                _until_draining(api.run(), front.drain),
+                directory.run(),
+            )
             try:
                 await until_signal(*parts, stop=stop, stop_s=drain_s + STOP_S)
             finally:
@@ -171,11 +184,13 @@ class _Served(NamedTuple):
     Attributes:
         models: the models.
         run: reads their topics and responses until cancelled.
+        is_known: returns whether all models have an owner, and one of them can be served.
         read_status: returns the status of the only model; None if there can be several.
     """
 
     models: ServedModels
     run: Callable[[], Coroutine[None, None, None]]
+    is_known: Callable[[], bool]
     read_status: StatusReader | None
 
 
@@ -203,7 +218,7 @@ def _one_model(
     async def run() -> None:
         await _together(ingress.run(), ready.run())
 
-    return _Served(OneModel(ingress), run, read_status)
+    return _Served(OneModel(ingress), run, ready, read_status)
 
 
 async def _all_models(
@@ -218,7 +233,22 @@ async def _all_models(
     async def run() -> None:
         await _together(front.run(), catalog.run())
 
-    return _Served(catalog, run, None)
+    def is_known() -> bool:
+        return catalog.why_not_ready() is None and all(one.owner is not None for one in catalog.heartbeats())
+
+    return _Served(catalog, run, is_known, None)
+
+
+async def _until_known(served: _Served) -> None:
+    """Wait until the ingress has read the heartbeats of the owners. Without any, wait for as long as an owner may miss.
+
+    Clients that connect meanwhile wait in the backlog of the listening socket. Otherwise the first requests would get
+    503, although the system can serve them.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(OWNER_SILENT_S):
+            while not served.is_known():  # noqa: ASYNC110 - heartbeats of several models set no common event
+                await asyncio.sleep(KNOWN_POLL_S)
 
 
 async def _together(*parts: Coroutine[None, None, None]) -> None:

@@ -1,7 +1,10 @@
 """The process of `forebay router`: a Faust app and a router on one event loop."""
 
+import asyncio
+import logging
 from collections.abc import Mapping
 
+from aiokafka.errors import KafkaError
 from prometheus_client import CollectorRegistry
 
 from forebay.cli.common.cluster import connected, leases_at, until_signal
@@ -17,10 +20,16 @@ from forebay.live.router.faust_app import STATE_TOPICS, Assignments, RouterApp
 from forebay.live.router.faust_feed import FaustLog, Feed
 from forebay.live.router.readiness import ReadinessMetrics, ready
 from forebay.live.router.router import Router, RouterSettings
+from forebay.transport.base import LogError, LogUnavailable
 from forebay.transport.directory import Directory
+from forebay.transport.kafka.errors import explain, is_transient
 from forebay.transport.kafka.log import KafkaLog
+from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import count_topics
 
+logger = logging.getLogger(__name__)
+
+REJOIN_S = 1.0
 LEAVE_S = 10.0  # seconds; Faust's consumer commits and leaves within one second if the broker responds
 
 
@@ -55,7 +64,6 @@ async def serve(
     registry = process_registry()
     assignments = Assignments()
     feed = Feed()
-    app = RouterApp(cluster.kafka, feed, assignments.publish)
     routers: list[Router] = []
 
     def probe() -> tuple[bool, str]:
@@ -66,9 +74,6 @@ async def serve(
         routers.append(router)
         registry.register(ReadinessMetrics(router))
         subscribe(assignments, feed, router)
-        app.finalize()
-        await app.start()
-        announce(f"forebay: router {router_id} is a member of {app.conf.id}")
 
         async def stop() -> None:
             groups = len(router.owners)
@@ -78,11 +83,36 @@ async def serve(
             )
             await router.stop()
 
+        # The router stands by at once, because joining takes as long as the broker needs to notice a dead member.
+        await until_signal(router.run(), _stay_member(cluster.kafka, feed, assignments, router_id), stop=stop)
+
+
+async def _stay_member(kafka: KafkaSettings, feed: Feed, assignments: Assignments, router_id: str) -> None:
+    """Be a member of the consumer group of routers until cancelled, and join it again if the membership breaks.
+
+    Membership is only a preference, so the router keeps its groups meanwhile, and may claim others.
+
+    Raises LogError if Kafka does not let this program join.
+    """
+    while True:
+        app = RouterApp(kafka, feed, assignments.publish)
+        app.finalize()
         try:
-            await until_signal(router.run(), app.until_broken(), stop=stop)
+            await app.start()
+            announce(f"forebay: router {router_id} is a member of {app.conf.id}")
+            await app.until_broken()
+        except LogUnavailable as error:
+            logger.warning("%s; joining again", error)
+        except (KafkaError, OSError) as error:
+            text = f"the router cannot join {app.conf.id}: {explain(error)}"
+            if not is_transient(error):
+                raise LogError(text) from error
+            logger.warning("%s; trying again", text)
         finally:
             with ending_within(LEAVE_S + CLOSE_S, "its work ended, because it cannot leave the group of routers"):
                 await app.stop()
+        assignments.publish(set())
+        await asyncio.sleep(REJOIN_S)
 
 
 async def start_router(

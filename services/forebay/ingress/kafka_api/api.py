@@ -2,6 +2,9 @@
 
 Ingresses share the partitions of `openai-requests` as one consumer group. Delivery is at least once: after a crash or a
 rebalance a response may be sent again with identical records.
+
+If the broker fails so that this member cannot continue, the API leaves the group and joins it again in the same
+process, at the committed progress, as another ingress would. HTTP does not notice.
 """
 
 import asyncio
@@ -14,6 +17,7 @@ from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
 from forebay.ingress.kafka_api.partition import PartitionServer
 from forebay.ingress.kafka_api.shared import SharedState
 from forebay.ingress.served import ServedModels
+from forebay.transport.base import LogUnavailable
 from forebay.transport.kafka.group import KafkaGroup
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.replies import KafkaReplies
@@ -22,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 GROUP = "kafka-api"
 COMMIT_S = 0.5
+REJOIN_S = 1.0  # pause before joining the group again
+LEAVE_S = 5.0  # timeout for responses that are being sent; without an acknowledgement they are sent again later
 
 
 class KafkaApi:
@@ -35,16 +41,37 @@ class KafkaApi:
     """
 
     def __init__(self, log: KafkaLog, models: ServedModels, metrics: KafkaApiMetrics, reply_slots: int) -> None:
+        self._log = log
+        self._models = models
         self._metrics = metrics
-        self._group = KafkaGroup(log.settings, OPENAI_REQUESTS.name, GROUP)
-        self._replies = KafkaReplies(log.settings, OPENAI_RESPONSES.name)
-        self._shared = SharedState(log, models, self._group, self._replies, metrics, reply_slots)
+        self._reply_slots = reply_slots
         self._servers: dict[int, PartitionServer] = {}
         self._serving: dict[int, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
+        self._connect()
 
     async def run(self) -> None:
-        """Join the consumer group, and serve assigned partitions until cancelled. Raises LogError if Kafka fails."""
+        """Join the consumer group, and serve assigned partitions until cancelled.
+
+        Raises LogError if Kafka does not let this program read or write.
+        """
+        while True:
+            try:
+                await self._serve()
+            except LogUnavailable as error:
+                logger.warning("the Kafka API joins its consumer group again: %s", error)
+            await asyncio.sleep(REJOIN_S)
+            self._connect()
+
+    def _connect(self) -> None:
+        """Create the clients of one membership. They connect later."""
+        log = self._log
+        self._group = KafkaGroup(log.settings, OPENAI_REQUESTS.name, GROUP)
+        self._replies = KafkaReplies(log.settings, OPENAI_RESPONSES.name)
+        self._shared = SharedState(log, self._models, self._group, self._replies, self._metrics, self._reply_slots)
+
+    async def _serve(self) -> None:
+        """Serve as a member of the group. Raises LogError, of the kind LogUnavailable if a new member can continue."""
         try:
             await self._replies.start()
             async with asyncio.TaskGroup() as tasks:
@@ -113,7 +140,9 @@ class KafkaApi:
     async def _leave(self) -> None:
         """Wait for responses that are being sent, commit, and leave the group."""
         servers = await self._stop_servers(list(self._servers))
-        await self._replies.stop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                await self._replies.stop()
         await self._group.commit_last({number: server.progress() for number, server in servers.items()})
         await self._group.stop()
 

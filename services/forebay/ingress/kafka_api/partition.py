@@ -35,6 +35,7 @@ from forebay.ingress.streams import count_foreign
 from forebay.transport.base import Draft, LogError, Record, Tail
 from forebay.transport.kafka.group import Committed
 from forebay.transport.kafka.replies import Reply, TopicUnusable
+from forebay.transport.patience import until_available
 
 logger = logging.getLogger(__name__)
 
@@ -155,8 +156,8 @@ class PartitionServer:
                 begin,
             )
             offset = begin
-        slot_end = await shared.log.end(TOKENS.name, self._slot)
-        slot_begin = await shared.log.begin(TOKENS.name, self._slot)
+        slot_end = await until_available(lambda: shared.log.end(TOKENS.name, self._slot))
+        slot_begin = await until_available(lambda: shared.log.begin(TOKENS.name, self._slot))
         slot_from = slot_end if note is None else min(note[1], slot_end)
         self._submit_before = offset if note is None else note[2]
         recover_to = min(self._submit_before, end)
@@ -403,7 +404,13 @@ class PartitionServer:
         return True
 
     async def _send(self, entry: WindowEntry, where: ReplyAddress, record: ResponseRecord) -> None:
-        """Send a record of a response. The last record completes the request once the broker acknowledges it."""
+        """Send a record of a response. The last record completes the request once the broker acknowledges it.
+
+        After a record that was not accepted, nothing is sent, because the response would have a gap. The next
+        membership, or another ingress, sends the response again.
+        """
+        if self._shared.failure.done():
+            return
 
         def on_done(failure: LogError | TopicUnusable | None) -> None:
             if failure is None:

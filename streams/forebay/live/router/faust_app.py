@@ -23,14 +23,16 @@ from typing import Any
 
 import faust
 from aiokafka import ConsumerRecord
+from aiokafka.errors import KafkaError
 from faust.auth import SASLCredentials, SSLCredentials
 from faust.transport.drivers.aiokafka import AIOKafkaConsumerThread, Consumer, Transport
 from faust.types.tuples import TP, ConsumerMessage
 
 from forebay.events.topics import CONTROL, FLEET, KV_EVENTS, METRICS
 from forebay.live.router.faust_feed import Feed
-from forebay.transport.base import LogError
+from forebay.transport.base import LogError, LogUnavailable
 from forebay.transport.kafka.consumer import DenseConsumer
+from forebay.transport.kafka.errors import is_transient
 from forebay.transport.kafka.settings import KafkaSettings, KafkaUnusable
 from forebay.transport.kafka.tail import record_of
 from forebay.transport.kafka.topics import partitions_of
@@ -200,22 +202,23 @@ class RouterApp(faust.App):  # type: ignore[misc]
         return consumer is not None and not self.should_stop and consumer._thread.is_member()
 
     async def until_broken(self) -> None:
-        """Wait until this router can no longer be a member of the group of routers, then raise LogError.
+        """Wait until this app can no longer be a member of the group of routers, then raise LogUnavailable or LogError.
 
         aiokafka rejoins by itself after a lost session. `ALONE_S` bounds the time this may take while the broker
-        responds. A crashed app is not restarted, because its consumer thread may still be a member of the group.
+        responds. A new app can join again, except after an error that it would meet, too.
         """
         alone_s = 0.0
         while not self.should_stop:
             await asyncio.sleep(MEMBERSHIP_CHECK_S)
             alone_s = 0.0 if self.is_member else alone_s + MEMBERSHIP_CHECK_S
             if alone_s >= ALONE_S and await self._is_broker_reachable():
-                raise LogError(
-                    f"this router has not been a member of the consumer group {self.conf.id} for {ALONE_S:g} s:"
-                    " restart it"
+                raise LogUnavailable(
+                    f"this router has not been a member of the consumer group {self.conf.id} for {ALONE_S:g} s"
                 )
         reason = self.crash_reason or "it stopped"
-        raise LogError(f"this router left the consumer group {self.conf.id} ({reason}): restart it")
+        is_denied = isinstance(reason, KafkaError) and not is_transient(reason)
+        kind = LogError if is_denied else LogUnavailable
+        raise kind(f"this router left the consumer group {self.conf.id} ({reason})")
 
     async def _is_broker_reachable(self) -> bool:
         try:

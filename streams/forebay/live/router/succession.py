@@ -8,8 +8,7 @@ Missing heartbeats prove nothing while the broker is unreachable or this process
 a heartbeat of its own, and claims only if it reads this heartbeat within `PROBE_S`, and none of the owner before it.
 The assignment of the consumer group is a preference: the assigned router claims first, and the other standbys wait for
 `STAGGER_S` more each. Standbys with other decision rules than the owner wait for all that have its rules, so an upgrade
-changes the rules once, when the last router of the old version stops. A router that saw no owner yet waits for
-`START_S` unless it is assigned.
+changes the rules once, when the last router of the old version stops.
 """
 
 import asyncio
@@ -27,7 +26,10 @@ logger = logging.getLogger(__name__)
 
 SILENT_S = 0.8  # three missed heartbeats; a turn of a busy owner rarely takes a tenth of this
 STAGGER_S = 0.3  # a claim and its first heartbeat are usually read within this time
-START_S = 5.0  # joining the consumer group takes about 3 s
+# Until a router that is not assigned claims a group that nobody has owned, or whose owner has stopped as planned while
+# no other router followed it. All routers start together then, and joining the consumer group takes about 3 s. A router
+# does not wait like this for an owner that died: the broker assigns a dead router's partition only seconds later.
+START_S = 5.0
 PROBE_S = 0.5  # a heartbeat is usually appended and read within 30 ms
 CHECK_S = 0.25  # maximum time until a released journal is noticed without its heartbeat
 LIVE_S = 2.5  # standbys write a heartbeat every second
@@ -139,10 +141,10 @@ class Succession:
         before = sum((not may_have_rules(beat, rules), not beat.preferred, beat.router_id) < place for beat in others)
         if self._is_released():
             silent_s = 0.0 if self._saw_owner or is_assigned else START_S
-        elif self._saw_owner or is_assigned:
-            silent_s = SILENT_S if self._epoch >= 0 else 0.0
+        elif self._epoch >= 0:
+            silent_s = SILENT_S
         else:
-            silent_s = START_S
+            silent_s = 0.0 if is_assigned else START_S
         return silent_s + before * STAGGER_S + self._backoff.delay_s
 
     def _is_released(self) -> bool:

@@ -15,14 +15,14 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import CommitFailedError, CoordinatorNotAvailableError, IllegalStateError, KafkaError
 
 from forebay import runtime
-from forebay.transport.base import LogError, Record
+from forebay.transport.base import LogError, LogUnavailable, Record
 from forebay.transport.kafka.consumer import AbsentRecord, DenseConsumer
-from forebay.transport.kafka.poll import RETRY_S
-from forebay.transport.kafka.settings import KafkaSettings
+from forebay.transport.kafka.errors import explain, is_transient, log_error
+from forebay.transport.kafka.settings import REQUEST_MS, KafkaSettings
 from forebay.transport.kafka.start import start_whole
 from forebay.transport.kafka.tail import record_of
 from forebay.transport.kafka.topics import unreachable
-from forebay.transport.kafka.writer import explain
+from forebay.transport.patience import RETRY_S, until_available
 
 logger = logging.getLogger(__name__)
 Response = TypeVar("Response")
@@ -35,6 +35,7 @@ FETCH_WAIT_MS = 100
 QUIET_S, QUIET_MS = 5.0, 500
 HEARTBEAT_MS = 1_000  # members learn of a rebalance within this time, and no member reads during a rebalance
 COMMIT_S = 5.0  # timeout of the last commit of a leaving member
+STOP_S = 3.0  # timeout for leaving the group; the broker removes a member that did not leave after `SESSION_MS`
 
 
 class Committed(msgspec.Struct, frozen=True):
@@ -73,6 +74,7 @@ class KafkaGroup:
         self._consumer: DenseConsumer | None = None
         self._admin: AIOKafkaAdminClient | None = None
         self._busy_s = runtime.monotonic_s()  # when `take` last returned records
+        self._failing_s: float | None = None  # since when every `take` has failed
         self._is_quiet = False
 
     async def start(self, listener: RebalanceListener) -> None:
@@ -98,23 +100,31 @@ class KafkaGroup:
 
     async def stop(self) -> None:
         """Leave the group, so that the other members take over without waiting for the session timeout."""
-        if self._consumer is not None:
-            await self._consumer.stop()
+        try:
+            async with asyncio.timeout(STOP_S):
+                if self._consumer is not None:
+                    await self._consumer.stop()
+        except (KafkaError, OSError) as error:  # aiokafka repeats here the error that ended its tasks
+            logger.warning("the group %s was not left in order: %s", self._name, explain(error))
         if self._admin is not None:
             await self._admin.close()
 
     async def take(self) -> dict[int, list[Record]]:
-        """Return the next records by partition, waiting up to `POLL_MS`. Raises LogError if Kafka cannot be read.
+        """Return the next records by partition, waiting up to `POLL_MS`.
 
         Offsets without a producer's record, for example of transaction markers, only advance `position`.
+
+        Raises:
+            LogUnavailable: This member cannot continue, but a new member can.
+            LogError: Kafka does not let this program read.
         """
         try:
             fetched = await self._member.getmany(timeout_ms=QUIET_MS if self._is_quiet else POLL_MS)
-        except KafkaError as error:
-            if not error.retriable:
-                raise LogError(f"{self._full} cannot be read from Kafka: {explain(error)}") from error
+        except (KafkaError, OSError) as error:
+            self._require_usable(error)
             await asyncio.sleep(RETRY_S)
             return {}
+        self._failing_s = None
         self._watch_for_quiet(has_records=bool(fetched))
         return {
             place.partition: [record_of(self._topic, message) for message in messages if not _is_gap(message)]
@@ -141,6 +151,9 @@ class KafkaGroup:
         try:
             position: int = await self._member.position(self._place(partition))
         except IllegalStateError:  # revoked meanwhile
+            return -1
+        except KafkaError as error:  # of a task of aiokafka, which reports it here or to `take`
+            self._require_usable(error)
             return -1
         return position
 
@@ -172,9 +185,9 @@ class KafkaGroup:
         return await query_with_retry(query, f"the committed offsets of the group {self._name} cannot be read")
 
     async def commit(self, offsets: Mapping[int, Committed]) -> bool:
-        """Commit positions by partition; return False if a partition was revoked meanwhile.
+        """Commit positions by partition; return False if a partition was revoked meanwhile, or Kafka is unavailable.
 
-        Raises LogError if the group cannot commit.
+        Raises LogError if Kafka does not let the group commit.
         """
         if not offsets:
             return True
@@ -187,7 +200,11 @@ class KafkaGroup:
             logger.info("the group %s was rebalanced, so the commit was rejected: %s", self._name, explain(error))
             return False
         except (KafkaError, OSError) as error:
-            raise LogError(f"the group {self._name} cannot commit: {explain(error)}") from error
+            text = f"the group {self._name} cannot commit: {explain(error)}"
+            if not is_transient(error):
+                raise LogError(text) from error
+            logger.warning("%s; trying again", text)
+            return False
         return True
 
     async def commit_last(self, offsets: Mapping[int, Committed]) -> None:
@@ -197,6 +214,18 @@ class KafkaGroup:
                 await self.commit(offsets)
         except (LogError, TimeoutError) as error:
             logger.warning("the last commit of the group %s failed: %s", self._name, error)
+
+    def _require_usable(self, error: Exception) -> None:
+        """Raise the error of a member that cannot continue."""
+        text = f"{self._full} cannot be read from Kafka: {explain(error)}"
+        now_s = runtime.monotonic_s()
+        if self._failing_s is None:
+            self._failing_s = now_s
+        if not is_transient(error):
+            raise LogError(text) from error
+        # aiokafka does not start a task again that ended with an unexpected error, and then reports it for ever.
+        if type(error) is KafkaError or now_s - self._failing_s > REQUEST_MS / 1000:
+            raise LogUnavailable(text) from error
 
     def _watch_for_quiet(self, *, has_records: bool) -> None:
         now_s = runtime.monotonic_s()
@@ -234,14 +263,14 @@ async def query_with_retry(query: Callable[[], Awaitable[Response]], problem: st
     Raises:
         LogError: The query failed with a permanent error.
     """
-    while True:
+
+    async def read() -> Response:
         try:
             return await query()
         except (KafkaError, OSError) as error:
-            if not (isinstance(error, OSError) or error.retriable):
-                raise LogError(f"{problem}: {explain(error)}") from error
-            logger.warning("%s, retrying: %s", problem, explain(error))
-            await asyncio.sleep(RETRY_S)
+            raise log_error(error, f"{problem}: {explain(error)}") from error
+
+    return await until_available(read)
 
 
 def _is_gap(message: ConsumerRecord) -> bool:

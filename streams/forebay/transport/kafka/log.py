@@ -16,6 +16,7 @@ from aiokafka.errors import KafkaError
 from forebay.events.topics import DECISIONS
 from forebay.transport.base import Draft, LogError, Record, Wake
 from forebay.transport.following import Following
+from forebay.transport.kafka.errors import explain
 from forebay.transport.kafka.poll import RETRY_S
 from forebay.transport.kafka.producer import Producer
 from forebay.transport.kafka.reader import KafkaReader
@@ -23,7 +24,7 @@ from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.tail import KafkaTail, KafkaTails
 from forebay.transport.kafka.topics import unreachable
 from forebay.transport.kafka.wire import Channel, Wire
-from forebay.transport.kafka.writer import KafkaWriter, LenientWaiter, Waiter, explain
+from forebay.transport.kafka.writer import KafkaWriter, LenientWaiter, Waiter
 
 logger = logging.getLogger(__name__)
 

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 from aiokafka import TopicPartition
 from aiokafka.consumer.fetcher import READ_UNCOMMITTED
-from aiokafka.errors import KafkaError, OffsetOutOfRangeError, ReplicaNotAvailableError, UnknownError
+from aiokafka.errors import KafkaError, OffsetOutOfRangeError, UnknownError
 from aiokafka.structs import ConsumerRecord
 
 from forebay.transport.kafka.consumer import Batches, DenseRecords
-from forebay.transport.kafka.wire import Channel, Fetched, Wire, is_transient
+from forebay.transport.kafka.errors import is_transient
+from forebay.transport.kafka.wire import Channel, Fetched, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +30,6 @@ POLL_MS = 500
 CATCH_UP_MS = 20
 RETRY_S = 0.2  # pause after a transient error of a broker
 RECORDS_MAX = 20_000  # of a partition, decoded at once; a gap after compaction may be a million records
-# Errors that aiokafka does not mark as transient. A broker returns them while replicas move, and `UnknownError` also
-# stands for the codes that aiokafka does not know, such as FENCED_LEADER_EPOCH and OFFSET_NOT_AVAILABLE.
-RETRIED = (ReplicaNotAvailableError, UnknownError)
 
 OnRecords = Callable[[TopicPartition, list[ConsumerRecord]], None]
 
@@ -56,7 +54,7 @@ class Poller:
         self._positions: dict[TopicPartition, int] = {}
         self._paused: set[TopicPartition] = set()
         self._resting: set[TopicPartition] = set()
-        self._reported: set[TopicPartition] = set()  # whose error of `RETRIED` is in the service log
+        self._reported: set[TopicPartition] = set()  # whose error is in the service log
         self._in_flight: dict[int, Mapping[TopicPartition, int]] = {}
         self._polls: dict[int, asyncio.Task[None]] = {}
         self._catch_ups: dict[int, asyncio.Task[None]] = {}
@@ -162,7 +160,12 @@ class Poller:
         except KafkaError as error:
             self._fail(error)
             return
-        if any(self._wire.leader(place) is None for place in self._positions):
+        leaderless = [place for place in self._positions if self._wire.leader(place) is None]
+        for place in leaderless:
+            if (gone := self._wire.gone(place.topic)) is not None:
+                self._fail(gone)
+                return
+        if leaderless:
             await asyncio.sleep(RETRY_S)
         self._search = None
         self._plan_soon()
@@ -174,7 +177,7 @@ class Poller:
                 if error is not None:
                     self._rest(result.place, error)
         except (KafkaError, OSError) as lost:
-            if _is_final(lost):
+            if not is_transient(lost):
                 self._fail(lost)
                 return
             await self._wire.refresh()
@@ -186,10 +189,11 @@ class Poller:
 
     def _rest(self, place: TopicPartition, error: Exception) -> None:
         """Poll a partition again after `RETRY_S`, or fail if the error is final."""
-        if _is_final(error):
+        if not is_transient(error):
             self._fail(error)
             return
-        if isinstance(error, RETRIED) and place not in self._reported:
+        # A leader that moves is routine.
+        if not getattr(error, "invalid_metadata", False) and place not in self._reported:
             self._reported.add(place)
             logger.warning("cannot fetch %s/%d yet, retrying: %s", *place, error)
         if place not in self._resting and not self._has_failed:
@@ -234,11 +238,6 @@ class Poller:
         if not self._has_failed:
             self._has_failed = True
             self._on_failure(error)
-
-
-def _is_final(error: Exception) -> bool:
-    """Return whether a later fetch will fail too."""
-    return not (is_transient(error) or isinstance(error, RETRIED))
 
 
 class _PolledRecord(NamedTuple):

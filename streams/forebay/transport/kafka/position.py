@@ -11,9 +11,9 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 
 from forebay import runtime
+from forebay.transport.kafka.errors import explain
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import unreachable
-from forebay.transport.kafka.writer import explain
 
 logger = logging.getLogger(__name__)
 

@@ -13,14 +13,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from aiokafka import TopicPartition
-from aiokafka.errors import KafkaError
+from aiokafka.errors import IllegalStateError, KafkaConnectionError, KafkaError
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from forebay import runtime
 from forebay.events.topics import MODELS
 from forebay.transport.base import Draft
+from forebay.transport.kafka.errors import is_transient
 from forebay.transport.kafka.settings import REQUEST_MS, RETRY_BACKOFF_MS
-from forebay.transport.kafka.wire import Channel, ProducerId, Wire, is_transient
+from forebay.transport.kafka.wire import Channel, ProducerId, Wire
 
 MAGIC = 2
 COMPACTED = (MODELS.name,)
@@ -119,7 +120,11 @@ class Producer:
             if self._next.setdefault(batch.place, batch) is not batch:
                 self._waiting.append(batch)
             elif node is None:
-                self._rest([batch])
+                gone = self.wire.gone(batch.place.topic)
+                if gone is None:
+                    self._rest([batch])
+                else:
+                    self._finish(batch, gone)
             elif node in self._busy or (node in requests and sizes[node] + size > REQUEST_BYTES_MAX):
                 self._waiting.append(batch)
             else:
@@ -136,7 +141,7 @@ class Producer:
                 results = await self.wire.produce(node, self._channel, {batch.place: batch.data for batch in batches})
             except Exception as error:  # noqa: BLE001 - appends must not wait for ever, whatever error ends a request
                 lost = _as_kafka_error(error)
-            absent = lost or _transient("the response lacks the partition")
+            absent = lost or KafkaConnectionError("the response lacks the partition")
             again = [batch for batch in batches if not self._settle(batch, results.get(batch.place, absent))]
             if lost is not None and again:
                 await self._pause()  # the broker gets no other requests meanwhile
@@ -151,13 +156,16 @@ class Producer:
         """Set the result of a batch, and return whether it is final. If not, the batch must be sent again."""
         if isinstance(result, Exception) and is_transient(result):
             return False
+        self._finish(batch, result)
+        return True
+
+    def _finish(self, batch: _Batch, result: int | Exception) -> None:
         del self._next[batch.place]
         if not batch.future.done():  # done if the appending task was cancelled
             if isinstance(result, int):
                 batch.future.set_result(result)
             else:
                 batch.future.set_exception(result)
-        return True
 
     def _rest(self, batches: Sequence[_Batch]) -> None:
         """Send batches again after a pause, in which other batches may be sent to the same broker."""
@@ -180,14 +188,7 @@ class Producer:
 def _as_kafka_error(error: Exception) -> KafkaError:
     if isinstance(error, KafkaError):
         return error
-    text = f"{type(error).__name__}: {error}"
-    return _transient(text) if is_transient(error) else KafkaError(text)
-
-
-def _transient(text: str) -> KafkaError:
-    error = KafkaError(text)
-    error.retriable = True
-    return error
+    return (KafkaConnectionError if is_transient(error) else IllegalStateError)(f"{type(error).__name__}: {error}")
 
 
 def _encoded(drafts: Sequence[tuple[Draft, int]], codec: int, producer: ProducerId, first: int) -> bytes:

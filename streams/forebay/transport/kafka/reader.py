@@ -12,10 +12,10 @@ from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.transport.base import LogError, LogUnavailable, Record
 from forebay.transport.kafka.consumer import DenseConsumer
+from forebay.transport.kafka.errors import explain, log_error
 from forebay.transport.kafka.settings import REQUEST_MS, KafkaSettings
 from forebay.transport.kafka.start import start_whole
 from forebay.transport.kafka.tail import record_of
-from forebay.transport.kafka.writer import explain
 
 POLL_MS = 100  # between two checks whether compaction removed the remaining records
 FETCH_BYTES = 4 << 20
@@ -53,7 +53,8 @@ class KafkaReader:
                 text = f"{topic}/{partition} no longer holds offset {offset}: check the retention of the topic"
                 raise LogError(text) from error
             except (KafkaError, OSError) as error:
-                raise _unreadable(error)(f"{topic}/{partition} cannot be read from Kafka: {explain(error)}") from error
+                text = f"{topic}/{partition} cannot be read from Kafka: {explain(error)}"
+                raise log_error(error, text) from error
 
     async def end(self, topic: str, partition: int) -> int:
         """Return the offset of the next record to be appended. Raises LogError if Kafka cannot be read."""
@@ -63,9 +64,8 @@ class KafkaReader:
             await _know(consumer, place)
             end: int = (await consumer.end_offsets([place]))[place]
         except (KafkaError, OSError) as error:
-            raise _unreadable(error)(
-                f"the end offset of {topic}/{partition} cannot be read from Kafka: {explain(error)}"
-            ) from error
+            text = f"the end offset of {topic}/{partition} cannot be read from Kafka: {explain(error)}"
+            raise log_error(error, text) from error
         return end
 
     async def begin(self, topic: str, partition: int) -> int:
@@ -77,7 +77,7 @@ class KafkaReader:
             begin: int = (await consumer.beginning_offsets([place]))[place]
         except (KafkaError, OSError) as error:
             text = f"the first offset of {topic}/{partition} cannot be read from Kafka: {explain(error)}"
-            raise _unreadable(error)(text) from error
+            raise log_error(error, text) from error
         return begin
 
     async def close(self) -> None:
@@ -146,8 +146,3 @@ async def _know(consumer: DenseConsumer, place: TopicPartition) -> None:
     """Fetch the metadata of a topic, because aiokafka would wait for `RETRY_BACKOFF_MS` if a request needs it first."""
     if not consumer.partitions_for_topic(place.topic):
         await consumer._client.add_topic(place.topic)
-
-
-def _unreadable(error: Exception) -> type[LogError]:
-    """Return the error class for a failed request: whether a later one may succeed."""
-    return LogUnavailable if getattr(error, "retriable", True) else LogError

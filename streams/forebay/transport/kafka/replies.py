@@ -15,11 +15,12 @@ from aiokafka.errors import KafkaError
 
 from forebay import runtime
 from forebay.transport.base import LogError
+from forebay.transport.kafka.errors import explain, log_error
 from forebay.transport.kafka.group import query_with_retry
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.start import start_whole
 from forebay.transport.kafka.topics import unreachable
-from forebay.transport.kafka.writer import BATCH_BYTES_MAX, HEADROOM_BYTES, RECORD_BYTES_MAX, explain
+from forebay.transport.kafka.writer import BATCH_BYTES_MAX, HEADROOM_BYTES, RECORD_BYTES_MAX
 
 DELIVERY_MS = 30_000  # a broker may elect a leader or restart meanwhile
 FOREIGN_MS = 10_000  # a deleted topic delays the responses behind it for at most this long
@@ -137,4 +138,4 @@ class KafkaReplies:
         if topic:
             self._topics.discard(topic)
             return TopicUnusable(text)
-        return LogError(text)
+        return log_error(error, text)

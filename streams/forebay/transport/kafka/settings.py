@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from forebay.events.names import unknown_name
-from forebay.transport.base import LogError
+from forebay.transport.base import LogError, LogUnavailable
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -38,6 +38,10 @@ RETRY_BACKOFF_MS = 250
 
 class KafkaUnusable(LogError):
     """Kafka is unreachable or misconfigured. The text says what to change."""
+
+
+class KafkaUnreachable(KafkaUnusable, LogUnavailable):
+    """Kafka cannot be reached now. A later attempt may succeed."""
 
 
 class KafkaSettings(msgspec.Struct, frozen=True):

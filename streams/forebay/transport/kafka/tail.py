@@ -12,10 +12,10 @@ from aiokafka.errors import OffsetOutOfRangeError
 from forebay import runtime
 from forebay.transport.base import LogError, Record, Wake
 from forebay.transport.kafka.consumer import AbsentRecord
+from forebay.transport.kafka.errors import explain
 from forebay.transport.kafka.poll import Poller
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.wire import Wire
-from forebay.transport.kafka.writer import explain
 
 BUFFER_RECORDS_MAX = 20_000
 AT_MS_MAX = 253_402_300_799_999  # the end of the year 9999, the maximum of Python's datetime

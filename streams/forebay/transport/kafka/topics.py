@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
-from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
+from aiokafka.errors import KafkaError, TopicAlreadyExistsError
 
 from forebay.events.topics import (
     CONTROL,
@@ -24,9 +24,10 @@ from forebay.events.topics import (
     Topic,
     work_topic,
 )
-from forebay.transport.kafka.settings import REQUEST_MS, KafkaSettings, KafkaUnusable
+from forebay.transport.kafka.errors import error_of, explain, is_transient
+from forebay.transport.kafka.settings import REQUEST_MS, KafkaSettings, KafkaUnreachable, KafkaUnusable
 from forebay.transport.kafka.start import start_whole
-from forebay.transport.kafka.writer import HEADROOM_BYTES, RECORD_BYTES_MAX, explain
+from forebay.transport.kafka.writer import HEADROOM_BYTES, RECORD_BYTES_MAX
 
 logger = logging.getLogger(__name__)
 
@@ -211,11 +212,10 @@ async def _create(
     response = await admin.create_topics(wanted)
     created = []
     for name, code, *text in response.topic_errors:
-        kind = for_code(code)
         if code == 0:
             created.append(name)
-        elif kind is not TopicAlreadyExistsError:  # another service was first
-            raise KafkaUnusable(f"the topic {name} cannot be created: {text[0] if text and text[0] else kind.__name__}")
+        elif not isinstance(error := error_of(code), TopicAlreadyExistsError):  # another service was first
+            raise KafkaUnusable(f"the topic {name} cannot be created: {text[0] if text and text[0] else error}")
     return created
 
 
@@ -241,7 +241,8 @@ def unreachable(settings: KafkaSettings, error: Exception) -> KafkaUnusable:
     hint = "check that it runs and its address"
     if "sasl_mechanism" in settings.client_options():
         hint += ", and the user name and password"
-    return KafkaUnusable(f"Kafka at {settings.bootstrap} cannot be used ({reason}); {hint}")
+    kind = KafkaUnreachable if is_transient(error) else KafkaUnusable
+    return kind(f"Kafka at {settings.bootstrap} cannot be used ({reason}); {hint}")
 
 
 def _config(topic: Topic, replication: int) -> dict[str, str]:

@@ -19,12 +19,12 @@ from aiokafka.errors import (
     NodeNotReadyError,
     TopicAuthorizationFailedError,
     UnknownTopicOrPartitionError,
-    for_code,
 )
 from aiokafka.protocol.transaction import InitProducerIdRequest
 
 from forebay import runtime
 from forebay.transport.kafka.connection import BrokerConnection
+from forebay.transport.kafka.errors import error_of
 from forebay.transport.kafka.requests import FETCH, PRODUCE, fetch_body, fetched, produce_body, produced
 from forebay.transport.kafka.settings import REQUEST_MS, RETRY_BACKOFF_MS, KafkaSettings
 from forebay.transport.kafka.start import start_whole
@@ -76,6 +76,7 @@ class Wire:
             connections_max_idle_ms=None,  # aiokafka does not see the requests of `BrokerConnection`
         )
         self._connections: dict[tuple[int, Channel], BrokerConnection] = {}
+        self._missing_s: dict[str, float] = {}  # when the brokers first did not know a topic
 
     async def start(self) -> None:
         """Connect. Raises KafkaError, OSError or TimeoutError."""
@@ -122,16 +123,29 @@ class Wire:
         """
         for topic in topics:
             self._client.add_topic(topic)
-        await self._client.force_metadata_update()
+        if await self._client.force_metadata_update():
+            self._note_missing()
         denied = self._client.cluster.unauthorized_topics.intersection(topics)
         if denied:
             raise TopicAuthorizationFailedError(", ".join(sorted(denied)))
+
+    def gone(self, topic: str) -> KafkaError | None:
+        """Return an error if a topic was deleted: brokers responded, and none knew the topic for `REQUEST_MS`."""
+        since_s = self._missing_s.get(topic, math.inf)
+        if self._client.cluster.partitions_for_topic(topic) or runtime.monotonic_s() - since_s < REQUEST_MS / 1000:
+            return None
+        return UnknownTopicOrPartitionError(f"the topic {topic} was deleted; see `forebay topics upgrade`")
+
+    def _note_missing(self) -> None:
+        cluster, before, now_s = self._client.cluster, self._missing_s, runtime.monotonic_s()
+        missing = [topic for topic in self._client._topics if not cluster.partitions_for_topic(topic)]
+        self._missing_s = {topic: before.get(topic, now_s) for topic in missing}
 
     async def producer_id(self) -> ProducerId:
         """Return the id for a new producer. Raises KafkaError."""
         response = await self._client.send(self._client.get_random_node(), InitProducerIdRequest(None, -1))
         if response.error_code:
-            raise for_code(response.error_code)()
+            raise error_of(response.error_code)
         return ProducerId(response.producer_id, response.producer_epoch)
 
     async def produce(
@@ -165,7 +179,7 @@ class Wire:
         body = fetch_body(offsets, wait_ms, FETCH_BYTES_MAX, PARTITION_BYTES_MAX)
         code, partitions = await connection.request(FETCH, connection.version_of(FETCH), body, fetched)
         if code:
-            raise for_code(code)
+            raise error_of(code)
         return [
             Fetched(place, _error(code, place) if code else None, end, data) for place, code, end, data in partitions
         ]
@@ -188,10 +202,4 @@ class Wire:
 
 
 def _error(code: int, place: TopicPartition) -> KafkaError:
-    error: KafkaError = for_code(code)(f"{place.topic}/{place.partition}")
-    return error
-
-
-def is_transient(error: Exception) -> bool:
-    """Return whether a later request may succeed although this one failed."""
-    return isinstance(error, OSError | TimeoutError | NodeNotReadyError) or bool(getattr(error, "retriable", False))
+    return error_of(code, f"{place.topic}/{place.partition}")

@@ -17,6 +17,7 @@ from aiokafka.errors import KafkaError
 from forebay import runtime
 from forebay.events.topics import KV_EVENTS, METRICS, PROGRESS
 from forebay.transport.base import Draft, LogError, LogFull
+from forebay.transport.kafka.errors import explain
 from forebay.transport.kafka.producer import Producer
 
 logger = logging.getLogger(__name__)
@@ -258,9 +259,3 @@ def size_of(draft: Draft) -> int:
     if draft.headers:
         size += sum(len(name.encode()) + len(value.encode()) for name, value in draft.headers.items())
     return size
-
-
-def explain(error: Exception) -> str:
-    """Return the message of a Kafka error as one line, or its type if the message is empty."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
