@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from aiokafka import errors
@@ -52,7 +53,8 @@ def test_every_error_class_of_the_client_has_a_verdict(kind: type[KafkaError]) -
 
 
 def test_every_broker_error_class_of_the_client_stands_for_a_code() -> None:
-    for name, kind in inspect.getmembers(errors, inspect.isclass):
+    kinds: list[tuple[str, Any]] = inspect.getmembers(errors, inspect.isclass)
+    for name, kind in kinds:
         if issubclass(kind, BrokerResponseError) and kind is not BrokerResponseError:
             assert kind.errno in CODES, name
             assert not kind.retriable or kind.errno in TRANSIENT_CODES, name

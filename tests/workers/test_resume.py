@@ -20,9 +20,9 @@ from forebay.events.requests import Sampling, StructuredOutput
 from forebay.events.tokens import AttemptStarted, ResponseEnded, ResponseError, TokenChunk, TokensEmitted, Usage
 from forebay.events.topics import TOKENS
 from forebay.events.work import WorkCancelled, WorkItem
+from forebay.transport import patience
 from forebay.transport.base import Draft, LogError, LogUnavailable, Record
 from forebay.transport.sqlite.log import SqliteLog
-from forebay.workers.runtime import resume as resume_module
 from forebay.workers.runtime.resume import PAGE_RECORDS, continued
 from forebay.workers.runtime.worker import Worker
 from tests.harness.faulty_log import FaultyLog
@@ -403,7 +403,7 @@ async def test_response_without_its_start_fails_alone(scene: Scene, gate: GatedL
 async def test_a_slot_that_cannot_be_read_now_is_read_again(
     scene: Scene, gate: GatedLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resume_module, "RETRY_S", 0.001)
+    monkeypatch.setattr(patience, "RETRY_S", 0.001)
     gate.unavailable = 3
     gate.open.set()
     async with scene.serving(scene.worker(log=gate)) as epoch:

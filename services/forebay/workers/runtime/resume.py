@@ -20,14 +20,14 @@ from forebay.events.codec import DecodeError, decode
 from forebay.events.tokens import TokenEvent
 from forebay.events.topics import TOKENS
 from forebay.events.work import WorkItem
-from forebay.transport.base import Log, LogError, LogUnavailable, Record
+from forebay.transport.base import Log, LogError, Record
+from forebay.transport.patience import until_available
 from forebay.workers.runtime.outbox import Outbox
 from forebay.workers.runtime.request_table import WorkRequest
 
 logger = logging.getLogger(__name__)
 
 PAGE_RECORDS = 512  # each page costs a round trip to a broker, or a few milliseconds on the embedded log
-RETRY_S = 0.5  # pause after a read for which the log was unavailable
 SLICE_BYTES = 256 << 10  # a few milliseconds of decoding before other tasks may run
 
 Spawn = Callable[[Coroutine[None, None, None]], asyncio.Task[None]]
@@ -116,12 +116,7 @@ class Resumer:
 
     async def _read_until(self, slot: int, attempts: list[LaterAttempt], end: int) -> dict[str, ResponseState]:
         """Return the responses as of the offset `end`, by request id. Retry for as long as the log is unavailable."""
-        while True:
-            try:
-                return await self._read(slot, attempts, end)
-            except LogUnavailable as error:
-                logger.warning("cannot read responses that other workers began, retrying: %s", error)
-                await asyncio.sleep(RETRY_S)
+        return await until_available(lambda: self._read(slot, attempts, end))
 
     async def _read(self, slot: int, attempts: list[LaterAttempt], end: int) -> dict[str, ResponseState]:
         # Records before `reply_from` belong to an earlier request with the same id.

@@ -41,6 +41,7 @@ from forebay.events.work import AnyWorkEvent, ReannounceCache, ReleaseKv, WorkCa
 from forebay.transport.base import Draft, Log, LogError, Record, Tail
 from forebay.transport.dead_letters import dead_letter
 from forebay.transport.decoding import event_of
+from forebay.transport.patience import until_available
 from forebay.workers.engine import Engine, EngineBatch, EngineError, StoreEngine, TierEngine
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.runtime.append_output import append_output
@@ -227,7 +228,7 @@ class Worker:
 
     async def _follow(self, spawn: Spawn) -> None:
         # The end is read before the lease is acquired, so the admission cannot be missed.
-        end = await self._log.end(FLEET.name, self._partition)
+        end = await until_available(lambda: self._log.end(FLEET.name, self._partition))
         fleet = self._log.tail(FLEET.name, self._partition, end, self._wake)
         self._take_lease()
         self.life.move(Transition.REGISTER)

@@ -21,6 +21,7 @@ from forebay.transport.decoding import event_of
 from forebay.transport.directory import Directory
 from forebay.transport.history.reader import Validity, records_of
 from forebay.transport.history.snapshots import newest_snapshot, owner_state, parts_of, version_of
+from forebay.transport.patience import until_available
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class _Group:
         self._wake = asyncio.Event()
         self._followed = False
         self._whole = False
+        self._pools = pools
         self.name = name
         self.observation = GroupObservation(pools)
         self.undecodable = 0
@@ -89,7 +91,7 @@ class _Group:
     async def run(self, directory: Directory) -> None:
         """Catch up with the topics of the group once it is placed, and follow them until cancelled."""
         partition = await directory.placed(self.name)
-        ends = await self._catch_up(partition)
+        ends = await until_available(lambda: self._catch_up(partition))
         tails = [(topic, self._log.tail(topic.name, partition, ends[topic.name], self._wake)) for topic in TOPICS]
         self.observation.begin(_now_us())
         self._followed = True
@@ -114,6 +116,7 @@ class _Group:
 
     async def _catch_up(self, partition: int) -> dict[str, int]:
         """Apply the newest snapshot and all records after it. Return the offset after the last record by topic."""
+        self.observation = GroupObservation(self._pools)  # an earlier call may have failed halfway
         starts: dict[str, int] = {}
         taken = await newest_snapshot(self._log, partition, await self._log.end(DECISIONS.name, partition))
         self._validity = Validity()

@@ -35,6 +35,7 @@ from forebay.events.scaling import (
 )
 from forebay.live.planner.topic import ScalingTopic
 from forebay.transport.base import Log
+from forebay.transport.patience import until_available
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class Planner:
 
     async def run(self) -> None:
         """Plan, or stand by, until `stop` is called. Raises LogError if the log fails."""
-        await self.topic.catch_up()
+        await until_available(self.topic.catch_up)
         self._heard_s = runtime.monotonic_s()
         following = asyncio.create_task(self.topic.follow(), name="scaling")
         planning = asyncio.create_task(self._run(), name="planner")
