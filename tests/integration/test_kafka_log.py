@@ -13,6 +13,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType
 
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, REQUESTS, SNAPSHOTS, TOKENS
 from forebay.transport.base import Draft, LogError, Record
+from forebay.transport.kafka import wire
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings, KafkaUnusable
 from forebay.transport.kafka.tail import KafkaTail
@@ -291,6 +292,26 @@ async def test_closing_a_log_flushes_it_and_rejects_later_appends(settings: Kafk
     again = await KafkaLog.open(settings)
     assert numbers(await again.read(TOPIC, 0, 0, 1_000)) == list(range(100))
     await again.close()
+
+
+async def test_a_deleted_topic_ends_appends_and_tails(
+    settings: KafkaSettings, log: KafkaLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "REQUEST_MS", 1_000)
+    await log.append(drafts(1))
+    reader = Reader(log, TOPIC)
+    assert numbers(await reader.take(1)) == [0]
+    admin = AIOKafkaAdminClient(**settings.client_options())
+    await admin.start()
+    await admin.delete_topics([settings.topic(TOPIC)])
+    await admin.close()
+    with pytest.raises(LogError, match="was deleted"):
+        async with asyncio.timeout(60):
+            await reader.take(1)
+    with pytest.raises(LogError, match=r"deleted|unknown"):
+        async with asyncio.timeout(60):
+            while True:  # the broker may not have forgotten the topic yet
+                await log.append(drafts(1))
 
 
 async def test_error_names_records_removed_by_retention(log: KafkaLog, settings: KafkaSettings) -> None:

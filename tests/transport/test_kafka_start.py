@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from forebay.transport.kafka.start import start_whole
+from forebay.transport.kafka.start import start_whole, stop_within
 
 
 class Client:
@@ -70,3 +70,25 @@ async def test_a_failing_start_raises_its_error_and_stops_the_client() -> None:
     with pytest.raises(OSError, match="connection refused"):
         await start_whole(refused, client.stop)
     assert client.notes == ["is stopped"]
+
+
+async def test_clients_are_stopped_whatever_their_stop_raises() -> None:
+    stopped: list[str] = []
+
+    async def cancelled() -> None:
+        raise asyncio.CancelledError  # aiokafka awaits tasks that it has cancelled
+
+    async def failed() -> None:
+        raise RuntimeError("a task failed before")
+
+    async def hangs() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.append("cancelled")
+
+    async def ends() -> None:
+        stopped.append("ended")
+
+    await stop_within(0.01, cancelled(), failed(), hangs(), ends())
+    assert stopped == ["ended", "cancelled"]

@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 GROUP = "kafka-api"
 COMMIT_S = 0.5
 REJOIN_S = 1.0  # pause before joining the group again
-LEAVE_S = 5.0  # timeout for responses that are being sent; without an acknowledgement they are sent again later
 
 
 class KafkaApi:
@@ -140,9 +139,7 @@ class KafkaApi:
     async def _leave(self) -> None:
         """Wait for responses that are being sent, commit, and leave the group."""
         servers = await self._stop_servers(list(self._servers))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_S):
-                await self._replies.stop()
+        await self._replies.stop()
         await self._group.commit_last({number: server.progress() for number, server in servers.items()})
         await self._group.stop()
 

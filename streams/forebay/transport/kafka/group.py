@@ -19,7 +19,7 @@ from forebay.transport.base import LogError, LogUnavailable, Record
 from forebay.transport.kafka.consumer import AbsentRecord, DenseConsumer
 from forebay.transport.kafka.errors import explain, is_transient, log_error
 from forebay.transport.kafka.settings import REQUEST_MS, KafkaSettings
-from forebay.transport.kafka.start import start_whole
+from forebay.transport.kafka.start import start_whole, stop_within
 from forebay.transport.kafka.tail import record_of
 from forebay.transport.kafka.topics import unreachable
 from forebay.transport.patience import RETRY_S, until_available
@@ -100,14 +100,10 @@ class KafkaGroup:
 
     async def stop(self) -> None:
         """Leave the group, so that the other members take over without waiting for the session timeout."""
-        try:
-            async with asyncio.timeout(STOP_S):
-                if self._consumer is not None:
-                    await self._consumer.stop()
-        except (KafkaError, OSError) as error:  # aiokafka repeats here the error that ended its tasks
-            logger.warning("the group %s was not left in order: %s", self._name, explain(error))
-        if self._admin is not None:
-            await self._admin.close()
+        clients = [self._consumer.stop()] if self._consumer is not None else []
+        clients += [self._admin.close()] if self._admin is not None else []
+        if clients:
+            await stop_within(STOP_S, *clients)
 
     async def take(self) -> dict[int, list[Record]]:
         """Return the next records by partition, waiting up to `POLL_MS`.

@@ -8,7 +8,7 @@ records. A rejection fails the log: its user must recover from the records that 
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from aiokafka.errors import KafkaError
@@ -21,6 +21,7 @@ from forebay.transport.kafka.poll import RETRY_S
 from forebay.transport.kafka.producer import Producer
 from forebay.transport.kafka.reader import KafkaReader
 from forebay.transport.kafka.settings import KafkaSettings
+from forebay.transport.kafka.start import stop_within
 from forebay.transport.kafka.tail import KafkaTail, KafkaTails
 from forebay.transport.kafka.topics import unreachable
 from forebay.transport.kafka.wire import Channel, Wire
@@ -147,9 +148,9 @@ class KafkaLog:
                 logger.warning("Kafka did not acknowledge %d bytes of records, which may be lost", unwritten)
         await self._writer.cancel()
         stops = [self._tails.close(), self._reader.close(), *(producer.stop() for producer in self._producers)]
-        await _finish(stops)
+        await stop_within(DISCONNECT_S, *stops)
         # A connection closes once its last bytes are sent, so it stays open if the broker does not read them.
-        await _finish([self._wire.close()])
+        await stop_within(DISCONNECT_S, self._wire.close())
 
     async def _producer_of(self, topic: str) -> Producer:
         """Return the producer of a topic. Journals have their own, because a producer has one request in flight."""
@@ -212,12 +213,3 @@ class KafkaLog:
     def _hop(self, topic: str, seconds: float) -> None:
         if self.on_hop is not None:
             self.on_hop(topic, seconds)
-
-
-async def _finish(stops: Sequence[Coroutine[None, None, None]]) -> None:
-    """Run coroutines, and cancel those that take longer than `DISCONNECT_S`."""
-    stopping = [asyncio.ensure_future(stop) for stop in stops]
-    _, hanging = await asyncio.wait(stopping, timeout=DISCONNECT_S)
-    for task in hanging:
-        task.cancel()
-    await asyncio.gather(*stopping, return_exceptions=True)

@@ -13,6 +13,7 @@ from aiokafka.errors import KafkaError
 from forebay import runtime
 from forebay.transport.kafka.errors import explain
 from forebay.transport.kafka.settings import KafkaSettings
+from forebay.transport.kafka.start import stop_within
 from forebay.transport.kafka.topics import unreachable
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class KafkaPosition:
     async def close(self) -> None:
         """Commit the last offset, if any, and disconnect."""
         await self._commit()
-        await self._consumer.stop()
+        await stop_within(COMMIT_S, self._consumer.stop())
 
     async def _commit(self) -> None:
         if self._offset is None:

@@ -18,12 +18,13 @@ from forebay.transport.base import LogError
 from forebay.transport.kafka.errors import explain, log_error
 from forebay.transport.kafka.group import query_with_retry
 from forebay.transport.kafka.settings import KafkaSettings
-from forebay.transport.kafka.start import start_whole
+from forebay.transport.kafka.start import start_whole, stop_within
 from forebay.transport.kafka.topics import unreachable
 from forebay.transport.kafka.writer import BATCH_BYTES_MAX, HEADROOM_BYTES, RECORD_BYTES_MAX
 
 DELIVERY_MS = 30_000  # a broker may elect a leader or restart meanwhile
 FOREIGN_MS = 10_000  # a deleted topic delays the responses behind it for at most this long
+STOP_S = 5.0  # without an acknowledgement, the next ingress sends a response again
 TOPICS_S = 2.0  # between two queries for a topic that did not exist
 
 
@@ -85,12 +86,11 @@ class KafkaReplies:
             raise unreachable(self._settings, error) from error
 
     async def stop(self) -> None:
-        """Send pending replies and disconnect."""
-        for client in (self._producer, self._foreign):
-            if client is not None:
-                await client.stop()
-        if self._admin is not None:
-            await self._admin.close()
+        """Send pending replies for up to `STOP_S`, and disconnect."""
+        clients = [one.stop() for one in (self._producer, self._foreign) if one is not None]
+        clients += [self._admin.close()] if self._admin is not None else []
+        if clients:
+            await stop_within(STOP_S, *clients)
 
     async def exists(self, topic: str) -> bool:
         """Return whether a topic of this full name exists, without creating it.
