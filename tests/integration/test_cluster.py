@@ -72,6 +72,22 @@ async def test_clients_survive_the_kill_of_the_owner(
     await check_journal(cluster, clients)
 
 
+async def test_the_first_request_to_a_new_ingress_is_served(cluster: Cluster) -> None:
+    url = cluster.ingress("i3")
+    body = {"model": GROUP, "prompt": prompt(7), "max_tokens": SHORT}
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+
+        async def first() -> httpx.Response | None:
+            try:
+                return await client.post(f"{url}/v1/completions", json=body)
+            except httpx.ConnectError:  # the process does not listen yet
+                return None
+
+        response = await cluster.processes.until("the ingress listens", first)
+    assert response.status_code == httpx.codes.OK
+    await cluster.stop("i3")
+
+
 async def test_clients_survive_a_planned_stop_of_the_owner(
     cluster: Cluster, clients: StreamClients, report: Callable[[str], None]
 ) -> None:
