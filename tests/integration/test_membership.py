@@ -6,10 +6,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from aiokafka.errors import GroupAuthorizationFailedError
 
 from forebay.live.router.faust_app import RouterApp
 from forebay.live.router.faust_feed import Feed
-from forebay.transport.base import LogError
+from forebay.transport.base import LogError, LogUnavailable
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, create_topics
 
@@ -89,3 +90,25 @@ async def test_a_crashed_app_is_reported(kafka: str, namespace: str) -> None:
         with pytest.raises(LogError, match="out of luck"):
             await asyncio.wait_for(watching, PATIENCE_S)
         assert not joined.app.is_member
+
+
+async def test_a_router_joins_again_after_a_crash_of_its_app(kafka: str, namespace: str) -> None:
+    settings = KafkaSettings(kafka, namespace)
+    await create_topics(settings, PLAN, ["default"])
+    async with member(settings) as crashed:
+        await until(lambda: crashed.partitions == {0})
+        await crashed.app.crash(RuntimeError("out of luck"))
+        with pytest.raises(LogUnavailable):
+            await asyncio.wait_for(crashed.app.until_broken(), PATIENCE_S)
+    async with member(settings) as joined:
+        await until(lambda: joined.partitions == {0})
+
+
+async def test_a_router_that_may_not_join_ends(kafka: str, namespace: str) -> None:
+    settings = KafkaSettings(kafka, namespace)
+    await create_topics(settings, PLAN, ["default"])
+    async with member(settings) as denied:
+        await denied.app.crash(GroupAuthorizationFailedError("router"))
+        with pytest.raises(LogError, match="GroupAuthorizationFailed") as caught:
+            await asyncio.wait_for(denied.app.until_broken(), PATIENCE_S)
+    assert not isinstance(caught.value, LogUnavailable)
