@@ -169,7 +169,7 @@ async def test_an_unknown_model_is_rejected_with_the_listed_ones(scene: Scene) -
     [
         ({"tokenizer.json": b"{}"}, "not a valid tokenizer"),
         ({"config.json": b"no"}, "not valid JSON"),
-        ({"chat_template.jinja": b"\xff"}, "cannot be loaded: UnicodeDecodeError"),
+        ({"chat_template.jinja": b"\xff"}, "a chat template is not valid UTF-8"),
     ],
 )
 async def test_a_card_that_cannot_be_used_is_an_error(
@@ -180,6 +180,33 @@ async def test_a_card_that_cannot_be_used_is_an_error(
         await scene.find("one")
     assert (caught.value.status, caught.value.code) == (503, "model_card_unusable")
     assert files_in(tmp_path) == []
+
+
+async def test_a_card_has_every_file_that_prompts_depend_on(scene: Scene, tmp_path: Path) -> None:
+    texts = {
+        "config.json": '{"text_config": {"max_position_embeddings": 512, "eos_token_id": 7}}',
+        "special_tokens_map.json": '{"bos_token": "<s>"}',
+        "tokenizer_config.json": "{}",
+        "chat_template.json": '{"chat_template": "{{ bos_token }} {{ messages[0].name }}"}',
+        "additional_chat_templates/tool_use.jinja": "{{ bos_token }} {{ tools | tojson }}",
+    }
+    directory = tmp_path / "model"
+    (directory / "additional_chat_templates").mkdir(parents=True)
+    (directory / "tokenizer.json").write_bytes((DEFAULT_MODEL / "tokenizer.json").read_bytes())
+    for name, text in texts.items():
+        (directory / name).write_text(text)
+    read = read_card(directory)
+    assert read is not None
+    card, files = read
+    assert card.context_tokens == 512
+    assert [file.name for file in card.files] == sorted(["tokenizer.json", *texts])
+    await scene.serve("one", await scene.store(files))
+    model = (await scene.find("one")).model
+    assert model.context_tokens == 512
+    assert model.end_ids == {7}
+    hello = {"role": "user", "name": "alice", "content": "hello"}
+    assert model.render([hello]) == "<s> alice"
+    assert model.render([hello], [{"type": "function"}]) == '<s> [{"type": "function"}]'
 
 
 async def test_a_card_that_is_not_stored_is_an_error(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,47 +1,56 @@
 """Read the parts of a model directory that an ingress needs: tokenizer, chat template and context length, not weights.
 
-Files: tokenizer.json, tokenizer_config.json (chat_template, bos_token, eos_token) or chat_template.jinja,
-config.json (max_position_embeddings, matryoshka_dimensions), generation_config.json (eos_token_id). Templates
-are rendered as in transformers: in a sandbox, with `raise_exception` and trimmed white space.
+Files: tokenizer.json; config.json (context length, eos_token_id, matryoshka_dimensions, placeholders of media);
+generation_config.json (eos_token_id); tokenizer_config.json and special_tokens_map.json (special tokens). The chat
+templates are in chat_template.jinja and additional_chat_templates, in chat_template.json or in tokenizer_config.json.
 """
 
 import json
+import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel, DecodeStream
 
 from forebay.events.names import NameInvalid, require_name
-from forebay.ingress.errors import ApiError, Unusable, invalid
+from forebay.ingress.chat_template import COMPILE_ERRORS, RENDERED_CHARS_MAX, TEMPLATE_ERRORS, ChatTemplate, TooLong
+from forebay.ingress.errors import Unusable, invalid
 from forebay.ingress.media.tokens import media_tokens_of
 from forebay.ingress.token_bytes import TokenBytes, text_chars_max
 from forebay.ingress.word_tokens import word_tokens
 
+logger = logging.getLogger(__name__)
+
 CONTEXT_TOKENS_DEFAULT = 131_072
+# Names of the context length in config.json, as in vLLM, and the older `n_ctx`. The smallest value counts, but
+# `model_max_length` has priority: Command R has a smaller `max_position_embeddings`.
+CONTEXT_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "seq_length",
+    "max_target_positions",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+MAX_LENGTH = "model_max_length"
+CONTEXT_TOKENS_MAX = 1 << 31  # transformers writes 10 ** 30 for an unknown length
+# Names of the part of a config.json that describes the language model, which may have such a part, too.
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder", "generator")
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TEMPLATE_FILE = "chat_template.jinja"
+PROCESSOR_TEMPLATE_FILE = "chat_template.json"
+NAMED_TEMPLATE_FILES = {name: f"additional_chat_templates/{name}.jinja" for name in ("default", "tool_use")}
 DEFAULT_MODEL = Path(__file__).with_name("default_model")
 DEFAULT_NAME = "forebay-default"
-# Exceptions that a template may raise for values from a client.
-TEMPLATE_ERRORS = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    ArithmeticError,
-    LookupError,
-    AttributeError,
-    RecursionError,
-)
 WORDS_CHARS_MAX = 8_000  # threads tokenize longer texts; the library then lets other threads run, Python does not
 NO_TEXT = "\ufffd"  # the decoder writes it for bytes that are not a valid character
-RENDERED_CHARS_MAX = (
-    16 << 20
-)  # of a chat: four times the text of a body, because templates add roles and may repeat tools
 
 
 class ModelUnusable(Unusable):
@@ -59,7 +68,7 @@ class Model:
             allows no such bound.
         end_ids: token ids that end a response.
         dimensions: lengths to which embeddings may be truncated; None if truncation is not allowed, empty for any.
-        template_source: source of the default chat template; empty if the model has none.
+        template_source: sources of the chat templates; empty if the model has none.
         media: placeholder tokens of images and videos.
     """
 
@@ -76,25 +85,25 @@ class Model:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise ModelUnusable(f"{path}: not a valid tokenizer ({error})") from error
-        self.context_tokens = context_tokens_of(config)
+        self.tokenizer.no_truncation()  # a prompt that is too long must be rejected, not cut
+        self.tokenizer.no_padding()
+        self.context_tokens = context_tokens_of(directory)
         self.vocabulary_size: int = self.tokenizer.get_vocab_size(with_added_tokens=True)
-        self._special = {
-            name: _token_text(tokenizer_config.get(name))
-            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-        }
+        special = _special_tokens(tokenizer_config, read_json(directory / "special_tokens_map.json"))
         self.token_bytes = TokenBytes(self.tokenizer)
         self._words = word_tokens(self.tokenizer)
         self._texts = TokenTexts(self.tokenizer) if isinstance(self.tokenizer.decoder, ByteLevel) else None
         self.text_chars_max = text_chars_max(self.tokenizer, self.context_tokens)
-        self.end_ids = _end_ids(directory, config, self.tokenizer, self._special["eos_token"])
+        self.end_ids = _end_ids(directory, config, self.tokenizer, special.get("eos_token", ""))
         self.dimensions = _dimensions(config)
-        sources = _template_sources(directory, tokenizer_config)
-        self.template_source = sources.get("default", "")
-        self._templates = {name: _compile(directory, source) for name, source in sources.items()}
-        self._tool_source = sources.get("tool_use", self.template_source)
         self.media = media_tokens_of(config, self.tokenizer.id_to_token)
-        if self.media.ids:
-            self.media = replace(self.media, listed=self._takes_parts())
+        sources = _template_sources(directory, tokenizer_config)
+        self.template_source = "\n".join(sources.values())
+        self._reserved = {"messages", "tools", "documents", "add_generation_prompt", *SPECIAL_TOKENS, *special}
+        try:
+            self._templates = {name: ChatTemplate(one, special, self.media.texts) for name, one in sources.items()}
+        except COMPILE_ERRORS as error:
+            raise ModelUnusable(f"{directory}: the chat template does not compile ({error})") from error
 
     def render(
         self,
@@ -102,14 +111,19 @@ class Model:
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
         chars_max: int = RENDERED_CHARS_MAX,
+        *,
+        is_open: bool = True,
+        continues: bool = False,
     ) -> str:
         """Return the prompt of a chat as text: the output of the chat template.
 
         Args:
-            messages: the messages, in the format that the chat template expects.
+            messages: the messages, as in a request; `ChatTemplate` adapts them to the template.
             tools: tools that the model may call.
             arguments: additional variables of the chat template.
             chars_max: maximum characters of the prompt. Rendering stops there, because a template may repeat its input.
+            is_open: whether the prompt ends with the beginning of the assistant's next message.
+            continues: whether the prompt ends within the last message, so that the model continues it.
 
         Raises:
             ApiError: the template rejects the messages, or the prompt is too long.
@@ -117,33 +131,21 @@ class Model:
         template = self._templates.get("tool_use" if tools else "default", self._templates.get("default"))
         if template is None:
             raise invalid("this model has no chat template; use /v1/completions", "messages", "no_chat_template")
-        if tools and "tools" not in self._tool_source:
+        if tools and "tools" not in template.source:
             raise invalid("the chat template of this model does not support tools", "tools", "unsupported_parameter")
-        known = {"messages": messages, "tools": tools or None, "documents": None, "add_generation_prompt": True}
         for name in arguments or ():
-            if name in known or name in self._special:
+            if name in self._reserved:
                 text = f"chat_template_kwargs.{name} is reserved: the chat itself sets it"
                 raise invalid(text, f"chat_template_kwargs.{name}")
         try:
-            pieces, chars = [], 0
-            for piece in template.generate(**known, **self._special, **(arguments or {})):
-                chars += len(piece)
-                if chars > chars_max:
-                    text = f"the rendered prompt exceeds {chars_max:,} characters; send shorter messages"
-                    raise invalid(text, "messages", "context_length_exceeded")
-                pieces.append(piece)
-            return "".join(pieces)
+            return template.render(
+                messages, tools, arguments or {}, chars_max, is_open=is_open and not continues, continues=continues
+            )
+        except TooLong as error:
+            text = f"the rendered prompt exceeds {chars_max:,} characters; send shorter messages"
+            raise invalid(text, "messages", "context_length_exceeded") from error
         except TEMPLATE_ERRORS as error:
             raise invalid(f"the chat template rejects these messages: {error}", "messages") from error
-
-    def _takes_parts(self) -> bool:
-        """Return whether the chat template accepts a message as a list of parts, by rendering one."""
-        text = "probe text"
-        try:
-            prompt = self.render([{"role": "user", "content": [{"type": "text", "text": text}]}])
-        except ApiError:
-            return False
-        return text in prompt and "'type'" not in prompt  # otherwise it printed the list as a Python literal
 
     def uses_template_argument(self, name: str) -> bool:
         """Return whether the chat template refers to a variable of this name."""
@@ -286,25 +288,50 @@ def word_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(sorted(vocabulary[word] for word in whole)) or tuple(sorted(vocabulary.values()))
 
 
-def _template_sources(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """Return the chat templates by name: `default`, and `tool_use` for chats with tools if there is one."""
-    source = tokenizer_config.get("chat_template")
-    beside = directory / "chat_template.jinja"
-    if beside.is_file():
-        source = beside.read_text(encoding="utf-8")
-    if isinstance(source, list):
-        named = {entry.get("name"): entry["template"] for entry in source}
-        return {name: named[name] for name in ("default", "tool_use") if name in named}
-    return {} if source is None else {"default": source}
+def _template_sources(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates by name: `default`, and `tool_use` for chats with tools if there is one.
+
+    As in transformers, templates in .jinja files replace all templates of the configuration.
+    """
+    files = [("default", TEMPLATE_FILE), *NAMED_TEMPLATE_FILES.items()]
+    paths = {name: directory / file for name, file in files if (directory / file).is_file()}
+    try:
+        sources = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+    except UnicodeDecodeError as error:
+        raise ModelUnusable(f"{directory}: a chat template is not valid UTF-8 ({error})") from error
+    if "default" in sources:
+        return sources
+    # Processors of models with images have a file of their own.
+    given = read_json(directory / PROCESSOR_TEMPLATE_FILE).get("chat_template", tokenizer_config.get("chat_template"))
+    if isinstance(given, list):
+        given = {one.get("name"): one.get("template") for one in given if isinstance(one, dict)}
+    named = given if isinstance(given, dict) else {} if given is None else {"default": given}
+    if not all(isinstance(source, str) for source in named.values()):
+        raise ModelUnusable(f"{directory}: chat_template is neither a text nor a list of named texts")
+    return {name: named[name] for name in NAMED_TEMPLATE_FILES if name in named} | sources
 
 
-def _end_ids(directory: Path, config: dict[str, Any], tokenizer: Tokenizer, end: str) -> frozenset[int]:
+def _special_tokens(config: Mapping[str, Any], mapped: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens that chat templates get as variables, by name.
+
+    Args:
+        config: the tokenizer_config.json of a model. Its tokens have priority.
+        mapped: its special_tokens_map.json.
+    """
+    found = {name: _token_text(config.get(name), mapped.get(name)) for name in SPECIAL_TOKENS}
+    own = {name: _token_text(token) for name, token in config.items() if name.endswith("_token")}
+    for extra in (mapped.get("extra_special_tokens"), config.get("extra_special_tokens")):
+        own |= {name: _token_text(token) for name, token in extra.items()} if isinstance(extra, dict) else {}
+    return {name: text for name, text in {**own, **found}.items() if text is not None}
+
+
+def _end_ids(directory: Path, config: Mapping[str, Any], tokenizer: Tokenizer, end: str) -> frozenset[int]:
     """Return the token ids that end a response."""
     found = {tokenizer.token_to_id(end)} if end else set()
-    for named in (read_json(directory / "generation_config.json"), config):
+    for named in (read_json(directory / "generation_config.json"), *_text_configs(config)):
         given = named.get("eos_token_id")
         found |= set(given if isinstance(given, list) else [given])
-    return frozenset(token_id for token_id in found if isinstance(token_id, int))
+    return frozenset(one for one in found if isinstance(one, int) and not isinstance(one, bool))
 
 
 def _dimensions(config: dict[str, Any]) -> tuple[int, ...] | None:
@@ -315,29 +342,42 @@ def _dimensions(config: dict[str, Any]) -> tuple[int, ...] | None:
     return () if config.get("is_matryoshka") else None
 
 
-def _compile(directory: Path, source: str) -> Any:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+def context_tokens_of(directory: Path) -> int:
+    """Return the maximum number of tokens of a prompt and its response together.
+
+    It is in the config.json of a model, or else in its tokenizer_config.json. If it is in neither, log a warning.
+
+    Raises:
+        ModelUnusable: a file is not valid.
+    """
+    for config in _text_configs(read_json(directory / "config.json")):
+        if length := _length(config.get(MAX_LENGTH)) or min(
+            filter(None, map(_length, map(config.get, CONTEXT_NAMES))), default=0
+        ):
+            return length
+    if length := _length(read_json(directory / "tokenizer_config.json").get(MAX_LENGTH)):
+        return length
+    logger.warning(
+        "%s: the config.json has no context length (%s); assuming %s tokens",
+        directory,
+        CONTEXT_NAMES[0],
+        f"{CONTEXT_TOKENS_DEFAULT:,}",
     )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise ModelUnusable(f"{directory}: the chat template does not compile ({error})") from error
+    return CONTEXT_TOKENS_DEFAULT
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _text_configs(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the parts of a config.json that describe the language model, the innermost part first."""
+    for name in TEXT_CONFIGS:
+        if isinstance(inner := config.get(name), dict):
+            yield from _text_configs(inner)
+    yield config
 
 
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def context_tokens_of(config: Mapping[str, Any]) -> int:
-    """Return the maximum number of tokens of a prompt and its response together, by the config.json of a model."""
-    return int(config.get("max_position_embeddings", CONTEXT_TOKENS_DEFAULT))
+def _length(value: Any) -> int:
+    """Return a number of tokens; 0 if the value is not one."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return int(value) if is_number and 1 <= value < CONTEXT_TOKENS_MAX else 0
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -353,7 +393,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _token_text(token: Any) -> str:
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else ""
+def _token_text(*tokens: Any) -> str | None:
+    """Return the text of the first token that is a text or an object with a text; None if there is none."""
+    contents = (token.get("content") if isinstance(token, dict) else token for token in tokens)
+    return next((content for content in contents if isinstance(content, str)), None)

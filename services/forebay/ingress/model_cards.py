@@ -9,12 +9,22 @@ from tempfile import mkdtemp
 from forebay import runtime
 from forebay.events.models import ModelCard, ModelFile
 from forebay.events.names import printable
-from forebay.ingress.model import Model, ModelUnusable, context_tokens_of, read_json
+from forebay.ingress.model import (
+    NAMED_TEMPLATE_FILES,
+    PROCESSOR_TEMPLATE_FILE,
+    TEMPLATE_FILE,
+    Model,
+    ModelUnusable,
+    context_tokens_of,
+    read_json,
+)
 from forebay.transport.models import FILE_BYTES_MAX, ModelStore
 
 # Files that an ingress or a mock engine reads.
 TOKENIZER_FILES = (
-    "chat_template.jinja",
+    *NAMED_TEMPLATE_FILES.values(),
+    TEMPLATE_FILE,
+    PROCESSOR_TEMPLATE_FILE,
     "config.json",
     "generation_config.json",
     "special_tokens_map.json",
@@ -41,7 +51,7 @@ def read_card(directory: Path) -> tuple[ModelCard, dict[str, bytes]] | None:
     dtype = config.get("dtype", config.get("torch_dtype"))
     card = ModelCard(
         files=listed,
-        context_tokens=context_tokens_of(config),
+        context_tokens=context_tokens_of(directory),
         dtype=dtype if isinstance(dtype, str) else "",
         revision=directory.name if directory.parent.name == "snapshots" else "",  # in the cache of the Hub
     )
@@ -66,7 +76,9 @@ async def open_model(store: ModelStore, digest: str, folder: Path) -> Model:
         try:
             directory = Path(mkdtemp(prefix=f"{digest[:16]}-", dir=folder))
             for name, content in files.items():
-                (directory / name).write_bytes(content)
+                path = directory / name
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(content)
             model = Model(directory)
         except Exception as error:  # a card may hold anything
             if directory is not None:

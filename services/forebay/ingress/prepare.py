@@ -7,7 +7,8 @@ and reads the block size.
     routing -> media_refs -> render -> tokenize -> complete -> choices -> submission or query
 
 An embedding request takes another path in the middle: `tokenize_inputs`, then `embed` for each input. Clock readings
-and random numbers are arguments, so equal arguments give an equal event.
+and random numbers are arguments, so equal arguments give an equal event. An exception is a chat template that contains
+today's date.
 """
 
 from collections.abc import Sequence
@@ -21,10 +22,11 @@ from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
 from forebay.events.base import U64_BYTES, pack_u32
 from forebay.events.media import Media
 from forebay.events.requests import NO_HINTS, RequestSubmitted, RouteQueried, RoutingHints, Sampling, Task
+from forebay.ingress.chat_template import RENDERED_CHARS_MAX
 from forebay.ingress.errors import invalid
 from forebay.ingress.media.refs import FetchedMedia, MediaRef
 from forebay.ingress.media.tokens import ExpandedPrompt
-from forebay.ingress.model import RENDERED_CHARS_MAX, Model
+from forebay.ingress.model import Model
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.nvext import Nvext
 from forebay.ingress.openai.requests import ChatBody, CompletionBody, TextBody
@@ -214,7 +216,12 @@ class Preparer:
                 raise invalid(text, "reasoning_effort", "unsupported_parameter")
             arguments["reasoning_effort"] = body.reasoning_effort
         chars_max = max(RENDERED_CHARS_MAX, 4 * self.settings.body_bytes_max)
-        return [self.model.render(body.chat(self.model.media), body.choice.plain(), arguments, chars_max)]
+        is_open, continues = body.add_generation_prompt is not False, bool(body.continue_final_message)
+        return [
+            self.model.render(
+                body.chat(), body.choice.plain(), arguments, chars_max, is_open=is_open, continues=continues
+            )
+        ]
 
     def tokenize(self, body: ChatBody | TextBody, rendered: Sequence[str | list[int]]) -> list[TokenizedPrompt]:
         """Return the tokens of each prompt.

@@ -36,23 +36,11 @@ class MediaTokens:
         ids: token id of the placeholder, for `image` and `video`.
         counts: number of tokens per image or video; None if it depends on the size of the image or video.
         texts: the placeholder as text.
-        listed: whether the chat template expects a message as a list of parts instead of a text with placeholders.
     """
 
     ids: Mapping[MediaKind, int]
     counts: Mapping[MediaKind, int | None]
     texts: Mapping[MediaKind, str]
-    listed: bool = False
-
-    def content(self, parts: Sequence[str | MediaRef]) -> str | list[dict[str, str]]:
-        """Return the content of a message in the form that the chat template expects.
-
-        Args:
-            parts: texts and references to media, in the order of the message.
-        """
-        if not self.listed or not parts:
-            return "".join(part if isinstance(part, str) else self.texts.get(part.kind, "") for part in parts)
-        return [{"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind} for part in parts]
 
     def require(self, refs: Sequence[MediaRef]) -> None:
         """Raise ApiError for the first image or video that the model or the ingress does not support."""

@@ -14,7 +14,6 @@ from forebay.events.names import unknown_name
 from forebay.events.requests import StructuredOutput
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.media.refs import MediaRef
-from forebay.ingress.media.tokens import MediaTokens
 from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, describe_non_empty, reject_extra
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, WORKER_ID, Nvext
 from forebay.ingress.openai.sampling import JsonObject, SamplingFields, TokenIds
@@ -80,11 +79,9 @@ NEUTRAL: Neutral = {
 CHAT_NEUTRAL: Neutral = {
     **NEUTRAL,
     "echo": (None, False),
-    "add_generation_prompt": (None, True),
     "add_special_tokens": (None, False),  # the chat template contains them
     "audio": (None,),
     "chat_template": (None,),
-    "continue_final_message": (None, False),
     "documents": (None, []),
     "function_call": (None, "none"),
     "functions": (None, []),
@@ -270,10 +267,12 @@ class ChatBody(CompletionBody):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX)] | None = None
     chat_template_kwargs: Annotated[JsonObject, Field(max_length=TEMPLATE_ARGUMENTS_MAX)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add to the JSON schema that `top_logprobs` requires `logprobs`, and `tool_choice` requires `tools`."""
+        """Add to the JSON schema the fields that require or exclude other fields."""
         super().describe(schema)
         schema["allOf"] += [
             {
@@ -288,12 +287,21 @@ class ChatBody(CompletionBody):
                     {"properties": {"tool_choice": {"enum": [None, "none", "auto"]}}},
                 ]
             },
+            {
+                "anyOf": [
+                    {"properties": {"continue_final_message": {"enum": [None, False]}}},
+                    {"properties": {"add_generation_prompt": {"enum": [None, False]}}},
+                ]
+            },
         ]
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatBody":
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs is only allowed when logprobs is true", "top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            text = "continue_final_message and add_generation_prompt exclude each other; set one of them"
+            raise invalid(text, "continue_final_message")
         parts = sum(map(_parts_count, self.messages))
         if parts > PARTS_MAX:
             raise invalid(f"messages have {parts:,} parts and tool calls; the limit is {PARTS_MAX:,}", "messages")
@@ -320,20 +328,12 @@ class ChatBody(CompletionBody):
         """Structure of the output that a forced tool call requires; None if no tool call is forced."""
         return self.choice.structure()
 
-    def chat(self, tokens: MediaTokens) -> list[dict[str, Any]]:
-        """Return the messages as input of a chat template.
-
-        Args:
-            tokens: placeholders of the model for images and videos.
-
-        Raises:
-            ApiError: 400 for an unsupported field or content part.
-        """
+    def chat(self) -> list[dict[str, Any]]:
+        """Return the messages as input of `Model.render`. Raises ApiError for an unsupported field or content part."""
         turns = []
         for at, message in enumerate(self.messages):
             reject_extra(message, f"messages[{at}].")
-            content = tokens.content(list(_parts(message, at)))
-            turns.append({"role": _role(message.role), "content": content, **_assistant_fields(message, at)})
+            turns.append({"role": message.role, "content": _content(message, at), **_other_fields(message, at)})
         return turns
 
     def media(self) -> list[MediaRef]:
@@ -415,14 +415,17 @@ def _parts_count(message: Message) -> int:
     return (len(message.content) if isinstance(message.content, list) else 0) + len(message.tool_calls or ())
 
 
-def _role(role: str) -> str:
-    return "system" if role == "developer" else role
+def _content(message: Message, at: int) -> str | list[dict[str, str]] | None:
+    parts = list(_parts(message, at))
+    if not isinstance(message.content, list):
+        return message.content
+    return [{"type": "text", "text": one} if isinstance(one, str) else {"type": one.kind} for one in parts]
 
 
-def _assistant_fields(message: Message, at: int) -> dict[str, Any]:
-    """Return the fields of tool calls, tool results and reasoning. Raises ApiError if the role does not allow them."""
+def _other_fields(message: Message, at: int) -> dict[str, Any]:
+    """Return the name, calls, reasoning and call id of a message. Raises ApiError if its role does not allow them."""
     where = f"messages[{at}]"
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {} if message.name is None else {"name": message.name}
     if message.role != "assistant":
         for name in ("tool_calls", "reasoning_content", "reasoning"):
             if getattr(message, name):
@@ -431,13 +434,11 @@ def _assistant_fields(message: Message, at: int) -> dict[str, Any]:
         calls = enumerate(message.tool_calls)
         found["tool_calls"] = [call.plain(f"{where}.tool_calls[{number}]") for number, call in calls]
     if reasoning := message.reasoning_content or message.reasoning:
-        found["reasoning_content"] = reasoning
+        found |= {"reasoning_content": reasoning, "reasoning": reasoning}  # templates use either name
     if message.role == "tool":
         if message.tool_call_id is None:
             raise invalid(f"{where}.tool_call_id is missing", f"{where}.tool_call_id")
         found["tool_call_id"] = message.tool_call_id
-        if message.name is not None:
-            found["name"] = message.name
     elif message.tool_call_id is not None:
         raise invalid(f"{where}.tool_call_id requires the role tool", f"{where}.tool_call_id")
     return found

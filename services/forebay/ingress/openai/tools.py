@@ -6,7 +6,6 @@ if any tool may be called.
 Source: OpenAI API reference, function calling.
 """
 
-import contextlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -85,9 +84,9 @@ class ToolCall(Body):
     function: CalledFunction
 
     def plain(self, where: str) -> dict[str, Any]:
-        """Return the call as input of a chat template, with parsed arguments.
+        """Return the call as input of `Model.render`.
 
-        The arguments stay text if they are not a JSON object, because an earlier response may have been cut off.
+        The arguments need not be a JSON object, because an earlier response may have been cut off.
 
         Args:
             where: path of the call in the request, for errors.
@@ -97,13 +96,10 @@ class ToolCall(Body):
         """
         reject_extra(self, f"{where}.")
         reject_extra(self.function, f"{where}.function.")
-        arguments: Any = self.function.arguments
-        with contextlib.suppress(msgspec.MsgspecError, RecursionError):
-            arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
         return {
             "id": self.id,
             "type": "function",
-            "function": {"name": self.function.name, "arguments": arguments},
+            "function": {"name": self.function.name, "arguments": self.function.arguments},
         }
 
 
