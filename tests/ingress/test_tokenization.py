@@ -46,7 +46,7 @@ async def test_tokens_are_turned_into_text(scene: Scene) -> None:
         ("/tokenize", {"prompt": ["a", "b"]}, 400, "one request per prompt"),
         ("/tokenize", {"prompt": "a", "model": "other"}, 404, "unknown model"),
         ("/tokenize", {"prompt": "a", "color": 1}, 400, "unknown parameter 'color'"),
-        ("/tokenize", {"messages": [HELLO], "add_generation_prompt": False}, 400, "add_generation_prompt"),
+        ("/tokenize", {"messages": [HELLO], "documents": [{}]}, 400, "documents"),
         ("/tokenize", {"messages": []}, 400, "messages"),
         ("/detokenize", {}, 400, "tokens"),
         ("/detokenize", {"tokens": [10**6]}, 400, "token id 1000000"),
