@@ -158,6 +158,7 @@ LISTS = SAYS.replace("%s", "{% for p in m.content %}({{ p.text }}){% endfor %}")
 TEXTS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 ONLY_LISTS = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}({{ p['text'] }}){% endfor %}{% endfor %}"
 USER_LISTS = "{% for m in messages %}<{{ m.role }}>{% if m.role == 'user' and m.content is not string %}{% for p in m.content %}({{ p.text }}){% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"  # noqa: E501
+ONLY_FIRST_PART = "{% for m in messages %}<{{ m.role }}>{{ (m.content or [{'text': ''}])[0].text + '' }}{% endfor %}"
 FIRST_PART = SAYS.replace("%s", "{{ m.content[0].text }}")
 
 
@@ -169,6 +170,7 @@ FIRST_PART = SAYS.replace("%s", "{{ m.content[0].text }}")
         (ONLY_LISTS, "<user>(a)(b)<tool>(c)(d)", "<user>(ab)<tool>(cd)"),
         (USER_LISTS, "<user>(a)(b)<tool>cd", "<user>ab<tool>cd"),
         (FIRST_PART, "<user>ab<tool>cd", "<user>ab<tool>cd"),
+        (ONLY_FIRST_PART, "<user>ab<tool>cd", "<user>ab<tool>cd"),
     ],
 )
 def test_contents_are_lists_only_for_roles_whose_lists_the_template_shows(

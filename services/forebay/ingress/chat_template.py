@@ -68,7 +68,8 @@ class _Form:
         has_objects: whether the arguments of tool calls are objects instead of JSON text.
         has_null: whether the content of a message without text is null instead of an empty text.
         listed: roles whose content may be a list of parts.
-        wrapped: roles whose content must be a list of parts.
+        wrapped: roles whose content must be a list. A text becomes a list of one part, as do several parts if the role
+            is not in `listed`.
         wraps: whether arguments that are not a JSON object become the argument `arguments` of an object.
     """
 
@@ -178,10 +179,11 @@ class ChatTemplate:
             shaped["role"] = "system"
         role = "system" if shaped.get("role") == "developer" else shaped.get("role")
         content = shaped.get("content")
-        if isinstance(content, list):
-            shaped["content"] = [dict(part) for part in content] if role in form.listed else self._text(content)
-        elif isinstance(content, str) and role in form.wrapped:
-            shaped["content"] = [{"type": "text", "text": content}]
+        if isinstance(content, list) and role in form.listed:
+            shaped["content"] = [dict(part) for part in content]
+        elif isinstance(content, list | str):
+            text = content if isinstance(content, str) else self._text(content)
+            shaped["content"] = [{"type": "text", "text": text}] if role in form.wrapped else text
         elif content is None and shaped.get("tool_calls") and not form.has_null:
             shaped["content"] = ""
         if calls := shaped.get("tool_calls"):
@@ -201,10 +203,11 @@ class ChatTemplate:
         """Return the forms in which to try a request: first the one that the template needs."""
         listed, wrapped = set(), set()
         for role in ROLES:
-            if self._shows(role, is_list=True):
+            # Some templates show only the first part of a list.
+            if shows_all := self._shows(role, [SAID, SAID_TOO]):
                 listed.add(role)
-                if not self._shows(role, is_list=False):
-                    wrapped.add(role)
+            if not self._shows(role, SAID) and (shows_all or self._shows(role, [SAID])):
+                wrapped.add(role)
         content = _Form(listed=frozenset(listed), wrapped=frozenset(wrapped))
         forms = [replace(content, has_objects=one.has_objects, has_null=one.has_null) for one in CALL_FORMS]
         outputs = {form: self._probe(form, [HELLO, CALLING, RESULT]) for form in forms}
@@ -220,10 +223,10 @@ class ChatTemplate:
         forms.sort(key=rank, reverse=True)  # a stable sort
         return [*forms, *(replace(form, wraps=True) for form in forms if form.has_objects)]
 
-    def _shows(self, role: str, *, is_list: bool) -> bool:
-        """Return whether the template shows the text of a message of a role, by rendering one."""
-        # Some templates show only the first part of a list.
-        content = [{"type": "text", "text": text} for text in (SAID, SAID_TOO)] if is_list else SAID + SAID_TOO
+    def _shows(self, role: str, said: str | list[str]) -> bool:
+        """Return whether the template shows a message of a role, a text or a list of texts, by rendering one."""
+        is_list = isinstance(said, list)
+        content = [{"type": "text", "text": text} for text in said] if is_list else said
         message: Message = {**(RESULT if role == "tool" else {}), "role": role, "content": content}
         before: Sequence[Message] = {"assistant": [HELLO], "tool": [HELLO, CALLING]}.get(role, [])
         after: list[Message] = [] if role in ("user", "tool") else [HELLO]
@@ -235,7 +238,9 @@ class ChatTemplate:
                 output = self._probe(shape, [*before, message, *after])
                 if output is not None and SAID in output:
                     is_literal = "'type'" in output or f'"text": "{SAID}"' in output
-                    return SAID_TOO in output and not is_literal
+                    return not is_literal and all(
+                        text in output for text in ([said] if isinstance(said, str) else said)
+                    )
             if role != "tool":
                 break  # the other forms differ only in tool calls
         return False
