@@ -131,10 +131,9 @@ def shaped(message: dict[str, Any], shapes: dict[str, str], null: str | None, ha
     changed, content = dict(message), message["content"]
     if content is None:
         changed["content"] = null
-    elif shapes[message["role"]] == "text" and isinstance(content, list):
-        changed["content"] = "".join(part["text"] for part in content)
-    elif shapes[message["role"]] == "list" and isinstance(content, str):
-        changed["content"] = [{"type": "text", "text": content}]
+    elif shapes[message["role"]] != "sent":
+        text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        changed["content"] = text if shapes[message["role"]] == "text" else [{"type": "text", "text": text}]
     if calls := message.get("tool_calls"):
         changed["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}

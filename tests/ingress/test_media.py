@@ -341,7 +341,9 @@ async def test_the_numbers_of_placeholders_and_images_must_match(tmp_path: Path,
         await prepare(scene, text("<image>"), image(png()))
     with pytest.raises(ApiError, match="more placeholders of videos than the 0 videos of the request"):
         await prepare(scene, text("<video>"))
-    silent = media_model.make(tmp_path / "silent", "{% for m in messages %}{{ m.content[0].text }}{% endfor %}")
+    silent = media_model.make(
+        tmp_path / "silent", "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    )
     async with make_scene(Model(silent)) as other:
         with pytest.raises(ApiError, match="the chat template omitted 1 of 1 images and videos"):
             await prepare(other, text("see"), image(png()))
