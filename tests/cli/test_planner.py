@@ -80,7 +80,7 @@ def test_the_status_has_planner_pools_and_newest_decisions(log: Path) -> None:
     assert (decode.manual_size, decode.manual_by, decode.size) == (5, "alice", 5)
     assert (decode.decision.offset, decode.change.offset, decode.change.outcome) == (OPEN, MANUAL, "applied")
     shown = text("status", log)
-    for part in ("5 by alice", "14, at most 16", f"decision {OPEN} since", "2 -> 4", "TTFT 500 ms, ITL 50 ms"):
+    for part in ("5 by alice", "14, at most 16", f"decision {OPEN} since", "1 -> 4", "TTFT 500 ms, ITL 50 ms"):
         assert part in shown
 
 

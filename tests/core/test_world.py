@@ -380,7 +380,7 @@ def test_a_snapshot_record_belongs_to_the_state_sealed_before_it() -> None:
     other = msgspec.structs.replace(taken, digest=hex_digest(1))
     assert "does not match the seal" in follow(drive, [*records, sealed, other]).reason
     late = msgspec.structs.replace(taken, seq=9)
-    assert follow(drive, [*records, sealed, late]).reason == "differs in seq"
+    assert follow(drive, [*records, sealed, late]).reason.startswith("the log lost 5 journal records")
     unsealed = msgspec.structs.replace(taken, seq=3)
     assert "does not match the seal" in follow(drive, [*records, unsealed]).reason
 

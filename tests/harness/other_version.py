@@ -117,7 +117,7 @@ _WORKER_TAG = (
     Replacement(_VERSIONS, f"\nEVENTS_VERSION = {EVENTS_VERSION}  #", f"\nEVENTS_VERSION = {EVENTS_VERSION + 1}  #"),
     Replacement(
         _PROGRESS,
-        "\n\nRequestProgress = (\n",
+        "\n\nStageEnd = ",
         f'''
 
 class BatchMeasured(Event, tag="{BATCH_MEASURED}", frozen=True, kw_only=True):
@@ -129,8 +129,7 @@ class BatchMeasured(Event, tag="{BATCH_MEASURED}", frozen=True, kw_only=True):
     finished: Count
 
 
-RequestProgress = (
-''',
+StageEnd = ''',
     ),
     Replacement(
         _PROGRESS,

@@ -214,7 +214,7 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
     ingress: Annotated[str, INGRESS] = ""
     queue_due_us: int = 0
     prefill_pool: Annotated[str, KEPT] = ""
-    rejected_by: tuple[SystemName, ...] = ()
+    rejected_by: Annotated[tuple[Name, ...], KEPT] = ()
 
     def __post_init__(self) -> None:
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)

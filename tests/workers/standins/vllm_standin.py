@@ -3,7 +3,6 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,9 +157,8 @@ def install(monkeypatch: pytest.MonkeyPatch, sockets: Path) -> None:
     sockets.mkdir()
     started: list[AsyncLLM] = []
 
-    async def start(_: VllmCore, arguments: dict[str, Any], logger: Any, channel: AbstractContextManager[None]) -> Any:
-        with channel:
-            started.append(AsyncLLM(arguments, logger, sockets))
+    async def start(_: VllmCore, arguments: dict[str, Any], logger: Any, __: dict[str, str]) -> Any:
+        started.append(AsyncLLM(arguments, logger, sockets))
         return started[-1]
 
     async def stop(_: VllmCore) -> None:

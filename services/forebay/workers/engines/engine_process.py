@@ -154,7 +154,11 @@ class EngineProcess:
             if self._writer is not None:
                 self._writer.close()
             self._process = self._reader = self._writer = None
-            await runtime.offload(self._reap, process)
+            try:
+                await runtime.offload(self._reap, process)
+            except asyncio.CancelledError:
+                self._reap(process)  # otherwise it might still be there when the event loop ends
+                raise
 
     def held(self, rank: int) -> Sequence[int]:
         """Return the sequence hashes of a rank's blocks in device memory, as the engine has reported them."""
