@@ -70,14 +70,16 @@ class _Host:
         self._writer.write(frame(message))
 
     def _configure_logs(self, levels: dict[str, int]) -> None:
-        send = self.send
-        loop = self._loop
+        send, loop, own_thread = self.send, self._loop, threading.get_ident()
 
         class Handler(QueueHandler):
             """Sends each record to the worker, which writes it in its own format."""
 
             def enqueue(self, record: logging.LogRecord) -> None:
-                """Send a record from any thread."""
+                """Send a record from any thread, on the thread of the event loop before any later message."""
+                if threading.get_ident() == own_thread:
+                    send("log", record)
+                    return
                 with suppress(RuntimeError):  # the event loop has ended
                     loop.call_soon_threadsafe(send, "log", record)
 
