@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import pytest
 import pytest_asyncio
 
-from forebay.events.topics import FIXED_TOPICS, FLEET, Topic, work_topic
+from forebay.events.topics import FIXED_TOPICS, Topic, work_topic
 from forebay.transport.base import Draft, Record
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.topics import partitions_of
@@ -23,7 +23,7 @@ from tests.integration.stream_clients import problems, stream_clients
 
 REPEATS = int(os.environ.get("FOREBAY_REPEATS", "0"))
 SEED = int(os.environ.get("FOREBAY_FUZZ_SEED") or random.SystemRandom().getrandbits(32))
-TOPICS = (*(topic for topic in FIXED_TOPICS if topic != FLEET), work_topic(POOL))  # forged members are another subject
+TOPICS = (*FIXED_TOPICS, work_topic(POOL))
 WORKERS = ("w1", "w2")
 SPEED = ("--speedup", "0.5")
 COPIES = 8  # per partition, source and attack
