@@ -305,7 +305,7 @@ class ComputedTokens(Part, tag_field="type", tag="computed_tokens", frozen=True,
     worker_id: SystemName
     rank: Count
     tokens: Count
-    turnover_us: Annotated[tuple[int, ...], msgspec.Meta(min_length=1, max_length=5)] = (0,)
+    turnover_us: Annotated[tuple[int, ...], msgspec.Meta(max_length=5)] = (0,)
 
 
 class PoolTurns(Part, frozen=True, kw_only=True):

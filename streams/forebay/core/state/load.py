@@ -344,7 +344,7 @@ class FleetLoad:
             case ComputedTokens():
                 rank = self._ranks[chunk.worker_id, chunk.rank]
                 self._compute(rank, chunk.tokens - rank.computed_tokens)
-                self._set_turnover(rank, chunk.turnover_us)
+                self._set_turnover(rank, chunk.turnover_us or (0,))
             case _:
                 assert_never(chunk)
 
