@@ -3,19 +3,29 @@
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 
 from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import CostTerms, RequestRouted, ScoredCandidate
 from tests.harness.cluster import Ownership
-from tests.harness.demo_upgrade import WARM, HandOff, Result, by_turns, kept, longest_gap_s, selects_other
+from tests.harness.demo_upgrade import (
+    WARM,
+    HandOff,
+    Result,
+    by_turns,
+    hand_off_in,
+    kept,
+    longest_gap_s,
+    selects_other,
+)
 from tests.harness.failover import Counts
 from tests.harness.other_version import OTHER_VERSION
-from tests.integration.stream_clients import StreamResult
+from tests.integration.stream_clients import StreamClients, StreamResult, prompt
 
 
 def hand_off(before: int, after: int, seal: int = 7) -> HandOff:
-    return HandOff(Ownership("a", 1, 0, before), Ownership("b", 8, 0, after, seal), 0.25)
+    return HandOff(Ownership("a", 1, 0, before), Ownership("b", 8, 0, after, seal), 0.25, seal)
 
 
 GOOD = Result(
@@ -72,6 +82,30 @@ def test_an_unmet_bar_fails_the_demo(change: dict[str, object], problem: str) ->
 def test_a_claim_without_a_seal_fails_the_demo() -> None:
     dead = hand_off(OTHER_VERSION, CORE_VERSION, seal=-1)
     assert [one[:21] for one in result(hand_offs=[*GOOD.hand_offs, dead]).problems] == ["a claim names no seal"]
+
+
+def test_a_second_router_may_claim_right_after_the_first_one() -> None:
+    old = Ownership("a", 1, 0, CORE_VERSION, routed_us=[0])
+    first, second = Ownership("b", 8, 0, OTHER_VERSION, seal=7), Ownership("c", 9, 0, OTHER_VERSION, routed_us=[9])
+    assert result(hand_offs=[hand_off_in([old, first, second], "a", second, 5), GOOD.hand_offs[1]]).problems == []
+    unsealed = hand_off_in([old, second], "a", second, 5)
+    assert [one[:21] for one in result(hand_offs=[unsealed, GOOD.hand_offs[1]]).problems] == ["a claim names no seal"]
+
+
+async def test_a_request_on_its_way_to_a_removed_ingress_is_sent_to_another_one() -> None:
+    clients: StreamClients
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        if request.url.host == "a":
+            clients.urls[:] = ["http://b"]
+            error = {"error": {"code": "shutting_down"}}
+            return httpx.Response(503, json=error, headers={"retry-after": "0"})
+        return httpx.Response(200, text="data: [DONE]\n\n")
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(respond)) as client:
+        clients = StreamClients(client, ["http://a", "http://b"], "p")
+        (result,) = await clients.answers([prompt(1)], 1)
+    assert (result.ends, result.problem, result.url, clients.rejected) == (1, "", "http://b", 1)
 
 
 def answer(worker: str, cached_tokens: int) -> StreamResult:

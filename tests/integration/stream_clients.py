@@ -16,6 +16,7 @@ from tests.harness.cluster import GROUP
 TIMEOUT_S = 120.0
 BLOCK = 64  # tokens per KV block, the default of workers
 TOKEN_IDS = 1_000  # valid in every vocabulary
+SHUTTING_DOWN = '"shutting_down"'
 RETRIED = ('"no_owner"', '"log_unavailable"')  # error codes after which a client sends its request again
 
 
@@ -144,10 +145,14 @@ class StreamClients:
     async def _receive_once(self, result: StreamResult, body: dict[str, Any]) -> float | None:
         """Send a request. Return the seconds to wait before a retry if it was rejected, otherwise None."""
         headers = {"x-request-id": result.request_id}
+        if result.url not in self.urls:
+            result.url = self.urls[len(self.results) % len(self.urls)]
         async with self._client.stream("POST", f"{result.url}/v1/completions", json=body, headers=headers) as response:
             if response.status_code != httpx.codes.OK:
                 text = (await response.aread()).decode()
-                if any(code in text for code in RETRIED):
+                # A request may be on its way to an ingress that is removed and stopped.
+                is_removed = result.url not in self.urls and SHUTTING_DOWN in text
+                if is_removed or any(code in text for code in RETRIED):
                     self.rejected += 1
                     return float(response.headers["retry-after"])
                 result.problem = f"{response.status_code} {text}"
