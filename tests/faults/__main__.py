@@ -85,8 +85,8 @@ def _run_one(result: Result) -> int:
     print(f"      trace {result.trace_hash}, {result.choices} choices, {result.virtual_s:.1f} s of virtual time")
     FOLDER.mkdir(exist_ok=True)
     log, kept = FOLDER / f"seed-{plan.seed}.db", FOLDER / f"seed-{plan.seed}.json"
-    save_log(result.partitions, log)
     plan.save(kept)
+    save_log(result.partitions, log)
     if result.violation:
         print(f"      {len(plan.requests)} requests and {len(plan.faults)} faults are left:")
         for fault in plan.faults:

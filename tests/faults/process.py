@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from contextvars import Context, ContextVar, copy_context
+from contextvars import ContextVar, copy_context
 from typing import Any, TypeVar
 
 from forebay import runtime
@@ -40,7 +40,8 @@ class Process:
         self._loop = loop
         self._scope = loop.scope(self.label)
         self._scope.rules = rules
-        self._context: Context | None = None
+        with runtime.use(self.runtime):
+            self._context = in_scope(self._scope)
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -55,12 +56,11 @@ class Process:
 
     def start(self, main: Main) -> None:
         """Run `main` as the main coroutine of the process."""
-        self._task = self._loop.create_task(self._run(main), context=in_scope(self._scope))
+        self._task = self._loop.create_task(self._run(main), context=self._context.copy())
 
     def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
         """Run a callback in the process, for example when it receives a response from the network."""
-        if self._context is not None:
-            self._loop.call_soon(callback, *args, context=self._context)
+        self._loop.call_soon(callback, *args, context=self._context)
 
     def bind(self, variable: ContextVar[T], value: T) -> None:
         """Set a context variable for all that the process runs from now on. The process itself must call this."""
@@ -69,18 +69,15 @@ class Process:
 
     def evaluate(self, function: Callable[[], T]) -> T:
         """Return the result of a function that reads the clocks of the process. It must not wait or schedule."""
-        assert self._context is not None
         return self._context.copy().run(function)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run a coroutine as a task of the process, which has started."""
-        assert self._context is not None
+        """Run a coroutine as a task of the process. It begins after the main coroutine."""
         self._loop.keep(self._loop.create_task(work, context=self._context.copy()))
 
     def call_later(self, delay_s: float, callback: Callable[..., object], *args: Any) -> None:
         """Run a callback in the process after a delay in virtual seconds."""
-        if self._context is not None:
-            self._loop.call_later(delay_s, callback, *args, context=self._context)
+        self._loop.call_later(delay_s, callback, *args, context=self._context)
 
     def cancel(self) -> None:
         """Cancel the main coroutine, as a signal or a failed log does. Its `finally` blocks run."""
@@ -105,13 +102,11 @@ class Process:
         self._scope.cost = factor
 
     async def _run(self, main: Main) -> None:
-        with runtime.use(self.runtime):
-            self._context = copy_context()
-            try:
-                await main(self)
-            except asyncio.CancelledError:
-                pass
-            except BaseException as error:  # noqa: BLE001 - `on_end` decides whether it is a fault of the services
-                self.error = error
+        try:
+            await main(self)
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - `on_end` decides whether it is a fault of the services
+            self.error = error
         self._loop.kill(self._scope)
         self.on_end(self)

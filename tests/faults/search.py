@@ -35,14 +35,15 @@ class Tally:
         self.callbacks += result.callbacks
         self.virtual_s += result.virtual_s
         self.cpu_s += result.cpu_s
-        self.outcomes.update({name.split(" ")[0]: number for name, number in result.outcomes.items()})
+        for name, number in result.outcomes.items():
+            self.outcomes[name.split(" ")[0]] += number
         self.fired += result.fired
 
 
 def results_of(
     seeds: Iterable[int], kinds: tuple[str, ...], depth: Depth | None, jobs: int, seconds: float
 ) -> Iterator[Result]:
-    """Yield the results of seeds, in their order, until the time is over.
+    """Yield the results of seeds, in their order, until the time is over. A note on each error names its seeds.
 
     Args:
         seeds: the seeds.
@@ -58,11 +59,20 @@ def results_of(
             some = list(islice(numbers, SEEDS_PER_TASK * jobs))
             if not some:
                 return
-            yield from pool.map(_simulate_seed, some, [kinds] * len(some), [depth] * len(some))
+            try:
+                yield from pool.map(simulate_seed, some, [kinds] * len(some), [depth] * len(some))
+            except Exception as error:
+                error.add_note(f"fuzz: this happened in one of the seeds {some}")
+                raise
 
 
-def _simulate_seed(seed: int, kinds: tuple[str, ...], depth: Depth | None) -> Result:
-    result = simulate(draw_plan(seed, kinds, depth or depth_of(seed)))
+def simulate_seed(seed: int, kinds: tuple[str, ...], depth: Depth | None) -> Result:
+    """Return the result of a seed. A note on an error names the seed."""
+    try:
+        result = simulate(draw_plan(seed, kinds, depth or depth_of(seed)))
+    except BaseException as error:
+        error.add_note(f"fuzz: this happened in seed {seed}")
+        raise
     if not result.violation:
         result.partitions = {}  # large, and needed only after a violation
     return result

@@ -5,10 +5,15 @@ import gc
 import logging
 import sys
 import time
+import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from forebay.core.state.fleet import WorkerPhase
 from forebay.core.state.reply_slot import ResponseState, apply
@@ -71,14 +76,14 @@ class Result:
 
 
 def simulate(plan: Plan) -> Result:
-    """Run one plan, and return its result."""
+    """Run one plan, and return its result. An error of the simulation itself is a violation, too."""
     result, began_s = Result(plan), time.process_time()
     gc.freeze()  # so that the collection at the end looks only at what the simulation left
-    with _quiet(), Rules() as rules, fake_clients() if plan.depth == "kafka" else nullcontext():
+    with _quiet() as warned, Rules() as rules, fake_clients() if plan.depth == "kafka" else nullcontext():
         loop = VirtualLoop(str(plan.seed))
         loop.use_rules = rules.use
-        loop.set_exception_handler(lambda _, __: None)
         cluster = Cluster(loop, plan)
+        loop.set_exception_handler(partial(_note_crash, cluster))
         clients = [
             KafkaClient(cluster, planned) if planned.on_kafka else Client(cluster, planned, number)
             for number, planned in enumerate(plan.requests)
@@ -91,6 +96,12 @@ def simulate(plan: Plan) -> Result:
             result.violation = str(livelock)
         except Stalled:
             result.violation = "nothing will happen any more, but requests are pending"
+        except Exception as error:  # noqa: BLE001 - the result names the seed and the plan
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            result.violation = f"the simulation crashed at {Path(at.filename).name}:{at.lineno}: {error!r}"
+        # Discarding the loop below also warns, about tasks that did not begin before their process was killed.
+        if not result.violation and warned:
+            result.violation = f"a process warned: {warned[0].message}"
         result.choices, result.callbacks, result.trace_hash = loop.choices, loop.callbacks, loop.trace_hash
         result.virtual_s = loop.time() - START_NS / NS_PER_S
         result.fired, result.failed = cluster.fired, cluster.failed
@@ -104,16 +115,28 @@ def simulate(plan: Plan) -> Result:
     return result
 
 
+def _note_crash(cluster: Cluster, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Keep an exception that ended a callback. Those of tasks reach whoever awaits the task."""
+    if "handle" in context and cluster.violation is None:
+        cluster.violation = context["exception"]
+
+
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence what the services log about injected faults, and what finalisers of killed processes report."""
+def _quiet() -> Iterator[list[warnings.WarningMessage]]:
+    """Silence what the services log about injected faults, and what finalisers of killed processes report.
+
+    Yields a list that collects warnings, for example about coroutines that nothing awaits.
+    """
     hook, level = sys.unraisablehook, logging.root.manager.disable
     sys.unraisablehook = lambda _: None
     logging.disable(logging.CRITICAL)
     was_enabled = gc.isenabled()
     gc.disable()  # finalisers would run at moments that depend on the history of the interpreter
     try:
-        yield
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", RuntimeWarning)
+            yield warned
     finally:
         if was_enabled:
             gc.enable()

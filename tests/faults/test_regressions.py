@@ -3,6 +3,8 @@
 `make fuzz` searches with new seeds.
 """
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,11 @@ from forebay.events.topics import DECISIONS
 from tests.depth import sampled
 from tests.faults.coordinator import PARTITION
 from tests.faults.invariants import Violation
+from tests.faults.loop import VirtualLoop
 from tests.faults.plan import KAFKA_KINDS, KINDS, Fault, Plan, calm_plan, draw_plan, read_plan, steady_requests
+from tests.faults.process import Process
 from tests.faults.rules import OTHER_RULES, OWN_RULES
+from tests.faults.search import simulate_seed
 from tests.faults.shrinking import kind_of, shrink
 from tests.faults.simulation import Result, simulate
 
@@ -52,6 +57,59 @@ def test_an_operator_starts_the_rules_of_a_lost_owner_again() -> None:
     result = simulate(calm_plan(faults=faults, requests=steady_requests(30)))
     assert (result.violation, result.outcomes) == ("", {"finished length": 30})
     assert claimed_rules(result) == [OWN_RULES, OWN_RULES]
+
+
+def test_a_process_may_be_stopped_before_it_begins() -> None:
+    loop = VirtualLoop("7")
+    process, steps = Process(loop, "r0", 1, "7"), []
+
+    async def main(_: Process) -> None:
+        steps.append("main")
+        await asyncio.sleep(0.5)
+
+    async def stop() -> None:
+        steps.append("stop")
+
+    async def start() -> None:
+        process.start(main)
+        process.spawn(stop())
+        await asyncio.sleep(1)
+
+    loop.run(start())
+    loop.discard()
+    assert steps == ["main", "stop"]
+
+
+def raise_error() -> None:
+    raise KeyError("inside the tool")
+
+
+@pytest.mark.parametrize(
+    ("work", "violation"),
+    [
+        (raise_error, "the simulation crashed at test_regressions.py:"),
+        (lambda: asyncio.sleep(1), "a process warned: coroutine 'sleep' was never awaited"),
+        (lambda: asyncio.get_running_loop().call_soon(raise_error), "a process failed: KeyError('inside the tool')"),
+    ],
+)
+def test_a_crash_of_the_simulation_is_a_violation(
+    work: Callable[[], object], violation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def operate(*_: object) -> None:
+        work()
+
+    monkeypatch.setattr("tests.faults.cluster.Cluster.operate", operate)
+    assert simulate(calm_plan()).violation.startswith(violation)
+
+
+def test_a_crash_outside_of_the_simulation_names_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(*_: object) -> None:
+        raise_error()
+
+    monkeypatch.setattr("tests.faults.search.draw_plan", draw)
+    with pytest.raises(KeyError) as caught:
+        simulate_seed(4, (), "log")
+    assert caught.value.__notes__ == ["fuzz: this happened in seed 4"]
 
 
 @pytest.mark.parametrize("path", sorted(PLANS.glob("*.json")), ids=lambda path: path.stem)
