@@ -127,7 +127,7 @@ class Broker:
         partitions: records by topic and partition.
         down: whether the broker accepts and delivers nothing.
         full: whether the disk of the broker is full, so that it rejects appends.
-        on_append: called with each new record, before any reader sees it.
+        on_append: called with each new record and the process that wrote it, before any reader sees the record.
     """
 
     def __init__(self, loop: VirtualLoop, seed: str) -> None:
@@ -135,7 +135,7 @@ class Broker:
         self.partitions: dict[Place, list[Record]] = {}
         self.down = False
         self.full = False
-        self.on_append: Callable[[Record], None] = lambda _: None
+        self.on_append: Callable[[Record, str], None] = lambda _, __: None
         self._random = Random(f"{seed}/broker")
         self._watchers: list[Watcher] = []
 
@@ -154,13 +154,13 @@ class Broker:
         """Return the records of a partition."""
         return self.partitions.setdefault(place, [])
 
-    def append(self, draft: Draft, at_us: int) -> int:
-        """Append a record for all readers, and return its offset."""
+    def append(self, draft: Draft, at_us: int, writer: str = "") -> int:
+        """Append a record of a process for all readers, and return its offset."""
         records = self.records((draft.topic, draft.partition))
         record = Record(draft.topic, draft.partition, len(records), at_us, draft.value, draft.key, draft.headers)
         records.append(record)
         self.loop.trace(b"%s/%d@%d " % (draft.topic.encode(), draft.partition, record.offset) + draft.value)
-        self.on_append(record)
+        self.on_append(record, writer)
         for watcher in self._watchers:
             watcher.announce((draft.topic, draft.partition))
         return record.offset
@@ -383,7 +383,7 @@ class VirtualLog:
         if faults.truncates:
             count = 1 + int(broker.chance() * min(count - 1, 3))
         batch = [lane.waiting.popleft() for _ in range(count)]
-        offsets = [broker.append(queued.draft, queued.at_us) for queued in batch]
+        offsets = [broker.append(queued.draft, queued.at_us, self.process.label) for queued in batch]
         if faults.take("append_without_ack"):
             self._reject(f"{place}: the broker wrote a batch but did not acknowledge it (injected)")
             return

@@ -13,6 +13,7 @@ from forebay.ingress.prepare import PreparedRequest
 from forebay.transport.base import Draft, LogError
 from tests.faults.cluster import Cluster
 from tests.faults.coordinator import PARTITION
+from tests.faults.effects import Violation
 from tests.faults.invariants import Outcome, prompt_tokens
 from tests.faults.plan import PlannedRequest
 from tests.faults.process import Process
@@ -72,6 +73,14 @@ class Client:
                     return
             await asyncio.sleep(RETRY_S)
         self.outcome.state, self.outcome.detail = "rejected", "not_ready"
+
+    def check(self) -> None:
+        """Check that the ingress cancelled the request if its client disconnected. Raises Violation."""
+        outcome, process, cancelled = self.outcome, self._process, self._cluster.checks.cancelled
+        # An ingress drops a cancellation for which its log has no room. The request then ends by itself.
+        could_cancel = process is not None and process.alive and not self._cluster.fired["log_full"]
+        if outcome.state == "disconnected" and could_cancel and outcome.request_id not in cancelled:
+            raise Violation(f"lost effect: {outcome.name} was not cancelled, although its client disconnected")
 
     def prepared(self) -> PreparedRequest:
         """Return the request as the ingress prepares it from a body."""

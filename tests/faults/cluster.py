@@ -9,16 +9,18 @@ from dataclasses import dataclass
 import msgspec
 
 from forebay.events.codec import DecodeError, decode, encode
-from forebay.events.control import RouterConfig
+from forebay.events.control import Action, Command, RouterConfig, WorkerCommanded
+from forebay.events.requests import RouteQueried
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, KV_EVENTS, PROGRESS, REQUESTS, TOKENS
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.live.router.readiness import ready
-from forebay.transport.base import Draft, Log, LogError, LogUnavailable, Record
+from forebay.transport.base import Draft, Log, LogError, LogUnavailable
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from tests.faults.broker import Broker, Faults
-from tests.faults.coordinator import Coordinator
-from tests.faults.invariants import LogChecks, Violation
+from tests.faults.coordinator import PARTITION, Coordinator
+from tests.faults.effects import Violation
+from tests.faults.invariants import LogChecks
 from tests.faults.kafka.client import HOST, Host
 from tests.faults.kafka.server import NAMESPACE, FakeKafka
 from tests.faults.leases import LeaseStore, VirtualLeases
@@ -28,6 +30,7 @@ from tests.faults.process import Process
 from tests.faults.rules import OTHER_RULES, OWN_RULES
 from tests.faults.runtime import EPOCH_NS
 from tests.faults.services import (
+    BLOCK,
     GROUP,
     Connections,
     IngressService,
@@ -43,6 +46,8 @@ Service = RouterService | WorkerService | IngressService
 RESTART_S = 0.3  # until a supervisor starts a process again that ended by itself
 TIMEOUT_S = 20.0  # of an ingress, at least the longest deadline of a request
 SESSION_LOST_MS = 1_000  # a longer `group_rebalance` expels a member
+STALE_S = 5.0  # longer than a lease, and half of it is longer than the silence after which a standby claims
+COMMAND_US = 3_000_000  # a lost or slow worker does not respond within this time
 OPERATOR_S = 3.0  # until an operator reacts to routers that are not ready
 STOP_S_MAX = 40.0  # a router that waits before it tries again waits for up to 30 s
 FOREIGN_TOPICS = (REQUESTS, PROGRESS, KV_EVENTS, FLEET, CONTROL, TOKENS, DECISIONS)
@@ -112,11 +117,12 @@ class Cluster:
         self.violation: BaseException | None = None
         self.failed: list[str] = []
         self.broker = Broker(loop, str(plan.seed))
-        self.broker.on_append = self._check
+        self.broker.on_append = lambda record, writer: self._check(lambda: self.checks.on_append(record, writer))
         self.kafka = FakeKafka(self.broker, str(plan.seed))
         self._loop = loop
         self.plan = plan
         self._store = LeaseStore(loop)
+        self._store.on_forget = lambda *lease: self._check(lambda: self.checks.on_forget(*lease))
         self.members = {name: Member(name, Faults(self._count)) for name in plan.services}
         for member in self._router_members():
             member.rules = OWN_RULES
@@ -229,10 +235,11 @@ class Cluster:
     def _count(self, kind: str) -> None:
         self.fired[kind] += 1
 
-    def _check(self, record: Record) -> None:
+    def _check(self, check: Callable[[], None]) -> None:
+        """Run a check, and keep the first violation that it finds."""
         if self.violation is None:
             try:
-                self.checks.on_append(record)
+                check()
             except Violation as violation:
                 self.violation = violation
 
@@ -267,7 +274,10 @@ class Cluster:
                 log_failed.set_result(error)
 
         log = await self._log(member, process, on_failure)
-        leases = [VirtualLeases(self._store, member.faults, lambda: member.lease_cut, kind) for kind in KINDS_OF_LEASES]
+        leases = [
+            VirtualLeases(self._store, member.faults, lambda: member.lease_cut, kind, process.label)
+            for kind in KINDS_OF_LEASES
+        ]
         connections = Connections(log, leases[0], leases[1], log_failed)
         work = asyncio.create_task(member.service.run(process, connections))
         try:
@@ -402,11 +412,47 @@ class Cluster:
                     value = records[-min(fault.amount, len(records))].value
                     value = _of_another_group(value) if kind == "foreign_decision" else value
                     broker.append(Draft(DECISIONS.name, 0, value), 0)
+            case "stale_owner":
+                self._make_stale(fault)
+            case "command":
+                action: Action = "clear_kv_blocks" if fault.at_ms % 2 else "list_loras"
+                command = WorkerCommanded(
+                    command_id=f"command-{self.fired[kind]}",
+                    model=GROUP,
+                    command=Command(action=action),
+                    reply_slot=0,
+                    timeout_us=COMMAND_US,
+                )
+                broker.append(Draft(CONTROL.name, PARTITION, encode(CONTROL, command)), 0)
+            case "route_query":
+                name = f"query-{self.fired[kind]}"
+                query = RouteQueried(
+                    request_id=name, model=GROUP, prompt_tokens=BLOCK, sequence_hashes=b"", reply_slot=0, tie_seed=7
+                )
+                broker.append(Draft(REQUESTS.name, PARTITION, encode(REQUESTS, query)), 0)
             case "foreign_record":
                 topic = FOREIGN_TOPICS[fault.at_ms % len(FOREIGN_TOPICS)]
                 broker.append(Draft(topic.name, 0, b"\xc1 not an event"), 0)
             case _:
                 raise AssertionError(f"unknown kind of fault: {kind}")
+
+    def _make_stale(self, fault: Fault) -> None:
+        """Pause the owner until another router owns the group. It learns of this late, and polls the leases until then.
+
+        Meanwhile a worker does not renew its lease, so the stale owner has a fact to write.
+        """
+        owners = [one for one in self._router_members() if _is_owner(one)]
+        workers = [one for one in self._running() if isinstance(one.service, WorkerService)]
+        if not owners or not workers:
+            return
+        owner, worker = owners[0], workers[fault.at_ms % len(workers)]
+        process = owner.process
+        assert process is not None
+        process.pause()
+        owner.faults.lag_s, worker.lease_cut = STALE_S, True
+        self._later(STALE_S / 2, process.resume)
+        self._later(STALE_S, lambda: self._hear(owner))
+        self._later(STALE_S, lambda: self._hear(worker))
 
     def _assign_wrongly(self, end_s: float, wrong: Callable[[list[str]], list[str]]) -> None:
         self._coordinator.wrong = wrong
@@ -433,6 +479,12 @@ class Cluster:
 
     def _later(self, seconds: float, end: Callable[[], None]) -> None:
         self._loop.call_main_later(seconds, end)
+
+
+def _is_owner(member: Member) -> bool:
+    router = member.service.router if isinstance(member.service, RouterService) else None
+    is_alive = member.process is not None and member.process.alive
+    return is_alive and router is not None and bool(router.owners)
 
 
 KINDS_OF_LEASES = ("worker", "ingress")

@@ -4,6 +4,7 @@ The checks read the log with code of their own where they can, so that a bug in 
 itself. The expected tokens come from the mock engine's rule for one undisturbed attempt.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,21 +14,20 @@ from xxhash import xxh3_64_intdigest
 from forebay.core.step import AnyDecision
 from forebay.core.world import World
 from forebay.engine_model.sequence import generate_tokens
-from forebay.events.base import U64_MASK, pack_u32, unpack_u32, unpack_u64
+from forebay.events.base import U64_MASK, Event, pack_u32, unpack_u32, unpack_u64
 from forebay.events.codec import DecodeError, decode
 from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted, Sealed
-from forebay.events.requests import RequestSubmitted, Sampling
+from forebay.events.fleet import FleetEvent, IngressJoined, IngressLost, OwnershipAnnounced, WorkerJoined, WorkerLost
+from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
 from forebay.events.snapshots import IndexBlocks
-from forebay.events.tokens import ResponseEnded, TokenChunk, TokensEmitted
-from forebay.events.topics import DECISIONS, REQUESTS, TOKENS, Topic, work_topic
+from forebay.events.tokens import AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted
+from forebay.events.topics import DECISIONS, FLEET, REQUESTS, TOKENS, Topic, work_topic
 from forebay.events.work import WorkItem
 from forebay.transport.base import Record
 from forebay.workers.engines.mock.outputs import sampler_seed
+from tests.faults.coordinator import PARTITION
+from tests.faults.effects import Effects, Violation
 from tests.faults.services import VOCABULARY, WorkerService
-
-
-class Violation(Exception):
-    """An invariant does not hold. The text names the invariant and the request or process."""
 
 
 def expected_tokens(request_id: str, prompt: bytes, sampling: Sampling) -> list[int]:
@@ -45,13 +45,6 @@ class _Accepted:
     expected: list[int]
 
 
-@dataclass(slots=True)
-class _Routing:
-    worker_id: str
-    owner_epoch: int
-    offset: int
-
-
 class LogChecks:
     """Checks each record when it is appended, before any process reads it.
 
@@ -63,6 +56,8 @@ class LogChecks:
         versions: all versions of the decision rules that owned the group.
         decisions: number of valid decisions.
         decided: offsets of the claims whose owners have written decisions, seals or snapshots.
+        effects: checks of the owners' effects.
+        cancelled: ids of the requests that a `RequestCancelled` names.
     """
 
     def __init__(self) -> None:
@@ -76,32 +71,77 @@ class LogChecks:
         self._nonce = ""  # of the newest valid claim
         self._seen: set[tuple[str, int]] = set()
         self._expected: dict[tuple[str, int], list[list[int]]] = {}
-        self._routings: dict[tuple[str, str, int], list[_Routing]] = {}
+        self.effects = Effects()
+        self.cancelled: set[str] = set()
+        self._claims_of: dict[str, list[int]] = {}  # by incarnation of the router
+        self._submitted: Counter[str] = Counter()
+        self._ends_of: Counter[str] = Counter()  # number of records by topic, in the partition of the group
+        self._consumed: Counter[str] = Counter()
+        self._now_us = 0
+        self._attempts: dict[str, int] = {}
+        self._items: dict[tuple[str, str, int], set[int]] = {}  # epochs of the items for each attempt on a worker
+        self._epochs: dict[tuple[str, str, int, int], int] = {}  # newest epoch in a reply slot of each of them
+        self._announced = -1
+        self._tokens_of: dict[str, str] = {}  # lease tokens of the workers and ingresses in the fleet
         self._emitted: dict[tuple[str, int, int, str, int], int] = {}
         self._ends: dict[tuple[str, int, int, int], int] = {}
 
-    def on_append(self, record: Record) -> None:
-        """Check a new record. Raises Violation."""
+    def on_append(self, record: Record, writer: str) -> None:
+        """Check a new record of a process; `writer` is empty for records of other producers. Raises Violation."""
         topic = record.topic
+        self._ends_of[topic] += record.partition == PARTITION
         if topic == DECISIONS.name:
-            self._on_decision(record)
+            self._on_decision(record, writer)
         elif topic == TOKENS.name:
-            self._on_tokens(record)
+            self._on_tokens(record, writer)
         elif topic == REQUESTS.name:
             self._on_request(record)
+        elif topic == FLEET.name:
+            self._on_fleet(record, writer)
         elif topic.startswith(work_topic("").name):
-            self._on_work(record)
+            self._on_work(record, writer)
+
+    def on_forget(self, name: str, token: str, writer: str, has_expired: bool) -> None:
+        """Check that a router deletes only leases of workers and ingresses that are lost. Raises Violation.
+
+        A replaced owner may delete an expired lease of which it does not know that the holder has joined meanwhile.
+        """
+        is_owner = self._announced in self._claims_of.get(writer, ())
+        if self._tokens_of.get(name) == token and (is_owner or not has_expired):
+            raise Violation(f"{writer} deleted the lease of {name}, which has not left the fleet")
+
+    def check_fleet(self, world: World) -> None:
+        """Check that an owner that has read the whole fleet has the members of the valid records. Raises Violation."""
+        fleet = world.fleet
+        if world.view.get(FLEET.name, 0) < self._ends_of[FLEET.name]:
+            return
+        found = {worker.spec.worker_id: worker.lease for worker in fleet.workers()}
+        found |= {one.ingress_id: one.incarnation for one in fleet.ingresses()}
+        if (found, fleet.owner_epoch) != (self._tokens_of, self._announced):
+            raise Violation(
+                f"the owner has the members {found} since the epoch {fleet.owner_epoch}, expected {self._tokens_of}"
+                f" since {self._announced}: facts of a replaced owner count"
+            )
+
+    def check_effects(self) -> None:
+        """Check that no effect of a decision is missing. Raises Violation."""
+        self.effects.check_durable(self._submitted)
 
     def _on_request(self, record: Record) -> None:
         event = _decoded(REQUESTS, record)
+        if isinstance(event, RequestCancelled):
+            self.cancelled.add(event.request_id)
         if isinstance(event, RequestSubmitted):
+            self._submitted[event.request_id] += 1
             expected = expected_tokens(event.request_id, event.token_ids, event.sampling)
             self._expected.setdefault((event.request_id, event.reply_slot), []).append(expected)
             self.accepted.append(_Accepted(event, record.offset, expected))
 
-    def _on_decision(self, record: Record) -> None:
+    def _on_decision(self, record: Record, writer: str) -> None:
         event = _decoded(DECISIONS, record)
         if isinstance(event, OwnerClaimed):
+            if writer:
+                self._claims_of.setdefault(writer, []).append(record.offset)
             can_continue = not self.claims or event.core_version == self.rules or -1 < event.seal == self._seal
             if event.previous_nonce == self._nonce and can_continue:
                 self.claims.append(record.offset)
@@ -115,28 +155,84 @@ class LogChecks:
         if event.owner_nonce == self._nonce:
             self._seal = record.offset if isinstance(event, Sealed) else -1
             self.decisions += isinstance(event, AnyDecision)
+            self._on_valid(event)
+            self.effects.on_decision(event, record.at_us)
+            if isinstance(event, Sealed):  # the next owner continues from the seal, and sends nothing again
+                self.check_effects()
+
+    def _on_valid(self, event: JournalRecord) -> None:
+        """Check the history of a valid record: the events that it consumed, their times, and the attempt."""
+        for run in event.consumed:
+            self._consumed[run.topic] += run.count
+            if run.now_us < self._now_us:
+                raise Violation(f"time goes back from {self._now_us} to {run.now_us} in {event}")
+            self._now_us = run.now_us
+            if self._consumed[run.topic] > self._ends_of[run.topic]:
+                raise Violation(f"{event} consumed {self._consumed[run.topic]} records of {run.topic}, which has fewer")
         if isinstance(event, RequestRouted):
-            key = event.request_id, event.stage, event.attempt
-            routing = _Routing(event.worker_id, event.owner_epoch, record.offset)
-            self._routings.setdefault(key, []).append(routing)
+            before = self._attempts.get(event.request_id, 0)
+            if event.attempt not in (1, before + 1):
+                raise Violation(f"{event.request_id}: attempt {event.attempt} was routed after attempt {before}")
+            self._attempts[event.request_id] = event.attempt
 
-    def _is_valid(self, routing: _Routing) -> bool:
-        """Return whether no later owner had claimed the group before the record of a routing."""
-        return not any(routing.owner_epoch < claim < routing.offset for claim in self.claims)
-
-    def _on_work(self, record: Record) -> None:
+    def _on_work(self, record: Record, writer: str) -> None:
         event = _decoded(work_topic("default"), record)
-        if not isinstance(event, WorkItem):
-            return
-        routings = self._routings.get((event.request_id, event.stage, event.attempt), [])
-        if not any(one.worker_id == event.worker_id and self._is_valid(one) for one in routings):
-            raise Violation(
-                f"effect before journal: work for {event.request_id}, attempt {event.attempt}, was sent to"
-                f" {event.worker_id} without a valid decision in the journal"
-            )
+        if isinstance(event, Event):
+            self.effects.on_sent(record, event, writer, self._claims_of.get(writer, []))
+        if isinstance(event, WorkItem):
+            key = event.worker_id, event.request_id, event.attempt
+            self._items.setdefault(key, set()).add(event.owner_epoch)
 
-    def _on_tokens(self, record: Record) -> None:
+    def _on_fleet(self, record: Record, writer: str) -> None:
+        """Fold the fleet: facts of an owner count only until a later owner has announced itself."""
+        event = _decoded(FLEET, record)
+        if not isinstance(event, FleetEvent):
+            return
+        if event.owner_epoch not in self._claims_of.get(writer, ()):
+            raise Violation(f"{writer} wrote {event}, but did not claim this epoch")
+        if event.owner_epoch < self._announced:
+            return
+        match event:
+            case OwnershipAnnounced():
+                self._announced = event.owner_epoch
+            case WorkerJoined():
+                self._join(event.spec.worker_id, event.lease)
+            case IngressJoined():
+                self._join(event.ingress_id, event.incarnation)
+            case WorkerLost():
+                self._lose(event.worker_id)
+            case IngressLost():
+                self._lose(event.ingress_id)
+
+    def _join(self, name: str, token: str) -> None:
+        if name in self._tokens_of:
+            raise Violation(f"{name} joined again, although no valid record removed it from the fleet")
+        self._tokens_of[name] = token
+
+    def _lose(self, name: str) -> None:
+        if self._tokens_of.pop(name, None) is None:
+            raise Violation(f"{name} was lost, although it was not in the fleet")
+
+    def _check_epoch(self, writer: str, request_id: str, slot: int, attempt: int, epoch: int) -> None:
+        """Check that output has the epoch of an owner that sent the attempt to the worker, and never an earlier one."""
+        key = writer, request_id, slot, attempt
+        sent = self._items.get((writer.split("#", maxsplit=1)[0], request_id, attempt), set())
+        if epoch not in sent or epoch < self._epochs.get(key, -1):
+            raise Violation(
+                f"{request_id}: {writer} wrote output of attempt {attempt} with the epoch {epoch} after"
+                f" {self._epochs.get(key)}; owners sent it with {sorted(sent)}"
+            )
+        self._epochs[key] = epoch
+
+    def _on_tokens(self, record: Record, writer: str) -> None:
         event = _decoded(TOKENS, record)
+        if writer.startswith("r") and isinstance(event, Event):
+            self.effects.on_sent(record, event, writer, self._claims_of.get(writer, []))
+        elif isinstance(event, TokensEmitted):
+            for chunk in event.chunks:
+                self._check_epoch(writer, chunk.request_id, record.partition, chunk.attempt, event.owner_epoch)
+        elif isinstance(event, AttemptStarted | ResponseEnded):
+            self._check_epoch(writer, event.request_id, record.partition, event.attempt, event.owner_epoch)
         if isinstance(event, TokensEmitted):
             for chunk in event.chunks:
                 self._on_chunk(record.partition, event, chunk)
@@ -215,6 +311,8 @@ def check_world(world: World) -> None:
         raise Violation(f"the owner still has requests in flight: {active}")
     if len(world.queues):
         raise Violation(f"the owner still has {len(world.queues)} queued requests")
+    if len(world.commands):
+        raise Violation(f"the owner still waits for {len(world.commands)} commands")
     if nodes := world.load.count_nodes():
         raise Violation(f"the owner still has bookings: {nodes} nodes of active prompts")
     for rank in world.load.ranks():

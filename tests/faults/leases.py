@@ -23,11 +23,14 @@ class LeaseStore:
     Attributes:
         down: whether the store answers no call.
         skew_ms: milliseconds by which its clock is ahead. It may jump.
+        on_forget: called before a router deletes a lease, with its holder, its token, the router, and whether the lease
+            has expired.
     """
 
     def __init__(self, loop: VirtualLoop) -> None:
         self.down = False
         self.skew_ms = 0
+        self.on_forget: Callable[[str, str, str, bool], None] = lambda *_: None
         self._loop = loop
         self._groups: dict[tuple[str, str], dict[str, _Entry]] = {}
         self._announced: dict[str, int] = {}
@@ -70,7 +73,10 @@ class LeaseStore:
 class VirtualLeases:
     """The port `Leases` for one process. Every call may fail before or after it had its effect."""
 
-    def __init__(self, store: LeaseStore, faults: Faults, is_cut: Callable[[], bool], kind: str = "worker") -> None:
+    def __init__(
+        self, store: LeaseStore, faults: Faults, is_cut: Callable[[], bool], kind: str = "worker", process: str = ""
+    ) -> None:
+        self._process = process
         self._store = store
         self._faults = faults
         self._is_cut = is_cut
@@ -124,6 +130,8 @@ class VirtualLeases:
         self._reach()
         entries = self._store.entries(self._kind, group)
         if worker_id in entries and entries[worker_id].token == token:
+            has_expired = entries[worker_id].deadline_ms <= self._store.now_ms()
+            self._store.on_forget(worker_id, token, self._process, has_expired)
             del entries[worker_id]
         self._respond()
 

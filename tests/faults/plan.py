@@ -50,8 +50,9 @@ SystemKind = Literal[
 JournalKind = Literal["repeated_record", "foreign_decision"]
 KafkaKind = Literal["leader_change", "stale_metadata", "group_rebalance"]
 RouterKind = Literal["upgrade"]
+OperatorKind = Literal["command", "route_query", "stale_owner"]
 ClientKind = Literal["disconnect", "repeated_id"]
-Kind = ProcessKind | SystemKind | JournalKind | KafkaKind | ClientKind | RouterKind
+Kind = ProcessKind | SystemKind | JournalKind | KafkaKind | ClientKind | RouterKind | OperatorKind
 Depth = Literal["log", "kafka"]
 
 PROCESS_KINDS: tuple[ProcessKind, ...] = get_args(ProcessKind)
@@ -59,9 +60,11 @@ SYSTEM_KINDS: tuple[SystemKind, ...] = get_args(SystemKind)
 CLIENT_KINDS: tuple[ClientKind, ...] = get_args(ClientKind)
 KAFKA_KINDS: tuple[KafkaKind, ...] = get_args(KafkaKind)
 ROUTER_KINDS: tuple[RouterKind, ...] = get_args(RouterKind)
+OPERATOR_KINDS: tuple[OperatorKind, ...] = get_args(OperatorKind)
 JOURNAL_KINDS: tuple[JournalKind, ...] = get_args(JournalKind)
 KINDS: tuple[str, ...] = (
     *PROCESS_KINDS, *SYSTEM_KINDS, *CLIENT_KINDS, *KAFKA_KINDS, *ROUTER_KINDS, *JOURNAL_KINDS,
+    *OPERATOR_KINDS,
 )  # fmt: skip
 
 # A slow engine takes seconds for a response, so faults hit its requests in the middle. Fast ones serve many requests.
@@ -198,9 +201,10 @@ def draw_plan(seed: int, kinds: Sequence[str] = KINDS, depth: Depth = "log") -> 
     if "upgrade" in kinds:
         faults = _by_time([*faults, *_draw_upgrades(Random(f"plan/{seed}/upgrade"), plan)])
     faults = _by_time([*faults, *_draw_journal_faults(Random(f"plan/{seed}/journal"), kinds)])
+    faults = _by_time([*faults, *_draw_some(Random(f"plan/{seed}/operator"), plan, kinds, OPERATOR_KINDS)])
     if depth == "kafka":
         extra = Random(f"plan/{seed}/kafka")
-        faults = _by_time([*faults, *_draw_kafka_faults(extra, plan, kinds)])
+        faults = _by_time([*faults, *_draw_some(extra, plan, kinds, KAFKA_KINDS)])
         share = extra.choice((0.0, 0.3, 0.6))
         moved = [_moved_to_kafka(one) if extra.random() < share else one for one in requests]
         requests = tuple(sorted(moved, key=lambda one: one.at_ms))
@@ -244,8 +248,8 @@ def _draw_faults(random: Random, plan: Plan, kinds: Sequence[str]) -> tuple[Faul
     return _by_time(faults)
 
 
-def _draw_kafka_faults(random: Random, plan: Plan, kinds: Sequence[str]) -> list[Fault]:
-    counts = {kind: random.choice((0, 1, 2, 4)) for kind in KAFKA_KINDS if kind in kinds}
+def _draw_some(random: Random, plan: Plan, kinds: Sequence[str], some: Sequence[str]) -> list[Fault]:
+    counts = {kind: random.choice((0, 1, 2, 4)) for kind in some if kind in kinds}
     return [_draw_fault(random, plan, kind) for kind, count in counts.items() for _ in range(count)]
 
 

@@ -27,7 +27,8 @@ from tests.faults.broker import Broker, Faults
 from tests.faults.clients import FOREIGN_SLOTS, Client
 from tests.faults.cluster import Cluster
 from tests.faults.coordinator import PARTITION
-from tests.faults.invariants import Violation, check_worker, check_world
+from tests.faults.effects import Violation
+from tests.faults.invariants import check_worker, check_world
 from tests.faults.kafka.clients import KafkaClient
 from tests.faults.kafka.patches import fake_clients
 from tests.faults.loop import NS_PER_S, START_NS, Livelocked, Stalled, VirtualLoop
@@ -163,10 +164,10 @@ async def _run(loop: VirtualLoop, cluster: Cluster, clients: list[AnyClient]) ->
     worlds = _standby_digests(cluster)
     await cluster.stop_routers()
     _raise_early(cluster, clients)
+    cluster.checks.check_effects()
     _check_responses(cluster, clients)
     for client in clients:
-        if isinstance(client, KafkaClient):
-            client.check()
+        client.check()
     await _check_journal(loop, cluster, worlds)
 
 
@@ -181,6 +182,9 @@ def _raise_early(cluster: Cluster, clients: list[AnyClient]) -> None:
         if isinstance(cluster.violation, Violation):
             raise cluster.violation
         raise Violation(f"a process failed: {cluster.violation!r}") from cluster.violation
+    for one in cluster.routers():
+        for owner in one.router.owners.values() if one.router is not None else ():
+            cluster.checks.check_fleet(owner.world)
     for client in clients:
         client.outcome.check()
 

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from forebay.events.codec import decode
 from forebay.events.decisions import OwnerClaimed
 from forebay.events.topics import DECISIONS
 from tests.depth import sampled
 from tests.faults.coordinator import PARTITION
-from tests.faults.invariants import Violation
+from tests.faults.effects import Violation
 from tests.faults.loop import VirtualLoop
 from tests.faults.plan import KAFKA_KINDS, KINDS, Fault, Plan, calm_plan, draw_plan, read_plan, steady_requests
 from tests.faults.process import Process
@@ -57,6 +58,14 @@ def test_an_operator_starts_the_rules_of_a_lost_owner_again() -> None:
     result = simulate(calm_plan(faults=faults, requests=steady_requests(30)))
     assert (result.violation, result.outcomes) == ("", {"finished length": 30})
     assert claimed_rules(result) == [OWN_RULES, OWN_RULES]
+
+
+def test_effects_of_aborts_commands_and_queries_follow_the_journal() -> None:
+    given_up = [structs.replace(one, disconnect_ms=300) for one in steady_requests(20)]
+    kinds = ("command", "route_query")
+    faults = tuple(Fault(2_000 + 400 * number, kinds[number % 2]) for number in range(20))
+    result = simulate(calm_plan(requests=tuple(given_up), faults=faults, speedup=0.2))
+    assert (result.violation, result.outcomes) == ("", {"disconnected": 20})
 
 
 def test_a_process_may_be_stopped_before_it_begins() -> None:

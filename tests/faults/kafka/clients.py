@@ -12,7 +12,8 @@ from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
 from forebay.ingress.model import NO_TEXT
 from forebay.transport.base import Draft, Record
 from tests.faults.cluster import MODEL, Cluster
-from tests.faults.invariants import Outcome, Violation, expected_tokens, prompt_tokens
+from tests.faults.effects import Violation
+from tests.faults.invariants import Outcome, expected_tokens, prompt_tokens
 from tests.faults.kafka.server import API_PARTITIONS
 from tests.faults.plan import PlannedRequest
 from tests.faults.services import GROUP

@@ -209,7 +209,10 @@ class FakeProducer(FakeClient):
         results: list[int | BrokerResponseError] = []
         for batch in batches:
             try:
-                results.append(self.host.kafka.append(node, batch.place, faults, batch.drafts(), batch.sequence))
+                offset = self.host.kafka.append(
+                    node, batch.place, faults, process.label, batch.drafts(), batch.sequence
+                )
+                results.append(offset)
             except BrokerResponseError as error:
                 results.append(error)
         delay_s = self.hop_s()

@@ -192,6 +192,7 @@ class FakeKafka:
         node: int,
         place: TopicPartition,
         faults: Faults,
+        writer: str,
         drafts: list[tuple[Draft, int]],
         sequence: tuple[int, int] | None,
     ) -> int:
@@ -201,6 +202,7 @@ class FakeKafka:
             node: node that got the request.
             place: the partition.
             faults: faults of the process that sent it.
+            writer: label of this process.
             drafts: records with their times in microseconds.
             sequence: producer id, and sequence number of the first record; None without idempotence.
 
@@ -219,7 +221,7 @@ class FakeKafka:
                 pass
         target = place_of(place)
         if sequence is None:
-            offsets = [self.broker.append(draft, at_us) for draft, at_us in drafts]
+            offsets = [self.broker.append(draft, at_us, writer) for draft, at_us in drafts]
             return offsets[0]
         producer_id, first = sequence
         state = self._sequences.setdefault((producer_id, target), _Sequence())
@@ -233,7 +235,7 @@ class FakeKafka:
         state.next += len(drafts)
         state.batches.append((first, offset))
         for draft, at_us in drafts:
-            self.broker.append(draft, at_us)
+            self.broker.append(draft, at_us, writer)
         return offset
 
     def messages(self, place: TopicPartition) -> list[ConsumerRecord]:

@@ -105,7 +105,7 @@ class FakeWire(FakeClient):
         results: Results = {}
         for place, batch in batches.items():
             try:
-                results[place] = kafka.append(node, place, faults, batch.drafts, batch.sequence)
+                results[place] = kafka.append(node, place, faults, process.label, batch.drafts, batch.sequence)
             except BrokerResponseError as error:
                 results[place] = error
         delay_s = self.hop_s()
