@@ -71,6 +71,7 @@ class _Epoch:
     """State of one membership of the fleet."""
 
     number: int
+    owner_epoch: int  # of the owner that admitted the worker
     work: Tail
     outbox: Outbox
     items: WorkItems
@@ -312,7 +313,9 @@ class Worker:
             case WorkerJoined():
                 self._set_owner_events(event.events_version)
                 is_own = event.spec.worker_id == self.spec.worker_id and event.lease == self._token
-                if is_own and self._epoch is None:  # a repeated record does not start another epoch
+                # A repeated record does not start another epoch. But the worker may have joined by an owner that was
+                # replaced before, and whose records no owner applies.
+                if is_own and (self._epoch is None or event.owner_epoch > self._epoch.owner_epoch):
                     self._join(event, record.offset, spawn)
             case WorkerLost():
                 if event.worker_id == self.spec.worker_id and event.worker_epoch == self.worker_epoch:
@@ -348,10 +351,13 @@ class Worker:
     def _join(self, event: WorkerJoined, worker_epoch: int, spawn: Spawn) -> None:
         if self.life.state is State.STOPPING:
             return
+        if self._epoch is not None:
+            self._leave()
+            self.life.move(Transition.LOSE)
         work = self._log.tail(self._work_topic.name, event.slot, event.from_offset, self._wake)
         outbox = Outbox(self.spec, worker_epoch, self._group, self._partition, self.owner_events)
         items = WorkItems(self._log, self._group, self.spec, outbox, self.media, self.counters, spawn, self._settled)
-        self._epoch = _Epoch(worker_epoch, work, outbox, items)
+        self._epoch = _Epoch(worker_epoch, event.owner_epoch, work, outbox, items)
         self.commands.join(outbox)
         if held := [draft for rank in self.spec.ranks for draft in self._held(outbox, rank)]:
             self._log.append_soon(held)
