@@ -36,7 +36,6 @@ from forebay.transport.history.reader import (
     OtherRules,
     RecordedOrder,
     Validity,
-    decode_journal,
     journal_records,
     require_readable,
 )
@@ -298,13 +297,11 @@ class Standby:
         records are not derived again. One whose owner is uncertain is left out.
         """
         begin = max(await self._log.begin(DECISIONS.name, self._partition), self.position - REMEMBERED_RECORDS)
-        epoch = self.world.owner_epoch  # if the claim of this owner is not among these records, it is before them
+        # If the claim of this owner is not among these records, it is before them.
+        validity = Validity(self.world.owner_epoch, nonce=None, seq=None)
         try:
             async for record in journal_records(self._log, self._partition, begin, self.position):
-                decision = decode_journal(record)
-                if isinstance(decision, OwnerClaimed):
-                    epoch = record.offset
-                elif decision is not None and decision.owner_epoch == epoch:
+                if (decision := validity.read(record)) is not None:
                     self._remember(decision)
         except LogError as error:  # the state does not depend on these records
             logger.warning("effects of decisions before the newest snapshot are not sent again: %s", error)
