@@ -365,6 +365,7 @@ LAST_PART = {"role": "assistant", "content": [{"type": "text", "text": "It"}, {"
         (ENDS, LAST, {"add_generation_prompt": None}, "<user>hello</s><assistant>It is </s><go>"),
         (ENDS, LAST, {"add_generation_prompt": False}, "<user>hello</s><assistant>It is </s>"),
         (ENDS, LAST, CONTINUES, "<user>hello</s><assistant>It is "),
+        (ENDS, LAST, {**CONTINUES, "add_generation_prompt": True}, "<user>hello</s><assistant>It is "),
         (ENDS, LAST_PART, CONTINUES, "<user>hello</s><assistant>Itis "),
         (LIST_ENDS, LAST_PART, CONTINUES, "<user>hello</s><assistant>Itis"),
         (LIST_ENDS, LAST, {**CONTINUES, "add_generation_prompt": False}, "<user>hello</s><assistant>It is"),
@@ -379,7 +380,6 @@ def test_a_prompt_may_end_within_the_last_message(
 @pytest.mark.parametrize(
     ("template", "last", "fields", "says"),
     [
-        (ENDS, LAST, {"add_generation_prompt": True}, "exclude each other"),
         (ENDS, calling("{}"), {}, "requires a last message with text"),
         (ENDS.replace("m.content", "m.content | upper"), LAST, {}, "changes or omits the last message"),
         ("{{ messages[0].content }}", LAST, {}, "changes or omits the last message"),

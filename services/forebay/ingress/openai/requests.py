@@ -272,7 +272,7 @@ class ChatBody(CompletionBody):
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add to the JSON schema the fields that require or exclude other fields."""
+        """Add to the JSON schema that `top_logprobs` requires `logprobs`, and `tool_choice` requires `tools`."""
         super().describe(schema)
         schema["allOf"] += [
             {
@@ -287,21 +287,12 @@ class ChatBody(CompletionBody):
                     {"properties": {"tool_choice": {"enum": [None, "none", "auto"]}}},
                 ]
             },
-            {
-                "anyOf": [
-                    {"properties": {"continue_final_message": {"enum": [None, False]}}},
-                    {"properties": {"add_generation_prompt": {"enum": [None, False]}}},
-                ]
-            },
         ]
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatBody":
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs is only allowed when logprobs is true", "top_logprobs")
-        if self.continue_final_message and self.add_generation_prompt:
-            text = "continue_final_message and add_generation_prompt exclude each other; set one of them"
-            raise invalid(text, "continue_final_message")
         parts = sum(map(_parts_count, self.messages))
         if parts > PARTS_MAX:
             raise invalid(f"messages have {parts:,} parts and tool calls; the limit is {PARTS_MAX:,}", "messages")
