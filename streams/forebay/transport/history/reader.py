@@ -363,6 +363,7 @@ class Validity:
             self.void += 1
             return False
         self.epoch, self.nonce, self.last = offset, claim.owner_nonce, offset
+        self._unread.clear()  # the claim names the owner before it, so no claim between them was valid
         if claim.snapshot >= 0:
             self.seq = None  # continues from the snapshot
         self.rules, self.release, self.seal = claim.core_version, claim.release, -1
