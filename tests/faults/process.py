@@ -108,5 +108,7 @@ class Process:
             pass
         except BaseException as error:  # noqa: BLE001 - `on_end` decides whether it is a fault of the services
             self.error = error
+        if not self._loop.is_running():  # the garbage collector finalises what is left after the simulation
+            return
         self._loop.kill(self._scope)
         self.on_end(self)
