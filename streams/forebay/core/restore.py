@@ -94,8 +94,9 @@ def _restore(world: World, index: PrefixIndex | IndexTally, chunks: Iterable[Chu
     for change in changes:
         index.restore(change)
     for key in world.index.holders():
-        if (cached := world.index.cached(key)) is not None:
-            world.load.set_cached(key, *cached)
+        cached = world.index.cached(key)
+        assert cached is not None, "the index knows its holders"
+        world.load.set_cached(key, *cached)
     for request in world.requests.queued():
         world.queues.push(request.submitted.pool, queued_request(request, world.pools[request.submitted.pool]))
 

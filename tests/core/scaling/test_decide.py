@@ -320,6 +320,18 @@ def test_method_simulate_takes_the_smallest_size_that_attains_the_target() -> No
     assert outcome(planner) == [(3, 2, 2, "target_unattainable")]
 
 
+@pytest.mark.parametrize(
+    ("attained", "found"), [(0.99, (3, 3, 3, "consolidation_refused")), (1.0, (3, 2, 2, "scale_down"))]
+)
+def test_method_simulate_shrinks_only_by_a_margin(attained: float, found: tuple[int, int, int, Reason]) -> None:
+    planner = loop(method="simulate", gpu_budget=0)
+    planner.observe(observation(3))
+    shares = enumerate((0.2, attained, 1.0), start=1)
+    sizes = tuple(SimulatedSize(group=GROUP, pool=POOL, size=size, attained=share) for size, share in shares)
+    planner.add(SizesSimulated(planner_epoch=planner.state.epoch, forecast=0, target=0.99, sizes=sizes))
+    assert outcome(planner) == [found]
+
+
 def pair(planner: Loop, first: PoolObserved, second: PoolObserved, *rates: float) -> list[tuple[int, int, int, Reason]]:
     """Observe two pools, forecast, and decide."""
     planner.observe(first, of(OTHER, second))
