@@ -49,6 +49,7 @@ KEPT = {
     ("RequestState", "encoder_id"),
     ("RequestState", "prefiller_id"),
     ("RequestState", "decoder_id"),
+    ("RequestState", "rejected_by"),
     ("RequestState", "prefill_pool"),
     ("PoolChoice", "wanted"),
     ("PoolChoice", "base"),
