@@ -72,7 +72,11 @@ class OwnerMetrics(Collector):
         yield self._gauge("forebay_owner_ingresses", "ingresses with a lease", ingresses)
         text = "times that most leases of the group failed at once, which indicates a fault of Redis"
         yield self._counter("forebay_owner_lease_faults", text, faults)
-        yield self._counts("forebay_owner_workers_refused", "worker leases rejected, by reason", refused)
+        yield self._counts(
+            "forebay_owner_workers_refused",
+            "worker leases rejected and workers changed by foreign records, by reason",
+            refused,
+        )
 
     def _request_metrics(self) -> Iterator[Metric]:
         world = self._owner.world
