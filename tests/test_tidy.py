@@ -19,6 +19,18 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = ("schemas", "streams", "services")
 PYTHON_ROOTS = (*SOURCE_ROOTS, "infra", "tests")
 FUNCTION_LINES_MAX = 70  # what fits on a screen
+SURFACE = (
+    "schemas/forebay/events",
+    "streams/forebay/core/step.py",
+    "streams/forebay/core/routing/policies/base.py",
+    "streams/forebay/transport/base.py",
+    "services/forebay/workers/engine.py",
+    "services/forebay/workers/pipeline.py",
+    "services/forebay/workers/service.py",
+)
+FILLERS = frozenset(
+    ("a", "an", "the", "of", "to", "in", "for", "by", "from", "with", "is", "are", "this", "return", "yield")
+)
 MODULE_DOCSTRING_LINES_MAX = 12  # five lines, or more with a theory of operation
 
 # The patterns are assembled from parts, so that this file does not match them.
@@ -62,7 +74,7 @@ class Definition(NamedTuple):
     name: str  # with the names of the classes around it
     line: int
     is_class: bool
-    has_docstring: bool
+    docstring: str | None
 
 
 class Outline(NamedTuple):
@@ -139,7 +151,7 @@ def public_definitions(node: ast.Module | ast.ClassDef, prefix: str = "") -> Ite
         if child.name.startswith("_") or is_overload(child):
             continue
         is_class = isinstance(child, ast.ClassDef)
-        yield Definition(prefix + child.name, child.lineno, is_class, bool(ast.get_docstring(child)))
+        yield Definition(prefix + child.name, child.lineno, is_class, ast.get_docstring(child))
         if isinstance(child, ast.ClassDef):
             yield from public_definitions(child, f"{prefix}{child.name}.")
 
@@ -183,14 +195,14 @@ def test_the_namespace_contains_only_packages() -> None:
     check([shown(path) for path in SOURCES if path.parent.name == "forebay"], "every module belongs to a layer")
 
 
-def test_public_class_names_are_unique() -> None:
-    """Each class name has one meaning."""
-    places: dict[str, list[str]] = {}
+def test_public_class_names_are_unique_in_a_package() -> None:
+    places: dict[tuple[Path, str], list[str]] = {}
     for path in SOURCES:
         for definition in outline(path).definitions:
             if definition.is_class and "." not in definition.name:
-                places.setdefault(definition.name, []).append(shown(path))
-    check([f"{name}: {', '.join(found)}" for name, found in places.items() if len(found) > 1], "class names used twice")
+                places.setdefault((path.parent, definition.name), []).append(shown(path))
+    faults = [f"{name}: {', '.join(found)}" for (_, name), found in places.items() if len(found) > 1]
+    check(faults, "class names used twice")
 
 
 def test_functions_are_short() -> None:
@@ -281,14 +293,34 @@ def test_modules_have_short_docstrings() -> None:
     check(faults, f"every module has a docstring of at most {MODULE_DOCSTRING_LINES_MAX} lines")
 
 
-def test_public_names_have_docstrings() -> None:
+def test_the_surface_has_docstrings() -> None:
+    """Others use these modules: events, the log, policies, the core's entry, the engine protocol, the service SDK."""
+    surface = {ROOT / name for name in SURFACE}
+    assert all(path.exists() for path in surface)
+    faults = [
+        f"{shown(path)}:{definition.line}: {definition.name}"
+        for path in SOURCES
+        if surface & {path, *path.parents}
+        for definition in outline(path).definitions
+        if not definition.docstring
+    ]
+    check(faults, "public classes and functions without a docstring")
+
+
+def test_docstrings_say_more_than_the_name() -> None:
     faults = [
         f"{shown(path)}:{definition.line}: {definition.name}"
         for path in SOURCES
         for definition in outline(path).definitions
-        if not definition.has_docstring
+        if definition.docstring and not words(definition.docstring) - words(definition.name) - FILLERS
     ]
-    check(faults, "public classes and functions without a docstring")
+    check(faults, "docstrings that repeat the name; delete them")
+
+
+def words(text: str) -> set[str]:
+    """Return the words of a name or a sentence in lower case, without the ending of plurals."""
+    parts = re.findall(r"[A-Z]+(?![a-z])|[A-Za-z][a-z]*|\d+", text)
+    return {part.lower().removesuffix("s") for part in parts}
 
 
 def test_members_are_not_looked_up_after_an_await_that_follows_their_check() -> None:

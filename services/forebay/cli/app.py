@@ -26,8 +26,6 @@ class CommandEntry(NamedTuple):
         name: Function in that module, or `typer.Typer` application with subcommands.
         help: Line in `forebay --help`. Equals the summary of the command's own help.
         settings: Context settings for the command-line parser.
-        has_config: Whether the command is a service, which has an option --config.
-        services: Subcommands that are services.
     """
 
     module: str
@@ -170,7 +168,6 @@ def load(name: str) -> Any:
 
 
 def _names_of_services() -> set[str]:
-    """Return the names of the options of all services."""
     found = set()
     for name, *rest in SERVICES.values():
         command = load(name)

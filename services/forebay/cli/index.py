@@ -68,7 +68,6 @@ def stored_events(index: PrefixIndex, worker: str = "") -> Iterator[BlocksStored
     The blocks of shared stores follow those of workers.
 
     Args:
-        index: the prefix index.
         worker: worker whose blocks are returned, without those of shared stores; empty for all blocks.
     """
     found = [*index.snapshot()]

@@ -79,9 +79,7 @@ class RecordResult(msgspec.Struct, kw_only=True):
 
     Attributes:
         out: path of the recording.
-        contents: what the recording contains.
         left_out: groups that were not recorded, because their owners made no decision in the time window.
-        pools: names of the pools of each group.
         verified: verification report of each group; empty if the recording was not verified.
     """
 
@@ -243,7 +241,6 @@ async def _slices(
 
 
 async def _select_groups(source: Recording, log: Log, options: RecordOptions) -> dict[str, int]:
-    """Return the selected groups with their control partitions."""
     placed = await groups_of(log)
     for name in options.groups:
         if name not in placed:

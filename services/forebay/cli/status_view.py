@@ -14,7 +14,6 @@ RECENT_US = 2 * 3_600_000_000  # older times are shown without their age
 
 
 def show(console: Console, status: GroupStatus) -> None:
-    """Print the status of a group."""
     for name, text in _facts(status):
         console.print(printable(f"{name:<10} {text}"), markup=False)
     for table in (_workers(status), _topics(status)):
@@ -56,7 +55,6 @@ def _owner(owner: OwnerStatus) -> str:
 
 
 def recent_time(at_us: int) -> str:
-    """Return a time with its age, if it is recent."""
     try:
         text = f"{utc(at_us).partition('.')[0]}Z"
     except OverflowError:  # the clock of a damaged record

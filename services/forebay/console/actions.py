@@ -70,8 +70,6 @@ class PoolSizeBody(CheckedBody):
     """Body of the action `pool-size`.
 
     Attributes:
-        operator: name of the operator.
-        pool: name of the pool.
         size: number of workers; null to let the planner determine the size again.
         timeout_s: seconds to wait for the effect.
     """
@@ -92,7 +90,6 @@ def add_actions(
     """Add the routes of the actions to `app`.
 
     Args:
-        app: application of the console.
         ingress_url: base URL of an ingress with an admin API; empty if there is none, so that no action is possible.
         kafka: connection to Kafka; None if the console shows an embedded log, which has no planner.
         model: model that the console shows, which is also the name of its group.
@@ -107,8 +104,6 @@ def add_actions(
 
 
 class Actions:
-    """Executes the actions of a console."""
-
     def __init__(self, ingress_url: str, kafka: KafkaSettings | None, model: str, open_scaling: OpenScaling) -> None:
         self._ingress_url = ingress_url
         self._mounts = _without_proxy(ingress_url)
@@ -121,9 +116,7 @@ class Actions:
         """Execute an action.
 
         Args:
-            action: name of the action.
             raw: body of the request as JSON.
-            admin_token: admin token of the ingress.
 
         Returns:
             The response of the ingress, with its status. For sizes of pools, the steps of the order.

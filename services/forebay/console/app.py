@@ -23,7 +23,6 @@ def build_console_app(console: Console, hosts: frozenset[str] | None) -> FastAPI
     """Return the HTTP application of a console.
 
     Args:
-        console: reads the log.
         hosts: accepted values of the header `Host`; None accepts every value.
     """
     app = FastAPI(title="forebay console", summary="The fleet, any request, any moment", docs_url=None, redoc_url=None)

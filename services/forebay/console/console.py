@@ -38,10 +38,7 @@ class ConsoleInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a console shows and what it can do.
 
     Attributes:
-        version: version of forebay.
-        source: name of the log.
         kind: `file`, `recording` or `kafka`.
-        group: name of the group.
         is_live: whether the log may grow.
         can_act: whether operators can change the system here.
         policies: router modes that a what-if comparison accepts.
@@ -63,7 +60,6 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         at_us: the moment on the owner's clock, in microseconds since 1970.
-        status: status of the group.
         workers: activity of the workers in the minute before the moment.
         problems: what is wrong, one sentence each.
     """
@@ -78,14 +74,10 @@ class Console:
     """Reads one group of a log for the HTTP routes.
 
     Args:
-        settings: what to show.
         what_if: module of the process that compares a span with another configuration.
 
     Attributes:
-        settings: what the console shows.
-        catalog: reads the catalog.
         reader: process that derives moments.
-        jobs: what-if jobs.
         feed: events that tell pages to read again.
     """
 
@@ -106,7 +98,6 @@ class Console:
             tasks.create_task(self._index())
 
     async def close(self) -> None:
-        """End all processes."""
         await self.jobs.close()
         await self.reader.close()
         await self._indexer.kill()

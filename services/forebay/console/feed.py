@@ -19,11 +19,7 @@ CLIENTS_MAX = 64
 
 
 class StateFeed:
-    """Reads the state of a catalog regularly, and streams it to clients.
-
-    Args:
-        read: returns the state now.
-    """
+    """Reads the state of a catalog regularly, and streams it to clients."""
 
     def __init__(self, read: Callable[[], Awaitable[CatalogState]]) -> None:
         self._read = read

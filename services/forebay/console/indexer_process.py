@@ -36,7 +36,6 @@ def main() -> None:
 
 
 def _sentences(errors: BaseException) -> list[str]:
-    """Return the messages of the errors in a group."""
     if isinstance(errors, BaseExceptionGroup):
         return [text for error in errors.exceptions for text in _sentences(error)]
     return [str(errors)]

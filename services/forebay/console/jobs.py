@@ -52,7 +52,6 @@ class JobStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """State of a job.
 
     Attributes:
-        job: ID of the job.
         state: `running`, `done`, `failed` or `cancelled`.
         done: journal records compared so far.
         total: journal records to compare; 0 until the process has begun.

@@ -14,11 +14,7 @@ WATCH_EVERY_S = 1.0
 
 
 class LogFile:
-    """The file at the path of a log, as of the creation of this object.
-
-    Args:
-        source: location of the log.
-    """
+    """The file at the path of a log, as of the creation of this object."""
 
     def __init__(self, source: LogSource) -> None:
         self._path = None if source.path is None else Path(source.path)

@@ -40,7 +40,6 @@ class ReadExplanation(Reading, frozen=True, tag="explain"):
     """Explain a request.
 
     Attributes:
-        request_id: ID of the request.
         number: offset of its submission, which selects one of several requests with the same ID; None for the request
             that was routed last.
     """
@@ -53,7 +52,6 @@ class ReadCounterfactuals(Reading, frozen=True, tag="counterfactuals"):
     """Find changes that would have changed routing decisions about a request.
 
     Attributes:
-        request_id: ID of the request.
         routings: journal offsets of the decisions; empty for all decisions about the request with this ID that was
             routed last.
     """
@@ -69,7 +67,6 @@ class ReadCache(Reading, frozen=True, tag="cache"):
         at_us: time on the owner's clock, in microseconds since 1970; None for the newest moment.
         request_id: request whose path is marked; empty for none.
         text: text that prompts must contain to be marked; empty for none.
-        limit: maximum number of nodes.
     """
 
     at_us: int | None = None
@@ -85,12 +82,7 @@ class ReadScaling(Reading, frozen=True, tag="scaling"):
 
 
 class ReadRecord(Reading, frozen=True, tag="record"):
-    """Read one record of the group.
-
-    Attributes:
-        topic: name of the topic.
-        offset: offset of the record.
-    """
+    """Read one record of the group."""
 
     topic: str
     offset: int

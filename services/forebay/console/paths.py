@@ -7,7 +7,6 @@ from forebay.replay.catalog.store import path_beside, path_of_brokers
 
 
 def catalog_path(settings: ConsoleSettings) -> Path:
-    """Return the path of the catalog."""
     folder = None if settings.cache_dir is None else Path(settings.cache_dir)
     if settings.source.path is not None:
         return path_beside(Path(settings.source.path), settings.partition, folder)

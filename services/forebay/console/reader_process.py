@@ -57,14 +57,7 @@ TOPICS = {topic.name for topic in (*INPUTS, DECISIONS)}
 
 
 class Reader:
-    """Answers messages about one group of a log.
-
-    Args:
-        settings: settings of the console.
-        log: the log.
-        store: the catalog.
-        custom: custom policies that may run.
-    """
+    """Answers messages about one group of a log."""
 
     def __init__(self, settings: ConsoleSettings, log: Log, store: Store, custom: CustomPolicies) -> None:
         self._settings = settings

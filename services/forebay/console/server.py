@@ -24,7 +24,6 @@ async def serve_console(console: Console, listener: socket.socket, on_started: C
     """Serve a console on a listening socket until cancelled.
 
     Args:
-        console: the console; it is closed at the end.
         listener: the listening socket, which is closed at the end.
         on_started: called once, when the console accepts connections.
     """

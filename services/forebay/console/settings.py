@@ -13,14 +13,8 @@ class ConsoleSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a console shows, and where it serves.
 
     Attributes:
-        source: location of the log.
         name: name of the log for people: the path of a file, or namespace and address of Kafka.
-        kind: kind of the log.
-        group: name of the group that is shown.
-        partition: partition of its control topics.
         cache_dir: folder for the catalog; None for the folder of the log file.
-        host: address to listen on.
-        port: TCP port.
         allow_hosts: names accepted in the header `Host`, in addition to the names of a loopback address.
         certfile: certificate of the server as a PEM file; None for HTTP without TLS.
         keyfile: private key of the certificate; None if `certfile` contains it.

@@ -108,8 +108,6 @@ def write_record(partition: int, offset: int, status: int, **fields: Any) -> Non
 
     Args:
         partition: partition of `openai-requests`.
-        offset: offset of the request.
-        status: status of the response.
         fields: further fields; empty strings are left out.
     """
     if logger.isEnabledFor(logging.INFO):

@@ -35,7 +35,6 @@ class Adapters:
     Args:
         log: log whose topics `fleet` and `control` the directory follows.
         commands: sends the command `list_loras` to workers.
-        model: name of the base model.
         static: configured adapters, which are always served.
         find_partition: returns the partition of the model's control topics; None while no router has assigned one.
     """

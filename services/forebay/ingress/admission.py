@@ -42,7 +42,6 @@ class FullPool:
 
     Args:
         in_flight: returns the number of requests in flight that may be in this queue.
-        now_s: clock.
     """
 
     def __init__(self, in_flight: Callable[[], int], now_s: Callable[[], float] = runtime.monotonic_s) -> None:

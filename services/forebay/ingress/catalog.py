@@ -46,10 +46,8 @@ class _Failure(NamedTuple):
     """A card that could not be loaded.
 
     Attributes:
-        card: digest of the card.
         until_s: time of the next attempt, on the monotonic clock.
         code: code of the error that requests get until then.
-        message: its message.
     """
 
     card: str
@@ -62,10 +60,7 @@ class Entry:
     """One model of the catalog.
 
     Attributes:
-        name: name of the model.
-        heartbeats: heartbeats of its routers.
         ready: whether it can be served now.
-        group: client of its group.
         ingress: its ingress; None while its card is not loaded.
         digest: digest of the loaded card; empty while no card is loaded.
         loading: held while its card is loaded.
@@ -102,7 +97,6 @@ class Catalog:
     Args:
         front: parts that all models share.
         directory: the models and their control partitions, which another task reads.
-        store: the model cards.
         folder: folder for the files of loaded models.
         on_loaded: called with the name of a model before its first request.
         presence_of: returns the owner of a model; None for a model that this process does not serve. By default the
@@ -219,7 +213,6 @@ class Catalog:
             raise ingress.full.error(self.front.admission.retry_after_s)
 
     def heartbeats(self) -> list[OwnerPresence]:
-        """Return the heartbeats of all models."""
         return [entry.heartbeats for _, entry in sorted(self._entries.items())]
 
     def group(self, name: str) -> GroupClient:

@@ -80,7 +80,6 @@ class _Form:
     wraps: bool = False
 
     def arguments(self, given: Any) -> Any:
-        """Return the arguments of a tool call in this form."""
         if not self.has_objects:
             return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
         if not isinstance(given, str):
@@ -132,7 +131,6 @@ class ChatTemplate:
         Args:
             messages: the messages. Arguments of tool calls may be JSON text or objects.
             tools: tools that the model may call.
-            variables: additional variables of the template.
             chars_max: maximum characters of the output. Rendering stops there, because a template may repeat its input.
             is_open: whether the output ends with the beginning of the assistant's next message.
             continues: whether the output ends within the last message, so that the model continues it.
@@ -173,7 +171,6 @@ class ChatTemplate:
         return "".join(pieces)
 
     def _shape(self, form: _Form, message: Message) -> dict[str, Any]:
-        """Return a message in a form."""
         shaped = dict(message)
         if shaped.get("role") == "developer" and "developer" not in self.source:
             shaped["role"] = "system"

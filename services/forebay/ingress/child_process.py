@@ -166,6 +166,5 @@ class ChildConnection:
             yield await lines.get()
 
     def send(self, frame: bytes) -> None:
-        """Write a frame of an answer."""
         self._output.write(len(frame).to_bytes(LENGTH_BYTES, "big") + frame)
         self._output.flush()

@@ -20,7 +20,6 @@ class CommandClient:
     """Sends commands of one ingress to workers, for example to load an adapter.
 
     Args:
-        log: the log to which commands are appended.
         replies: reader of the reply slot, which receives the results.
         model: name of the model whose workers get the commands.
         reply_slot: partition of `tokens` on which the ingress reads results.
@@ -49,7 +48,6 @@ class CommandClient:
         """Send a command to workers, and return the outcome of each worker.
 
         Args:
-            command: the command.
             timeout_s: seconds that each worker has to execute the command.
             command_id: unique id of the command; generated if empty.
             pool: pool whose workers execute the command; empty for all pools.

@@ -22,7 +22,6 @@ class ApiError(Exception):
     """The request cannot be served. A client receives the exception as an error response.
 
     Args:
-        status: HTTP status of the response.
         code: name of the error for programs, which does not change between versions.
         message: what failed and what to do, truncated to `MESSAGE_CHARS_MAX`.
         param: path of the invalid parameter, None if the error concerns no parameter.
@@ -56,7 +55,6 @@ class ApiError(Exception):
         """Return all headers of the response as ASGI expects them.
 
         Args:
-            body: the encoded body.
             request_id: id of the request, empty if it has none yet.
             closes: whether the server closes the connection after the response.
         """
@@ -85,7 +83,6 @@ def retry_headers(status: int, after_s: int = RETRY_AFTER_S) -> dict[str, str]:
     """Return the header `retry-after` for status 429 or 503, and no header for any other status.
 
     Args:
-        status: HTTP status of the response.
         after_s: seconds until the client should retry.
     """
     return {"retry-after": str(after_s)} if status in RETRY_STATUSES else {}

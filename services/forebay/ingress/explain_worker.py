@@ -42,7 +42,6 @@ class ExplainRequest(msgspec.Struct, frozen=True, tag="explain"):
     """Message to the child process: explain one request.
 
     Attributes:
-        request_id: id of the request to explain.
         partition: partition of the control topics of the request's group.
     """
 
@@ -51,12 +50,7 @@ class ExplainRequest(msgspec.Struct, frozen=True, tag="explain"):
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status"):
-    """Message to the child process: derive the status of a group.
-
-    Attributes:
-        group: name of the group.
-        partition: partition of its control topics.
-    """
+    """Message to the child process: derive the status of a group."""
 
     group: str
     partition: int

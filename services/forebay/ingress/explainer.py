@@ -38,7 +38,6 @@ class Explainer:
         """Return the explanation of a request, as JSON of `forebay.replay.explain.explanation`.
 
         Args:
-            request_id: id of the request to explain.
             partition: partition of the control topics of its group.
 
         Raises:
@@ -49,10 +48,6 @@ class Explainer:
 
     async def status(self, group: str, partition: int) -> GroupStatus:
         """Return the status of a group, derived from the log.
-
-        Args:
-            group: name of the group.
-            partition: partition of its control topics.
 
         Raises:
             ApiError: as `explain`, but never 404.

@@ -19,23 +19,15 @@ class Front:
     """Reply slot, limits, admission and drain of an ingress process.
 
     Args:
-        log: the log.
-        settings: settings of the ingress.
-        metrics: metrics of the ingress.
         reply_from: offset in the reply slot at which reading begins.
         takes_media: whether a model accepts images or videos.
         context_tokens: largest context length of a model.
 
     Attributes:
-        log: the log.
-        settings: settings of the ingress.
-        metrics: metrics of the ingress.
         slot: reads the responses of all models.
-        drain: state of the drain.
         admission: admits or rejects requests before their bodies are read.
         bodies: limits the memory of request bodies.
         tokenizer_pool: threads that tokenize long prompts.
-        fetcher: fetches images and videos.
     """
 
     def __init__(

@@ -19,7 +19,6 @@ class GroupClient:
     Args:
         front: parts that all models of the process share.
         settings: settings of the ingress, with the name of the model.
-        metrics: metrics of the model.
         ready: returns whether requests can be served.
         find_partition: returns the partition of the model's control topics; None while no router has assigned one.
 

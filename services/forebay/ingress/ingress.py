@@ -48,10 +48,7 @@ class Ingress(GroupClient):
     """Appends requests to the log, and reads their responses from one reply slot (a partition of `tokens`).
 
     Args:
-        log: the log.
         model: tokenizer, chat template and configuration of the model.
-        settings: settings of the ingress.
-        metrics: metrics of the ingress.
         ready: returns whether requests can be served.
         reply_from: offset in the reply slot at which reading begins.
         find_partition: returns the partition of the model's control topics; None while no router has assigned one.
@@ -201,7 +198,6 @@ class Ingress(GroupClient):
         """Return an empty response to a chat or text completion, which `CompletionFold.step` fills.
 
         Args:
-            request_id: id of the request and of the response.
             body: parsed body of the client's request.
             prepared: result of `prepare`.
             created_s: time of the response, in seconds of Unix time.

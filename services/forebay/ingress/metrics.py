@@ -85,7 +85,6 @@ class IngressMetrics:
             self._bind(model)
 
     def of_model(self, model: str) -> Self:
-        """Return the metrics of another model that the ingress serves."""
         other = copy(self)
         other._bind(model)
         return other
@@ -110,8 +109,6 @@ class IngressMetrics:
         """Count a request that has ended.
 
         Args:
-            endpoint: label of the endpoint.
-            stream: whether the response is a stream.
             status: `success`, `error` or `cancelled`.
         """
         key = (endpoint, stream, status)

@@ -61,12 +61,10 @@ class Model:
     """Tokenizer, chat template and configuration of one model directory.
 
     Attributes:
-        directory: the model directory.
         context_tokens: maximum number of tokens of a prompt and its response together.
         vocabulary_size: number of token ids, including added tokens.
         text_chars_max: maximum number of characters of a text that fits into the context; None if the tokenizer
             allows no such bound.
-        end_ids: token ids that end a response.
         dimensions: lengths to which embeddings may be truncated; None if truncation is not allowed, empty for any.
         template_source: sources of the chat templates; empty if the model has none.
         media: placeholder tokens of images and videos.
@@ -119,7 +117,6 @@ class Model:
 
         Args:
             messages: the messages, as in a request; `ChatTemplate` adapts them to the template.
-            tools: tools that the model may call.
             arguments: additional variables of the chat template.
             chars_max: maximum characters of the prompt. Rendering stops there, because a template may repeat its input.
             is_open: whether the prompt ends with the beginning of the assistant's next message.
@@ -155,7 +152,6 @@ class Model:
         """Return the token ids of a text. Special tokens in the text are recognised.
 
         Args:
-            text: the text.
             special: whether to add the special tokens that the tokenizer puts around a prompt.
         """
         if self._words is not None and not special and len(text) <= WORDS_CHARS_MAX:
@@ -194,7 +190,6 @@ class Decoder:
     """Incremental detokenizer of one response. A character that spans tokens is emitted with its last token.
 
     Args:
-        tokenizer: the tokenizer of the model.
         hidden: ids of the special tokens to drop; None to drop all.
         texts: texts of single tokens; None if the text of a token depends on the tokens before it.
     """
@@ -326,7 +321,6 @@ def _special_tokens(config: Mapping[str, Any], mapped: Mapping[str, Any]) -> dic
 
 
 def _end_ids(directory: Path, config: Mapping[str, Any], tokenizer: Tokenizer, end: str) -> frozenset[int]:
-    """Return the token ids that end a response."""
     found = {tokenizer.token_to_id(end)} if end else set()
     for named in (read_json(directory / "generation_config.json"), *_text_configs(config)):
         given = named.get("eos_token_id")

@@ -47,7 +47,6 @@ class Target:
 
     Attributes:
         lora_name: name of the LoRA adapter; empty for the base model.
-        routing: routing hints of the client.
         block_size: tokens per KV block of the pool that serves the model.
     """
 
@@ -76,7 +75,6 @@ class PreparedRequest:
     """A validated request for the log, still without its id and reply slot.
 
     Attributes:
-        model: name of the base model.
         token_ids: token ids of the prompt, packed as little-endian u32.
         sequence_hashes: hash of each full block of the prompt, packed as little-endian u64. The hashes depend on the
             adapter and on `cache_namespace`.
@@ -84,8 +82,6 @@ class PreparedRequest:
         lora_name: name of the LoRA adapter; empty for the base model.
         cache_namespace: salt of the block hashes. Requests share KV blocks only if their salts are equal.
         media: images and videos of the prompt, in order.
-        sampling: sampling parameters.
-        routing: routing hints of the client.
         timeout_us: maximum time for the whole request, in microseconds.
         output: how output tokens become the response.
         task: `generate` or `embed`.
@@ -149,7 +145,6 @@ class PreparedRequest:
         """Return the event that queries where the request would be routed.
 
         Args:
-            request_id: id of the query.
             reply_slot: partition of `tokens` that receives the response.
             nonce: random number for tie-breaking, so that two equal queries may select different workers.
             at_us: Unix time in microseconds.
@@ -181,8 +176,6 @@ class Preparer:
 
     Attributes:
         model: tokenizer, chat template and configuration of the model.
-        parsers: creates the parsers of responses.
-        settings: settings of the ingress.
     """
 
     model: Model

@@ -30,10 +30,7 @@ class ResponseFold(ABC):
     """Builds the response to one request of a client from the events of the reply slot.
 
     Args:
-        endpoint: label of the endpoint in metrics.
-        request_id: id of the client's request.
         prompt_tokens: number of prompt tokens of all inputs together.
-        stream: whether the response is a stream of chunks.
 
     Attributes:
         cached_tokens: number of prompt tokens that the engine found in its cache; 0 until the response is over.
@@ -112,7 +109,6 @@ class _Choice:
 
     Attributes:
         composer: turns output tokens into text and tool calls.
-        formatter: encodes the choice.
         served: workers that served the choice; None until it is complete.
         deltas: output so far, if the response is not a stream.
         content: the complete choice, if the response is not a stream.
@@ -133,8 +129,6 @@ class CompletionFold(ResponseFold):
     """Builds the response to a chat or text completion request.
 
     Args:
-        request_id: id of the request and of the response.
-        body: parsed body of the request.
         prompt_tokens: number of tokens of all prompts together.
         composers: one per choice; each turns output tokens into text and tool calls.
         created_s: time of the response, in seconds of Unix time.
@@ -237,10 +231,7 @@ class EmbeddingFold(ResponseFold):
     """Builds the response to an embedding request: one vector per input, in the order of the inputs.
 
     Args:
-        request_id: id of the client's request.
-        body: parsed body of the request.
         prompt_tokens: number of prompt tokens of all inputs together.
-        inputs: number of inputs.
     """
 
     def __init__(self, request_id: str, body: EmbeddingBody, prompt_tokens: int, inputs: int) -> None:

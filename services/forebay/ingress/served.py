@@ -13,7 +13,6 @@ class ServedModel(NamedTuple):
     """The model of a request.
 
     Attributes:
-        ingress: ingress of the model.
         name: name of the model or of its adapter, after aliases were resolved.
     """
 
@@ -22,11 +21,7 @@ class ServedModel(NamedTuple):
 
 
 class ServedModels(Protocol):
-    """The models of an ingress process.
-
-    Attributes:
-        front: parts that all models share.
-    """
+    """The models of an ingress process."""
 
     front: Front
 
@@ -85,10 +80,7 @@ def card_of(name: str, context_tokens: int, created_s: int, adapters: Sequence[s
     """Return the entries of a model and its adapters for `GET /v1/models`.
 
     Args:
-        name: name of the model.
-        context_tokens: its context length.
         created_s: Unix time in seconds.
-        adapters: names of its adapters.
     """
     card = {
         "id": name,
@@ -114,7 +106,6 @@ class OneModel:
         return self.ingress.ready_details
 
     def has_owner(self) -> bool:
-        """Return whether the model has an owner."""
         return self.ingress.find_partition() is not None and self.ingress.has_owner()
 
     def require_any(self) -> None:
@@ -134,12 +125,10 @@ class OneModel:
         return ServedModel(self.ingress, name)
 
     def group(self, name: str) -> GroupClient:
-        """Return the ingress, whatever name is given."""
         del name
         return self.ingress
 
     async def cards(self) -> list[dict[str, Any]]:
-        """Return the model and its adapters."""
         ingress = self.ingress
         adapters = await ingress.adapters.names()
         return card_of(ingress.settings.model_name, ingress.model.context_tokens, self._created_s, adapters)

@@ -18,7 +18,6 @@ class IngressSettings:
 
     Attributes:
         model_name: the model that the ingress serves, or `ALL_MODELS`.
-        ingress_id: name of the ingress on the log.
         block_size: tokens per KV block of the pool; None if the ingress reads the value from the log.
         reply_slot: partition of `tokens` on which the ingress reads the output of its requests.
         body_bytes_max: maximum bytes of a request body without its images and videos; larger bodies get 413.

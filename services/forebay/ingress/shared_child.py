@@ -15,7 +15,6 @@ class ChildResponse(msgspec.Struct, frozen=True):
 
     Attributes:
         content: the result as JSON; unset for an error.
-        status: HTTP status of the response to the client.
         code: error code; empty if there is content.
         message: error message; empty if there is content.
     """

@@ -61,14 +61,10 @@ class ReplySlot:
 
     Args:
         log: the log with the topic `tokens`.
-        number: number of the partition.
-        offset: first offset to read.
         on_undecodable: called for each record that cannot be decoded.
         on_foreign: called with the number of foreign events of a request, if there were any.
 
     Attributes:
-        on_foreign: as above.
-        number: number of the partition.
         position: offset of the first record that was not dispatched yet.
     """
 
@@ -198,7 +194,6 @@ class ReplyReader:
         self._commands.pop(command_id)[1].cancel()
 
     def has_command(self, command_id: str) -> bool:
-        """Return whether a command with this id is in flight."""
         return command_id in self._commands
 
     def interrupt_all(self, reason: str) -> None:
@@ -213,7 +208,6 @@ class ReplyReader:
                 command.set_result(reason)
 
     def apply(self, event: TokenEvent) -> None:
-        """Dispatch an event of the group."""
         if isinstance(event, RouteResponse):
             key, query = self._queries.get(event.request_id, NOT_OPEN)
             if query is not None and key == event.reply_key and not query.done():

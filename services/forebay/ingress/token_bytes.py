@@ -29,11 +29,7 @@ BYTE_OF = _byte_of()
 
 
 class TokenBytes:
-    """Map from the token ids of a tokenizer to the bytes of the tokens.
-
-    Attributes:
-        special: text of each special token, by id.
-    """
+    """Map from the token ids of a tokenizer to the bytes of the tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.get_added_tokens_decoder()

@@ -51,7 +51,6 @@ class TokenizerPool:
         """Run `work` and return its result. Work on more than `INLINE_CHARS_MAX` characters runs in a thread.
 
         Args:
-            work: the function to run.
             chars: number of characters that `work` processes.
             is_patient: whether to wait if the queue is full, as the Kafka API does.
 
@@ -78,8 +77,6 @@ def encode_prompt(model: Model, text: str, what: str, param: str, *, special: bo
     """Return the token ids of a text.
 
     Args:
-        model: the model, with its tokenizer.
-        text: the text.
         what: name of the text in an error message.
         param: parameter of the request that contains the text.
         special: whether to add the special tokens that the tokenizer puts around a prompt.
@@ -96,7 +93,6 @@ def require_fits(model: Model, text: str, what: str, param: str) -> None:
 
     Args:
         model: the model, with its tokenizer and context length.
-        text: the text.
         what: name of the text in an error message.
         param: parameter of the request that contains the text.
     """

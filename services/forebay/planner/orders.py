@@ -92,10 +92,7 @@ def size_order(pools: list[PoolKey], pool: str, size: int | None, operator: str)
     """Return the order to set the size of a pool, or to release it.
 
     Args:
-        pools: pools that a planner scales.
-        pool: name of the pool as GROUP/POOL.
         size: number of workers; None to release the pool.
-        operator: name of the operator.
 
     Raises:
         OrderInvalid: no planner scales the pool.
@@ -117,7 +114,6 @@ async def execute_order(
         log: the log with the topic `scaling`.
         make: returns the order, given the pools that planners scale.
         timeout_s: seconds to wait for the effect; None to return true once the order is recorded.
-        report: receives the steps.
 
     Raises:
         OrderInvalid: the order cannot be recorded.
@@ -149,8 +145,6 @@ class EffectWatch:
     """Follows the topic, and waits for the effect of an order.
 
     Attributes:
-        topic: the topic with its state.
-        pools: pools of all claims.
         waits_for: what has not happened yet, in words.
     """
 
@@ -231,7 +225,6 @@ class EffectWatch:
             self._records.put_nowait((offset, event))
 
     def _report_reply(self, reply: ScalingApplied | ScalingRefused, pool: PoolKey, size: int) -> bool:
-        """Report a reply, and return whether the pool has the size."""
         if isinstance(reply, ScalingRefused):
             text = f"{reply.actuator} refused decision {reply.decision}: {reply.reason}: {reply.message}"
             self._report.on_problem(text)

@@ -50,7 +50,6 @@ class PoolEngine:
     """Engine of the workers of a pool. Picklable.
 
     Attributes:
-        workers: a group of one worker with this engine.
         delays: latencies that the engine profile has measured.
     """
 
@@ -62,7 +61,6 @@ def pool_engine(profile: Profile, kv_tokens: int) -> PoolEngine:
     """Return the engine with this profile.
 
     Args:
-        profile: the engine profile.
         kv_tokens: tokens in the KV cache of one worker; 0 uses the profile's value.
 
     Raises:
@@ -84,9 +82,7 @@ def simulated_sizes(
     simulated with the largest size of its prefill pool, and must meet both targets.
 
     Args:
-        forecast: the demand to simulate.
         settings: settings of the planner, with the targets and the limits of the sizes.
-        engines: engine of each pool.
         target: share of the requests that must meet the targets.
 
     Yields:
@@ -162,8 +158,6 @@ class _Simulated:
 
     Attributes:
         pools: the pool with its engine, and the pool of the other stage, if there is one.
-        demand: the demand to simulate.
-        settings: settings of the planner.
     """
 
     pools: Sequence[tuple[PoolScaling, PoolEngine]]

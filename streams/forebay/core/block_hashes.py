@@ -92,7 +92,6 @@ def extend_chain(parent: int | None, blocks: Iterable[int]) -> list[int]:
 
     Args:
         parent: sequence hash of the block before them; None if they start a prompt.
-        blocks: block hashes.
     """
     chain: list[int] = []
     for block in blocks:

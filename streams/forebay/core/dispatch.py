@@ -57,7 +57,6 @@ def submit(world: World, event: RequestSubmitted, offset: int) -> list[AnyDecisi
 
     Args:
         world: current state; the decision is booked in it.
-        event: the submission.
         offset: offset of the event on `requests`.
 
     Returns:

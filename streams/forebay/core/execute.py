@@ -138,10 +138,6 @@ def abort(
     """End an accepted request, free its load and its place in the queue, and return the journal record.
 
     Args:
-        world: current state.
-        request: request to abort.
-        reason: why the request is aborted.
-        message: explanation for the client.
         status: HTTP status from a worker that rejected the request; otherwise 0.
         code: error code from that worker; otherwise empty.
         retry_after_s: seconds after which that worker takes requests again; 0 if unknown.

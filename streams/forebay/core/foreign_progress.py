@@ -28,6 +28,5 @@ def is_foreign(world: World, event: RequestProgress) -> bool:
 
 
 def is_member(world: World, worker_id: str, worker_epoch: int) -> bool:
-    """Return whether this epoch of a worker is in the fleet."""
     worker = world.fleet.get(worker_id)
     return worker is not None and worker.worker_epoch == worker_epoch

@@ -9,8 +9,6 @@ class Phase(StrEnum):
     Attributes:
         SUBMITTED: the owner has applied the submission and not decided yet.
         QUEUED: it waits in the router's queue.
-        ENCODE: an encode worker has it.
-        REMOTE_PREFILL: a prefill worker has it.
         TRANSFER: a decode worker has it and fetches the KV of the prompt.
         PREFILL: the worker that generates the response has it and computes the prompt.
         DECODE: the worker that generates the response has emitted the first token.

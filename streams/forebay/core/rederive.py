@@ -43,9 +43,7 @@ class Divergence:
     """First journal record that does not follow from the recorded events.
 
     Attributes:
-        offset: journal offset of the record.
         reason: what is wrong with the record.
-        recorded: the record.
         derived: record that follows from the events instead; None if they lead to no decision here.
     """
 
@@ -77,8 +75,6 @@ class Rederivation:
         """Apply the next journal record, with the events that it consumed.
 
         Args:
-            offset: journal offset of the record.
-            record: the record.
             events: by topic, exactly the events that `consumed` of the record counts.
 
         Returns:

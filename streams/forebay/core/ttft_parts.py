@@ -26,7 +26,6 @@ class TimeByPart:
     counts as `decode`. If a stage is repeated, its times add up.
 
     Attributes:
-        phase: current phase.
         prefilled_us: when the last remote prefill ended; None if there was none.
     """
 
@@ -49,7 +48,6 @@ class TimeByPart:
         """Return the time per part until `now_us`, in microseconds. The sum is the time since the submission.
 
         Args:
-            now_us: end of the last part.
             transfer_us: duration of the KV transfer that the worker reported, which is moved from the last part to
                 `transfer`.
         """

@@ -25,7 +25,6 @@ def submit_command(world: World, event: WorkerCommanded, offset: int) -> list[Co
 
     Args:
         world: current state; the decision is booked in it.
-        event: the operator's command.
         offset: offset of the event on `control`.
 
     Returns:

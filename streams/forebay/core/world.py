@@ -58,15 +58,9 @@ class World:
     """Complete state of the owner of one group.
 
     Attributes:
-        fleet: workers and ingresses.
-        index: prefix index.
-        load: load of every worker rank.
-        requests: active requests.
-        queues: router queues of all pools.
         sessions: worker rank of each session.
         routed: blocks assumed to be cached on ranks without KV events.
         predicted: blocks assumed to be cached until KV events arrive.
-        commands: pending commands of operators.
         pools: configuration by pool, with the router mode in effect.
         busy: busy thresholds that an operator set at run time, by pool.
         disagg: disaggregation settings that an operator set at run time, by pool.
@@ -323,11 +317,6 @@ class World:
         """Record the effects of a routing decision on later decisions, except its load.
 
         The rank will probably have the prompt cached. If the request has a session, the rank serves it from now on.
-
-        Args:
-            router: router configuration of the pool.
-            candidate: selected rank.
-            request: request as the pool of this rank gets it.
         """
         worker_id, rank = candidate.key
         if not (router.use_kv_events and candidate.worker.spec.kv_events):

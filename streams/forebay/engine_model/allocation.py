@@ -13,7 +13,6 @@ class BlockAllocator:
     """Gives blocks of a pool to sequences.
 
     Attributes:
-        pool: the blocks.
         changes: changes of the cache that no step has reported yet, in order.
     """
 

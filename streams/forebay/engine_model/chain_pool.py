@@ -29,7 +29,6 @@ class PrefixMatch(NamedTuple):
     """Leading blocks of a chain that are in the pool. It is valid until the pool changes.
 
     Attributes:
-        blocks: number of these blocks.
         path: runs that contain them, in order, each with the number of its blocks that match, from its start.
     """
 

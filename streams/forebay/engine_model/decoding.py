@@ -13,7 +13,6 @@ class JoiningSequences(NamedTuple):
     """Sequences that start to decode in the current iteration, because their KV was fetched.
 
     Attributes:
-        sequences: number of sequences.
         blocks: number of KV blocks that they use.
     """
 
@@ -85,7 +84,6 @@ class DecodingBatch:
         return [due[turn] for turn in sorted(due)] if due else []
 
     def clear(self) -> None:
-        """Remove all sequences."""
         self.by_turn.clear()
         self.blocks = 0
         self._due.clear()

@@ -61,7 +61,6 @@ class LoadingSequences:
         return sequence
 
     def clear(self) -> list[EngineSequence]:
-        """Remove and return all sequences."""
         sequences = list(self._by_id.values())
         self._by_id.clear()
         self._new.clear()

@@ -56,7 +56,6 @@ class EngineModel:
     """Model of one engine rank. Submit requests, then call `step` until it returns None; each step has a duration.
 
     Args:
-        config: size and timing of the engine.
         match: tells how many blocks can be loaded from slower tiers; None loads nothing.
         named: called for each output block that gets a hash.
     """

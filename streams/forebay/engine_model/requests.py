@@ -22,9 +22,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         vocabulary: token ids to sample output from; None emits no tokens.
         block_size: tokens per KV block.
-        kv_blocks_total: KV blocks of the rank.
         max_num_seqs: maximum number of running sequences.
-        max_num_batched_tokens: token budget of one step.
         timing: computes the duration of a step.
     """
 
@@ -51,8 +49,6 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt at a request, as the engine gets it.
 
     Attributes:
-        request_id: id of the request.
-        attempt: number of the attempt.
         token_ids: prompt tokens, followed by the output tokens of earlier attempts, as packed u32.
         sequence_hashes: packed u64 sequence hashes of the full prompt blocks.
         token_seed: seed of the output tokens.

@@ -14,8 +14,6 @@ class Emitted(msgspec.Struct, frozen=True, gc=False):
     """New output tokens of a request.
 
     Attributes:
-        request_id: id of the request.
-        attempt: number of the attempt.
         first_index: position of the first of these tokens in the output, from 0.
         token_ids: tokens, as packed u32.
         logprobs: log probabilities of the tokens; empty if not requested.
@@ -34,8 +32,6 @@ class FirstTokenStep(msgspec.Struct, frozen=True, gc=False):
     """The engine has generated the first token of a request, so its prompt no longer counts as load.
 
     Attributes:
-        request_id: id of the request.
-        attempt: number of the attempt.
         cached_tokens: prompt tokens that were not computed, because they were cached or fetched.
         transferred_bytes: bytes of KV fetched from another engine; set by the caller that fetched them.
         transfer_us: duration of the fetch in microseconds; set by the same caller.
@@ -54,8 +50,6 @@ class Computed(msgspec.Struct, frozen=True, gc=False):
     """The engine has computed the prompt of a request for another engine, and keeps its KV blocks.
 
     Attributes:
-        request_id: id of the request.
-        attempt: number of the attempt.
         cached_tokens: prompt tokens that were not computed, because they were in the cache.
     """
 
@@ -70,8 +64,6 @@ class Fetch(msgspec.Struct, frozen=True, gc=False):
     The engine has the blocks before `first_block` in its own cache.
 
     Attributes:
-        request_id: id of the request.
-        attempt: number of the attempt.
         first_block: index of the first block to fetch, from 0.
         blocks: number of blocks of the prompt; the last may be partial.
     """
@@ -88,10 +80,7 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     The engine has the blocks before `first_block` in its own cache.
 
     Attributes:
-        request_id: id of the request.
-        attempt: number of the attempt.
         first_block: index of the first block to load, from 0.
-        blocks: number of blocks to load.
     """
 
     request_id: str
@@ -104,11 +93,7 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
     """The engine has generated the last token of a request.
 
     Attributes:
-        request_id: id of the request.
-        attempt: number of the attempt.
         reason: `length` if the output has the maximum length, otherwise `stop`.
-        prompt_tokens: length of the prompt.
-        output_tokens: length of the output.
         cached_tokens: prompt tokens that were not computed.
         filtered: whether a content filter of the engine ended the output.
     """
@@ -128,7 +113,6 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         parent: sequence hash of the block before the first of them; None if they start a prompt.
         hashes: sequence hashes of the blocks; an array of type "Q" is encoded fastest.
-        tier: tier of the cache.
         engine_hashes: the engine's own hashes of the blocks; empty if they are the same.
     """
 
@@ -143,7 +127,6 @@ class Removed(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         hashes: sequence hashes of the blocks; an array of type "Q" is encoded fastest.
-        tier: tier of the cache.
         engine_hashes: the engine's own hashes of the blocks; empty if they are the same.
     """
 
@@ -173,10 +156,7 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     """Load of the engine.
 
     Attributes:
-        running: sequences that are computed.
         waiting: sequences that wait in the queue or for their KV.
-        kv_blocks_used: KV blocks in use.
-        kv_blocks_total: KV blocks of the engine.
     """
 
     running: int
@@ -193,13 +173,9 @@ class EngineStep(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         duration_us: duration of all iterations, in microseconds.
-        iterations: number of iterations.
         emitted: new output tokens.
-        first_tokens: requests that have generated their first token.
         finished: requests that have generated their last token.
         cache_changes: blocks stored and removed, in order.
-        load: load of the engine after the step.
-        computed: prompts that were computed for another engine.
     """
 
     duration_us: int

@@ -19,7 +19,6 @@ class StepWork(NamedTuple):
     Attributes:
         prefill_tokens: prompt tokens to compute.
         prefill_attended: (query, key) pairs of the attention of these tokens, including cached keys.
-        decode_sequences: sequences that decode one token each.
         decode_tokens: capacity in tokens of the KV blocks that these sequences use; a shared block counts per sequence.
         cache_tokens: capacity in tokens of all KV blocks of the engine.
     """
@@ -81,7 +80,6 @@ class LinearTiming(msgspec.Struct, frozen=True, kw_only=True):
     All weights are in microseconds and at least 0, and one or more of them are above 0.
 
     Attributes:
-        step: constant part of every step.
         prefill_token: weight per prompt token.
         attended_pair: weight per (query, key) pair of the prompt tokens' attention.
         decode_step: constant part of steps with decoding sequences.
@@ -126,7 +124,6 @@ class RooflineTiming(msgspec.Struct, frozen=True, kw_only=True):
         flops_us: operations per microsecond.
         bytes_us: bytes read per microsecond.
         bytes_experts: bytes of all experts of all layers.
-        experts: experts per layer.
         experts_active: experts per layer that a token uses.
         reduce_us: all-reduce time per step, in microseconds.
         reduce_us_token: additional all-reduce time per token, in microseconds.

@@ -153,7 +153,6 @@ class _Fit:
         self._solution: list[float] | None = None
 
     def add(self, inputs: tuple[float, ...], result: float) -> None:
-        """Add an observation."""
         self.observed += 1
         scaled = [value / result for value in inputs]  # so that errors are relative to the result
         for row, at, value in zip(self._matrix, range(self._size), scaled, strict=True):

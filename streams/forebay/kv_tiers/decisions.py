@@ -15,7 +15,6 @@ class TierSet(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         host: host memory. Without it, blocks go from the device to disk, and the filter of the disk does not apply.
-        disk: disk of this rank.
         store: shared store, which belongs to no rank.
         writes_max: blocks that may be in flight to one tier; more are skipped.
     """
@@ -37,8 +36,6 @@ class Write(NamedTuple, Generic[Key]):
     """Blocks to copy into a tier. The caller reports the end of the write with `written`, exactly once.
 
     Attributes:
-        number: number of the write.
-        tier: tier into which the blocks are copied.
         source: tier from which they are copied.
         keys: blocks, in prompt order.
         evicted: blocks that the caller removes from `tier` first. Always empty for the shared store.
@@ -55,8 +52,6 @@ class Loading(NamedTuple, Generic[Key]):
     """Blocks to copy into device memory. The caller reports the end with `loaded`, exactly once.
 
     Attributes:
-        number: number of the load.
-        tier: tier from which the blocks are read.
         keys: consecutive blocks of the prompt.
     """
 

@@ -48,7 +48,6 @@ class FrequencyFilter(Generic[Key]):
         return len(self._ends)
 
     def offer(self, keys: Iterable[Key]) -> None:
-        """Count one offer of each key."""
         ends, now = self._ends, self._now
         once = self._group(now + 1)
         room = self._limits.keys_max - len(ends)
@@ -83,7 +82,6 @@ class FrequencyFilter(Generic[Key]):
             del self._ends[key]
 
     def clear(self) -> None:
-        """Forget all keys."""
         self._ends.clear()
         self._by_end.clear()
 

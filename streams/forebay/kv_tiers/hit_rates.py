@@ -11,7 +11,6 @@ class TierHits(NamedTuple):
         total: full blocks of the prompts.
         device: blocks found in device memory.
         host: blocks found in host memory.
-        disk: blocks found on disk.
         store: blocks found in the shared store.
     """
 
@@ -23,11 +22,7 @@ class TierHits(NamedTuple):
 
 
 class HitRates:
-    """Sliding window over requests.
-
-    Args:
-        window: number of requests in the window.
-    """
+    """Sliding window over requests."""
 
     def __init__(self, window: int = 1000) -> None:
         if window < 1:
@@ -44,10 +39,8 @@ class HitRates:
         """Add the most recent request.
 
         Args:
-            total_blocks: full blocks of its prompt.
             device: blocks found in device memory.
             host: blocks onboarded from host memory.
-            disk: blocks onboarded from disk.
             store: blocks onboarded from the shared store.
         """
         new = TierHits(total_blocks, device, host, disk, store)

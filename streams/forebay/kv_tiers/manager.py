@@ -49,7 +49,6 @@ class TierManager(Generic[Key]):
     uses, or that is pinned, is never evicted.
 
     Args:
-        tiers: sizes and policies of the tiers.
         frequency: limits of the offload filter.
 
     Attributes:
@@ -156,7 +155,6 @@ class TierManager(Generic[Key]):
         At most half of the host memory is used for one prompt.
 
         Args:
-            keys: blocks of a prompt.
             begin: index of the first block that device memory lacks.
         """
         host = self._find("host")
@@ -236,7 +234,6 @@ class TierManager(Generic[Key]):
         larger tier are counted as `skipped_pin`.
 
         Args:
-            keys: blocks of the prompt.
             until_us: end of the pin, on the clock of `unpin`.
         """
         for at, key in enumerate(keys):
@@ -259,7 +256,6 @@ class TierManager(Generic[Key]):
                 self._pin(tier, self._pins)  # those for which the tier had too many pins
 
     def pinned(self, tier: LowerTier) -> int:
-        """Return the number of blocks that are in a tier and pinned."""
         content = self._find(tier)
         return 0 if content is None else len(content.pinned)
 
@@ -305,7 +301,6 @@ class TierManager(Generic[Key]):
         return content is not None and key in content
 
     def count(self, tier: LowerTier) -> int:
-        """Return the number of readable blocks of a tier."""
         content = self._find(tier)
         return 0 if content is None else len(content.saved) + len(content.blocks)
 

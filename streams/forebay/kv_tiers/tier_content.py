@@ -43,7 +43,6 @@ class TierContent(Generic[Key]):
     """Blocks of one tier of one rank.
 
     Attributes:
-        name: name of the tier.
         limits: size and write policy.
         blocks: readable blocks, least recently used first.
         saved: readable blocks that are evicted before `blocks`.
@@ -164,7 +163,6 @@ class TierContent(Generic[Key]):
         """Evict the least recently used blocks.
 
         Args:
-            count: number of blocks.
             keep: blocks that are not evicted; they were just used.
 
         Returns:

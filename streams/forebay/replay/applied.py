@@ -13,7 +13,6 @@ class Applied(NamedTuple):
     """When the owner applied one event.
 
     Attributes:
-        offset: offset of the event.
         journal_offset: offset of the journal record whose `consumed` counts the event.
         now_us: the owner's clock when the event was applied, in microseconds.
     """

@@ -39,7 +39,6 @@ class _LaterEvent(NamedTuple):
 
     Attributes:
         at_us: when the event was appended to the log, but not before the previous event of its topic.
-        topic: name of its topic.
         event: the event; None if it does not decode.
     """
 
@@ -113,8 +112,6 @@ class _NextRecord(NamedTuple):
     """Journal record after a position.
 
     Attributes:
-        offset: offset of the record.
-        record: the record.
         is_of_other_rules: whether its owner had other decision rules than this program.
     """
 
@@ -168,8 +165,6 @@ async def apply_unrecorded(
     Unless an event led to a decision, a second call continues with the events that were appended since.
 
     Args:
-        log: the log.
-        partition: control partition of the group.
         world: state after the last journal record, which changes.
         time_us: time in microseconds since 1970.
         most: apply at most this many events; None for no limit.

@@ -32,14 +32,8 @@ class MomentSummary(Fact, frozen=True, kw_only=True):
     """Totals of a group at one moment.
 
     Attributes:
-        offset: journal offset of the moment.
         now_us: the owner's clock, in microseconds since 1970.
         owner_id: ID of the owner; empty if unknown.
-        owner_epoch: epoch of the owner.
-        workers: number of workers in the fleet.
-        ready: number of ready workers.
-        active_requests: number of active requests, including queued requests.
-        queued_requests: number of requests in the router's queues.
         prefill_tokens: uncached prompt tokens of requests that wait for their first token, over all ranks.
         decode_blocks: KV blocks of active requests, over all ranks.
         device_blocks: KV blocks cached in device memory, over all ranks.
@@ -65,7 +59,6 @@ class MomentChange(Fact, frozen=True, kw_only=True):
         kind: what the difference is about. `pool` is a change of a pool's configuration, `size` a change of its number
             of workers.
         subject: the worker, `worker/rank`, pool or owner that changed; the model's name for changes of all pools.
-        text: the difference as a sentence.
         before: value at the earlier moment, as text; empty if there was none.
         after: value at the later moment, as text; empty if there is none.
     """
@@ -81,8 +74,6 @@ class MomentComparison(Fact, frozen=True, kw_only=True):
     """Differences between two moments of a group.
 
     Attributes:
-        a: totals at the earlier moment.
-        b: totals at the later moment.
         changes: the most important differences, most important first.
         omitted: number of further differences, by kind.
     """

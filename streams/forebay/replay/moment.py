@@ -27,13 +27,8 @@ class PoolFacts(Fact, frozen=True, kw_only=True):
     """Configuration of a pool.
 
     Attributes:
-        pool: name of the pool.
-        model: name of the model.
         block_size: tokens per KV block.
         attempts_max: maximum attempts per request.
-        router: router settings.
-        busy: busy thresholds in force.
-        routed: number of requests routed in this pool.
         role: `aggregated`, `prefill`, `decode` or `encode`.
         disagg: disaggregation settings in force; None unless this is a decode pool.
     """
@@ -74,10 +69,7 @@ class ReportFacts(Fact, frozen=True, kw_only=True):
     """The newest load report of a rank.
 
     Attributes:
-        running: requests in the running batch.
         waiting: requests in the engine's queue.
-        kv_blocks_used: KV blocks in use.
-        kv_blocks_total: KV blocks in total.
     """
 
     running: int
@@ -90,11 +82,8 @@ class RankFacts(Fact, frozen=True, kw_only=True):
     """Load and cache of one worker rank.
 
     Attributes:
-        worker_id: ID of the worker.
-        rank: data-parallel rank.
         prefill_tokens: uncached prompt tokens of requests that wait for their first token.
         decode_blocks: KV blocks of active requests.
-        active_requests: number of active requests.
         computed_tokens: uncached prompt tokens sent to the rank so far. A new rank starts with the minimum of all
             ranks.
         reported: the newest load report; None if the rank sent none.
@@ -127,8 +116,6 @@ class LossFacts(Fact, frozen=True, kw_only=True):
     Its load and cache are known only if it was lost after the state at which the derivation began.
 
     Attributes:
-        worker_id: ID of the worker.
-        worker_epoch: epoch of the worker.
         reason: why the owner declared the worker lost.
         at_us: when the owner wrote `WorkerLost`, on its wall clock, in microseconds.
         lost_us: when the owner applied `WorkerLost`, on the owner's clock, in microseconds; None if unknown.
@@ -149,7 +136,6 @@ class HeldFacts(Fact, frozen=True, kw_only=True):
     """A request held in the router's queue.
 
     Attributes:
-        request_id: ID of the request.
         waited_us: time in the queue so far, in microseconds.
         uncached_tokens: prompt tokens that are not cached on any rank.
         priority: seconds by which the request is moved ahead in the queue.
@@ -167,13 +153,10 @@ class ClassFacts(Fact, frozen=True, kw_only=True):
     """A queue class of a pool: one of several queues that take turns, each with a budget of tokens per turn.
 
     Attributes:
-        pool: name of the pool.
-        name: name of the class.
         uncached_tokens_min: minimum uncached tokens of its requests.
         policy: order within the class.
         quantum: tokens added to `deficit` at each turn of the class.
         deficit: tokens that the class may still spend in this turn.
-        served_last: whether the last turn was a turn of this class.
         waiting: requests in the class, in queue order.
     """
 
@@ -191,13 +174,7 @@ class RequestFacts(Fact, frozen=True, kw_only=True):
     """An active request.
 
     Attributes:
-        request_id: ID of the request.
-        phase: phase of the request.
-        pool: name of the pool.
         worker_id: worker that has the request; empty while no worker has it.
-        rank: rank of the worker.
-        attempt: number of the attempt.
-        prompt_tokens: length of the prompt.
         submitted_offset: offset of the submission on topic `requests`.
         age_us: microseconds since the submission; None if the log no longer holds the submission.
         due_in_us: microseconds until the deadline.
@@ -243,19 +220,15 @@ class Moment(Fact, frozen=True, kw_only=True):
     Attributes:
         offset: offset of that record, the last valid record at or before the requested offset.
         now_us: the owner's clock, in microseconds.
-        owner_epoch: epoch of the owner.
         owner_id: ID of the owner; empty if the log no longer holds its claim.
         digest: digest of the whole state, in the form of the digests in the journal.
         record: the journal record at `offset`; None if the state is the beginning of the derivation.
         start: journal offset at which the derivation of the state began.
         view: offset of the next event to apply, by input topic.
-        pools: pools, ordered by name.
-        workers: workers, ordered by ID.
         ranks: worker ranks, ordered by worker and rank.
         lost: lost workers, oldest first.
         queues: queue classes of every pool.
         requests: active requests, oldest first.
-        sessions: number of sessions.
         stores: number of blocks of each shared store, by name.
         unverified: number of records and events that the derivation skipped, by the kind of problem.
         later: number of events after the record, as far as known.
@@ -282,7 +255,6 @@ class Moment(Fact, frozen=True, kw_only=True):
 
 
 def pools_of(world: World) -> list[PoolFacts]:
-    """Return the facts of every pool, ordered by name."""
     return [
         PoolFacts(
             pool=name,
@@ -300,7 +272,6 @@ def pools_of(world: World) -> list[PoolFacts]:
 
 
 def workers_of(world: World) -> list[WorkerFacts]:
-    """Return the facts of every worker, ordered by ID."""
     return [
         WorkerFacts(
             worker_id=worker.spec.worker_id,

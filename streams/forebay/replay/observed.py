@@ -94,10 +94,7 @@ async def observe_history(
     """Derive the recorded history of a group from its oldest usable state, and collect the input for the simulator.
 
     Args:
-        log: the log to read.
-        partition: control partition of the group.
         progress: called regularly with the number of journal records done, their total, and the decisions verified.
-        custom: custom policies that may run.
 
     Raises:
         OtherRules: a program with other decision rules wrote the journal.

@@ -24,7 +24,6 @@ class RecordedStep(NamedTuple):
     """One valid journal record, and the events that it counts.
 
     Attributes:
-        offset: journal offset of the record.
         record: the record; None if this version does not know its type.
         consumed: the runs of events, without topics that this version does not know.
         events: the events of the runs, by topic; None for an event that did not decode.
@@ -47,7 +46,6 @@ class RecordedSteps:
         first: journal offset of the first record of an owner with other rules, as far as read.
         position: journal offset of the next record; after the last step, that of `claim` or the journal's end.
         claim: the claim with this program's rules that ends the part; None while there is none.
-        validity: assigns the records to owners.
         order: position in the input topics.
     """
 

@@ -54,8 +54,6 @@ class ControlRead(msgspec.Struct):
     """Records that were read from the topic `control` of a group.
 
     Attributes:
-        settings: number of events that change settings.
-        commands: number of commands to workers, which are not restored.
         undecodable: number of records that do not decode in this version.
     """
 
@@ -68,8 +66,6 @@ class RestoredGroup(msgspec.Struct, frozen=True):
     """Group of a recorded log, and the events that give a new namespace its settings.
 
     Attributes:
-        name: name of the group.
-        partition: control partition of the group, which it keeps.
         events: events for the topic `control`, in order.
         read: records from which the settings follow.
         pools: names of the pools, sorted.
@@ -197,7 +193,6 @@ async def write_group(log: Log, group: RestoredGroup, at_us: int) -> None:
 
     Args:
         log: log of the new namespace. The control partition of the group is empty.
-        group: the group.
         at_us: wall-clock time in microseconds since 1970, for the placement.
 
     Raises:

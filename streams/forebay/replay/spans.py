@@ -53,7 +53,6 @@ class RulesSpan(NamedTuple):
 
     @property
     def is_own(self) -> bool:
-        """Whether this program has the decision rules of the span."""
         return self.rules == CORE_VERSION
 
     async def start(self, log: Log, partition: int, end: int, custom: CustomPolicies) -> Start:
@@ -63,7 +62,6 @@ class RulesSpan(NamedTuple):
         return Start(await load_continued(log, partition, self.claim, custom), self.first, begins_span=True)
 
     def validity(self) -> Validity:
-        """Return the filter of the records of the span."""
         if self.before is None:
             return Validity(-1, self.rules, nonce=None, seq=None)  # the first record is the claim
         return Validity.after(self.before, self.rules)
@@ -148,7 +146,6 @@ class NearMoment(NamedTuple):
     """A moment that can be shown.
 
     Attributes:
-        offset: journal offset.
         now_us: the owner's clock in microseconds; 0 if unknown.
     """
 

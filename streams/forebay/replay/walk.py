@@ -65,7 +65,6 @@ class StateTime(NamedTuple):
     Attributes:
         offset: journal offset of the first record after the state.
         now_us: the owner's clock, in microseconds.
-        owner_epoch: epoch of the owner.
         rules: version of the decision rules of the owner.
         owner_nonce: nonce of the owner's claim; None to read it from the log.
         seq: sequence number of the first record after the state; None if it is unknown.
@@ -121,8 +120,6 @@ class Step(NamedTuple):
     """One step of a `Walk`: a valid journal record, and the result of deriving it again.
 
     Attributes:
-        offset: journal offset of the record.
-        record: the decoded record.
         events: the input events that `record.consumed` counts, by topic; None for an event that did not decode.
         divergence: difference between the recorded and the derived decision; None if they are equal.
     """
@@ -143,7 +140,6 @@ class Walk:
         world: the state after the last step. The callback `world.on_plan` may be set before the first step.
         followed: derives the decisions. Its callback `on_applied` may be set before the first step.
         start: journal offset of the first step.
-        end: journal offset at which the walk ends.
         position: journal offset of the first record that is not part of the state.
         at_us: time at which the record of the last step was appended, in microseconds of Unix time; 0 if unknown.
         validity: counts stale and foreign records.

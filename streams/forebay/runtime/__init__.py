@@ -41,9 +41,7 @@ T = TypeVar("T")
 class Runtime(Protocol):
     """Methods of a runtime. The functions of this module have the same names and call the current runtime."""
 
-    def monotonic_ns(self) -> int:
-        """Return the monotonic clock in nanoseconds."""
-        ...
+    def monotonic_ns(self) -> int: ...
 
     def wall_ns(self) -> int:
         """Return the wall clock in nanoseconds since 1970."""
@@ -135,6 +133,5 @@ def start_ticker(step: Callable[[], float | None], name: str) -> Ticker:
 
     Args:
         step: returns the seconds until its next call, or None to end.
-        name: name of the thread.
     """
     return _current.get().start_ticker(step, name)

@@ -28,7 +28,6 @@ class SystemRuntime:
     """Clocks, entropy and threads of the operating system."""
 
     def monotonic_ns(self) -> int:
-        """Return the monotonic clock in nanoseconds."""
         return time.monotonic_ns()
 
     def wall_ns(self) -> int:

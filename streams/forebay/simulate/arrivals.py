@@ -20,8 +20,6 @@ class Arrival(NamedTuple):
 
     Attributes:
         at_us: virtual time at which the record arrives.
-        topic: topic of the record.
-        event: the record.
         number: for a request, its number in the workload (`Turn.number`).
     """
 
@@ -67,7 +65,6 @@ class ListedArrivals:
         self.think_us = FOREVER_US
 
     def take(self) -> Arrival:
-        """Return the next arrival of the list."""
         taken = self._head
         assert taken is not None, "take() after the last arrival"
         self._head = next(self._coming, None)

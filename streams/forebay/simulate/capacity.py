@@ -21,7 +21,6 @@ class SpeedTrial(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         speed: factor by which arrival times are divided.
-        requests_per_s: arrival rate at this speed.
         attained: share of requests that met the SLO, 0 to 1.
         holds: whether `attained` is high enough for the caller.
     """

@@ -55,12 +55,10 @@ class SimulatedCluster:
     """One simulated run of an owner and its workers. Add the ranks of all workers with `add`, then call `play`.
 
     Attributes:
-        world: state of the owner.
         requests: outcome of each request, in the order of arrival.
         routed: last routing decision of each of the first `EXPLAINED_MAX` requests, by index in `requests`.
         lasted_us: virtual time at which the last client got the end of its response, or its failure.
         now_us: current virtual time.
-        ranks: all worker ranks; the index is the number of the rank.
     """
 
     def __init__(
@@ -261,7 +259,6 @@ class SimulatedCluster:
             self._act(decision)
 
     def _act(self, decision: AnyDecision) -> None:
-        """Execute a decision."""
         match decision:
             case RequestRouted():
                 self._route(decision)
@@ -336,7 +333,6 @@ class SimulatedCluster:
             self._deliver(rank.hops.progress, PROGRESS, [event], self._queue_of(rank))
 
     def _queue_of(self, rank: EngineRank) -> EventQueue:
-        """Return the queue for the steps and progress events of a rank."""
         return self._work_events if rank.spec.role == "prefill" else self._output_events
 
     def _fail(self, request_id: str, reason: str) -> None:

@@ -26,7 +26,6 @@ def exponential(draw: int, mean: int) -> int:
 
     Args:
         draw: 64 uniformly distributed bits.
-        mean: mean of the distribution.
     """
     ln_2, logarithms = _tables()
     # u is 2**-halvings * (1 + step / 1024). Each further halving is half as probable.
@@ -53,7 +52,6 @@ class Draws:
         self._drawn = 0
 
     def next(self, mean: int) -> int:
-        """Return the next draw from an exponential distribution with this mean."""
         self._drawn += 1
         return exponential(xxh3_64_intdigest(self._drawn.to_bytes(U64_BYTES, "little"), self._seed), mean)
 

@@ -147,8 +147,6 @@ class _File(_Table, frozen=True, kw_only=True):
 
 
 class _KeyUnusable(Exception):
-    """Invalid key, with the reason."""
-
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(f"{where}: {reason}" if where else reason)
 
@@ -192,8 +190,6 @@ def worker_group(profile: Profile, count: int, gpus: float | None = None, **size
     """Return a group of identical workers whose engines have this profile.
 
     Args:
-        profile: the engine profile.
-        count: number of workers.
         gpus: GPUs per worker; None uses the profile's value.
         sizes: sizes of the engine, named as the arguments of `engine_config`. None uses the profile's value, or the
             default of `engine_config` if the profile has none.

@@ -22,9 +22,6 @@ class RequestOutcome:
     """Outcome of one request. Points in time are virtual microseconds at the client.
 
     Attributes:
-        arrived_us: when the request arrived.
-        prompt_tokens: length of the prompt.
-        output_tokens: length of the response.
         worker: number of the worker to which the request was routed last; None if it was never routed.
         cached_tokens: prompt tokens that the worker found in its cache.
         first_us: time of the first output token; 0 if there was none.
@@ -105,7 +102,6 @@ class RequestOutcomes:
         return RequestOutcome(**values, failure=self.failures.get(place, ""))  # type: ignore[arg-type]
 
     def append(self, served: RequestOutcome) -> int:
-        """Append an outcome and return its index."""
         place = len(self)
         self._make_room(served)
         for name, column in self._columns.items():
@@ -159,7 +155,6 @@ class UtilizationTimeline:
 
     Attributes:
         bin_us: width of a bin in microseconds. The first bin begins at time 0.
-        arrived: requests that arrived in the bin.
         finished: requests that completed or failed in the bin.
         prompt_tokens: prompt tokens of the requests whose prefill ended in the bin.
         cached_tokens: the part of `prompt_tokens` that was found in the cache.
@@ -190,7 +185,6 @@ class PlannedInterval:
 
     Attributes:
         at_us: end of the interval in virtual microseconds.
-        observed: observations of the pools.
         decisions: decisions at the end of the interval. If there are several, each continues the previous one.
         sizes: workers of each pool by its name after the decisions: those that run or start, without draining ones.
         gpu_s: GPU seconds of all worker processes from the start of the run to `at_us`.
@@ -209,7 +203,6 @@ class TierTraffic:
 
     Attributes:
         loaded: blocks loaded into device memory, by tier.
-        written: blocks written, by tier.
         counters: blocks that were skipped, evicted or stale, as in `TierManager.counters`.
     """
 
@@ -223,11 +216,9 @@ class SimulationOutcome:
     """Outcome of a simulation of one policy on one workload.
 
     Attributes:
-        requests: outcome of each request.
         digest: hash of all decisions, in hexadecimal.
         workers: ids of all workers that ever joined; the index is the worker's number.
         pools: pool of each worker, in the order of `workers`.
-        prefill_workers: numbers of the prefill workers.
         gpu_s: GPU seconds of all worker processes. A process counts from its start to its death or the end of the run.
         lasted_us: virtual time of the last response or failure.
         timeline: load and throughput over time.
@@ -261,7 +252,6 @@ def summary(outcome: SimulationOutcome, workers: int) -> dict[str, Any]:
     """Return the metrics of a run as `forebay simulate --json` prints them. `forebay trace` uses the same names.
 
     Args:
-        outcome: the run.
         workers: number of workers at the start of the run; more may have joined later.
     """
     workers = max(workers, len(outcome.workers))

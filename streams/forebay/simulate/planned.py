@@ -32,7 +32,6 @@ class Planning:
 
     Attributes:
         settings: settings of the planner. Its pools have the names of pools of the fleet.
-        forecast: predictor of the planner.
         simulate: simulates a forecast with different sizes, in no virtual time. Method `simulate` needs it.
     """
 
@@ -78,10 +77,6 @@ class PlannedFleet:
         """Create the planner of a cluster without workers.
 
         Args:
-            planning: the planner.
-            cluster: the cluster that it observes.
-            processes: workers of the cluster.
-            pools: pools of the fleet by name.
             new: returns spec and group of a new worker of a pool.
         """
         self.intervals: list[PlannedInterval] = []

@@ -20,11 +20,7 @@ class PoolRoutingUnusable(ValueError):
 
 
 class ModelRouting(PoolRouting, frozen=True, kw_only=True):
-    """Rules for the pools of one model.
-
-    Attributes:
-        name: name of the model.
-    """
+    """Rules for the pools of one model."""
 
     name: Name
 
@@ -42,7 +38,6 @@ def pool_routing(raw: dict[str, Any], noun: str = "key") -> PoolRouting:
     """Return the rules in decoded data.
 
     Args:
-        raw: decoded data.
         noun: word for a key in the text of an error.
 
     Raises:

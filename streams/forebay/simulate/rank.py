@@ -51,16 +51,10 @@ class EngineRank:
 
     Attributes:
         number: index among all ranks of the simulation.
-        spec: spec of the worker.
         rank: data-parallel rank within the worker.
-        worker_epoch: epoch of the worker.
-        engine: the engine model.
         tiers: tiers from which the engine loads blocks; None for none.
-        hops: latencies of the records from and to the rank.
         step: current step; None while idle.
         began_us: start of the current step.
-        ends_us: end of the current step.
-        dead: whether the rank has crashed.
         load: load of the engine at the end of the last step.
         kept: prefill attempt by request id, for each prompt whose KV the rank retains.
         reported_us: virtual time of the last load report.
@@ -83,13 +77,9 @@ class EngineRank:
 
         Args:
             number: index among all ranks of the simulation.
-            spec: spec of the worker.
             rank: data-parallel rank within the worker.
-            worker_epoch: epoch of the worker.
-            engine: the engine model.
             tiers: tiers from which the engine loads blocks; None for none.
             kv_seq: sequence number of the last KV event of the rank.
-            hops: latencies of the records from and to the rank.
         """
         self.number = number
         self.spec = spec
@@ -155,18 +145,12 @@ class EngineRank:
         return emitted
 
     def prompt_computed(self, one: FirstTokenStep | Computed, *, is_fetched: bool) -> tuple[OnboardedTokens, ...]:
-        """Offer a computed prompt to the tiers. Return the tokens that were loaded from them.
-
-        Args:
-            one: the end of the prompt.
-            is_fetched: whether another rank has computed the prompt.
-        """
+        """Offer a computed prompt to the tiers. Return the tokens that were loaded from them."""
         if self.tiers is None:
             return ()
         return self.tiers.computed(one.request_id, one.cached_tokens, is_fetched=is_fetched)
 
     def step_events(self, changes: list[CacheChange]) -> list[AnyKvEvent]:
-        """Return the events of changes in the cache of the engine in a step that has ended."""
         events: list[AnyKvEvent] = [*map(self._cache_event, changes)] if self.spec.kv_events else []
         if self.tiers is not None:
             self.tiers.stepped([change.hashes for change in changes if isinstance(change, Removed)])
@@ -179,7 +163,6 @@ class EngineRank:
         return [event for change in changes for event in self._tier_events(change)] if self.spec.kv_events else []
 
     def measured_costs(self) -> list[TierCostsMeasured]:
-        """Return a report of the costs of the tiers, if it is due."""
         costs = None if self.tiers is None else self.tiers.due_costs()
         if costs is None:
             return []
@@ -218,7 +201,6 @@ class EngineRank:
         }
 
     def first_token_emitted(self, first: FirstTokenStep, owner_epoch: int) -> FirstTokenEmitted:
-        """Return the event for the first token of a response."""
         return self._progress(
             FirstTokenEmitted,
             first.request_id,
@@ -243,7 +225,6 @@ class EngineRank:
         return self._progress(TransferFailed, request_id, attempt, owner_epoch, error=error)
 
     def finished(self, end: Finished, owner_epoch: int) -> RequestFinished:
-        """Return the event for the end of a request."""
         return self._progress(
             RequestFinished,
             end.request_id,
@@ -260,7 +241,6 @@ class EngineRank:
         return self._progress(RequestFinished, *attempt, finish_reason="length")
 
     def rejected(self, routed: RequestRouted, refusal: RequestRefused) -> RequestFailed | PrefillFailed:
-        """Return the event for a request that the engine rejected."""
         attempt = routed.request_id, routed.attempt, routed.owner_epoch
         if routed.stage == "prefill":
             status = UNAVAILABLE if isinstance(refusal, QueueFull) else BAD_REQUEST
@@ -273,7 +253,6 @@ class EngineRank:
         return self.report()
 
     def report(self) -> LoadReported:
-        """Return a load report."""
         load = self.load
         return LoadReported(
             worker_id=self.spec.worker_id,

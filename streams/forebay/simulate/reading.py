@@ -31,7 +31,6 @@ def open_workload(name: str | Sequence[str], options: WorkloadOptions) -> Worklo
 
     Args:
         name: a path or a generator. Several names must be recorded agent runs, which are played side by side.
-        options: transformations to apply to the workload.
 
     Raises:
         WorkloadUnusable: a file cannot be read, or its format is unknown.

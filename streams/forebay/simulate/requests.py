@@ -28,11 +28,9 @@ class SimulatedRequest:
         number: number of the request in the workload (`Turn.number`).
         served: outcome of the request so far.
         hashes: packed hashes of the full blocks of the prompt.
-        rank: rank to which the request was sent last.
         emitted: output tokens emitted by earlier attempts.
         retained: KV that a prefill worker retains until the decode worker fetches it; None without remote prefill.
         computing: prefill rank to which the prompt was sent last.
-        prefill_attempt: attempt number of the last prefill.
     """
 
     place: int
@@ -52,7 +50,6 @@ class SimulatedRequest:
         return cls(place, number, served, submitted.sequence_hashes)
 
     def assign(self, rank: EngineRank, routed: RequestRouted) -> None:
-        """Record the rank that the request was routed to."""
         self.rank = rank
         self.served.attempts = max(self.served.attempts, routed.attempt)
         self.retained = None

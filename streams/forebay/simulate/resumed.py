@@ -51,7 +51,6 @@ class SimulatedHardware:
     """What a recording does not tell about the machines of a fleet.
 
     Attributes:
-        timing: step timing of the engines.
         transfer: time that KV transfers take; used only if there are prefill workers.
         tiers: tiers of the workers. The size of a block is that of the worker's KV layout, or follows from `transfer`.
     """

@@ -43,7 +43,6 @@ class WorkerGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Identical workers of a pool.
 
     Attributes:
-        count: number of workers in the group.
         engine: cache size, batch limits and step timing of each worker.
         profile: name of the engine profile, for reports.
         gpus: GPUs per worker, to compute the GPU hours of a run.
@@ -61,8 +60,6 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Pool of workers that serve one model.
 
     Attributes:
-        name: unique name of the pool.
-        model: model that the pool serves.
         groups: worker groups of the pool. All must have the same block size.
         router: routing configuration of the pool. None uses the policy of the simulation.
         role: role of all workers of the pool. A `prefill` pool computes prompts for the `decode` pool of the same
@@ -162,8 +159,6 @@ class WorkerFault(msgspec.Struct, frozen=True, kw_only=True):
     """Scheduled crash of a worker's process. It has no effect if the process is already dead.
 
     Attributes:
-        worker: id of the worker.
-        at_us: time of the crash.
         back_us: microseconds from the crash to the start of a replacement process; None for no replacement.
     """
 
@@ -176,10 +171,7 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     """Scheduled start of additional workers.
 
     Attributes:
-        at_us: time of the start.
-        pool: name of the pool.
         group: index of the worker group in the pool, from 0.
-        count: number of workers to start.
     """
 
     at_us: Time
@@ -192,7 +184,6 @@ class LifeCycleSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Failures, restarts and additional starts of workers during a simulation.
 
     Attributes:
-        faults: crashes at given times.
         starts: additional workers that start at given times.
         mtbf_s: mean seconds from a worker's first lease to a random failure; 0 for no random failures.
         repair_s: seconds from a random failure to the start of the replacement process.
@@ -214,11 +205,8 @@ class PoolRuleChange(msgspec.Struct, frozen=True, kw_only=True):
     """Scheduled change of the rules for a pool: the start or end of a canary or drain.
 
     Attributes:
-        at_us: time of the change.
-        pool: name of the pool.
         base: for a canary, the pool whose requests it gets; empty if its canary ends. None for a drain.
         share: share of these requests, from 0 to 1.
-        drained: for a drain, whether the pool gets no new requests.
     """
 
     at_us: Time
@@ -232,7 +220,6 @@ class RoutedPools(msgspec.Struct, frozen=True, kw_only=True):
     """Rules for the choice of pools, and their changes during a simulation.
 
     Attributes:
-        models: grids and retries by model.
         changes: starts and ends of canaries and drains.
     """
 
@@ -258,7 +245,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a simulation, except the policy and the workload that a comparison varies.
 
     Attributes:
-        pools: worker pools.
         delays: latencies between clients, router and engines.
         life: failures, restarts and additional starts of workers.
         transfer: time that KV transfers between workers take.
@@ -284,7 +270,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def workers(self) -> int:
-        """Return the number of workers at the start."""
         return sum(group.count for pool in self.pools for group in pool.groups)
 
     @property
@@ -418,7 +403,6 @@ def engine_config(
 
     Args:
         block_size: tokens per KV block.
-        kv_blocks: KV blocks of the cache.
         max_num_seqs: maximum number of running sequences.
         max_num_batched_tokens: maximum number of tokens per step.
 

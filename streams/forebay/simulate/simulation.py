@@ -46,11 +46,7 @@ ALLOCATIONS_PER_COLLECTION = 70_000  # 100 times the default of CPython
 
 
 class Simulation:
-    """Simulation of one policy on one workload. Create a new instance for each run.
-
-    Attributes:
-        cluster: the owner and its workers.
-    """
+    """Simulation of one policy on one workload. Create a new instance for each run."""
 
     def __init__(
         self,
@@ -115,7 +111,6 @@ class Simulation:
         """Play the whole workload and return the outcome.
 
         Args:
-            workload: the requests to play.
             on_arrived: called with the number of requests that have arrived so far.
 
         Raises:
@@ -143,7 +138,6 @@ class Simulation:
         )
 
     def _new(self, pool: PoolSettings) -> tuple[WorkerSpec, WorkerGroup]:
-        """Return spec and group of the next worker of a pool with one group."""
         return self._spec(pool, pool.groups[0]), pool.groups[0]
 
     def _plan_rules(self) -> None:
@@ -157,7 +151,6 @@ class Simulation:
             self.cluster.at(at_us, apply) if at_us else apply()
 
     def _spec(self, pool: PoolSettings, group: WorkerGroup) -> WorkerSpec:
-        """Return the spec of the next worker to be created."""
         return WorkerSpec(
             worker_id=worker_id(len(self._processes.workers)),
             model=intern(pool.model),
@@ -188,7 +181,6 @@ class Simulation:
 
 
 def _rule(change: PoolRuleChange, model: str) -> PoolEvent:
-    """Return the event of a scheduled change."""
     if change.base is None:
         return PoolDrainSet(model=model, pool=change.pool, drained=change.drained)
     return PoolCanarySet(model=model, pool=change.pool, base=change.base, share=change.share)

@@ -45,7 +45,6 @@ class Recorder:
             now_us: time of the next event.
             queued: number of requests in the router's queue since the previous event.
             members: number of members of the fleet since the previous event.
-            ranks: ranks by number.
         """
         while now_us >= BINS_MAX * self._timeline.bin_us:
             self._double()

@@ -28,7 +28,6 @@ class ObservedTransfer:
     Attributes:
         holder: rank that sent the KV.
         reader: rank that received the KV.
-        bytes: size of the KV.
         took_us: duration in microseconds.
         over_us: time at which the transfer ended, in microseconds.
     """
@@ -45,8 +44,6 @@ class TransferFit(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         transfer: fitted parameters. The bandwidth is 0 (unlimited) if larger transfers did not take longer.
-        seen: number of recorded transfers.
-        fitted: number of transfers that the parameters were fitted to.
         off_percent: median absolute error of the model on the fitted transfers, in percent of their duration.
         note: warning to the user about the quality of the fit; empty if there is none.
     """
@@ -75,7 +72,6 @@ def fit_transfers(
     With fewer than `FITTED_MIN` transfers the fitted latency is the median duration, and the bandwidth is unlimited.
 
     Args:
-        moved: recorded transfers.
         kv_bytes_per_token: bytes of KV per token.
         given: values of `Transfer` fields that the user has set. These fields are not fitted.
     """

@@ -40,7 +40,6 @@ class TransferResult:
 
     Attributes:
         reader: rank that fetched the blocks.
-        fetch: the request and the blocks to fetch.
         holder: rank that retained the blocks; None if this rank is dead.
         bytes: bytes transferred.
         took_us: duration of the fetch in microseconds.

@@ -26,8 +26,6 @@ class MissCause(msgspec.Struct, frozen=True, kw_only=True):
         cause: `failed`; `shared_arrival` if the request overlaps with others of the same arrival time; `overlap` if it
             overlaps with others, for example of the same session; otherwise `prompt` if it misses the limit for TTFT,
             `itl` or `e2e`.
-        requests: number of requests that miss the SLO for this cause.
-        text: explanation with numbers.
     """
 
     cause: Cause
@@ -70,8 +68,6 @@ def miss_causes(outcome: SimulationOutcome, slo: Slo, profiles: Sequence[str]) -
     """Return the causes of all misses of a run at nearly zero load, most frequent first.
 
     Args:
-        outcome: the run.
-        slo: the limits.
         profiles: names of the engine profiles, for the explanations.
     """
     requests = _related(outcome)

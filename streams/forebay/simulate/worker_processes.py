@@ -39,8 +39,6 @@ class SimulatedWorker:
 
     Attributes:
         number: index among all workers.
-        spec: spec of the worker.
-        group: its group of identical workers.
         processes: all processes so far; at most the last one runs.
         removed: whether a planner has removed the worker. Its process may still drain.
         restarting: whether a replacement process of a crashed one is scheduled.
@@ -58,11 +56,7 @@ class SimulatedWorker:
 
 
 class WorkerProcesses:
-    """Starts, crashes and restarts the processes of all workers of a run.
-
-    Attributes:
-        workers: all workers; the index is the worker's number.
-    """
+    """Starts, crashes and restarts the processes of all workers of a run."""
 
     def __init__(self, settings: Settings, cluster: SimulatedCluster, owner_epoch: int, *, reports_costs: bool) -> None:
         self._settings = settings
@@ -97,8 +91,6 @@ class WorkerProcesses:
         """Start a worker of a pool: one that was removed and has stopped, or else a new one.
 
         Args:
-            pool: name of the pool.
-            new: returns spec and group of a new worker.
             cold_start_s: seconds until the worker is ready.
         """
         stopped = (
@@ -114,7 +106,6 @@ class WorkerProcesses:
         """Stop a worker that starts, or drain one that runs: it gets no new requests and finishes its own.
 
         Args:
-            worker: an active worker.
             is_idle: returns whether a rank has finished its requests.
         """
         worker.removed, worker.restarting = True, False

@@ -67,7 +67,6 @@ class WorkloadOptions(msgspec.Struct, frozen=True, kw_only=True):
         by_model: send each request to the model that it names. Otherwise all requests go to the only model.
         skip_bad_rows: skip and count rows that cannot be played. Otherwise the first such row raises
             `WorkloadUnusable`.
-        seed: seed for sampling.
     """
 
     speed: Annotated[float, msgspec.Meta(gt=0)] = 1.0
@@ -87,7 +86,6 @@ class Survey(msgspec.Struct, kw_only=True):
     """Summary of a workload: how many requests can be played, and which rows cannot.
 
     Attributes:
-        requests: number of requests to play.
         skipped: number of skipped rows that cannot be played.
         reasons: for the first of the skipped rows, the row number and the reason.
         notes: remarks for the user on how the workload was read.
@@ -103,7 +101,6 @@ class Workload(Protocol):
     """Requests to play in a simulation. Implementations are picklable, because every process reads the workload itself.
 
     Attributes:
-        name: name for tables and reports.
         block_tokens: tokens per id of `Turn.block_ids`.
     """
 
@@ -137,7 +134,6 @@ def sequence_hashes(turn: Turn, block_tokens: int, block_size: int) -> bytes:
     common with another prompt.
 
     Args:
-        turn: the request.
         block_tokens: tokens per block id.
         block_size: tokens per hashed block.
     """

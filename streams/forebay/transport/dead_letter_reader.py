@@ -24,14 +24,9 @@ class Letter(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         partition: partition of the letter on `dead-letters`.
-        offset: offset of the letter.
         at_us: append time of the letter, in microseconds since 1970.
-        topic: topic of the original record.
-        source_partition: partition of the original record.
-        source_offset: offset of the original record.
         reason: why the record had no effect.
         omitted: parts of the record that the letter does not have because of their size; empty for none.
-        value_bytes: size of the value.
         retried_as: place of the record with which the letter was last retried, as TOPIC/PARTITION/OFFSET; empty if it
             was not retried.
     """
@@ -73,7 +68,6 @@ def letter_of(record: Record, retried_as: str = "") -> Letter | None:
 
 
 def retry_mark(letter: Letter, retried_as: str) -> Draft:
-    """Return the record that marks a letter as retried."""
     headers = {RETRIED_LETTER: str(letter.offset), RETRIED_AS: retried_as}
     return Draft(DEAD_LETTERS.name, letter.partition, b"", None, headers)
 

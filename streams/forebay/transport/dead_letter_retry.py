@@ -38,8 +38,6 @@ class LetterRetry(msgspec.Struct, frozen=True):
     """Record that retries a letter.
 
     Attributes:
-        draft: the record.
-        event: its event.
         note: what the retry means for records of this topic.
     """
 
@@ -52,7 +50,6 @@ def decoded(letter: Letter, record: Record) -> Any:
     """Return the event of the original record. Raises NotRetriable if it does not decode in this version.
 
     Args:
-        letter: the letter.
         record: its record on `dead-letters`.
     """
     if letter.omitted:
@@ -68,7 +65,6 @@ def decoded(letter: Letter, record: Record) -> Any:
 
 
 def original(letter: Letter, record: Record) -> Record:
-    """Return the original record, as far as the letter contains it."""
     headers = {name: value for name, value in (record.headers or {}).items() if name not in ADDED_HEADERS}
     return Record(
         letter.topic, letter.source_partition, letter.source_offset, record.at_us, record.value, record.key, headers
@@ -79,7 +75,6 @@ def retry_of(letter: Letter, record: Record, group: str | None, now_us: int) -> 
     """Return the record that retries a letter.
 
     Args:
-        letter: the letter.
         record: its record on `dead-letters`.
         group: group of the control partition of the original record; None if the partition has no group.
         now_us: wall-clock time in microseconds since 1970.

@@ -27,11 +27,7 @@ READ_MAX = 256
 
 
 class OwnerPresence(Protocol):
-    """Owner and standbys of one group, as an ingress knows them.
-
-    Attributes:
-        group: Name of the group.
-    """
+    """Owner and standbys of one group, as an ingress knows them."""
 
     group: str
 
@@ -46,13 +42,9 @@ class OwnerPresence(Protocol):
         ...
 
     @property
-    def has_owner(self) -> bool:
-        """Whether the group has an owner now."""
-        ...
+    def has_owner(self) -> bool: ...
 
-    def standbys(self) -> Sequence[RouterHeartbeat]:
-        """Return the newest heartbeat of each standby."""
-        ...
+    def standbys(self) -> Sequence[RouterHeartbeat]: ...
 
     async def follow(self, partition: int) -> None:
         """Follow the owner of the group in this control partition until cancelled. Raises LogError."""
@@ -65,7 +57,6 @@ class RouterHeartbeats:
     Attributes:
         owner: Newest heartbeat of the owner with the highest owner epoch. None before an owner's first heartbeat.
         changed: Set after each heartbeat of the group. A reader clears it.
-        undecodable: Number of records that do not decode as heartbeats.
     """
 
     def __init__(self, log: Log, group: str, clock_s: Callable[[], float] = runtime.monotonic_s) -> None:
@@ -150,17 +141,12 @@ class RouterHeartbeats:
 
 
 class HeartbeatMetrics(Collector):
-    """Prometheus metrics of the heartbeats of groups.
-
-    Args:
-        groups: Returns the heartbeats of all groups.
-    """
+    """Prometheus metrics of the heartbeats of groups."""
 
     def __init__(self, groups: Callable[[], Iterable[OwnerPresence]]) -> None:
         self._groups = groups
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
         standbys = GaugeMetricFamily(
             "forebay_group_standbys", "routers that are standbys of the group", labels=["group"]
         )

@@ -19,7 +19,6 @@ async def cards_in_use(log: Log, partitions: Mapping[str, int]) -> dict[str, str
     """Return the digest of the card that the workers of each group use; groups without a card are left out.
 
     Args:
-        log: the log.
         partitions: control partition of each group.
 
     Raises:

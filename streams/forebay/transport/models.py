@@ -91,8 +91,6 @@ class ModelStore:
         """Store a card and its files unless they are stored already, and return the digest of the card.
 
         Args:
-            model: name of the model.
-            card: the card.
             files: content of each file of the card, by name.
 
         Raises:

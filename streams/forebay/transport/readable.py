@@ -37,7 +37,6 @@ def plain(value: Any, name: str = "", *, token_ids: bool = True) -> Any:
     """Return an event, or the value of one of its fields, as JSON values.
 
     Args:
-        value: Event or value of a field.
         name: Name of the field. It determines how bytes and integers are formatted.
         token_ids: Include token ids. Otherwise `token_count` replaces them.
     """

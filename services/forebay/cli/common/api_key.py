@@ -35,7 +35,6 @@ def api_keys(given: Sequence[str] | None, file: Path | None) -> tuple[str, ...]:
 
     Args:
         given: Values of --api-key, or of the environment variable. Each may contain several keys, separated by commas.
-        file: Value of --api-key-file.
 
     Raises:
         Unusable: A key is empty or invalid, or the file cannot be read or has no key. The message contains no key.

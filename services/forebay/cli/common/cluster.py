@@ -92,7 +92,6 @@ async def until_signal(
     even if a task hangs.
 
     Args:
-        parts: Tasks of the service.
         stop: Called at the first signal, to stop the service in order. If None, the signal cancels the tasks at once.
         stop_s: Maximum seconds from the call of `stop` until the tasks are cancelled.
     """

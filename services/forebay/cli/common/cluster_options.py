@@ -60,8 +60,6 @@ class ClusterOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
-    """Options of the metrics of a process."""
-
     metrics_port: MetricsPortOption = None
     metrics_host: Annotated[str, typer.Option("--metrics-host", help="Listen address of the metrics port.")] = LOOPBACK
 

@@ -39,9 +39,6 @@ def with_config_file(
     """Return the command with an option `--config`.
 
     Args:
-        command: Function of a service.
-        table: Name of the table of this service.
-        services: Names of the tables of all services.
         names_of_all: Function that returns the names of the options of all services.
     """
 

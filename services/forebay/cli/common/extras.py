@@ -9,7 +9,6 @@ def require_extra(extra: str, what: str, *packages: str) -> None:
     """Check that the packages of an extra are installed. Nothing is imported.
 
     Args:
-        extra: Name of the extra.
         what: Command or option that needs the packages, for the error message.
         packages: Names of the modules to look for.
 

@@ -13,7 +13,6 @@ class Failure:
 
     Attributes:
         kind: name of the cause, the same for all requests with this cause.
-        text: details of this request.
     """
 
     kind: str
@@ -28,7 +27,6 @@ class FailureCounts:
     examples: dict[str, str] = field(default_factory=dict)
 
     def add(self, failure: Failure) -> None:
-        """Count a failed request."""
         self.counts[failure.kind] = self.counts.get(failure.kind, 0) + 1
         self.examples.setdefault(failure.kind, failure.text)
 

@@ -18,7 +18,6 @@ class TextFormatter(logging.Formatter):
         super().__init__(TEXT_FORMAT)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - name of the base class
-        """Return the line of a record."""
         line = super().formatMessage(record)
         return line + "".join(f" {name}={value}" for name, value in _fields(record).items() if name not in IN_MESSAGE)
 
@@ -27,7 +26,6 @@ class JsonFormatter(logging.Formatter):
     """Formatter of JSON lines: `time`, `level`, `logger`, `message`, the fields of the record, and `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

@@ -39,8 +39,6 @@ class LogLevel(StrEnum):
 
 
 class LogFormat(StrEnum):
-    """Format of a line of the log."""
-
     TEXT = "text"
     JSON = "json"
 
@@ -90,7 +88,6 @@ class StartFilter(logging.Filter):
         self._ends_s = clock_s() + START_S
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log the record."""
         return self._clock_s() > self._ends_s or STARTING not in record.getMessage()
 
 

@@ -23,9 +23,7 @@ def metrics_served(
     """Serve metrics while the body runs.
 
     Args:
-        host: Address to listen on.
         port: Port to listen on. None starts no server.
-        registry: Prometheus registry with the metrics to serve.
         probes: Function per path, such as `/ready`. It returns whether the probe succeeds, and the text of the
             response.
 

@@ -15,7 +15,6 @@ def read_plain_file(path: Path, what: str) -> Any:
     """Decode a file as JSON if its name ends in .json, else as YAML.
 
     Args:
-        path: File to read.
         what: Kind of the file, such as `policy file`, for error messages.
 
     Raises:

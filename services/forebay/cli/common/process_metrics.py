@@ -24,7 +24,6 @@ class _BuildInfo(Collector):
         self._labels = {"version": version("forebay"), "python_version": platform.python_version()}
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric."""
         text = "Versions of forebay and Python in this process; the value is always 1."
         info = GaugeMetricFamily("forebay_build_info", text, labels=list(self._labels))
         info.add_metric(list(self._labels.values()), 1)

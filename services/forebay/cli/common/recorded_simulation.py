@@ -39,7 +39,6 @@ class RecordedRequests:
             once the owner has forgotten it.
         median: median length of the recorded responses in tokens. A request that did not finish is assumed to have a
             response of this length.
-        assumed: number of requests that did not finish.
     """
 
     def __init__(self, requests: Sequence[RecordedRequest]) -> None:
@@ -115,9 +114,7 @@ class RecordedSimulation:
     """Simulates the requests of a recording on the worker ranks of the recording.
 
     Attributes:
-        requests: the recorded requests.
         ranks: number of each worker rank. Recorded and simulated outcomes refer to ranks by this number.
-        prefill_workers: numbers of the ranks of prefill workers.
         fit: KV transfer model fitted to the recorded transfers; None if the recording has no prefill and decode
             workers.
     """
@@ -140,7 +137,6 @@ class RecordedSimulation:
         Args:
             requests: recorded requests in order of arrival.
             ranks: all worker ranks of the recording. Each gets a number.
-            specs: specs of the recorded workers.
             link: values of `Transfer` fields that the user has set. The other fields are fitted to the recorded
                 transfers.
 
@@ -173,8 +169,6 @@ class RecordedSimulation:
             state: chunks of a snapshot without requests.
             arrivals: requests, operators' changes and events of `fleet`, in order of time.
             on_done: called with the number of requests that have arrived so far.
-            timing: step timing of the engines.
-            tiers: tiers of the workers.
             kv_bytes_per_token: bytes of KV per token in these tiers; None if the recording determines them.
             options: further arguments of `resume`.
 

@@ -24,7 +24,6 @@ def stop_notice(service: str, in_flight: int, within_s: float) -> str:
 
     Args:
         service: Subject of the line, such as `worker w1`; empty for `forebay up`.
-        in_flight: Number of requests in flight.
         within_s: Maximum seconds to wait for these requests.
     """
     subject = f"{service} is shutting down" if service else "shutting down"

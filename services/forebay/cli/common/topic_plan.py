@@ -25,7 +25,6 @@ class TopicPlanOptions:
     replication: Annotated[int, typer.Option(min=1, help="Replicas of every partition. From 3 on, appends need 2.")] = 1
 
     def plan(self) -> "TopicPlan":
-        """Return the plan of the topics."""
         from forebay.transport.kafka.topics import TopicPlan  # noqa: PLC0415 - --help does not wait for Kafka's client
 
         return TopicPlan(

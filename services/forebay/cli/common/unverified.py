@@ -30,7 +30,6 @@ def complaint(failed: Mapping[str, int], unknown_event: str = "") -> str:
 
     Args:
         failed: Number of skipped checks per name, for the names that --allow does not contain.
-        unknown_event: First event of an unknown type, if any.
     """
     first = f" (the first: {unknown_event})" if unknown_event else ""
     parts = [f"{count} {name}{first if name == UNKNOWN_EVENTS else ''}" for name, count in failed.items()]

@@ -16,8 +16,6 @@ PORT = 8100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsoleOptions:
-    """Options of a console, apart from the log."""
-
     port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP port.")] = PORT
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
     allow_host: Annotated[

@@ -32,7 +32,6 @@ class IngressClient:
     """Client of an ingress.
 
     Attributes:
-        url: base URL of the ingress.
         headers: headers of each request, with the token of the admin API or an API key.
         model: model of each request; empty for the only model of the ingress.
     """
@@ -43,7 +42,6 @@ class IngressClient:
 
     @property
     def query(self) -> dict[str, str]:
-        """Query parameters of each request."""
         return {"model": self.model} if self.model else {}
 
     def request(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = 0.0) -> "httpx.Response":

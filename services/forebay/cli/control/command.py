@@ -59,8 +59,6 @@ app = typer.Typer(
 
 @dataclass(frozen=True, slots=True)
 class CommandOptions:
-    """Options of every command to workers."""
-
     worker: Annotated[
         list[str] | None,
         typer.Option(

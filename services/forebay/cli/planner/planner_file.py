@@ -40,7 +40,6 @@ class PlannerFile:
     """Contents of a file of `forebay planner run`.
 
     Attributes:
-        settings: settings of the planner.
         engines: engines of the pools with an engine profile, which method `simulate` simulates.
     """
 
@@ -134,7 +133,6 @@ def _engine(folder: Path, name: str, pool: PoolScaling) -> PoolEngine:
 
 
 def _profile(path: Path) -> dict[str, Any]:
-    """Return the points of a profile by stage."""
     raw = read_plain_file(path, "profile")
     try:
         if not isinstance(raw, dict):

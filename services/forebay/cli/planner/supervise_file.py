@@ -40,12 +40,7 @@ class KubernetesTable(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """Contents of a file with the actuator `processes`.
-
-    Attributes:
-        state: state directory.
-        pools: the pools.
-    """
+    """Contents of a file with the actuator `processes`."""
 
     state: Path
     pools: tuple[ProcessPool, ...]

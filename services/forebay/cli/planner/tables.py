@@ -17,7 +17,6 @@ VERIFIED = {"equal": "equal", "different": "DIFFERENT", "stale": "", "other_rule
 
 
 def show_status(console: Console, status: PlannerStatus) -> None:
-    """Print the status of the planner."""
     for name, text in _facts(status):
         console.print(printable(f"{name:<10} {text}"), markup=False)
     console.print()

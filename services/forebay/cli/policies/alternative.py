@@ -37,7 +37,6 @@ class Change:
     Attributes:
         pool: name of the pool; empty for all pools.
         path: path of the field in the router configuration, such as `temperature`, or a name in POOL_FIELDS.
-        value: the new value.
         text: the option as the user wrote it, for messages.
     """
 

@@ -55,7 +55,6 @@ def case(number: int, mode: str) -> tuple[RoutingWorld, RoutingRequest]:
 
     Args:
         number: Case number, from 0 to CASES - 1.
-        mode: Router mode of the configuration in the case.
     """
     numbers = _Numbers(number)
     prompt_blocks = 1 + numbers.below(40)

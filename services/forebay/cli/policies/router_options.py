@@ -40,7 +40,6 @@ class RouterOption:
     Attributes:
         flag: Name on the command line, with `--`.
         field: Path of the field in `RouterConfig`, with dots. Empty if the option sets no single field.
-        kind: Type of the value.
         help: Line in `--help`.
         hidden: Whether `--help` omits the option.
         serving: Default of commands that serve requests, if the default of `RouterConfig` sets no limit. Simulations,
@@ -56,7 +55,6 @@ class RouterOption:
 
     @property
     def parameter(self) -> str:
-        """Name of the option as a Python parameter."""
         return self.flag.removeprefix("--").replace("-", "_")
 
     @property

@@ -64,7 +64,6 @@ class UpstreamSettings:
     Attributes:
         engine: options of the command: model, names, role and sizes.
         pool: pool to join; empty for the default of the role.
-        taints: labels of the workers.
         api_key: key for the API of the servers; empty for none.
         allow_shared_cache: whether servers that cannot separate their cache get requests with a cache namespace.
     """
@@ -81,8 +80,6 @@ class Attachment:
     """A server, and the worker in front of it.
 
     Attributes:
-        upstream: addresses of the server.
-        worker_id: id of its worker.
         model: name of the model that the server served first; empty before it was reached.
         worker: current worker; None while the server is not attached.
         probes: readiness and liveness of the worker.
@@ -160,11 +157,6 @@ class AttachedWorkers:
 
     Args:
         cluster: addresses of Kafka and Redis.
-        log: the log.
-        keeper: renews the leases of the workers.
-        attached: the servers.
-        settings: settings of all servers.
-        registry: receives the metrics of the workers.
         drain_s: maximum seconds to wait for requests in flight after a stop.
     """
 

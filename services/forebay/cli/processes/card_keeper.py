@@ -28,15 +28,7 @@ JITTER_S = 1.0
 
 
 async def keep_card(log: Log, model: str, digest: str, folder: Path, is_member: Callable[[], bool]) -> None:
-    """Keep the card of a worker stored until cancelled. An error of the log ends that with a warning.
-
-    Args:
-        log: the log.
-        model: name of the model.
-        digest: digest of the card.
-        folder: directory of the model.
-        is_member: returns whether the worker is a member of the fleet.
-    """
+    """Keep the card of a worker stored until cancelled. An error of the log ends that with a warning."""
     store, directory = ModelStore(log), Directory(log)
     running: asyncio.Task[None] | None = None
     try:

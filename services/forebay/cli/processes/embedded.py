@@ -59,8 +59,6 @@ class _System:
 
     Attributes:
         front: Parts of the ingress that all models share.
-        app: The HTTP application.
-        explainer: Explains requests.
         disagg: Settings of the disaggregation in effect, by model. They include what an operator set in an earlier
             process on the same log.
     """

@@ -63,21 +63,16 @@ class EngineRestarts:
         self._in_a_row: dict[str, int] = {}
 
     def add(self, worker_id: str) -> None:
-        """Add a worker that is about to start."""
         self.failures[worker_id] = self._in_a_row[worker_id] = 0
 
     def remove(self, worker_id: str) -> None:
-        """Remove a worker that an operator has drained."""
         del self._in_a_row[worker_id]
 
     def pause_s(self, worker_id: str, healthy_s: float, serving: int, error: EngineError) -> float:
         """Count a failure, and return the seconds until the engine is started again.
 
         Args:
-            worker_id: the worker of the engine.
             healthy_s: seconds for which the engine was healthy.
-            serving: number of workers that serve.
-            error: the failure.
 
         Raises:
             EngineError: the system ends.
@@ -95,16 +90,8 @@ class EmbeddedGroup:
     """Workers and owner of one model of `forebay up`.
 
     Args:
-        settings: settings of the system.
-        model: the model.
         restarts: decides when failed engines of all groups are started again.
         has_card: whether to store its model card on the log. Raises Unusable if the model directory has none.
-
-    Attributes:
-        name: name of the model and of its group.
-        partition: control partition of the group.
-        workers: the workers.
-        owner: the owner.
     """
 
     owner: Owner

@@ -33,8 +33,6 @@ class OwnerInProcess:
     """Owner of a group that is a task of this process, so it needs no heartbeats on the log.
 
     Attributes:
-        group: name of the group.
-        owner_age_s: age of the owner's state.
         has_owner: whether the group has an owner. If the owner fails, the process ends.
     """
 
@@ -49,7 +47,6 @@ class OwnerInProcess:
 
     @property
     def owner(self) -> RouterHeartbeat:
-        """Current state of the owner."""
         world = self._owner.world
         fleet_read = world.view.get(FLEET.name, 0)
         if self._beat is None or fleet_read != self._fleet_read:

@@ -21,8 +21,6 @@ class Adapter:
     """Where to import the class of a real engine from.
 
     Attributes:
-        module: Module of the class.
-        name: Name of the class.
         packages: Packages that the engine imports. The extra of forebay that installs them has the engine's name.
     """
 

@@ -63,7 +63,6 @@ class EngineChoice:
     Attributes:
         engine: One of `ENGINES`, or a user's service class as FILE.py:Class.
         settings: Settings of the engine. `model` is the default model directory if no model was named.
-        loras: Names of LoRA adapters.
         speedup: Speed of a mock engine relative to the modelled GPU.
         profile: Step times and default sizes of a mock engine.
     """
@@ -76,7 +75,6 @@ class EngineChoice:
 
     @property
     def is_mock(self) -> bool:
-        """Whether this is the mock engine."""
         return self.engine == MOCK
 
     @property
@@ -151,7 +149,6 @@ def _require_own(engine: str, given: Mapping[str, object]) -> None:
 
 
 def playing(choice: EngineChoice, role: Role) -> EngineChoice:
-    """Return the engine choice with another worker role."""
     return replace(choice, settings=replace(choice.settings, role=role))
 
 
@@ -186,7 +183,6 @@ def reached_at(choice: EngineChoice, kv_host: str | None, kafka: str) -> EngineC
     """Return the engine choice with the address from which other workers fetch KV of this engine.
 
     Args:
-        choice: Engine to configure.
         kv_host: Value of --kv-host. None selects the local address of connections to `kafka`: loopback if Kafka runs on
             this machine, otherwise an address in the network that the machines share.
         kafka: Bootstrap servers, separated by commas.
@@ -256,7 +252,6 @@ def built(
 
 
 def _encoder(choice: EngineChoice) -> Encoder:
-    """Return the encoder of an encode worker."""
     if choice.is_mock:
         return StandInEncoder()
     raise Unusable(f"--role encode: the {choice.label} engine has no encoder; use --engine {MOCK}, a stand-in")

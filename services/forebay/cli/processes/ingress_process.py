@@ -182,7 +182,6 @@ class _Served(NamedTuple):
     """What an ingress process serves.
 
     Attributes:
-        models: the models.
         run: reads their topics and responses until cancelled.
         is_known: returns whether all models have an owner, and one of them can be served.
         read_status: returns the status of the only model; None if there can be several.
@@ -204,7 +203,6 @@ def _one_model(
     registry: CollectorRegistry,
     explainer: Explainer,
 ) -> _Served:
-    """Return the model of a directory."""
     heartbeats = RouterHeartbeats(log, settings.model_name)
     registry.register(HeartbeatMetrics(lambda: [heartbeats]))
     ready = Readiness(heartbeats, directory)

@@ -37,7 +37,6 @@ class ModelSource(NamedTuple):
 
     Attributes:
         directory: Its directory. None if no model was named.
-        name: Its name in the API.
     """
 
     directory: Path | None
@@ -51,7 +50,6 @@ def find_model(model: str | None, revision: str | None, name: str, *, weights: b
         model: Value of `--model`.
         revision: Value of `--revision`.
         name: Value of `--model-name`. Empty for the default: ORG/NAME, or the name of the directory.
-        weights: Whether the weights are needed.
 
     Raises:
         Unusable: There is no such model, it cannot be downloaded, or its name is invalid.
@@ -71,10 +69,8 @@ def directory_of(text: str, option: str, revision: str | None = None, *, weights
     """Return the directory of a model or an adapter, and download it if it is on the Hub and not in the cache.
 
     Args:
-        text: A directory, or ORG/NAME.
         option: Option with its value, for error messages.
         revision: Branch, tag or commit on the Hub. None selects the default branch.
-        weights: Whether the weights are needed.
         is_model: Whether it is a model. The cached files of an adapter are not checked.
 
     Raises:

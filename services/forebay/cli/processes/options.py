@@ -123,7 +123,6 @@ def placed_taints(given: Sequence[str], workers: Sequence[str]) -> dict[str, tup
 
     Args:
         given: Values of --taint, each LABEL for all workers or WORKER:LABEL for one.
-        workers: Worker ids.
 
     Raises:
         Unusable: A value names an unknown worker or has an empty label.

@@ -136,8 +136,6 @@ async def start_router(
 
 
 def subscribe(assignments: Assignments, feed: Feed, router: Router) -> None:
-    """Pass the assignments of Faust to the feed and to the router."""
-
     def assign(partitions: set[int]) -> None:
         feed.assign(partitions)
         router.assign(partitions)

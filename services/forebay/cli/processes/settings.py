@@ -37,7 +37,6 @@ class Workers:
 
     @property
     def count(self) -> int:
-        """Number of all workers."""
         return sum(self.aggregated.values()) + self.prefill + self.decode
 
     @property
@@ -49,7 +48,6 @@ class Workers:
         """Return the role and the pool of each worker by its id.
 
         Args:
-            engine: Engine of the workers.
             used: Number of ids that other models use, by kind. The ids of these workers are added.
         """
         used = Counter() if used is None else used
@@ -67,8 +65,6 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """Role and pool of a worker."""
-
     role: Role
     pool: str
 
@@ -89,7 +85,6 @@ class EmbeddedModel:
 
     @property
     def name(self) -> str:
-        """Name of the model."""
         return self.engine.settings.model_name
 
 
@@ -99,8 +94,6 @@ class EmbeddedSettings:
 
     Attributes:
         log: path of the log file; None keeps the log in memory.
-        models: the models, at least one.
-        router: configuration of all routers.
         policies: custom policies that the owners may run.
         taints: taints (labels) of each worker by its id.
         kv_events: whether workers report the contents of their caches.

@@ -44,7 +44,6 @@ class Tasks:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def abandon(self) -> None:
-        """Cancel the remaining tasks."""
         await ended([*self._tasks, *(task for _, task in self._owners)])
 
     def _task(self, part: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":

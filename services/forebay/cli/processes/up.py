@@ -95,8 +95,6 @@ class LogOptions:
 
 @dataclass(frozen=True, slots=True)
 class ConsoleBesideOptions:
-    """Options of the console beside the system."""
-
     PANEL: ClassVar = "Console"
 
     console: Annotated[

@@ -12,7 +12,6 @@ def announce_start(settings: EmbeddedSettings, disagg: Mapping[str, DisaggConfig
     """Print what the system serves.
 
     Args:
-        settings: settings of the system.
         disagg: settings of the disaggregation in effect, by model, which `forebay control` may have changed.
     """
     where, endpoint = settings.log or "memory (lost at exit; use --log FILE to keep it)", settings.endpoint

@@ -83,8 +83,6 @@ class WorkerOptions:
         """Return the rules for the pools of a model in the file of `--pool-routing`, None without a file.
 
         Args:
-            model: name of the model.
-            places: pools of its workers.
             is_only: whether there is no other model, so that the file must have rules for this one.
 
         Raises:
@@ -121,8 +119,6 @@ def _pools(given: Sequence[str]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelsOptions(EngineOptions):
-    """Options of the engines of one or several models."""
-
     model: ModelsOption = None  # type: ignore[assignment]  # the option may be repeated
 
     def of_each(
@@ -132,7 +128,6 @@ class ModelsOptions(EngineOptions):
 
         Args:
             tables: options of each `[[models]]` table, by the name of their field; empty for the models of `--model`.
-            workers: options of the workers of all models.
 
         Raises:
             Unusable: an option of one model is given for several.

@@ -50,9 +50,6 @@ class ProfiledWorker:
         """Create a worker.
 
         Args:
-            client: HTTP client.
-            url: URL of the system.
-            model: name of the model.
             worker: id of the worker; empty for a system with one worker.
             timeout_s: maximum seconds for a response.
         """

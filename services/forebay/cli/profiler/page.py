@@ -13,7 +13,6 @@ AXES: dict[str, Any] = {"type": "log", "dtick": 1}
 
 
 def page(profile: MeasuredProfile) -> str:
-    """Return the HTML page of a measured profile."""
     return render(
         "profiler/profile_page.html",
         [*_prefill(profile), *_decode(profile)],

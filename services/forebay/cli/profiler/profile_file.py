@@ -21,13 +21,11 @@ class ProfileSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured, and how. Only a run with the same settings continues a file.
 
     Attributes:
-        model: name of the model.
         worker: id of the worker; empty for the only worker of the system.
         role: `prefill` has only prefill points, `decode` only decode points, `aggregated` both.
         isl: prompt lengths of the prefill points, in tokens.
         contexts: context lengths of the decode points, in tokens.
         concurrencies: numbers of concurrent requests of the decode points.
-        repeats: measurements of each point.
         output_tokens: output tokens per request of the decode points.
     """
 
@@ -45,7 +43,6 @@ class GridPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One point to measure.
 
     Attributes:
-        stage: what is measured.
         tokens: prompt tokens of a prefill point, mean context length of a decode point.
         concurrency: concurrent requests of a decode point; 1 for a prefill point.
     """
@@ -68,14 +65,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Contents of the file.
-
-    Attributes:
-        settings: what was measured, and how.
-        prefill: measured prefill points.
-        decode: measured decode points.
-        left_out: points that could not be measured.
-    """
+    """Contents of the file."""
 
     settings: ProfileSettings
     prefill: tuple[PrefillPoint, ...] = ()
@@ -83,7 +73,6 @@ class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     left_out: tuple[LeftOut, ...] = ()
 
     def has(self, point: GridPoint) -> bool:
-        """Return whether the point was measured, or was left out."""
         if any(one.point == point for one in self.left_out):
             return True
         if point.stage == "prefill":

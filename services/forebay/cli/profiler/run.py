@@ -35,9 +35,6 @@ class ProfiledSystem:
     """The system with the worker to measure.
 
     Attributes:
-        url: URL of the system.
-        headers: HTTP headers of every request.
-        model: name of the model.
         worker: id of the worker; empty for the only one.
     """
 
@@ -77,9 +74,7 @@ def measure_all(system: ProfiledSystem, profile: MeasuredProfile, out: Path, tim
     """Measure the points that a profile lacks, and write the file after each of them.
 
     Args:
-        system: the system with the worker.
         profile: what was measured before.
-        out: the file.
         timeout_s: seconds after which a point is left out.
 
     Returns:

@@ -75,7 +75,6 @@ def _counts(by_topic: dict[str, int]) -> str:
 
 
 def workers_table(moment: Moment) -> RenderableType:
-    """Return a table of the workers in the fleet at a moment of the recording."""
     rows = [
         (
             worker.worker_id,
@@ -157,7 +156,6 @@ def requests_table(moment: Moment) -> RenderableType:
 
 
 def summary(record: JournalRecord) -> str:
-    """Return a journal record as one line."""
     tag = str(type(record).__struct_config__.tag)
     text = _routed(record) if isinstance(record, RequestRouted) else " ".join(_fields(record))
     line = printable(f"{tag} {text}")

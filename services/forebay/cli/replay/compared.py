@@ -28,8 +28,6 @@ class Compared:
         """Compare a span, and return the report.
 
         Args:
-            log: Log to read.
-            partition: Control partition of the group.
             span: Part of the journal to compare.
             on_progress: Called regularly, as by `forebay.replay.diff.diff.diff`.
             handover: Filled with the input of a simulator that continues at the fork.

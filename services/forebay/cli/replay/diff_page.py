@@ -17,9 +17,7 @@ def page(report: DiffReport, simulated: ClosedLoop | None, source: str) -> str:
     """Return the HTML page of a comparison.
 
     Args:
-        report: result of the comparison.
         simulated: result of the closed-loop simulation; None if there is none.
-        source: name of the recording.
     """
     charts = [*_overlap_and_load(report), _series(report), *_waits(report)]
     fork = report.fork

@@ -80,7 +80,6 @@ def terms_text(terms: CostTerms) -> str:
 
 
 def outcome_text(outcome: DecisionOutcome) -> str:
-    """Return the outcome of a decision as one line."""
     match outcome.decision:
         case "routed":
             assert outcome.terms is not None, "routed by cost"

@@ -268,7 +268,6 @@ def _show_left_out(console: Console, left_out: Sequence[ExcludedRank], *, everyt
 
 
 def _print_hanging(console: Console, line: str, hang: int) -> None:
-    """Print a line with its continuation indented."""
     text = Text(printable(line))
     longest = max(map(len, text.plain.split()), default=0)
     for at, part in enumerate(text.wrap(console, max(console.width - hang, longest))):

@@ -13,8 +13,6 @@ async def log_time_us(option: str, text: str, log: Log, partition: int) -> int:
     Args:
         option: Name of the option with the value, for error messages.
         text: Time, duration before the end of the log such as `-5m`, or microseconds.
-        log: The log.
-        partition: Control partition of the group.
     """
     exactly = text.isdecimal() and len(text) <= CLOCK_DIGITS_MAX
     return int(text) if exactly else time_us(option, text, await last_time(log, partition))

@@ -15,7 +15,6 @@ Curve = tuple[str, str, Sequence[float | None]]  # name, colour and values
 
 
 def page(found: PlannerReplay) -> str:
-    """Return the HTML page of a replay."""
     charts = [*_sizes(found), *_latencies(found), _gpu_hours(found)]
     return render("replay/planner_page.html", charts, found=found, settings=found.settings)
 

@@ -49,7 +49,6 @@ class EngineRuns:
     """Recorded requests and their times on all engines of a pool.
 
     Attributes:
-        engine: name of the engine.
         runs: one run per rank and worker epoch.
         lost: number of workers lost during the recording.
         clocks_differ: whether the workers' clocks contradict the owner's clock. If so, the times of tokens are of the
@@ -68,8 +67,6 @@ async def engine_runs(
     """Read the engine runs of a pool.
 
     Args:
-        log: the recording.
-        partition: control partition of the group.
         pool: name of the pool; empty for the only one.
         on_progress: called from time to time with the position in the recording.
         custom: custom policies that may run to derive the decisions again.

@@ -49,9 +49,7 @@ class FidelitySettings:
         repeat: number of simulations. All but the first shift each arrival by a random delay up to `LATER_US`.
         delays: latencies between router and engines. Latencies to the router are ignored, because the recorded times
             include them. Latencies to clients are ignored, because times are measured at the router.
-        timing: step timing of the engines.
         link: values of `Transfer` fields that the user has set. The other fields are fitted to the recorded transfers.
-        tiers: tiers of the workers.
         kv_bytes_per_token: bytes of KV per token in these tiers; None if the user has not set them.
     """
 
@@ -68,8 +66,6 @@ class FidelityMetric(msgspec.Struct, frozen=True):
     """One metric, as recorded (observed) and as simulated.
 
     Attributes:
-        observed: observed value.
-        simulated: simulated value.
         error: simulated minus observed, in percent of the observed value, or in percentage points for shares. None if
             the observed value is 0 and the simulated value is not.
     """
@@ -147,14 +143,12 @@ class FidelityReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         span_s: seconds from the first to the last event of the recording.
         requests: number of recorded requests, including requests in flight at the beginning of the recording.
-        workers: number of worker ranks.
         left_out: number of requests that are not compared, by reason.
         hops_ms: p50 and p90 of recorded latencies, measured between the wall clocks of two processes. `submit` is from
             the ingress to the router, `progress` from the worker to the router.
         speedup: factor by which the simulated engines are faster than the modelled GPU.
         transfer: KV transfer model fitted to the recording; None without prefill workers.
         simulated: comparison of each simulation, sorted so that simulations of one name are consecutive.
-        notes: remarks for the user.
     """
 
     span_s: float
@@ -198,8 +192,6 @@ def fidelity(
     Args:
         history: the recorded requests, events and state.
         routers: further routing configurations to simulate, by name. Each simulation runs in its own process.
-        playing: settings of the simulations.
-        custom: custom policies that may run.
 
     Raises:
         Unusable: the history cannot be simulated.
@@ -394,8 +386,6 @@ def _routed_by(
 
     Args:
         router: the configuration; None changes nothing.
-        state: chunks of the snapshot.
-        events: recorded external events.
         over_operators: whether to drop the operators' disaggregation overrides.
     """
     if router is None:

@@ -52,7 +52,6 @@ def compare_with_recording(
         options: the recording, and the largest error allowed per metric.
         fleet: fleet options. Only those that the recording does not determine (`OWN`) may be set.
         shape: workload options. None of them may be set.
-        policies: further policies to simulate.
         others: for the name of each option that conflicts with --against, whether it was given.
         json: whether to print JSON.
     """

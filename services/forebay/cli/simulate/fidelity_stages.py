@@ -19,7 +19,6 @@ class PlacementAgreement(msgspec.Struct, frozen=True, kw_only=True):
     """Agreement between recorded and simulated decisions.
 
     Attributes:
-        compared: number of decisions compared.
         equal: share of equal decisions, 0 to 1.
         by_chance: share of equal decisions to expect if recording and simulation each kept their number of requests per
             worker, but assigned the requests at random.

@@ -103,7 +103,6 @@ def _in_mb(moved: FidelityMetric) -> FidelityMetric:
 
 
 def _sized(found: Sequence[FidelityMetric], unit: str) -> str:
-    """Return the range of the errors."""
     errors = sorted(one.error for one in found if one.error is not None)
     ends = [errors[0], errors[-1]] if len(errors) > 1 else errors
     return " … ".join(f"{end:+.2f}" for end in ends) + unit if errors else "none observed"

@@ -141,12 +141,7 @@ def _plan(
     """Validate the inputs. Exits with an error message if the workload cannot be simulated.
 
     Args:
-        workload: names of the workload.
-        fleet: fleet options.
-        shape: workload options.
         policies: policies given; None uses the default ones.
-        slo_options: values of --slo and --attain.
-        planner_file: value of --planner.
     """
     try:
         settings = settings_of(fleet)
@@ -181,7 +176,6 @@ def _run_jobs(plan: _Plan, *, whole: bool) -> list[SimulationRun]:
     """Run all simulations. Exits if one fails with a user error; raises any other error.
 
     Args:
-        plan: the validated inputs.
         whole: whether to keep the outcomes of single requests.
     """
     ended = run_all([Work(job.name, job.requests, partial(simulate_run, job, plan.slo, whole)) for job in plan.jobs])

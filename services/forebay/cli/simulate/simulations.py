@@ -42,10 +42,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: name of the simulation for progress and reports.
-        settings: the fleet.
-        router: routing configuration.
         workload: names of the workload, as `open_workload` takes them. The process that plays the workload opens it.
-        options: transformations of the workload.
         requests: expected number of requests, for the progress bar.
         planner: planner that sizes the pools; None for no planner.
     """
@@ -65,8 +62,6 @@ class SimulationRun:
 
     Attributes:
         name: policy as the user wrote it.
-        settings: the fleet.
-        router: routing configuration.
         outcome: outcome of every request; empty if `simulate_run` was called without `whole`.
         summary: metrics of the run, as `--json` prints them.
     """
@@ -113,7 +108,6 @@ def run_metrics(job: Job, outcome: SimulationOutcome, slo: Slo | None) -> dict[s
 
 
 def simulate_metrics(job: Job, slo: Slo | None, on_done: OnDone) -> dict[str, Any]:
-    """Run a simulation in this process and return its metrics."""
     return run_metrics(job, play(job, on_done), slo)
 
 

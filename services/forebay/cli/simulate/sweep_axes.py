@@ -60,7 +60,6 @@ class Axis:
     """One `--set` option of a sweep: one or more settings that vary together, and their values.
 
     Attributes:
-        names: names of the settings.
         points: values to try. Each point has one value per setting, as text.
     """
 
@@ -73,12 +72,10 @@ class Combination:
     """One run of a sweep.
 
     Attributes:
-        policy: policy as the user wrote it.
         varied: value of each setting that the sweep varies and that applies to the policy, by name.
         router: routing configuration, including the varied settings.
         fleet: settings of the fleet, including the varied settings.
         shape: workload options, including the varied settings.
-        seed: random seed.
     """
 
     policy: str
@@ -90,7 +87,6 @@ class Combination:
 
     @property
     def name(self) -> str:
-        """Name of the combination for reports."""
         return ", ".join([self.policy, *(f"{name}={value}" for name, value in self.varied.items())])
 
 

@@ -118,7 +118,6 @@ def _cause_lines(run: Metrics) -> Iterator[str]:
 
 
 def _summary_lines(result: Metrics, searched: bool) -> Iterator[str]:
-    """Yield the lines below the table."""
     runs: Sequence[Metrics] = result["runs"]
     attain = result["settings"]["attain"]
     if searched:

@@ -27,12 +27,7 @@ def explanation_text(explanation: Explanation, width: int) -> Text:
 
 
 class ExplanationScreen(Screen[None]):
-    """Explanation of one request.
-
-    Args:
-        source: explains the request.
-        request: the request.
-    """
+    """Explanation of one request."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "app.pop_screen", "Back")]
 
@@ -43,7 +38,6 @@ class ExplanationScreen(Screen[None]):
         self._text = Static(Text(printable(f"explaining {request.request_id} …")), id="explanation")
 
     def compose(self) -> ComposeResult:
-        """Yield the text and the keys."""
         with ScrollableContainer(can_focus=True):
             yield self._text
         yield Footer()

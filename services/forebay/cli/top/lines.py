@@ -71,7 +71,6 @@ def charts_line(series: MetricSeries, width: int) -> str:
 
     Args:
         series: metrics over time.
-        width: columns of the terminal.
     """
     rate = series.requests_per_s
     ttft = series.ttft_p50_us

@@ -26,7 +26,6 @@ class FleetScreen(Screen[None]):
     """Workers and requests of a group, read again regularly.
 
     Args:
-        source: a console or an ingress.
         read_every_s: pause between two readings; None for the default of the source.
     """
 
@@ -130,18 +129,15 @@ class FleetScreen(Screen[None]):
         self._requests.focus()
 
     async def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
-        """Explain the selected request."""
         table = event.data_table
         if isinstance(table, RequestsTable) and (request := table.selected()) is not None:
             await self.app.push_screen(ExplanationScreen(self._source, request))
 
     def action_filter(self) -> None:
-        """Go to the filter."""
         if self._source.is_console:
             self.query_one("#filter", Input).focus()
 
     def action_leave_filter(self) -> None:
-        """Go from the filter to the requests."""
         if self._source.is_console:
             self._requests.focus()
 
@@ -150,7 +146,6 @@ class TopApp(App[None]):
     """Workers and requests of a group, and explanations of requests.
 
     Args:
-        source: a console or an ingress.
         read_every_s: pause between two readings; None for the default of the source.
     """
 
@@ -172,5 +167,4 @@ class TopApp(App[None]):
         self._fleet = FleetScreen(source, read_every_s)
 
     def get_default_screen(self) -> FleetScreen:
-        """Return the first screen."""
         return self._fleet

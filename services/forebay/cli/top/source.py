@@ -40,7 +40,6 @@ class Snapshot:
     """Everything that the screen shows at one time.
 
     Attributes:
-        status: status of the group.
         problems: what is wrong, one sentence each.
         activity: activity of the workers in the last minute, by worker ID. Empty from an ingress.
         requests: newest requests that match the filter. None from an ingress, which has no list.

@@ -24,8 +24,6 @@ class Column(Generic[T]):
     """Column of a table.
 
     Attributes:
-        name: title.
-        text: returns the text of a cell.
         order: returns the value by which rows are sorted. Rows with None come last.
         is_number: whether the cells are aligned on the right.
     """
@@ -57,8 +55,6 @@ class SortedTable(DataTable[Cell], Generic[T]):
     """Table whose rows keep their place under the cursor when values change.
 
     Args:
-        columns: columns of the table.
-        key: returns the key of a row.
         sort_by: name of the column by which the rows are sorted at first.
         is_reversed: whether the first order is descending.
     """
@@ -79,7 +75,6 @@ class SortedTable(DataTable[Cell], Generic[T]):
         self._items: dict[str, T] = {}
 
     def on_mount(self) -> None:
-        """Add the columns."""
         self._add_columns()
 
     def show(self, items: Iterable[T]) -> None:
@@ -99,7 +94,6 @@ class SortedTable(DataTable[Cell], Generic[T]):
         self._order(place)
 
     def action_sort_by_next(self) -> None:
-        """Sort by the next column."""
         self._sort_at = (self._sort_at + 1) % len(self._titled)
         self._rebuild()
 
@@ -162,8 +156,6 @@ class WorkerRank:
     """Row of the table of workers.
 
     Attributes:
-        worker: the worker.
-        rank: status of one of its ranks.
         activity: activity of the worker in the last minute; None if unknown.
     """
 
@@ -173,12 +165,10 @@ class WorkerRank:
 
     @property
     def name(self) -> str:
-        """Name of the rank, which is unique."""
         return f"{self.worker.worker_id}/{self.rank.rank}"
 
     @property
     def kv_share(self) -> float | None:
-        """Share of the KV blocks in use."""
         used, total = self.rank.kv_blocks_used, self.rank.kv_blocks_total
         return None if used is None or not total else used / total
 
@@ -243,8 +233,6 @@ REQUEST_COLUMNS: tuple[Column[RequestRow], ...] = (
 
 
 class WorkersTable(SortedTable[WorkerRank]):
-    """Table with a row per rank of a worker."""
-
     def __init__(self) -> None:
         super().__init__(WORKER_COLUMNS, lambda row: row.name, sort_by="worker", is_reversed=False)
 

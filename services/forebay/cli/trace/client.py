@@ -38,7 +38,6 @@ class TraceOutcome:
     """What a trace measured so far: latencies in milliseconds, token counts, pace and failures of the requests.
 
     Attributes:
-        sent: number of requests that were sent.
         interrupted: number of the signal that ended the trace early; 0 if none did.
         ttft_ms: times to first token.
         itl_ms: mean times between the tokens of a response.
@@ -47,7 +46,6 @@ class TraceOutcome:
         cached_tokens: the part of `prompt_tokens` that was found in a cache.
         output_tokens: tokens of complete responses.
         computed: computed prompt tokens by worker.
-        requests: completed requests by worker.
         prompts: remote prefills by worker.
         failures: failed requests by kind.
         ends: complete responses by request id.
@@ -85,7 +83,6 @@ async def play(
     """Play a workload and record what happens in `outcome`. SIGINT and SIGTERM end it early.
 
     Args:
-        workload: the requests.
         urls: URLs of the system, which share the requests.
         headers: headers of every request, such as the one with the API key.
         concurrency_max: maximum number of requests in flight.
@@ -154,8 +151,6 @@ async def _model(client: httpx.AsyncClient, urls: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _TracedRequest:
-    """Request, and the URL that it is sent to."""
-
     url: str
     request_id: str
     turn: Turn
@@ -313,8 +308,6 @@ class _StreamedResponse:
 
     Attributes:
         sent_s: time of the first attempt.
-        first_s: time of the first event.
-        streaming: whether the response has begun.
     """
 
     def __init__(self, request: _TracedRequest, outcome: TraceOutcome) -> None:

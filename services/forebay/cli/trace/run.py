@@ -35,10 +35,7 @@ def run_trace(
     """Play a workload, print the results and end the command.
 
     Args:
-        workload: name of the workload.
-        options: transformations of the workload.
         urls: URLs of the system, which share the requests.
-        headers: HTTP headers of every request.
         concurrency_max: maximum number of requests in flight.
         json: print one JSON object instead of tables.
     """
@@ -74,7 +71,6 @@ def summarise(outcome: TraceOutcome, total: int, concurrency_max: int) -> dict[s
 
     Args:
         outcome: what the trace measured.
-        total: number of requests of the workload.
         concurrency_max: maximum number of requests in flight.
     """
     roles = outcome.roles

@@ -35,7 +35,6 @@ class ApiKeyGuard:
 
     Args:
         app: the application that serves the accepted requests.
-        keys: the valid keys.
         on_rejected: called with the error code of each rejected request.
     """
 

@@ -54,8 +54,6 @@ def build_app(
     """Return the HTTP application of an ingress.
 
     Args:
-        models: the models that the ingress serves.
-        registry: metrics that /metrics returns.
         explainer: explains the routing of a request; with None the explain route responds with 501.
         hosts: accepted values of the header `Host`; None accepts every value.
         read_status: returns the status of the only model; with None the status route responds with 501.

@@ -21,7 +21,6 @@ class BodyMemory:
     Bodies of at most `SMALL_BYTES` do not count, because the number of connections limits their total.
 
     Args:
-        limits: limits of each body.
         bytes_max: maximum bytes of all bodies together; at least one body of the maximum size always fits.
 
     Attributes:
@@ -103,7 +102,6 @@ def request_id_of(request: Request, prefix: str) -> str:
     """Return a unique id for a request, which begins with its header `x-request-id`.
 
     Args:
-        request: request of the client.
         prefix: begin of the random id that replaces a missing header.
 
     Raises:

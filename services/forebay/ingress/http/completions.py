@@ -29,7 +29,6 @@ class CompletionRoutes:
 
     Args:
         app: the application that serves all other requests.
-        models: the models that run the completions.
     """
 
     def __init__(self, app: ASGIApp, models: ServedModels) -> None:
@@ -37,7 +36,6 @@ class CompletionRoutes:
         self._models = models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a completion, or run the application."""
         kind = BODIES.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if kind is None:
             await self._app(scope, receive, send)
@@ -52,11 +50,6 @@ class CompletionRoutes:
 
 async def complete(request: Request, models: ServedModels, kind: type[ChatBody] | type[TextBody]) -> Response:
     """Submit a completion, and return its response, which still has to be sent.
-
-    Args:
-        request: HTTP request of the client.
-        models: the models, one of which runs the completion.
-        kind: class of the body.
 
     Raises:
         ApiError: the request is invalid or cannot be served.
@@ -87,7 +80,6 @@ def error_response(front: Front, error: Exception) -> Response:
 
     Args:
         front: counts the error.
-        error: exception of the route.
     """
     known = _as_api_error(error)
     front.metrics.reject(known.code)

@@ -66,7 +66,6 @@ class CommandBody(CheckedBody):
         worker_ids: workers that run the command; empty for all workers.
         pool: pool whose workers run the command; empty for all pools.
         timeout_s: seconds to wait for the outcomes of the workers.
-        operator: name of the operator.
     """
 
     worker_ids: Annotated[tuple[Name, ...], Field(max_length=WORKERS_MAX)] = ()
@@ -100,7 +99,6 @@ class SleepBody(CommandBody):
     level: Level = 1
 
     def command(self, action: Action) -> Command:
-        """Return the command for workers, with the sleep level."""
         return Command(action=action, level=self.level)
 
 
@@ -143,8 +141,6 @@ class LoraBody(CommandBody):
 
 
 class LoadBody(LoraBody):
-    """Request body to load a LoRA adapter."""
-
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
         """Add to the JSON schema that the name and the directory of the adapter are required."""
@@ -152,8 +148,6 @@ class LoadBody(LoraBody):
 
 
 class UnloadBody(LoraBody):
-    """Request body to unload a LoRA adapter."""
-
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
         """Add to the JSON schema that the name of the adapter is required."""
@@ -194,7 +188,6 @@ def add_commands(router: APIRouter, ingress: GroupClient) -> None:
     """Add the routes that send commands to workers.
 
     Args:
-        router: the router to which the routes are added.
         ingress: the ingress whose `commands` run the commands.
     """
 

@@ -15,11 +15,7 @@ ALWAYS_SERVED = frozenset(("/live", "/metrics"))
 
 
 class IngressDrain:
-    """Drains one ingress: counts its HTTP requests in flight, and waits for them once the drain has begun.
-
-    Attributes:
-        in_flight: number of HTTP requests in flight.
-    """
+    """Drains one ingress: counts its HTTP requests in flight, and waits for them once the drain has begun."""
 
     def __init__(self) -> None:
         self.in_flight = 0
@@ -43,7 +39,6 @@ class IngressDrain:
         self._hurried.set()
 
     async def wait_begun(self) -> None:
-        """Wait until the drain begins."""
         await self._began.wait()
 
     async def run(self, interrupt: Callable[[str], None], within_s: float) -> None:

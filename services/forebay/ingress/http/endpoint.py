@@ -45,7 +45,7 @@ class TlsFiles:
 
 
 class _Encrypted(Exception):
-    """The private key is encrypted."""
+    pass
 
 
 def _reject_encrypted() -> NoReturn:
@@ -58,7 +58,6 @@ class Endpoint:
 
     Attributes:
         host: value of `--host`.
-        port: TCP port.
         allow_hosts: names accepted in the header `Host`, in addition to the names of a loopback address.
         allow_anonymous: whether clients beyond loopback may be served without an API key.
         tls: certificate and private key; None for HTTP without TLS.
@@ -72,7 +71,6 @@ class Endpoint:
 
     @property
     def scheme(self) -> str:
-        """Scheme of URLs of this endpoint."""
         return "http" if self.tls is None else "https"
 
     @property

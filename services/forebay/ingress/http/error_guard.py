@@ -76,8 +76,6 @@ class ErrorGuard:
 
 
 class _Response:
-    """Progress of one response."""
-
     __slots__ = ("_entry", "_send", "is_complete", "is_event_stream", "is_started")
 
     def __init__(self, send: Send, entry: AccessEntry | None = None) -> None:
@@ -88,7 +86,6 @@ class _Response:
         self.is_event_stream = False
 
     async def send(self, message: Message) -> None:
-        """Forward an ASGI message."""
         if self._entry is not None:
             self._entry.observe(message)
         if message["type"] == "http.response.start":

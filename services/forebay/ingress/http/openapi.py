@@ -112,7 +112,6 @@ def describe(
     """Complete the OpenAPI document of `app`.
 
     Args:
-        app: the application.
         bodies: request bodies whose schemas are added, together with OpenAI's error object.
         results: responses whose schemas are added.
         has_key: whether routes that use the model require an API key.

@@ -21,9 +21,6 @@ class PartRunner:
     """Submits the parts of one client request, and folds their output into one response. If a part fails, all end.
 
     Args:
-        ingress: submits and cancels the parts.
-        fold: folds the output into the response.
-        ids: id on the log of each part.
         parts: the parts, in the order of `ids`.
 
     Attributes:

@@ -49,7 +49,6 @@ class PoolRoutingBody(PoolRuleBody):
     retry: Annotated[bool, Field(description="Whether failed requests move to faster pools.")] = False
 
     def event(self) -> PoolEvent:
-        """Return the event that sets the grids."""
         try:
             routing = pool_routing({"grids": [*self.grids], "retry": self.retry}, "parameter")
         except PoolRoutingUnusable as error:
@@ -86,7 +85,6 @@ class PoolDrainBody(PoolRuleBody):
     drained: bool = True
 
     def event(self) -> PoolEvent:
-        """Return the event that starts or ends the drain."""
         return PoolDrainSet(
             model=self.model, pool=self.pool, drained=self.drained, at_us=runtime.wall_us(), operator=self.operator
         )
@@ -101,7 +99,6 @@ class PoolPolicyBody(PoolRuleBody):
     ]
 
     def event(self) -> PolicySet:
-        """Return the event that changes the policy."""
         return PolicySet(
             model=self.model, pool=self.pool, mode=self.mode, at_us=runtime.wall_us(), operator=self.operator
         )
@@ -114,7 +111,6 @@ def add_pool_rules(router: APIRouter, ingress: GroupClient) -> None:
     """Add the routes that show and change the rules for the pools of the model.
 
     Args:
-        router: the router to which the routes are added.
         ingress: the ingress whose `pools` read and change the rules.
     """
 

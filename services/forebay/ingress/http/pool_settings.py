@@ -43,11 +43,8 @@ class ListedPool:
     """A pool of a model, with the rules that name it.
 
     Attributes:
-        role: role of the workers of the pool.
         block_size: tokens per KV block.
         policy: router mode, or the dotted path of a custom policy class.
-        is_drained: whether the pool gets no new requests.
-        canary: its newest event if the pool is a canary.
     """
 
     role: Role
@@ -137,9 +134,7 @@ class PoolConfigurator:
         """Change busy thresholds of a model, and return all its thresholds after the change.
 
         Args:
-            model: name of the model.
             changes: new value per threshold; None disables the threshold. Thresholds without a value are kept.
-            operator: name of the operator.
 
         Raises:
             ApiError: 503 if no router or pool serves the model, or the log fails.
@@ -165,9 +160,7 @@ class PoolConfigurator:
         """Change disaggregation settings of a model, and return its decode pool and all settings after the change.
 
         Args:
-            model: name of the model.
             changes: new value per field of `DisaggConfig`. Fields without a value are kept.
-            operator: name of the operator.
 
         Raises:
             ApiError: 409 if the model has no decode pool, 503 if no router serves the model or the log fails.

@@ -45,8 +45,7 @@ PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})  # served on a co
 OnRejected = Callable[[str], None]  # called with the error code
 
 
-def _ignore(_: str) -> None:
-    """Count nothing."""
+def _ignore(_: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(limits.head_s, self._on_timer)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer of the connection."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -313,10 +311,6 @@ class _JoiningTransport:
 
     Each write is a system call and a packet. An application usually sends both parts at once. If it does not, the head
     is written in the next iteration of the event loop.
-
-    Args:
-        transport: transport of the connection.
-        loop: event loop of the connection.
     """
 
     __slots__ = ("_head", "_loop", "_transport")
@@ -327,7 +321,6 @@ class _JoiningTransport:
         self._head = b""
 
     def write(self, data: bytes) -> None:
-        """Write data, or delay it if it is a head."""
         if self._head:
             data, self._head = self._head + data, b""
         elif data.startswith(HTTP):

@@ -21,12 +21,7 @@ class _Kind(msgspec.Struct):
 
 
 def add_route_query(app: FastAPI, models: ServedModels) -> None:
-    """Add `POST /v1/route` to `app`.
-
-    Args:
-        app: the application to which the route is added.
-        models: the models, one of which sends the route query to its owner.
-    """
+    """Add `POST /v1/route` to `app`."""
     front = models.front
 
     @app.post("/v1/route", openapi_extra=body_of(ChatBody, TextBody), responses=errors(*QUERIES))
@@ -43,9 +38,7 @@ def add_explain(app: FastAPI, ingress: GroupClient, explainer: Explainer) -> Non
     """Add `GET /v1/requests/{request_id}/explain` to `app`.
 
     Args:
-        app: the application to which the route is added.
         ingress: serves the model of the requests.
-        explainer: explains requests.
     """
 
     @app.get("/v1/requests/{request_id:path}/explain", responses=errors(404, 501, 504))
@@ -69,7 +62,6 @@ async def respond_to_query(request: Request, models: ServedModels, body: ChatBod
 
     Args:
         request: HTTP request of the client, for its headers.
-        models: the models, one of which sends the query to its owner.
         body: parsed body of the request that would be routed.
 
     Raises:

@@ -254,7 +254,7 @@ class ChoicesResponse(CompletionResponse):
 
 
 class _ClientGone(Exception):
-    """The client disconnected."""
+    pass
 
 
 async def wait_for_disconnect(receive: Receive, on_disconnect: Callable[[str], None]) -> None:

@@ -50,7 +50,6 @@ class Server(uvicorn.Server):
     running.
 
     Args:
-        config: configuration of uvicorn.
         on_started: called once, when the server accepts connections.
     """
 
@@ -144,7 +143,6 @@ def build_server(
     """Return an HTTP server for an application. The caller runs it with `serve(sockets=[listener])`.
 
     Args:
-        app: the application.
         on_started: called once, when the server accepts connections.
         limits: limits of the connections. `limits.on_rejected` is also called for errors that `ErrorGuard` sends.
         tls: certificate and private key; None for HTTP without TLS.
@@ -175,7 +173,6 @@ async def serve_until_drained(
     """Serve HTTP until the drain has ended. If this coroutine is cancelled, interrupt requests in flight at once.
 
     Args:
-        server: the server to run.
         listener: the listening socket, which is closed at the end.
         drain: drain of the ingress; serving ends after it.
         interrupt: interrupts every request in flight; its argument is the reason for the client.

@@ -23,9 +23,6 @@ class SharedReader:
 
     Concurrent calls share one derivation. For `SHARED_S` seconds after it, later calls get the same status. An error is
     raised to the calls that wait for it, and the next call derives again.
-
-    Args:
-        derive: derives the status.
     """
 
     def __init__(self, derive: StatusReader) -> None:
@@ -50,7 +47,6 @@ def add_status(app: FastAPI, read: StatusReader | None) -> None:
     """Add `GET /v1/status` to `app`.
 
     Args:
-        app: the application to which the route is added.
         read: returns the status; with None the route responds with 501.
     """
 

@@ -17,9 +17,6 @@ class BoundedTls(ssl.SSLContext):
 
     Connections in their handshake and established ones count together, up to the number at which `BoundedProtocol`
     closes connections, too.
-
-    Args:
-        limits: limits of the connections.
     """
 
     _limits: ConnectionLimits
@@ -42,7 +39,6 @@ class BoundedTls(ssl.SSLContext):
 
 
 def tls_context(files: TlsFiles, limits: ConnectionLimits) -> ssl.SSLContext:
-    """Return the TLS context of a server with this certificate."""
     context = BoundedTls(limits)
     context.load_cert_chain(files.certfile, files.keyfile)
     return context

@@ -17,12 +17,7 @@ CHARS_PER_TOKEN = 4  # decoding a token takes about as long as encoding this muc
 
 
 def add_tokenization(app: FastAPI, models: ServedModels) -> None:
-    """Add `POST /tokenize` and `POST /detokenize` to `app`.
-
-    Args:
-        app: the application to which the routes are added.
-        models: the models, one of which tokenizes.
-    """
+    """Add `POST /tokenize` and `POST /detokenize` to `app`."""
     front = models.front
     responses = errors(*BODY_ERRORS, 404)
 

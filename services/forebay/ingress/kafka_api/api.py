@@ -35,7 +35,6 @@ class KafkaApi:
     Args:
         log: the log on Kafka, whose connection settings the API uses.
         models: the models, which prepare and submit the requests.
-        metrics: metrics of the Kafka API.
         reply_slots: number of partitions of `tokens`.
     """
 

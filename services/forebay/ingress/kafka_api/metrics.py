@@ -4,8 +4,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 
 class KafkaApiMetrics:
-    """Prometheus metrics of the Kafka API of one ingress."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
             "forebay_kafka_api_requests",

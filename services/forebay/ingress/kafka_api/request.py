@@ -72,7 +72,6 @@ def body_of(
 
     Args:
         record: record of `openai-requests`.
-        limits: limits of the body.
         ignores_unknown: whether unknown fields have no effect. If false, they are rejected.
 
     Raises:

@@ -24,8 +24,6 @@ class ResponseRecord:
 
     Attributes:
         index: position of the record in the response, from 0.
-        status: HTTP status of the response.
-        last: whether this is the last record of the response.
         value: JSON object of the response, or of one stream chunk.
     """
 
@@ -56,10 +54,8 @@ class RecordResponse:
     """Response to one record of `openai-requests`.
 
     Attributes:
-        entry: state of the request record.
         where: request id and topic of the response.
         fold: builds the response from the events of its requests.
-        ingress: ingress of the model that the record names.
         requests: the requests on the log, one per choice or input.
     """
 
@@ -119,8 +115,6 @@ class PendingRequest(ResponseState):
     """A request on the log, and its output so far.
 
     Attributes:
-        request_id: id of the request on the log.
-        response: the response to which the request belongs.
         index: position of the request's choice or input in the response, from 0.
         submission: event that submits the request; None once it was appended to the log.
     """

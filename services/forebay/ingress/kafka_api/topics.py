@@ -17,7 +17,6 @@ class ReplyTopics:
     Names of forebay's own topics are never contained.
 
     Args:
-        namespace: namespace of the system.
         patterns: patterns of topic names; empty for `<namespace>.replies.*`.
 
     Attributes:
@@ -48,7 +47,6 @@ def require_patterns(patterns: Sequence[str]) -> None:
 
 
 def _is_forebay_topic(topic: str) -> bool:
-    """Return whether this is the name of a forebay topic in any namespace."""
     parts = topic.split(".")
     for first in range(1, len(parts)):
         try:

@@ -49,9 +49,6 @@ class MediaFetcher:
     """Fetches the images and videos of requests of one ingress.
 
     It resolves names and decodes images in its own threads, so that these do not delay other requests.
-
-    Args:
-        settings: hosts from which media may be fetched.
     """
 
     def __init__(self, settings: MediaSettings) -> None:
@@ -113,7 +110,6 @@ class MediaFetcher:
         raise _unavailable(ref, f"it redirects more than {REDIRECTS_MAX} times")
 
     async def _get(self, ref: MediaRef, url: httpx.URL, budget: "_Budget") -> bytes | httpx.URL:
-        """Return the content of a URL, or the URL that it redirects to."""
         address = await self._address(ref, url)
         if self._client is None:
             # Connections are not reused, because the pool distinguishes them by address and several names share one.

@@ -35,7 +35,6 @@ class MediaTokens:
     Attributes:
         ids: token id of the placeholder, for `image` and `video`.
         counts: number of tokens per image or video; None if it depends on the size of the image or video.
-        texts: the placeholder as text.
     """
 
     ids: Mapping[MediaKind, int]

@@ -30,11 +30,7 @@ class Status(Enum):
 
 
 class ValueScanner:
-    """Finds the end of one JSON value in a text that arrives in parts. It does not validate the value.
-
-    Attributes:
-        done: whether the end was found.
-    """
+    """Finds the end of one JSON value in a text that arrives in parts. It does not validate the value."""
 
     __slots__ = ("_depth", "_escaped", "_in_string", "_kind", "done")
 

@@ -23,7 +23,6 @@ class OutputPlan:
     """How the output tokens of one request become text, tool calls and log probabilities.
 
     Attributes:
-        stops: strings at which the output ends.
         parsing: options of the parser for reasoning and tool calls; None to parse nothing.
         logprobs: number of alternative tokens to report per output token; None reports no log probabilities at all.
         special: whether the text contains special tokens.
@@ -41,7 +40,6 @@ class OutputPlan:
 
         Args:
             model: decodes the tokens.
-            parsers: creates the parser.
             request_id: id of the request, from which the ids of tool calls are derived.
         """
         options = self.parsing

@@ -45,7 +45,6 @@ class OutputDelta(msgspec.Struct, frozen=True):
 
     Attributes:
         content: text outside of reasoning and tool calls.
-        reasoning: text inside of reasoning.
         calls: parts of tool calls, in order.
         logprobs: log probabilities of the output tokens.
     """
@@ -72,7 +71,6 @@ class Parser(Protocol):
         """Parse the next part of the text, and return its delta. Text that could be a part of a tag is kept back.
 
         Args:
-            text: the next part of the text.
             token_ids: ids of its tokens, including special tokens.
         """
 

@@ -29,9 +29,7 @@ def call_ids(request_id: str, *, chars: int = 24, prefix: str = "call_") -> Call
     """Return a function that maps the index of a tool call in one response to the id of the call.
 
     Args:
-        request_id: id of the request, from which the ids are derived.
         chars: length of an id without its prefix.
-        prefix: beginning of each id.
     """
     return lambda index: prefix + xxh3_128_hexdigest(f"{request_id}/{index}".encode())[:chars]
 
@@ -61,7 +59,6 @@ class DeltaCollector:
         self._content.append(kept)
 
     def reasoning(self, text: str) -> None:
-        """Add text to the reasoning."""
         self._reasoning.append(text)
 
     def call(self, name: str) -> None:
@@ -95,11 +92,7 @@ class DeltaCollector:
 
 
 class ParserStage(ABC):
-    """A stage of a `ParserChain`. It emits content, reasoning or tool calls, or passes text on to the next stage.
-
-    Args:
-        sink: the collector to which the stage emits.
-    """
+    """A stage of a `ParserChain`. It emits content, reasoning or tool calls, or passes text on to the next stage."""
 
     def __init__(self, sink: DeltaCollector) -> None:
         self._sink = sink
@@ -136,10 +129,7 @@ class ParserChain:
 
 
 class PlainText(ParserStage):
-    """Stage that emits all text as content."""
-
     def push(self, text: str) -> None:
-        """Emit the text as content."""
         self._sink.content(text)
 
 

@@ -109,7 +109,6 @@ class ParserFactory:
         """Return a new parser for one response; None if it can contain neither tool calls nor reasoning.
 
         Args:
-            options: options for parsing the response.
             request_id: id of the request, from which the ids of tool calls are derived.
         """
         choice = options.choice

@@ -21,7 +21,6 @@ class VllmParsers:
     """Creates vLLM's parsers of reasoning and tool calls, one per response.
 
     Args:
-        directory: model directory.
         tool: vLLM's name of the tool call parser; empty for none.
         reasoning: vLLM's name of the reasoning parser; empty for none.
 
@@ -54,7 +53,6 @@ class VllmParsers:
 
         Args:
             choice: the tools that the model may call.
-            prompt_ids: token ids of the prompt.
             id_of: returns the id of a tool call by its index.
 
         Raises:

@@ -46,13 +46,7 @@ class KubernetesUnusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PodSet:
-    """Deployment or StatefulSet.
-
-    Attributes:
-        kind: type of the object.
-        namespace: its namespace.
-        name: its name.
-    """
+    """Deployment or StatefulSet."""
 
     kind: Literal["deployment", "statefulset"]
     namespace: str
@@ -70,7 +64,6 @@ class RequestLimits:
     Attributes:
         connect_s: maximum seconds to connect.
         read_s: maximum seconds until the response.
-        tries: maximum number of tries.
         pause_s: seconds before the second try, doubled for each further one.
     """
 
@@ -104,12 +97,7 @@ def connect(kubeconfig: str | None) -> client.AppsV1Api:
 
 
 class KubernetesActuator:
-    """Sets the replicas of the Deployment or StatefulSet of each pool.
-
-    Attributes:
-        name: name of the actuator.
-        pools: pools that it manages.
-    """
+    """Sets the replicas of the Deployment or StatefulSet of each pool."""
 
     def __init__(
         self, pod_sets: Mapping[PoolKey, PodSet], api: client.AppsV1Api, limits: RequestLimits | None = None
@@ -118,8 +106,6 @@ class KubernetesActuator:
 
         Args:
             pod_sets: Deployment or StatefulSet of each pool.
-            api: client of the API server.
-            limits: limits of requests.
         """
         self.name = "kubernetes"
         self.pools = frozenset(pod_sets)

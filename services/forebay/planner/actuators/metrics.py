@@ -19,7 +19,6 @@ class SupervisorMetrics(Collector):
         self._processes = processes
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
         decisions = CounterMetricFamily(
             "forebay_supervisor_decisions", "decisions that this process executed or refused", labels=["result"]
         )

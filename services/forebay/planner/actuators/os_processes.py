@@ -30,9 +30,7 @@ class ProcessIdentity:
     """Identity of a process, which no other process ever has.
 
     Attributes:
-        pid: process id.
         start_ticks: start time in clock ticks since the boot.
-        boot: id of the boot of the machine.
     """
 
     pid: int
@@ -46,11 +44,9 @@ def start_process(
     """Start a command as the leader of a session of its own.
 
     Args:
-        command: program and arguments.
         record: file to which the process writes its identity.
         output: file to which the output of the command is appended.
         lock: file descriptor of a lock, which the process keeps until `record` is written.
-        environment: environment variables of the command.
 
     Raises:
         OSError: no process can be started.
@@ -89,12 +85,10 @@ def recorded_identity(record: Path) -> ProcessIdentity | None:
 
 
 def boot_id() -> str:
-    """Return the id of the current boot of the machine."""
     return BOOT_ID.read_text().strip()
 
 
 def is_running(identity: ProcessIdentity) -> bool:
-    """Return whether the process has not ended."""
     try:
         state, start_ticks = _parse_stat((PROC / str(identity.pid) / "stat").read_text())
     except (FileNotFoundError, ProcessLookupError):

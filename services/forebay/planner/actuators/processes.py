@@ -48,8 +48,6 @@ class ProcessPool:
     """Pool whose workers are processes of this machine.
 
     Attributes:
-        group: name of the group.
-        pool: name of the pool.
         command: program and arguments of a worker, without its id.
         kill_after_s: seconds after SIGTERM after which a worker that still runs is killed.
     """
@@ -88,12 +86,10 @@ class _Worker:
     """State of a worker; times are of the monotonic clock.
 
     Attributes:
-        record: its record in the state directory.
         process: its process; None if it has ended.
         started_s: when the process was started or found.
         failures: consecutive ends without a stable run.
         retry_s: when it is started again.
-        kill_s: when it is killed.
         problem: why its process ended or could not be started.
     """
 
@@ -107,12 +103,7 @@ class _Worker:
 
 
 class ProcessActuator:
-    """Keeps the workers of pools running as processes of this machine.
-
-    Attributes:
-        name: name of the actuator.
-        pools: pools that it manages.
-    """
+    """Keeps the workers of pools running as processes of this machine."""
 
     def __init__(
         self,
@@ -124,9 +115,6 @@ class ProcessActuator:
         """Find the workers of an earlier supervisor again.
 
         Args:
-            pools: the pools.
-            directory: state directory.
-            environment: environment variables of the workers.
             restarts: when workers are started again.
 
         Raises:
@@ -253,7 +241,6 @@ class ProcessActuator:
         return next(number for number in range(len(used) + 1) if number not in used)
 
     def _wanted(self, pools: Iterable[PoolKey]) -> list[_Worker]:
-        """Return the workers of pools that do not drain."""
         names = set(pools)
         return [one for one in self._workers.values() if one.record.drain == "none" and _key(one.record) in names]
 

@@ -34,9 +34,6 @@ class SupervisedWorker(msgspec.Struct, frozen=True, kw_only=True):
     """Record of one worker, which is written before the supervisor acts on it.
 
     Attributes:
-        group: name of the group.
-        pool: name of the pool.
-        number: number of the worker in its pool.
         drain: `requested` before the worker gets SIGTERM, `signalled` afterwards. A second signal would end the drain.
     """
 
@@ -47,16 +44,11 @@ class SupervisedWorker(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def worker_id(self) -> str:
-        """Worker id, unique in the group."""
         return f"{self.pool}-{self.number}"
 
 
 class WorkerDirectory:
-    """State directory of one supervisor.
-
-    Attributes:
-        lock: file descriptor of the lock.
-    """
+    """State directory of one supervisor."""
 
     def __init__(self, folder: Path, lock: int) -> None:
         """Create the directory object. Use `open` to get the lock."""
@@ -125,7 +117,6 @@ class WorkerDirectory:
         return self._path(worker, "process")
 
     def output(self, worker: SupervisedWorker) -> Path:
-        """Return the file with the output of a worker."""
         return self._path(worker, "log")
 
     def has_long_output(self, worker: SupervisedWorker) -> bool:

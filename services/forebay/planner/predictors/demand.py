@@ -47,6 +47,5 @@ def _pool_demand(group: str, name: str, history: Sequence[ScalingObserved], pred
 
 
 def _known(pools: Sequence[PoolObserved], field: str) -> list[float]:
-    """Return the values of a field of the observations that have one."""
     values = [getattr(one, field) for one in pools]
     return [value for value in values if value is not None]

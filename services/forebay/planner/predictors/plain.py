@@ -6,7 +6,6 @@ AVERAGED = 5  # values of a moving average
 
 
 def last_value(series: Sequence[float]) -> float:
-    """Return the last value."""
     return series[-1]
 
 

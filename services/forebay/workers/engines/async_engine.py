@@ -46,7 +46,6 @@ class AsyncEngine(ABC):
     engine from 0.
 
     Attributes:
-        NAME: name of the engine in messages.
         TAKES_MEDIA: whether the engine accepts images and videos.
     """
 
@@ -71,8 +70,7 @@ class AsyncEngine(ABC):
         self._canary_due_s = 0.0
 
     @abstractmethod
-    def _is_dead(self) -> bool:
-        """Return whether the engine is known to be dead."""
+    def _is_dead(self) -> bool: ...
 
     @abstractmethod
     async def _run_canary(self, rank: int) -> None:

@@ -57,7 +57,6 @@ class _Host:
                     getattr(self._engine, name)(*arguments)
 
     async def stop(self) -> None:
-        """Stop the engine."""
         for task in (self._serving, *self._calls):
             if task is not None:
                 task.cancel()

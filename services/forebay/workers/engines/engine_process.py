@@ -78,16 +78,7 @@ def engine_process(module: str, name: str, settings: EngineSettings) -> "EngineP
 
 
 class EngineProcess:
-    """An engine in a process of its own.
-
-    Args:
-        module: module of the engine's class.
-        name: name of the engine's class.
-        settings: settings of the engine.
-
-    Attributes:
-        settings: the same.
-    """
+    """An engine in a process of its own."""
 
     def __init__(self, module: str, name: str, settings: EngineSettings) -> None:
         self.settings = settings
@@ -170,11 +161,9 @@ class EngineProcess:
         return [Stored(None, tuple(blocks), tier) for tier, blocks in others if blocks]
 
     def submit(self, item: WorkItem) -> None:
-        """Pass a request to the engine."""
         self._send("submit", item)
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request, if it is in flight."""
         self._send("cancel", request_id)
 
     def reset(self) -> None:
@@ -280,7 +269,6 @@ class _KvPart(EngineProcess):
     """Part of an engine that transfers KV, and may share a store."""
 
     def release(self, request_id: str) -> None:
-        """Free the KV that is kept for a request."""
         self._send("release", request_id)
 
     def drop(self, prefilled: Prefilled) -> None:
@@ -368,7 +356,6 @@ def _spawn() -> "tuple[subprocess.Popen[bytes], _EngineLog, socket.socket]":
 
 
 def frame(message: tuple[Any, ...]) -> bytes:
-    """Return the frame of a message."""
     packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return len(packed).to_bytes(LENGTH_BYTES, "big") + packed
 

@@ -16,7 +16,6 @@ class KeptKv:
         """Add a request whose KV the engine keeps.
 
         Args:
-            request_id: id of the request.
             lease_s: seconds for which the KV is kept.
             engine_id: id of the request in the engine; empty if it has no other id there.
         """
@@ -29,7 +28,6 @@ class KeptKv:
         return self._kept.pop(request_id, (None, 0.0))[0]
 
     def clear(self) -> None:
-        """Remove all requests."""
         self._kept.clear()
 
     def __contains__(self, request_id: str) -> bool:

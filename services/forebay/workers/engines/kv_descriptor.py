@@ -37,8 +37,6 @@ def offered(
     """Return the descriptor of KV that this worker has computed and keeps, as a field of an event.
 
     Args:
-        item: work item of the prompt.
-        worker_id: id of this worker.
         model: name of this worker's model.
         connector: name of this worker's connector.
         descriptor: the connector's description of the KV, as bytes.

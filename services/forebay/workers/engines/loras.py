@@ -16,9 +16,7 @@ class LoraAdapter(msgspec.Struct, frozen=True):
     """A LoRA adapter of an engine.
 
     Attributes:
-        name: name of the adapter in the API.
         number: number of the adapter in the engine (`lora_int_id`).
-        directory: directory with the weights of the adapter.
     """
 
     name: str
@@ -42,15 +40,10 @@ class Loras:
 
     @property
     def loaded(self) -> Mapping[str, LoraAdapter]:
-        """The loaded adapters, by name."""
         return MappingProxyType(self._loaded)
 
     def offered(self, name: str, directory: str) -> LoraAdapter | None:
         """Return the adapter that the engine must load for a command; None if it is already loaded.
-
-        Args:
-            name: name of the adapter.
-            directory: its directory.
 
         Raises:
             EngineRefused: the directory contains no adapter, or the name is in use for another directory.

@@ -23,7 +23,6 @@ class PrefixedMetrics(Collector):
         self._prefixes = prefixes
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
         registries: list[CollectorRegistry] = [REGISTRY]
         if os.environ.get(MULTIPROCESS):
             written = CollectorRegistry()

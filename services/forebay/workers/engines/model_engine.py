@@ -58,7 +58,6 @@ class GeneratedResponse:
     """Response to one request, whose output tokens it passes to the buffer of the request's rank.
 
     Args:
-        item: the request.
         rank: buffer of the rank that runs the request.
 
     Attributes:
@@ -107,7 +106,6 @@ class ModelEngine(AsyncEngine):
 
     Attributes:
         METRICS: prefixes of the names of the engine's own metrics.
-        LORA_ARGUMENT: name of the engine argument that enables LoRA.
         EXPERIMENTAL: why this adapter is experimental; empty if it is not.
     """
 
@@ -129,8 +127,7 @@ class ModelEngine(AsyncEngine):
         """Start the engine and set tasks, context length, ranks and caches."""
 
     @abstractmethod
-    async def _sized(self, spec: WorkerSpec) -> WorkerSpec:
-        """Return the spec with the sizes of the started engine."""
+    async def _sized(self, spec: WorkerSpec) -> WorkerSpec: ...
 
     @abstractmethod
     async def _shut_down(self) -> None:
@@ -156,8 +153,7 @@ class ModelEngine(AsyncEngine):
         """Return the maximum seconds from a decode request to its first token; None for no limit."""
 
     @abstractmethod
-    def _has_lora(self) -> bool:
-        """Return whether the engine was started with LoRA."""
+    def _has_lora(self) -> bool: ...
 
     @abstractmethod
     async def _add_lora(self, adapter: LoraAdapter) -> None:
@@ -194,7 +190,6 @@ class ModelEngine(AsyncEngine):
         )
 
     async def stop(self) -> None:
-        """Cancel every request and stop the engine."""
         await self._end_tasks(self._clearing.task)
         await self._shut_down()
         if self._sockets is not None:

@@ -16,11 +16,8 @@ class EngineSettings:
     """Settings of an engine. For a size of None the engine uses its own default.
 
     Attributes:
-        model: model directory with weights.
-        model_name: name of the model in the API.
         role: what the worker computes: `aggregated`, `prefill`, `decode` or `encode`.
         block_size: tokens per KV block.
-        kv_blocks: number of KV blocks per rank.
         max_num_seqs: maximum number of concurrent sequences.
         max_num_batched_tokens: maximum number of tokens per engine step.
         dp_size: number of data-parallel ranks of the worker.

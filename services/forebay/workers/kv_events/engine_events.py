@@ -63,12 +63,7 @@ class StoredBlocks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemovedBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """Event: blocks have left a tier.
-
-    Attributes:
-        hashes: the engine's hashes of the blocks.
-        tier: the tier.
-    """
+    """Event: blocks have left a tier."""
 
     hashes: tuple[int, ...]
     tier: SourceTier = "device"
@@ -84,7 +79,6 @@ class OwnStored(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         parent: sequence hash of the block before the first of them; None if it is unknown.
         hashes: sequence hashes of consecutive blocks.
-        tier: the tier.
     """
 
     parent: int | None
@@ -93,12 +87,7 @@ class OwnStored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OwnRemoved(msgspec.Struct, frozen=True, kw_only=True):
-    """Event: forebay's connector in the engine has removed blocks from a tier.
-
-    Attributes:
-        hashes: sequence hashes of the blocks.
-        tier: the tier.
-    """
+    """Event: forebay's connector in the engine has removed blocks from a tier."""
 
     hashes: tuple[int, ...]
     tier: Tier
@@ -163,8 +152,6 @@ def packed_tokens(token_ids: Sequence[int], blocks: int, block_size: int) -> byt
     """Return the token ids of full blocks, packed as little-endian u32.
 
     Args:
-        token_ids: the token ids.
-        blocks: number of blocks.
         block_size: tokens per block.
 
     Raises:

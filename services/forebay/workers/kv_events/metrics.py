@@ -10,7 +10,6 @@ class KvEventMetrics(Collector):
     """Prometheus collector that counts batches of KV events and anomalies in them, by rank and kind.
 
     Args:
-        worker_id: id of the worker.
         totals: for each rank, a function that returns its counters by kind.
     """
 
@@ -19,7 +18,6 @@ class KvEventMetrics(Collector):
         self._totals = totals
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
         found = CounterMetricFamily(
             "forebay_worker_kv_events",
             "Batches of the engine's KV events, and anomalies in them, by kind.",

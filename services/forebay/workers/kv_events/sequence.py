@@ -20,23 +20,14 @@ FAILURES_MAX = 3
 
 
 class Deliver(msgspec.Struct, frozen=True):
-    """Instruction to the caller: process this batch of KV events, the next one in order.
-
-    Attributes:
-        seq: number of the batch.
-        payload: the encoded batch.
-    """
+    """Instruction to the caller: process this batch of KV events, the next one in order."""
 
     seq: int
     payload: bytes
 
 
 class RequestReplay(msgspec.Struct, frozen=True):
-    """Instruction to the caller: request a replay from the publisher, and ignore an earlier replay in progress.
-
-    Attributes:
-        from_seq: number of the first batch to request.
-    """
+    """Instruction to the caller: request a replay from the publisher, and ignore an earlier replay in progress."""
 
     from_seq: int
 
@@ -69,9 +60,6 @@ class Sequence:
         held_max: maximum number of live batches that are queued during a replay.
 
     Attributes:
-        next_seq: number of the next batch to deliver.
-        asking: whether a replay is in progress.
-        gaps: number of gaps so far.
         late: number of batches that arrived after a later batch, and were dropped.
     """
 
@@ -131,7 +119,6 @@ class Sequence:
         return [*steps, self._deliver(seq, payload)]
 
     def replay_ended(self) -> list[Step]:
-        """Handle the end of the requested replay."""
         if self._known_awaited:
             return self._restart()
         self._failures = 0

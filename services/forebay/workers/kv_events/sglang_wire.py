@@ -52,7 +52,6 @@ def decode_sglang(payload: bytes, *, has_store: bool = False) -> Batch:
     Events are skipped and counted as `unknown_event`, `unknown_medium`, or `shared` for storage that workers share.
 
     Args:
-        payload: the message.
         has_store: whether events of storage that workers share are used.
 
     Raises:

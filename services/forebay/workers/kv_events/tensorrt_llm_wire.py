@@ -63,7 +63,6 @@ class RankEvent(msgspec.Struct, frozen=True):
 
     Attributes:
         rank: index of the rank in the engine, from 0.
-        batch: the decoded event.
         missed: message that events of the rank before this one are lost; empty if none are.
     """
 

@@ -28,11 +28,7 @@ class TrackerResult(msgspec.Struct, frozen=True):
 
 
 class KvTracker:
-    """Tracks the blocks of one rank, and whether the engine may have blocks that were not reported.
-
-    Attributes:
-        resident: the reported blocks.
-    """
+    """Tracks the blocks of one rank, and whether the engine may have blocks that were not reported."""
 
     def __init__(self, resident: ResidentBlocks) -> None:
         self.resident = resident

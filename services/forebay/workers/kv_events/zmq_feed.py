@@ -42,7 +42,6 @@ class KvSource(msgspec.Struct, frozen=True):
         endpoint: ZMQ address of the PUB socket.
         replay_endpoint: ZMQ address of the ROUTER socket for replays; None if the engine has none. Missed batches are
             then lost.
-        topic: topic of the messages.
     """
 
     endpoint: str
@@ -72,10 +71,7 @@ class KvFeed:
     """Reads the KV events of one rank, and publishes the changes of its cache.
 
     Args:
-        rank: number of the rank.
-        source: sockets of the engine.
         decode: decodes the payload of a message.
-        resident: blocks of the rank.
         answer_timeout_s: time limit of a replay in seconds.
         quiet_s: seconds without a batch after which a replay is requested.
 
@@ -83,7 +79,6 @@ class KvFeed:
         counts: counters by kind: batches `live`, `replayed` and `undecodable`, occasions on which batches were `lost`,
             publishers `restarted`, malformed messages (`frames`), replay requests `unanswered`, and skipped events by
             the reasons of the decoder.
-        resident: blocks of the rank.
         sequence: state machine that orders the batches.
     """
 

@@ -39,9 +39,7 @@ class Head(NamedTuple):
     """Decoded header of a stored block.
 
     Attributes:
-        key: block key.
         sequence_hash: sequence hash for routing.
-        identity: identity digest.
         length: bytes of the block.
         checksum: XXH3-128 of the bytes of the block.
     """
@@ -54,7 +52,6 @@ class Head(NamedTuple):
 
 
 def file_bytes(block_bytes: int) -> int:
-    """Return the size of the file of a block."""
     return PAYLOAD_OFFSET + block_bytes
 
 
@@ -102,7 +99,6 @@ class HeadFormat:
     """Headers of the blocks of one identity.
 
     Args:
-        identity: identity digest.
         length: bytes per block.
     """
 
@@ -116,7 +112,6 @@ class HeadFormat:
         """Return the header of a block without the zeros after it, `HEAD_BYTES` bytes.
 
         Args:
-            name: name of the block.
             checksum: XXH3-128 of the bytes of the block.
         """
         head = self._start(name) + checksum
@@ -127,7 +122,6 @@ class HeadFormat:
 
         Args:
             data: the first `HEAD_BYTES` bytes of a file, or fewer if the file is shorter.
-            name: name of the block.
         """
         # Comparing bytes takes a third of the time of decoding them.
         if data[:CHECKSUM_AT] == self._start(name) and data[CHECKED_BYTES:] == xxh3_64_digest(data[:CHECKED_BYTES]):

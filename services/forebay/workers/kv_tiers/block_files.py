@@ -37,10 +37,7 @@ class BlockFiles:
     """Block files in a folder. Thread-safe.
 
     Args:
-        folder: folder of the identity.
-        identity: identity of the blocks.
         io: moves the bytes.
-        checksum: checksum of blocks.
     """
 
     def __init__(self, folder: str, identity: KvIdentity, io: FileIo, checksum: Checksum) -> None:
@@ -54,7 +51,6 @@ class BlockFiles:
         self._warned_s = -WARN_S
 
     def path(self, name: BlockName) -> str:
-        """Return the path of the file of a block."""
         key = name.key.hex()
         return f"{self._prefix}{key[:2]}/{key}-{name.sequence_hash:016x}{SUFFIX}"  # as `file_name`, but faster
 

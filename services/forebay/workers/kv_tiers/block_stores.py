@@ -27,16 +27,13 @@ class StoreStats(msgspec.Struct, kw_only=True):
     """Statistics of one open store: counters since it was opened, and gauges of its current content.
 
     Attributes:
-        read_blocks: blocks that were read and verified.
         read_bytes: bytes of these blocks.
         read_us: total duration of reads in microseconds.
-        write_blocks: blocks that were written.
         write_bytes: bytes of these blocks.
         write_us: total duration of writes in microseconds.
         write_skipped: blocks that were not written because the store already had them.
         read_misses: number of blocks that were not read, by reason (`READ_REASONS`).
         write_failures: number of blocks that were not written, by reason (`WRITE_REASONS`).
-        removed: blocks that the caller removed.
         evicted: blocks that were removed because the quota was exceeded.
         quarantined: bad files that were moved to the quarantine.
         blocks: blocks in the store. For a shared store: as of the last inventory, and changes by this process since.
@@ -67,24 +64,18 @@ class BlockStore(Protocol):
     Attributes:
         name: name of the store for the router: the id of the store, and the first digits of the identity digest. All
             workers that open the same store with the same identity see the same name.
-        stats: statistics.
     """
 
     @property
-    def name(self) -> str:
-        """Return the name of the store for the router."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def stats(self) -> StoreStats:
-        """Return the statistics, which the store updates."""
-        ...
+    def stats(self) -> StoreStats: ...
 
     def read(self, names: Sequence[BlockName], into: Sequence[memoryview], deadline_s: float) -> list[str]:
         """Read blocks and verify their checksums.
 
         Args:
-            names: blocks to read.
             into: writable memory of `block_bytes` bytes per block.
             deadline_s: seconds from now after which no further blocks are read.
 

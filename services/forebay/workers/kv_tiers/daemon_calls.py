@@ -14,12 +14,7 @@ T = TypeVar("T")
 
 
 def start_call(act: Callable[[], T], name: str) -> Future[T]:
-    """Run a call on a new thread, and return its future result.
-
-    Args:
-        act: the call.
-        name: name of the thread.
-    """
+    """Run a call on a new thread, and return its future result."""
     future: Future[T] = Future()
 
     def step() -> None:

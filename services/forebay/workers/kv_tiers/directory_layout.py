@@ -143,7 +143,6 @@ def lock_directory(root: Path, owner: str, *, shared: bool) -> int:
     Several workers may lock the same directory as shared, if no worker has locked it for itself alone.
 
     Args:
-        root: the directory.
         owner: name of the worker, for the errors of others.
         shared: whether other workers may use the directory, too.
 
@@ -177,14 +176,12 @@ def lock_directory(root: Path, owner: str, *, shared: bool) -> int:
 
 
 def identities_in(root: Path) -> Iterator[Path]:
-    """Yield the folders of all identities in a directory."""
     for path in sorted(root.iterdir()):
         if IDENTITY_NAME.fullmatch(path.name) and path.is_dir():
             yield path
 
 
 def block_folders(identity: Path) -> Iterator[Path]:
-    """Yield the folders of an identity that contain blocks."""
     for path in sorted(identity.iterdir()):
         if FOLDER_NAME.fullmatch(path.name) and path.is_dir():
             yield path

@@ -35,7 +35,6 @@ class BlockFileEntry(NamedTuple):
 
     Attributes:
         used_s: time of its last use, seconds since 1970.
-        bytes: its size.
         path: its path.
     """
 
@@ -48,7 +47,6 @@ class DirectoryQuota:
     """Maximum size of a directory.
 
     Args:
-        root: the directory.
         limit: maximum size of its blocks and quarantined files in bytes.
         exclusive: whether only this process writes to the directory. Files of crashed writers are then removed at once.
     """
@@ -66,13 +64,11 @@ class DirectoryQuota:
                 pass
 
     def wrote(self, size: int) -> None:
-        """Add the size of new files."""
         with self._lock:
             self._bytes += size
             self._written += size
 
     def removed(self, size: int) -> None:
-        """Subtract the size of a removed file."""
         with self._lock:
             self._bytes -= size
 
@@ -120,7 +116,6 @@ def stored_files(root: Path, abandoned_s: float = 0.0) -> Iterator[BlockFileEntr
     Quarantined files count as never used, so they are removed first.
 
     Args:
-        root: the directory.
         abandoned_s: temporary files from before this time, in seconds since 1970, are abandoned, as are those that are
             older than `TEMPORARY_AGE_S`.
     """

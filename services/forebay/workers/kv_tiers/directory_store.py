@@ -40,8 +40,6 @@ class DirectoryStore:
     """Store of KV blocks of one identity in a directory.
 
     Args:
-        root: the directory, created if necessary.
-        identity: identity of the blocks.
         quota_bytes: maximum size of the directory in bytes, over all identities.
         io: how bytes are moved.
         shared: whether other workers may use the directory, too.
@@ -83,12 +81,10 @@ class DirectoryStore:
 
     @property
     def name(self) -> str:
-        """Return the name of the store for the router."""
         return self._name
 
     @property
     def stats(self) -> StoreStats:
-        """Return the statistics of this process."""
         return self._stats
 
     def read(self, names: Sequence[BlockName], into: Sequence[memoryview], deadline_s: float) -> list[str]:
@@ -169,7 +165,6 @@ class DirectoryStore:
         """Move blocks in batches, by the calling thread and a helper.
 
         Args:
-            count: number of blocks.
             deadline_s: seconds after which no further batch is begun.
             act: moves the batch in a slice of the blocks, and returns its results.
         """

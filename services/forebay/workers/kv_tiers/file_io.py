@@ -43,9 +43,7 @@ class FileIo(Protocol):
         """Move all segments. Return False if that failed, after which the memory or the files have any content."""
         ...
 
-    def close(self) -> None:
-        """Release all resources."""
-        ...
+    def close(self) -> None: ...
 
 
 class PlainIo:
@@ -112,7 +110,6 @@ class NixlIo:
         return True
 
     def close(self) -> None:
-        """Release all agents."""
         with self._lock:
             self._idle.clear()
 
@@ -160,7 +157,6 @@ def open_file_io(kind: IoKind) -> FileIo:
 
 
 def address(memory: memoryview) -> int:
-    """Return the address of contiguous memory."""
     if memory.readonly:
         import numpy  # noqa: PLC0415 - an extra, which NIXL needs
 

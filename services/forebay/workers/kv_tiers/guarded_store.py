@@ -30,9 +30,7 @@ class GuardedStore:
     """Store that returns at its deadlines, whatever the store inside does.
 
     Args:
-        inside: the store.
         block_bytes: bytes per block.
-        what: the store, for the log.
     """
 
     def __init__(self, inside: BlockStore, block_bytes: int, what: str) -> None:
@@ -43,7 +41,6 @@ class GuardedStore:
 
     @property
     def name(self) -> str:
-        """Return the name of the store for the router."""
         return self._inside.name
 
     @property

@@ -13,7 +13,6 @@ class HostMemory:
     Methods that change slots are called by one thread; copies may run on other threads at the same time.
 
     Args:
-        blocks: number of slots.
         block_bytes: bytes per block.
 
     Raises:
@@ -42,7 +41,6 @@ class HostMemory:
         self._slots[name] = slot
 
     def give_back(self, slot: int) -> None:
-        """Make a reserved slot free."""
         self._free.append(slot)
 
     def remove(self, names: Iterable[BlockName]) -> None:
@@ -64,7 +62,6 @@ class HostMemory:
         return slots
 
     def release(self, slots: Iterable[int]) -> None:
-        """End one use of each slot."""
         for slot in slots:
             if self._uses[slot] > 1:
                 self._uses[slot] -= 1
@@ -75,7 +72,6 @@ class HostMemory:
                 self._free.append(slot)
 
     def view(self, slot: int) -> memoryview:
-        """Return the memory of a slot."""
         return memoryview(self._memory[slot])
 
     def copy_in(self, slot: int, source: memoryview) -> None:

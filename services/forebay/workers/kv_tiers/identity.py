@@ -40,7 +40,6 @@ class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     Attributes:
         weights: SHA-256 of the weight files, in hex.
-        tp_rank: number of the tensor-parallel rank.
         tp_size: number of tensor-parallel ranks.
         layout: order of layers, keys, values, heads and tokens in the bytes of a block, as the engine names it.
         dtype: data type of keys and values, as the engine names it.
@@ -74,7 +73,6 @@ class KeyChain:
     """Computes the block keys of prompts with the same identity, salt and adapter.
 
     Args:
-        identity: identity of the rank.
         salt: cache salt or tenant of the request. Requests with different salts share no blocks.
         adapter: digest of the LoRA adapter; empty without an adapter.
     """
@@ -117,7 +115,6 @@ def block_keys(
     """Return the block key of each full block of a prompt.
 
     Args:
-        identity: identity of the rank.
         token_ids: prompt tokens, as packed u32.
         salt: cache salt or tenant of the request.
         adapter: digest of the LoRA adapter; empty without an adapter.

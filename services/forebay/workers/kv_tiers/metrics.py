@@ -35,7 +35,6 @@ class TierCounters(msgspec.Struct, kw_only=True):
         onboarded_blocks: blocks that were loaded into device memory, by tier.
         onboarded_bytes: bytes of these blocks, by tier.
         prefetched_blocks: blocks that were copied to the host tier for a waiting request, by source.
-        loads: completed loads, by tier.
         load_us: total duration of these loads in microseconds, by tier.
         misses: blocks that a tier was expected to have but could not be read, by tier and reason.
         write_failures: blocks that were not written, by tier and reason.
@@ -43,7 +42,6 @@ class TierCounters(msgspec.Struct, kw_only=True):
             reason `pin` counts blocks that were not pinned, because too many are.
         rejected_blocks: blocks in tiers that were computed, because that was expected to be faster than loading them.
         evicted: blocks that were removed to make room, by tier.
-        resident_blocks: blocks that are in a tier now, by tier.
         resident_bytes: bytes of these blocks, by tier.
         pinned_blocks: blocks in host memory and on disk that are not evicted because a request has pinned them.
         hit_rates: share of the blocks of recent prompts that were found in a tier, by tier.
@@ -69,19 +67,13 @@ class TierCounters(msgspec.Struct, kw_only=True):
 
 
 class TierMetrics(Collector):
-    """Prometheus collector of the tiers of a worker.
-
-    Args:
-        worker_id: id of the worker.
-        ranks: for each rank, a function that returns its counters.
-    """
+    """Prometheus collector of the tiers of a worker."""
 
     def __init__(self, worker_id: str, ranks: Mapping[int, Callable[[], TierCounters]]) -> None:
         self._worker_id = worker_id
         self._ranks = ranks
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
         counters = [([self._worker_id, str(rank)], read()) for rank, read in sorted(self._ranks.items())]
         for name, help_text, kind, value in _KVBM:
             metric = Metric(f"kvbm_{name}", help_text, kind)

@@ -36,7 +36,6 @@ class ObjectTransfer(NamedTuple):
     """A transfer of one object.
 
     Attributes:
-        key: key of the object.
         state: what the mover needs.
     """
 
@@ -55,7 +54,6 @@ class ObjectIo(Protocol):
         """Begin to write an object. Return None while too many transfers are in flight.
 
         Args:
-            key: key of the object.
             fill: writes the content into the given memory, before this method returns.
         """
         ...
@@ -68,16 +66,13 @@ class ObjectIo(Protocol):
         """Release the memory of a transfer. One in flight is abandoned."""
         ...
 
-    def close(self) -> None:
-        """Release all resources."""
-        ...
+    def close(self) -> None: ...
 
 
 class PlainObjects:
     """Moves objects by boto3, one thread per transfer.
 
     Args:
-        bucket: the bucket.
         size: bytes per object.
     """
 
@@ -141,7 +136,6 @@ class NixlObjects:
     """Moves objects by NIXL's OBJ plugin.
 
     Args:
-        bucket: the bucket.
         size: bytes per object.
 
     Raises:

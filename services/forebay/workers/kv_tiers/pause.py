@@ -14,11 +14,7 @@ PAUSING = frozenset({"deadline", "denied", "failed"})  # not `missing` or `full`
 
 
 class Pause:
-    """Pauses of one store: 1 s after the first call without a success, then twice as long, up to 60 s.
-
-    Args:
-        what: the store, for the log.
-    """
+    """Pauses of one store: 1 s after the first call without a success, then twice as long, up to 60 s."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -31,7 +27,6 @@ class Pause:
         return runtime.monotonic_s() < self._until_s
 
     def observe(self, results: Sequence[str]) -> None:
-        """Note the results of a call."""
         if not results:
             return
         with self._lock:

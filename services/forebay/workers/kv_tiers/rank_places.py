@@ -25,9 +25,6 @@ class RankPlaces:
         block_bytes: bytes per block.
         host: host memory; None without a host tier.
         stores: stores of the disk tier and of the shared store, as far as the rank has them.
-        reads: health of the reads, by tier.
-        writes: health of the writes, by tier.
-        counters: what the rank counts.
         quota_evicted: blocks that stores removed because their quota was exceeded, by tier.
         store_changes: changes of the shared store that the rank has observed and not reported yet, in order.
     """
@@ -42,7 +39,6 @@ class RankPlaces:
     store_changes: list[StoreChange] = field(default_factory=list)
 
     def add_store(self, tier: LowerTier, store: BlockStore) -> None:
-        """Add the store of a tier."""
         self.stores[tier] = store
         self.reads[tier] = TierHealth(f"reads from the {tier} tier")
         self.writes[tier] = TierHealth(f"writes to the {tier} tier")
@@ -71,5 +67,4 @@ class RankPlaces:
 
 
 def hashes(names: Iterable[BlockName]) -> Sequence[int]:
-    """Return the sequence hashes of blocks."""
     return array("Q", [name.sequence_hash for name in names])

@@ -49,8 +49,6 @@ class RankTiers:
     """Tiers of one rank.
 
     Args:
-        settings: sizes and places of the tiers.
-        identity: identity of the blocks.
         wake: called on any thread when `poll` has work.
         owner: name of this worker, for the error of another worker that uses the same disk tier.
         reports_evictions: whether the caller calls `device_evicts`. Otherwise the fastest tier is written through.
@@ -123,7 +121,6 @@ class RankTiers:
 
     @property
     def busy(self) -> bool:
-        """Whether transfers are in flight."""
         return self._lanes.running > 0
 
     def match(self, names: Sequence[BlockName], begin: int, cached_tokens: int, hinted: int = 0) -> list[TierRun]:
@@ -157,9 +154,7 @@ class RankTiers:
         """Load blocks that `match` has found.
 
         Args:
-            names: blocks of the prompt.
             begin: index of the first block to load.
-            runs: where the blocks are.
             into: writable memory for each block. It belongs to the load until `done` is called.
             done: called by `poll` when all transfers have ended.
 
@@ -195,7 +190,6 @@ class RankTiers:
         """Copy blocks from disk or shared store to host memory while a request waits, if loading them will pay.
 
         Args:
-            names: blocks of its prompt.
             begin: index of the first block that device memory lacks.
             hinted: number of leading blocks that the router expects in the tiers or in device memory.
         """
@@ -214,7 +208,6 @@ class RankTiers:
         Blocks beyond half of the larger of these tiers are not pinned, and counted.
 
         Args:
-            names: blocks of the prompt.
             seconds: duration of the pin. A pin never shortens an earlier one.
         """
         self._manager.pin(names, round((runtime.monotonic_s() + seconds) * 1e6))
@@ -247,7 +240,6 @@ class RankTiers:
         return cache, [StoreChange(stored=known)] if known else []
 
     def resident(self, tier: LowerTier) -> Sequence[BlockName]:
-        """Return the blocks of a tier, as far as the rank knows."""
         return self._manager.resident(tier)
 
     def clear(self) -> None:
@@ -259,18 +251,11 @@ class RankTiers:
         self._writes.remove(disk)
 
     def observe_request(self, total_blocks: int, device_blocks: int, loaded: Mapping[LowerTier, int]) -> None:
-        """Count a request for the hit rates, once its prompt has been computed.
-
-        Args:
-            total_blocks: full blocks of the prompt.
-            device_blocks: blocks that device memory had.
-            loaded: blocks that were loaded, by tier.
-        """
+        """Count a request for the hit rates, once its prompt has been computed."""
         found = {tier: loaded.get(tier, 0) for tier in TIERS}
         self._hit_rates.observe(total_blocks, device_blocks, found["host"], found["disk"], found["store"])
 
     def counters(self) -> TierCounters:
-        """Return the counters and the current gauges of the rank."""
         self._refresh()
         counters = self._places.counters
         counted = self._manager.counters

@@ -42,7 +42,6 @@ class ListedObject(NamedTuple):
 
     Attributes:
         key: key of the object, without the prefix of the store.
-        bytes: its size.
         written_s: when it was written, seconds since 1970.
     """
 
@@ -67,11 +66,7 @@ class Bucket:
         endpoint: URL of the S3 endpoint; empty for that of boto3's configuration.
 
     Attributes:
-        url: the URL.
-        name: name of the bucket.
         prefix: the prefix, empty or with a slash at its end.
-        endpoint: URL of the endpoint.
-        region: region of the requests.
 
     Raises:
         EngineError: the URL is invalid.
@@ -155,8 +150,6 @@ class Bucket:
         """Write an object. Raises BucketError.
 
         Args:
-            key: key of the object.
-            content: its content.
             options: further arguments of boto3's `put_object`.
         """
         self._call("write", key, lambda: self._client.put_object(**self._at(key), Body=bytes(content), **options))

@@ -42,7 +42,6 @@ class S3Store:
 
     Args:
         url: `s3://BUCKET/PREFIX`.
-        identity: identity of the blocks.
         quota_bytes: maximum size of all objects below the prefix in bytes, over all identities.
         io: how bytes are moved. Requests that move no blocks always use boto3.
         endpoint: URL of the S3 endpoint; empty for that of boto3's configuration.
@@ -78,12 +77,10 @@ class S3Store:
 
     @property
     def name(self) -> str:
-        """Return the name of the store for the router."""
         return self._name
 
     @property
     def stats(self) -> StoreStats:
-        """Return the statistics of this process."""
         return self._stats
 
     def read(self, names: Sequence[BlockName], into: Sequence[memoryview], deadline_s: float) -> list[str]:

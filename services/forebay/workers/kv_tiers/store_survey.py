@@ -39,9 +39,7 @@ class FoundFile(NamedTuple):
 
     Attributes:
         identity: first digits of the identity digest.
-        name: name of the file, without its folder.
         folder: folder below that of the identity: two digits of the key, or `quarantine`.
-        bytes: its size.
         used_s: when it was used last, seconds since 1970. In a bucket, when it was written.
     """
 
@@ -90,9 +88,6 @@ class StorePlace(Protocol):
 
 class DirectoryPlace:
     """Store in a directory.
-
-    Args:
-        root: the directory.
 
     Raises:
         EngineError: the directory is not a store.
@@ -241,8 +236,6 @@ def file_problem(store: StorePlace, file: FoundFile, identity: KvIdentity | None
     Raises FileNotFoundError if the file was removed meanwhile.
 
     Args:
-        store: the store.
-        file: the file, which is a block.
         identity: identity of its folder; None if that is not known, which makes every block foreign.
     """
     name = parse_file_name(file.name)

@@ -39,7 +39,6 @@ def open_store(
 
     Args:
         place: a directory, or `s3://BUCKET/PREFIX`.
-        identity: identity of the blocks.
         quota_bytes: maximum size of the store in bytes, over all identities.
         shared: whether other workers may use the store, too. Buckets are always shared.
         io: how bytes are moved; None for `default_io()`.

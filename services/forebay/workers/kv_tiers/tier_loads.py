@@ -27,7 +27,6 @@ class LoadResult:
         blocks: number of leading blocks that were loaded. The memory of later blocks has undefined content.
         bytes: bytes of these blocks.
         us: microseconds from the call of `load` to the end of the last transfer.
-        by_tier: number of these blocks by tier.
         us_by_tier: microseconds from the call of `load` to the end of the transfer from each of these tiers.
     """
 
@@ -54,10 +53,7 @@ class _Load:
     """A load in flight.
 
     Attributes:
-        done: called with the result.
-        began_s: when it began.
         reasons: result of each block: an empty text, or why it was not loaded.
-        tiers: tier of each block.
         pending: tiers whose transfer has not ended.
         us_by_tier: duration of the transfers that have ended.
     """
@@ -75,10 +71,7 @@ class _Part:
     """The blocks of a load that are in one tier.
 
     Attributes:
-        tier: the tier.
         places: index of each block in the load.
-        names: names of the blocks.
-        into: memory for the blocks.
         slots: their slots in host memory, if that is the tier.
     """
 
@@ -94,9 +87,6 @@ class TierLoads:
 
     Args:
         manager: decides which blocks are where.
-        places: memory and stores.
-        lanes: threads.
-        costs: learns from each load.
         block_size: tokens per block.
         read_s: seconds after which a load from disk or store ends, including the time in which it waits for a thread.
     """

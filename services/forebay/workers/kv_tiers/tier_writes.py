@@ -31,7 +31,6 @@ class OfferedBlocks:
         blocks: memory of each block, or a function that returns it on another thread.
         index: index of each block in `blocks`.
         done: called when the memory may be reused.
-        pending: writes that have not ended.
     """
 
     blocks: Blocks
@@ -40,12 +39,10 @@ class OfferedBlocks:
     pending: int = 0
 
     def memory(self, name: BlockName) -> memoryview:
-        """Return the memory of a block."""
         at = self.index[name]
         return self.blocks(at) if callable(self.blocks) else self.blocks[at]
 
     def end_write(self) -> None:
-        """Note the end of one write."""
         self.pending -= 1
         if not self.pending:
             self.done()
@@ -56,7 +53,6 @@ class _Job:
     """A write in flight.
 
     Attributes:
-        write: the write.
         offer: source of the blocks, if they are in device memory.
         slots: slots of host memory into which the blocks are copied, if that is the tier.
         source_slots: slots of host memory from which the blocks are copied, if that is the source.
@@ -74,9 +70,6 @@ class TierWrites:
     """Writes of one rank.
 
     Args:
-        manager: decides on the writes.
-        places: memory and stores.
-        lanes: threads.
         read_s: seconds after which a read from disk or store ends.
         write_s: seconds after which a write to disk or store ends, from the moment at which a thread begins it.
     """
@@ -101,7 +94,6 @@ class TierWrites:
         """Begin the writes that the manager has returned.
 
         Args:
-            writes: the writes.
             offer: memory of the blocks whose source is device memory.
         """
         for write in writes:

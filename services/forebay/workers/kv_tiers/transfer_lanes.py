@@ -47,9 +47,6 @@ class TransferLanes:
         """Run `work` in a lane, and pass its result to `then` within `poll`.
 
         Args:
-            lane: the lane.
-            work: blocking function.
-            then: function for the result.
             on_error: result if `work` raises an exception, which is logged.
         """
         if self._closing:

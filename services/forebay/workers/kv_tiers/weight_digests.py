@@ -42,7 +42,6 @@ def model_digest(folder: Path, cache: Path | None = None) -> str:
     """Return the SHA-256 of the weight files and the configuration of a model, in hex.
 
     Args:
-        folder: directory of the model.
         cache: file in which the digests of files are remembered; None to hash all files.
 
     Raises:

@@ -49,7 +49,6 @@ class FetchedKv(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         bytes: number of fetched bytes.
-        blocks: number of fetched blocks.
         us: duration of the fetch in microseconds, including time in the queue.
         retries: number of additional reads of blocks with a wrong checksum.
     """
@@ -65,23 +64,16 @@ class Stats(msgspec.Struct, kw_only=True):
 
     Attributes:
         bytes: bytes of completed fetches.
-        blocks: blocks of completed fetches.
-        fetched: number of completed fetches.
         read_us: total duration of completed fetches in microseconds, including time in the queue.
         took: histogram of the durations: the number of completed fetches per bucket. The key is the index in
             `BUCKETS_S` of the smallest bound that is not exceeded, or the length of `BUCKETS_S` if all are exceeded.
         retries: additional reads of blocks with a wrong checksum.
         corrupt: blocks that had a wrong checksum.
-        cancelled: fetches that the caller cancelled.
         failed: number of failed fetches by reason (`REASONS`).
-        offered: number of offers.
         offered_bytes: bytes of offered blocks.
         freed: number of ended offers by reason (`FreeReason`).
         in_flight: fetches in progress now.
         in_flight_bytes: bytes of the fetches in progress.
-        waiting: fetches that wait in the queue.
-        held_offers: offers that have not ended.
-        held_blocks: blocks of these offers.
         quarantined_blocks: slots that an abandoned transfer may still write to.
     """
 

@@ -33,7 +33,6 @@ class Carrier(Protocol):
 
         Args:
             place: location of the offered blocks.
-            theirs: slots of the holder to read.
             into: blocks of this worker that receive the content.
             notify: whether to notify the holder after the read that it can free the blocks.
 

@@ -57,7 +57,6 @@ class BlockLocation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def count(self) -> int:
-        """Number of offered blocks."""
         return len(self.blocks) // 4
 
 

@@ -89,9 +89,6 @@ class EmbeddingTransfer:
     async def read(self, encoded: Encoded) -> "Array":
         """Return a copy of an array that another worker offers.
 
-        Args:
-            encoded: descriptor of the array.
-
         Raises:
             TransferError: the array cannot be read, or has a wrong checksum.
         """
@@ -175,7 +172,6 @@ def _block_count(size: int) -> int:
 
 
 def _parts(raw: "Array", blocks: Sequence[int]) -> list[tuple["Array", int]]:
-    """Return the part of an array for each block."""
     return [(raw[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES], block) for at, block in enumerate(blocks)]
 
 

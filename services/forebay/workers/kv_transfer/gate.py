@@ -17,8 +17,6 @@ class FetchLimiter:
     Use it on one event loop only.
 
     Args:
-        stats: statistics that it updates.
-        fetches_max: maximum number of concurrent fetches.
         bytes_max: maximum bytes of concurrent fetches; a larger fetch runs alone.
     """
 

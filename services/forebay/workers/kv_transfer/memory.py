@@ -39,13 +39,10 @@ class Arena:
     Slots that were never written to use no RAM.
 
     Args:
-        blocks: number of blocks.
         block_bytes: bytes per block.
 
     Attributes:
-        blocks: number of blocks.
         block_bytes: bytes per block.
-        slots: number of slots, twice the number of blocks.
         bytes: size of the whole mapping.
         address: memory address of the first slot.
         words: generation words of this worker's offers.

@@ -52,7 +52,6 @@ def open_agent(name: str, interface: str = "") -> Any:
     The agent has no progress thread, because that would poll without a pause. So the caller must poll the agent.
 
     Args:
-        name: name of the agent.
         interface: network interface that UCX uses. If empty, UCX selects one, or uses those in `UCX_NET_DEVICES`.
     """
     nixl = load_nixl()

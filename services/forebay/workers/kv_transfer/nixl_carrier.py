@@ -25,9 +25,7 @@ class _Reading:
     """A read in progress.
 
     Attributes:
-        read: the read.
         over: future that completes when the read has ended.
-        ended: whether the read has ended.
         kept: quarantined slots of an abandoned read; None if it was not abandoned.
     """
 

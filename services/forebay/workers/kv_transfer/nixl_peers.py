@@ -16,12 +16,9 @@ class Peer:
 
     Attributes:
         name: name of the holder's agent.
-        metadata: NIXL metadata of the agent.
         address: memory address of the holder's first slot.
-        slots: number of slots.
         blocks: NIXL's prepared list of the slots.
         words: NIXL's prepared list of the generation words.
-        reads: number of reads in progress.
         silent: whether a read has timed out. No read begins until all reads in progress have ended.
         broken: whether a NIXL error or a name conflict occurred. The peer is removed when no read is in progress.
     """
@@ -45,11 +42,9 @@ def prepare(agent: Any, whose: str, address: int, length: int, count: int) -> An
     """Return NIXL's prepared list of consecutive pieces of memory.
 
     Args:
-        agent: the NIXL agent of this worker.
         whose: name of the agent that owns the memory.
         address: memory address of the first piece.
         length: bytes per piece.
-        count: number of pieces.
     """
     import numpy  # noqa: PLC0415 - an extra
 
@@ -64,7 +59,6 @@ def transfer_error(text: str, error: Exception) -> TransferError:
 
     Args:
         text: beginning of the message: what failed.
-        error: the exception.
     """
     kind = type(error).__name__
     gone = "Disconnect" in kind or "Backend" in kind

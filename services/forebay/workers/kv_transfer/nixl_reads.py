@@ -24,9 +24,7 @@ class LocalAgent:
     """This worker's side of all reads: NIXL's prepared lists of its own slots and of words for generations.
 
     Attributes:
-        agent: the NIXL agent.
         arena: memory of this worker's blocks.
-        slots: prepared list of the slots.
         words: prepared list of the words into which generation words of holders are read.
         free_words: indices of these words that no read uses.
     """
@@ -49,9 +47,7 @@ class Read:
 
     Args:
         place: location of the offered blocks.
-        theirs: slots of the holder to read.
         ours: slots of this worker that receive the content.
-        notify: whether to notify the holder after the read.
 
     Attributes:
         abandoned: set by another thread to end the read as soon as NIXL has finished the transfers in progress.
@@ -107,7 +103,6 @@ def notify(agent: Any, place: BlockLocation, what: bytes) -> None:
     """Send a connected holder the notification that it can free its blocks.
 
     Args:
-        agent: the NIXL agent of this worker.
         place: location of the offered blocks.
         what: `FETCHED`, or `DROPPED` if the blocks will not be fetched.
 
@@ -124,7 +119,6 @@ def transfer(agent: Any, ours: Any, our_numbers: Any, theirs: Any, their_numbers
     """Return a generator that runs one READ of NIXL. The caller resumes it whenever NIXL may have made progress.
 
     Args:
-        agent: the NIXL agent of this worker.
         ours: prepared list of this worker's memory.
         our_numbers: indices in that list of the pieces to write.
         theirs: prepared list of the holder's memory.

@@ -43,7 +43,6 @@ class NixlThread:
     """Thread that creates a NIXL agent, registers the memory of this worker, and runs all NIXL calls.
 
     Args:
-        name: name of the agent.
         arena: memory of this worker's blocks.
         on_note: called on this thread with each notification that arrives.
         interface: network interface that UCX uses; empty to let UCX select one.

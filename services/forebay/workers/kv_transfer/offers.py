@@ -32,10 +32,8 @@ class HeldOffer:
     """An offer that has not ended.
 
     Attributes:
-        request_id: id of the request.
         word: index of the offer's generation word.
         generation: value of that word while the offer has not ended.
-        slots: slots of the offered blocks.
         until_s: end of the lease, in seconds of the event loop's clock.
     """
 
@@ -51,7 +49,6 @@ class KvOffers:
 
     Args:
         arena: memory of this worker's blocks.
-        stats: statistics that it updates.
         on_free: called with the request id and the reason when an offer has ended.
     """
 
@@ -76,12 +73,10 @@ class KvOffers:
         """Begin an offer, and return the location of its blocks.
 
         Args:
-            request_id: id of the request.
             blocks: block numbers, in the order of the prompt.
             lease_s: seconds after which the offer ends if nobody has fetched it; the same for all offers in progress.
             agent: name of this worker's agent.
             route: address at which readers reach this worker.
-            checksum: whether to compute checksums.
 
         Raises:
             TransferError: the blocks cannot be offered. Nothing has changed then.

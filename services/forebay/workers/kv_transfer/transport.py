@@ -55,7 +55,6 @@ class KvTransport:
         memory: memory of this worker's blocks.
         lease_s: seconds after which an offer ends that nobody fetched; `Prefilled.lease_us` must not be longer.
         fetch_s: timeout in seconds of later fetches.
-        stats: statistics, which the transport updates.
     """
 
     def __init__(
@@ -99,7 +98,6 @@ class KvTransport:
         per offer, and never within this call. A block may be in several offers.
 
         Args:
-            request_id: id of the request.
             blocks: block numbers, in the order of the prompt.
             checksum: whether to compute checksums. All blocks are then hashed before this call returns.
 
@@ -274,7 +272,6 @@ async def open_transport(
         kind: `nixl` or `tcp`. There is no fallback from one to the other.
         name: name of this worker and its epoch, from `agent_name`. Readers refuse offers of other epochs.
         block_bytes: bytes per block over all layers; the same for all workers of a pool.
-        blocks: number of blocks.
         on_free: called on the event loop when an offer has ended, with the request id and the reason.
         lease_s: seconds after which an offer ends that nobody has fetched.
         fetch_s: time limit of a fetch in seconds, including time in the queue.

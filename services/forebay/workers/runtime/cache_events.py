@@ -74,7 +74,6 @@ class CacheEvents:
         """Return the events that announce the cache of a rank when the epoch begins.
 
         Args:
-            rank: the rank.
             hashes: sequence hashes of the cached blocks.
         """
         return self.changes(rank, [Stored(None, tuple(hashes))])
@@ -104,7 +103,6 @@ class CacheEvents:
         The caller must append the events as one batch.
 
         Args:
-            rank: the rank.
             above_seq: number that the events must exceed, because another process may have used numbers up to it.
         """
         if self._silent:

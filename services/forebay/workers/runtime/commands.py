@@ -32,11 +32,7 @@ class ReceivedCommand:
     """A command that the worker has received, and its result.
 
     Attributes:
-        command_id: id of the command.
-        command: the command.
-        owner_epoch: epoch of the latest owner that sent the command.
         begin_by_s: latest time at which it may start, in seconds of the monotonic clock.
-        over: whether the command has a result.
         loras: adapters that were loaded after the command.
         error: why the command failed or was not executed; None on success or without a result.
     """
@@ -54,14 +50,11 @@ class CommandRunner:
     """Executes commands on the engine of a worker, and appends their results to the log.
 
     Args:
-        engine: the engine that executes the commands.
         model: name of the base model, which no adapter may have.
         send: appends records to the log.
-        drain: begins to drain the worker.
 
     Attributes:
         loras: names of the adapters that are loaded now.
-        repeated: number of commands that were received again.
     """
 
     def __init__(

@@ -24,9 +24,7 @@ async def report_failure(
     """Append an `EngineFailed` event if an EngineError has ended a worker. Other errors are not reported.
 
     Args:
-        log: the log.
         partition: partition of the control topics of the worker's group.
-        spec: description of the worker.
         worker_epoch: epoch of the worker; None if it was not a member of the fleet.
         error: exception that ended the worker. It may be an exception group that contains an EngineError.
     """

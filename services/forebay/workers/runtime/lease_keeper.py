@@ -86,8 +86,6 @@ class LeaseKeeper:
         has taken the lease since then. That process keeps the lease, and the keeper calls `on_replaced`.
 
         Args:
-            group: group of the worker.
-            worker_id: id of the worker.
             token: value of the lease that identifies this incarnation of the worker.
             payload: data of the lease, which the owner reads.
             on_replaced: called on the event loop if another process has the lease, with the token of that process.
@@ -105,7 +103,6 @@ class LeaseKeeper:
         self._tick()
 
     def release(self, group: str, worker_id: str) -> None:
-        """Make the thread release the lease of a worker, if this keeper holds it."""
         with self._lock:
             hold = self._holds.pop((group, worker_id), None)
             if hold is not None:

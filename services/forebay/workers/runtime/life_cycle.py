@@ -50,11 +50,7 @@ TRANSITIONS: dict[State, dict[Transition, State]] = {
 
 
 class WorkerLifeCycle:
-    """State machine of one worker process.
-
-    Attributes:
-        state: the current state.
-    """
+    """State machine of one worker process."""
 
     def __init__(self) -> None:
         self.state = State.CREATED
@@ -76,7 +72,6 @@ class WorkerDrain:
     Attributes:
         ends_s: time until which the worker waits for its requests, in seconds of the monotonic clock.
         fact_ends_s: time until which it waits for the owner to record the drain, on the same clock.
-        announced: whether the owner has recorded the drain.
     """
 
     def __init__(self, within_s: float) -> None:

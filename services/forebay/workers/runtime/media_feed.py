@@ -37,7 +37,6 @@ class MediaEngine(Protocol):
         """Queue a request with the embeddings of its images and videos.
 
         Args:
-            item: the request.
             embeddings: one row per placeholder token, in the order of `item.media`.
         """
 
@@ -46,15 +45,9 @@ class MediaFeed:
     """Passes requests to the engine of one worker, after it has fetched the embeddings that they need.
 
     Args:
-        engine: the engine.
-        worker_id: id of the worker.
         on_failed: called for a request that does not reach the engine: with an error for the client, or with a
             TransferError if its embeddings could not be fetched.
         make_reader: creates the object that fetches embeddings.
-
-    Attributes:
-        fetched: number of successful fetches.
-        not_fetched: number of failed fetches.
     """
 
     def __init__(

@@ -21,7 +21,6 @@ class WorkerMetrics(Collector):
         self._workers = workers
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
         found: dict[str, Metric] = {}
         for worker in self._workers:
             for metric in chain(_worker_metrics(worker), self._engine_metrics(worker)):

@@ -64,9 +64,6 @@ class Outbox:
     """Encodes the records that a worker appends during one worker epoch.
 
     Args:
-        spec: description of the worker.
-        worker_epoch: the epoch.
-        group: group of the worker.
         partition: partition of the control topics of the group.
         owner_events: version of the event types that the newest owner can read.
 
@@ -164,7 +161,6 @@ class Outbox:
         """Return the progress record for a response that an earlier attempt has completed, unknown to the owner.
 
         Args:
-            request: the request.
             ended: end of the response, as the earlier attempt wrote it for the client.
         """
         if ended.usage is None or ended.finish_reason == "error":
@@ -228,9 +224,6 @@ class Outbox:
         """Return the record with the result of a command.
 
         Args:
-            command_id: id of the command.
-            command: the command.
-            owner_epoch: epoch of the owner that sent the command.
             loras: adapters that are loaded after the command.
             error: why the command failed; None on success.
         """

@@ -25,12 +25,10 @@ class RankBuffer:
     """Collects the events of one rank until `take` returns them as a batch.
 
     Args:
-        rank: the rank.
         kv_blocks_total: number of KV blocks of the rank, without blocks that the engine reserves for itself.
         text_only: whether the engine returns text, from which the tokens are computed.
 
     Attributes:
-        rank: the rank.
         load: load of the rank after its last step.
         clears: number of times that the engine reported an empty cache.
         tier_costs: durations of loads that the rank has measured so far; None if it has no tiers.
@@ -82,8 +80,6 @@ class RankBuffer:
         """Set the load of the rank after a step of the engine.
 
         Args:
-            running: number of running sequences.
-            waiting: number of waiting sequences.
             usage: share of KV blocks in use, from 0 to 1.
         """
         total = self._idle.kv_blocks_total
@@ -114,7 +110,6 @@ class RankBuffer:
             self._muted = True
 
     def store_changed(self, change: StoreChange) -> None:
-        """Add a change of the shared store."""
         self._store_changes.append(change)
 
     def discard_changes(self) -> None:
@@ -127,7 +122,6 @@ class RankBuffer:
         """Add output tokens of a request.
 
         Args:
-            item: the request.
             first_index: position of the first of these tokens in the output of the request, from 0.
             token_ids: ids of the tokens.
             logprobs: log probability of each token; empty if none were requested.
@@ -140,7 +134,6 @@ class RankBuffer:
         """Add the event that the prompt of a request was computed.
 
         Args:
-            item: the request.
             cached_tokens: number of prompt tokens that were in the cache, or loaded into it.
             onboarded: the part of them that was loaded from other tiers.
         """
@@ -152,14 +145,12 @@ class RankBuffer:
         self._vectors.append(Vector(item.request_id, item.attempt, packed))
 
     def finished(self, end: Finished) -> None:
-        """Add the end of a response."""
         self._finished.append(end)
 
     def failed(self, item: WorkItem, error: ResponseError, *, is_rejection: bool = False) -> None:
         """Add the failure of a request.
 
         Args:
-            item: the request.
             error: the error for the client.
             is_rejection: whether another worker may take the request, because the attempt has no output and the request
                 is not at fault.
@@ -176,7 +167,6 @@ class RankBuffer:
         """Add the event that the KV of a prompt was computed and is kept for another worker.
 
         Args:
-            item: the request.
             prefilled: descriptor of the KV for the other worker.
             cached_tokens: number of prompt tokens that were in the cache, or loaded into it.
             onboarded: the part of them that was loaded from other tiers.

@@ -50,19 +50,15 @@ class WorkRequest:
     """Latest attempt at a request that started on this worker.
 
     Attributes:
-        request_id: id of the request.
         attempt: number of the attempt, from 1.
         owner_epoch: epoch of the owner that sent the attempt most recently. Records of the output contain it.
         reply_slot: partition of the topic `tokens` for the response.
-        rank: rank of the worker that runs the request.
-        stage: stage of the request that the attempt runs.
         earlier_tokens: number of output tokens of earlier attempts; the engine gets them as the end of its prompt.
         prompt_tokens: number of tokens of the client's prompt.
         blocks: number of KV blocks of prompt and output as last reported to the owner; 0 if it needs no reports.
         fetched: descriptor of the KV that the engine fetches; None if there is none, or it is not needed.
         unfetched: whether the item had KV to fetch, but does not need it.
         state: state of the request. Only `RequestTable` changes it.
-        attempts: keys of all attempts at the request that started on this worker.
         prefill_attempt: latest prefill attempt that started on this worker; 0 if there was none.
         result: result of the prefill; None unless the state is `kept`.
         kept_until_s: end of the lease of the KV, in seconds of the monotonic clock.
@@ -166,8 +162,6 @@ class RequestTable:
         """Add an attempt, in place of the previous attempt at the same request.
 
         Args:
-            request: record of the attempt.
-            key: key of the attempt.
             resumes: whether the attempt begins in state `resuming`; otherwise it begins in state `running`.
 
         Returns:
@@ -190,8 +184,6 @@ class RequestTable:
         """Apply a transition to a request, and return its record.
 
         Args:
-            request_id: id of the request.
-            transition: the transition.
             attempt: attempt of the event that causes the transition.
 
         Returns:

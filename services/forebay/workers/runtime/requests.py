@@ -50,12 +50,8 @@ class WorkItems:
     """Runs the work items that a worker receives during one worker epoch.
 
     Args:
-        log: the log.
-        group: group of the worker.
-        spec: description of the worker.
         outbox: encodes log records.
         feed: passes requests to the engine.
-        counters: counters of the worker.
         spawn: starts a coroutine as a task.
         settled: called after each request that ends without the engine.
     """
@@ -155,7 +151,6 @@ class WorkItems:
         """End an item that does not reach the engine.
 
         Args:
-            item: the item.
             error: error for the client, or the reason why the embeddings of the item could not be fetched.
         """
         request = self._table.find(item.request_id, item.attempt)

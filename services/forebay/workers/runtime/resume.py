@@ -39,7 +39,6 @@ class LaterAttempt:
     """A second or later attempt at a request, which waits until the output of the earlier attempts is read.
 
     Attributes:
-        item: the work item of the attempt.
         request: state of the attempt in the `RequestTable`.
     """
 
@@ -52,7 +51,6 @@ class SlotReading:
     """Counters of the reads of reply slots.
 
     Attributes:
-        passes: number of reads, each of one slot.
         bytes_read: bytes of the records that were read.
         undecodable: number of records that could not be decoded.
     """
@@ -66,10 +64,7 @@ class Resumer:
     """Starts the later attempts of one worker epoch, and reads the output of the earlier attempts.
 
     Args:
-        log: the log.
-        group: group of the worker.
         outbox: encodes the records `AttemptStarted`.
-        reading: counters.
         spawn: starts a coroutine as a task.
         found: called for each attempt with the output of the earlier attempts.
     """
@@ -170,7 +165,6 @@ def continued(item: WorkItem, output: list[int], block_size: int) -> WorkItem:
     number of these tokens.
 
     Args:
-        item: the item to continue.
         output: output tokens of earlier attempts.
         block_size: tokens per KV block.
     """

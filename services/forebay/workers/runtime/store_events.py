@@ -40,7 +40,6 @@ class StoreEvents:
         The owner also learns from them which store the worker uses, if it admitted the worker under an older owner.
 
         Args:
-            hashes: sequence hashes of the blocks that the store has.
             owner_events: version of the event types that the owner can read; nothing is returned if it is too low.
         """
         if not self._store or not may_write(StoreBlocksAdded, owner_events):

@@ -81,24 +81,15 @@ class Worker:
     """Runs one engine: passes work items from the log to the engine, and appends the engine's output to the log.
 
     Args:
-        log: the log.
-        keeper: renews the lease of the worker.
-        spec: description of the worker.
-        engine: the engine.
         token: value of the lease that identifies this incarnation; unique among the workers of this process.
-        group: group of the worker.
         partition: partition of the control topics of the group.
         drain_s: maximum seconds to wait for requests in flight after an operator's command to drain.
 
     Attributes:
         spec: description of the worker. After the start of the engine it has the engine's actual sizes.
-        started: whether the engine has started.
         owner_events: version of the event types that the newest owner can read.
-        life: state of the worker.
-        health: health checks of the engine.
         counters: counters of skipped and continued items.
         media: passes requests to the engine.
-        commands: executes commands of operators.
     """
 
     def __init__(
@@ -142,7 +133,6 @@ class Worker:
 
     @property
     def active_requests(self) -> Collection[str]:
-        """Ids of the requests in flight on this worker."""
         return () if self._epoch is None else self._epoch.items.active
 
     @property
@@ -152,7 +142,6 @@ class Worker:
 
     @property
     def engine(self) -> Engine:
-        """The engine that runs the requests of this worker."""
         return self._engine
 
     async def run(self) -> None:
@@ -216,7 +205,6 @@ class Worker:
         raise EngineError("the engine stopped serving on its own")
 
     def _on_health_check(self) -> None:
-        """Apply a successful health check."""
         if self.life.state is State.RUNNING:
             self.life.move(Transition.PASS)
 
@@ -459,7 +447,6 @@ class Worker:
             self._epoch.items.not_submitted(item, error)
 
     def _append_result(self, drafts: Sequence[Draft]) -> None:
-        """Append the result of a command."""
         append_output(self._log, drafts)
         self._settled()
 

@@ -22,9 +22,6 @@ def find_candidates(
     rejections are candidates only if there are no others.
 
     Args:
-        world: current state.
-        pool: pool that serves the request.
-        request: new request.
         busy: busy thresholds to apply; None applies the thresholds in effect.
 
     Raises:
@@ -54,9 +51,6 @@ def find_suspect_candidates(
     """Return the ranks of suspect workers that could take a request if their workers become ready again.
 
     Args:
-        world: current state.
-        pool: pool that serves the request.
-        request: new request.
         refusal: why no ready worker may take the request.
 
     Raises:
@@ -77,9 +71,6 @@ def find_retry_candidates(
     """Return the ranks that may take an accepted request again. Load and session are ignored.
 
     Args:
-        world: current state.
-        pool: pool that serves the request.
-        request: the request.
         rejected_by: workers that have rejected it. Like workers that are avoided, they are candidates only if there are
             no others.
 

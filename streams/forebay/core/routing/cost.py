@@ -40,7 +40,6 @@ class CostTable:
     There is one list per term, because a decision reads every term of hundreds of candidates.
 
     Attributes:
-        roster: the candidates.
         costs: cost per candidate, in KV blocks.
         prefill_blocks: prompt blocks that each candidate still has to compute, including those of this request.
         credit_blocks: reduction of the cost per candidate for cached blocks, in KV blocks.
@@ -145,7 +144,6 @@ def cost_table(config: RouterConfig, block_size: int, roster: Roster, demand: De
     Args:
         config: router configuration, including the overrides of the request.
         block_size: tokens per KV block.
-        roster: the candidates; at least one.
         demand: load of the request, and cached blocks of its prompt.
     """
     loads, positions = roster.loads, roster.positions

@@ -94,7 +94,6 @@ def counterfactual(world: World, pool: PoolConfigured, history: Plan) -> Counter
     Args:
         world: state in which the recorded plan was made.
         pool: alternative configuration of the pool that made the plan.
-        history: recorded plan.
     """
     if history.stage == "encode":  # no configuration changes the selection of an encode worker
         return Counterfactual(history, history, None, would_hold=False)
@@ -136,8 +135,6 @@ def merge_runtime_settings(
     fields have the operator's value.
 
     Args:
-        alternative: settings in the alternative configuration.
-        recorded: settings in the recorded configuration.
         by_hand: settings that the operator set at run time.
     """
     names = by_hand.__struct_fields__

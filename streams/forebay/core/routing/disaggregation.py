@@ -24,9 +24,6 @@ def locate_prompt(world: World, pool: PoolConfigured, request: ActiveRequest, ro
     Embedding requests have no decode stage, so the worker that responds computes their prompt.
 
     Args:
-        world: current state.
-        pool: pool that generates the response.
-        request: the request.
         roster: ranks of `pool` that may generate the response.
 
     Returns:

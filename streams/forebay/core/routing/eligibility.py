@@ -33,8 +33,6 @@ def filter_eligible(roster: Roster, fleet: Fleet, pool: PoolConfigured, request:
     Args:
         roster: ranks of the pool that may be used at all.
         fleet: workers of all pools, to explain an unknown worker.
-        pool: pool that serves the request.
-        request: the request.
 
     Raises:
         Ineligible: no rank meets the conditions, or the hints contradict each other.

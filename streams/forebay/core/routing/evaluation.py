@@ -25,8 +25,6 @@ def evaluate(world: World, candidates: StageCandidates, *, as_owner: bool = True
     """Compute the cost table of the candidates, call the policy, and return the selection.
 
     Args:
-        world: current state.
-        candidates: ranks to select from.
         as_owner: whether the owner makes this decision. If so, only policies that the owner's operator allowed may
             decide.
 
@@ -44,8 +42,6 @@ def demand_of(world: World, candidates: StageCandidates, config: RouterConfig) -
     """Return the load that a request would put on a candidate, and how much of its prompt each rank has cached.
 
     Args:
-        world: current state.
-        candidates: ranks to select from.
         config: router configuration, including the overrides of the request.
     """
     request = candidates.request
@@ -67,8 +63,6 @@ def select(
     """Compute the cost table for a demand, call the policy, and return the selection.
 
     Args:
-        world: current state.
-        candidates: ranks to select from.
         config: router configuration, including the overrides of the request.
         demand: result of `demand_of`.
         as_owner: as in `evaluate`.
@@ -93,8 +87,6 @@ def find_overlaps(world: World, pool: PoolConfigured, blocks: Sequence[int]) -> 
     omitted.
 
     Args:
-        world: current state.
-        pool: pool that serves the request.
         blocks: sequence hashes of the prompt from the first block on.
     """
     found = world.index.overlaps(blocks) if pool.router.use_kv_events else {}
@@ -139,10 +131,8 @@ def policy_input(
     candidates must copy them.
 
     Args:
-        world: current state.
         candidates: ranks to select from, or a plan with these ranks.
         config: router configuration, including the overrides of the request.
-        table: cost table of the candidates.
     """
     pool, request = candidates.pool, candidates.request
     seen = RoutingWorld(
@@ -168,11 +158,6 @@ def policy_input(
 
 def run_policy(policy: type[Policy], seen: RoutingWorld, request: RoutingRequest) -> int:
     """Call a policy and return the position of the candidate that it selects.
-
-    Args:
-        policy: class of the policy.
-        seen: state of the pool.
-        request: the request.
 
     Raises:
         Ineligible: the policy raised an exception, or did not return the position of a candidate.

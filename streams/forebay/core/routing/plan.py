@@ -22,11 +22,8 @@ class StageCandidates:
     """Ranks that may take the next stage of a request.
 
     Attributes:
-        stage: next stage.
         pool: configuration of the pool that the ranks belong to, with the changes for this stage.
-        roster: the candidates; at least one.
         request: the request with the changes for this stage (`forebay.core.routing.stages`).
-        attempt: number of earlier attempts at the stage.
         place: where the prompt is computed, and why; None if nothing had to be decided, because the model has no decode
             pool or the prompt is already computed.
         pools: choice of the pool; empty if nothing had to be chosen.
@@ -46,15 +43,11 @@ class Plan:
     """Rank that was selected for the next stage of a request, and the data that explains the selection.
 
     Attributes:
-        stage: next stage.
         pool: configuration of the pool that the rank belongs to, with the changes for this stage.
         request: the request with the changes for this stage (`forebay.core.routing.stages`).
-        attempt: number of earlier attempts at the stage.
         config: router configuration in effect, including the request's override.
-        table: cost table of all candidates.
         at: position of the selected candidate in the table.
         place: where the prompt is computed, and why; None as in `StageCandidates`.
-        pools: choices of pools that this plan includes.
     """
 
     stage: Stage
@@ -74,7 +67,6 @@ class Plan:
 
     @property
     def selected(self) -> CandidateRank:
-        """The selected candidate."""
         return self.table.roster.ranks[self.at]
 
     @property
@@ -98,11 +90,9 @@ class QueuePlan:
     """Place in the router's queue for a new request that no rank can take yet.
 
     Attributes:
-        queue_class: class in which the request is queued.
         uncached_tokens: prompt tokens that even the candidate with the largest overlap must compute.
         ahead: number of requests that are already queued in the class.
         full: why the queue is full, so that the request must be rejected; None if the queue takes the request.
-        pools: choices of pools that this plan includes.
     """
 
     queue_class: str

@@ -111,8 +111,6 @@ def find_exhausted_attempts(
     """Return why an accepted request must be aborted, because it has used up its attempts.
 
     Args:
-        world: current state.
-        pool: pool that generates the response.
         request: request whose last attempt failed.
         cause: error of the worker that failed, or None if no worker reported an error.
 

@@ -98,8 +98,6 @@ def prefer(
         grid: grid of the pools; None if there is none.
         names: all pools that serve the model in this role, in order of their names.
         canaries: canaries of the model, in order of their names.
-        prompt_tokens: length of the prompt.
-        tie_seed: seed of the request.
         hints: routing hints, with priority and targets.
     """
     shared = {canary.pool for canary in canaries}
@@ -151,7 +149,6 @@ def choose(
 
     Args:
         preference: order of the pools.
-        role: role of the pools.
         availability: returns why a pool cannot take the request now; None if it can.
         allow_refusal: if no pool can take the request, neither now nor from its queue, return the first pool that
             could take other requests. Its refusal explains to the client what is wrong.

@@ -31,11 +31,6 @@ Chosen = tuple[PoolConfigured, PoolChoice | None]
 def choose_pool(world: World, first: PoolConfigured, request: SubmittedRequest) -> Chosen:
     """Return the pool that generates the response to a new request, and how it was chosen.
 
-    Args:
-        world: current state.
-        first: first pool of the model by name.
-        request: new request; its pool is ignored.
-
     Returns:
         The pool, and the choice. The choice is None if the model has no rules for pools, or only one pool.
 
@@ -158,11 +153,7 @@ def _availability(
     """Return a function that returns why a pool cannot take a request now.
 
     Args:
-        world: current state.
-        pools: pools of the model and role.
-        request: the request.
         block_size: tokens per KV block for which the prompt was hashed.
-        rejected_by: workers that have rejected the request.
         again: whether the request was accepted before. If so, busy workers may take it.
     """
     known = {pool.pool: pool for pool in pools}

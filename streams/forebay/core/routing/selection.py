@@ -35,7 +35,6 @@ def softmax_weights(costs: Sequence[float], temperature: float) -> list[int]:
     The lowest cost has the weight `WEIGHT_ONE`. Equal costs have equal weights.
 
     Args:
-        costs: costs of the candidates.
         temperature: softmax temperature, above 0.
     """
     assert temperature > 0.0

@@ -56,8 +56,6 @@ def find_prefill_candidates(
     """Return the ranks of a prefill pool that may compute the prompt of a request.
 
     Args:
-        world: current state.
-        pool: prefill pool.
         request: request whose prompt must be computed.
         busy: busy thresholds to apply; None applies the thresholds in effect.
         again: whether the request was sent to a worker before. If so, ranks of busy workers are candidates, too.
@@ -83,8 +81,6 @@ def find_decode_candidates(
     they are all eligible ranks. The worker of the last attempt is a candidate only if there is no other.
 
     Args:
-        world: current state.
-        pool: decode pool.
         request: request whose KV a prefill worker keeps.
         busy: busy thresholds to apply; None applies the thresholds in effect.
 

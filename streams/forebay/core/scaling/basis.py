@@ -14,7 +14,6 @@ class PrefillNeed:
         correction: observed TTFT divided by that of the profile, at most 1; 1 without the equations `corrected`.
         tokens_per_s: prompt tokens per second of the forecast, multiplied by `correction`.
         worker_tokens_per_s: prompt tokens per second of one worker according to the profile.
-        workers: number of workers, a fraction.
         attainable: whether a request alone meets the target.
         covered: whether the profile covers the prompt length.
     """
@@ -40,7 +39,6 @@ class DecodeNeed:
         itl_ms: target of the ITL in milliseconds, multiplied by `correction`.
         tokens_per_s: output tokens per second of the forecast.
         worker_tokens_per_s: output tokens per second of one worker within this target according to the profile.
-        workers: number of workers, a fraction.
         attainable: whether the lowest measured concurrency meets the target.
         covered: whether the profile covers the context length, and a concurrency that the KV cache allows.
     """
@@ -61,7 +59,6 @@ class LoadSignal:
     """What one latency says about the size of a pool.
 
     Attributes:
-        latency: name of the latency.
         intervals: observations in which at least one worker has this latency.
         known: whether these are enough. If not, the following attributes are the defaults.
         above: whether the estimates of all workers exceed the target.

@@ -15,11 +15,9 @@ class Wanted:
     """Size that a pool has, and the one that it should get.
 
     Attributes:
-        current: present size.
         size: proposed size, from `low` to `high`.
         low: lowest size that the pool may get now.
         high: highest size that the pool may get now.
-        gpus: GPUs of one worker.
     """
 
     current: int
@@ -49,7 +47,6 @@ def fit(wanted: Sequence[Wanted], budget_gpus: int | None, min_gpus: int) -> Fit
     limits could not be met: with 2 GPUs per worker, no size has exactly 5 GPUs.
 
     Args:
-        wanted: the pools.
         budget_gpus: highest number of GPUs; None for no limit.
         min_gpus: lowest number of GPUs; 0 for no limit.
     """

@@ -12,7 +12,6 @@ class SizeChanges:
     """Changes of sizes by a sequence of decisions.
 
     Attributes:
-        changes: changes of a pool.
         reversals: changes in the opposite direction of the pool's previous change.
     """
 

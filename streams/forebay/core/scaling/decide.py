@@ -43,12 +43,10 @@ class PoolSizing:
     """Steps that led to the size of one pool.
 
     Attributes:
-        pool: the pool.
         demand: forecast for it that knows the newest observation; None if there is none.
         proposals: proposals of the methods; empty if the pool keeps its size without one, or an operator has set it.
         limited: the proposed size within the largest change and the limits of the size; None without a proposal.
         guarded: decision before the GPU budget.
-        decided: the decision.
     """
 
     pool: PoolScaling
@@ -64,7 +62,6 @@ class Derivation:
     """A decision that follows from a state, and the steps that led to it.
 
     Attributes:
-        decision: the decision, without its time.
         sizings: steps for each pool, in the order of the settings.
     """
 
@@ -254,9 +251,6 @@ def _within_free_gpus(
     """Return sizes whose growth fits into the GPUs that no worker uses now. Reductions stay as they are.
 
     Args:
-        state: state of the planner.
-        settings: settings of the planner.
-        guarded: the pools.
         sizes: sizes of the pools that are not kept, within the budget.
     """
     if not settings.gpu_budget:

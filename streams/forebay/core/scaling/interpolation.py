@@ -66,7 +66,6 @@ def decode_itl_ms(points: Sequence[DecodePoint], context: float, concurrency: fl
     """Return the inter-token latency in milliseconds. `points` has at least one point.
 
     Args:
-        points: measured decode of one worker.
         context: mean context length of the requests, in tokens.
         concurrency: requests that generate at the same time.
     """
@@ -83,7 +82,6 @@ def decode_capacity(
     """Return the highest throughput within a target. `points` has at least one point.
 
     Args:
-        points: measured decode of one worker.
         context: mean context length of the requests, in tokens.
         itl_ms: target of the inter-token latency in milliseconds.
         concurrency_max: requests for which the KV cache has room; None if unknown.

@@ -41,10 +41,8 @@ def propose(pool: PoolScaling, settings: PlannerSettings, history: Sequence[Pool
     """Return the present size, or one more or less.
 
     Args:
-        pool: the pool.
         settings: targets, margin, and the number of observations that a regression needs.
         history: observations of the pool, oldest first.
-        current: present size.
     """
     if not history or not _is_complete(history[-1]):
         return Proposal(current, "insufficient_data")
@@ -174,8 +172,6 @@ def _target(target_ms: float, line: _Line, profiled_ms: float | None) -> tuple[f
     """Return the target to scale by, and whether a request alone meets the given one.
 
     Args:
-        target_ms: the given target.
-        line: estimate from the history.
         profiled_ms: latency of a request alone from the profile; None without a profile.
     """
     if profiled_ms is None:

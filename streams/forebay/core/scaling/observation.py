@@ -59,9 +59,6 @@ class _Report:
 
     Attributes:
         running: requests that the engine computes.
-        waiting: requests that wait in the engine.
-        kv_blocks: KV blocks in use.
-        at_us: when it was read.
     """
 
     running: int
@@ -126,7 +123,6 @@ class GroupObservation:
 
         Args:
             event: an event of `requests`, `fleet`, `progress`, `metrics` or `decisions`.
-            offset: its offset on its topic.
             now_us: the caller's clock in microseconds. A reading below an earlier one counts as the earlier one.
         """
         self._advance(now_us)
@@ -178,8 +174,6 @@ class GroupObservation:
         """Return the observation of one pool.
 
         Args:
-            pool: the pool.
-            queued: queued requests by pool.
             pending: prompt tokens to compute, by worker.
             occupied: ranks that have had a request since before this interval.
         """

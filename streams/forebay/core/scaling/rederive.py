@@ -28,13 +28,9 @@ class RecordedDecision:
     """Decision of the topic, with what it was derived from and what became of it.
 
     Attributes:
-        offset: offset of the decision.
-        decided: the decision.
-        outcome: whether it has an effect.
         derivation: the decision that follows from the state before it, with its steps; None if other rules made it.
         claim: claim of its planner; None if its planner has none on the topic.
         observed: newest observation before it.
-        forecast: newest forecast before it.
         replies: replies of the actuators, except those that came too late to have an effect. A stale decision can have
             refusals.
     """

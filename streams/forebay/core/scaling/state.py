@@ -44,7 +44,6 @@ class PoolChange:
     """Last change of a pool by a decision of the planner.
 
     Attributes:
-        up: whether the pool grew.
         at_us: time of the observation that led to it, in microseconds.
         observed: offset of that observation, -1 if there was none.
     """
@@ -59,8 +58,6 @@ class OpenChange:
     """Decided change of a pool that no actuator has executed or refused yet.
 
     Attributes:
-        decision: offset of the decision.
-        decided: the change.
         at_us: time of the decision in microseconds.
     """
 
@@ -78,12 +75,9 @@ class PlannerState:
         effective: offset of the last record with an effect, -1 if there is none.
         epoch: offset of the newest claim, -1 before the first.
         claim: the newest claim; None before the first, or after the planner has stopped.
-        paused: whether an operator has paused the planner.
         manual: sizes set by operators.
         history: newest observations, oldest first.
         observed: offset of the newest observation, -1 if there is none.
-        forecast: newest forecast of this planner with its offset.
-        simulated: newest simulations of this planner.
         sizes: size of each pool that a decision has changed.
         peaks: largest size of these pools since the newest observation. Workers that were removed since then still run,
             but the observation does not show that they drain.
@@ -244,7 +238,6 @@ class PlannerState:
 
 
 def changed_pools(decided: ScalingDecided) -> dict[PoolKey, PoolDecision]:
-    """Return the pools whose sizes a decision changes."""
     return {(pool.group, pool.pool): pool for pool in decided.pools if pool.to_size != pool.from_size}
 
 

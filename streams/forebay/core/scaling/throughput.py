@@ -30,11 +30,9 @@ def propose(
     """Return the size that carries the demand.
 
     Args:
-        pool: the pool, with the profile of one worker.
         settings: targets, equations, and the margin of a reduction.
         demand: forecast for the pool; None if there is none.
         observed: newest observation, for the equations `corrected`; None if there is none.
-        current: present size.
     """
     if demand is None or not _is_usable(pool, demand):
         return Proposal(current, "no_demand")

@@ -13,7 +13,6 @@ class Mean:
 
     Attributes:
         total_us: sum of the durations in microseconds.
-        count: number that the sum is divided by.
     """
 
     total_us: int = 0
@@ -43,13 +42,10 @@ class PoolTally:
     """Sums over the requests of one pool in one interval.
 
     Attributes:
-        requests: requests that arrived.
         prompt_tokens: their prompt tokens.
         routed_tokens: prompt tokens of the requests whose prompt a worker of the pool was sent to compute.
         cached_tokens: prompt tokens of these requests that the router found in the worker's cache.
-        ended: requests that ended with a response.
         output_tokens: their output tokens.
-        latency: latency of the pool.
     """
 
     requests: int = 0
@@ -63,13 +59,7 @@ class PoolTally:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Worker rank to which a request was routed.
-
-    Attributes:
-        pool: pool of the worker.
-        worker_id: id of the worker.
-        rank: rank of the worker.
-    """
+    """Worker rank to which a request was routed."""
 
     pool: str
     worker_id: str
@@ -87,7 +77,6 @@ class TrackedRequest:
         output_max: highest number of output tokens that it may have.
         embeds: whether it requests an embedding, which has no output tokens.
         pools: pool of each stage, once known.
-        counted: stages at which it was counted as an arrival.
         queued_in: pool in whose queue it waits; empty if it waits in none.
         place: rank that has it now; None if none has it.
         placed_us: when it was routed there.
@@ -101,7 +90,6 @@ class TrackedRequest:
         first_us: when its first token was read; None before.
         grown: time and number of output tokens at the last event about its output; None if unknown.
         output_tokens: number of output tokens at its end; None before, or if it failed.
-        ended: whether it has ended.
         closed: whether the owner has ended it, so that no other decision about it follows.
     """
 

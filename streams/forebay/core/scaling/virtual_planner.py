@@ -39,7 +39,6 @@ class VirtualPlanner:
 
     Attributes:
         state: the state after the records so far.
-        settings: settings of the planner.
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class VirtualPlanner:
         """Claim a topic without records.
 
         Args:
-            settings: settings of the planner.
             forecast: returns the forecast for the next interval, from the observations of the state, oldest first, and
                 the offset of the newest one.
             at_us: present time in microseconds.

@@ -17,9 +17,7 @@ class ActiveRequest:
     Times are on the owner's clock, in microseconds.
 
     Attributes:
-        submitted: request as submitted.
         phase: phase in the transition table (`forebay.core.state.transitions`).
-        stage: stage for which the request was last routed.
         attempt: last attempt at the response, from 1; 0 before the first.
         worker_id: worker to which the request was last routed, at any stage; empty if none.
         worker_epoch: epoch of `worker_id`.
@@ -27,13 +25,10 @@ class ActiveRequest:
         queue_class: queue class in which the request is or was queued; empty if it never was.
         uncached_tokens: prompt tokens that even the rank with the largest overlap had to compute when the request was
             queued.
-        queued_at_us: when the request was queued.
         queue_due_us: when the request times out in the queue; 0 if only its deadline applies.
         encodings: last attempt to encode its images and videos, from 1; 0 if there was none.
-        encoder_id: worker of that attempt.
         encoded: location of the embeddings; None if no worker keeps embeddings.
         prefills: last attempt to compute its prompt in a prefill pool, from 1; 0 if there was none.
-        prefiller_id: worker of that attempt.
         prefilled: location of the KV of the prompt; None if no prefill worker keeps it.
         prefilled_due_us: when the lease of that KV expires.
         begun: whether a worker has emitted output tokens; tracked for decode pools, and if failed requests move to
@@ -78,7 +73,6 @@ class ActiveRequest:
 
     @property
     def on_worker(self) -> bool:
-        """Whether a worker has the request now."""
         return self.phase in ON_WORKER
 
     @property

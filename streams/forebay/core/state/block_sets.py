@@ -46,7 +46,6 @@ class BlockSets:
     """The KV blocks that each holder has. A holder is identified by an integer with one bit set.
 
     Attributes:
-        counts: number of blocks, by holder bit.
         sums: sum of the block hashes modulo 2**64, by holder bit. It is part of the digest of an index.
     """
 
@@ -73,7 +72,6 @@ class BlockSets:
 
         Args:
             bit: mask in which only the holder's bit is set.
-            blocks: sequence hashes.
             parent: sequence hash of the block before `blocks` in the prompt, if known. It only helps to keep runs long.
 
         Returns:

@@ -36,14 +36,11 @@ class PendingCommand:
     """Operator's command that is pending at one or more workers.
 
     Attributes:
-        command_id: id of the command.
         nonce: distinguishes commands with the same id.
         offset: offset of its `WorkerCommanded` on the control topic.
-        command: what the workers are to do.
         reply_slot: partition of the topic `tokens` that gets the outcomes.
         due_us: deadline on the owner's clock, in microseconds.
         outcomes: outcome at each worker, by worker id.
-        open: number of outcomes that are pending.
         chars: total text length of the outcomes, in characters.
         term: contribution to the digest of the fields that never change.
     """
@@ -70,7 +67,6 @@ class PendingCommand:
         return self.term + sum(self.term_of(one) for one in self.outcomes.values())
 
     def term_of(self, outcome: CommandOutcome) -> int:
-        """Return the contribution of one outcome to the digest of all commands."""
         return digest_of(plain(outcome), seed=self.term)
 
 
@@ -83,7 +79,6 @@ class PendingCommands:
         self._sum = 0
 
     def __len__(self) -> int:
-        """Return the number of pending commands."""
         return len(self._pending)
 
     def get(self, command_id: str) -> PendingCommand | None:
@@ -221,7 +216,6 @@ class PendingCommands:
         self._settle(pending, msgspec.structs.replace(outcome, status=status, message=message))
 
     def _settle(self, pending: PendingCommand, outcome: CommandOutcome) -> None:
-        """Record the outcome of one worker."""
         if pending.chars + _chars(outcome) > TEXT_CHARS_MAX:
             outcome = msgspec.structs.replace(outcome, loras=(), message=RESPONSE_OMITTED)
         before = pending.outcomes[outcome.worker_id]

@@ -73,7 +73,6 @@ class FleetWorker:
     """Worker in the fleet.
 
     Attributes:
-        spec: capabilities and limits of the worker.
         lease: incarnation; a new process with the same worker id has another incarnation.
         slot: partition of the pool's work topic that the worker reads.
         worker_epoch: offset of its `WorkerJoined`.
@@ -96,7 +95,6 @@ class FleetWorker:
 
     @property
     def target(self) -> CommandTarget:
-        """The worker as the receiver of a decision."""
         spec = self.spec
         return CommandTarget(worker_id=spec.worker_id, worker_epoch=self.worker_epoch, pool=spec.pool, slot=self.slot)
 
@@ -106,7 +104,6 @@ class FleetIngress:
     """Ingress with a lease, in one incarnation.
 
     Attributes:
-        ingress_id: id of the ingress.
         incarnation: a new process with the same ingress id has another incarnation.
         lease_ttl_ms: duration of the lease in milliseconds; 0 if unknown.
     """
@@ -201,7 +198,6 @@ class Fleet:
         """Count a rejection by a worker of the fleet, and avoid the worker if it is not the first one in a row.
 
         Args:
-            worker_id: id of the worker.
             now_us: the owner's clock in microseconds.
             retry_after_s: seconds for which the worker asked to get no requests; 0 if it did not ask.
         """
@@ -250,7 +246,6 @@ class Fleet:
             yield msgspec.convert(one, IngressState, from_attributes=True)
 
     def restore(self, chunk: WorkerState) -> FleetWorker:
-        """Add one worker from a snapshot, and return it."""
         worker = msgspec.convert(chunk, FleetWorker, from_attributes=True)
         self._workers[chunk.spec.worker_id] = worker
         if worker.avoided_until_us:
@@ -259,7 +254,6 @@ class Fleet:
         return worker
 
     def restore_ingress(self, chunk: IngressState) -> None:
-        """Add one ingress from a snapshot."""
         self._add_ingress(msgspec.convert(chunk, FleetIngress, from_attributes=True))
 
     def restore_owner(self, owner_epoch: int) -> None:

@@ -13,7 +13,6 @@ class Groups:
     """Map from each group to its control partition.
 
     Attributes:
-        partitions: control partition by group.
         ignored: number of placements without effect, by reason.
     """
 

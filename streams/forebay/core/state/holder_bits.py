@@ -69,7 +69,6 @@ class HolderBits:
         self.sweeping = 0
 
     def key_of(self, bit: int) -> HolderKey:
-        """Return the holder that a bit represents."""
         return self._keys[bit.bit_length() - 1]
 
     def keys_of(self, mask: int) -> dict[HolderKey, None]:

@@ -34,7 +34,6 @@ class ScanSource(NamedTuple):
 
     Attributes:
         name: name of the source.
-        sets: the blocks.
         live: returns the mask of the bits in use.
         part: returns blocks of the holder with a bit as a part of a snapshot.
     """

@@ -99,7 +99,6 @@ class FleetLoad:
         """Add a rank without requests, and return its load.
 
         Args:
-            worker_id: id of the worker.
             rank: data-parallel rank of the worker's engine.
             block_size: tokens per KV block.
             kv_blocks: KV blocks of the rank; `UNKNOWN_BLOCKS` if its worker sends no KV events.
@@ -147,7 +146,6 @@ class FleetLoad:
         """Add a routed request to the load of a rank.
 
         Args:
-            request_id: id of a request without a booking.
             key: worker id and rank, which was added before.
             prefill_tokens: prompt tokens that are not in the rank's cache.
             blocks: sequence hashes of the prompt from the first on; empty if active blocks are not tracked.

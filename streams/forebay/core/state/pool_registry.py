@@ -41,7 +41,6 @@ class PoolRegistry:
         self._models = frozenset((*self._routing, *(model for model, _ in (*self._canaries, *self._drains))))
 
     def has_rules(self, model: str) -> bool:
-        """Return whether any rule for pools of a model exists."""
         return model in self._models
 
     def routing_of(self, model: str) -> PoolRouting:
@@ -62,7 +61,6 @@ class PoolRegistry:
         return [self._canaries[key] for key in sorted(self._canaries) if key[0] == model]
 
     def is_drained(self, model: str, pool: str) -> bool:
-        """Return whether a pool gets no new requests."""
         return (model, pool) in self._drains
 
     def digest(self) -> int:

@@ -105,8 +105,6 @@ class RoutedIndex:
         would delay a request.
 
         Args:
-            worker_id: id of the worker.
-            rank: rank to which the prompt was routed.
             blocks: sequence hashes of the prompt.
             due_us: when the assumption ends, on the owner's clock in microseconds.
             blocks_max: maximum number of (rank, block) pairs.
@@ -129,8 +127,6 @@ class RoutedIndex:
         Blocks of a prompt that it still computes are removed, too. They are added again once it has computed them.
 
         Args:
-            worker_id: id of the worker.
-            rank: the rank.
             blocks: sequence hashes of the prompt.
 
         Raises:

@@ -72,8 +72,6 @@ class Gap(NamedTuple):
     """Missing KV events of a worker rank.
 
     Attributes:
-        worker_id: id of the worker.
-        worker_epoch: epoch of the worker.
         rank: rank whose events are missing.
         expected_seq: sequence number of the first missing event.
         found_seq: sequence number of the event that arrived instead.
@@ -98,7 +96,6 @@ class PrefixIndex:
     """Which blocks each worker rank of the fleet has cached, per tier, and which blocks each shared store has.
 
     Attributes:
-        stores: blocks of the shared stores.
         applied: number of applied events by kind; for diagnostics, not part of the state.
         counts: number of events and blocks that did not fit the index, by kind, such as `gap` or `unknown_block`; for
             diagnostics, not part of the state.

@@ -33,8 +33,6 @@ class QueuedRequest:
     """Request that waits in the router's queue.
 
     Attributes:
-        request_id: id of the request.
-        offset: offset of its submission, which is unique.
         policy_class: queue class that the client named. It is kept because a change of the configuration may add or
             remove classes.
         uncached_tokens: prompt tokens that even the rank with the largest overlap had to compute on arrival.
@@ -137,7 +135,6 @@ class Queues:
         self._sum = 0
 
     def __len__(self) -> int:
-        """Return the number of queued requests in all pools."""
         return len(self._queued)
 
     def configure(self, pool: str, config: QueueConfig) -> None:
@@ -184,7 +181,6 @@ class Queues:
         """Remove and return the next request that can be dispatched. Return None and change nothing if there is none.
 
         Args:
-            pool: name of the pool.
             is_dispatchable: returns whether a rank can take a request now, which depends on the request's requirements
                 alone. It is called in serving order, once per requirement in a queue class, and at most
                 `OFFERS_PER_LINE_MAX` times per class.

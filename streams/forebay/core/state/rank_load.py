@@ -22,11 +22,9 @@ class RankLoad:
     Only `FleetLoad` changes it. The router may keep the object and read it at any time.
 
     Attributes:
-        worker_id: id of the worker.
         rank: data-parallel rank of the worker's engine.
         block_size: tokens per KV block.
         prefill_tokens: uncached prompt tokens of requests without a first token.
-        active_requests: booked requests.
         decode_blocks: KV blocks of booked requests; blocks that several requests share count once.
         computed_tokens: uncached prompt tokens sent to the rank since it joined, plus the lowest total of any rank at
             that time.
@@ -39,7 +37,6 @@ class RankLoad:
             when it joined.
         turnover_term: contribution of these times to the digest.
         reported: last load report of the rank; None before the first.
-        reported_term: contribution of that report to the digest.
         costs: last measured costs of the rank; None before the first.
         rates: these costs, relative to the cost of computing a block.
         units: `decode_blocks` as an exact integer, in units of 1/65536 block.

@@ -34,7 +34,6 @@ class RecentIds:
         self._sum = 0
 
     def __len__(self) -> int:
-        """Return the number of remembered ids."""
         return len(self._known)
 
     def get(self, id_hash: int) -> int | None:

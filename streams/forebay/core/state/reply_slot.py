@@ -32,12 +32,10 @@ class ResponseState:
         key: `reply_key` of the request.
 
     Attributes:
-        key: as above.
         tokens: valid output tokens, in order; the reader may remove them.
         logprobs: log probabilities of `tokens`, if the request asked for them; the reader removes both together.
         vector: embedding of the prompt as packed f32; empty for generated responses.
         next_index: number of valid tokens received, including removed ones; also the position of the next token.
-        attempt: highest attempt that started.
         worker_id: worker that generated the last valid token.
         rank: rank that generated the last valid token.
         prefilled: worker that computed the prompt; None if the worker that generated the first token did.
@@ -148,8 +146,6 @@ def apply(replies: Mapping[str, R], event: TokenEvent, group: str) -> list[R]:
 
     Args:
         replies: responses by request id.
-        event: next event of the slot.
-        group: group of these responses.
     """
     if event.group != group:
         return []

@@ -57,7 +57,6 @@ class ActiveRequests:
         self._sum = 0
 
     def __len__(self) -> int:
-        """Return the number of active requests."""
         return len(self._active)
 
     def get(self, request_id: str) -> ActiveRequest | None:
@@ -123,7 +122,6 @@ class ActiveRequests:
 
         Args:
             request: request that was submitted and not sent to a worker yet.
-            queue_class: class in which the request waits.
             uncached_tokens: prompt tokens that even the rank with the largest overlap must compute.
             now_us: the owner's clock in microseconds.
             timeout_us: microseconds after which the request times out in the queue; 0 for no timeout.

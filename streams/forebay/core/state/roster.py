@@ -24,10 +24,7 @@ class CandidateRank:
     """Worker rank that may get requests.
 
     Attributes:
-        worker: worker that the rank belongs to.
-        rank: number of the rank.
         load: load of the rank. The object is shared with `FleetLoad` and changes as requests start and end.
-        key: worker id and rank.
     """
 
     worker: FleetWorker
@@ -41,7 +38,6 @@ class Roster:
     """Candidate ranks in order of (worker id, rank), with data that is derived from them once.
 
     Attributes:
-        ranks: the candidates.
         loads: load of each candidate, in the same order.
     """
 
@@ -69,7 +65,6 @@ class Roster:
 
     @cached_property
     def tasks(self) -> frozenset[Task]:
-        """Tasks that all ranks support."""
         first = self.ranks[0].worker.spec.tasks if self.ranks else ()
         return frozenset(first).intersection(*(candidate.worker.spec.tasks for candidate in self.ranks))
 

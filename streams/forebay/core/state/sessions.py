@@ -55,7 +55,6 @@ class SessionAffinity:
         self._sum = 0
 
     def __len__(self) -> int:
-        """Return the number of bound sessions."""
         return len(self._bound)
 
     def bind(self, pool: str, session_id: str, binding: Binding, due_us: int) -> bool:

@@ -24,7 +24,6 @@ class StoreSets:
 
     Attributes:
         names: bit of each store that has blocks, by name.
-        sets: blocks of the stores.
         counts: number of unusual events by kind: `unused`, no worker of the fleet uses the store; `dropped`, another
             store was dropped to make room; `full`, there was no room. For diagnostics, not part of the state.
         stale_blocks: number of blocks that workers expected in a store and did not find. For diagnostics too.
@@ -52,7 +51,6 @@ class StoreSets:
         """Return the stores that must be dropped to make room for the blocks of an event; None if there is no room.
 
         Args:
-            event: the next event.
             used: names of the stores that workers of the fleet use.
         """
         stores, blocks = len(self.names) + (event.store not in self.names), sum(self.sets.counts.values())
@@ -85,7 +83,6 @@ class StoreSets:
         return 0
 
     def add(self, store: str, blocks: Sequence[int]) -> None:
-        """Add blocks to a store."""
         if blocks:
             bit = self.names.get(store)
             if bit is None:
@@ -107,7 +104,6 @@ class StoreSets:
         return StoreRuns(self.sets, self.names[store], query)
 
     def part(self, bit: int, hashes: bytearray) -> StoreBlocks:
-        """Return blocks of the store with this bit as a part of a snapshot."""
         return StoreBlocks(store=self._bits.key_of(bit)[0], sequence_hashes=bytes(hashes))
 
     def digest(self) -> int:

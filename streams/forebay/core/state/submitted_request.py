@@ -17,17 +17,12 @@ class SubmittedRequest:
     For the routing of one stage there is a changed copy, see `forebay.core.routing.stages`.
 
     Attributes:
-        request_id: id of the request.
         content: hash of the content, see `content_hash`.
         offset: offset of its `RequestSubmitted`.
         due_us: deadline on the owner's clock, in microseconds.
         reply_slot: partition of the topic `tokens` that gets the response.
-        prompt_tokens: length of the prompt.
-        tie_seed: seed for tie-breaking and sampling.
-        pool: pool that generates the response.
         blocks: sequence hashes of the full prompt blocks.
         packed: `blocks` as packed u64, kept for snapshots.
-        hints: routing hints of the client.
         lora_name: adapter; empty for none.
         task: whether to generate a response or an embedding.
         media_tokens: number of placeholder tokens of its images and videos.
@@ -57,7 +52,6 @@ class SubmittedRequest:
 
     @property
     def reply_key(self) -> int:
-        """Number that every event of the response has."""
         return reply_key_of(self.tie_seed)
 
     def identity_hash(self) -> int:
@@ -84,9 +78,6 @@ def request_from_event(event: RequestSubmitted, pool: str, offset: int, now_us: 
     """Return the request of a new submission.
 
     Args:
-        event: the submission.
-        pool: pool that generates the response.
-        offset: offset of the event.
         now_us: time on the owner's clock from which the deadline counts, in microseconds.
     """
     return SubmittedRequest(

@@ -23,8 +23,6 @@ def credit_blocks(rates: TierRates, tier: LowerTier, blocks: float, weight: floa
     """Return how many blocks of computation it saves to load blocks from a tier, at least 0.
 
     Args:
-        rates: measured rates of the rank.
-        tier: the tier.
         blocks: number of blocks to load, above 0.
         weight: blocks saved per loaded block if the tier has not been measured.
     """

@@ -55,7 +55,6 @@ class TransitionRule:
     """Row of the transition table.
 
     Attributes:
-        sources: phases in which the transition is possible.
         target: next phase; None if the request ends.
         guard: condition that the request must also meet; None if there is none.
         drops_embeddings: whether the embeddings can no longer be fetched.

@@ -10,10 +10,7 @@ class UnfetchedKv:
     """KV that a prefill worker must free, because no worker will fetch it.
 
     Attributes:
-        request_id: request whose prompt the KV is of.
         attempt: attempt in which the worker computed the prompt.
-        worker_id: worker that keeps the KV.
-        worker_epoch: epoch of that worker.
         reason: why no worker will fetch the KV.
     """
 

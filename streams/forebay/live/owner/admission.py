@@ -51,12 +51,7 @@ DISAGGREGATED = ("prefill", "decode")  # roles that exchange KV blocks
 
 @dataclass(frozen=True, slots=True)
 class PoolsByLease:
-    """Settings for pools that nobody has configured. The first worker that takes a lease in such a pool configures it.
-
-    Attributes:
-        model: Name of the model that the pools serve.
-        router: Routing settings of every such pool.
-    """
+    """Settings for pools that nobody has configured: those of the first worker that takes a lease in the pool."""
 
     model: str
     router: RouterConfig
@@ -140,8 +135,6 @@ class WorkerAdmission:
         """Append the changes since the last poll to `fleet`, and return the ended leases that may be deleted.
 
         Args:
-            leases: All leases of the group.
-            pools: Pools of the group by name.
             fleet: The fleet, up to the offset `applied`.
             applied: Offset up to which the owner had applied `fleet` when the leases were read.
             observed_ms: Milliseconds since the previous successful poll, 0 if the previous poll failed.

@@ -21,7 +21,6 @@ class DecisionTally:
         self.pools: Counter[tuple[str, str, str]] = Counter()
 
     def count(self, decision: AnyDecision) -> None:
-        """Count a decision."""
         match decision:
             case RequestRouted():
                 self.stages[decision.stage] += 1

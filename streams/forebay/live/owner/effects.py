@@ -100,10 +100,7 @@ def encode_work(
     """Return the work item of a routed request. A worker that already has it ignores it.
 
     Args:
-        to: The worker.
         request: State of the request, with the locations of its embeddings and its prefilled KV.
-        owner_epoch: Epoch of the sending owner.
-        submitted: The request as submitted, with its prompt.
         report_output: Whether the worker reports output blocks while it decodes.
         store_blocks: Result of `expected_blocks` for the decision; 0 if the decision is not at hand.
     """
@@ -151,9 +148,6 @@ def encode_reannounce(to: WorkerAddress, owner_epoch: int, rank: int, above_seq:
     """Return an order for a worker to re-announce the cache of one rank. A repeated order does no harm.
 
     Args:
-        to: The worker.
-        owner_epoch: Epoch of the sending owner.
-        rank: Data-parallel rank.
         above_seq: Highest sequence number that the index has seen of the rank. Re-announced events get higher numbers.
     """
     return to.draft(ReannounceCache(owner_epoch=owner_epoch, rank=rank, above_seq=above_seq, **to.names))

@@ -52,7 +52,6 @@ class IngressPresence:
         """Append the changes since the last poll to `fleet`, and return the ended leases that may be deleted.
 
         Args:
-            leases: All ingress leases of the group.
             fleet: The fleet, up to the offset `applied`.
             applied: Offset up to which the owner had applied `fleet` when the leases were read.
             observed_ms: Milliseconds since the previous successful poll, 0 if the previous poll failed.

@@ -149,8 +149,6 @@ class LeaseJudge:
         """Add a lease holder, for which every later `poll` returns a verdict.
 
         Args:
-            name: Name of the holder.
-            token: Token of its incarnation.
             ttl_ms: TTL of its lease in milliseconds, 0 if unknown.
             lease: The lease, if the holder was admitted because of a lease that was just read.
         """
@@ -166,7 +164,6 @@ class LeaseJudge:
         """Return the verdict on each holder, by name, after a poll.
 
         Args:
-            leases: The polled leases by name of the holder.
             observed_ms: Milliseconds since the previous poll, 0 if that poll failed.
         """
         signs = {name: account.sign(leases.get(name)) for name, account in self._accounts.items()}

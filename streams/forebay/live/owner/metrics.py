@@ -39,7 +39,6 @@ class OwnerMetrics(Collector):
         self._model = model
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
         yield from self._owner_metrics()
         yield from self._request_metrics()
         yield from self._ttft_metrics()
@@ -257,7 +256,6 @@ class PlacementMetrics(Collector):
         self._directory = directory
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
         groups = self._directory.groups
         yield GaugeMetricFamily("forebay_groups", "groups with a control partition", value=len(groups.partitions))
         refused = self._placement.refused

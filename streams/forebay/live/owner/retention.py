@@ -61,7 +61,6 @@ class Retention:
     """Deletes old records of one group's embedded log while the owner runs.
 
     Attributes:
-        limits: Limits of the log.
         peers: Retentions of the other groups of the log, whose requests in flight need records of shared topics.
         trimmed: Number of deleted records by topic.
         refused: Number of snapshots that were incomplete when read back, so that no record was deleted for them.
@@ -189,7 +188,6 @@ class Retention:
     async def _first_offsets(
         self, taken: SnapshotRecord, state: WorldState, sealed_us: int
     ) -> dict[tuple[str, int], int]:
-        """Return the first offset to keep in each partition."""
         partition = self._partition
         view = {run.topic: run.count for run in state.view}
         floors = {(topic.name, partition): view.get(topic.name, 0) for topic in INPUTS if topic.name not in KEPT}

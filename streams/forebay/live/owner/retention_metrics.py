@@ -14,7 +14,6 @@ class RetentionMetrics(Collector):
     """Prometheus metrics of one embedded log.
 
     Args:
-        log: The log.
         retentions: Retentions of the groups of the log, which have the same limits.
     """
 
@@ -23,7 +22,6 @@ class RetentionMetrics(Collector):
         self._retentions = retentions
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
         used, file = self._log.bytes_used()
         limit = self._retentions[0].limits.size_bytes
         yield GaugeMetricFamily("forebay_log_bytes", "bytes of records in the log", value=used)

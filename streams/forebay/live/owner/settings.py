@@ -13,7 +13,6 @@ class GroupSettings:
 
     Attributes:
         group: Name of the model, and of the group in the leases. One owner decides for all pools of the model.
-        partition: Partition number of every control topic of the group.
         owner_id: Name of this owner in the journal and in heartbeats. No decision depends on it.
         pools: Settings of all pools that may have workers. The owner appends each one to `control` if it differs from
             the settings on the log. If empty, the first lease of each pool configures the pool.

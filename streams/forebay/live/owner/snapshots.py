@@ -48,7 +48,6 @@ class Snapshots:
 
     Attributes:
         taken: Number of snapshots whose `SnapshotTaken` or `Sealed` is in the journal.
-        digests: Number of digests in the journal.
     """
 
     def __init__(self, log: Log, partition: int, *, every: int, age_s: float, wake: Wake) -> None:
@@ -183,7 +182,6 @@ class Snapshots:
             await asyncio.wait([self._current.writing])
 
     def drop(self) -> None:
-        """Cancel the snapshot in progress."""
         if self._current is not None:
             self._current.drop()
 

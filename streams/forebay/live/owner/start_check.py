@@ -36,7 +36,6 @@ class CheckedGroup(NamedTuple):
     """Group of a log that was opened for writing.
 
     Attributes:
-        partition: Control partition of the group.
         standby: Standby that has followed the journal to the end. None for a new log and for a log in memory.
     """
 
@@ -48,7 +47,6 @@ class CheckedLog(NamedTuple):
     """Log that was opened for writing.
 
     Attributes:
-        log: The log.
         groups: Groups of the models to serve, by model.
         partitions: Number of control partitions, between which the groups divide the slots of workers.
     """
@@ -65,7 +63,6 @@ async def open_checked(
 
     Args:
         path: File of the log, or None for a log in memory.
-        models: Names of the models to serve.
         custom: Custom policies that this process may run.
         sync: Whether an acknowledged append survives a power loss (`full`), or only the death of the process.
 

@@ -75,7 +75,6 @@ class TtftRecorder:
         """Record the phases of requests after the world applied an event.
 
         Args:
-            world: The world after the event.
             event: The applied event, or None if only time passed.
             decided: Decisions that the event led to.
             now_us: Clock reading with which the event was applied, in microseconds.

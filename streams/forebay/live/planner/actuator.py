@@ -45,12 +45,7 @@ class Reached:
 
 
 class Actuator(Protocol):
-    """Starts and stops workers.
-
-    Attributes:
-        name: name of the actuator.
-        pools: pools that it manages.
-    """
+    """Starts and stops workers."""
 
     name: str
     pools: frozenset[PoolKey]

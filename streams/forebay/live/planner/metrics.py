@@ -18,7 +18,6 @@ class PlannerMetrics(Collector):
         self._planner = planner
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
         planner, state = self._planner, self._planner.topic.state
         yield GaugeMetricFamily(
             "forebay_planner_active", "1 if this planner decides, 0 if it stands by", int(planner.is_active)

@@ -75,8 +75,6 @@ class PoolObserver:
 
 
 class _Group:
-    """One group and its observation."""
-
     def __init__(self, log: Log, name: str, pools: Sequence[PoolScaling]) -> None:
         self._log = log
         self._wake = asyncio.Event()

@@ -61,10 +61,7 @@ class Planner:
     """Planner of one namespace, active or standby.
 
     Attributes:
-        planner_id: name of the planner.
-        topic: the topic with the state.
         is_active: whether this planner's claim is the newest.
-        decisions: number of decisions of this process that have an effect.
         stale: number of decisions of this process without an effect.
         forecast_failures: number of intervals without a forecast, because the predictor failed.
         simulation_failures: number of intervals whose forecast could not be simulated.
@@ -77,9 +74,6 @@ class Planner:
         """Create a planner.
 
         Args:
-            log: the log.
-            planner_id: name of the planner.
-            settings: its settings, which its claim records.
             observer: source of observations.
             forecast: returns the forecast for the next interval. Called on another thread, with the observations of the
                 state, oldest first, and the offset of the newest one.

@@ -33,7 +33,6 @@ class ScalingTopic:
         """Create a follower.
 
         Args:
-            log: the log.
             on_record: called after each record of the topic was applied, with its offset and whether it has an effect.
         """
         self.state = PlannerState()

@@ -18,7 +18,6 @@ class AbandonedTail(NamedTuple):
     """Part of a journal that a new owner gives up.
 
     Attributes:
-        partition: Control partition of the group.
         snapshot: Journal offset of the record of the snapshot from which the new owner continues. `BEGINNING` if it
             continues from the empty state.
         records: Number of journal records after the state of the snapshot.
@@ -33,7 +32,6 @@ class AbandonedTail(NamedTuple):
     requests: int
 
     def text(self) -> str:
-        """Return the loss as one line."""
         place = f"the snapshot at journal offset {self.snapshot}" if self.snapshot != BEGINNING else "its beginning"
         return (
             f"control partition {self.partition} continues from {place}: the {self.records} journal records after it"

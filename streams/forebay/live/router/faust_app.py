@@ -156,7 +156,6 @@ class _BatchSchema(faust.Schema):  # type: ignore[misc]
         """Return no key, because each record of a batch has its own."""
 
     def loads_value(self, app: Any, message: Any, **_: Any) -> list[ConsumerRecord]:
-        """Return the records."""
         records: list[ConsumerRecord] = message.value
         return records
 

@@ -177,7 +177,6 @@ class FaustLog:
         self._topics = frozenset(topics)
 
     async def append(self, drafts: Sequence[Draft]) -> list[int]:
-        """Append to the underlying log."""
         return await self._log.append(drafts)
 
     def append_soon(self, drafts: Sequence[Draft], then: Sequence[Draft] = ()) -> None:
@@ -185,7 +184,6 @@ class FaustLog:
         self._log.append_soon(drafts, then)
 
     async def flush(self) -> None:
-        """Flush the underlying log."""
         await self._log.flush()
 
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
@@ -195,7 +193,6 @@ class FaustLog:
         return self._log.tail(topic, partition, offset, wake)
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """Read from the underlying log."""
         return await self._log.read(topic, partition, offset, limit)
 
     async def begin(self, topic: str, partition: int) -> int:
@@ -203,7 +200,6 @@ class FaustLog:
         return await self._log.begin(topic, partition)
 
     async def end(self, topic: str, partition: int) -> int:
-        """Return the end offset in the underlying log."""
         return await self._log.end(topic, partition)
 
 
@@ -250,7 +246,6 @@ class Feed:
             tail.announce(offset)
 
     def remove(self, place: tuple[str, int], tail: FedTail) -> None:
-        """Remove a closed tail."""
         tails = self._tails.get(place, [])
         if tail in tails:
             tails.remove(tail)

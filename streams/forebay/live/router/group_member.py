@@ -35,17 +35,10 @@ class GroupMember:
     """Member of one group on one router.
 
     Args:
-        log: The log.
-        group: Name of the group.
-        partition: Control partition of the group.
-        router_id: Name of the router.
-        new_owner: Returns an owner of the group that has not started.
-        new_standby: Returns a standby of the group.
         on_owned: Called with the owner after it has started, and with None when its ownership has ended.
         retry_s: Pause in seconds after a log failure. It doubles with each failure up to `RETRY_MAX_S`.
 
     Attributes:
-        group: Name of the group.
         standby: The standby that follows the journal, None while this router owns the group.
     """
 

@@ -13,7 +13,6 @@ class BlockedGroup(NamedTuple):
     """Group that a router cannot take over.
 
     Attributes:
-        group: Name of the group.
         reason: Why the router cannot take over.
         is_ready: Whether this is expected, because the group has an owner with other decision rules at the moment.
     """
@@ -53,7 +52,6 @@ class ReadinessMetrics(Collector):
         self._router = router
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
         text = "1 for a group that this router cannot take over; /ready names the reason"
         gauge = GaugeMetricFamily("forebay_router_blocked", text, labels=["group"])
         blocked = {one.group for one in blocked_groups(self._router)}

@@ -64,7 +64,6 @@ class Backoff:
         self._lost_s = runtime.monotonic_s()
 
     def clear(self) -> None:
-        """Forget the losses."""
         self._base_s = self._delay_s = 0.0
 
 
@@ -72,9 +71,7 @@ class Succession:
     """Watch of one standby over its owner. `until_due` returns when the standby should claim the group.
 
     Args:
-        standby: Running standby of the group.
         heartbeats: Heartbeats of the group, which another task follows.
-        router_id: Name of this router in its heartbeats.
         is_assigned: Returns whether the consumer group assigned the group's partition to this router.
         probe: Appends a heartbeat of this standby, and returns the offset of the heartbeat or None if that failed.
         backoff: Delay of claims after losses of the group.

@@ -40,7 +40,6 @@ class ShadowMetrics(Collector):
         self._shadow = shadow
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
         shadow = self._shadow
         lag = max(0, shadow.end - shadow.position)
         yield self._gauge("forebay_shadow_lag_records", "journal records that the shadow has not followed yet", lag)

@@ -46,8 +46,6 @@ SLICE_RECORDS = 512  # journal records derived between two writes; bounds the nu
 
 
 class ShadowSink(Protocol):
-    """Destination of the events of one shadow."""
-
     async def last(self) -> ShadowEvent | None:
         """Return the newest event of this shadow, or None if there is none.
 

@@ -23,8 +23,6 @@ class PoolStatistics:
         held: Number of decisions for which the shadow would have queued the request.
         failures: Number of decisions for which the shadow selected no rank, by reason.
         incomparable: Number of decisions whose recorded rank was not a candidate of the shadow.
-        compared: Number of decisions with a regret.
-        regret_blocks: Sum of the positive regrets in blocks.
         excess_blocks: Sum of the negative regrets in blocks, as a positive number. A shadow that does not always select
             the cheapest rank has such decisions.
         overlap_blocks_won: Sum of overlap blocks by which the shadow's selections exceed the recorded selections.
@@ -66,12 +64,6 @@ class PoolStatistics:
 
 
 class ShadowStatistics:
-    """Statistics of a shadow.
-
-    Attributes:
-        pools: Statistics by name of the pool.
-    """
-
     def __init__(self) -> None:
         self.pools: dict[str, PoolStatistics] = {}
         self._newest: deque[float] = deque(maxlen=NEWEST)
@@ -87,7 +79,6 @@ class ShadowStatistics:
 
     @property
     def decisions(self) -> int:
-        """Number of evaluated decisions in all pools."""
         return sum(pool.decisions for pool in self.pools.values())
 
     def __str__(self) -> str:

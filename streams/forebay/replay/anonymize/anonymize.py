@@ -48,7 +48,6 @@ class Anonymized(NamedTuple):
     """Result of an anonymisation.
 
     Attributes:
-        contents: contents of the written recording.
         verified: verification report of each group, by group name.
     """
 
@@ -81,11 +80,8 @@ class AnonymousLog(ReadOnlyLog):
         """Run the first pass over some groups of a log, which must not grow, and return the anonymised view.
 
         Args:
-            log: the original log.
-            partitions: control partitions of the groups.
             progress: called with the number of journal records done and their total, group by group.
             key: the secret key. Random by default; tests pass one.
-            custom: custom policies that may run.
 
         Raises:
             NotAnonymizable: the decisions of the original do not follow from its events.
@@ -159,12 +155,9 @@ async def record_anonymized(
     lost.
 
     Args:
-        log: the log to read.
         out: path of the recording.
-        contents: contents of the recording, marked as anonymised.
         progress: called with the name of the current step, its progress and its total.
         key: the secret key. Random by default; tests pass one.
-        custom: custom policies that may run.
 
     Raises:
         NotAnonymizable: decisions from the anonymised events would differ. No file is left behind.
@@ -216,7 +209,6 @@ class _Steps(NamedTuple):
     on_step: OnStep | None
 
     def of(self, name: str) -> Callable[..., None] | None:
-        """Return the progress callback of the step with this name."""
         step = self.on_step
         return None if step is None else lambda done, total, *_: step(name, done, total)
 

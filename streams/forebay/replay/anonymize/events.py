@@ -41,8 +41,6 @@ class EventAnonymizer:
     """Anonymises the events of one group.
 
     Attributes:
-        masks: masks with the key of the recording.
-        partition: control partition of the group.
         names: names of the system's own components by kind, which stay in an anonymised recording.
         contents: replacement of each hash of a request's content in the recording.
         sessions: replacement of each session key in the recording.
@@ -100,7 +98,6 @@ class EventAnonymizer:
         self._ordered_hashes = {id_hash(name): stand_in for name, stand_in in self.ordered_ids.items()}
 
     def request_id(self, request_id: str) -> str:
-        """Return the masked ID of a request."""
         return self.ordered_ids.get(request_id) or self.masks.request_id(request_id)
 
     def anonymize(self, value: T) -> T:

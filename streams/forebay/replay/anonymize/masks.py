@@ -36,9 +36,7 @@ class HashMask:
     """Keyed hash of 64-bit numbers. Two of a billion numbers collide with a probability of three percent.
 
     Args:
-        key: the secret key.
         purpose: separates masks of one key; up to 16 ASCII characters.
-        remembered: number of results to cache.
     """
 
     def __init__(self, key: bytes, purpose: str, remembered: int = 0) -> None:
@@ -60,8 +58,6 @@ class Masks:
 
     Attributes:
         blocks: mask of sequence hashes and of an engine's own block hashes, which may be the same numbers.
-        contents: mask of request content hashes.
-        sessions: mask of session keys.
         digests: mask of digests that cannot be derived again.
     """
 
@@ -96,7 +92,6 @@ class Masks:
         return encode({"type": self.name("unknown", tag)})
 
     def request_id(self, request_id: str) -> str:
-        """Return the mask of a request ID."""
         return self.request_id_of(id_hash(request_id))
 
     def request_id_of(self, hashed: int) -> str:

@@ -46,10 +46,7 @@ class AnonymizedJournal:
         """Return an `AnonymizedJournal` that begins with the first journal record of the original `log`.
 
         Args:
-            log: the original log.
-            inputs: the anonymised input events.
             anonymizer: anonymises the group's events.
-            custom: custom policies that may run.
 
         Raises:
             LogError: the log is damaged.

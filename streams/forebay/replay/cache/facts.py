@@ -7,8 +7,6 @@ class CacheHolder(Fact, frozen=True, kw_only=True):
     """A worker rank that has at least the first block of a run cached, and all blocks of the prompt before the run.
 
     Attributes:
-        worker_id: ID of the worker.
-        rank: data-parallel rank.
         device_blocks: leading blocks of the run in device memory, according to KV events.
         host_blocks: further leading blocks of the run in host memory, according to KV events.
         disk_blocks: further leading blocks of the run on disk, according to KV events.
@@ -31,11 +29,9 @@ class CacheNode(Fact, frozen=True, kw_only=True):
 
     Attributes:
         depth: number of blocks before the run, from the beginning of the prompt.
-        blocks: number of blocks of the run.
         tokens: number of tokens of the run.
         hits: number of requests whose prompt contains the run.
         last_offset: offset of the newest of these requests on topic `requests`.
-        last_request_id: ID of that request.
         holders: ranks that have the first block of the run cached, most blocks first.
         omitted_holders: number of further ranks that have the first block of the run cached.
         token_ids: first tokens of the run; empty if the recording is anonymised.
@@ -88,7 +84,6 @@ class CacheMatch(Fact, frozen=True, kw_only=True):
     """A request that matches the search.
 
     Attributes:
-        request_id: ID of the request.
         offset: offset of its submission on topic `requests`.
         excerpt: text around the match; null for a search by ID.
     """
@@ -103,15 +98,12 @@ class CacheTree(Fact, frozen=True, kw_only=True):
 
     Attributes:
         at_us: the owner's clock, in microseconds since 1970.
-        requests: number of requests that the tree was built from.
         first_offset: offset of the oldest of these requests on topic `requests`; null without a request.
         is_complete: whether these are all requests on the log before the moment.
         short: number of these requests without a full block. They are in no root.
-        blocks: number of different blocks of these requests.
         roots: one root per adapter and cache namespace: first those of matching requests, then most requests first.
         omitted_roots: number of further roots, which are not in `roots`.
         matches: newest requests that match the search; empty without a search.
-        matched: number of all requests that match the search.
     """
 
     at_us: int

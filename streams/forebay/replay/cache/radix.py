@@ -15,10 +15,8 @@ class RadixNode:
     """A run of blocks that the same prompts share, or the root of a tree, whose run is empty.
 
     Attributes:
-        prompt: block hashes of one of the prompts with this run.
         start: position of the run's first block in the prompt.
         end: position after the run's last block in the prompt.
-        hits: number of prompts with this run.
         newest: number of the first added prompt with this run.
         children: continuations, by the hash of their first block.
     """
@@ -34,7 +32,6 @@ class RadixNode:
         """Add a prompt to the tree with this root.
 
         Args:
-            prompt: block hashes of the prompt.
             number: number of the prompt, as in `newest`.
         """
         node, at = self, 0

@@ -63,8 +63,6 @@ NO_SEARCH = Search()
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """A request of the tree."""
-
     request_id: str
     offset: int
     root: RootKey
@@ -96,12 +94,9 @@ async def cache_tree(
     """Return the prompt prefixes of the requests that were submitted most recently before the state `world`.
 
     Args:
-        log: the log to read.
-        partition: control partition of the group.
         world: state of the group. The function does not change it.
         search: marks the prompts of matching requests. Their nodes are part of the result even if they are not hot.
         decode: returns the text of tokens; None if there is no tokenizer.
-        requests_max: maximum number of requests.
         nodes_max: maximum number of nodes, except for those of matching requests.
         levels_max: maximum number of nodes on a path, except for those of matching requests; at most `LEVELS_END`.
 
@@ -278,7 +273,6 @@ class _View:
                 self._previews[node] = token_ids, decode(token_ids) if decode is not None and token_ids else None
 
     def root(self, key: RootKey, root: RadixNode) -> CacheRoot:
-        """Return the description of a tree."""
         lora_name, cache_namespace, block_size = key
         shown, omitted = self._split(root)
         return CacheRoot(

@@ -63,8 +63,6 @@ Row = tuple[Any, ...]  # values of COLUMNS
 
 
 class RoutedRank(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Rank to which a request was routed."""
-
     pool: str
     worker_id: str
     rank: int
@@ -102,7 +100,6 @@ class CatalogRequest:
 
     Attributes:
         phase: phase of the request in the owner's world.
-        stage: stage for which it was last routed.
         worker_epoch: epoch of `worker_id`.
         queued_at_us: when the owner put the request into its queue; None if it did not.
         is_partial: whether the log does not hold the submission, so that `submitted_us` is the log's beginning.
@@ -219,7 +216,6 @@ class CatalogRequest:
         )
 
     def is_on(self, worker_id: str, worker_epoch: int) -> bool:
-        """Return whether this epoch of a worker has the request now."""
         return self.phase in ON_WORKER and (self.worker_id, self.worker_epoch) == (worker_id, worker_epoch)
 
     def accepts(self, event: RequestProgress) -> bool:
@@ -313,5 +309,4 @@ def mean_itl_us(first_token_us: int | None, ended_us: int | None, output_tokens:
 
 
 def decode_steps(encoded: bytes) -> list[RequestStep]:
-    """Return the steps of a row."""
     return _DECODER.decode(encoded)

@@ -70,7 +70,6 @@ class DeriveTime:
         self.total_s += min(elapsed_s, OUTLIER * self._usual_s * (events + 1))
 
     def reset(self) -> None:
-        """Begin a new total."""
         self.total_s = 0.0
 
 
@@ -80,10 +79,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         offset: journal offset of the first record after the state.
         now_us: the owner's clock, in microseconds.
-        owner_epoch: epoch of the owner.
         view: next offset to apply, by input topic.
         unverified: skipped records before the state, as in `Walk.unverified`.
-        parts: the encoded state.
     """
 
     offset: int
@@ -142,7 +139,6 @@ async def _encode(world: World) -> AsyncIterator[bytes]:
 
 
 def write(connection: sqlite3.Connection, checkpoint: Checkpoint) -> None:
-    """Add a checkpoint."""
     connection.execute(
         "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?)",
         (
@@ -233,6 +229,5 @@ def every_second(connection: sqlite3.Connection) -> list[int]:
 
 
 def remove(connection: sqlite3.Connection, offset: int) -> None:
-    """Remove a checkpoint."""
     connection.execute("DELETE FROM checkpoints WHERE offset = ?", (offset,))
     connection.execute("DELETE FROM checkpoint_parts WHERE offset = ?", (offset,))

@@ -125,7 +125,6 @@ class ContentsObserver:
             handler(event, now_us, decisions, world)
 
     def on_record(self, offset: int, record: JournalRecord, world: World) -> None:
-        """Observe a journal record."""
         self._now_us = now_us = world.now_us
         self.clear_unrecorded()
         if record.consumed and self._markers.has_claim:

@@ -63,13 +63,9 @@ class RequestRow(Fact, frozen=True, kw_only=True):
 
     Attributes:
         number: offset of its submission on topic `requests`, which is unique, unlike the ID.
-        request_id: ID of the request.
-        model: name of the requested model.
         lora_name: name of the requested LoRA adapter; empty for the base model.
         pool: pool that serves the request; empty before the first decision.
         worker_id: worker to which the request was last routed; empty if none.
-        rank: rank of the worker.
-        state: state of the request.
         submitted_us: when the owner applied the submission.
         queued_us: time in the router's queue.
         routed_us: when the request was first routed; null before.
@@ -112,7 +108,6 @@ class RequestPage(Fact, frozen=True, kw_only=True):
     """Requests that match a filter, newest first.
 
     Attributes:
-        requests: the requests.
         next_before: value of `before` for the next page; null on the last page.
     """
 
@@ -125,10 +120,6 @@ class Marker(Fact, frozen=True, kw_only=True):
 
     Attributes:
         at_us: time of the event on the owner's clock.
-        kind: kind of the event.
-        text: the event in words.
-        topic: topic of its record.
-        offset: offset of its record.
         count: number of events, if several of one kind within a second are one marker.
     """
 
@@ -145,7 +136,6 @@ class MetricSeries(Fact, frozen=True, kw_only=True):
 
     Attributes:
         from_us: beginning of the first interval.
-        interval_us: length of an interval.
         requests_per_s: submitted requests per second.
         finished_per_s: finished requests per second.
         failed_per_s: rejected, aborted and failed requests per second.
@@ -174,7 +164,6 @@ class WorkerActivity(Fact, frozen=True, kw_only=True):
     """Activity of a worker over the minute before a moment.
 
     Attributes:
-        worker_id: ID of the worker.
         first_tokens: number of first tokens.
         hit_rate: share of prompt tokens found in its cache; null without a first token.
         ttft_p50_us: median TTFT; null without a first token.

@@ -29,7 +29,6 @@ class JournalGap(NamedTuple):
     Attributes:
         first: journal offset of its first record, which is a claim or the beginning of the log.
         end: journal offset after its last record, as far as read.
-        rules: version of the decision rules.
         release: version of forebay of the owner; empty if unknown.
         before_us: the owner's clock before the gap, in microseconds.
         from_us: first clock reading in the gap; 0 if there is none.
@@ -55,7 +54,6 @@ class JournalGap(NamedTuple):
         return cls(steps.first, steps.position, rules, release, walk.world.now_us)
 
     def extended(self, steps: RecordedSteps, step: RecordedStep) -> "JournalGap":
-        """Return the gap with another record."""
         times = [run.now_us for run in step.consumed] or [self.to_us]
         return self._replace(
             end=steps.position,

@@ -40,7 +40,6 @@ def encode(histogram: Histogram) -> bytes:
 
 
 def decode(encoded: bytes) -> Histogram:
-    """Return an encoded histogram."""
     size = len(encoded) // _PAIR_BYTES
     values = struct.unpack(f"<{size}H{size}I", encoded)
     return dict(zip(values[:size], values[size:], strict=True))
@@ -50,7 +49,6 @@ def quantiles(histogram: Histogram, shares: tuple[float, ...]) -> list[float | N
     """Return quantiles in microseconds, each None for an empty histogram.
 
     Args:
-        histogram: the histogram.
         shares: the quantiles, in ascending order, for example 0.5 for the median.
     """
     total = sum(histogram.values())

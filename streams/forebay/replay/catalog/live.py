@@ -40,7 +40,6 @@ class LaterWorld:
 
     Attributes:
         world: the copy.
-        applied: number of applied events by topic.
         copy_s: time that the copy took, in seconds.
     """
 
@@ -210,7 +209,6 @@ def _unchanged(status: GroupStatus) -> GroupStatus:
 
 
 def write_live(connection: sqlite3.Connection, state: CatalogState, status: bytes) -> None:
-    """Replace the published state and status."""
     row = (msgspec.json.encode(state), status)
     connection.execute("INSERT OR REPLACE INTO live VALUES (1, ?, ?)", row)
 

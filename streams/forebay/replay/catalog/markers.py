@@ -61,9 +61,6 @@ class SecondTally:
 
     Attributes:
         at_us: beginning of the second.
-        topic: topic of the first of their records.
-        offset: offset of this record.
-        reasons: number of requests by reason.
     """
 
     at_us: int = -1
@@ -211,8 +208,6 @@ def markers(connection: sqlite3.Connection, from_us: int, to_us: int, limit: int
     kind. The count of a merged marker is the number of its events, and time and record are those of the first one.
 
     Args:
-        connection: connection to the catalog.
-        from_us: beginning of the span.
         to_us: end of the span, exclusive.
         limit: maximum number of markers, at most `MARKERS_MAX`.
     """

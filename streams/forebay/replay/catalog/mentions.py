@@ -54,7 +54,6 @@ class MentionTable:
     def on_applied(
         self, topic: str, event: InputEvent | None, now_us: int, decisions: Sequence[AnyDecision], world: World
     ) -> None:
-        """Note a submission."""
         if isinstance(event, RequestSubmitted | RouteQueried):
             self._submitted.append(event.request_id)
 
@@ -117,7 +116,6 @@ def find_mentions(store: Store, request_id: str, journal_offset: int | None = No
     """Return the journal records about an ID, for `forebay.replay.explain.explain.explain`.
 
     Args:
-        store: the catalog.
         request_id: ID on the log, or the ID that a client chose.
         journal_offset: offset of the newest decision about one of several requests with this ID, to find that request;
             None to find the newest request.

@@ -60,9 +60,7 @@ class CatalogObserver(Protocol):
         """Observe a valid journal record, after the events that it consumes.
 
         Args:
-            offset: journal offset of the record.
             record: the record, which was derived again and is equal, or an ownership claim.
-            world: state after the record.
         """
         ...
 
@@ -92,8 +90,6 @@ class CatalogObserver(Protocol):
         of the topics of KV events and load reports, and may stop after any number of events.
 
         Args:
-            topic: name of the input topic.
-            offset: offset of the event.
             event: the event; None if it does not decode.
             at_us: when the event was appended to the log, in microseconds of Unix time.
         """
@@ -109,7 +105,6 @@ class CatalogObserver(Protocol):
         The caller commits the removal. Rows about requests that have not ended stay.
 
         Args:
-            connection: connection to the catalog.
             offset: remove rows about journal records before this offset.
             now_us: remove rows about earlier times, on the owner's clock in microseconds.
         """

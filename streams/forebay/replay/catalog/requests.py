@@ -58,9 +58,7 @@ def requests(
     """Return the requests that were submitted by a moment and meet a filter, newest first.
 
     Args:
-        connection: connection to the catalog.
         at_us: the moment; None for the newest state.
-        conditions: the filter.
         before: return only requests with a lower number; None for no limit. A page has it as `next_before`.
         limit: maximum number of requests, at most `PAGE_MAX`.
     """

@@ -22,7 +22,6 @@ class ScalingMarkers(NamedTuple):
 
     Attributes:
         markers: the markers, in order of their records.
-        next_offset: offset at which the next call continues.
     """
 
     markers: list[Marker]
@@ -33,7 +32,6 @@ async def read_scaling_markers(log: Log, offset: int = 0, group: str = "") -> Sc
     """Return the markers of at most `RECORDS_MAX` records, none for a log without the topic.
 
     Args:
-        log: the log to read.
         offset: offset at which to begin; the `next_offset` of the previous call.
         group: name of the group whose pools count; empty for all groups.
 
@@ -61,7 +59,6 @@ async def add_scaling_markers(store: Store, log: Log, group: str) -> bool:
 
     Args:
         store: the catalog, open for writing.
-        log: the log to read.
         group: name of the catalog's group.
 
     Raises:

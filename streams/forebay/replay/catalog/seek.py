@@ -64,12 +64,8 @@ async def catalog_position(
     since the beginning of the catalog.
 
     Args:
-        log: the log.
-        partition: control partition of the group.
-        store: its catalog.
         time_us: time on the owner's clock in microseconds; None to seek an offset.
         offset: journal offset; None for the last record.
-        custom: custom policies that may run.
 
     Raises:
         NotDerivable: an owner with other decision rules decided at that moment.
@@ -98,14 +94,10 @@ async def catalog_explanation(
     """Return the explanation of a request, in a short time.
 
     Args:
-        log: the log.
-        partition: control partition of the group.
-        store: its catalog.
         request_id: ID of the request on the log, or the ID that its client chose.
         journal_offset: offset of the newest decision about the request, if several requests used the ID; None for the
             newest request.
         thorough: whether to count earlier requests and list other requests with the same ID.
-        custom: custom policies that may run.
 
     Raises:
         UnknownRequest: no record on the log is about the request.

@@ -58,7 +58,6 @@ class MetricInterval:
         return cls(begin_us, *counts, ttft=histogram.decode(ttft), itl=histogram.decode(itl))
 
     def merge(self, other: "MetricInterval") -> None:
-        """Add the metrics of another interval."""
         self.submitted += other.submitted
         self.finished += other.finished
         self.failed += other.failed
@@ -76,8 +75,6 @@ class MetricInterval:
 
 @dataclass(slots=True)
 class WorkerSlice:
-    """Activity of one worker in one slice."""
-
     first_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -125,7 +122,6 @@ class MetricRecorder:
             self._workers[worker_id].add(*values)
 
     def count_submission(self, now_us: int) -> None:
-        """Count a submitted request."""
         self._roll(now_us)
         self._newest.submitted += 1
 
@@ -146,7 +142,6 @@ class MetricRecorder:
                 counted.ttft[ttft] = counted.ttft.get(ttft, 0) + 1
 
     def count_end(self, request: CatalogRequest, now_us: int) -> None:
-        """Count the end of a request."""
         self._roll(now_us)
         if request.state == "finished":
             self._newest.finished += 1
@@ -157,7 +152,6 @@ class MetricRecorder:
             self._newest.failed += 1
 
     def write(self, connection: sqlite3.Connection) -> None:
-        """Write the intervals that changed."""
         if self._is_changed:
             total = self._newest
             self._rows.append(total.row(LEVELS_US[0]))
@@ -205,7 +199,6 @@ def series(connection: sqlite3.Connection, from_us: int, to_us: int, points: int
     """Return metrics over a span of time. Quantiles are at most 2 % off.
 
     Args:
-        connection: connection to the catalog.
         from_us: beginning of the span. The first interval may begin up to one interval earlier.
         to_us: end of the span, exclusive.
         points: maximum number of intervals, from 2 to `POINTS_MAX`.

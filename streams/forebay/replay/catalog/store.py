@@ -52,7 +52,6 @@ class CommittedPosition(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         position: journal offset of the first record that is not in the catalog.
         checksum: checksum of the stored bytes of the record right before `position`; 0 if there was none.
-        begin_offset: journal offset at which the catalog begins.
         begin_us: the owner's clock at the first record with a clock reading; 0 if there is none yet.
     """
 
@@ -67,7 +66,6 @@ class Store:
 
     Attributes:
         path: path of the file.
-        connection: connection in autocommit mode.
         committed: how far the rows reach; None for a new catalog.
     """
 
@@ -83,8 +81,6 @@ class Store:
 
         Args:
             path: path of the file.
-            log: the log of the catalog.
-            partition: control partition of the group.
             schemas: statements that create further tables.
 
         Raises:
@@ -165,7 +161,6 @@ class Store:
         return None if row is None else str(row[0])
 
     def set_meta(self, name: str, value: str) -> None:
-        """Store a small value under a name."""
         self.connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     def commit_position(self, committed: CommittedPosition) -> None:
@@ -241,7 +236,6 @@ def path_beside(log: Path, partition: int, folder: Path | None = None) -> Path:
 
     Args:
         log: path of the file.
-        partition: control partition of the group.
         folder: folder of the catalog; by default that of the file.
     """
     if folder is None:

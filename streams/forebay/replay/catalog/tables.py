@@ -11,5 +11,4 @@ SCHEMAS = (checkpoints.SCHEMA, gaps.SCHEMA, ContentsObserver.schema, MentionTabl
 
 
 def new_observers() -> Sequence[CatalogObserver]:
-    """Return new observers for all tables."""
     return [ContentsObserver(), MentionTable()]

@@ -48,8 +48,6 @@ class _FirstRoute:
     """Where a world first sent a request. The worker is empty if the world never sent the request.
 
     Attributes:
-        worker_id: the worker that generates the response.
-        rank: rank of that worker.
         terms: cost terms of the rank that computes the prompt.
         at_us: when the rank that computes the prompt got it.
     """
@@ -151,7 +149,6 @@ class Comparison:
             fork.offset = offset
 
     def finish(self) -> DiffReport:
-        """Return the report."""
         report, keys = self.report, sorted(self._ranks)
         history, other = self._tallies
         report.overlap, report.pairs = self._sums.overlap(), self._sums.pairs()

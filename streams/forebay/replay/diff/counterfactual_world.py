@@ -146,7 +146,6 @@ class CounterfactualWorld:
         """Apply an event that history's world has just applied, and return the decisions of this world.
 
         Args:
-            topic: topic of the event.
             event: the event; None if it did not decode.
             now_us: the owner's clock when it applied the event, in microseconds.
             accepted: for a progress event: False if history ignored it as stale.
@@ -219,7 +218,6 @@ class CounterfactualWorld:
     def _apply_progress(
         self, topic: str, request: ActiveRequest, event: RequestProgress, now_us: int, how: str
     ) -> list[AnyDecision]:
-        """Apply a progress event on behalf of the worker that has the request."""
         world = self.world
         decided: list[AnyDecision] = []
         if request.phase is Phase.REMOTE_PREFILL and isinstance(event, FirstTokenEmitted | RequestFinished):

@@ -32,8 +32,6 @@ async def diff(
     """Compare a group's recorded history with its history under the pool configurations that `alter` returns.
 
     Args:
-        log: the log to read.
-        partition: control partition of the group.
         alter: returns the changed configuration of a pool.
         progress: called regularly with the offset after the last journal record done, the offset at which the
             comparison ends, and the number of compared decisions.
@@ -81,7 +79,6 @@ async def _compare(
     trail: DivergenceTrail,
     progress: OnProgress | None,
 ) -> None:
-    """Compare the records of a walk."""
     report, verified = comparison.report, 0
     async for step in walk:
         if step.divergence is not None:

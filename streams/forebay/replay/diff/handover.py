@@ -28,18 +28,10 @@ class RecordedRequest:
     """A request as input for a simulator, with its outcome in history. Times are in microseconds on the owner's clock.
 
     Attributes:
-        request_id: ID of the request.
-        at_us: when the request arrived.
-        model: name of the model.
-        prompt_tokens: length of the prompt.
         sequence_hashes: block hashes of the prompt, packed.
-        tie_seed: seed for sampling and tie-breaking.
-        timeout_us: time limit of the request.
-        hints: routing hints.
         lora_name: LoRA adapter; empty for none.
         in_flight: whether the request was already active where the simulation begins, and restarts there.
         worker: worker ID and rank of the last attempt in history; None if there was no attempt.
-        attempts: number of attempts.
         first_us: when the router received the first-token event; 0 if it received none.
         last_us: when the router received the end; 0 if it received none.
         cancelled_us: when the client disconnected; 0 if it did not.
@@ -48,7 +40,6 @@ class RecordedRequest:
         stamped_us: wall clock of the ingress at submission; 0 if unknown.
         first_stamped_us: wall clock of the worker at the first token; 0 if unknown.
         prefiller: worker ID and rank that computed the prompt for `worker`; None if `worker` computed it.
-        prefills: number of remote prefill attempts.
         prefilled_us: when the router received the prefill result; 0 if it received none.
         kept_bytes: size of the KV that the prefill worker kept, in bytes; 0 if unknown.
         transferred_bytes: bytes of that KV that were transferred; 0 if unknown.

@@ -16,7 +16,6 @@ class OtherPoolRules:
 
     Attributes:
         routing: grids that replace all recorded grids, by model. A model without an entry keeps its recorded grids.
-        without_canaries: whether no pool is a canary.
     """
 
     routing: Mapping[str, PoolRouting] = field(default_factory=dict)
@@ -24,7 +23,6 @@ class OtherPoolRules:
 
     @property
     def are_given(self) -> bool:
-        """Whether any rule is replaced."""
         return bool(self.routing) or self.without_canaries
 
     def of(self, event: PoolEvent) -> PoolEvent:

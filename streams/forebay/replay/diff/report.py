@@ -18,10 +18,6 @@ class DecisionOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     Attributes:
         decision: the type of decision. `nothing` if only the other world made a decision at that event.
-        request_id: ID of the request.
-        attempt: number of the attempt.
-        worker_id: the selected worker.
-        rank: the selected rank.
         terms: cost terms of the selected rank in this world.
         there: cost terms, in this world, of the rank that the other world selected. None if it was not a candidate.
         reason: reason of a rejection or abort, or the queue class of a held request.
@@ -46,9 +42,6 @@ class Fork(msgspec.Struct, kw_only=True):
         at_us: the owner's clock in microseconds.
         after_s: seconds since the start of the recording.
         decisions_before: number of earlier decisions, which are equal in both worlds.
-        request_id: ID of the request.
-        history: history's decision.
-        alternative: the alternative's decision.
     """
 
     offset: int
@@ -65,7 +58,6 @@ class MovedRequests(msgspec.Struct, kw_only=True):
 
     Attributes:
         compared: requests that were sent to a worker both in history and in the alternative.
-        moved: compared requests that moved.
         by_choice: moved requests for which the alternative selects another rank even in history's state. All other
             moved requests moved because earlier moves had changed the alternative's state.
         evaluated: routing decisions of history, including further attempts, that were repeated in history's state
@@ -126,12 +118,9 @@ class WorldSummary(msgspec.Struct, kw_only=True):
     Attributes:
         decisions: number of decisions about requests, of any type.
         routed: attempts sent to workers, including further attempts.
-        sent: requests that were sent to a worker.
         unsent: requests that were rejected or aborted before they were sent to a worker.
         held: requests that were held in the router's queue.
         still_held: requests that were still held at the end. `sent`, `unsent` and `still_held` add up to all requests.
-        rejected: number of rejected requests, by reason.
-        aborted: number of aborted requests, by reason.
         prompt_tokens: prompt tokens of all attempts.
         cached_tokens: prompt tokens known to be in the device cache of the selected ranks.
         reuse: predicted prefix reuse: `cached_tokens` divided by `prompt_tokens`.
@@ -165,7 +154,6 @@ class RankRouting(msgspec.Struct, kw_only=True):
     """Attempts sent to one rank.
 
     Attributes:
-        requests: number of attempts.
         prompt_tokens: prompt tokens of these attempts.
         computed_tokens: prompt tokens of these attempts that were not cached.
     """
@@ -191,16 +179,9 @@ class MovedRequest(msgspec.Struct, kw_only=True):
     be a different rank.
 
     Attributes:
-        request_id: ID of the request.
         at_us: the owner's clock at the first decision about the request, in microseconds.
-        prompt_tokens: length of the prompt.
         blocks: number of full KV blocks of the prompt.
-        worker_id: worker in history.
-        rank: rank in history.
         overlap: overlap in history, in blocks of all tiers.
-        other_worker_id: worker in the alternative.
-        other_rank: rank in the alternative.
-        other_overlap: overlap in the alternative.
         by_choice: whether the alternative selects another rank for the request even in history's state.
     """
 
@@ -227,14 +208,10 @@ class Interval(msgspec.Struct, kw_only=True):
 
     Attributes:
         after_s: start of the interval, in seconds since the start of the recording.
-        compared: compared requests.
-        moved: moved requests.
         reuse: predicted prefix reuse in history; None if no prompt was routed.
         other_reuse: predicted prefix reuse in the alternative; None if no prompt was routed.
         max_over_mean: as in `WorldSummary`, for history in this interval; None if no rank had tokens to compute.
         other_max_over_mean: `max_over_mean` of the alternative.
-        held: requests held in history.
-        other_held: requests held in the alternative.
     """
 
     after_s: float
@@ -292,7 +269,6 @@ class UncomparedSpan(msgspec.Struct, frozen=True, kw_only=True):
         release: version of forebay of its owner; empty if the journal does not name it.
         first: journal offset of its first record.
         end: journal offset after its last record.
-        decisions: number of decisions in it.
     """
 
     rules: int
@@ -312,7 +288,6 @@ class DiffReport(msgspec.Struct, kw_only=True):
             precedence.
         notes: what the results mean and when they stop being valid, in sentences.
         start: journal offset at which the comparison began.
-        records: number of journal records followed.
         events: number of input events applied to each world.
         span_s: seconds from the first to the last clock reading.
         requests: requests that arrived, or waited in the router at the start.
@@ -321,8 +296,6 @@ class DiffReport(msgspec.Struct, kw_only=True):
         before_fork: share of history's decisions before the fork.
         moved: how many requests went to another rank.
         overlap: change of the overlap from history to the alternative.
-        history: totals of history.
-        other: totals of the alternative.
         ranks: attempts sent to each rank, in history and in the alternative.
         most: the moved requests with the largest change of overlap.
         series: totals of history and of the alternative per time interval.
@@ -336,7 +309,6 @@ class DiffReport(msgspec.Struct, kw_only=True):
             change, because a repeated decision keeps its stage.
         pools_kept: whether the alternative has other rules for the choice of pools. `moved.evaluated` does not show
             this change, because a repeated decision keeps its pool.
-        queries: number of answered route queries.
         queries_otherwise: route queries for which the alternative selects another rank.
         state: digest of history's world at the end.
         other_state: digest of the alternative's world at the end. Equal to `state` if the worlds are equal, including

@@ -63,8 +63,6 @@ async def span_of(
     """Return the part of the journal that an owner wrote in a time span.
 
     Args:
-        log: the log to read.
-        partition: control partition of the group.
         from_us: beginning of the span on the owner's clock, in microseconds since 1970. None begins at `start`.
         to_us: end of the span on the owner's clock, exclusive. None ends at the journal's current end.
         start: state at or before the beginning of the span, at which the derivation begins. None selects the newest
@@ -162,8 +160,6 @@ async def derive_up_to(
     """Return the state at the beginning of a span, or the first record before it that does not follow from the events.
 
     Args:
-        log: the log to read.
-        partition: control partition of the group.
         span: the span. Its state `start` changes.
         progress: called regularly as by `diff`, with 0 verified decisions.
 

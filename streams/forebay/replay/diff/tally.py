@@ -209,7 +209,6 @@ class PairTally:
             heappushpop(self._most, ranked)
 
     def overlap(self) -> OverlapChange:
-        """Return the total change of overlap."""
         return OverlapChange(won=self.won, lost=self.lost, later=self.later, later_won=self.later_won)
 
     def pairs(self) -> list[OverlapPair]:

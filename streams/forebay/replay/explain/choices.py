@@ -175,7 +175,6 @@ def _chances(plan: Plan) -> list[float] | None:
 
 
 def _settings(world: World, plan: Plan) -> dict[str, Any]:
-    """Return the settings that this decision used."""
     config = plan.config
     found: dict[str, Any] = {}
     if config.mode not in BY_LOAD_OR_TURN:

@@ -31,14 +31,12 @@ async def counterfactuals(
     """Return the changes that would have changed each routing decision about a request, in journal order.
 
     Args:
-        log: the log to read.
         partition: control partition of the request's group.
         request_id: ID of the request on the log. Without `routings`, it may also be the ID that its client chose.
         routings: journal offsets of the decisions, as in `Explanation.routings`. By default, these are all decisions
             about the most recent request with this ID.
         start: state at or before the first of these decisions, at which the derivation begins; its world changes. None
             selects the newest usable state of the log.
-        custom: custom policies that may run.
 
     Raises:
         UnknownRequest: no such decision is about the request.

@@ -51,10 +51,7 @@ class EventSummary(msgspec.Struct, kw_only=True):
     """One input event in a report.
 
     Attributes:
-        topic: topic of the event.
         offset: offset of the event; None for a clock tick, which is not on a topic.
-        type: wire tag of the event.
-        text: description in one line.
         now_us: the owner's clock when the event was applied, in microseconds; None if unknown.
     """
 

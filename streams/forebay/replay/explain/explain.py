@@ -61,12 +61,10 @@ async def explain(
     """Explain the most recent request with this ID.
 
     Args:
-        log: the log to read.
         partition: control partition of the request's group.
         request_id: ID of the request on the log, or the ID that its client chose.
         thorough: whether to search the whole journal, for earlier and other requests with the same ID.
         progress: called with the number of records done and their total, first for the search, then for the derivation.
-        custom: custom policies that may run.
         states: states at which the derivation may begin; None for the snapshots of the log.
         mentions: known records about the ID; None to search the journal for them.
 
@@ -109,9 +107,7 @@ class _Derived:
     """Derives the timeline of a request. Parts of the journal by other rules are read as recorded.
 
     Attributes:
-        timeline: the timeline.
         divergence: the first record that does not follow from the events, if there is one.
-        recorded: the parts that were read as recorded.
         unverified: number of skipped records and events, by name.
         view: offset of the next event, by input topic.
         begin: journal offset at which the derivation began; the journal's end if nothing was derived.

@@ -65,7 +65,7 @@ ExclusionReason = Literal[
 
 
 class ExplanationPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Base class of the parts of an explanation."""
+    pass
 
 
 class Submission(ExplanationPart, frozen=True, kw_only=True):
@@ -75,7 +75,6 @@ class Submission(ExplanationPart, frozen=True, kw_only=True):
         offset: offset of the event in topic `requests`.
         now_us: when the owner applied the event. None if the log no longer holds the event, or no owner applied it yet.
         wall_us: when the ingress wrote the event. 0 if the ingress did not record a time.
-        model: name of the requested model.
         lora_name: name of the requested LoRA adapter; empty for the base model.
         prompt_tokens: length of the prompt in tokens.
         full_blocks: number of KV blocks that the prompt fills completely. Only full blocks can be cached.
@@ -108,8 +107,6 @@ class QueueWait(ExplanationPart, frozen=True, kw_only=True):
     Attributes:
         offset: offset of `RequestHeld` in the journal.
         now_us: when the request was held, on the owner's clock.
-        pool: name of the pool that owns the queue.
-        queue_class: the request's class in that queue.
         ahead: number of requests ahead of this request in the class.
         uncached_tokens: prompt tokens to compute on the rank that has most of the prompt cached.
         threshold: configured limit, in engine steps of prefill. Requests wait while every eligible rank is above it.
@@ -140,7 +137,6 @@ class RankState(ExplanationPart, frozen=True, kw_only=True):
     """Cache and load of one worker rank at the moment of a routing decision.
 
     Attributes:
-        worker_id: ID of the worker.
         rank: data-parallel rank of the worker's engine.
         device_overlap: leading blocks of the prompt in device memory.
         host_overlap: further leading blocks in host memory.
@@ -180,8 +176,6 @@ class CandidateCost(ExplanationPart, frozen=True, kw_only=True):
         prefill_blocks: blocks to prefill on the rank, including this prompt, cached or not.
         overlap_credit: blocks subtracted for cached parts of the prompt.
         decode_blocks: blocks of active requests, plus the blocks that this prompt would add.
-        active_requests: number of active requests on the rank.
-        taint_factor: factor from preferred taints, by which the cost is multiplied.
         probability: probability of selection if the mode samples by cost, else None.
         eviction_cost: blocks added for cached blocks that the rank must evict for the prompt.
     """
@@ -198,13 +192,7 @@ class CandidateCost(ExplanationPart, frozen=True, kw_only=True):
 
 
 class ExcludedRank(ExplanationPart, frozen=True, kw_only=True):
-    """A worker rank of the pool that was not a candidate.
-
-    Attributes:
-        seen: cache and load of the rank.
-        reasons: every reason for the exclusion.
-        text: the reasons as a sentence.
-    """
+    """A worker rank of the pool that was not a candidate."""
 
     seen: RankState
     reasons: tuple[ExclusionReason, ...]
@@ -215,14 +203,12 @@ class Routing(ExplanationPart, frozen=True, kw_only=True):
     """One routing decision, derived again from the events. It equals the recorded decision, including the cost table.
 
     Attributes:
-        offset: offset of the decision in the journal.
         now_us: when the decision was made, on the owner's clock.
         after_us: microseconds since the submission.
         attempt: number of the attempt, starting at 1; 0 for a query.
         waited_us: time in the router's queue, in microseconds.
         pool: name of the pool that serves the model.
         block_size: tokens per KV block in this pool.
-        mode: the pool's routing mode.
         config: the settings that this mode uses, by their names in `RouterConfig`.
         overridden: names of the settings that the request overrode.
         winner: index of the selected worker rank in `candidates`.
@@ -266,8 +252,6 @@ class FirstTokenTiming(ExplanationPart, frozen=True, kw_only=True):
     """The first token of an attempt and the time until it.
 
     Attributes:
-        attempt: number of the attempt.
-        worker_id: the worker that emitted the token.
         ttft_us: time since the submission on the owner's clock. None if one of the two times is unknown.
         wall_ttft_us: time from the submission on the ingress's wall clock to the token on the worker's wall clock. None
             if ingress or worker did not record a time.
@@ -308,7 +292,6 @@ class Ending(ExplanationPart, frozen=True, kw_only=True):
         state: `finished`, `failed`, `rejected`, `aborted` or `answered`.
         reason: reason of a finish, rejection or abort; empty otherwise.
         text: the message sent to the client, or the engine's error.
-        attempt: number of the last attempt.
         output_tokens: number of output tokens that the engine reported; None if it reported none.
         duration_us: time since the submission on the owner's clock. None if one of the two times is unknown.
         wall_duration_us: time from the submission on the ingress's wall clock to the end on the worker's wall clock.
@@ -331,11 +314,8 @@ class TimelineEntry(ExplanationPart, frozen=True, kw_only=True):
 
     Attributes:
         what: kind of the entry, such as `routed` or `worker_lost`.
-        text: description of the entry as a sentence.
         now_us: when the owner applied the event or made the decision.
         after_us: microseconds since the submission.
-        topic: topic of the record.
-        offset: offset of the record.
         counted: whether the event had any effect.
     """
 
@@ -368,7 +348,6 @@ class Explanation(ExplanationPart, frozen=True, kw_only=True):
     """Timeline, routing decisions and outcome of one request.
 
     Attributes:
-        request_id: ID of the request on the log.
         kind: `request`, or `query` for a route query, which routes nothing.
         state: the current state, or the outcome if the request has ended.
         earlier_uses: number of earlier requests with the same ID on the log. None if they were not searched for.

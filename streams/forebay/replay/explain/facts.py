@@ -17,7 +17,6 @@ class SelectionChange(Fact, frozen=True, kw_only=True):
             ID for a change of a worker.
         value: value of the setting, number of blocks or tokens, or name of the policy. For a threshold, a value right
             beyond the threshold.
-        text: the change and its effect as a sentence.
         selected: selected rank as `worker/rank`. It may be the recorded rank for `policy`.
         probability: probability of the selection if the selection is a random draw; null otherwise.
     """
@@ -34,10 +33,8 @@ class Counterfactuals(Fact, frozen=True, kw_only=True):
     """Changes that would have changed one routing decision. Each was evaluated with the code of the router.
 
     Attributes:
-        request_id: ID of the request.
         attempt: number of the attempt at the stage, starting at 1.
         stage: stage of the request: `aggregated`, `prefill`, `decode` or `encode`.
-        routing_offset: journal offset of the decision.
         selected: recorded selection as `worker/rank`.
         changes: changes that select another rank, smallest changes first, and the selection of each other policy.
         notes: kinds of changes that were not evaluated, and why, as sentences.

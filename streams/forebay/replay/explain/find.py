@@ -63,7 +63,6 @@ class RequestLocation:
     """Where the journal has records about the last request with an ID.
 
     Attributes:
-        request_id: ID of the request on the log.
         first: journal offset of the first record about the request. Only a `RequestHeld` about it may come earlier.
         last: journal offset of the newest record about the ID.
         earlier: number of earlier requests with the same ID on the log; None if they were not searched for.
@@ -133,8 +132,6 @@ async def find(
     """Find the records about the last request with an ID in the journal.
 
     Args:
-        log: the log to read.
-        partition: control partition of the group.
         request_id: ID to look for, on the log or as the client chose it. If the client chose it for several requests,
             the last routed one is found.
         thorough: whether to search back to the journal's beginning, for earlier uses and other requests.

@@ -93,7 +93,6 @@ class RepeatedDecision:
     """A routing decision in the state in which it was made.
 
     Attributes:
-        plan: the recorded plan.
         world: the state right before the plan is booked.
     """
 
@@ -123,8 +122,6 @@ class RepeatedDecision:
         Args:
             config: other router configuration.
             demand: other load and cached blocks. By default they follow from the other changes.
-            roster: other candidates.
-            request: the request with other hints.
         """
         plan = self.evaluate(config=config, demand=demand, roster=roster, request=request)
         return None if plan is None or plan.selected.key == self.plan.selected.key else plan
@@ -273,7 +270,6 @@ def _load(decision: RepeatedDecision, field: str) -> Iterator[SelectionChange]:
     """Yield how much more load the selected rank, or less load a rival, needs for another selection.
 
     Args:
-        decision: the decision.
         field: field of the rank's load that changes.
     """
     nouns = {
@@ -375,7 +371,6 @@ def _nearest(select_with: Callable[[float], Plan | None], current: float, values
 
     Args:
         select_with: returns the selection with a value if it is another rank.
-        current: the recorded value.
         values: values to try, from `current` outwards.
     """
     same = current

@@ -116,7 +116,6 @@ class Timeline:
 
     @property
     def over(self) -> bool:
-        """Whether the request has ended."""
         return self._ending is not None
 
     def on_plan(self, plan: Plan) -> None:
@@ -128,7 +127,6 @@ class Timeline:
         """Apply one step: first its input events, then its decision.
 
         Args:
-            step: the next step of the walk.
             offsets: offset of the first input event of the step, by topic.
         """
         self._apply_events(step.record.consumed, step.events, offsets)

@@ -256,7 +256,6 @@ def first_token_of(
 
     Args:
         world: state when the owner applied the event.
-        event: the first token.
         routing: routing decision of the attempt; None if it is unknown.
         prompt_tokens: length of the prompt; None if it is unknown.
         kept: the KV that a prefill worker kept for the request; None if there was none.

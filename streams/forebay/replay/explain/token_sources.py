@@ -17,7 +17,6 @@ def tokens_by_source(
     """Return the prompt tokens from each source, without sources of no tokens.
 
     Args:
-        event: the first token.
         prompt_tokens: length of the prompt; None if unknown, so that the computed tokens are unknown too.
         kept: the KV that a prefill worker kept for the request; None if there was none.
     """

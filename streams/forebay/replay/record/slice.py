@@ -46,7 +46,6 @@ class Slice(NamedTuple):
     """Part of a log from which one group's decisions in a window can be derived.
 
     Attributes:
-        group: the group and its journal range.
         extents: offset range of the records to copy, one per topic.
         from_us: append time of the window's first record, in microseconds since 1970.
         to_us: append time of the window's last record, in microseconds since 1970.
@@ -62,7 +61,6 @@ async def slice_of(log: Log, name: str, partition: int, window: Window) -> Slice
     """Return the part of the log from which one group's decisions in a window can be derived again.
 
     Args:
-        log: log to read.
         name: name of the group, for messages and for the recording.
         partition: partition of the group's control topics.
         window: range of append times of the journal records.
@@ -126,7 +124,7 @@ async def scaling_of(log: Log, window: Window) -> Extent:
     return Extent(SCALING.name, PARTITION, begin, end)
 
 
-async def contents_of(  # noqa: D417 - the rest are fields of `Contents`
+async def contents_of(
     log: Log,
     slices: list[Slice],
     *,
@@ -139,8 +137,6 @@ async def contents_of(  # noqa: D417 - the rest are fields of `Contents`
     """Return the contents of a recording with these slices and with the whole topic `groups`.
 
     Args:
-        log: the log of the slices.
-        slices: at least one slice.
         scaling: records of the topic `scaling`; None or empty for none.
 
     Raises:
@@ -170,8 +166,6 @@ async def copy(
     """Copy the records that a recording still lacks, page by page.
 
     Args:
-        log: the log to read.
-        writer: the recording to complete.
         progress: called with the number of records done and their total.
         rewrite: returns the record to store instead of a record of the log. It may change value, key and headers only.
 

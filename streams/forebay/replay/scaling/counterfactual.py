@@ -48,8 +48,6 @@ class Sizing(Fact, frozen=True, kw_only=True):
     """Sizes of one planner over the whole replay.
 
     Attributes:
-        gpu_hours: GPU hours of the decided sizes.
-        changes: changes of a pool.
         reversals: changes in the opposite direction of the pool's previous change.
     """
 
@@ -65,7 +63,6 @@ class ReplayedPool(Fact, frozen=True, kw_only=True):
         pool: the pool as `GROUP/POOL`.
         recorded: recorded size; null if unknown.
         replayed: size by the replayed planner; null if unknown.
-        reason: reason of the replayed decision.
         ttft_ms: recorded mean TTFT of the interval that the observation ends, in milliseconds; null without a request.
         itl_ms: recorded mean ITL of this interval in milliseconds; null without a request.
     """
@@ -87,7 +84,6 @@ class ReplayedInterval(Fact, frozen=True, kw_only=True):
         replayed_gpu_hours: GPU hours of the replayed sizes up to the next observation.
         attained: whether the recorded means of all pools met both targets of the replayed planner in the interval that
             the observation ends; null without a request.
-        pools: the pools.
     """
 
     at_us: int
@@ -101,10 +97,8 @@ class ForecastCheck(Fact, frozen=True, kw_only=True):
     """Result of computing the recorded forecasts again.
 
     Attributes:
-        checked: forecasts that were computed again.
         unavailable: forecasts whose predictor cannot be used here.
         different: forecasts of which a number differs by more than `tolerance`.
-        difference_max: highest relative difference of a number.
         tolerance: accepted relative difference.
     """
 
@@ -120,12 +114,9 @@ class PlannerReplay(Fact, frozen=True, kw_only=True):
 
     Attributes:
         source: `observations` of a recorded planner, or the recorded `requests` if there was no planner.
-        settings: settings of the replayed planner.
         recorded: recorded sizes. Without a recorded planner these are the ready workers.
-        replayed: sizes by the replayed planner.
         attained: share of the intervals with requests in which the recorded means met both targets of the replayed
             planner; null if there is none.
-        forecasts: check of the recorded forecasts.
         intervals: sizes after each observation.
     """
 
@@ -261,8 +252,6 @@ async def replay_observations(
     """Replay a planner on the recorded observations.
 
     Args:
-        log: the log, with records of a planner.
-        settings: settings of the replayed planner.
         predictors: returns predictors by name. That of the settings must exist.
         on_progress: called regularly with the offset of the reader and the end of the topic.
 
@@ -307,7 +296,6 @@ async def replay_requests(
 
     Args:
         log: the log of a group without a planner.
-        partition: control partition of the group.
         settings: settings of the replayed planner, whose pools are those of the group.
         predictors: returns predictors by name. That of the settings must exist.
         on_progress: called regularly with the number of journal records done, and their total.

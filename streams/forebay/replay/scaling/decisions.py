@@ -47,12 +47,6 @@ class PoolEntry(Fact, frozen=True, kw_only=True):
     """Decision about one pool.
 
     Attributes:
-        group: name of the group.
-        pool: name of the pool.
-        from_size: size before.
-        to_size: size from the decision on.
-        proposed: size that the method proposed.
-        reason: reason code.
         reached: size that the actuator reached; null without a reply.
     """
 
@@ -69,7 +63,6 @@ class ReplyEntry(Fact, frozen=True, kw_only=True):
     """Reply of an actuator.
 
     Attributes:
-        actuator: name of the actuator.
         at_us: the actuator's wall clock in microseconds.
         message: the reason of a refusal, or why a size was not reached; empty if all sizes were.
     """
@@ -83,10 +76,8 @@ class DecisionEntry(Fact, frozen=True, kw_only=True):
     """One decision.
 
     Attributes:
-        offset: offset of the decision on the topic, which identifies it.
         at_us: the planner's wall clock in microseconds of Unix time.
         planner_id: name of the planner; empty if its claim is unknown.
-        pools: decision about each pool.
         outcome: what became of it, see `OUTCOMES`.
         replies: replies of the actuators. Each replies for its own pools.
         verification: `equal` or `different`: result of the second derivation. `stale`: the decision has no effect.

@@ -32,13 +32,11 @@ class StageBasis(Fact, frozen=True, kw_only=True):
         tokens_per_s: tokens per second of the forecast, with the correction of the prefill.
         correction: factor of the equations `corrected`: of the tokens for prefill, of the target for decode.
         latency_ms: TTFT of a request alone for prefill; ITL within which the profile was read for decode.
-        target_ms: target of the TTFT or of the ITL.
         concurrency_max: requests for which the KV cache of a worker has room; null for prefill, or if unknown.
         worker_tokens_per_s: tokens per second of one worker according to the profile.
         gpu_tokens_per_s: tokens per second of one GPU.
         workers: workers that the stage keeps busy, a fraction.
         attainable: whether a request alone meets the target.
-        covered: whether the profile covers the forecast.
     """
 
     stage: Literal["prefill", "decode"]
@@ -74,7 +72,6 @@ class ProposalFacts(Fact, frozen=True, kw_only=True):
 
     Attributes:
         method: `throughput`, `load` or `simulate`.
-        size: proposed number of workers.
         reason: what is noteworthy about it; null for an ordinary proposal.
         stages: numbers of method `throughput`.
         signals: numbers of method `load`.
@@ -93,15 +90,11 @@ class PoolExplanation(Fact, frozen=True, kw_only=True):
     """How the size of one pool was decided.
 
     Attributes:
-        group: name of the group.
-        pool: name of the pool.
         observed: the pool in the newest observation; null if it is not in it.
         demand: forecast for the pool that knows this observation; null if there is none.
         proposals: proposals of the methods; empty if the pool kept its size, or an operator had set it.
         limited: proposed size within the largest change and the limits of the size; null without a proposal.
         guarded: size and reason before the GPU budget.
-        gpus: GPUs of the pool before the GPU budget.
-        decided: the recorded decision.
         meaning: reason of the recorded decision in words.
     """
 
@@ -121,8 +114,6 @@ class ScalingExplanation(Fact, frozen=True, kw_only=True):
     """Explanation of a decision.
 
     Attributes:
-        decision: the decision, with its outcome and its verification.
-        meaning: outcome in words.
         settings: settings of the planner; null if its claim is unknown.
         observed_us: wall clock of the newest observation; null without one.
         interval_s: length of the observed interval in seconds; null without an observation.
@@ -149,7 +140,6 @@ async def explain_decision(
     """Explain one decision.
 
     Args:
-        log: the log to read.
         offset: offset of the decision; None for the newest one, or for the one in the window.
         window_us: first time of the decision and the time after its last one, in microseconds since 1970.
         on_progress: called regularly with the offset of the reader and the end of the topic.

@@ -19,14 +19,13 @@ DIFFERENT_MAX = 8  # differences in a report; the count is complete
 
 
 class UnknownPool(LogError):
-    """The planner does not scale this pool."""
+    pass
 
 
 class DifferentDecision(Fact, frozen=True, kw_only=True):
     """A recorded decision that does not follow from the records before it.
 
     Attributes:
-        offset: offset of the decision.
         differs: recorded and derived value of each field that differs. Fields of a pool begin with `GROUP/POOL `.
     """
 
@@ -38,13 +37,11 @@ class ScalingVerification(Fact, frozen=True, kw_only=True):
     """Result of deriving the decisions of a topic `scaling` again.
 
     Attributes:
-        decisions: number of decisions.
         equal: number of decisions that were derived again with every field equal.
         stale: number of decisions without an effect, because the planner did not know a record before them.
         other_rules: number of decisions by the rules of another version, which were not derived again.
         undecodable: number of records that do not decode. They have no effect.
         different: number of decisions that do not follow from the records before them.
-        first: the first of these decisions.
     """
 
     decisions: int
@@ -78,13 +75,11 @@ class VerificationTally:
         self._first: list[DifferentDecision] = []
 
     def add(self, decision: RecordedDecision) -> None:
-        """Count a decision."""
         self._counts[decision.verification] += 1
         if decision.verification == "different" and len(self._first) < DIFFERENT_MAX:
             self._first.append(DifferentDecision(offset=decision.offset, differs=differences_of(decision)))
 
     def report(self, undecodable: int) -> ScalingVerification:
-        """Return the result."""
         return ScalingVerification(
             decisions=self._counts.total(),
             equal=self._counts["equal"],
@@ -108,8 +103,6 @@ async def read_history(
     """Return the newest decisions.
 
     Args:
-        log: the log to read.
-        limit: highest number of decisions.
         pool: select only decisions about this pool, as `GROUP/POOL`, and only its part of them.
         since_us: select only decisions at or after this time, in microseconds since 1970.
         is_change: select only decisions that change a selected pool.

@@ -20,21 +20,18 @@ OnProgress = Callable[[int, int], None]
 
 
 class NoPlanner(LogError):
-    """The topic has no claim of a planner."""
+    pass
 
 
 class ScalingJournal:
     """Reader of the topic. Its attributes describe the records that it has read.
 
     Attributes:
-        records: number of records.
         undecodable: number of records that do not decode. They have no effect.
         claim: newest claim with its offset; None if there is none.
         stopped: record with which the planner of this claim stopped; None if it did not.
         paused: newest record with which an operator paused or resumed the planner.
         sizes_set: newest manual size of each pool, with its offset. A released pool has the record of its release.
-        decisions: number of decisions.
-        newest: newest decision with an effect.
         pools: pools of all claims, in the order of their first claim.
     """
 
@@ -42,7 +39,6 @@ class ScalingJournal:
         """Read `log`, and report the offset and the end of the topic to `on_progress`.
 
         Args:
-            log: the log.
             on_progress: called regularly; None for no call.
             until_us: read only records that were appended by this time, in microseconds since 1970; None for all.
         """

@@ -48,13 +48,8 @@ class ScaledPoolStatus(Fact, frozen=True, kw_only=True):
     """A pool that the planner scales.
 
     Attributes:
-        group: name of the group.
-        pool: name of the pool.
         role: `aggregated`, `prefill` or `decode`.
         size: size as last decided, or else as last observed; null if neither exists.
-        min_size: lowest number of workers.
-        max_size: highest number of workers.
-        gpus_per_worker: GPUs of one worker.
         ready: ready workers in the newest observation; null if the pool is not in it.
         draining: workers that drain in the newest observation; null if the pool is not in it.
         queued: requests in the router's queue in the newest observation; null if the pool is not in it.
@@ -93,8 +88,6 @@ class OpenAction(Fact, frozen=True, kw_only=True):
 
     Attributes:
         pool: the pool, as `GROUP/POOL`.
-        size: size that it shall have.
-        decision: offset of the decision.
         since_us: wall clock of the decision in microseconds of Unix time.
         overdue: whether it has waited longer than the settings allow.
     """
@@ -110,30 +103,23 @@ class PlannerStatus(Fact, frozen=True, kw_only=True):
     """The planner and its pools.
 
     Attributes:
-        version: version of this form.
         problems: what keeps the planner from scaling pools, in words; empty if it is active.
         planner_id: name of the planner with the newest claim.
-        epoch: offset of its claim.
         since_us: wall clock of its claim in microseconds of Unix time.
         stopped_us: wall clock at which it stopped; null if it did not.
         newest_us: wall clock of the newest record of a planner.
-        rules_version: version of the rules by which it decides.
         advisory: whether decisions are only recorded.
-        paused: whether an operator has paused the planner.
         paused_by: name of the operator; empty if the planner is not paused.
         paused_us: wall clock of the pause; null if the planner is not paused.
         method: what proposes sizes.
         equations: variant of method `throughput`.
-        predictor: name of the predictor of demand.
         interval_s: seconds between observations.
         ttft_ms: target of the TTFT in milliseconds.
         itl_ms: target of the ITL in milliseconds.
         gpus: GPUs of the pools at their present sizes.
         gpu_budget: highest number of GPUs; 0 for no limit.
         min_gpus: lowest number of GPUs; 0 for no limit.
-        pools: the pools.
         open: decided changes of pools without reply.
-        decisions: number of decisions on the topic.
         undecodable: number of records that do not decode. They have no effect.
     """
 
@@ -170,7 +156,6 @@ async def read_planner_status(
     """Return the status at the end of the topic.
 
     Args:
-        log: the log to read.
         now_us: wall clock in microseconds since 1970, by which a silent planner is found; None for a log of the past.
         on_progress: called regularly with the offset of the reader and the end of the topic.
 
@@ -286,14 +271,12 @@ def _pool_status(
 
 
 def observed_demand(observed: ScalingObserved, pool: PoolObserved) -> ObservedDemand:
-    """Return the demand of a pool in an observation."""
     return ObservedDemand(
         requests_per_s=pool.requests / observed.interval_s, isl=pool.isl, osl=pool.osl, kv_hit_rate=pool.kv_hit_rate
     )
 
 
 def expected_demand(demand: PoolDemand) -> ObservedDemand:
-    """Return the demand of a forecast."""
     return ObservedDemand(
         requests_per_s=demand.requests_per_s, isl=demand.isl, osl=demand.osl, kv_hit_rate=demand.kv_hit_rate
     )

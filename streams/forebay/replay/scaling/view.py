@@ -19,7 +19,6 @@ class PoolPoint(Fact, frozen=True, kw_only=True):
 
     Attributes:
         at_us: the planner's wall clock in microseconds of Unix time.
-        size: size of the pool from the decision on.
         ready: ready workers in the observation before the decision; null if the pool is not in it.
         queued: requests in the router's queue in this observation; null if the pool is not in it.
         requests_per_s: observed requests per second; null if the pool is not in the observation.
@@ -56,7 +55,6 @@ async def read_scaling(log: Log, at_us: int | None, now_us: int | None) -> Scali
     """Return the planner at a moment.
 
     Args:
-        log: the log to read.
         at_us: the moment in microseconds since 1970; None for the end of the topic.
         now_us: wall clock in microseconds since 1970, by which a silent planner is found; None for the past.
 

@@ -21,8 +21,6 @@ class CostTableRow(msgspec.Struct, kw_only=True):
     """One candidate in the derived or the recorded cost table.
 
     Attributes:
-        worker_id: ID of the worker.
-        rank: data-parallel rank.
         derived: derived cost terms; None if the rank is not a derived candidate.
         recorded: recorded cost terms; None if the journal does not hold them.
         place: `winner`, `runner-up` or empty, in the derived table.
@@ -43,11 +41,7 @@ class CostTables(msgspec.Struct, kw_only=True):
     """The derived and the recorded cost table of a decision.
 
     Attributes:
-        request_id: ID of the request.
-        pool: name of the pool.
-        mode: routing mode of the pool.
         digest: digest over every term of every derived candidate.
-        rows: the candidates of both tables.
         comparable: whether the recorded decision is about the same request. Otherwise there are no recorded terms.
         recorded_in_full: whether the journal holds the terms of every recorded candidate.
         recorded_digest: digest of the recorded table; None if not comparable.
@@ -99,7 +93,6 @@ def tables(plan: Plan, record: JournalRecord) -> CostTables:
 
 
 def digest_of(table: CostTable) -> str:
-    """Return the digest of a table as the journal writes it."""
     return hex_digest(table.digest())
 
 

@@ -29,7 +29,6 @@ class LastVerifiedState(msgspec.Struct, kw_only=True):
     """The last state that is known to be correct.
 
     Attributes:
-        journal_offset: journal offset of that state.
         sealed: whether a digest in the journal confirms the state. If not, the derivation began with this state.
         since: offset of the first event applied after that state and offset after the last applied event, by topic.
     """
@@ -43,12 +42,9 @@ class DivergenceReport(msgspec.Struct, kw_only=True):
     """The first journal record that does not follow from the events, and what may explain it.
 
     Attributes:
-        offset: offset of the record in the journal.
         reason: what is wrong with the record.
         hint: the likely kind of cause; may be empty.
-        owner_epoch: epoch of the owner that wrote the record.
         differs: recorded and derived value of each field that differs, by field; empty if no decision was derived.
-        recorded: the recorded decision.
         derived: the derived decision; None if the events lead to no decision.
         previous: the previous valid record, with its offset; None if there is none.
         events: the last events applied before the record.

@@ -28,11 +28,8 @@ class ForeignEvent(msgspec.Struct, kw_only=True):
 
     Attributes:
         offset: offset of the event on topic `progress`.
-        type: wire tag of the event.
         about: ID of the request or command.
         attempt: attempt about which the worker reports; 0 for a command.
-        reported_by: the worker that wrote the event.
-        reported_epoch: epoch of that worker.
         selected: the workers, with epochs, to which the owner sent this attempt. If the owner sent this attempt to no
             worker, the workers of all attempts. For a command, the workers to which the owner sent it. May be empty.
     """
@@ -46,7 +43,6 @@ class ForeignEvent(msgspec.Struct, kw_only=True):
     selected: list[str]
 
     def text(self) -> str:
-        """Return a description in one line."""
         subject = f"request {self.about}, attempt {self.attempt}" if self.attempt else f"command {self.about}"
         selected = f"was sent to {', '.join(self.selected)}" if self.selected else "was sent to no worker of this group"
         return (

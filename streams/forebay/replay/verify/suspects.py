@@ -60,11 +60,7 @@ async def suspicion_of(
     """Return the events that may be the cause of a divergence; None if any event may be the cause.
 
     Args:
-        log: the log to read.
-        partition: control partition of the group.
-        records: the recorded and the derived record.
         table: cost tables of both records; None if no routing decision was derived.
-        blocks: block hashes of the prompt.
         since: the offset range to examine, by topic.
 
     Raises:

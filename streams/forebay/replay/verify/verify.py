@@ -53,8 +53,6 @@ class VerifyReport(msgspec.Struct, kw_only=True):
         start: journal offset at which verification began: 0, or the position of the oldest usable snapshot.
         decisions: number of recorded decisions up to the end of the verification.
         verified: number of decisions that were derived again with every field equal.
-        records: number of valid journal records.
-        events: number of input events applied.
         claims: number of ownership claims, one for each start or failover.
         snapshots: number of snapshots whose chunks restore the sealed state.
         void: number of stale records: their owner had lost the group.
@@ -121,11 +119,8 @@ async def verify(
     """Derive one group's journal again, starting at its first record or at the oldest usable snapshot.
 
     Args:
-        log: the log to read.
-        partition: control partition of the group.
         progress: called regularly with the number of journal records done, their total, and the decisions verified.
         allow: names of `UNVERIFIED` that do not fail the verification.
-        custom: custom policies that may run.
 
     Raises:
         PolicyNotAllowed: the owner ran a custom policy that is not in `custom`.
@@ -155,7 +150,6 @@ async def verify(
 async def _verify_span(
     log: Log, partition: int, walk: Walk, report: VerifyReport, hasher: xxh3_64, progress: OnProgress | None
 ) -> None:
-    """Add the result of one walk to a report."""
     trail = DivergenceTrail(walk)
     foreign = ForeignProgress(walk)
     async for step in walk:

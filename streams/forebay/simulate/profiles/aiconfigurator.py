@@ -28,7 +28,6 @@ class EstimatedTiming(NamedTuple):
     """Linear timing fitted to AIConfigurator's estimates, and its relative errors against them per step.
 
     Attributes:
-        timing: the fitted timing.
         prefill: p50 and p90 of the relative errors of prefill steps.
         decode: p50 and p90 of the relative errors of decode steps.
     """

@@ -48,7 +48,6 @@ class FitError(NamedTuple):
     """Error of modelled times against recorded times, measured on the test set.
 
     Attributes:
-        requests: number of compared requests.
         p50: median of the relative errors of the requests.
         p90: 90th percentile of the relative errors of the requests.
         recorded_ms: p50 and p90 of the recorded times, in milliseconds.
@@ -78,7 +77,6 @@ class TimingFit:
         timing: fitted costs of the engine.
         work_us: fitted time outside the engine, in microseconds per request.
         estimates: each parameter with its standard error.
-        fitted: number of requests that the fit used.
         ttft: error of the modelled TTFT.
         itl: error of the modelled ITL; None if no request of the test set has more than one output token.
         left_out: for each reason not to compare a request, the number of requests that it excluded.

@@ -19,7 +19,6 @@ class MeasuredTiming(NamedTuple):
     """Linear timing fitted to measured points.
 
     Attributes:
-        timing: the fitted timing.
         work_us: microseconds of a request outside of the engine's steps.
         prefill: p50 and p90 of the relative errors of the times to first token.
         decode: p50 and p90 of the relative errors of the inter-token latencies.
@@ -35,8 +34,6 @@ def fit_measured(prefill: Sequence[PrefillPoint], decode: Sequence[DecodePoint],
     """Return the linear timing with the smallest errors over all points.
 
     Args:
-        prefill: measured prefill points.
-        decode: measured decode points.
         batched_tokens: highest number of tokens of one step, by which long prompts are divided.
 
     Raises:

@@ -46,8 +46,6 @@ class EngineRun:
     """Recorded requests of one worker rank during one worker epoch.
 
     Attributes:
-        name: name of the run for messages.
-        config: sizes of the engine.
         warm: sequence hashes of the blocks in the cache at the start.
         requests: requests of the rank, in the order in which the router sent them.
     """
@@ -96,7 +94,6 @@ class ModelledRun:
 
         Args:
             run: the recorded run. The model must accept all of its requests.
-            timing: step timing of the model.
             work_us: microseconds from the router's decision to the engine. They are part of TTFT.
         """
         self._model = EngineModel(structs.replace(run.config, vocabulary=None, timing=timing))

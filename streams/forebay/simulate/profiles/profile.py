@@ -27,10 +27,8 @@ class EngineSizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         block_size: tokens per KV block.
-        kv_blocks: KV blocks of the cache.
         max_num_seqs: maximum number of running sequences.
         max_num_batched_tokens: maximum number of tokens per step.
-        gpus: GPUs per worker.
     """
 
     block_size: Size | None = None
@@ -44,9 +42,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Step times and sizes of an engine.
 
     Attributes:
-        timing: step timing.
-        sizes: sizes of the engine.
-        name: name of the profile for reports.
         source: description of where the values come from.
         work_us: microseconds from the router's decision to the engine; 0 if not measured.
         tiers: host memory and disk of a worker with this engine; None if the profile defines none.
@@ -95,7 +90,6 @@ class _Roofline(_File, frozen=True, kw_only=True, tag="roofline"):
         gpu: name of a built-in data sheet of a GPU, or a table with the fields of `Gpu`.
         tensor_parallel: GPUs per engine.
         weights: number format of the weights; None uses the format that the model was published in.
-        kv_cache: number format of the KV cache.
         assumed: efficiencies and overheads that no data sheet states.
     """
 

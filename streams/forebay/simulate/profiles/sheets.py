@@ -31,7 +31,6 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     Attributes:
         bf16_tflops: dense TFLOPS in bf16.
-        memory_gib: memory in GiB.
         memory_tb_s: memory bandwidth in 10^12 bytes per second.
         link_gb_s: bandwidth to the other GPUs of the node in 10^9 bytes per second, one way.
         fp8_tflops: dense TFLOPS in fp8; None if the GPU computes in bf16 only.
@@ -50,16 +49,12 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of a Llama-style decoder model. Sizes of weights are numbers of parameters, not bytes.
 
     Attributes:
-        layers: number of layers.
-        hidden: number of elements of the hidden state.
         heads: number of query heads per layer.
         kv_heads: number of key and value heads per layer.
-        head_dim: number of elements of a head.
         layer: parameters of one layer without its experts.
         head: parameters of the output matrix.
         embedding: parameters of the input matrix; 0 if it is shared with the output matrix.
         expert: parameters of one expert; 0 for a dense model.
-        experts: experts per layer.
         experts_active: experts per token and layer.
         fp8: whether the published weights are in fp8.
     """

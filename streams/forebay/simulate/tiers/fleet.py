@@ -34,9 +34,7 @@ class TierFleet:
         """Return the tiers of a new rank; None if it has none.
 
         Args:
-            tiers: tiers of the rank.
             model: model that the rank serves. Its ranks share one store.
-            config: engine of the rank.
             block_bytes: bytes per block.
             on_changed: as in `SimulatedTiers`.
         """

@@ -55,7 +55,6 @@ class SharedLink:
 
         Args:
             size: number of bytes.
-            done: called at the end.
             is_load: whether the end may give work to an engine.
             owner: owner of the transfer, for `drop`.
         """

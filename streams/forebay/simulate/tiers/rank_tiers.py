@@ -31,9 +31,6 @@ class BlockChange(NamedTuple):
     """Blocks that a tier has stored or removed.
 
     Attributes:
-        tier: the tier.
-        stored: hashes of stored blocks.
-        removed: hashes of removed blocks.
         stale: whether the blocks were removed because they were missing when they were to be loaded.
     """
 
@@ -47,8 +44,6 @@ class TierPlan(NamedTuple):
     """Tiers of a rank before it exists.
 
     Attributes:
-        limits: sizes and policies.
-        links: link to each tier.
         store: shared store; None for none.
         block_bytes: bytes per block.
         reports_costs: whether the router uses measured costs.
@@ -65,15 +60,8 @@ class SimulatedTiers:
     """Tiers of one rank.
 
     Args:
-        plan: the tiers.
         config: engine of the rank; its step times stand for measurements of prefills.
-        scheduler: clock of the simulation.
         on_changed: called when a load or a write has ended, with whether it was the load of a request.
-
-    Attributes:
-        engine: engine model of the rank.
-        loaded_blocks: number of loaded blocks by tier.
-        written_blocks: number of written blocks by tier.
     """
 
     def __init__(
@@ -148,7 +136,6 @@ class SimulatedTiers:
         """Offer a computed prompt to the tiers.
 
         Args:
-            request_id: id of the request.
             cached_tokens: prompt tokens that were not computed.
             is_fetched: whether the prompt was computed by another rank.
 
@@ -303,7 +290,6 @@ class _RequestLoad:
         self._results: dict[int, tuple[int, int]] = {}  # by number of the run: leading blocks that arrived, time in us
 
     def ended(self, run: Loading[int], failed: Sequence[int], took_us: int) -> bool:
-        """Record the end of one run; return whether it was the last one."""
         lost = set(failed)
         arrived = next((at for at, key in enumerate(run.keys) if key in lost), len(run.keys))
         self._results[run.number] = arrived, took_us

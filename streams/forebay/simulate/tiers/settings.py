@@ -26,7 +26,6 @@ class TierUnusable(ValueError):
     """A tier has an unusable size.
 
     Attributes:
-        tier: name of the tier.
         reason: what is wrong with its size.
     """
 

@@ -5,11 +5,7 @@ from collections.abc import Iterable, Sequence
 
 
 class SharedStore:
-    """Blocks of a shared store. If it is full, the blocks that were not used for the longest time leave first.
-
-    Args:
-        blocks: maximum number of blocks.
-    """
+    """Blocks of a shared store. If it is full, the blocks that were not used for the longest time leave first."""
 
     def __init__(self, blocks: int) -> None:
         self._limit = blocks
@@ -22,7 +18,6 @@ class SharedStore:
         return key in self._blocks
 
     def use(self, keys: Iterable[int]) -> None:
-        """Count a use of the blocks that the store has."""
         for key in keys:
             if key in self._blocks:
                 self._blocks.move_to_end(key)

@@ -76,7 +76,6 @@ class Lengths:
             self._log = float(Decimal(mean).ln()) - self._deviation * self._deviation / 2.0
 
     def draw(self, rng: random.Random) -> float:
-        """Return one random length."""
         if not self._deviation:
             return self._mean
         return exp(self._log + self._deviation * normal(rng))

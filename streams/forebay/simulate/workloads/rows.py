@@ -36,10 +36,7 @@ class WorkloadHeader(msgspec.Struct, frozen=True, kw_only=True):
     """First line of a file in forebay's format.
 
     Attributes:
-        format: identifier of the format.
-        version: version of the format.
         block_tokens: tokens per id of `hash_ids`.
-        name: name for tables and reports.
         source: description of where the workload comes from, for readers of the file.
     """
 
@@ -57,7 +54,6 @@ class LinkedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaul
         timestamp: arrival time in ms. For a row that depends on responses, the earliest arrival time.
         input_length: number of prompt tokens.
         output_length: number of response tokens.
-        hash_ids: block ids of the prompt.
         id: name by which other rows refer to this row in `after`. They can also use its row number in the file, from 0.
         after: ids or numbers of the rows whose responses must be complete before this request arrives.
         delay: ms from the last response of `after` to the arrival of this request. Without `after`, ms from the
@@ -84,7 +80,6 @@ class RowFile:
         """Open the file.
 
         Args:
-            path: the file.
             ours: whether it is in forebay's format, which begins with a header.
 
         Raises:

@@ -52,9 +52,7 @@ class AgentRuns:
 
         Args:
             form: name of the format, from `RUN_FORMATS`.
-            paths: the files.
             options: only `tokenizer` and `session_spacing_s` are used.
-            name: name for tables and reports.
 
         Raises:
             WorkloadUnusable: a file cannot be read.

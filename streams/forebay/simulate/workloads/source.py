@@ -27,7 +27,6 @@ class RowErrors:
     """Errors in the rows of a workload. An error ends the reading, or is only counted if bad rows are to be skipped.
 
     Attributes:
-        file: name of the file that is read.
         unit: word for a row in messages, such as `line`.
         row: position of the current row in the file.
     """
@@ -67,7 +66,6 @@ class WorkloadSource(Protocol):
     """Workload as it was recorded or generated, before `WorkloadOptions` are applied. Picklable.
 
     Attributes:
-        name: name for tables and reports.
         block_tokens: tokens per id of `Turn.block_ids`.
         notes: remarks for the user on how the workload was read. Complete once `turns` has yielded the last request.
     """

@@ -21,7 +21,6 @@ class Reuse(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tokens: share of the prompt tokens that are found in the cache.
         blocks: share of the prompt blocks, including partial blocks, that are found in the cache.
-        distinct_blocks: number of distinct block ids.
         whole: whether all block ids were remembered. False if there were more than `FOUND_IDS_MAX`, so the reuse is
             underestimated.
     """
@@ -38,14 +37,11 @@ class WorkloadStatistics(msgspec.Struct, frozen=True, kw_only=True):
     Distributions are dicts of mean, p50, p90, p99 and max.
 
     Attributes:
-        requests: number of requests.
-        sessions: number of sessions.
         own_times: number of requests with a fixed arrival time. The other requests wait for responses.
         duration_s: seconds from the first to the last arrival, computed as if every response were instant.
         rate_per_s: mean arrivals per second.
         most_in_a_second: maximum number of arrivals in one second.
         dispersion: variance of the arrivals per second, divided by their mean; 1 for a Poisson process.
-        prompt_tokens: distribution of prompt lengths.
         output_tokens: distribution of response lengths.
         delay_s: distribution of the delays between a response and a request that waits for it, in seconds.
         ideal_reuse: upper bound of prefix reuse.

@@ -33,8 +33,6 @@ class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Parameters of a synthetic workload. A length is MEAN, or MEAN/P99 for a lognormal distribution.
 
     Attributes:
-        arrivals: arrival process of sessions.
-        requests: number of requests of all sessions together.
         rate: mean number of sessions that begin per second.
         cv: coefficient of variation of the gaps between bursty arrivals.
         period_s: period of a diurnal rate, in seconds.
@@ -42,7 +40,6 @@ class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         prompt: tokens of new text per turn.
         output: tokens per response.
         groups: number of roots of the tree of shared prefixes; 0 for no shared prefixes.
-        depth: number of levels of the tree.
         branches: number of children of each node above the last level.
         prefix: tokens per node of the tree, rounded to whole blocks.
         popularity: probabilities of the roots, and of the children of a node. With `zipf`, the k-th is chosen 1/k as
@@ -80,7 +77,6 @@ class Synthetic:
 
         Args:
             text: parameters as `setting=value`, separated by commas.
-            seed: seed for sampling.
 
         Raises:
             WorkloadUnusable: a parameter is unknown, duplicate or out of range.

@@ -66,7 +66,6 @@ class _Agent(NamedTuple):
 
     Attributes:
         entries: requests and sub-agents, each with its position in the file.
-        name: id of the agent.
         began_s: start in seconds of its parent's clock.
     """
 

@@ -27,8 +27,6 @@ class ValidClaim(NamedTuple):
     """A valid claim in a journal.
 
     Attributes:
-        offset: Offset of the claim.
-        claim: The claim.
         rules_before: Version of the decision rules of the previous owner; -1 for the first owner.
     """
 
@@ -49,10 +47,6 @@ async def valid_claims(
     """Yield the valid claims in [start, end) of a journal.
 
     Args:
-        log: The log.
-        partition: Control partition of the group.
-        start: Journal offset.
-        end: Journal offset.
         state: State before `start`; None if it is unknown or there was no owner.
         rules: Version of the decision rules of that owner; -1 if there was none.
 
@@ -76,10 +70,6 @@ async def validity_at(log: Log, partition: int, offset: int, state: OwnedState, 
     """Return a filter of the journal records from `offset` on.
 
     Args:
-        log: The log.
-        partition: Control partition of the group.
-        offset: Journal offset.
-        state: State before this offset.
         rules: Version of the decision rules of the owner in that state; None for this program's version.
 
     Raises:

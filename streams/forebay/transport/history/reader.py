@@ -68,7 +68,6 @@ class Undecoded(NamedTuple):
     """Record of an input topic that does not decode.
 
     Attributes:
-        offset: Offset of the record.
         tag: Event tag of the record if the tag is unknown, for example of a newer version. None if it is malformed.
     """
 
@@ -99,7 +98,6 @@ class EventReader:
 
     @property
     def offset(self) -> int:
-        """Offset of the next event to take."""
         return self._offset - len(self._ready)
 
     async def fill(self, count: int) -> None:
@@ -126,7 +124,6 @@ class EventReader:
         """Return the next `count` events. The caller must have called `fill` with at least this count.
 
         Args:
-            count: Number of events.
             owner_events: Version of the event types that the owner which applied these events could read.
         """
         taken = [self._ready.popleft() for _ in range(count)]
@@ -165,7 +162,6 @@ class RecordedOrder:
         self.readers: dict[str, EventReader] = {}
 
     def offset(self, topic: str) -> int:
-        """Return the offset of the next event of a topic."""
         reader = self.readers.get(topic)
         return self._view.get(topic, 0) if reader is None else reader.offset
 
@@ -451,7 +447,6 @@ def can_continue(claim: OwnerClaimed, rules: int, seal: int = -1) -> bool:
     is invalid, because this router could not derive the decisions of the first one.
 
     Args:
-        claim: The claim.
         rules: Version of the decision rules of the earlier owner.
         seal: Offset of the last valid record before the claim if it is a `Sealed`, otherwise -1.
     """
@@ -477,7 +472,6 @@ def journal_records(log: Log, partition: int, start: int, end: int) -> AsyncIter
 
 
 async def events_of(log: Log, topic: Topic, partition: int) -> AsyncIterator[tuple[int, Any]]:
-    """Yield every event of a topic that decodes, with its offset."""
     start, end = await log.begin(topic.name, partition), await log.end(topic.name, partition)
     async for record in records_of(log, topic, partition, start, end):
         if (event := decode_or_none(topic, record.value)) is not None:

@@ -130,9 +130,6 @@ async def load_snapshot(
     """Return the world that a snapshot holds.
 
     Args:
-        log: The log.
-        partition: Control partition of the group.
-        taken: Journal record of the snapshot.
         custom: Custom policies that the world may run.
         any_rules: Whether the owner may have had other decision rules. Then only the checksum of the chunks is checked,
             because the digest of the state depends on the rules.

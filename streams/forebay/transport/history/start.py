@@ -22,7 +22,6 @@ class StoredState(NamedTuple):
         owner_epoch: Epoch of the owner that sealed the state, -1 before the first claim.
         core_version: Version of the decision rules of that owner.
         now_us: Clock of that owner, in microseconds; 0 before the first event.
-        owner_nonce: Nonce of that owner's claim.
         seq: Sequence number of the first record after the state.
     """
 

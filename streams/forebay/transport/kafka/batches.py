@@ -46,14 +46,11 @@ class BatchHead(NamedTuple):
     """Header of a record batch.
 
     Attributes:
-        base_offset: Offset of the first record.
         next_offset: Offset after the last offset that the batch occupies.
-        magic: Version of the batch format.
         attributes: Bits for compression, timestamp type, transaction and control batch.
         first_timestamp: Timestamp of the first record in milliseconds.
         max_timestamp: Maximum timestamp in milliseconds.
         producer_id: Id of an idempotent or transactional producer, None in older formats.
-        records: Number of records.
     """
 
     base_offset: int

@@ -39,12 +39,7 @@ STOP_S = 3.0  # timeout for leaving the group; the broker removes a member that 
 
 
 class Committed(msgspec.Struct, frozen=True):
-    """Committed position of the group in a partition.
-
-    Attributes:
-        offset: Next offset to handle.
-        metadata: Text that was committed with the offset.
-    """
+    """Committed position of the group in a partition."""
 
     offset: int
     metadata: str
@@ -132,7 +127,6 @@ class KafkaGroup:
         self._switch(partition, on=False)
 
     def resume(self, partition: int) -> None:
-        """Resume fetching from a partition."""
         self._switch(partition, on=True)
 
     def seek(self, partition: int, offset: int) -> None:
@@ -253,7 +247,6 @@ async def query_with_retry(query: Callable[[], Awaitable[Response]], problem: st
     """Return the result of a Kafka query, retrying after transient errors until the caller is cancelled.
 
     Args:
-        query: The query to run.
         problem: Beginning of error and log messages, for example "the offsets of x cannot be read".
 
     Raises:

@@ -33,7 +33,6 @@ class KafkaMetrics(Collector):
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
         lag = GaugeMetricFamily(
             "forebay_kafka_consumer_lag", "records not fetched yet, by partition", labels=["topic", "partition"]
         )

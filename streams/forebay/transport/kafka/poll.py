@@ -38,7 +38,6 @@ class Poller:
     """Polls partitions, each from its own position.
 
     Args:
-        wire: connections to the brokers.
         on_records: called with a partition and its next records, one per offset.
         on_failure: called once with the error that ends all polling.
 
@@ -63,7 +62,6 @@ class Poller:
         self._has_failed = False
 
     def seek(self, place: TopicPartition, offset: int) -> None:
-        """Poll a partition from this offset on."""
         self._positions[place] = offset
         self._plan_soon()
 
@@ -85,7 +83,6 @@ class Poller:
             self._plan_soon()
 
     async def stop(self) -> None:
-        """End all polls."""
         self._has_failed = True
         tasks = [*self._polls.values(), *self._catch_ups.values(), *([self._search] if self._search else [])]
         for task in tasks:

@@ -44,12 +44,7 @@ class _Batch:
 
 
 class Producer:
-    """Idempotent producer.
-
-    Args:
-        wire: connections to the brokers.
-        channel: the connections to use.
-    """
+    """Idempotent producer."""
 
     def __init__(self, wire: Wire, channel: Channel) -> None:
         self.wire = wire
@@ -89,8 +84,6 @@ class Producer:
         A batch whose append is cancelled is sent nevertheless.
 
         Args:
-            place: partition.
-            drafts: the records.
             size: their bytes.
 
         Raises:

@@ -81,7 +81,6 @@ class KafkaReader:
         return begin
 
     async def close(self) -> None:
-        """Close the connections."""
         self._closed = True
         async with self._starting:
             if self._consumer is not None:

@@ -38,8 +38,6 @@ class Reply(msgspec.Struct, frozen=True):
     Attributes:
         topic: Full name of the topic, empty for forebay's own response topic.
         key: Record key, which determines the partition.
-        headers: Record headers by name.
-        value: Body of the response.
     """
 
     topic: str
@@ -110,7 +108,6 @@ class KafkaReplies:
         """Queue a reply, waiting while the queue is full.
 
         Args:
-            reply: The reply.
             on_done: Called with None once the broker has acknowledged the reply. Called with LogError (forebay's own
                 topic) or TopicUnusable (other topics) if that failed, possibly before this method returns.
         """

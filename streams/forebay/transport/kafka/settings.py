@@ -58,7 +58,6 @@ class KafkaSettings(msgspec.Struct, frozen=True):
     properties: Mapping[str, str] = {}
 
     def topic(self, name: str) -> str:
-        """Return the name of a topic on the broker."""
         return f"{self.namespace}.{name}"
 
     def client_options(self) -> dict[str, Any]:

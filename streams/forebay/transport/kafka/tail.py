@@ -70,7 +70,6 @@ class KafkaTail:
 
     @property
     def full(self) -> bool:
-        """Whether the buffer is full."""
         return len(self._buffer) >= BUFFER_RECORDS_MAX
 
 
@@ -102,7 +101,6 @@ class KafkaTails:
         return tail
 
     def leave(self, place: TopicPartition, tail: KafkaTail) -> None:
-        """Remove a closed tail."""
         tails = self._tails.get(place, [])
         if tail in tails:
             tails.remove(tail)
@@ -134,7 +132,6 @@ class KafkaTails:
                 tail.wake.set()
 
     async def close(self) -> None:
-        """Stop polling for all tails."""
         await self._poller.stop()
 
     def _push(self, place: TopicPartition, messages: list[ConsumerRecord]) -> None:

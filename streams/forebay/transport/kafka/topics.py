@@ -80,7 +80,6 @@ class TopicCounts(msgspec.Struct, frozen=True):
     """Partition counts of the topics on the broker.
 
     Attributes:
-        groups: Partitions of every control topic.
         replies: Partitions of `tokens`.
         kafka_api: Partitions of `openai-requests`.
         pools: Partitions of the work topic of each pool, by name of the pool.

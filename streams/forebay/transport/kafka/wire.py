@@ -54,7 +54,6 @@ class Fetched(NamedTuple):
     """What a broker returned for one partition.
 
     Attributes:
-        place: The partition.
         error: Why it returned no records, None without an error.
         end: Offset of the next record to be appended, -1 after an error.
         data: Record batches, of which the last one may be truncated; empty without new records.
@@ -84,7 +83,6 @@ class Wire:
             await start_whole(self._client.bootstrap, self._client.close)
 
     async def close(self) -> None:
-        """Disconnect."""
         await self._client.close()
 
     def leader(self, place: TopicPartition) -> int | None:

@@ -72,7 +72,6 @@ class PendingAppend(NamedTuple):
     """Queued draft.
 
     Attributes:
-        draft: The record to append.
         size: Size of the record in bytes.
         at_ms: Time of the append in milliseconds.
         waiter: Receiver of the offset, None for an append without waiting.
@@ -188,7 +187,6 @@ class KafkaWriter:
         return self._buffered
 
     async def cancel(self) -> None:
-        """Cancel all pending writes."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

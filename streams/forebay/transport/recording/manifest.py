@@ -46,7 +46,6 @@ class Extent(msgspec.Struct, frozen=True, order=True):
 
     @property
     def count(self) -> int:
-        """Number of records."""
         return self.end - self.first
 
 
@@ -54,12 +53,9 @@ class RecordedGroup(msgspec.Struct, frozen=True, order=True):
     """Group of a recording. Its window is the range of journal records that the recording was made for.
 
     Attributes:
-        name: Name of the group.
-        partition: Control partition of the group.
         start: Journal offset from which the decisions are derived: 0, or that of a snapshot before the window.
         first: Journal offset at which the window begins.
         end: Journal offset at which the window ends, exclusive.
-        decisions: Number of decisions in the window.
         core_version: Version of the decision rules that led to these decisions, 0 if unknown.
     """
 
@@ -76,7 +72,6 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of a recording, and the options of the command that made it.
 
     Attributes:
-        namespace: Namespace of the recorded log.
         source: Kind of the recorded log: `log`, `kafka` or `recording`.
         from_us: Time at which the first journal record of the window was appended, in microseconds since 1970.
         to_us: Time at which the last journal record of the window was appended, in microseconds since 1970.
@@ -126,7 +121,6 @@ def content_digest(contents: Contents, checksums: Mapping[Extent, int]) -> str:
 
 
 def is_recording(db: sqlite3.Connection) -> bool:
-    """Return whether the database has tables of a recording."""
     query = "SELECT count(*) FROM sqlite_master WHERE name IN ('forebay_extents', 'forebay_groups', 'forebay_seal')"
     (found,) = db.execute(query).fetchone()
     return bool(found)

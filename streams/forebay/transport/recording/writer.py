@@ -26,7 +26,6 @@ class RecordingWriter:
     """Writer of one recording, used from one thread. Always call `close`; an unfinished recording can be resumed.
 
     Attributes:
-        contents: Contents of the finished recording.
         complete: Whether all records are written and verified. If so, another process may be sealing the file.
         log: Log with the records written so far, for reading.
     """
@@ -89,7 +88,6 @@ class RecordingWriter:
 
     @property
     def total(self) -> int:
-        """Number of records in the finished recording."""
         return sum(extent.count for extent in self.contents.extents)
 
     @property

@@ -38,7 +38,6 @@ class SqliteLog:
     """The port `Log` on SQLite, used from the thread that opened it. Appends need a running event loop.
 
     Attributes:
-        namespace: Namespace of the log.
         recording: Contents of the file if it is a recording, otherwise None.
         on_failure: Called once with the error that ended the log.
     """

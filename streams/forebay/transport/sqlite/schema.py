@@ -170,7 +170,6 @@ def signed(digest: int) -> int:
 def encode_row(
     topic: str, partition: int, offset: int, at_us: int, key: bytes | None, headers: bytes | None, value: bytes
 ) -> Row:
-    """Return the row of a record with encoded headers."""
     text = None if headers is None else headers.decode()
     digest = checksum(topic, partition, offset, at_us, key, headers, value)
     return (partition << OFFSET_BITS) | offset, at_us, key, text, value, digest

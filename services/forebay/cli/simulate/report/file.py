@@ -35,9 +35,7 @@ def write_report(
     """Write the report.
 
     Args:
-        path: file to write.
         runs: finished simulations of one workload, at least one.
-        workload: name of the workload.
         slo: latency limits; None if there are none.
         digest: hash of all decisions, equal for equal runs.
         survey_notes: remarks on how the workload was read.

@@ -24,15 +24,12 @@ class Measured:
     """Measurements of one run for the report.
 
     Attributes:
-        run: the finished simulation.
         group: identifier of the run within the page: `r0`, `r1` and so on.
         label: unique name of the run; includes the fleet if several runs have the same name.
         colour: name of a colour of the page's style sheet.
         ttft_ms: TTFT of completed requests, ascending.
         itl_ms: ITL of completed requests with at least two tokens, ascending.
         e2e_ms: E2E latency of completed requests, ascending.
-        requests: number of requests.
-        failed: number of failed requests.
         span_s: seconds from the first arrival to the last response.
     """
 
@@ -117,9 +114,6 @@ def shares(ordered: Sequence[float], limits_ms: Sequence[float], of: int, free: 
     """Return for each limit the share of requests that meet it.
 
     Args:
-        ordered: latencies, ascending.
-        limits_ms: limits, ascending.
-        of: number of all requests, which is the denominator of the shares.
         free: number of requests without this latency, which therefore meet every limit.
     """
     found, at = [], 0

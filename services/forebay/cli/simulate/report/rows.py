@@ -88,7 +88,6 @@ def _run(one: Measured, known: Sequence[int]) -> dict[str, Any]:
     selected worker begin with `my_`, those of the runner-up with `other_`.
 
     Args:
-        one: the run.
         known: index of each row's request; -1 if the request never arrived.
     """
     outcome = one.run.outcome

@@ -20,10 +20,7 @@ class Line(msgspec.Struct, frozen=True):
     """One metric of a run on its card in the report.
 
     Attributes:
-        name: name of the metric.
-        value: formatted value.
         share: value relative to the largest value of all runs, 0 to 1, for the length of a bar.
-        best: whether the run is among the best in this metric.
     """
 
     name: str
@@ -36,11 +33,7 @@ class Card(msgspec.Struct, frozen=True):
     """Summary of one run in the report.
 
     Attributes:
-        label: name of the run.
-        colour: name of its colour.
         lead: highlighted value, formatted.
-        lead_name: name of the highlighted value.
-        lines: metrics of the run.
         failed: number of failed requests and the first reason; empty for none.
     """
 
@@ -64,7 +57,6 @@ def duration(ms: float) -> str:
 
 
 def slo_text(slo: Slo) -> str:
-    """Return the limits of an SLO as text."""
     limits = (("TTFT", slo.ttft_ms), ("ITL", slo.itl_ms), ("E2E", slo.e2e_ms))
     return ", ".join(f"{name} ≤ {duration(limit)}" for name, limit in limits if limit is not None)
 
@@ -108,7 +100,6 @@ def findings(runs: Sequence[Measured]) -> list[str]:
 
 
 def cards(runs: Sequence[Measured], slo: Slo | None) -> list[Card]:
-    """Return the summary card of each run."""
     kept = [goodput(one.run.outcome, slo) if slo else {} for one in runs]
     figures: list[tuple[str, list[float | None], Callable[[float], str], bool]] = []
 

@@ -142,13 +142,9 @@ class Completions:
     """Completions API of one server.
 
     Args:
-        server: client of the server.
         model: name of the base model in the server's API.
-        kind: program of the server.
 
     Attributes:
-        takes_token_ids: whether prompts are sent as token ids.
-        returns_token_ids: whether responses have token ids.
         returns_logprobs: whether log probabilities name token ids.
         salts_cache: whether requests with different salts share no cached blocks.
     """
@@ -168,7 +164,6 @@ class Completions:
 
         Args:
             prompt: prompt tokens.
-            text: the same prompt as text.
 
         Raises:
             EngineError: the server does not serve the request.

@@ -96,9 +96,6 @@ def rejection(url: str, status: int, body: bytes, retry_after: str = "") -> Reje
     """Return the exception for an error response of a server.
 
     Args:
-        url: address of the server.
-        status: HTTP status.
-        body: body of the response.
         retry_after: value of the header `Retry-After`; empty if there is none.
     """
     text, after_s = message_of(body), _seconds(retry_after)
@@ -123,7 +120,6 @@ def error_in(url: str, data: bytes, *, is_error: bool = False) -> Rejected | Non
     """Return the exception for an error that a server sent with status 200, None if the data are no error.
 
     Args:
-        url: address of the server.
         data: body of the response, or data of an event of its stream.
         is_error: whether the server says that it is an error, in the type of the event.
     """

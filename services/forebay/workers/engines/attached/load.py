@@ -25,8 +25,6 @@ class ServerLoad(NamedTuple):
     """Load of a server, of all its clients.
 
     Attributes:
-        running: number of running requests.
-        waiting: number of queued requests.
         usage: share of the KV cache in use, from 0 to 1.
     """
 

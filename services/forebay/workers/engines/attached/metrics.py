@@ -7,19 +7,13 @@ from prometheus_client.registry import Collector
 
 
 class AttachedMetrics(Collector):
-    """Prometheus collector of an attached server's counters.
-
-    Args:
-        worker_id: id of the worker.
-        counts: counters by kind.
-    """
+    """Prometheus collector of an attached server's counters."""
 
     def __init__(self, worker_id: str, counts: Mapping[str, int]) -> None:
         self._worker_id = worker_id
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current counters."""
         family = CounterMetricFamily(
             "forebay_upstream_events", "Events of an attached server, by kind.", labels=["worker_id", "kind"]
         )

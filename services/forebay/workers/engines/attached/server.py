@@ -44,7 +44,6 @@ class ListedModel(msgspec.Struct, frozen=True):
     """Entry of `/v1/models`. Servers add further fields.
 
     Attributes:
-        id: name of the model in the API.
         owned_by: name of the server's program.
         root: model directory or name on the Hugging Face Hub; None if the server does not publish it.
         parent: base model of an adapter; None for a base model.
@@ -71,7 +70,6 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Properties that a server publishes about itself.
 
     Attributes:
-        kind: program of the server.
         model: name of the base model in the server's API.
         root: model directory or name on the Hugging Face Hub, as the server knows it; empty if unknown.
         context_tokens: context length; None if unknown.

@@ -21,7 +21,6 @@ class TextEncoder:
     """Encodes the output text of one response.
 
     Args:
-        encode: encodes a text.
         decode: decodes tokens.
 
     Attributes:
@@ -40,7 +39,6 @@ class TextEncoder:
         """Return the tokens of the next piece of text; empty if they are held back until more text is known.
 
         Args:
-            text: the new text.
             is_last: whether the response ends with it, so that nothing is held back.
         """
         self._held += text

@@ -42,9 +42,6 @@ def offer(item: WorkItem, worker_id: str, model: str, params: Mapping[str, Any])
     """Return the descriptor of KV that a server keeps.
 
     Args:
-        item: work item of the prompt.
-        worker_id: id of the worker of the server.
-        model: name of the model.
         params: `kv_transfer_params` of the response.
 
     Raises:

@@ -30,7 +30,6 @@ class KnownBlock(msgspec.Struct):
     """Block of which the name is known.
 
     Attributes:
-        name: name of the block in tiers.
         word: the word that fills the block; None while its embeddings are unknown.
         uses: number of requests in flight with the block, and of device memories that contain it.
     """
@@ -164,7 +163,6 @@ class KvCheck:
 
     Args:
         media: images and videos of the prompt.
-        blocks: number of full blocks of the prompt.
         block_size: tokens per block.
         hashes: hashes of the embeddings of the first images and videos, by their number, as far as they are known.
     """

@@ -53,16 +53,12 @@ class MockEngine:
 
     Args:
         config: sizes and step times of the modelled engine.
-        dp_size: number of ranks.
-        dp_start_rank: number of the first rank.
         speedup: how many times as fast as the modelled GPU the engine runs.
         kv: settings of KV transfers, for the roles prefill and decode; None for the defaults.
         scripts: writes structured output, tool calls and reasoning; None generates only words.
         tiers: KV tiers of each rank; None for none.
 
     Attributes:
-        ranks: ranks by their number.
-        kv_settings: settings of KV transfers.
         kv: KV of this epoch; None until the transport is open.
         tiers: KV tiers of each rank; None for none.
     """
@@ -296,7 +292,6 @@ class MockEngine:
         """Queue an item on its rank. If the item needs KV transfers, wait until the transport is open.
 
         Args:
-            item: the item.
             hashes: result of `media_hashes`.
         """
         rank = self.ranks[item.rank]

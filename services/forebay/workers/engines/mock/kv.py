@@ -40,7 +40,6 @@ class KvSettings:
     Attributes:
         transport: transport of the bytes, `nixl` or `tcp`.
         bytes_per_token: bytes of KV per token. The bytes of a block must be a multiple of eight.
-        checksum: whether transfers are verified by checksums.
         lease_s: seconds for which the prefill worker keeps KV that nobody fetches.
         at: listening address for `tcp`, or network interface for `nixl`; see `open_transport`.
     """
@@ -70,9 +69,6 @@ class Slots:
     """Allocates the slots of a KV memory. A slot is the memory of one block.
 
     Each block of the mock engine is one 64-bit number, its word, repeated. Blocks with equal words share a slot.
-
-    Args:
-        memory: the memory.
     """
 
     def __init__(self, memory: Arena) -> None:
@@ -84,7 +80,6 @@ class Slots:
 
     @property
     def used(self) -> int:
-        """Number of slots in use."""
         return self._memory.blocks - len(self._free)
 
     @property
@@ -140,10 +135,6 @@ class MockKv:
     """Keeps KV for other workers and fetches KV from them, during one worker epoch. Use it on one event loop.
 
     Args:
-        settings: settings of the transfers.
-        model: name of the model.
-        worker_id: id of this worker.
-        worker_epoch: epoch of this worker.
         block_size: tokens per block.
     """
 
@@ -163,7 +154,6 @@ class MockKv:
         """Allocate memory and open the transport.
 
         Args:
-            blocks: number of blocks of the memory.
             on_free: called with the id of a request whose blocks are no longer kept.
 
         Raises:
@@ -203,7 +193,6 @@ class MockKv:
         """Write the KV of a prompt, keep it for another worker, and return its descriptor.
 
         Args:
-            item: work item of the prompt.
             seen: hash of the prompt's media.
 
         Raises:
@@ -237,7 +226,6 @@ class MockKv:
         """Fetch the KV of a prompt from the prefill worker that keeps it.
 
         Args:
-            item: work item with the descriptor of the KV.
             first: index of the first block to fetch; the blocks before it are in the cache already.
 
         Returns:

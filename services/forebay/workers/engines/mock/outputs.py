@@ -36,7 +36,6 @@ class ExtraOutputs:
         """Register a request, if it requests log probabilities or an embedding, or its output ends by itself.
 
         Args:
-            item: the request.
             is_ended: whether the output ends by itself, and not because of `max_tokens`.
             is_empty: whether there is no output. The token that the model generates is then removed.
         """
@@ -49,17 +48,14 @@ class ExtraOutputs:
 
     @property
     def request_ids(self) -> Collection[str]:
-        """Ids of the requests with extra outputs that have not ended."""
         return self._items.keys()
 
     def end(self, request_id: str) -> None:
-        """Remove a request that has ended."""
         self._items.pop(request_id, None)
         self._ended.discard(request_id)
         self._empty.discard(request_id)
 
     def clear(self) -> None:
-        """Remove all requests."""
         self._items.clear()
         self._ended.clear()
         self._empty.clear()
@@ -137,7 +133,6 @@ def token_seed(item: WorkItem, seen: int) -> int:
     """Return the seed of the output tokens, which is equal for every attempt and stage of a request.
 
     Args:
-        item: the request.
         seen: hash of its images and videos; another number if its KV has a wrong byte.
     """
     return xxh3_64_intdigest(prompt_of(item), (sampler_seed(item.request_id, item.sampling) + seen) & U64_MASK)

@@ -72,14 +72,12 @@ class MockRank:
     """One rank of a mock engine.
 
     Args:
-        number: number of the rank.
         config: sizes and step times of the modelled engine.
         speedup: how many times as fast as the modelled engine the rank runs.
         scripts: writes structured output, tool calls and reasoning; None generates only words.
         tiers: KV tiers of the rank; None for none. `open_tiers` opens them.
 
     Attributes:
-        model: the engine model.
         kv: KV that is transferred; None while KV transfers are unavailable.
         tiers: KV tiers of the rank; None for none.
     """
@@ -143,7 +141,6 @@ class MockRank:
         """Queue an item.
 
         Args:
-            item: the item.
             media_hashes: hashes of the embeddings of the item's first images and videos, by their number. The output
                 tokens depend on the last of them; for fetched KV it is read from the KV.
             adapter: digest of the adapter of the item; empty without one.
@@ -352,7 +349,6 @@ class MockRank:
         )
 
     def _with_outputs(self, batch: EngineBatch, steps: list[EngineStep]) -> EngineBatch:
-        """Return the batch with the outputs of the steps."""
         if not steps:
             return batch
         cache_changes = list(batch.cache_changes)
@@ -404,8 +400,6 @@ class MockRank:
         """Offload the blocks of a batch that was published, and forget the requests that have ended.
 
         Args:
-            tiers: tiers of the rank.
-            batch: the batch.
             computed: prompts that were computed for other workers.
             is_current: whether device memory was not cleared since the steps of the batch.
         """

@@ -58,8 +58,6 @@ class SchemaValues:
 
     Args:
         root: the schema, which local references refer to.
-        seed: determines every selection.
-        words: words of strings; at least one.
         budget: limits the size of the value. When it is used up, the value ends, and need not match the schema.
     """
 
@@ -72,7 +70,6 @@ class SchemaValues:
         self._left = VALUES_MAX
 
     def value(self) -> Any:
-        """Return a value that matches the root schema."""
         return self._value(self._root, 0)
 
     def _draw(self, count: int) -> int:

@@ -49,13 +49,9 @@ class _Prompt:
     """A request in flight.
 
     Attributes:
-        item: its work item.
-        names: names of the full blocks of its prompt.
-        check: what it has loaded.
         wanted: names of the blocks of the newest match.
         runs: where the blocks of the newest match are.
         cached: number of blocks that device memory had at the newest match; -1 before it.
-        load: number of its newest load.
         onboarded: tokens and microseconds of its loads, by tier.
     """
 
@@ -84,7 +80,6 @@ class MockTiers:
     Args:
         settings: tiers of a worker. Each rank has a subdirectory of its disk.
         config: sizes and step times of the modelled engine.
-        rank: number of the rank.
         speedup: how many times as fast as the modelled engine the rank runs.
     """
 
@@ -123,7 +118,6 @@ class MockTiers:
         """Open the tiers. This blocks while the content of disk and store is listed.
 
         Args:
-            spec: description of the worker.
             block_bytes: bytes per block.
             wake: called from any thread when `poll` has something to do.
             on_loaded: called by `poll` when a load has ended.
@@ -157,7 +151,6 @@ class MockTiers:
         """Name the blocks of a request, and copy its blocks from disk and store to host memory while it waits.
 
         Args:
-            item: the request.
             hashes: hashes of the embeddings of the first images and videos, by their number, as far as they are known.
             adapter: digest of the adapter; empty without one.
             cached: number of leading blocks in device memory.
@@ -240,7 +233,6 @@ class MockTiers:
         """Offer the blocks of a prompt that device memory had before the prompt was computed, and measure the prompt.
 
         Args:
-            request_id: the request.
             cached_tokens: prompt tokens that were not computed.
         """
         prompt = self._prompts.get(request_id)
@@ -303,7 +295,6 @@ class MockTiers:
         return self.tiers.store_name
 
     def counters(self) -> TierCounters:
-        """Return the counters for metrics."""
         return self.tiers.counters()
 
     def measured(self) -> TierCosts:

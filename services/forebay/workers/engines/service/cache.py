@@ -25,7 +25,6 @@ class Cache:
         """Report that consecutive blocks of a prompt have entered the cache.
 
         Args:
-            hashes: sequence hashes of the blocks.
             parent: sequence hash of the block before the first of them; None if they begin the prompt.
         """
         blocks = _checked(hashes)

@@ -66,7 +66,6 @@ class ServiceEngine:
 
     Args:
         service: the decorated class and its endpoints.
-        settings: settings of the engine.
     """
 
     def __init__(self, service: Service, settings: EngineSettings) -> None:
@@ -392,7 +391,6 @@ class ServiceEngine:
 
 
 def _describe(error: Exception) -> str:
-    """Return an exception as one line."""
     text = " ".join(str(error).split())[:MESSAGE_CHARS_MAX]
     if isinstance(error, Refused | EngineRefused):
         return text

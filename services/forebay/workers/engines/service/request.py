@@ -25,7 +25,6 @@ class Request:
     The operators of a pipeline change a request with `dataclasses.replace`.
 
     Attributes:
-        request_id: id of the request.
         token_ids: token ids of the prompt. If this attempt continues the response of a lost worker, the output so far
             follows.
         sampling: sampling parameters. The engine cuts the output at `max_tokens` and before `stop_token_ids`.
@@ -58,5 +57,4 @@ class Request:
         return self.stopped.is_set()
 
     async def until_cancelled(self) -> None:
-        """Wait until the request is cancelled."""
         await self.stopped.wait()

@@ -91,7 +91,6 @@ def own_sources(dp_size: int, sockets: Path) -> dict[str, Any]:
 
     Args:
         dp_size: number of ranks; each needs two TCP ports if there are several.
-        sockets: the private directory.
 
     Raises:
         EngineError: no ports are free.
@@ -109,7 +108,6 @@ def kv_sources(arguments: Mapping[str, Any], ranks: Sequence[int]) -> dict[int, 
 
     Args:
         arguments: keyword arguments of `Engine`.
-        ranks: numbers of the ranks.
 
     Raises:
         EngineError: the configuration of KV events is invalid.
@@ -195,7 +193,6 @@ class SglangCore:
         return self.engine
 
     def processes(self) -> Sequence[BaseProcess]:
-        """Return the living processes of the engine."""
         return [process for process in multiprocessing.active_children() if process.pid not in self._others]
 
     @property

@@ -63,8 +63,6 @@ IDS = itertools.count(1)
 
 
 class _Aborted(Exception):
-    """SGLang aborted a request."""
-
     def __init__(self, error: ResponseError) -> None:
         super().__init__(error.message)
         self.error = error

@@ -122,7 +122,6 @@ def status_error(status: Any, message: str) -> ResponseError:
     Args:
         status: SGLang's HTTP status. None means that SGLang dropped the request: the error has status 503, so that
             the client may retry.
-        message: SGLang's message.
     """
     number = 503 if status is None else int(status)
     if 400 <= number < 500:

@@ -25,7 +25,6 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         host: host of the prefill engine's bootstrap server.
-        port: port of that server.
         room: number that identifies the request. Modulo the number of ranks it is the rank of the prefill engine.
     """
 
@@ -43,7 +42,6 @@ def new_room(rank: int, dp_size: int) -> int:
 
     Args:
         rank: index of the rank in the engine, from 0.
-        dp_size: number of ranks of the engine.
     """
     return secrets.randbits(ROOM_BITS) // dp_size * dp_size + rank
 

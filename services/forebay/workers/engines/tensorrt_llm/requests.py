@@ -23,7 +23,6 @@ def engine_arguments(settings: EngineSettings, *, kv_events: bool) -> dict[str, 
 
     Args:
         settings: settings of the engine; its `arguments` override all others.
-        kv_events: whether the engine reports KV events.
     """
     given = dict(settings.arguments)
     own_cache = dict(given.pop(CACHE, {}))

@@ -86,7 +86,6 @@ class TransformersModel:
 
         Args:
             prompt: token ids, at least one.
-            sampling: sampling parameters of the request.
             emit: receives each output token, on this thread.
             cancelled: ends the generation after the current token.
 

@@ -53,7 +53,6 @@ def pooling_params() -> PoolingParams:
 
 
 def lora_request(adapter: LoraAdapter) -> LoRARequest:
-    """Return the LoRA adapter of a request as an object of vLLM."""
     return LoRARequest(adapter.name, adapter.number, adapter.directory)
 
 

@@ -39,7 +39,6 @@ def engine_arguments(
 
     Args:
         settings: settings of the engine; its `arguments` override all others.
-        kv_events: whether the engine reports KV events.
         sockets: private directory for the sockets of KV events, because these contain prompts. vLLM supports several
             ranks only with TCP.
         tiers: configuration of the KV tiers; None for none.
@@ -164,7 +163,6 @@ class VllmCore:
         return self.llm
 
     def processes(self) -> Sequence[BaseProcess]:
-        """Return the living processes of the engine."""
         return [process for process in tuple(self._started) if process.is_alive()]
 
     async def stop(self) -> None:

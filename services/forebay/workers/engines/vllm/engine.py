@@ -181,7 +181,6 @@ class VllmEngine(ModelEngine):
         """Start a request with the embeddings of its images and videos.
 
         Args:
-            item: the request.
             embeddings: one row per placeholder token, in the order of `item.media`.
         """
         self._begin(item, partial(self._run_request, embeddings=embeddings))

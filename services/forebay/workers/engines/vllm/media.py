@@ -40,7 +40,6 @@ async def engine_prompt(llm: Any, item: WorkItem, embeddings: "Array | None") ->
 
     Args:
         llm: the `AsyncLLM`.
-        item: the request.
         embeddings: embeddings of the media, of shape [placeholder tokens, width]; None if vLLM encodes the media.
 
     Raises:
@@ -101,7 +100,6 @@ def embedded_prompt(item: WorkItem, embeddings: "Array") -> dict[str, Any]:
     The values of `multi_modal_data` are numpy arrays. The caller must convert them to torch tensors, which vLLM needs.
 
     Args:
-        item: the request.
         embeddings: numpy array of shape [placeholder tokens of all media, width].
     """
     data: dict[str, list[Any]] = {}

@@ -62,7 +62,6 @@ class KvTransfers:
     """Creates and reads the KV descriptors of one vLLM engine.
 
     Args:
-        model: name of the model.
         kept: receives the requests whose KV vLLM keeps for other workers.
     """
 
@@ -80,7 +79,6 @@ class KvTransfers:
 
         Args:
             llm: the `AsyncLLM`.
-            worker_id: id of this worker.
 
         Raises:
             EngineError: forebay cannot transfer KV with the configuration of the connector.
@@ -123,7 +121,6 @@ class KvTransfers:
         """Return the descriptor of KV that vLLM has computed and keeps.
 
         Args:
-            item: work item of the prompt.
             transfer_params: `kv_transfer_params` of vLLM's output.
             age_s: seconds since vLLM computed the prompt.
 

@@ -33,11 +33,8 @@ class Candidate:
         overlap: number of leading prompt blocks that the rank has cached, by tier.
         prefill_tokens: prompt tokens routed to the rank and not computed yet.
         decode_blocks: KV blocks of requests in flight on the rank plus those that this request would add.
-        active_requests: requests in flight on the rank.
-        kv_blocks_total: KV blocks of the rank.
         kv_blocks_used: KV blocks in use by the engine's last load report; None before the first report.
         max_num_batched_tokens: token budget of one engine step.
-        taints: labels of the worker.
         eviction_cost: increase of the cost for cached blocks that the rank must evict, in KV blocks.
     """
 
@@ -59,12 +56,10 @@ class RoutingRequest:
     """Part of a request that routing may depend on.
 
     Attributes:
-        request_id: id of the request.
         prompt_tokens: length of the prompt, in tokens.
         blocks: sequence hashes of the full blocks of the prompt.
         tie_seed: 64 bits derived from the request; the only source of randomness.
         attempt: number of this attempt at the stage: 1 at first, higher after an attempt failed or its worker was lost.
-        hints: routing hints of the client.
         lora_name: adapter; empty for none.
     """
 

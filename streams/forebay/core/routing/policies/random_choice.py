@@ -8,5 +8,4 @@ class RandomChoice:
     """Draws a candidate by the request's seed, so that a replay selects the same candidate."""
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
-        """Return a random position of a candidate."""
         return scale_draw(request.tie_seed, len(world.candidates))

@@ -18,7 +18,6 @@ class RequestHints(msgspec.Struct, frozen=True):
     """What forebay adds to a request of vLLM.
 
     Attributes:
-        request_id: id of the request on the log.
         store_blocks: leading blocks of the prompt that the router expects in the tiers.
         kv_pin_s: seconds for which the tiers keep the blocks of the prompt.
     """
@@ -35,7 +34,6 @@ class TierConfig(msgspec.Struct, frozen=True):
     """Configuration of the connector: the `kv_connector_extra_config` of vLLM.
 
     Attributes:
-        tiers: tiers of each rank.
         weights: digest of the model, from `model_digest`; empty if the connector must compute it.
         first_rank: number of the worker's first rank. Each rank has a subdirectory of the disk tier.
         worker_id: id of the worker, for the error of another worker that uses the same disk tier.
@@ -49,7 +47,6 @@ class TierConfig(msgspec.Struct, frozen=True):
     errors: Path | None = None
 
     def of_rank(self, index: int) -> TierSettings:
-        """Return the tiers of the rank with this index in the engine."""
         if self.tiers.disk is None:
             return self.tiers
         return replace(self.tiers, disk=self.tiers.disk / f"rank-{self.first_rank + index}")

@@ -73,7 +73,6 @@ class TierStats(KVConnectorStats):  # type: ignore[misc]  # mypy runs without vL
         return other
 
     def reset(self) -> None:
-        """Forget the report."""
         self.data.clear()
 
     def reduce(self) -> dict[str, int | float]:
@@ -88,8 +87,7 @@ class TierStats(KVConnectorStats):  # type: ignore[misc]  # mypy runs without vL
 class NoPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # mypy runs without vLLM
     """Metrics that vLLM exports itself: none, because the worker exports those of the reports."""
 
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Do nothing."""
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None: ...
 
 
 class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs without vLLM
@@ -168,11 +166,9 @@ class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs witho
         return None, self.tier_rank.take_received()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that were not loaded, which vLLM computes."""
         return self.tier_rank.take_failed()
 
     def shutdown(self) -> None:
-        """Close the tiers."""
         if (rank := RANKS.pop(self._engine_id, None)) is not None:
             rank.close()
 

@@ -16,7 +16,6 @@ class DeviceMemory:
 
     Args:
         layers: the tensors of the KV cache, by name of the layer.
-        blocks: number of blocks in the cache.
 
     Attributes:
         block_bytes: bytes of a payload.
@@ -93,7 +92,6 @@ def block_rows(name: str, tensor: torch.Tensor, blocks: int) -> tuple[Sequence[t
     Args:
         name: name of the layer, for the error message.
         tensor: the tensor. Its dimensions may be permuted.
-        blocks: number of blocks in the cache.
 
     Raises:
         ValueError: the bytes of a block are not contiguous within the tensor, or within its keys and its values.

@@ -24,7 +24,6 @@ class Feature(Protocol):
     """An image, video or sound of a request: vLLM's `MultiModalFeatureSpec`.
 
     Attributes:
-        identifier: digest of the content.
         mm_position: its placeholder tokens.
     """
 
@@ -36,7 +35,6 @@ class PromptNames:
     """Names of the blocks of one request, extended while the request generates tokens.
 
     Args:
-        identity: identity of the rank.
         salt: salt of the request; empty for none.
         lora_name: name of the LoRA adapter, on which the sequence hashes depend; empty without an adapter.
         adapter: digest of the LoRA adapter, on which the block keys depend; empty without an adapter.

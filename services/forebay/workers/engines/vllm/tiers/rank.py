@@ -53,15 +53,11 @@ class Memory(Protocol):
 
 
 class BlockPool(Protocol):
-    """vLLM's pool of blocks."""
-
     blocks: Sequence[Any]
 
-    def touch(self, blocks: Sequence[Any]) -> None:
-        """Add a reference to blocks."""
+    def touch(self, blocks: Sequence[Any]) -> None: ...
 
-    def free_blocks(self, ordered_blocks: Sequence[Any]) -> None:
-        """Remove a reference from blocks."""
+    def free_blocks(self, ordered_blocks: Sequence[Any]) -> None: ...
 
 
 @dataclass(eq=False)
@@ -106,9 +102,6 @@ class VllmRank:
     """Tiers of one rank of vLLM.
 
     Args:
-        tiers: the tiers, opened.
-        memory: KV cache of the rank.
-        identity: identity of the rank.
         wake: is set when copies have ended.
         copier: executor of copies into the KV cache, closed with this object.
 
@@ -151,8 +144,6 @@ class VllmRank:
         """Add a request that waits.
 
         Args:
-            request: vLLM's request.
-            hints: what forebay added to it.
             adapter: digest of its LoRA adapter; empty without an adapter.
         """
         names = PromptNames(
@@ -168,7 +159,6 @@ class VllmRank:
         """Return the number of tokens to load for a waiting request.
 
         Args:
-            request_id: vLLM's id of the request.
             computed_tokens: tokens that device memory has, in full blocks.
 
         Returns:
@@ -195,8 +185,6 @@ class VllmRank:
         """Begin the load that `match` has planned, or nothing if `tokens` is 0.
 
         Args:
-            request_id: vLLM's id of the request.
-            block_ids: all blocks of the request.
             tokens: tokens to load.
         """
         one = self._requests.get(request_id)
@@ -218,7 +206,6 @@ class VllmRank:
 
         Args:
             scheduled: number of tokens that the step computes, by vLLM's id of the request.
-            block_ids: function that returns all blocks of a request.
         """
         assert self._pool is not None
         offers: list[_Offer] = []
@@ -360,7 +347,6 @@ class VllmRank:
         self._announces = True
 
     def finish(self, request_id: str) -> None:
-        """Forget a request that has ended."""
         self._requests.pop(request_id, None)
 
     @property
