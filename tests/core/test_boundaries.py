@@ -211,7 +211,9 @@ def test_a_snapshot_must_match_its_seal() -> None:
     followed = Rederivation(World())
     followed.apply(0, OwnerClaimed(owner_id="o", core_version=1), {})
     assert followed.apply(1, msgspec.structs.replace(sealed, owner_epoch=0), {}) is None
-    elsewhere = SnapshotTaken(owner_epoch=0, seq=1, first_offset=0, chunks=1, digest=sealed.digest, journal_offset=3)
+    elsewhere = SnapshotTaken(
+        core_version=1, owner_epoch=0, seq=1, first_offset=0, chunks=1, digest=sealed.digest, journal_offset=3
+    )
     divergence = followed.apply(2, elsewhere, {})
     assert divergence is not None
     assert "does not match the seal" in divergence.reason

@@ -370,22 +370,6 @@ def test_a_restored_worker_reads_the_store_that_it_read_before() -> None:
     assert copy.index.overlaps(PROMPTS[0]) == drive.world.index.overlaps(PROMPTS[0]) != {}
 
 
-@pytest.mark.parametrize(("owner_events", "store"), [(1, ""), (2, "s")])
-def test_a_worker_that_an_older_owner_admitted_names_its_store_by_its_events(owner_events: int, store: str) -> None:
-    drive = Driver().fleet("a")
-    claim(drive.world, 0, (), owner_events)
-    drive("kv-events", added("s", PROMPTS[0]))
-    worker = drive.world.fleet.get("a")
-    assert worker is not None
-    assert worker.spec.kv_store == store
-    assert (drive.world.index.overlaps(PROMPTS[0]) != {}) == (owner_events == 2)
-    digest = drive.world.fleet.digest()
-    drive("kv-events", added("t", [1]))
-    assert drive.world.fleet.digest() == digest, "the first name stays"
-    drive.world.take_consumed()
-    assert restore(drive.world.snapshot()).digest() == drive.world.digest()
-
-
 def test_a_scan_without_changes_records_none() -> None:
     index = PrefixIndex()
     index.apply_store(added("s", [1]))
@@ -408,32 +392,3 @@ def tiered_history(events_version: int) -> Driver:
         drive("kv-events", added("s", PROMPTS[0], worker))
     drive("kv-events", removed("s", PROMPTS[0][5:], "b"))
     return drive
-
-
-def test_a_claim_of_an_older_version_drops_what_its_owner_cannot_know() -> None:
-    newer, older = tiered_history(2), tiered_history(1)
-    assert newer.decided == older.decided
-    assert newer.world.digest() != older.world.digest()
-    scan = newer.world.index.begin_scan()
-    claim(newer.world, 9, (), 1)
-    claim(older.world, 9, (), 1)
-    assert newer.world.digest() == older.world.digest()
-    while not scan.done:
-        scan.advance(1_000)
-    assert StoreDropped(store="s") in newer.world.index.end_scan()
-    for drive in (newer, older):
-        drive("kv-events", added("s", PROMPTS[0]))
-        drive("fleet", joined("c", 2, kv_store="s"))
-        drive("requests", request("q", PROMPTS[0]))
-        drive.world.take_consumed()
-    assert [*newer.world.snapshot()] == [*older.world.snapshot()]
-    assert newer.decided == older.decided
-
-
-def test_a_later_claim_of_the_newer_version_takes_events_again() -> None:
-    drive = tiered_history(2)
-    claim(drive.world, 9, (), 1)
-    claim(drive.world, 10, (), 2)
-    assert drive.world.index.stores.sizes() == {}
-    drive("kv-events", added("s", PROMPTS[0], "b"))
-    assert drive.world.index.overlaps(PROMPTS[0]) == {("b", 0): Overlap(store=8)}

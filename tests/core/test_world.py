@@ -374,7 +374,13 @@ def test_a_snapshot_record_belongs_to_the_state_sealed_before_it() -> None:
     drive, records = history_of_three()
     sealed = advance(drive.world)
     taken = SnapshotTaken(
-        owner_epoch=0, seq=4, first_offset=0, chunks=1, digest=sealed.digest, journal_offset=len(records) + 2
+        core_version=1,
+        owner_epoch=0,
+        seq=4,
+        first_offset=0,
+        chunks=1,
+        digest=sealed.digest,
+        journal_offset=len(records) + 2,
     )
     assert follow(drive, [*records, sealed, taken]) is None
     other = msgspec.structs.replace(taken, digest=hex_digest(1))
@@ -391,6 +397,7 @@ def test_an_owner_that_stopped_applied_nothing_after_its_last_seal() -> None:
     drive("requests", request("r4", PROMPTS[1]))
     records = [*drive.decided[:3], seal]
     sealed = Sealed(
+        core_version=1,
         owner_epoch=0,
         seq=4,
         first_offset=0,
@@ -409,7 +416,9 @@ def test_decisions_and_seals_may_stand_between_a_seal_and_its_snapshot() -> None
     sealed = advance(drive.world)
     drive("requests", request("r4", PROMPTS[1]))
     records = [*drive.decided[:3], sealed, drive.decided[3], advance(drive.world)]
-    taken = SnapshotTaken(owner_epoch=0, seq=6, first_offset=0, chunks=1, digest=sealed.digest, journal_offset=5)
+    taken = SnapshotTaken(
+        core_version=1, owner_epoch=0, seq=6, first_offset=0, chunks=1, digest=sealed.digest, journal_offset=5
+    )
     assert follow(drive, [*records, taken]) is None
     for lie in ({"digest": hex_digest(1)}, {"journal_offset": 6}, {"journal_offset": 7}):
         assert "does not match the seal" in follow(drive, [*records, msgspec.structs.replace(taken, **lie)]).reason
@@ -422,7 +431,9 @@ def test_a_snapshot_may_be_of_a_state_sealed_before_following_began() -> None:
     drive("requests", request("r4", PROMPTS[1]))
     recorded = Recorded(drive.applied[-1:])
     assert followed.apply(5, drive.decided[3], recorded.events_of(drive.decided[3])) is None
-    taken = SnapshotTaken(owner_epoch=0, seq=5, first_offset=0, chunks=1, digest=sealed.digest, journal_offset=5)
+    taken = SnapshotTaken(
+        core_version=1, owner_epoch=0, seq=5, first_offset=0, chunks=1, digest=sealed.digest, journal_offset=5
+    )
     assert followed.apply(6, taken, {}) is None
 
 
@@ -430,7 +441,9 @@ def test_of_many_seals_the_newest_are_known(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(rederive, "SEALS_MAX", 2)
     drive, records = history_of_three()
     seals = [advance(drive.world) for _ in range(4)]
-    known = SnapshotTaken(owner_epoch=0, seq=7, first_offset=0, chunks=1, digest=hex_digest(1), journal_offset=7)
+    known = SnapshotTaken(
+        core_version=1, owner_epoch=0, seq=7, first_offset=0, chunks=1, digest=hex_digest(1), journal_offset=7
+    )
     assert "does not match the seal" in follow(drive, [*records, *seals, known]).reason
     assert follow(drive, [*records, *seals, msgspec.structs.replace(known, journal_offset=6)]) is None
 

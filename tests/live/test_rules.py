@@ -302,7 +302,8 @@ async def test_a_standby_goes_back_to_the_snapshot_that_a_claim_names(log: Sqlit
         await ours.serve(system, "b", seals=False)
         await standby.catch_up(end_of(log))
         assert standby.world.digest() != state
-        claim = OwnerClaimed(owner_id="o", core_version=CORE_VERSION, snapshot=seals(system)[-1])
+        nonce = system.decisions()[-1].owner_nonce
+        claim = OwnerClaimed(owner_id="o", core_version=CORE_VERSION, snapshot=seals(system)[-1], previous_nonce=nonce)
         (epoch,) = await log.append([Draft(DECISIONS.name, 0, encode(DECISIONS, claim))])
         await standby.catch_up(end_of(log))
         assert (standby.world.digest(), standby.world.owner_epoch) == (state, epoch)

@@ -6,8 +6,8 @@ packed lists, so events keep them as `bytes`. The helpers here are the only code
 
 import sys
 from array import array
-from collections.abc import Iterable, Mapping
-from typing import Annotated, ClassVar, Self
+from collections.abc import Iterable
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -49,21 +49,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_de
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base class of named groups of fields inside an event. A part has no tag of its own.
-
-    `ADDED` names fields that a later version of the event types added, with this version. Owners of earlier versions
-    ignore them. Digests of the state contain them only if they are not at their default.
-    """
-
-    ADDED: ClassVar[Mapping[str, int]] = {}
-
-    def as_read_by(self, owner_events: int) -> Self:
-        """Return this part without added fields that an owner with this version of the event types does not know."""
-        unknown = [name for name, since in self.ADDED.items() if since > owner_events]
-        if not unknown:
-            return self
-        defaults = dict(zip(reversed(self.__struct_fields__), reversed(self.__struct_defaults__), strict=False))
-        return msgspec.structs.replace(self, **{name: defaults[name] for name in unknown})
+    """Base class of named groups of fields inside an event. A part has no tag of its own."""
 
 
 def pack_u32(values: Iterable[int]) -> bytes:

@@ -1,7 +1,6 @@
 """Topic `control`: configuration of pools, and commands of operators."""
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -198,8 +197,6 @@ class RouterConfig(Part, frozen=True, kw_only=True):
         eviction_weight: prefill blocks that the cost is increased by per cached block that the rank must evict for the
             prompt; 0 is off.
     """
-
-    ADDED: ClassVar[Mapping[str, int]] = {"shared_cache_hit_weight": 2, "tier_credit": 2, "eviction_weight": 3}
 
     mode: SystemName = "kv"
     selection_policy: Literal["default", "lmetric"] = "default"

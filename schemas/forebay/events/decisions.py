@@ -50,7 +50,7 @@ class Decision(Event, frozen=True, kw_only=True):
     owner_epoch: int = -1  # offset of the claim; the claim itself cannot know its offset
     seq: Count = 0
     consumed: tuple[ConsumedRun, ...] = ()
-    owner_nonce: Annotated[str, KEPT] = ""  # empty in logs of owners before version 8 of the rules
+    owner_nonce: Annotated[str, KEPT] = ""
 
 
 class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
@@ -447,7 +447,7 @@ class _Snapshot(Decision, frozen=True, kw_only=True):
     chunks: Count
     digest: Annotated[Digest, STATE_DIGEST]
     journal_offset: Count
-    core_version: Count = 0
+    core_version: Count
     snapshot_id: Annotated[str, KEPT] = ""
 
 
@@ -461,8 +461,9 @@ class SnapshotTaken(_Snapshot, tag="snapshot.taken", frozen=True, kw_only=True):
         chunks: number of chunks.
         digest: digest of the state.
         journal_offset: the state includes all journal records before this offset.
-        core_version: version of the decision rules; 0 if the writer did not record it.
-        checksum: as in `Sealed`, like `snapshot_id`; null if the writer did not record it.
+        core_version: version of the decision rules.
+        snapshot_id: random text that all chunks of the snapshot have.
+        checksum: as in `Sealed`; null if the writer did not record it.
     """
 
     checksum: Annotated[Checksum | None, CHUNKS] = None
@@ -481,7 +482,7 @@ class Sealed(_Snapshot, tag="sealed", frozen=True, kw_only=True):
         digest: digest of the state under the rules of `core_version`.
         journal_offset: the state includes all journal records before this offset.
         core_version: version of the decision rules.
-        snapshot_id: random text that all chunks of the snapshot have; empty if the writer did not record it.
+        snapshot_id: random text that all chunks of the snapshot have.
         checksum: XXH3 128-bit hash, as 32 hex digits, of the values of the chunk records in order. A program with other
             decision rules checks the snapshot by it.
     """

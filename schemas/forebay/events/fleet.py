@@ -4,8 +4,7 @@ The owner derives the events from leases (`forebay.transport`). The epoch of a w
 `WorkerJoined`.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import msgspec
 
@@ -44,8 +43,6 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
         salts_cache: whether requests with different cache namespaces share no cached blocks on the worker.
         kv_store: name of the shared store from which the worker loads blocks; empty if it uses none.
     """
-
-    ADDED: ClassVar[Mapping[str, int]] = {"kv_store": 2}
 
     worker_id: SystemName
     model: SystemName

@@ -8,7 +8,7 @@ A shared store is a directory or bucket that belongs to no worker. Its events ha
 report changes of one store, in any order, and applying an event twice has the same effect as applying it once.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from forebay.events.base import U64_BYTES, Count, Event, require_packed
 from forebay.events.privacy import HASH, HASHES, SystemName
@@ -68,8 +68,6 @@ class CacheCleared(KvEvent, tag="kv.cache_cleared", frozen=True, kw_only=True):
 
 class StoreKvEvent(Event, frozen=True, kw_only=True):
     """Base class of changes to the content of a shared store. They outlive the worker that reports them."""
-
-    SINCE: ClassVar[int] = 2
 
     store: SystemName
     worker_id: SystemName

@@ -1,6 +1,6 @@
 """Topic `metrics`: reports of engines. The newest of each type replaces earlier ones of its (worker, rank)."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import msgspec
 
@@ -74,8 +74,6 @@ class TierCostsMeasured(Event, tag="metrics.tier_costs", frozen=True, kw_only=Tr
         rank: rank of the worker.
         at_us: the worker's wall clock in microseconds.
     """
-
-    SINCE: ClassVar[int] = 2
 
     worker_id: SystemName
     worker_epoch: Count

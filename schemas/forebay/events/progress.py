@@ -127,7 +127,6 @@ class AttemptRejected(ProgressEvent, tag="progress.attempt_rejected", frozen=Tru
         retry_after_s: seconds for which the server asked to get no requests; 0 if it did not ask.
     """
 
-    SINCE = 3
     SUMMARY = "rejected ({0.error})"
 
     error: Annotated[str, DROPPED]

@@ -488,7 +488,7 @@ class SnapshotChunk(Event, tag="snapshot.chunk", frozen=True, kw_only=True):
     Attributes:
         number: number of the chunk in its snapshot, from 0.
         parts: parts of the world, for example blocks or sessions.
-        snapshot_id: random text that all chunks of a snapshot have; empty in logs of earlier versions.
+        snapshot_id: random text that all chunks of a snapshot have.
     """
 
     owner_epoch: int

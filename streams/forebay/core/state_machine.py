@@ -11,8 +11,6 @@ import msgspec
 from msgspec.msgpack import encode
 from xxhash import xxh3_64_intdigest
 
-from forebay.events.base import Part
-
 
 class IllegalTransition(Exception):
     """The current state does not allow the event. The event has not changed the state."""
@@ -34,13 +32,8 @@ def plain(value: Any) -> Any:
     """Return a struct as a tuple of its fields, recursively. Other values are returned unchanged.
 
     `digest_of` needs this, because equal structs may have different encodings: an encoded struct omits a field only if
-    its value is the same object as the default. Added fields at their default are left out (`Part.ADDED`).
+    its value is the same object as the default.
     """
-    if isinstance(value, Part) and value.ADDED:
-        defaults = dict(zip(reversed(value.__struct_fields__), reversed(value.__struct_defaults__), strict=False))
-        fields = {name: plain(getattr(value, name)) for name in value.__struct_fields__}
-        added = tuple((name, fields[name]) for name in value.ADDED if fields[name] != defaults[name])
-        return (*(fields[name] for name in fields if name not in value.ADDED), *added)
     if isinstance(value, msgspec.Struct):
         return tuple(map(plain, msgspec.structs.astuple(value)))
     return tuple(map(plain, value)) if isinstance(value, tuple) else value

@@ -8,8 +8,6 @@ records. A record that does not decode is applied as None: it keeps its place in
 
 from typing import assert_never
 
-from msgspec.structs import replace
-
 from forebay.core.dispatch import (
     AnyDecision,
     drain_queues,
@@ -57,7 +55,6 @@ from forebay.events.kv import (
     CacheEvent,
     StoreBlocksAdded,
     StoreBlocksRemoved,
-    StoreKvEvent,
 )
 from forebay.events.metrics import LoadReported, MetricEvent, TierCostsMeasured
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
@@ -94,8 +91,7 @@ InputEvent = RequestEvent | AnyKvEvent | MetricEvent | AnyProgressEvent | AnyFle
 def claim(world: World, offset: int, policies: tuple[str, ...] = (), events_version: int = 1, nonce: str = "") -> None:
     """Record that a router has become the owner.
 
-    A pool for which an operator set a custom policy that this owner may not run returns to its configured policy. If
-    the owner has an older version of the event types than the previous owner, facts that it cannot know are dropped.
+    A pool for which an operator set a custom policy that this owner may not run returns to its configured policy.
 
     Args:
         world: current state.
@@ -106,8 +102,6 @@ def claim(world: World, offset: int, policies: tuple[str, ...] = (), events_vers
     """
     world.owner_epoch, world.owner_nonce = offset, nonce
     world.owner_events = events_version
-    if events_version < StoreKvEvent.SINCE:
-        world.forget_tiers()
     world.owner_policies = policies
     for name, configured in sorted(world.modes.items()):
         pool = world.pools[name]
@@ -169,7 +163,6 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[AnyDeci
         case BlocksStored() | BlocksRemoved() | CacheCleared():
             return _cache(world, event)
         case StoreBlocksAdded() | StoreBlocksRemoved():
-            world.learn_store(event.worker_id, event.store)
             world.index.apply_store(event)
         case TierCostsMeasured():
             if _is_of_fleet(world, event):
@@ -193,7 +186,7 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[AnyDeci
         case OwnershipAnnounced() | IngressJoined() | IngressLost():
             return _fleet(world, event, offset)
         case PoolConfigured():
-            world.configure(replace(event, router=event.router.as_read_by(world.owner_events)))
+            world.configure(event)
             return reroute(world, world.requests.waiting()) + drain_queues(world)
         case BusyThresholdsSet():
             world.set_busy(event.model, event.thresholds)
@@ -342,8 +335,6 @@ def _is_of_fleet(world: World, event: MetricEvent) -> bool:
 
 
 def _fleet(world: World, event: AnyFleetEvent, offset: int) -> list[AnyDecision]:
-    if isinstance(event, WorkerJoined):
-        event = replace(event, spec=event.spec.as_read_by(world.owner_events))
     try:
         worker = world.fleet.apply(event, offset)
     except IllegalTransition:

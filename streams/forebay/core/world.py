@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypedDict
 
-import msgspec
-
 from forebay.core.queue_entry import queued_request
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.plan import Plan
@@ -42,7 +40,7 @@ from forebay.events.snapshots import (
 )
 from forebay.events.versions import EVENTS_VERSION
 
-CORE_VERSION = 8  # raised whenever the same events lead to different decisions
+CORE_VERSION = 1  # raised whenever the same events lead to different decisions
 
 
 class Stamp(TypedDict):
@@ -287,26 +285,6 @@ class World:
             self.predicted.drop_holder(worker_id, rank)
         self.sessions.drop_worker(worker_id)
 
-    def forget_tiers(self) -> None:
-        """Drop what an owner of a version without shared stores does not know, because such an owner has claimed."""
-        for worker in self.fleet.workers():
-            self.fleet.set_store(worker.spec.worker_id, "")
-            self.index.use_store(worker.spec.worker_id, "")
-        self.index.forget_stores()
-        self.load.forget_costs()
-        for name, pool in self.pools.items():
-            self.pools[name] = msgspec.structs.replace(pool, router=pool.router.as_read_by(self.owner_events))
-
-    def learn_store(self, worker_id: str, store: str) -> None:
-        """Set the shared store of a worker that named none.
-
-        An owner of a version without shared stores does not record which store a worker names in its lease.
-        """
-        worker = self.fleet.get(worker_id)
-        if worker is not None and not worker.spec.kv_store:
-            self.fleet.set_store(worker_id, store)
-            self.index.use_store(worker_id, store)
-
     def forget_routed(self, worker_id: str, rank: int) -> None:
         """Drop all blocks that a rank is assumed to have cached, because its cache was cleared."""
         for routed in (self.routed, self.predicted):
@@ -398,10 +376,9 @@ class World:
             sorted(self.turns.items()),
             self.owner_policies,
             self.now_us,
+            sorted(self.modes.items()),
         )
-        # Logs without policies set by an operator keep the digests of versions that could not set any.
-        modes = digest_of(sorted(self.modes.items())) if self.modes else 0
-        return (rest + self.registry.digest() + modes) & U64_MASK
+        return (rest + self.registry.digest()) & U64_MASK
 
     def snapshot(self) -> Iterator[Chunk]:
         """Yield the complete state as snapshot parts. `consumed` must be empty."""

@@ -32,7 +32,7 @@ async def applied(log: Log, partition: int, topic: str) -> AsyncIterator[Applied
     """
     start, end = await oldest_state(log, partition), await log.end(DECISIONS.name, partition)
     event = start.view.get(topic, 0)
-    validity = Validity.after(start, start.core_version or None)
+    validity = Validity.after(start, start.core_version)
     async for offset, record in journal(log, partition, start.offset, end, validity):
         for run in record.consumed:
             if run.topic == topic:

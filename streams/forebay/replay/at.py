@@ -12,7 +12,6 @@ import msgspec
 from forebay.core.rederive import Divergence
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.state.fleet import FleetWorker
-from forebay.core.world import CORE_VERSION
 from forebay.events.fleet import OwnershipAnnounced, WorkerLost
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, FLEET, REQUESTS
@@ -267,7 +266,7 @@ async def _state_near(log: Log, partition: int, time_us: int) -> StateTime:
     stored = None if taken is None else await usable_state(log, partition, taken, await begins_of(log, partition))
     if stored is None or stored.now_us > time_us:
         stored = await oldest_state(log, partition)
-    rules = stored.core_version or CORE_VERSION
+    rules = stored.core_version
     return StateTime(stored.offset, stored.now_us, stored.owner_epoch, rules, stored.owner_nonce, stored.seq)
 
 

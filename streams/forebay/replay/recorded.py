@@ -14,7 +14,7 @@ from forebay.replay.walk import Walk
 from forebay.transport.base import Log
 from forebay.transport.history.claims import validity_at
 from forebay.transport.history.reader import RecordedOrder, Validity, journal_records
-from forebay.transport.history.snapshots import claim_at, newest_snapshot, state_of, version_of
+from forebay.transport.history.snapshots import claim_at, newest_snapshot, state_of
 from forebay.transport.history.start import continued_view
 
 KNOWN_TOPICS = frozenset((CLOCK, *(topic.name for topic in INPUTS)))
@@ -78,7 +78,7 @@ class RecordedSteps:
             begin = await log.begin(DECISIONS.name, partition)
             validity = Validity() if not begin else Validity(nonce=None, seq=None)
             return cls(log, partition, validity, RecordedOrder(log, partition, {}), begin)
-        rules = await version_of(log, partition, taken)
+        rules = taken.core_version
         state = await state_of(log, partition, taken)
         view = {run.topic: run.count for run in state.view}
         validity = await validity_at(log, partition, taken.journal_offset, state, rules)

@@ -26,7 +26,6 @@ from forebay.transport.history.snapshots import (
     newest_snapshot_at,
     owner_state,
     snapshots_taken,
-    version_of,
 )
 from forebay.transport.history.start import StoredState, begins_of, oldest_state, usable_state
 from forebay.transport.recording.manifest import utc
@@ -74,7 +73,7 @@ class RulesSpan(NamedTuple):
 
 async def spans_of(log: Log, partition: int, begin: StoredState, end: int) -> list[RulesSpan]:
     """Return the spans of a journal from the state `begin` to offset `end`. Raises LogError if it is damaged."""
-    rules = (begin.core_version or CORE_VERSION) if begin.owner_epoch >= 0 else -1
+    rules = begin.core_version if begin.owner_epoch >= 0 else -1
     span = RulesSpan(rules, begin.offset, end, None, before=begin)
     found: list[RulesSpan] = []
     async for valid in valid_claims(log, partition, begin.offset, end, begin, rules):
@@ -96,9 +95,9 @@ async def valid_offsets(log: Log, partition: int, start: int, end: int) -> set[i
     taken = await newest_snapshot(log, partition, start)
     if taken is None:
         begin = await oldest_state(log, partition)
-        first, validity = begin.offset, Validity.after(begin, begin.core_version or None)
+        first, validity = begin.offset, Validity.after(begin, begin.core_version)
     else:
-        state, rules = await owner_state(log, partition, taken), await version_of(log, partition, taken)
+        state, rules = await owner_state(log, partition, taken), taken.core_version
         first, validity = taken.journal_offset, await validity_at(log, partition, taken.journal_offset, state, rules)
     return {offset async for offset, _ in journal(log, partition, first, end, validity) if offset >= start}
 
@@ -179,7 +178,7 @@ async def oldest_of_any_rules(log: Log, partition: int, custom: CustomPolicies =
         async for _, taken in snapshots_taken(log, partition, begins[DECISIONS.name], end):
             if await usable_state(log, partition, taken, begins) is not None:
                 world = await load_snapshot(log, partition, taken, custom, any_rules=True)
-                return Start(world, taken.journal_offset, rules=await version_of(log, partition, taken))
+                return Start(world, taken.journal_offset, rules=taken.core_version)
     return await oldest(log, partition, end, custom)
 
 

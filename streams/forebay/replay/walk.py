@@ -33,7 +33,6 @@ from forebay.transport.history.snapshots import (
     newest_snapshot,
     owner_state,
     snapshots_taken,
-    version_of,
 )
 from forebay.transport.history.start import begins_of
 
@@ -306,7 +305,7 @@ async def _continued(log: Log, partition: int, taken: SnapshotRecord | None, end
     begin, state, rules = await log.begin(DECISIONS.name, partition), None, -1
     if taken is not None:
         begin, state = taken.journal_offset, await owner_state(log, partition, taken)
-        rules = await version_of(log, partition, taken)
+        rules = taken.core_version
     found, release = None, ""
     async for valid in valid_claims(log, partition, begin, end, state, rules):
         claim = valid.claim

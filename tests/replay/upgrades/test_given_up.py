@@ -32,7 +32,8 @@ async def resumed(
         await ours.serve(system, "a", seals=True)
         sealed = log.next_offset(DECISIONS.name, 0) - 1
         await lost.serve(system, "b", seals=False)
-        resuming = OwnerClaimed(owner_id="test", core_version=CORE_VERSION, snapshot=sealed)
+        nonce = system.decisions()[-1].owner_nonce
+        resuming = OwnerClaimed(owner_id="test", core_version=CORE_VERSION, snapshot=sealed, previous_nonce=nonce)
         await log.append([Draft(DECISIONS.name, 0, encode(DECISIONS, resuming))])
         async with ours.owning(system, seals=True):  # "b" stays active, because its worker ignores the second order
             system.send(submitted("c", PREFIX))

@@ -93,7 +93,7 @@ async def _lines(
     orders = applied(log, partition, name) if name in INPUT_NAMES else None
     when = None if orders is None else await anext(orders, None)
     start = await oldest_state(log, partition) if name == DECISIONS.name else None
-    validity = None if start is None else Validity.after(start, start.core_version or None)
+    validity = None if start is None else Validity.after(start, start.core_version)
     offset = await log.begin(name, partition)
     while records := await log.read(name, partition, offset, PAGE_RECORDS):
         for record in records:

@@ -80,8 +80,6 @@ class CostTable:
         state.update(array("q", self.active_requests))
         positions = sorted(self.overlaps)
         tiers = [*zip(*map(self.overlaps.__getitem__, positions), strict=True)]
-        if tiers and not any(tiers[-1]):
-            del tiers[-1]  # without blocks in shared stores, the digest is that of versions that knew no such stores
         state.update(array("q", [*chain.from_iterable(zip(positions, *tiers, strict=True))]))
         state.update(array("q", self.eviction_costs))
         state.update(array("d", self.eviction_costs.values()))

@@ -29,7 +29,7 @@ from forebay.events.scaling import (
     SizesSimulated,
 )
 
-RULES_VERSION = 3
+RULES_VERSION = 1
 HISTORY_MAX = 64  # observations; the regressions of method `load` use at most these
 # A planner that writes no record for this many intervals and seconds has failed, and a standby claims the topic.
 SILENT_INTERVALS = 2.0  # an interval may be missed, because observing or forecasting took long

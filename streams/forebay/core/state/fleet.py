@@ -187,13 +187,6 @@ class Fleet:
         self._sum += _term(worker)
         return True
 
-    def set_store(self, worker_id: str, store: str) -> None:
-        """Set the shared store of a worker of the fleet; the empty name for none."""
-        worker = self._workers[worker_id]
-        self._sum -= _term(worker)
-        worker.spec = msgspec.structs.replace(worker.spec, kv_store=store)
-        self._sum += _term(worker)
-
     def reject(self, worker_id: str, now_us: int, retry_after_s: int) -> None:
         """Count a rejection by a worker of the fleet, and avoid the worker if it is not the first one in a row.
 
@@ -313,19 +306,14 @@ class Fleet:
         return worker
 
 
-# No decision depends on the card. Without it, journals of versions that do not know it have the same digests. For the
-# same reason `salts_cache` is part of the digest only if it is false, and other fields only if they are not empty.
-_DIGESTED = [name for name in WorkerSpec.__struct_fields__ if name not in ("card", "salts_cache", "kv_store")]
+_DIGESTED = [name for name in WorkerSpec.__struct_fields__ if name != "card"]  # no decision depends on the card
 
 
 def _term(worker: FleetWorker) -> int:
     place = worker.lease, worker.slot, worker.worker_epoch, worker.from_offset
     spec = tuple([plain(getattr(worker.spec, name)) for name in _DIGESTED])
-    shared = () if worker.spec.salts_cache else ("shared cache",)
-    store = ("store", worker.spec.kv_store) if worker.spec.kv_store else ()
-    rejected = ("rejected", worker.rejections, worker.avoided_until_us)
-    rejects = rejected if worker.rejections or worker.avoided_until_us else ()
-    return digest_of(*place, worker.phase, worker.lease_ttl_ms, spec, *shared, *store, *rejects)
+    rejections = worker.rejections, worker.avoided_until_us
+    return digest_of(*place, worker.phase, worker.lease_ttl_ms, spec, *rejections)
 
 
 def _ingress_term(ingress: FleetIngress) -> int:

@@ -246,11 +246,6 @@ class FleetLoad:
         """Replace the measured costs of a rank by newer ones. The caller must have checked that the rank is known."""
         self._set_costs(self._ranks[worker_id, rank], costs)
 
-    def forget_costs(self) -> None:
-        """Drop the measured costs of all ranks."""
-        for rank in self._ranks.values():
-            self._set_costs(rank, None)
-
     def active_depths(self, query: Sequence[int]) -> dict[HolderKey, int]:
         """Return how many leading blocks of a prompt the requests in flight on each rank use.
 

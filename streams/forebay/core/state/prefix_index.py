@@ -204,11 +204,6 @@ class PrefixIndex:
             self._changes.add(event)
         self._forget_store(self.stores.fold(event))
 
-    def forget_stores(self) -> None:
-        """Drop the blocks of all shared stores."""
-        for name in [*self.stores.names]:
-            self._drop_store(name)
-
     def resyncing(self) -> list[IndexCursor]:
         """Return the cursors of the ranks whose worker was ordered to re-announce its cache and has not begun yet."""
         return [cursor for cursor in self.cursors() if cursor.resync]

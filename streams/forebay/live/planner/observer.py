@@ -20,7 +20,7 @@ from forebay.transport.base import Log, LogError, Record, Tail
 from forebay.transport.decoding import event_of
 from forebay.transport.directory import Directory
 from forebay.transport.history.reader import Validity, records_of
-from forebay.transport.history.snapshots import newest_snapshot, owner_state, parts_of, version_of
+from forebay.transport.history.snapshots import newest_snapshot, owner_state, parts_of
 from forebay.transport.patience import until_available
 
 logger = logging.getLogger(__name__)
@@ -119,9 +119,7 @@ class _Group:
         taken = await newest_snapshot(self._log, partition, await self._log.end(DECISIONS.name, partition))
         self._validity = Validity()
         if taken is not None:
-            self._validity = Validity.after(
-                await owner_state(self._log, partition, taken), await version_of(self._log, partition, taken)
-            )
+            self._validity = Validity.after(await owner_state(self._log, partition, taken), taken.core_version)
             parts = [part async for part in parts_of(self._log, partition, taken) if isinstance(part, PARTS)]
             self.observation.restore(parts, _now_us())
             view = [run for part in parts if isinstance(part, WorldState) for run in part.view]

@@ -46,7 +46,6 @@ from forebay.transport.history.snapshots import (
     load_snapshot,
     newest_snapshot,
     owner_state,
-    version_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -267,7 +266,7 @@ class Standby:
     async def _begin(self, end: int) -> None:
         taken = await newest_snapshot(self._log, self._partition, end)
         if taken is not None:
-            rules = await version_of(self._log, self._partition, taken)
+            rules = taken.core_version
             validity = Validity.after(await owner_state(self._log, self._partition, taken), rules)
             # No await between the changes of `position` and of the world, because other tasks read both.
             if rules == CORE_VERSION or not self._waits_for_seal:

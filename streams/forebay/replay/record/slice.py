@@ -88,7 +88,7 @@ async def slice_of(log: Log, name: str, partition: int, window: Window) -> Slice
     oldest: SnapshotRecord | None = None
     newest: SnapshotRecord | None = None
     passed: Counter[str] = Counter()  # by owners whose last records an operator gave up
-    validity = Validity.after(start, start.core_version or None)
+    validity = Validity.after(start, start.core_version)
     async for offset, record in journal(log, partition, start.offset, last, validity):
         if isinstance(record, OwnerClaimed) and record.snapshot >= 0:
             passed, view = passed | view, Counter(await continued_view(log, partition, record))

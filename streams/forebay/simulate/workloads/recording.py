@@ -145,7 +145,7 @@ def _story(log: SqliteLog, partition: int) -> Iterator[tuple[int, RequestSubmitt
 async def _applied(log: Log, partition: int) -> AsyncIterator[tuple[int, RequestSubmitted | RequestFinished]]:
     start, end = await oldest_state(log, partition), await log.end(DECISIONS.name, partition)
     order = RecordedOrder(log, partition, start.view)
-    validity = Validity.after(start, start.core_version or None)
+    validity = Validity.after(start, start.core_version)
     async for _, record in journal(log, partition, start.offset, end, validity):
         runs = [run for run in record.consumed if run.topic in READ]
         events = {topic: iter(found) for topic, found in (await order.events_of(tuple(runs))).items()}

@@ -433,11 +433,8 @@ def require_readable(record: Record) -> None:
 
 
 def follows(claim: OwnerClaimed, nonce: str | None) -> bool:
-    """Return whether a claim names the nonce of the owner before, as far as it is known.
-
-    Owners before version 8 of the rules had no nonce.
-    """
-    return nonce is None or not claim.owner_nonce or claim.previous_nonce == nonce
+    """Return whether a claim names the nonce of the owner before, as far as it is known."""
+    return nonce is None or claim.previous_nonce == nonce
 
 
 def can_continue(claim: OwnerClaimed, rules: int, seal: int = -1) -> bool:

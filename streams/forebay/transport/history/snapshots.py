@@ -86,7 +86,7 @@ async def _is_current(log: Log, partition: int, taken: SnapshotRecord, offset: i
         if (
             isinstance(claim, OwnerClaimed)
             and follows(claim, taken.owner_nonce)
-            and can_continue(claim, taken.core_version or claim.core_version)
+            and can_continue(claim, taken.core_version)
         ):
             return False
     return True
@@ -135,12 +135,12 @@ async def load_snapshot(
             because the digest of the state depends on the rules.
 
     Raises:
-        OtherRules: An owner with other decision rules took the snapshot. Not raised if their version is unknown.
+        OtherRules: An owner with other decision rules took the snapshot.
         MissingChunk: A chunk is missing.
         OtherState: The digest of the state differs from the sealed digest.
         LogError: The snapshot cannot be read.
     """
-    is_own = await version_of(log, partition, taken) == CORE_VERSION
+    is_own = taken.core_version == CORE_VERSION
     parts = await _checked_parts(log, partition, taken) if any_rules else await _parts(log, partition, taken)
     await _require_of_seal(log, partition, taken, parts)
     with _of_state(taken):
@@ -180,11 +180,6 @@ async def load_sealed(log: Log, partition: int, taken: SnapshotRecord, custom: C
     return world
 
 
-async def version_of(log: Log, partition: int, taken: SnapshotRecord) -> int:
-    """Return the version of the rules of a snapshot's owner. It is this program's version if it is unknown."""
-    return taken.core_version or await _version_claimed(log, partition, taken.owner_epoch) or CORE_VERSION
-
-
 async def check_snapshot(log: Log, partition: int, taken: SnapshotRecord) -> None:
     """Check a snapshot, and raise the errors of `load_snapshot`. This is much faster, because no world is built."""
     parts = await _parts(log, partition, taken)
@@ -211,7 +206,7 @@ async def check_snapshot_beside(log: Log, partition: int, taken: SnapshotRecord)
 
 
 async def _parts(log: Log, partition: int, taken: SnapshotRecord) -> list[Chunk]:
-    version = await version_of(log, partition, taken)
+    version = taken.core_version
     if version != CORE_VERSION:
         raise OtherRules(taken.journal_offset, version)
     return await _checked_parts(log, partition, taken)
@@ -291,12 +286,6 @@ def _require_sealed(taken: SnapshotRecord, digest: int) -> None:
         raise OtherState(
             f"the snapshot at offset {taken.first_offset} has digest {hex_digest(digest)}, expected {taken.digest}"
         )
-
-
-async def _version_claimed(log: Log, partition: int, owner_epoch: int) -> int:
-    """Return the rules version in the claim of an owner; 0 if the claim is no longer on the log."""
-    claimed = await claim_at(log, partition, owner_epoch)
-    return 0 if claimed is None else claimed.core_version
 
 
 class OwnerState(NamedTuple):

@@ -10,7 +10,7 @@ from forebay.events.decisions import OwnerClaimed, SnapshotRecord
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.transport.base import Log, LogError
 from forebay.transport.history.reader import Validity, decode_journal, journal
-from forebay.transport.history.snapshots import BEGINNING, newest_snapshot, snapshots_taken, state_of, version_of
+from forebay.transport.history.snapshots import BEGINNING, newest_snapshot, snapshots_taken, state_of
 
 
 class StoredState(NamedTuple):
@@ -108,7 +108,7 @@ async def recorded_view(log: Log, partition: int) -> dict[str, int]:
     if taken is not None:
         state = await state_of(log, partition, taken)
         view.update({run.topic: run.count for run in state.view})
-        start, validity = taken.journal_offset, Validity.after(state, await version_of(log, partition, taken))
+        start, validity = taken.journal_offset, Validity.after(state, taken.core_version)
     async for _, record in journal(log, partition, start, end, validity):
         if isinstance(record, OwnerClaimed) and record.snapshot >= 0:
             view = Counter(await continued_view(log, partition, record))
