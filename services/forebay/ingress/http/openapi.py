@@ -151,9 +151,10 @@ def _result_schemas(results: tuple[type[msgspec.Struct], ...]) -> dict[str, Any]
     """Return the schemas of structs and their parts, with the descriptions of their fields."""
     _, schemas = msgspec.json.schema_components(results, ref_template=REFERENCE.format(model="{name}"))
     for schema in schemas.values():
-        schema["description"], meanings = split_description(schema["description"])
+        schema["description"], meanings = split_description(schema.get("description", ""))
         for name, field in schema["properties"].items():
-            field["description"] = meanings[name]
+            if name in meanings:
+                field["description"] = meanings[name]
     return schemas
 
 
