@@ -4,10 +4,10 @@ from importlib import import_module
 
 import pytest
 
+from forebay.ingress.http.tokenization import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.fields import Body
 from forebay.ingress.openai.requests import ChatBody, StreamOptions, TextBody
-from forebay.ingress.openai.tokenization import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 pytestmark = pytest.mark.filterwarnings("ignore")  # as in test_vllm_engine

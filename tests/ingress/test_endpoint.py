@@ -13,7 +13,7 @@ import uvloop
 from cryptography.hazmat.primitives import serialization
 
 from forebay.ingress.errors import Unusable
-from forebay.ingress.http import tls
+from forebay.ingress.http import server as tls
 from forebay.ingress.http.endpoint import Endpoint, TlsFiles
 from forebay.ingress.http.protocol import ConnectionLimits
 from forebay.ingress.http.server import build_server

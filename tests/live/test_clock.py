@@ -6,9 +6,8 @@ import pytest
 
 from forebay import runtime
 from forebay.events.decisions import RequestAborted
-from forebay.live.owner.clock import RunClock, steady_clock
 from forebay.live.owner.metrics import OwnerMetrics
-from forebay.live.owner.owner import Owner
+from forebay.live.owner.owner import Owner, RunClock, steady_clock
 from forebay.transport.sqlite.log import SqliteLog
 from tests.harness.fake_runtime import FakeRuntime
 from tests.live.shared import proven

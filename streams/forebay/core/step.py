@@ -19,7 +19,6 @@ from forebay.core.dispatch import (
 )
 from forebay.core.execute import abort, release_kv
 from forebay.core.foreign_progress import is_foreign
-from forebay.core.orphaned_requests import abort_orphans
 from forebay.core.phases import BEFORE_FIRST_TOKEN, Phase
 from forebay.core.routing.policies import BUILT_IN
 from forebay.core.state.active_request import ActiveRequest
@@ -84,7 +83,6 @@ __all__ = ["CLOCK", "CONSUMED_RUNS_MAX", "AnyDecision", "InputEvent", "advance",
 CLOCK = "clock"  # pseudo topic of a run without events, in which only time passes
 SERVER_ERROR = 500  # with an HTTP status from 500 on, the request is not at fault
 CONSUMED_RUNS_MAX = 256  # keeps the `consumed` part of an `Advanced` below about 20 kB
-
 InputEvent = RequestEvent | AnyKvEvent | MetricEvent | AnyProgressEvent | AnyFleetEvent | ControlEvent
 
 
@@ -359,3 +357,10 @@ def _fleet(world: World, event: AnyFleetEvent, offset: int) -> list[AnyDecision]
             pass
     # If a worker is lost, queued requests whose session was bound to it can go to other workers.
     return decided + drain_queues(world)
+
+
+def abort_orphans(world: World, lost: IngressLost) -> list[AnyDecision]:
+    """Abort the HTTP requests of a lost ingress, in order of submission. Return the journal records."""
+    message = f"the ingress {lost.ingress_id} of the request was lost: {lost.reason}"
+    orphans = [request for request in world.requests.active() if request.submitted.ingress == lost.incarnation]
+    return [abort(world, request, "ingress_lost", message) for request in orphans]

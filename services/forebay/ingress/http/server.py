@@ -4,7 +4,10 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
+import weakref
 from collections.abc import Callable, Iterator
+from typing import Any, Self
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -13,8 +16,7 @@ from forebay.ingress.errors import Unusable
 from forebay.ingress.http.drain import AT_ONCE_S, IngressDrain
 from forebay.ingress.http.endpoint import TlsFiles
 from forebay.ingress.http.error_guard import ErrorGuard
-from forebay.ingress.http.protocol import ConnectionLimits, bounded
-from forebay.ingress.http.tls import tls_context
+from forebay.ingress.http.protocol import REFUSED_MAX, ConnectionLimits, bounded
 
 BACKLOG = 2048
 DEFAULT_LIMITS = ConnectionLimits()
@@ -194,3 +196,35 @@ async def serve_until_drained(
             task.cancel()
         await asyncio.gather(serving, draining, return_exceptions=True)
         listener.close()
+
+
+class BoundedTls(ssl.SSLContext):
+    """TLS context of a server. A connection above the limit is closed before its handshake.
+
+    Connections in their handshake and established ones count together, up to the number at which `BoundedProtocol`
+    closes connections, too.
+    """
+
+    _limits: ConnectionLimits
+    _open: "weakref.WeakSet[ssl.SSLObject]"
+
+    def __new__(cls, limits: ConnectionLimits) -> Self:
+        """Return a context without a certificate."""
+        context = super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
+        context._limits, context._open = limits, weakref.WeakSet()
+        return context
+
+    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+        """Begin a connection. Raises ConnectionAbortedError above the limit; uvloop then closes the connection."""
+        if len(self._open) >= self._limits.connections_max + REFUSED_MAX:
+            self._limits.on_rejected("connections_exhausted")
+            raise ConnectionAbortedError("too many connections")
+        connection = super().wrap_bio(*args, **kwargs)
+        self._open.add(connection)
+        return connection
+
+
+def tls_context(files: TlsFiles, limits: ConnectionLimits) -> ssl.SSLContext:
+    context = BoundedTls(limits)
+    context.load_cert_chain(files.certfile, files.keyfile)
+    return context

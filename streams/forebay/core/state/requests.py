@@ -6,16 +6,16 @@ nothing. When a request ends, only hashes of its id and content are kept, for as
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from typing import Any, assert_never
 
 from forebay.core.phases import BEFORE_RESPONSE, Phase
 from forebay.core.state.active_request import ActiveRequest, request_term
-from forebay.core.state.deadlines import Deadline, Deadlines
 from forebay.core.state.recent_ids import RecentIds
 from forebay.core.state.submitted_request import SubmittedRequest, id_hash, in_pool
 from forebay.core.state.transitions import DISPATCHED, REPORTED, TRANSITIONS, RequestTransition
-from forebay.core.state.unfetched_kv import UnfetchedKv
 from forebay.core.state_machine import IllegalTransition
 from forebay.events.base import U64_MASK, array_u64
 from forebay.events.decisions import KvReleaseReason, Stage
@@ -30,6 +30,8 @@ from forebay.events.progress import (
 )
 from forebay.events.snapshots import Remembered, RequestState
 
+Deadline = tuple[int, str, int]  # time in microseconds, request id, offset of the submission
+SPARE = 64  # stale entries that may remain, however few requests there are
 ACTIVE_REQUESTS_MAX = 100_000  # active requests per group: bounds memory, far above what workers can run
 REMEMBER_US = 120_000_000  # a Kafka producer stops retrying after 120 s by default
 SUBMITTED_FIELDS = [name for name in RequestState.__struct_fields__ if name in SubmittedRequest.__slots__]
@@ -353,3 +355,64 @@ class ActiveRequests:
     @staticmethod
     def _in_order(requests: Iterator[ActiveRequest]) -> list[ActiveRequest]:
         return sorted(requests, key=lambda request: request.submitted.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class UnfetchedKv:
+    """KV that a prefill worker must free, because no worker will fetch it.
+
+    Attributes:
+        attempt: attempt in which the worker computed the prompt.
+        reason: why no worker will fetch the KV.
+    """
+
+    request_id: str
+    attempt: int
+    worker_id: str
+    worker_epoch: int
+    reason: KvReleaseReason
+
+
+class Deadlines:
+    """Heap of request deadlines.
+
+    Removing an entry from the middle of a heap takes linear time. So a request that ends leaves its entry behind, and
+    the caller's function `holds` returns whether an entry is still valid.
+    """
+
+    def __init__(self, holds: Callable[[Deadline], bool]) -> None:
+        self._holds = holds
+        self._heap: list[Deadline] = []
+
+    def add(self, deadline: Deadline, active_requests: int) -> None:
+        """Add a deadline. The heap never has more than twice `active_requests` entries plus `SPARE`."""
+        heap = self._heap
+        heappush(heap, deadline)
+        if len(heap) > 2 * active_requests + SPARE:
+            heap[:] = filter(self._holds, heap)
+            heapify(heap)
+
+    def earliest(self, due_us: int | None) -> int | None:
+        """Return the earliest valid deadline or `due_us`, whichever is earlier. None means no deadline."""
+        heap = self._heap
+        # Called for every event. Check for stale entries only if the first entry would change the result.
+        if not heap or (due_us is not None and due_us <= heap[0][0]):
+            return due_us
+        self._drop()
+        if heap and (due_us is None or heap[0][0] < due_us):
+            return heap[0][0]
+        return due_us
+
+    def take(self, now_us: int) -> list[str]:
+        """Remove the deadlines at or before `now_us`. Return the ids of their requests, earliest deadline first."""
+        found = []
+        self._drop()
+        while self._heap and self._heap[0][0] <= now_us:
+            found.append(heappop(self._heap)[1])
+            self._drop()
+        return found
+
+    def _drop(self) -> None:
+        heap = self._heap
+        while heap and not self._holds(heap[0]):
+            heappop(heap)

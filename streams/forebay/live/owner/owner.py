@@ -11,24 +11,37 @@ anything back, because the next owner rebuilds the state from the log.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
 from forebay import runtime
+from forebay.core.phases import Phase
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.step import CONSUMED_RUNS_MAX, AnyDecision, InputEvent, advance, open_run, step
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.base import Event
 from forebay.events.codec import DecodeError, encode
-from forebay.events.decisions import CommandSent, JournalRecord, OwnerClaimed, RequestRouted
+from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.events.decisions import (
+    CommandEnded,
+    CommandSent,
+    JournalRecord,
+    KvReleased,
+    OwnerClaimed,
+    RequestAborted,
+    RequestHeld,
+    RequestRejected,
+    RequestRouted,
+)
 from forebay.events.fleet import OwnershipAnnounced
-from forebay.events.pools import PoolRoutingConfigured
+from forebay.events.pools import PoolRouting, PoolRoutingConfigured
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import CONTROL, DEAD_LETTERS, DECISIONS, FLEET, INPUTS, REQUESTS, Topic
 from forebay.events.versions import EVENTS_VERSION
 from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
-from forebay.live.owner.clock import RunClock, steady_clock
-from forebay.live.owner.decision_tally import DecisionTally
 from forebay.live.owner.effects import (
     WorkerAddress,
     encode_commands,
@@ -41,10 +54,7 @@ from forebay.live.owner.ingress_presence import IngressPresence
 from forebay.live.owner.journal import Journal, OwnershipLost
 from forebay.live.owner.lease_polling import LeasePolling
 from forebay.live.owner.recorded_requests import SubmissionReader
-from forebay.live.owner.recovery import recover
-from forebay.live.owner.settings import GroupSettings
 from forebay.live.owner.snapshots import Snapshots
-from forebay.live.owner.superseded import is_superseded
 from forebay.live.owner.ttft_metrics import TtftRecorder
 from forebay.live.router.heartbeats import HeartbeatWriter
 from forebay.live.router.standby import Standby, Unconfirmed
@@ -55,6 +65,7 @@ from forebay.transport.history.release import own_release
 
 __all__ = ["GroupSettings", "Owner", "OwnershipLost"]
 
+
 logger = logging.getLogger(__name__)
 
 RUN_US_MAX = 5_000  # bounds how long the records of one topic delay the records of the next topic
@@ -62,6 +73,44 @@ RUN_SLICE = 16  # records between two readings of the clock
 CAUGHT_UP_S = 60  # a reader that gets no record for this long, although the partition has more, is stuck
 NONCE_BYTES = 8  # no two claims of any groups have the same nonce
 CLOCK_AHEAD_US = 1_000_000  # synchronised clocks differ by less
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """Settings of the owner of one group.
+
+    Attributes:
+        group: Name of the model, and of the group in the leases. One owner decides for all pools of the model.
+        owner_id: Name of this owner in the journal and in heartbeats. No decision depends on it.
+        pools: Settings of all pools that may have workers. The owner appends each one to `control` if it differs from
+            the settings on the log. If empty, the first lease of each pool configures the pool.
+        router: Routing settings of pools that leases configure. The owner appends them to `control` if they differ from
+            the settings on the log.
+        routing: Rules for the choice of pools. The owner appends them to `control` if they differ from the rules on the
+            log. None keeps the rules of the log.
+        slots_max: Number of partitions of each work topic. All groups share them.
+        policies: Custom policies that the operator allowed, by router mode. The owner writes their names into its
+            claim, and rejects requests of pools whose mode names any other custom policy.
+        groups: Number of control partitions. Each group can use slots_max / groups slots of a pool.
+        snapshot_every: Number of journal records between two snapshots.
+        snapshot_age_s: Maximum time between two snapshots in seconds, if at least one record was journalled since.
+        poll_s: Interval between two polls of the leases, in seconds.
+        heartbeats: Whether the owner appends to `heartbeats`, for ingresses in other processes.
+    """
+
+    group: str
+    partition: int
+    owner_id: str
+    pools: tuple[PoolConfigured, ...] = ()
+    router: RouterConfig = field(default_factory=RouterConfig)
+    routing: PoolRouting | None = None
+    policies: CustomPolicies = field(default_factory=dict)
+    slots_max: int = 1_024
+    groups: int = 1
+    snapshot_every: int = 5_000
+    snapshot_age_s: float = 300.0
+    poll_s: float = 0.5
+    heartbeats: bool = False
 
 
 class Owner:
@@ -126,7 +175,7 @@ class Owner:
 
         Raises:
             OwnershipLost: Another owner claimed the group meanwhile.
-            LogError: The log cannot be followed; see `forebay.live.owner.recovery`.
+            LogError: The log cannot be followed; see `forebay.live.owner.owner`.
         """
         settings = self._settings
         end = await self._log.end(DECISIONS.name, settings.partition)
@@ -496,3 +545,106 @@ class Owner:
     async def _append(self, topic: Topic, events: Sequence[Event]) -> list[int]:
         partition = self._settings.partition
         return await self._log.append([Draft(topic.name, partition, encode(topic, event)) for event in events])
+
+
+def steady_clock() -> Callable[[], int]:
+    """Return a clock in microseconds that starts at the wall clock and follows the monotonic clock.
+
+    Later steps of the wall clock do not affect it.
+    """
+    offset_ns = runtime.wall_ns() - runtime.monotonic_ns()
+    return lambda: (offset_ns + runtime.monotonic_ns()) // 1000
+
+
+class RunClock:
+    """Clock of an owner in microseconds, which never goes backwards. All events of a run share one reading of it.
+
+    Attributes:
+        ahead_us: Microseconds by which the last recorded reading was ahead of this machine's clock at the takeover.
+    """
+
+    def __init__(self, clock_us: Callable[[], int]) -> None:
+        self._clock_us = clock_us
+        self._last_us = 0
+        self.ahead_us = 0
+
+    def resume(self, recorded_us: int) -> None:
+        """Continue from the last recorded reading, in microseconds."""
+        self._last_us = recorded_us
+        self.ahead_us = max(0, recorded_us - self._clock_us())
+
+    def now_us(self) -> int:
+        """Return the clock reading for a run of events that begins now."""
+        self._last_us = max(self._last_us, self._clock_us() + self.ahead_us)
+        return self._last_us
+
+
+class DecisionTally:
+    """Counts of the decisions of one owner.
+
+    Attributes:
+        stages: times that the owner sent a stage of a request to a worker, by stage.
+        prefills: decisions where to prefill a request of a decode pool, by ("remote" or "local", reason).
+        pools: choices of pools for requests, by (pool, role, reason).
+    """
+
+    def __init__(self) -> None:
+        self.stages: Counter[str] = Counter()
+        self.prefills: Counter[tuple[str, str]] = Counter()
+        self.pools: Counter[tuple[str, str, str]] = Counter()
+
+    def count(self, decision: AnyDecision) -> None:
+        match decision:
+            case RequestRouted():
+                self.stages[decision.stage] += 1
+                if (placement := decision.prefill) is not None:
+                    self.prefills["remote" if placement.remote else "local", placement.reason] += 1
+            case RequestHeld() | RequestRejected():
+                pass
+            case _:
+                return
+        self.pools.update((choice.pool, choice.role, choice.reason) for choice in decision.pools)
+
+
+async def recover(
+    log: Log, partition: int, end: int, custom: CustomPolicies = ONLY_BUILT_IN, standby: Standby | None = None
+) -> Standby:
+    """Return a replica that has followed the journal up to `end`: `standby` if it can follow, otherwise a new replica.
+
+    Raises:
+        OtherRules: The owner has other decision rules and has not stopped as planned.
+        RecoveryDiverged: The recorded events lead to other decisions in this version.
+        PolicyNotAllowed: A recorded decision was made by a custom policy that this process may not run.
+        LogError: A required part of the log is missing or damaged.
+    """
+    if standby is not None:
+        start = standby.position
+        try:
+            await standby.catch_up(end)
+        except LogError as error:
+            logger.warning("the standby cannot follow the journal, recovering from the newest snapshot: %s", error)
+        else:
+            await standby.prepare_claim()
+            logger.info("the standby followed the last %d journal records", end - start)
+            return standby
+    cold = Standby(log, partition, custom=custom, waits_for_seal=True)
+    await cold.catch_up(end)
+    await cold.prepare_claim()
+    logger.info("recovered up to journal offset %d, %d workers", end, len(cold.world.fleet))
+    return cold
+
+
+def is_superseded(world: World, decided: Unconfirmed) -> bool:
+    """Return whether another request or command uses the same id, so that the effect would end it."""
+    if isinstance(decided, CommandSent | CommandEnded):
+        return world.commands.get(decided.command_id) is not None
+    if not isinstance(decided, RequestRejected | RequestAborted | KvReleased):
+        return False
+    request = world.requests.get(decided.request_id)
+    if isinstance(decided, RequestRejected):
+        # The other request may be the older one because of which this one was rejected, for another client.
+        return request is not None and request.submitted.reply_slot == decided.reply_slot
+    if request is None or not isinstance(decided, KvReleased):
+        return request is not None
+    has_kv = request.prefilled is not None or request.phase is Phase.REMOTE_PREFILL
+    return has_kv and request.prefills <= decided.attempt

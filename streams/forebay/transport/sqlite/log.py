@@ -9,6 +9,7 @@ the 5 ms switch interval under load, while the row itself takes 5 us.
 import asyncio
 import contextlib
 import logging
+import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,20 +17,19 @@ from typing import Self
 
 from forebay import runtime
 from forebay.transport.base import Draft, LogError, LogSync, Record, Wake
-from forebay.transport.recording.manifest import Contents, Extent, require_sealed
+from forebay.transport.recording.manifest import Contents, Extent, is_recording, read_contents, require_sealed
 from forebay.transport.sqlite import schema
 from forebay.transport.sqlite.checkpoint import Checkpointer, fold
-from forebay.transport.sqlite.open import open_file
 from forebay.transport.sqlite.schema import CorruptRecord, LogUnusable, MissingRecords, TrimmedRecords
 from forebay.transport.sqlite.tail import TAIL_BYTES_MAX, Partition, SqliteTail
 
 __all__ = ["CorruptRecord", "LogUnusable", "MissingRecords", "SqliteLog", "SqliteTail", "TrimmedRecords"]
 
-RECORD_BYTES_MAX = 16 << 20  # equal to the maximum message size of the Kafka topics
-TRIM_PAGES = 4  # minimum number of pages that a deletion changes: the table, the free list and the first offsets
 
 logger = logging.getLogger(__name__)
 
+RECORD_BYTES_MAX = 16 << 20  # equal to the maximum message size of the Kafka topics
+TRIM_PAGES = 4  # minimum number of pages that a deletion changes: the table, the free list and the first offsets
 PendingRecord = tuple[Partition, int, Draft, bytes | None]
 Waiter = tuple[asyncio.Future[list[int]], list[int]]
 
@@ -497,3 +497,53 @@ class SqliteLog:
                 committed.set_exception(LogError(str(self._failure)))
         if self.on_failure is not None:
             self.on_failure(self._failure)
+
+
+def open_file(
+    path: Path, namespace: str, *, readonly: bool, sync: LogSync
+) -> tuple[sqlite3.Connection, str, Contents | None]:
+    """Return a connection, the namespace of the log, and the contents of the file if it is a recording.
+
+    A writer initialises an empty file as a log of `namespace`. With `sync` full, each of its commits waits for the
+    disk. Raises LogUnusable with a one-line reason.
+    """
+    try:
+        db = schema.connect(path, readonly=readonly)
+    except sqlite3.Error as error:
+        raise schema.LogUnusable(f"{path}: cannot be opened ({error}); choose another path") from error
+    try:
+        known = schema.check_format(db, path)
+        if readonly and not known:
+            raise schema.LogEmpty(f"{path}: is empty; start a writer first, which creates the log")
+        recording = None
+        if known == schema.RECORDING_VERSION:
+            recording = read_contents(db, path)
+            if not readonly:
+                raise schema.LogUnusable(f"{path}: is a recording, which is read-only; choose another path")
+        elif known and is_recording(db):
+            raise schema.LogUnusable(
+                f"{path}: is damaged: it has the format of a log but the tables of a recording; restore a copy"
+            )
+        if not readonly:
+            (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
+            if mode != "wal":
+                raise schema.LogUnusable(
+                    f"{path}: the file system does not support SQLite's WAL mode; choose a local disk"
+                )
+            db.execute(f"PRAGMA synchronous = {sync}")
+            db.execute("PRAGMA wal_autocheckpoint = 0")
+            db.execute(schema.SECURE_DELETE)
+            if not known:
+                schema.initialise(db, namespace)
+        stored = schema.read_meta(db)["namespace"]
+        if not readonly and stored != namespace:
+            raise schema.LogUnusable(f"{path}: belongs to namespace {stored!r}, not {namespace!r}; choose another path")
+        if not readonly:
+            db.execute("INSERT OR REPLACE INTO forebay_meta VALUES ('writer_pid', ?)", (str(os.getpid()),))
+    except schema.UNREADABLE as error:
+        db.close()
+        raise schema.LogUnusable(f"{path}: cannot be opened ({error}); choose another path") from error
+    except schema.LogUnusable:
+        db.close()
+        raise
+    return db, stored, recording
