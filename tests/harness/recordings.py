@@ -19,7 +19,7 @@ A recording, made by `forebay record`, is a slice of a log in one SQLite file. A
 same topic tables and `forebay_meta`, and every command that reads recordings reads log files too. Any SQLite client
 opens both. They are identified by `PRAGMA application_id` ({sqlite_schema.APPLICATION_ID:#x}, "FBAY") and
 `PRAGMA user_version`: {sqlite_schema.FORMAT_VERSION} for a log, {sqlite_schema.RECORDING_VERSION} for a recording.
-[Ten questions in SQL](replay-sql.md) has example queries.
+[replay-sql.md](replay-sql.md) has example queries.
 
 A slice keeps the partition numbers and offsets of the log. For each group it has the snapshot before the window, the
 topics that its owner applied (`requests`, `kv-events`, `metrics`, `progress`, `fleet`, `control`) from the view of that

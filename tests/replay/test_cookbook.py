@@ -52,13 +52,6 @@ def tables(request: pytest.FixtureRequest, files: dict[str, Path]) -> Iterator[s
         yield db
 
 
-def test_the_cookbook_has_ten_questions() -> None:
-    numbers = [int(number) for number in re.findall(r"^### (\d+)\. ", PAGE.read_text(), re.MULTILINE)]
-    assert numbers == list(range(1, 11))
-    assert len(ON_THE_FILE) + len(ON_THE_EXPORT) == len(numbers)
-    assert len(re.findall(r"^```text", PAGE.read_text(), re.MULTILINE)) == len(numbers), "each has its result"
-
-
 @pytest.mark.parametrize("tables", KINDS, indirect=True)
 @pytest.mark.parametrize("query", ON_THE_FILE)
 def test_every_query_on_the_file_returns_rows(tables: sqlite3.Connection, query: str) -> None:
