@@ -1,4 +1,4 @@
-"""The engine example of README.md, served by `forebay up` and streamed through the OpenAI API."""
+"""The engine example of docs/extending.md, served by `forebay up` and streamed through the OpenAI API."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ import pytest
 from tests.harness import fork_server
 from tests.harness.local import free_ports
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs/extending.md"
 PATIENCE_S = 60.0
 LINES_MAX = 30
 PROMPT = "the log is the truth and the log is"
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def blocks() -> tuple[str, str]:
-    """Return the example and its commands from README.md."""
-    section = README.read_text().partition("## Bring your own engine")[2].partition("\n## ")[0]
+    """Return the example and its commands from docs/extending.md."""
+    section = PAGE.read_text().partition("### A service\n")[2].partition("\n### ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     (commands,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
     return code, commands
