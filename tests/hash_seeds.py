@@ -99,7 +99,7 @@ JOBS: dict[str, Job] = {
     "verify": verified,
     "explain": explained,
     "scaling": scaling,
-    "diff": command("replay", "diff", "run.db", "--set", "temperature=0.4", "--closed-loop", "--json"),
+    "diff": command("replay", "diff", "run.db", "--set", "temperature=0.4", "--json"),
     "fidelity": command("simulate", "--against", "run.db", "--json"),
     "simulation": eventful,
     "simulate": command("simulate", "trace.jsonl", "--json", "--workers", "4"),

@@ -8,7 +8,6 @@ import pytest
 from forebay.core.routing.counterfactual import Alternative
 from forebay.events.control import DisaggConfig, DisaggPolicy, DisaggregationSet
 from forebay.replay.diff.diff import diff
-from forebay.replay.diff.handover import Handover
 from forebay.replay.diff.report import DiffReport
 from forebay.replay.observed import observe_history
 from tests.core.worlds import PROMPTS
@@ -21,10 +20,10 @@ def rule(policy: DisaggPolicy, **limits: Any) -> Alternative:
     return lambda pool: msgspec.structs.replace(pool, router=msgspec.structs.replace(pool.router, disagg=disagg))
 
 
-async def compared(made: Recorder, alter: Alternative, handover: Handover | None = None) -> DiffReport:
+async def compared(made: Recorder, alter: Alternative) -> DiffReport:
     log = await made.log()
     try:
-        report = await diff(log, 0, alter, handover=handover)
+        report = await diff(log, 0, alter)
     finally:
         log.close()
     assert report.divergence is None
@@ -43,9 +42,7 @@ async def test_an_equal_configuration_has_no_differences(policy: DisaggPolicy) -
 
 @pytest.mark.parametrize(("ours", "theirs"), [("always", "never"), ("never", "always")])
 async def test_alternative_moves_prefills(ours: DisaggPolicy, theirs: DisaggPolicy) -> None:
-    made = history(ours)
-    handover = Handover()
-    report = await compared(made, rule(theirs), handover)
+    report = await compared(history(ours), rule(theirs))
     fork = report.fork
     assert fork is not None
     assert (fork.request_id, fork.decisions_before) == ("r0", 0)
@@ -54,8 +51,6 @@ async def test_alternative_moves_prefills(ours: DisaggPolicy, theirs: DisaggPoli
     }
     assert computed == {"always": {"p", "q"}, "never": {"d", "e"}}
     assert report.other.aborted == report.history.aborted == {}
-    assert len(handover.requests) == COUNT
-    assert {one.worker[0] for one in handover.requests if one.worker is not None} <= {"d", "e"}
 
 
 def side(rank: Any, policy: str, ours: str) -> bool:

@@ -77,9 +77,6 @@ async def test_the_command_names_what_it_left_out(tmp_path: Path, monkeypatch: p
     assert f"Left out: 1 decision at journal offsets 4 to 7, made by {RULES}" in " ".join(ran.stdout.split())
     ran = await asyncio.to_thread(in_process.forebay, *command, "--json")
     assert msgspec.json.decode(ran.stdout)["left_out"][0]["decisions"] == 1
-    ran = await asyncio.to_thread(in_process.forebay, *command, "--closed-loop")
-    assert (ran.returncode, ran.stdout) == (2, "")
-    assert "select decisions on one side of it with --from or --to" in ran.stderr
 
 
 async def test_the_command_exits_with_3_if_nothing_can_be_compared(

@@ -15,8 +15,7 @@ from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
 from forebay.events.snapshots import Chunk
 from forebay.events.topics import CONTROL, FLEET, REQUESTS
 from forebay.ingress.errors import Unusable
-from forebay.replay.diff.handover import RecordedRequest
-from forebay.replay.observed import ExternalEvent
+from forebay.replay.observed import ExternalEvent, RecordedRequest
 from forebay.simulate.arrivals import Arrival
 from forebay.simulate.outcome import RequestOutcome, RequestOutcomes, SimulationOutcome, summary
 from forebay.simulate.resumed import MOCKER, NO_TIERS, NotSimulable, ResumedOutcome, SimulatedHardware, resume

@@ -15,17 +15,6 @@ from forebay.replay.checks import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS
 
 DIFF_CHECKS = (FOREIGN_RECORDS, UNREAD_FIELDS, UNKNOWN_EVENTS)  # checks that `replay diff` may skip
 
-SettingOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Setting of the replayed planner. Repeatable."),
-]
-
-
-PlannerFileOption = Annotated[
-    Path | None,
-    typer.Option("--planner", help="TOML file of the replayed planner. Default: the recorded settings."),
-]
-
 app = typer.Typer(help="Verify, explain and compare recorded decisions.", no_args_is_help=True)
 
 
@@ -107,20 +96,7 @@ def diff(
         typer.Option("--from", metavar="TIME", help="Compare decisions from this time on; a time as in `replay at`."),
     ] = "",
     end: Annotated[str, typer.Option("--to", metavar="TIME", help="Compare decisions before this time.")] = "",
-    report: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Write a self-contained HTML report to this path.")
-    ] = None,
     allow: Annotated[list[str] | None, allow_option(DIFF_CHECKS)] = None,
-    closed: Annotated[
-        bool,
-        typer.Option("--closed-loop", help="Also simulate both policies with their own caches, from the fork on."),
-    ] = False,
-    speedup: Annotated[
-        float,
-        typer.Option(
-            min=1e-6, max=1e6, help="With --closed-loop: factor by which engines are faster than the modelled GPU."
-        ),
-    ] = 1.0,
     allow_policy: AllowPolicyOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
@@ -136,34 +112,10 @@ def diff(
         rule_options=rule_options,
         recording=recording,
         window=(start, end),
-        report=report,
         allow=allow,
-        closed=closed,
-        speedup=speedup,
         allow_policy=allow_policy,
         json=json,
     )
-
-
-@app.command("planner")
-@spread
-def planner(
-    recording: Recording,
-    changes: SettingOption = None,
-    file: PlannerFileOption = None,
-    report: Annotated[
-        Path | None, typer.Option("--report", help="Write sizes, latency and GPU hours over time to this HTML file.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
-) -> None:
-    """Replay the planner on recorded observations, and compute recorded forecasts again.
-
-    A log without a planner needs --planner; its observations are then derived from the recorded requests. Exits 1 if a
-    forecast differs from the recorded one.
-    """
-    from forebay.cli.replay.planner import run_planner_replay  # noqa: PLC0415
-
-    run_planner_replay(recording=recording, changes=changes, file=file, report=report, json=json)
 
 
 @app.command("verify")

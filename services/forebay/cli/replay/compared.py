@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from forebay.cli.policies.alternative import Alternative
 from forebay.cli.policies.pool_rules import PoolRuleOptions
 from forebay.replay.diff.diff import diff
-from forebay.replay.diff.handover import Handover
 from forebay.replay.diff.other_rules import OtherPoolRules
 from forebay.replay.diff.report import DiffReport
 from forebay.replay.diff.span import Span
@@ -22,15 +21,12 @@ class Compared:
     options: PoolRuleOptions
     rules: OtherPoolRules
 
-    async def report(
-        self, log: Log, partition: int, span: Span, on_progress: OnProgress, handover: Handover | None = None
-    ) -> DiffReport:
+    async def report(self, log: Log, partition: int, span: Span, on_progress: OnProgress) -> DiffReport:
         """Compare a span, and return the report.
 
         Args:
             span: Part of the journal to compare.
             on_progress: Called regularly, as by `forebay.replay.diff.diff.diff`.
-            handover: Filled with the input of a simulator that continues at the fork.
 
         Raises:
             Unusable: An option names an unknown pool.
@@ -39,7 +35,7 @@ class Compared:
         pools = await pools_of(log, partition)
         self.other.require_pools(pools)
         self.options.require_pools(self.rules, pools)
-        report = await diff(log, partition, self.other.of, on_progress, handover, self.other.named, self.rules, span)
+        report = await diff(log, partition, self.other.of, on_progress, self.other.named, self.rules, span)
         report.alternative = f"{self.other} {self.options}".strip()
         report.idle = self.other.idle(pools, report.undone)
         return report

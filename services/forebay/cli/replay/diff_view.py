@@ -1,27 +1,21 @@
 """Terminal output of `forebay replay diff`."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
 
 from forebay.cli.common.terminal import in_markup, results
-from forebay.cli.replay.closed_loop import ClosedLoop
 from forebay.events.decisions import CostTerms
 from forebay.replay.checks import UNVERIFIED
 from forebay.replay.diff.report import DecisionOutcome, DiffReport, WorldSummary
 
 RANKS_SHOWN = 32
 MOST_SHOWN = 10
-SHOWN = ("mean", "p50", "p99")
 NAMES = ("history", "alternative")
-HINT = "To include the effect on caches, use --closed-loop. It simulates both policies from the fork on."
 
 
-def show(report: DiffReport, simulated: ClosedLoop | None) -> None:
-    """Print the comparison on stdout, and the closed-loop simulation if there is one."""
+def show(report: DiffReport) -> None:
+    """Print the comparison on stdout."""
     console = results()
     _print_row(console, "alternative", report.alternative)
     for given in report.idle:
@@ -57,12 +51,6 @@ def show(report: DiffReport, simulated: ClosedLoop | None) -> None:
         console.print(_most(report))
     for note in report.notes:
         _print_row(console, "note", note)
-    if simulated is None and not report.identical:
-        _print_row(console, "", HINT)
-    elif simulated is not None:
-        console.print(_simulated(simulated))
-        for note in simulated.notes:
-            _print_row(console, "note", note)
 
 
 def terms_text(terms: CostTerms) -> str:
@@ -124,41 +112,6 @@ def rows(report: DiffReport) -> list[tuple[str, str, str]]:
         ]
     landed = ["" if side.landed is None else f"{side.landed:.1%}" for side in sides]
     return [*found, row("prompt blocks cached where they were sent", *landed)]
-
-
-def closed_rows(simulated: ClosedLoop) -> list[list[str]]:
-    """Return one row per metric of a closed-loop simulation: its name, then its value in each of the three runs."""
-    runs = list(simulated.runs.values())
-
-    def times(key: str) -> list[str]:
-        return [", ".join(f"{one[key][of]:,.0f}" for of in SHOWN) if one[key] else "-" for one in runs]
-
-    return [
-        ["requests finished", *(f"{one['requests']:,}" for one in runs)],
-        ["rejected or aborted", *(f"{one['failed']:,}" for one in runs)],
-        ["prefix reuse", *(f"{one['prefix_reuse']:.4f}" for one in runs)],
-        ["TTFT, ms: mean, p50, p99", *times("ttft_ms")],
-        ["end to end, ms: mean, p50, p99", *times("e2e_ms")],
-        ["busiest worker over the mean", *(f"{one['load_max_over_mean']:.3f}" for one in runs)],
-        *(_apart_rows(runs) if any("prefilled_remotely" in one for one in runs) else ()),
-    ]
-
-
-def _apart_rows(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return one row per metric of remote prefills: its name, then its value in each run."""
-    moved = [f"{one['prefilled_remotely']:,}, {one['transferred_bytes'] / 1e6:,.3f}" for one in runs]
-    times = [", ".join(f"{one['transfer_ms'][of]:,.2f}" for of in SHOWN) if one["transfer_ms"] else "-" for one in runs]
-    return [["prefilled remotely, MB moved", *moved], ["transfer, ms: mean, p50, p99", *times]]
-
-
-def _simulated(simulated: ClosedLoop) -> Grid:
-    grid = Grid(box=box.SIMPLE, padding=(0, 1), title="Closed loop, from the fork on", title_justify="left")
-    grid.add_column("")
-    for name in simulated.runs:
-        grid.add_column(name, justify="right")
-    for row in closed_rows(simulated):
-        grid.add_row(*row)
-    return grid
 
 
 def _waits(side: WorldSummary) -> str:

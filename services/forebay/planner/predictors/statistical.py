@@ -1,6 +1,6 @@
 """Predictors with models of statsmodels. The module is imported only if one of them is used.
 
-Theory of operation. A forecast depends on nothing but its series, so `forebay replay planner` computes it again. Models
+Theory of operation. A forecast depends on nothing but its series. Models
 are fitted on one thread, because threads of the linear algebra cost more than they save for series of this length.
 Too short series, failed fits and forecasts that are not finite fall back to the last value. Defaults are those of
 Dynamo's predictors (components/src/dynamo/planner/utils/load_predictor.py).

@@ -31,7 +31,6 @@ from forebay.events.decisions import (
 from forebay.events.fleet import WorkerJoined
 from forebay.events.progress import RequestFailed, RequestFinished
 from forebay.replay.diff.counterfactual_world import DISAGG, CounterfactualWorld, Named, PlacementHits, names_nothing
-from forebay.replay.diff.handover import Handover, OperatorEvent
 from forebay.replay.diff.notes import notes
 from forebay.replay.diff.other_rules import RECORDED_RULES, OtherPoolRules
 from forebay.replay.diff.report import DecisionOutcome, DiffReport, Fork, MovedRequest, ProgressOutcome
@@ -79,7 +78,6 @@ class Comparison:
         self,
         walk: Walk,
         alter: Alternative,
-        handover: Handover | None,
         named: Named = names_nothing,
         rules: OtherPoolRules = RECORDED_RULES,
     ) -> None:
@@ -87,7 +85,6 @@ class Comparison:
         self.report = DiffReport(start=walk.start, pools_kept=rules.are_given)
         self._worlds = (walk.world, walk.world)
         self._alter = alter
-        self._handover = handover
         self._altered: dict[str, tuple[PoolConfigured, PoolConfigured]] = {}
         self._tallies = (WorldTally(), WorldTally())
         self._pairs: dict[str, _Pair] = {}
@@ -117,7 +114,6 @@ class Comparison:
         self._begin(walk, self._other.begin_again(walk.world))
 
     def _begin(self, walk: Walk, other: CounterfactualWorld) -> None:
-        handover, forked = self._handover, self.report.fork is not None
         self._outdated = walk.world.counts["stale_progress"]
         self._worlds = (walk.world, walk.world)
         for worker in walk.world.fleet.workers():
@@ -127,8 +123,6 @@ class Comparison:
         self._other = other
         self._worlds = (walk.world, self._other.world)
         self._compare([], self._other.configure(), walk.world.now_us)
-        if handover is not None and self.report.fork is not None:
-            self._hand_over(handover, None, walk.world.now_us, forked=forked)
         self._previous_on_plan = walk.world.on_plan
         walk.world.on_plan = self._on_plan
         walk.followed.on_applied = self._on_applied
@@ -151,8 +145,7 @@ class Comparison:
     def finish(self) -> DiffReport:
         report, keys = self.report, sorted(self._ranks)
         history, other = self._tallies
-        report.overlap, report.pairs = self._sums.overlap(), self._sums.pairs()
-        report.most, report.bin_blocks = self._sums.most(), self._sums.bin_blocks
+        report.overlap, report.most = self._sums.overlap(), self._sums.most()
         undecided = [count + more for count, more in zip(self._undecided, self._waiting(), strict=True)]
         others = [*self._ended, self._other]
         counts, landed = sum((one.counts for one in others), Counter[str]()), PlacementHits()
@@ -200,18 +193,7 @@ class Comparison:
                 self._ranks |= dict.fromkeys((event.spec.worker_id, rank) for rank in event.spec.ranks)
             case _:
                 pass
-        forked = self.report.fork is not None
         self._compare(decided, self._other.apply(topic, event, now_us, accepted=accepted), now_us)
-        if self._handover is not None and self.report.fork is not None:
-            self._hand_over(self._handover, event, now_us, forked=forked)
-            self._handover.observe(event, now_us, decided, accepted=accepted)
-
-    def _hand_over(self, handover: Handover, event: InputEvent | None, now_us: int, *, forked: bool) -> None:
-        """Hand over the states at the fork, and operators' changes after it."""
-        if not forked:
-            handover.begin(*self._worlds, event, now_us)
-        elif isinstance(event, OperatorEvent) and self._other.operator_event is not None:
-            handover.configure((event, self._other.operator_event), now_us)
 
     def _compare(self, decided: Sequence[AnyDecision], others: Sequence[AnyDecision], now_us: int) -> None:
         """Compare the decisions of both worlds at one event."""

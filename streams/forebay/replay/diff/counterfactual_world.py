@@ -20,6 +20,7 @@ from forebay.core.restore import restore
 from forebay.core.routing.counterfactual import Alternative, merge_runtime_settings
 from forebay.core.routing.plan import Plan
 from forebay.core.state.active_request import ActiveRequest
+from forebay.core.state.pool_registry import PoolEvent
 from forebay.core.state.prefix_index import NO_OVERLAP
 from forebay.core.step import CLOCK, AnyDecision, InputEvent, claim, open_run, step
 from forebay.core.world import World
@@ -44,9 +45,9 @@ from forebay.events.progress import (
     TransferFailed,
 )
 from forebay.events.transfer import LEASE_US_MAX, Prefilled
-from forebay.replay.diff.handover import OperatorEvent
 from forebay.replay.diff.other_rules import RECORDED_RULES, OtherPoolRules
 
+OperatorEvent = PoolConfigured | PoolEvent | BusyThresholdsSet | DisaggregationSet | PolicySet
 Named = Callable[
     [PoolConfigured], Set[str]
 ]  # router fields of a pool that the alternative names, such as `disagg.policy`
@@ -68,7 +69,6 @@ class CounterfactualWorld:
         plans: routing decisions of this world at the last event, by request ID.
         counts: number of progress events that history accepted, by field of `report.ProgressOutcome`.
         landed: share of prompt blocks that were cached on the selected rank when the requests ended.
-        operator_event: the last configuration change by an operator, as applied here; None before the first change.
         undone: fields that `named` returned and that an operator changed during the recording.
     """
 
@@ -89,7 +89,6 @@ class CounterfactualWorld:
         self.plans: dict[str, Plan] = {}
         self.counts: Counter[str] = Counter()
         self.landed = PlacementHits()
-        self.operator_event: OperatorEvent | None = None
         self.undone: set[str] = set()
         self._alter = alter
         self._named = named
@@ -156,15 +155,15 @@ class CounterfactualWorld:
         match event:
             case PoolConfigured():
                 self._recorded[event.pool] = event
-                self.operator_event = event = self._alter(event)
+                event = self._alter(event)
             case BusyThresholdsSet():
-                self.operator_event = event = self._set_busy(event)
+                event = self._set_busy(event)
             case DisaggregationSet():
-                self.operator_event = event = self._set_disagg(event)
+                event = self._set_disagg(event)
             case PolicySet():
-                self.operator_event = event = self._set_policy(event)
+                event = self._set_policy(event)
             case PoolRoutingConfigured() | PoolCanarySet() | PoolDrainSet():
-                self.operator_event = event = self._rules.of(event)
+                event = self._rules.of(event)
             case ProgressEvent():
                 return self._progress(topic, event if accepted else None, now_us)
             case _:

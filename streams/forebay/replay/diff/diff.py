@@ -8,7 +8,6 @@ from forebay.core.routing.counterfactual import Alternative
 from forebay.core.step import AnyDecision
 from forebay.replay.diff.comparison import Comparison
 from forebay.replay.diff.counterfactual_world import Named, names_nothing
-from forebay.replay.diff.handover import Handover
 from forebay.replay.diff.notes import notes
 from forebay.replay.diff.other_rules import RECORDED_RULES, OtherPoolRules
 from forebay.replay.diff.report import DiffReport
@@ -24,7 +23,6 @@ async def diff(
     partition: int,
     alter: Alternative,
     progress: OnProgress | None = None,
-    handover: Handover | None = None,
     named: Named = names_nothing,
     rules: OtherPoolRules = RECORDED_RULES,
     span: Span | None = None,
@@ -35,7 +33,6 @@ async def diff(
         alter: returns the changed configuration of a pool.
         progress: called regularly with the offset after the last journal record done, the offset at which the
             comparison ends, and the number of compared decisions.
-        handover: filled with the input for a simulator that continues at the fork.
         named: returns the `router.disagg` fields that take precedence over an operator's change, even if `alter` leaves
             them unchanged.
         rules: rules for the choice of pools that replace those of history.
@@ -57,7 +54,7 @@ async def diff(
         return report
     walk = Walk(log, partition, begin, span.end)
     trail = DivergenceTrail(walk)
-    comparison = Comparison(walk, alter, handover, named, rules)
+    comparison = Comparison(walk, alter, named, rules)
     report = comparison.report
     report.left_out = list(span.left_out)
     await _compare(log, partition, comparison, walk, trail, progress)

@@ -102,16 +102,6 @@ class OverlapChange(msgspec.Struct, kw_only=True):
     later_won: int = 0
 
 
-class WaitBucket(msgspec.Struct, frozen=True, kw_only=True):
-    """Number of requests that waited in the queue for at most `below_ms` milliseconds but more than half of `below_ms`.
-
-    The bucket with 1 ms also counts all shorter waits.
-    """
-
-    below_ms: int
-    requests: int
-
-
 class WorldSummary(msgspec.Struct, kw_only=True):
     """Decisions and totals of one world, history's or the alternative's.
 
@@ -127,7 +117,6 @@ class WorldSummary(msgspec.Struct, kw_only=True):
         overlap: overlap in blocks, summed over all attempts.
         max_over_mean: prompt tokens to compute on the busiest rank, divided by the mean over all ranks.
         wait_ms: queueing time of held requests until they were sent, in milliseconds: mean, p50, p90, p99, max.
-        waits: the same queueing times as a histogram with powers of two as bounds.
         landed: share of prompt blocks that the selected rank had cached when the request ended, according to the prefix
             index. Close to 1 if the recorded caches match the decisions of this world. None if no block was counted.
     """
@@ -146,7 +135,6 @@ class WorldSummary(msgspec.Struct, kw_only=True):
     overlap: TierBlocks = msgspec.field(default_factory=TierBlocks)
     max_over_mean: float = 0.0
     wait_ms: dict[str, float] = {}
-    waits: list[WaitBucket] = []
     landed: float | None = None
 
 
@@ -225,17 +213,6 @@ class Interval(msgspec.Struct, kw_only=True):
     other_held: int = 0
 
 
-class OverlapPair(msgspec.Struct, frozen=True, kw_only=True):
-    """Number of compared requests whose overlaps in history and in the alternative are in these bins.
-
-    `history` and `alternative` are the lower bounds of the bins, in blocks.
-    """
-
-    history: int
-    alternative: int
-    requests: int
-
-
 class ProgressOutcome(msgspec.Struct, kw_only=True):
     """Number of progress events that history accepted, by how the alternative world handled them.
 
@@ -300,8 +277,6 @@ class DiffReport(msgspec.Struct, kw_only=True):
         most: the moved requests with the largest change of overlap.
         series: totals of history and of the alternative per time interval.
         interval_s: length of an interval of `series`, in seconds.
-        pairs: number of requests per combination of overlaps in history and in the alternative.
-        bin_blocks: width of the bins of `pairs`, in blocks.
         progress: how the alternative handled history's progress events.
         booked: changed fields that determine how much load a request adds to its rank. `moved.evaluated` shows their
             effect only in part, because the load in history's state was added under history's configuration.
@@ -340,8 +315,6 @@ class DiffReport(msgspec.Struct, kw_only=True):
     most: list[MovedRequest] = []
     series: list[Interval] = []
     interval_s: float = 0.0
-    pairs: list[OverlapPair] = []
-    bin_blocks: int = 1
     progress: ProgressOutcome = msgspec.field(default_factory=ProgressOutcome)
     booked: list[str] = []
     stages_kept: bool = False

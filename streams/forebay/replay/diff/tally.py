@@ -15,17 +15,14 @@ from forebay.replay.diff.report import (
     Interval,
     MovedRequest,
     OverlapChange,
-    OverlapPair,
     RankComparison,
     RankRouting,
     TierBlocks,
-    WaitBucket,
     WorldSummary,
 )
 
 INTERVALS_MAX = 120  # points that a chart can resolve
 INTERVAL_FIRST_US = 10_000
-PAIRS_MAX = 2_048  # marks of a scatter plot
 MOST = 20  # moved requests in the report
 
 
@@ -85,7 +82,6 @@ class WorldTally:
             max_over_mean=max_over_mean([self.ranks[key].computed_tokens if key in self.ranks else 0 for key in keys])
             or 0.0,
             wait_ms=_distribution(self.waits_us),
-            waits=_bins(self.waits_us),
             landed=landed,
         )
 
@@ -177,8 +173,6 @@ class PairTally:
         self.lost = TierBlocks()
         self.later = 0
         self.later_won = 0
-        self.bin_blocks = 1
-        self._pairs: Counter[tuple[int, int]] = Counter()
         self._most: list[tuple[int, int, MovedRequest]] = []
         self._seen = 0
 
@@ -191,13 +185,6 @@ class PairTally:
             gain = getattr(other, f"{tier}_overlap") - getattr(history, f"{tier}_overlap")
             into = self.won if gain > 0 else self.lost
             setattr(into, tier, getattr(into, tier) + abs(gain))
-        self._pairs[blocks_of(history) // self.bin_blocks, blocks_of(other) // self.bin_blocks] += 1
-        while len(self._pairs) > PAIRS_MAX:
-            self.bin_blocks *= 2
-            wider: Counter[tuple[int, int]] = Counter()
-            for (x, y), count in self._pairs.items():
-                wider[x // 2, y // 2] += count
-            self._pairs = wider
 
     def move(self, moved: MovedRequest) -> None:
         """Add a request that the worlds sent to different ranks."""
@@ -210,14 +197,6 @@ class PairTally:
 
     def overlap(self) -> OverlapChange:
         return OverlapChange(won=self.won, lost=self.lost, later=self.later, later_won=self.later_won)
-
-    def pairs(self) -> list[OverlapPair]:
-        """Return the number of requests per pair of overlaps, in bins of `bin_blocks`."""
-        wide = self.bin_blocks
-        return [
-            OverlapPair(history=x * wide, alternative=y * wide, requests=count)
-            for (x, y), count in sorted(self._pairs.items())
-        ]
 
     def most(self) -> list[MovedRequest]:
         """Return the moved requests with the largest change of overlap, largest first, then in order of arrival."""
@@ -261,8 +240,3 @@ def _distribution(waits_us: "array[int]") -> dict[str, float]:
     shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
     found = {name: ordered[round(last * share)] / 1e3 for name, share in shares.items()}
     return {"mean": sum(ordered) / len(ordered) / 1e3, **found}
-
-
-def _bins(waits_us: "array[int]") -> list[WaitBucket]:
-    counts = Counter((-(-waited_us // 1_000) - 1).bit_length() if waited_us > 1_000 else 0 for waited_us in waits_us)
-    return [WaitBucket(below_ms=1 << power, requests=count) for power, count in sorted(counts.items())]
