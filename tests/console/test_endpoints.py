@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 
 from forebay.replay.at_time import seek_record, seek_time
-from forebay.replay.explain.counterfactuals import counterfactuals
 from forebay.replay.explain.explain import explain
+from forebay.replay.explain.selection_changes import counterfactuals
 from forebay.replay.status import read_status
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.logs import invoke
