@@ -10,11 +10,10 @@ from rich.console import Console
 from forebay.cli.replay.at_view import facts_table
 from forebay.core.world import World
 from forebay.events.base import pack_u64
-from forebay.events.kv import StoreBlocksAdded, StoreBlocksRemoved
+from forebay.events.kv import StoreBlocksAdded
 from forebay.events.metrics import TierCost, TierCosts, TierCostsMeasured
 from forebay.events.progress import FirstTokenEmitted, OnboardedTokens, PrefillFinished, RequestFinished
 from forebay.replay.at import seek
-from forebay.replay.explain.event_text import describe_event
 from forebay.replay.explain.token_sources import saved_us, tokens_by_source
 from tests.core.worlds import BLOCK, PROMPTS, joined, pool, prefilled_by, request
 from tests.replay.disagg_explained import disaggregated
@@ -130,20 +129,6 @@ def test_reports_that_do_not_add_up_give_no_negative_counts() -> None:
     assert tokens_by_source(odd, None, None) == {"host": 8, "store": 12}
     assert tokens_by_source(EVENT, 3, None) == {"computed": 3}
     assert saved_us(World(), "a", 0, LOADS) is None, "the worker left the fleet"
-
-
-def test_events_of_tiers_are_described() -> None:
-    fields: dict[str, Any] = {"store": "s", "worker_id": "a", "sequence_hashes": pack_u64([1, 2])}
-    assert describe_event(StoreBlocksAdded(**fields)) == "the shared store s has 2 blocks, from a"
-    assert describe_event(StoreBlocksRemoved(**fields)) == "the shared store s lost 2 blocks, from a"
-    assert describe_event(StoreBlocksRemoved(**fields, stale=True)) == "the shared store s lacks 2 blocks, from a"
-    pinned = msgspec.structs.replace(request("r", PROMPTS[0]), kv_pin_s=60)
-    assert describe_event(pinned) == "r: 34 tokens, 8 blocks, KV pinned for 60 s"
-    event = TierCostsMeasured(worker_id="a", worker_epoch=0, costs=COSTS)
-    assert describe_event(event) == "a/0: 2000 µs to compute a block; µs to load, and per block: store 100 + 50"
-    assert describe_event(TierCostsMeasured(worker_id="a", worker_epoch=0, costs=TierCosts(prefill_block_us=0.0))) == (
-        "a/0: 0 µs to compute a block; µs to load, and per block: none"
-    )
 
 
 async def test_a_moment_has_stores_and_measured_costs() -> None:

@@ -15,9 +15,9 @@ from forebay.cli.common.terminal import bar, counted, in_markup, results
 from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import CostTerms
 from forebay.replay.checks import UNKNOWN_EVENTS, UNVERIFIED
-from forebay.replay.explain.event_text import EventSummary
 from forebay.replay.verify.cost_tables import CostTableRow, CostTables
 from forebay.replay.verify.divergence import DivergenceReport
+from forebay.replay.verify.suspects import EventSummary
 from forebay.replay.verify.verify import OnProgress, VerifyReport
 from forebay.transport.history.release import rules_text
 

@@ -51,7 +51,6 @@ from forebay.events.requests import RequestCancelled, RequestSubmitted, RouteQue
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS, REQUESTS
 from forebay.events.transfer import Prefilled
 from forebay.replay.explain.choices import routing_of
-from forebay.replay.explain.event_text import event_tag
 from forebay.replay.explain.explanation import (
     Ending,
     ExcludedRank,
@@ -379,7 +378,9 @@ class Timeline:
                 self._observe_stage_end(offset, event, name, now_us)
             case _:  # an event without an entry of its own
                 text = f"{name} {event.SUMMARY.format(event)}"
-                self._add_entry(event_tag(event).rpartition(".")[2], text, now_us, PROGRESS.name, offset)
+                self._add_entry(
+                    str(type(event).__struct_config__.tag).rpartition(".")[2], text, now_us, PROGRESS.name, offset
+                )
 
     def _observe_stage_end(
         self,

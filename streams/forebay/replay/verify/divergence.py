@@ -12,12 +12,11 @@ import msgspec
 
 from forebay.core.rederive import Divergence
 from forebay.core.routing.plan import Plan
-from forebay.core.step import CLOCK, InputEvent
+from forebay.core.step import CLOCK
 from forebay.events.decisions import Advanced, JournalRecord, OwnerClaimed, RequestRouted, RouteAnswered
 from forebay.events.topics import INPUTS
-from forebay.replay.explain.event_text import EventSummary, describe_event, event_tag
 from forebay.replay.verify.cost_tables import CostTables, digest_of, tables
-from forebay.replay.verify.suspects import Suspicion, suspicion_of
+from forebay.replay.verify.suspects import EventSummary, Suspicion, summarize, suspicion_of
 from forebay.replay.walk import Step, Walk
 from forebay.transport.base import Log
 
@@ -154,7 +153,7 @@ class DivergenceTrail:
             count += len(events)
             first = max(0, len(events) - EVENTS_SHOWN)
             for at, event in enumerate(events[first:], offsets[run.topic] + start + first):
-                last.append(_summarize_event(run.topic, at, event, run.now_us))
+                last.append(summarize(run.topic, at, event, run.now_us))
         return list(last), count
 
     def _since(self) -> dict[str, tuple[int, int]]:
@@ -184,10 +183,6 @@ def _number_text(seq: int, before: int) -> str:
     missing = seq - before - 1  # a lower seq repeats an earlier record, which is skipped
     text = f"its seq is {seq}, that of the previous record is {before}"
     return f"{text}: {missing} records in between are missing or were moved"
-
-
-def _summarize_event(topic: str, offset: int, event: InputEvent | None, now_us: int) -> EventSummary:
-    return EventSummary(topic=topic, offset=offset, type=event_tag(event), text=describe_event(event), now_us=now_us)
 
 
 def _plain(record: JournalRecord) -> dict[str, Any]:

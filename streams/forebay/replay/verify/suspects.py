@@ -4,26 +4,44 @@ Only events after the last matching digest are examined, and at most the newest 
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
 from forebay.core.step import InputEvent
-from forebay.events.base import array_u64
+from forebay.events.base import U64_BYTES, array_u64
 from forebay.events.decisions import Advanced, CostTerms, JournalRecord
 from forebay.events.kv import BlocksRemoved, BlocksStored, KvEvent, StoreKvEvent
+from forebay.events.progress import ProgressEvent
 from forebay.events.topics import CONTROL, FLEET, KV_EVENTS, PROGRESS, Topic
-from forebay.replay.explain.event_text import EventSummary, describe_event, event_tag
 from forebay.replay.verify.cost_tables import CostTableRow, CostTables
 from forebay.transport.base import Log
 from forebay.transport.history.reader import decode_or_none, records_of
+from forebay.transport.readable import HEX_FIELDS
 
 LIKELY_SHOWN, SHOWN = 15, 20  # events about the prompt's blocks, and all events
 SCANNED_MAX = 100_000  # records per topic; a digest is journaled at least every thousand decisions
 OVERLAP_TERMS = frozenset({"device_overlap", "host_overlap", "disk_overlap", "store_overlap"})
 LOAD_TERMS = frozenset({"prefill_blocks", "decode_blocks", "active_requests"})
+OMITTED = frozenset({"at_us", "token_ids", "nonce", "reply_slot", "reply_from"})  # fields that change no decision
+
+
+class EventSummary(msgspec.Struct, kw_only=True):
+    """One input event in a report.
+
+    Attributes:
+        offset: offset of the event; None for a clock tick, which is not on a topic.
+        type: wire tag of the event; `undecodable` for a record that did not decode.
+        now_us: the owner's clock when the event was applied, in microseconds; None if unknown.
+    """
+
+    topic: str
+    offset: int | None
+    type: str
+    text: str
+    now_us: int | None = None
 
 
 class Suspicion(msgspec.Struct, kw_only=True):
@@ -79,11 +97,44 @@ async def suspicion_of(
             if wanted.admits(event):
                 count += 1
                 of_prompt = _of_prompt(event, blocks)
-                text = describe_event(event) + (f"; {of_prompt} of this prompt" if of_prompt else "")
-                summary = EventSummary(topic=topic.name, offset=record.offset, type=event_tag(event), text=text)
+                summary = summarize(topic.name, record.offset, event)
+                summary.text += f"; {of_prompt} of this prompt" if of_prompt else ""
                 (likely if of_prompt else others).append(summary)
     shown = list(others)[-(SHOWN - len(likely)) :]
     return Suspicion(why=wanted.why, likely=list(likely), others=shown, more=count - len(likely) - len(shown))
+
+
+def summarize(topic: str, offset: int, event: InputEvent | None, now_us: int | None = None) -> EventSummary:
+    """Return an event with its fields that are not at their defaults."""
+    if event is None:
+        tag, text = "undecodable", "a record that did not decode and had no effect"
+    else:
+        tag, text = str(type(event).__struct_config__.tag), ", ".join(_changed_fields(event))
+    if isinstance(event, ProgressEvent):
+        text = f"{event.request_id}, attempt {event.attempt}: {event.SUMMARY.format(event)} at {event.worker_id}"
+    return EventSummary(topic=topic, offset=offset, type=tag, text=text, now_us=now_us)
+
+
+def _changed_fields(struct: msgspec.Struct) -> Iterator[str]:
+    for field in msgspec.structs.fields(struct):
+        value = getattr(struct, field.name)
+        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        if value != default and field.name not in OMITTED:
+            is_hash = field.name in HEX_FIELDS and isinstance(value, int)
+            yield f"{field.name} {f'{value:016x}' if is_hash else _value(value)}"
+
+
+def _value(value: object) -> str:
+    match value:
+        case bytes():
+            count, rest = divmod(len(value), U64_BYTES)
+            return f"{len(value)} bytes" if rest else f"of {count} block{'' if count == 1 else 's'}"
+        case msgspec.Struct():
+            return f"({', '.join(_changed_fields(value))})"
+        case tuple():
+            return f"[{', '.join(map(_value, value))}]"
+        case _:
+            return str(value)
 
 
 def _wanted(
