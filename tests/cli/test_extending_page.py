@@ -33,7 +33,7 @@ def test_a_named_file_exists(path: str) -> None:
     [
         "forebay.core.routing.policies.BUILT_IN",
         "forebay.replay.explain.explanation.SelectionReason",
-        "forebay.replay.explain.choices.BY_LOAD_OR_TURN",
+        "forebay.replay.explain.decisions.BY_LOAD_OR_TURN",
         "forebay.cli.simulate.sweep_axes.BLIND_MODES",
         "forebay.simulate.rank.needs_reports",
         "forebay.cli.processes.engine_options.ADAPTERS",

@@ -16,7 +16,7 @@ from forebay.events.progress import (
     TransferFailed,
 )
 from forebay.replay.explain.timeline import Timeline
-from forebay.replay.explain.timeline_parts import place_text
+from forebay.replay.explain.wording import place_text
 from forebay.replay.moment import pools_of, requests_of
 from tests.core.worlds import LEASE_US, PROMPTS, joined, prefill_pool, query, request
 from tests.replay.disagg_explained import disaggregated, lose, report_progress

@@ -14,7 +14,7 @@ from forebay.events.kv import StoreBlocksAdded
 from forebay.events.metrics import TierCost, TierCosts, TierCostsMeasured
 from forebay.events.progress import FirstTokenEmitted, OnboardedTokens, PrefillFinished, RequestFinished
 from forebay.replay.at import seek
-from forebay.replay.explain.token_sources import saved_us, tokens_by_source
+from forebay.replay.explain.timeline import saved_us, tokens_by_source
 from tests.core.worlds import BLOCK, PROMPTS, joined, pool, prefilled_by, request
 from tests.replay.disagg_explained import disaggregated
 from tests.replay.recorder import Recorder, report_progress, stored

@@ -19,8 +19,8 @@ from forebay.replay.explain.explanation import (
     Routing,
     Submission,
     TimelineEntry,
+    TokenSource,
 )
-from forebay.replay.explain.token_sources import TokenSource
 from forebay.transport.history.release import rules_text
 from forebay.transport.recording.manifest import utc
 

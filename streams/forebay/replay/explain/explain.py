@@ -20,7 +20,7 @@ from forebay.events.fleet import WorkerFact
 from forebay.events.progress import ProgressEvent
 from forebay.events.requests import RequestCancelled, RouteQueried
 from forebay.events.topics import DECISIONS, FLEET, INPUTS, PROGRESS, REQUESTS, Topic
-from forebay.replay.explain.explanation import Explanation, RecordedSpan, TimelineEntry
+from forebay.replay.explain.explanation import Explanation, RecordedSpan, SubmissionEvent, TimelineEntry
 from forebay.replay.explain.find import (
     Mentions,
     OnProgress,
@@ -29,9 +29,7 @@ from forebay.replay.explain.find import (
     find,
     find_unapplied_submission,
 )
-from forebay.replay.explain.span_timeline import SpanTimeline
-from forebay.replay.explain.timeline import Timeline
-from forebay.replay.explain.timeline_parts import SubmissionEvent, submission_of_event
+from forebay.replay.explain.timeline import Timeline, submission_of
 from forebay.replay.recorded import RecordedSteps
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.walk import LogStates, Start, States, Walk, oldest
@@ -115,7 +113,7 @@ class _Derived:
     """
 
     def __init__(self, log: Log, partition: int, found: RequestLocation, end: int, progress: OnProgress | None) -> None:
-        self.timeline = SpanTimeline(found.request_id, World())
+        self.timeline = Timeline(found.request_id, World())
         self.divergence: DivergenceReport | None = None
         self.recorded: list[RecordedSpan] = []
         self.unverified: dict[str, int] = {}
@@ -136,7 +134,7 @@ class _Derived:
             steps = await RecordedSteps.before(log, partition, first)
         else:
             self.begin = start.offset
-            self.timeline = SpanTimeline(self._found.request_id, start.world)
+            self.timeline = Timeline(self._found.request_id, start.world)
             walk = await self._derive(start)
             if walk is None:
                 return
@@ -239,12 +237,7 @@ def _not_applied(end: int, offset: int, event: SubmissionEvent) -> Explanation:
         earlier_uses=0,
         derived_from=end,
         derived_to=end,
-        submitted=submission_of_event(event, offset, None),
-        held=None,
-        routings=(),
-        first_token=None,
-        output_tokens=None,
-        ending=None,
+        submitted=submission_of(event, offset, None),
         timeline=(moment,),
     )
 

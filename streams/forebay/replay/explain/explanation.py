@@ -13,9 +13,11 @@ from forebay.core.ttft_parts import Part
 from forebay.events.kv import LowerTier
 from forebay.events.pools import PoolChoice
 from forebay.events.prefill import PrefillPlace
-from forebay.replay.explain.token_sources import TokenSource
+from forebay.events.requests import RequestSubmitted, RouteQueried
 from forebay.replay.verify.divergence import DivergenceReport
 
+TokenSource = Literal["device", "host", "disk", "store", "transferred", "computed"]
+SubmissionEvent = RequestSubmitted | RouteQueried
 Kind = Literal["request", "query"]
 State = Literal[
     "submitted",  # not applied by an owner yet
@@ -87,18 +89,18 @@ class Submission(ExplanationPart, frozen=True, kw_only=True):
     """
 
     offset: int
-    now_us: int | None
-    wall_us: int
+    now_us: int | None = None
+    wall_us: int = 0
     model: str
     lora_name: str
     prompt_tokens: int
     full_blocks: int
-    max_tokens: int | None
-    timeout_us: int | None
+    max_tokens: int | None = None
+    timeout_us: int | None = None
     due_us: int | None
     tie_seed: str
     hints: dict[str, Any]
-    anonymised: bool
+    anonymised: bool = False
 
 
 class QueueWait(ExplanationPart, frozen=True, kw_only=True):
@@ -372,15 +374,15 @@ class Explanation(ExplanationPart, frozen=True, kw_only=True):
     request_id: str
     kind: Kind
     state: State
-    earlier_uses: int | None
-    derived_from: int
-    derived_to: int
+    earlier_uses: int | None = None
+    derived_from: int = 0
+    derived_to: int = 0
     submitted: Submission | None
-    held: QueueWait | None
-    routings: tuple[Routing, ...]
-    first_token: FirstTokenTiming | None
-    output_tokens: int | None
-    ending: Ending | None
+    held: QueueWait | None = None
+    routings: tuple[Routing, ...] = ()
+    first_token: FirstTokenTiming | None = None
+    output_tokens: int | None = None
+    ending: Ending | None = None
     timeline: tuple[TimelineEntry, ...]
     others: tuple[str, ...] | None = None
     pools: tuple[PoolChoice, ...] = ()

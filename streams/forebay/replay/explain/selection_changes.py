@@ -25,8 +25,8 @@ from forebay.core.world import World
 from forebay.events.control import RouterConfig
 from forebay.events.decisions import RequestRouted, RouteAnswered
 from forebay.replay.at import JournalDiverged
+from forebay.replay.explain.decisions import name_of
 from forebay.replay.explain.find import UnknownRequest, find
-from forebay.replay.explain.reasons import name_of
 from forebay.replay.moment import Fact
 from forebay.replay.walk import Start, Walk, before
 from forebay.transport.base import Log

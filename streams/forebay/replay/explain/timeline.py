@@ -2,12 +2,13 @@
 
 Several requests may use the same ID, one after the other. A use begins with the first decision about a submission.
 Progress events count only if they are from the request's current attempt and worker epoch, as in
-`forebay.core.state.requests`.
+`forebay.core.state.requests`. Decisions of owners with other rules are shown as the journal records them, because only
+a program with these rules can derive the reasons.
 """
 
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -19,6 +20,7 @@ from forebay.core.state.transitions import REPORTED, TRANSITIONS
 from forebay.core.step import CLOCK
 from forebay.core.ttft_parts import Part, TimeByPart
 from forebay.core.world import World
+from forebay.events.base import U64_BYTES, hex_digest
 from forebay.events.decisions import (
     ConsumedRun,
     JournalRecord,
@@ -33,12 +35,10 @@ from forebay.events.decisions import (
 from forebay.events.fleet import OwnershipAnnounced, WorkerFact, WorkerLost
 from forebay.events.pools import PoolChoice
 from forebay.events.progress import (
-    AttemptRejected,
-    EncodeFailed,
     EncodeFinished,
     FirstTokenEmitted,
+    OnboardedTokens,
     OutputGrown,
-    PrefillFailed,
     PrefillFinished,
     ProgressEvent,
     RequestFailed,
@@ -50,7 +50,7 @@ from forebay.events.progress import (
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RouteQueried
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS, REQUESTS
 from forebay.events.transfer import Prefilled
-from forebay.replay.explain.choices import routing_of
+from forebay.replay.explain.decisions import excluded_ranks, queue_wait_of, routing_of
 from forebay.replay.explain.explanation import (
     Ending,
     ExcludedRank,
@@ -60,25 +60,24 @@ from forebay.replay.explain.explanation import (
     Routing,
     State,
     Submission,
+    SubmissionEvent,
     TimelineEntry,
+    TokenSource,
 )
 from forebay.replay.explain.find import RequestRecord, starts_use
-from forebay.replay.explain.timeline_parts import (
-    SubmissionEvent,
+from forebay.replay.explain.wording import (
     choice_text,
-    excluded_ranks,
-    first_token_of,
+    end_text,
     first_token_text,
     held_text,
-    prefilled_text,
-    queue_wait_of,
+    progress_text,
+    recorded_text,
     released_text,
     routed_text,
-    submission_of_event,
-    submission_of_state,
     takeover_text,
     worker_text,
 )
+from forebay.replay.recorded import RecordedStep
 from forebay.replay.walk import Step
 
 STATE_AT: dict[str, State] = {"encode": "encode", "prefill": "remote_prefill", "decode": "transfer"}
@@ -87,6 +86,14 @@ PHASES = frozenset(Phase)
 TIMELINE_TOPICS = (REQUESTS.name, PROGRESS.name, FLEET.name)  # topics with events that may be about a request
 
 TimelineEvent = ProgressEvent | WorkerFact | RequestCancelled
+
+
+class _Place(NamedTuple):
+    """Where an entry is on the log, and the owner's clock; None if no owner has applied it yet."""
+
+    topic: str
+    offset: int
+    now_us: int | None
 
 
 class Timeline:
@@ -101,7 +108,8 @@ class Timeline:
         self._world = world
         self._now_us = world.now_us
         self._owner_epoch = world.fleet.owner_epoch
-        self._choices: deque[Routing] = deque()
+        self._decided_by = ""  # names the rules of the owner of a recorded step
+        self._plans: deque[Routing] = deque()
         self._submission_event: tuple[SubmissionEvent, int] | None = None
         self._clear(None, world.now_us)
         request = world.requests.get(request_id)
@@ -120,7 +128,7 @@ class Timeline:
     def on_plan(self, plan: Plan) -> None:
         """Keep a derived routing decision if it is about this request."""
         if plan.request.request_id == self.request_id:
-            self._choices.append(routing_of(self._world, plan))
+            self._plans.append(routing_of(self._world, plan))
 
     def apply(self, step: Step, offsets: Mapping[str, int]) -> None:
         """Apply one step: first its input events, then its decision.
@@ -128,45 +136,31 @@ class Timeline:
         Args:
             offsets: offset of the first input event of the step, by topic.
         """
-        self._apply_events(step.record.consumed, step.events, offsets)
-        self._apply_record(step.offset, step.record)
+        self._apply(step.offset, step.record, step.record.consumed, step.events, offsets)
 
-    def _apply_events(
-        self, consumed: tuple[ConsumedRun, ...], events: RecordedEvents, begins: Mapping[str, int]
-    ) -> None:
-        taken = dict.fromkeys(events, 0)
-        for run in consumed:
-            self._flush()
-            self._now_us = run.now_us
-            if run.topic == CLOCK:
-                continue
-            begin = taken[run.topic]
-            taken[run.topic] += run.count
-            if run.topic in TIMELINE_TOPICS:
-                some = events[run.topic][begin : begin + run.count]
-                for offset, event in enumerate(some, begins[run.topic] + begin):
-                    self._consume(run.topic, offset, event)
+    def apply_recorded(self, step: RecordedStep, decided_by: str) -> None:
+        """Apply a record of an owner with other rules, as the journal contains it. `decided_by` names the rules."""
+        self._decided_by = decided_by
+        self._apply(step.offset, step.record, step.consumed, step.events, step.begins)
+        self._decided_by = ""
 
-    def _apply_record(self, offset: int, record: JournalRecord) -> None:
-        if isinstance(record, RequestRecord) and record.request_id == self.request_id:
-            self._decide(offset, record)
-        elif isinstance(record, OwnerClaimed) and self.begun and not self.over:
-            self._add_entry("owner_claimed", takeover_text(record), self._now_us, DECISIONS.name, offset)
-        self._flush()
+    def continue_in(self, world: World) -> None:
+        """Continue with derived steps in the world of a walk. The caller registers `on_plan`."""
+        self._world = world
 
     def observe(self, topic: str, offset: int, event: TimelineEvent, now_us: int | None) -> None:
         """Add an event that may be about the request; `now_us` is None if no owner has applied the event yet."""
+        place = _Place(topic, offset, now_us)
         if not self.begun:
             return
         if isinstance(event, WorkerFact):
-            self._observe_worker(offset, event, now_us)
+            self._observe_worker(event, place)
         elif event.request_id != self.request_id:
             return
         elif isinstance(event, RequestCancelled):
-            text = f"cancellation requested: {event.reason}"
-            self._add_entry("cancel_requested", text, now_us, topic, offset, counted=not self.over)
+            self._add("cancel_requested", f"cancellation requested: {event.reason}", place, counted=not self.over)
         elif isinstance(event, RequestProgress):
-            self._observe_progress(offset, event, now_us)
+            self._observe_progress(event, place)
 
     def explanation(self, *, diverged: bool) -> Explanation:
         """Return the explanation. The caller fills in the fields that depend on the search and on the walk.
@@ -178,16 +172,13 @@ class Timeline:
             request_id=self.request_id,
             kind="query" if isinstance(self._event, RouteQueried) else "request",
             state="unknown" if self._state is None or (diverged and not self.over) else self._state,
-            earlier_uses=None,
-            derived_from=0,
-            derived_to=0,
             submitted=self._submission,
             held=self._held,
             routings=tuple(self._routings),
             first_token=self._first_token,
             output_tokens=self._output_tokens,
             ending=self._ending,
-            timeline=tuple(self._moments),
+            timeline=tuple(self._entries),
             pools=self._pools,
         )
 
@@ -202,7 +193,7 @@ class Timeline:
         self._first_token: FirstTokenTiming | None = None
         self._output_tokens: int | None = None
         self._ending: Ending | None = None
-        self._moments: list[TimelineEntry] = []
+        self._entries: list[TimelineEntry] = []
         self._times: TimeByPart | None = None  # None if the beginning is missing
         self._on: tuple[int, str, int] = (0, "", 0)  # attempt, worker ID, worker epoch
         self._stage = "aggregated"
@@ -212,16 +203,52 @@ class Timeline:
 
     def _begin_in_flight(self, request: ActiveRequest) -> None:
         """Start with a request that is already active where the walk begins."""
-        self._state = _state(request.phase)
+        self._state = next(state for state in get_args(State) if state == request.phase)
         self._stage, self._embedded = request.stage, request.encoded is not None
-        kept = request.prefilled
+        self._kept = kept = request.prefilled
         self._kept_by = None if kept is None else (kept.worker_id, kept.worker_epoch)
-        self._kept = kept
         self._on = request.stage_attempt, request.worker_id, request.worker_epoch
-        self._submission = submission_of_state(request, self._world.pools[request.submitted.pool].model)
+        submitted = request.submitted
+        self._submission = Submission(
+            offset=submitted.offset,
+            model=self._world.pools[submitted.pool].model,
+            lora_name=submitted.lora_name,
+            prompt_tokens=submitted.prompt_tokens,
+            full_blocks=len(submitted.blocks),
+            due_us=submitted.due_us,
+            tie_seed=hex_digest(submitted.tie_seed),
+            hints=msgspec.to_builtins(submitted.hints),
+        )
         where = f", attempt {request.stage_attempt} on {request.worker_id}" if request.on_worker else ""
         text = f"already active ({request.phase}{where}); this log does not hold earlier events"
-        self._add_entry("taken_up", text, self._zero_us, REQUESTS.name, request.submitted.offset)
+        self._add("taken_up", text, _Place(REQUESTS.name, submitted.offset, self._zero_us))
+
+    def _apply(
+        self,
+        offset: int,
+        record: JournalRecord | None,
+        consumed: Sequence[ConsumedRun],
+        events: RecordedEvents,
+        begins: Mapping[str, int],
+    ) -> None:
+        taken = dict.fromkeys(events, 0)
+        for run in consumed:
+            self._flush()
+            self._now_us = run.now_us
+            if run.topic == CLOCK:
+                continue
+            begin = taken[run.topic]
+            taken[run.topic] += run.count
+            if run.topic in TIMELINE_TOPICS:
+                some = events[run.topic][begin : begin + run.count]
+                for at, event in enumerate(some, begins[run.topic] + begin):
+                    self._consume(run.topic, at, event)
+        place = _Place(DECISIONS.name, offset, self._now_us)
+        if isinstance(record, RequestRecord) and record.request_id == self.request_id:
+            self._decide(record, place)
+        elif isinstance(record, OwnerClaimed) and self.begun and not self.over:
+            self._add("owner_claimed", takeover_text(record), place)
+        self._flush()
 
     def _consume(self, topic: str, offset: int, event: Any) -> None:
         self._flush()
@@ -237,38 +264,45 @@ class Timeline:
     def _flush(self) -> None:
         """Record a repeated submission: no decision followed it, so the ID was already in use."""
         if self._submission_event is not None and self.begun:
-            text, offset = "submitted again with the same content; ignored", self._submission_event[1]
-            self._add_entry("submitted_again", text, self._now_us, REQUESTS.name, offset, counted=False)
+            place = _Place(REQUESTS.name, self._submission_event[1], self._now_us)
+            self._add("submitted_again", "submitted again with the same content; ignored", place, counted=False)
         self._submission_event = None
 
-    def _decide(self, offset: int, record: RequestRecord) -> None:
+    def _decide(self, record: RequestRecord, place: _Place) -> None:
         if isinstance(record, RequestRejected) and record.reason == "duplicate_id" and self.begun:
             self._submission_event = None
             text = f"another request with this ID is rejected: {record.message}"
-            self._add_entry("duplicate_refused", text, self._now_us, DECISIONS.name, offset, counted=False)
+            self._add("duplicate_refused", text, place, counted=False)
             return
         if not self.begun or starts_use(record, held=self._state == "queued"):
             self._begin()
-        self._choose_pools(offset, () if isinstance(record, RequestAborted | KvReleased) else record.pools)
+        for choice in () if isinstance(record, RequestAborted | KvReleased) else record.pools:
+            self._pools += (choice,)
+            self._add("pool_chosen", choice_text(choice, self._prompt_tokens), place)
         match record:
             case RequestHeld():
                 self._state = "queued"
-                self._hold(offset, record)
+                if not self._decided_by:
+                    self._held = queue_wait_of(self._world, place.offset, self._now_us, record)
+                text = recorded_text(record, self._decided_by) if self._held is None else held_text(self._held)
+                self._add("held", text, place)
             case RequestRouted():
-                self._route(offset, record)
+                self._route(record, place)
             case RequestRejected():
-                left_out = self._left_out(record)
-                self._end("rejected", record.reason, record.message, self._now_us, left_out=left_out)
-                text = f"rejected ({record.reason}): {record.message}"
-                self._add_entry("rejected", text, self._now_us, DECISIONS.name, offset)
+                self._end("rejected", record.reason, record.message, place.now_us, left_out=self._left_out(record))
+                self._add("rejected", end_text(record), place)
             case RequestAborted():
-                self._end("aborted", record.reason, record.message, self._now_us)
-                text = f"aborted ({record.reason}): {record.message}"
-                self._add_entry("aborted", text, self._now_us, DECISIONS.name, offset)
+                self._end("aborted", record.reason, record.message, place.now_us)
+                self._add("aborted", end_text(record), place)
             case KvReleased():
-                self._add_entry("kv_released", released_text(record), self._now_us, DECISIONS.name, offset)
+                self._add("kv_released", released_text(record), place)
+            case RouteAnswered() if record.reason is not None:
+                self._end("rejected", record.reason, record.message, place.now_us, left_out=self._left_out(record))
+                self._add("answered", end_text(record), place)
             case RouteAnswered():
-                self._answer(offset, record)
+                text = self._selection_text(record, place, attempt=0, would_wait=record.would_wait)
+                self._end("answered", "", "", place.now_us)
+                self._add("answered", text, place)
 
     def _begin(self) -> None:
         if self._submission_event is None:  # the log does not hold the submission
@@ -279,139 +313,79 @@ class Timeline:
         self._submission_event = None
         self._clear(event, self._now_us)
         self._state = "submitted"
-        self._submission = submission = submission_of_event(event, offset, self._now_us)
+        self._submission = submission = submission_of(event, offset, self._now_us)
         verb = "route query" if isinstance(event, RouteQueried) else "submitted"
         text = f"{verb}: {submission.prompt_tokens:,} prompt tokens for {submission.model}"
         self._times = TimeByPart(self._now_us)
-        self._add_entry("submitted", text, self._now_us, REQUESTS.name, offset)
+        self._add("submitted", text, _Place(REQUESTS.name, offset, self._now_us))
 
-    def _choose_pools(self, offset: int, pools: tuple[PoolChoice, ...]) -> None:
-        self._pools += pools
-        prompt_tokens = None if self._submission is None else self._submission.prompt_tokens
-        for choice in pools:
-            text = choice_text(choice, prompt_tokens)
-            self._add_entry("pool_chosen", text, self._now_us, DECISIONS.name, offset)
-
-    def _chosen(self, offset: int, table_digest: str | None, **fields: Any) -> Routing:
-        """Return the derived routing decision that belongs to a journal record."""
-        routing = self._choices.popleft()
-        assert routing.table_digest == table_digest, "the walk compares the digests"
-        fields["after_us"] = routing.now_us - self._zero_us
-        routing = msgspec.structs.replace(routing, offset=offset, **fields)
-        self._routings.append(routing)
-        return routing
-
-    def _left_out(self, record: RequestRejected | RouteAnswered) -> tuple[ExcludedRank, ...]:
-        return excluded_ranks(self._world, self._event, record)
-
-    def _hold(self, offset: int, record: RequestHeld) -> None:
-        self._held = queue_wait_of(self._world, offset, self._now_us, record)
-        self._add_entry("held", held_text(self._held), self._now_us, DECISIONS.name, offset)
-
-    def _route(self, offset: int, record: RequestRouted) -> None:
-        fields = {"waited_us": record.waited_us, "stage": record.stage, "prefill": record.prefill}
-        routing = self._chosen(offset, record.table_digest, **fields)
-        self._send(offset, record, routed_text(routing), routing.now_us)
-
-    def _send(self, offset: int, record: RequestRouted, text: str, now_us: int) -> None:
+    def _route(self, record: RequestRouted, place: _Place) -> None:
+        text = self._selection_text(record, place, waited_us=record.waited_us)
         self._state, self._stage = STATE_AT.get(record.stage, "prefill"), record.stage
         if record.stage != "decode":
             self._kept_by = None
         self._on = record.attempt, record.worker_id, record.worker_epoch
-        self._add_entry("routed", text, now_us, DECISIONS.name, offset)
+        now_us = place.now_us if self._decided_by else self._routings[-1].now_us
+        self._add("routed", text, place._replace(now_us=now_us))
 
-    def _answer(self, offset: int, record: RouteAnswered) -> None:
-        if record.reason is not None:
-            left_out = self._left_out(record)
-            self._end("rejected", record.reason, record.message, self._now_us, left_out=left_out)
-            text = f"would be rejected ({record.reason}): {record.message}"
-        else:
-            text = self._selected_text(offset, record)
-            self._end("answered", "", "", self._now_us)
-        self._add_entry("answered", text, self._now_us, DECISIONS.name, offset)
+    def _selection_text(self, record: RequestRouted | RouteAnswered, place: _Place, **fields: Any) -> str:
+        """Return a sentence about a selection, and keep the derived routing decision that belongs to the record."""
+        if self._decided_by:
+            return recorded_text(record, self._decided_by)
+        routing = self._plans.popleft()
+        assert routing.table_digest == record.table_digest, "the walk compares the digests"
+        fields |= {"stage": record.stage, "prefill": record.prefill, "after_us": routing.now_us - self._zero_us}
+        self._routings.append(msgspec.structs.replace(routing, offset=place.offset, **fields))
+        return routed_text(self._routings[-1])
 
-    def _selected_text(self, offset: int, record: RouteAnswered) -> str:
-        fields = {"would_wait": record.would_wait, "stage": record.stage, "prefill": record.prefill}
-        return routed_text(self._chosen(offset, record.table_digest, attempt=0, **fields))
+    def _left_out(self, record: RequestRejected | RouteAnswered) -> tuple[ExcludedRank, ...]:
+        return () if self._decided_by else excluded_ranks(self._world, self._event, record)
 
-    def _observe_worker(self, offset: int, event: WorkerFact, now_us: int | None) -> None:
+    def _observe_worker(self, event: WorkerFact, place: _Place) -> None:
         worker = event.worker_id, event.worker_epoch
         counted = event.owner_epoch >= self._owner_epoch  # otherwise the event is stale
         if self._state == "waiting" and worker == self._kept_by:
             if counted and isinstance(event, WorkerLost):
                 self._kept_by = None
-                text = f"worker {event.worker_id}, which keeps its KV, is lost"
-                self._add_entry("holder_lost", text, now_us, FLEET.name, offset)
+                self._add("holder_lost", f"worker {event.worker_id}, which keeps its KV, is lost", place)
             return
         if self._state not in ON_WORKER or worker != self._on[1:]:
             return
-        what, text = worker_text(event)
         if counted and isinstance(event, WorkerLost):
             self._state, self._embedded, self._kept_by = "waiting", False, None
-        self._add_entry(what, text, now_us, FLEET.name, offset, counted=counted)
+        self._add(*worker_text(event), place, counted=counted)
 
-    def _observe_progress(self, offset: int, event: RequestProgress, now_us: int | None) -> None:
-        name = f"{event.worker_id}, attempt {event.attempt},"
+    def _observe_progress(self, event: RequestProgress, place: _Place) -> None:
         if self.over or (event.attempt, event.worker_id, event.worker_epoch) != self._on or not self._follows(event):
-            text = f"{name} reports {type(event).__struct_config__.tag}: stale, ignored"
-            self._add_entry("outdated", text, now_us, PROGRESS.name, offset, counted=False)
+            tag = type(event).__struct_config__.tag
+            text = f"{event.worker_id}, attempt {event.attempt}, reports {tag}: stale, ignored"
+            self._add("outdated", text, place, counted=False)
             return
+        if isinstance(event, FirstTokenEmitted):
+            self._state, self._kept_by = "decode", None
+            first = self._first(event, place.now_us)
+            self._first_token = self._first_token or first  # a later attempt continues the response
+            self._add("first_token", first_token_text(first, event, self._prompt_tokens), place)
+            return
+        saved = None
+        if isinstance(event, PrefillFinished):
+            saved = saved_us(self._world, event.worker_id, event.prefilled.rank, event.onboarded)
+        what, text = progress_text(event, keeps_kv=self._kept_by is not None, saved_us=saved)
         match event:
-            case FirstTokenEmitted():
-                self._state, self._kept_by = "decode", None
-                prompt_tokens = None if self._submission is None else self._submission.prompt_tokens
-                first = self._first(event, now_us, prompt_tokens)
-                self._first_token = self._first_token or first  # a later attempt continues the response
-                text = first_token_text(first, event, prompt_tokens)
-                self._add_entry("first_token", text, now_us, PROGRESS.name, offset)
             case OutputGrown():
-                self._grow(offset, event.output_tokens, now_us)
+                self._output_tokens = event.output_tokens
+                if self._entries and self._entries[-1].what == what:  # a long response has hundreds
+                    self._entries.pop()
             case RequestFinished():
                 self._output_tokens = event.output_tokens
-                self._end("finished", event.finish_reason, "", now_us, wall_us=event.at_us)
-                text = f"finished ({event.finish_reason}) with {event.output_tokens:,} output tokens"
-                self._add_entry("finished", text, now_us, PROGRESS.name, offset)
+                self._end("finished", event.finish_reason, "", place.now_us, wall_us=event.at_us)
             case RequestFailed():
-                self._end("failed", "", event.error, now_us, wall_us=event.at_us)
-                self._add_entry("failed", f"{name} failed: {event.error}", now_us, PROGRESS.name, offset)
-            case _ if isinstance(event, StageEnd):
-                self._observe_stage_end(offset, event, name, now_us)
-            case _:  # an event without an entry of its own
-                text = f"{name} {event.SUMMARY.format(event)}"
-                self._add_entry(
-                    str(type(event).__struct_config__.tag).rpartition(".")[2], text, now_us, PROGRESS.name, offset
-                )
-
-    def _observe_stage_end(
-        self,
-        offset: int,
-        event: StageEnd,
-        name: str,
-        now_us: int | None,
-    ) -> None:
-        """Handle the end of a stage, successful or not: the request waits for its next worker."""
-        self._state = "waiting"
-        match event:
-            case AttemptRejected():
-                self._embedded, self._kept_by = False, None
-                what, text = "rejected", f"{name} rejected it: {event.error}"
-            case EncodeFinished():
-                self._embedded = True
-                what, text = "encoded", f"{event.worker_id} encoded its images and videos"
-            case EncodeFailed():
-                what, text = "not_encoded", f"{name} could not encode its images and videos: {event.error}"
-            case PrefillFinished():
-                self._embedded, self._kept_by = False, (event.worker_id, event.worker_epoch)
-                self._kept = event.prefilled
-                what, text = "prefilled", prefilled_text(self._world, event)
-            case PrefillFailed():
-                self._embedded = False
-                what, text = "not_prefilled", f"{name} could not compute its prompt: {event.error}"
-            case TransferFailed():
-                fetched = "embeddings" if self._kept_by is None else "KV"
-                self._embedded, self._kept_by = False, None
-                what, text = "not_transferred", f"{name} could not fetch its {fetched}: {event.error}"
-        self._add_entry(what, text, now_us, PROGRESS.name, offset)
+                self._end("failed", "", event.error, place.now_us, wall_us=event.at_us)
+            case _ if isinstance(event, StageEnd):  # successful or not, the request waits for its next worker
+                self._state, self._embedded, self._kept_by = "waiting", isinstance(event, EncodeFinished), None
+                if isinstance(event, PrefillFinished):
+                    self._kept, self._kept_by = event.prefilled, (event.worker_id, event.worker_epoch)
+        self._add(what, text, place)
 
     def _follows(self, event: RequestProgress) -> bool:
         """Return whether the core would accept the event in the current state."""
@@ -426,28 +400,36 @@ class Timeline:
             case _:
                 return self._state in rule.sources
 
-    def _first(self, event: FirstTokenEmitted, now_us: int | None, prompt_tokens: int | None) -> FirstTokenTiming:
+    def _first(self, event: FirstTokenEmitted, now_us: int | None) -> FirstTokenTiming:
         answers = (one for one in self._routings if one.stage not in ("encode", "prefill"))
         routing = next((one for one in answers if one.attempt == event.attempt), None)
-        return msgspec.structs.replace(
-            first_token_of(self._world, event, routing, prompt_tokens, self._kept),
+        predicted, saved, parts_us = None, None, None
+        if routing is not None:
+            seen = routing.candidates[routing.winner].seen
+            saved = saved_us(self._world, event.worker_id, seen.rank, event.onboarded)
+            if routing.stage != "decode" and self._prompt_tokens is not None:
+                predicted = min(seen.device_overlap * routing.block_size, self._prompt_tokens)
+        if self._times is not None and (until_us := now_us or event.at_us):
+            spent = self._times.until(until_us, event.transfer_us)
+            parts_us = {part: spent[part] for part in get_args(Part) if spent.get(part)}
+        return FirstTokenTiming(
+            attempt=event.attempt,
+            worker_id=event.worker_id,
             ttft_us=self._since(now_us),
             wall_ttft_us=self._wall_since(event.at_us),
-            parts_us=self._parts(event, now_us or event.at_us),
+            cached_tokens=event.cached_tokens,
+            predicted_tokens=predicted,
+            transferred_bytes=event.transferred_bytes,
+            transfer_us=event.transfer_us,
+            sources=tokens_by_source(event, self._prompt_tokens, self._kept),
+            loads_us={one.tier: one.us for one in event.onboarded},
+            saved_us=saved,
+            parts_us=parts_us,
         )
 
-    def _parts(self, event: FirstTokenEmitted, now_us: int) -> dict[Part, int] | None:
-        if self._times is None or not now_us:
-            return None
-        spent = self._times.until(now_us, event.transfer_us)
-        return {part: spent[part] for part in get_args(Part) if spent.get(part)}
-
-    def _grow(self, offset: int, output_tokens: int, now_us: int | None) -> None:
-        """Merge consecutive output reports into one entry, because a long response has hundreds."""
-        self._output_tokens = output_tokens
-        if self._moments and self._moments[-1].what == "output_grown":
-            self._moments.pop()
-        self._add_entry("output_grown", f"{output_tokens:,} output tokens so far", now_us, PROGRESS.name, offset)
+    @property
+    def _prompt_tokens(self) -> int | None:
+        return None if self._submission is None else self._submission.prompt_tokens
 
     def _end(
         self,
@@ -457,7 +439,7 @@ class Timeline:
         now_us: int | None,
         *,
         wall_us: int = 0,
-        left_out: tuple[Any, ...] = (),
+        left_out: tuple[ExcludedRank, ...] = (),
     ) -> None:
         self._state = state
         self._ending = Ending(
@@ -481,19 +463,71 @@ class Timeline:
         began_us = 0 if self._submission is None else self._submission.wall_us
         return wall_us - began_us if wall_us and began_us else None
 
-    def _add_entry(
-        self, what: str, text: str, now_us: int | None, topic: str, offset: int, *, counted: bool = True
-    ) -> None:
-        after_us = None if now_us is None else now_us - self._zero_us
+    def _add(self, what: str, text: str, place: _Place, *, counted: bool = True) -> None:
+        topic, offset, now_us = place
         if self._times is not None and now_us is not None and self._state in PHASES:
             self._times.enter(Phase(self._state), now_us)
-        self._moments.append(
+        after_us = None if now_us is None else now_us - self._zero_us
+        self._entries.append(
             TimelineEntry(
                 what=what, text=text, now_us=now_us, after_us=after_us, topic=topic, offset=offset, counted=counted
             )
         )
 
 
-def _state(phase: str) -> State:
-    found: State = next(state for state in get_args(State) if state == phase)
-    return found
+def submission_of(event: SubmissionEvent, offset: int, now_us: int | None) -> Submission:
+    """Return the submission that an event describes; `now_us` is None if no owner has applied the event yet."""
+    timeout_us = event.timeout_us if isinstance(event, RequestSubmitted) else None
+    return Submission(
+        offset=offset,
+        now_us=now_us,
+        wall_us=event.at_us,
+        model=event.model,
+        lora_name=event.lora_name,
+        prompt_tokens=event.prompt_tokens,
+        full_blocks=len(event.sequence_hashes) // U64_BYTES,
+        max_tokens=event.sampling.max_tokens if isinstance(event, RequestSubmitted) else None,
+        timeout_us=timeout_us,
+        due_us=None if timeout_us is None or now_us is None else now_us + timeout_us,
+        tie_seed=hex_digest(event.tie_seed),
+        hints=msgspec.to_builtins(event.routing),
+        anonymised=isinstance(event, RequestSubmitted) and event.withheld_tokens > 0,
+    )
+
+
+def tokens_by_source(
+    event: FirstTokenEmitted, prompt_tokens: int | None, kept: Prefilled | None
+) -> dict[TokenSource, int]:
+    """Return the prompt tokens from each source, without sources of no tokens.
+
+    Args:
+        prompt_tokens: length of the prompt; None if unknown, so that the computed tokens are unknown too.
+        kept: the KV that a prefill worker kept for the request; None if there was none.
+    """
+    found: dict[TokenSource, int] = {"device": 0}
+    for one in event.onboarded:
+        found[one.tier] = found.get(one.tier, 0) + one.tokens
+    left = max(0, event.cached_tokens - sum(found.values()))
+    if event.transferred_bytes and kept is not None and kept.bytes:
+        found["transferred"] = min(left, round(event.transferred_bytes * kept.tokens / kept.bytes))
+        left -= found["transferred"]
+    found["device"] = left
+    if prompt_tokens is not None:
+        found["computed"] = max(0, prompt_tokens - event.cached_tokens)
+    return {source: tokens for source, tokens in found.items() if tokens}
+
+
+def saved_us(world: World, worker_id: str, rank: int, onboarded: Sequence[OnboardedTokens]) -> int | None:
+    """Return how many microseconds sooner the tokens were loaded than they would have been computed.
+
+    The result is negative if computing would have been faster, and None if no tokens were loaded or the rank has not
+    reported how long it computes a block.
+    """
+    worker = world.fleet.get(worker_id)
+    if not onboarded or worker is None or rank not in worker.spec.ranks:
+        return None
+    costs = world.load.rank_load(worker_id, rank).costs
+    if costs is None or not costs.prefill_block_us:
+        return None
+    tokens = sum(one.tokens for one in onboarded)
+    return round(tokens / worker.spec.block_size * costs.prefill_block_us) - max(one.us for one in onboarded)

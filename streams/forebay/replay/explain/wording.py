@@ -1,33 +1,39 @@
-"""Create the parts of a timeline from events and the world, and describe them in sentences."""
+"""Word the entries of a timeline. Every sentence about a request's events and decisions is here."""
 
-import msgspec
+from collections.abc import Sequence
 
-from forebay.core.routing.candidates import find_candidates, find_suspect_candidates, must_queue
-from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.planner import find_options
-from forebay.core.routing.stages import as_prefill_request
-from forebay.core.state.active_request import ActiveRequest
-from forebay.core.state.submitted_request import request_from_event, request_from_query
-from forebay.core.world import CORE_VERSION, World
-from forebay.events.base import U64_BYTES, hex_digest
-from forebay.events.decisions import KvReleased, OwnerClaimed, RequestHeld, RequestRejected, RouteAnswered
+from forebay.core.world import CORE_VERSION
+from forebay.events.decisions import (
+    KvReleased,
+    OwnerClaimed,
+    RequestAborted,
+    RequestHeld,
+    RequestRejected,
+    RequestRouted,
+    RouteAnswered,
+)
 from forebay.events.fleet import WorkerDraining, WorkerFact, WorkerRecovered, WorkerSuspect
 from forebay.events.pools import PoolChoice, SkipReason
 from forebay.events.prefill import PrefillPlace
-from forebay.events.progress import FirstTokenEmitted, PrefillFinished
-from forebay.events.requests import RequestSubmitted, RouteQueried
-from forebay.events.transfer import Prefilled
-from forebay.replay.explain.choices import left_out
-from forebay.replay.explain.explanation import ExcludedRank, FirstTokenTiming, QueueWait, Routing, Submission
-from forebay.replay.explain.token_sources import onboarded_text, saved_us, tokens_by_source
+from forebay.events.progress import (
+    AttemptRejected,
+    EncodeFailed,
+    EncodeFinished,
+    FirstTokenEmitted,
+    OnboardedTokens,
+    OutputGrown,
+    PrefillFailed,
+    PrefillFinished,
+    RequestFailed,
+    RequestFinished,
+    RequestProgress,
+    TransferFailed,
+)
+from forebay.replay.explain.explanation import FirstTokenTiming, QueueWait, Routing
 from forebay.transport.history.release import rules_text
 
-ELIGIBILITY_REJECTIONS = frozenset(
-    {"busy", "no_workers", "no_eligible_worker", "unknown_worker"}
-)  # rejections because no worker rank is eligible
-
 SENT = {"encode": "encode sent", "prefill": "prefill sent", "decode": "decode sent"}
-
+PLACES = {"host": "host memory", "disk": "disk", "store": "the shared store"}
 SKIPPED: dict[SkipReason, str] = {
     "unknown": "is no pool of the model",
     "drained": "is drained",
@@ -39,109 +45,49 @@ SKIPPED: dict[SkipReason, str] = {
     "failed": "had the failed attempt",
 }
 
-SubmissionEvent = RequestSubmitted | RouteQueried
 
+def progress_text(event: RequestProgress, *, keeps_kv: bool, saved_us: int | None) -> tuple[str, str]:
+    """Return the kind of an entry and its sentence, for every event but a first token.
 
-def submission_of_event(event: SubmissionEvent, offset: int, now_us: int | None) -> Submission:
-    """Return the submission that an event describes; `now_us` is None if no owner has applied the event yet."""
-    timeout_us = event.timeout_us if isinstance(event, RequestSubmitted) else None
-    return Submission(
-        offset=offset,
-        now_us=now_us,
-        wall_us=event.at_us,
-        model=event.model,
-        lora_name=event.lora_name,
-        prompt_tokens=event.prompt_tokens,
-        full_blocks=len(event.sequence_hashes) // U64_BYTES,
-        max_tokens=event.sampling.max_tokens if isinstance(event, RequestSubmitted) else None,
-        timeout_us=timeout_us,
-        due_us=None if timeout_us is None or now_us is None else now_us + timeout_us,
-        tie_seed=hex_digest(event.tie_seed),
-        hints=msgspec.to_builtins(event.routing),
-        anonymised=isinstance(event, RequestSubmitted) and event.withheld_tokens > 0,
-    )
-
-
-def submission_of_state(request: ActiveRequest, model: str) -> Submission:
-    """Return the submission of an active request. Facts that the request's state does not hold are None, 0 or False."""
-    return Submission(
-        offset=request.submitted.offset,
-        now_us=None,
-        wall_us=0,
-        model=model,
-        lora_name=request.submitted.lora_name,
-        prompt_tokens=request.submitted.prompt_tokens,
-        full_blocks=len(request.submitted.blocks),
-        max_tokens=None,
-        timeout_us=None,
-        due_us=request.submitted.due_us,
-        tie_seed=hex_digest(request.submitted.tie_seed),
-        hints=msgspec.to_builtins(request.submitted.hints),
-        anonymised=False,
-    )
-
-
-def queue_wait_of(world: World, offset: int, now_us: int, record: RequestHeld) -> QueueWait:
-    """Return why a request was held in the queue, from the state right after that decision."""
-    request = world.requests.get(record.request_id)
-    pool = world.pools[record.pool]
-    assert request is not None, "a held request is active"
-    wait = QueueWait(
-        offset=offset,
-        now_us=now_us,
-        pool=record.pool,
-        queue_class=record.queue_class,
-        ahead=record.ahead,
-        uncached_tokens=record.uncached_tokens,
-    )
-    try:
-        among = find_options(world, pool, request).computing
-    except Ineligible as ineligible:
-        ranks = find_suspect_candidates(world, pool, request.submitted, ineligible).ranks
-        suspects = tuple(dict.fromkeys(candidate.worker.spec.worker_id for candidate in ranks))
-        return msgspec.structs.replace(wait, suspects=suspects)
-    ranks, threshold = among.roster.ranks, among.pool.router.queue.threshold
-    if threshold is not None and must_queue(among.pool, among.roster):
-        least = min(
-            ranks,
-            key=lambda candidate: candidate.load.prefill_tokens / candidate.worker.spec.max_num_batched_tokens,
-        )
-    else:
-        threshold = None
-        least = min(ranks, key=lambda candidate: candidate.load.active_requests)
-    return msgspec.structs.replace(
-        wait,
-        threshold=threshold,
-        least=f"{least.worker.spec.worker_id}/{least.rank}",
-        least_prefill_tokens=least.load.prefill_tokens,
-        least_limit_tokens=(threshold or 0.0) * least.worker.spec.max_num_batched_tokens,
-        least_requests=least.load.active_requests,
-    )
-
-
-def excluded_ranks(
-    world: World, event: SubmissionEvent | None, record: RequestRejected | RouteAnswered
-) -> tuple[ExcludedRank, ...]:
-    """Return the ranks that could not take a request that was just rejected, with the reasons.
-
-    Returns nothing if eligibility was not the reason of the rejection.
+    Args:
+        keeps_kv: whether a prefill worker keeps the KV of the prompt.
+        saved_us: how much sooner the loaded tokens were there than computed ones; None if unknown.
     """
-    pool = None if event is None else world.pool_of(event.model)
-    if event is None or pool is None or record.reason not in ELIGIBILITY_REJECTIONS:
-        return ()
-    if record.pools:
-        pool = world.pools[record.pools[0].pool]
-    if isinstance(event, RequestSubmitted):
-        request = request_from_event(event, pool.pool, 0, world.now_us)
-    else:
-        request = request_from_query(event, pool.pool)
-    try:
-        find_candidates(world, pool, request)
-    except Ineligible:
-        return left_out(world, pool, request, ())
-    # A decode worker is eligible, so the prefill pools caused the rejection.
-    others = (one for _, one in sorted(world.pools.items()) if one.model == pool.model and one.role == "prefill")
-    return tuple(rank for one in others for rank in left_out(world, one, as_prefill_request(request, one.pool), ()))
+    name = f"{event.worker_id}, attempt {event.attempt},"
+    match event:
+        case OutputGrown():
+            return "output_grown", f"{event.output_tokens:,} output tokens so far"
+        case RequestFinished():
+            return "finished", f"finished ({event.finish_reason}) with {event.output_tokens:,} output tokens"
+        case RequestFailed():
+            return "failed", f"{name} failed: {event.error}"
+        case AttemptRejected():
+            return "rejected", f"{name} rejected it: {event.error}"
+        case EncodeFinished():
+            return "encoded", f"{event.worker_id} encoded its images and videos"
+        case EncodeFailed():
+            return "not_encoded", f"{name} could not encode its images and videos: {event.error}"
+        case PrefillFinished():
+            return "prefilled", prefilled_text(event, saved_us)
+        case PrefillFailed():
+            return "not_prefilled", f"{name} could not compute its prompt: {event.error}"
+        case TransferFailed():
+            return "not_transferred", f"{name} could not fetch its {'KV' if keeps_kv else 'embeddings'}: {event.error}"
+        case _:  # an event without a sentence of its own
+            tag = str(type(event).__struct_config__.tag)
+            return tag.rpartition(".")[2], f"{name} {event.SUMMARY.format(event)}"
+
+
+def end_text(record: RequestRejected | RequestAborted | RouteAnswered) -> str:
+    """Return a sentence about the end of a request."""
+    match record:
+        case RequestRejected():
+            state = "rejected"
+        case RequestAborted():
+            state = "aborted"
+        case RouteAnswered():
+            state = "would be rejected"
+    return f"{state} ({record.reason}): {record.message}"
 
 
 def choice_text(choice: PoolChoice, prompt_tokens: int | None) -> str:
@@ -193,6 +139,27 @@ def routed_text(routing: Routing) -> str:
     return f"{again}{sent} to {where}{waited}: {routing.why}{place}"
 
 
+def recorded_text(record: RequestRouted | RequestHeld | RouteAnswered, decided_by: str) -> str:
+    """Return a sentence about a decision by other rules, of which only the journal record is known."""
+    match record:
+        case RequestHeld():
+            text = f"held in queue class {record.queue_class}, {record.ahead} requests ahead"
+        case RouteAnswered():
+            assert record.choice is not None, "an answer without a reason selects a rank"
+            would = "would be held, then routed to" if record.would_wait else "would be routed to"
+            text = f"{would} {record.choice.worker_id}/{record.choice.rank}: cost {record.choice.terms.cost:.2f}"
+        case RequestRouted():
+            again = f"attempt {record.attempt}, " if record.attempt > 1 else ""
+            waited = f" after {record.waited_us / 1e6:.3f} s in the queue" if record.waited_us else ""
+            text = f"{again}{SENT.get(record.stage, 'routed')} to {record.worker_id}/{record.rank}{waited}"
+            text += f": cost {record.terms.cost:.2f}"
+            text += f", {record.candidates} candidates" if record.candidates > 1 else ", the only candidate"
+            if record.runner_up is not None:
+                text += f", next {record.runner_up.worker_id}/{record.runner_up.rank}"
+                text += f" with {record.runner_up.terms.cost:.2f}"
+    return f"{text}, decided by {decided_by}"
+
+
 def place_text(place: PrefillPlace) -> str:
     """Return a sentence that says where the prompt is computed, and why."""
     tokens, requests = place.uncached_tokens or 0, place.prefill_waiting
@@ -215,13 +182,13 @@ def place_text(place: PrefillPlace) -> str:
     return f"prompt computed {'by a prefill worker' if place.remote else 'on the decode worker'}: {why}"
 
 
-def prefilled_text(world: World, event: PrefillFinished) -> str:
+def prefilled_text(event: PrefillFinished, saved_us: int | None) -> str:
     """Return a sentence about the KV that a prefill worker computed and keeps."""
     kept = event.prefilled
     size = f", {kept.bytes:,} bytes" if kept.bytes else ""
     cached = f", {kept.cached_tokens:,} of them from its cache" if kept.cached_tokens else ""
     lease = f"it keeps their KV{size} for {kept.lease_us / 1e6:g} s"
-    loaded = onboarded_text(event.onboarded, saved_us(world, event.worker_id, kept.rank, event.onboarded))
+    loaded = onboarded_text(event.onboarded, saved_us)
     return f"{event.worker_id} computed its prompt: {kept.tokens:,} tokens{cached}{loaded}; {lease}"
 
 
@@ -243,42 +210,6 @@ def takeover_text(claim: OwnerClaimed) -> str:
     is_own = claim.core_version == CORE_VERSION
     rules = "" if is_own else f", with {rules_text(claim.core_version, claim.release)}"
     return f"router {claim.owner_id} takes over the group{rules}"
-
-
-def first_token_of(
-    world: World,
-    event: FirstTokenEmitted,
-    routing: Routing | None,
-    prompt_tokens: int | None,
-    kept: Prefilled | None,
-) -> FirstTokenTiming:
-    """Return what is known about the tokens of a prompt at its first output token. The caller fills in the times.
-
-    Args:
-        world: state when the owner applied the event.
-        routing: routing decision of the attempt; None if it is unknown.
-        prompt_tokens: length of the prompt; None if it is unknown.
-        kept: the KV that a prefill worker kept for the request; None if there was none.
-    """
-    predicted, saved = None, None
-    if routing is not None:
-        seen = routing.candidates[routing.winner].seen
-        saved = saved_us(world, event.worker_id, seen.rank, event.onboarded)
-        if routing.stage != "decode" and prompt_tokens is not None:
-            predicted = min(seen.device_overlap * routing.block_size, prompt_tokens)
-    return FirstTokenTiming(
-        attempt=event.attempt,
-        worker_id=event.worker_id,
-        ttft_us=None,
-        wall_ttft_us=None,
-        cached_tokens=event.cached_tokens,
-        predicted_tokens=predicted,
-        transferred_bytes=event.transferred_bytes,
-        transfer_us=event.transfer_us,
-        sources=tokens_by_source(event, prompt_tokens, kept),
-        loads_us={one.tier: one.us for one in event.onboarded},
-        saved_us=saved,
-    )
 
 
 def first_token_text(first: FirstTokenTiming, event: FirstTokenEmitted, prompt_tokens: int | None) -> str:
@@ -306,3 +237,14 @@ def worker_text(event: WorkerFact) -> tuple[str, str]:
             return "worker_draining", f"its worker {event.worker_id} is draining{because}: it gets no new requests"
         case _:
             return "worker_lost", f"its worker {event.worker_id} is lost{because}"
+
+
+def onboarded_text(onboarded: Sequence[OnboardedTokens], saved: int | None) -> str:
+    """Return how many tokens were loaded from where and what this saved, as a part of a sentence; empty for none."""
+    loads = [f"{one.tokens:,} from {PLACES[one.tier]} in {one.us / 1e3:,.1f} ms" for one in onboarded]
+    if not loads:
+        return ""
+    if saved is None:
+        return f"; loaded {', '.join(loads)}"
+    compared = "sooner" if saved >= 0 else "later"
+    return f"; loaded {', '.join(loads)}, {abs(saved) / 1e3:,.1f} ms {compared} than by computing them"

@@ -1,0 +1,556 @@
+"""Explain one routing decision: the cost of each candidate, why one was selected, and why other ranks were excluded.
+
+These functions read the world right before the decision is booked, or right after it for a request that was held or
+rejected. They do not change the world.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from forebay.core.routing.candidates import find_candidates, find_suspect_candidates, must_queue
+from forebay.core.routing.cost import CostTable
+from forebay.core.routing.eligibility import Ineligible, filter_eligible, is_busy
+from forebay.core.routing.evaluation import find_overlaps
+from forebay.core.routing.plan import Plan
+from forebay.core.routing.planner import find_options
+from forebay.core.routing.policies import BUILT_IN
+from forebay.core.routing.policies.power_of_two import draw_two
+from forebay.core.routing.selection import softmax_weights
+from forebay.core.routing.stages import as_prefill_request
+from forebay.core.state.fleet import FleetWorker, WorkerPhase
+from forebay.core.state.holder_bits import HolderKey
+from forebay.core.state.prefix_index import NO_OVERLAP
+from forebay.core.state.roster import CandidateRank, Roster, session_roster
+from forebay.core.state.sessions import Binding
+from forebay.core.state.submitted_request import SubmittedRequest, request_from_event, request_from_query
+from forebay.core.world import World
+from forebay.events.base import hex_digest
+from forebay.events.control import BusyThresholds, PoolConfigured, RouterConfig
+from forebay.events.decisions import RequestHeld, RequestRejected, RouteAnswered
+from forebay.events.requests import RequestSubmitted
+from forebay.replay.explain.explanation import (
+    CandidateCost,
+    ExcludedRank,
+    ExclusionReason,
+    QueueWait,
+    RankState,
+    Routing,
+    SelectionReason,
+    SubmissionEvent,
+)
+
+ELIGIBILITY_REJECTIONS = frozenset(
+    {"busy", "no_workers", "no_eligible_worker", "unknown_worker"}
+)  # rejections because no worker rank is eligible
+COST_SETTINGS = (
+    "selection_policy",
+    "overlap_score_credit",
+    "overlap_score_credit_decay",
+    "prefill_load_scale",
+    "host_cache_hit_weight",
+    "disk_cache_hit_weight",
+    "shared_cache_hit_weight",
+    "tier_credit",
+    "decode_active_request_weight",
+    "eviction_weight",
+    "track_prefill_tokens",
+    "track_active_blocks",
+    "track_output_blocks",
+    "assume_kv_reuse",
+    "use_kv_events",
+    "temperature",
+)
+BY_LOAD_OR_TURN = frozenset({"round-robin", "random", "power-of-two", "least-loaded"})  # modes that ignore the cost
+
+
+def routing_of(world: World, plan: Plan) -> Routing:
+    """Return the explanation of a routing decision.
+
+    The caller fills in the journal offset, the stage and the time since the submission.
+    """
+    pool, request, table, at = plan.pool, plan.request, plan.table, plan.at
+    costs = table.costs
+    rank_states = _RankStates(world, pool, request.blocks)
+    chances = _chances(plan)
+    # The stage `decode` changes hints; these are not overrides.
+    own = world.requests.get(request.request_id) if plan.stage == "decode" else None
+    override = (request if own is None else own.submitted).hints.override
+    changed = () if override is None else override.__struct_fields__
+    reason, text = why(world, plan)
+    others = [other for other in range(len(costs)) if other != at]
+    return Routing(
+        offset=-1,
+        now_us=world.now_us,
+        after_us=0,
+        attempt=plan.attempt + 1,
+        waited_us=0,
+        pool=pool.pool,
+        block_size=pool.block_size,
+        mode=plan.config.mode,
+        config=_settings(world, plan),
+        overridden=tuple(name for name in changed if getattr(override, name) is not None),
+        winner=at,
+        runner_up=min(others, key=lambda other: (costs[other], other), default=None),
+        ties=plan.ties,
+        reason=reason,
+        why=text,
+        candidates=tuple(_candidate(rank_states, table, position, chances) for position in range(len(costs))),
+        left_out=left_out(world, pool, request, table.roster.positions),
+        table_digest=hex_digest(table.digest()),
+    )
+
+
+def left_out(
+    world: World, pool: PoolConfigured, request: SubmittedRequest, candidates: Collection[HolderKey]
+) -> tuple[ExcludedRank, ...]:
+    """Return every rank of the pool that is not a candidate, with the reasons, in worker and rank order."""
+    rank_states = _RankStates(world, pool, request.blocks)
+    ready = {candidate.key: candidate for candidate in world.roster(pool.pool).ranks}
+    session = limiting_session(world, pool, request, candidates)
+    busy = world.busy.get(pool.pool, pool.router.busy)
+    hard = pool.router.session_mode == "hard"
+    found = []
+    for worker in world.fleet.workers():
+        if worker.spec.pool != pool.pool:
+            continue
+        for rank in worker.spec.ranks:
+            key = worker.spec.worker_id, rank
+            if key not in candidates:
+                reasons = dict(_unmet(worker, rank, request))
+                reasons |= dict(_rejections(world, worker, request))
+                last = _last_worker_id(world, pool, request)
+                if not reasons and (pool.role == "encode" or worker.spec.worker_id == last):
+                    reasons = {"had_it_last": "it ran the previous attempt, and another worker is available"}
+                elif not reasons:
+                    reasons = _exclusion_by_policy(ready[key], busy, session, hard=hard) or _exclusion_by_capacity(
+                        pool, ready[key]
+                    )
+                text = "; ".join(reasons.values())
+                found.append(ExcludedRank(seen=rank_states.seen(worker, rank), reasons=tuple(reasons), text=text))
+    return tuple(found)
+
+
+def _last_worker_id(world: World, pool: PoolConfigured, request: SubmittedRequest) -> str | None:
+    """Return the worker of the pool that ran the previous attempt at its stage."""
+    active = world.requests.get(request.request_id)
+    return None if active is None else {"prefill": active.prefiller_id, "decode": active.decoder_id}.get(pool.role)
+
+
+class _RankStates:
+    """Cache and load of each rank with respect to one prompt."""
+
+    def __init__(self, world: World, pool: PoolConfigured, blocks: Sequence[int]) -> None:
+        self._world = world
+        self._known_overlaps = find_overlaps(world, pool, blocks)
+        self._reported_overlaps = world.index.overlaps(blocks) if pool.router.use_kv_events else {}
+
+    def seen(self, worker: FleetWorker, rank: int) -> RankState:
+        worker_id = worker.spec.worker_id
+        overlap = self._known_overlaps.get((worker_id, rank), NO_OVERLAP)
+        load = self._world.load.rank_load(worker_id, rank)
+        index = self._world.index
+        return RankState(
+            worker_id=worker_id,
+            rank=rank,
+            device_overlap=overlap.device,
+            host_overlap=overlap.host,
+            disk_overlap=overlap.disk,
+            store_overlap=overlap.store,
+            assumed_overlap=overlap.device - self._reported_overlaps.get((worker_id, rank), NO_OVERLAP).device,
+            device_blocks=index.blocks_held(worker_id, rank, "device"),
+            host_blocks=index.blocks_held(worker_id, rank, "host"),
+            disk_blocks=index.blocks_held(worker_id, rank, "disk"),
+            kv_blocks_total=worker.spec.kv_blocks_total,
+            waiting_tokens=load.prefill_tokens,
+            computed_tokens=load.computed_tokens,
+        )
+
+
+def _candidate(rank_states: _RankStates, table: CostTable, at: int, chances: Sequence[float] | None) -> CandidateCost:
+    candidate, terms = table.roster.ranks[at], table.terms(at)
+    return CandidateCost(
+        seen=rank_states.seen(candidate.worker, candidate.rank),
+        cost=terms.cost,
+        prefill_blocks=terms.prefill_blocks,
+        overlap_credit=terms.overlap_credit,
+        decode_blocks=terms.decode_blocks,
+        active_requests=terms.active_requests,
+        taint_factor=terms.taint_factor,
+        eviction_cost=terms.eviction_cost,
+        probability=None if chances is None else chances[at],
+    )
+
+
+def _chances(plan: Plan) -> list[float] | None:
+    """Return the selection probability of each candidate if the decision was sampled by cost, else None."""
+    if plan.config.mode != "kv" or not plan.config.temperature:
+        return None
+    weights = softmax_weights(plan.table.costs, plan.config.temperature)
+    whole = sum(weights)
+    return [weight / whole for weight in weights]
+
+
+def _settings(world: World, plan: Plan) -> dict[str, Any]:
+    config = plan.config
+    found: dict[str, Any] = {}
+    if config.mode not in BY_LOAD_OR_TURN:
+        drawn = config.mode != "direct"
+        found = {name: getattr(config, name) for name in COST_SETTINGS if drawn or name != "temperature"}
+    if not config.use_kv_events:
+        found["ttl_s"] = config.ttl_s
+    elif config.predicted_ttl_s:
+        found["predicted_ttl_s"] = config.predicted_ttl_s
+    if plan.request.hints.session_id:
+        found |= {"session_ttl_s": config.session_ttl_s, "session_mode": config.session_mode}
+    busy = world.busy.get(plan.pool.pool, config.busy)
+    if busy != BusyThresholds():
+        found["busy"] = msgspec.to_builtins(busy)
+    if config.queue.threshold is not None:
+        found["queue_threshold"] = config.queue.threshold
+    if config.queue.run_ahead is not None:
+        found["queue_run_ahead"] = config.queue.run_ahead
+    if config.mode not in BUILT_IN:
+        found["policy"] = config.mode
+    return found
+
+
+def _unmet(worker: FleetWorker, rank: int, request: SubmittedRequest) -> Iterator[tuple[ExclusionReason, str]]:
+    """Yield the requirements that a rank does not meet, as `core.routing.eligibility.filter_eligible` checks them."""
+    spec, hints = worker.spec, request.hints
+    if worker.phase is WorkerPhase.SUSPECT:
+        yield "suspect", "its worker did not renew its lease in time"
+    elif worker.phase is WorkerPhase.DRAINING:
+        yield "draining", "its worker is draining: it accepts no new requests"
+    if hints.worker_id and (spec.worker_id != hints.worker_id or hints.rank not in (None, rank)):
+        wanted = hints.worker_id if hints.rank is None else f"rank {hints.rank} of {hints.worker_id}"
+        yield "not_pinned", f"the request is pinned to {wanted}"
+    if hints.allowed_workers and spec.worker_id not in hints.allowed_workers:
+        yield "not_allowed", "it is not in the request's allowed workers"
+    missing = [taint for taint in hints.required_taints if taint not in spec.taints]
+    if missing:
+        yield "missing_taint", f"it lacks the required taints {', '.join(missing)}"
+    if request.lora_name and request.lora_name not in spec.loras:
+        yield "missing_adapter", f"it has not loaded the LoRA adapter {request.lora_name}"
+    if request.is_salted and not spec.salts_cache:
+        yield "shared_cache", "it cannot separate the cache of the request's namespace"
+
+
+def _rejections(world: World, worker: FleetWorker, request: SubmittedRequest) -> Iterator[tuple[ExclusionReason, str]]:
+    """Yield why a worker is a candidate only if there is no other, because of what it has rejected."""
+    active = world.requests.get(request.request_id)
+    if active is not None and worker.spec.worker_id in active.rejected_by:
+        yield "rejected_it", "it has rejected the request, and another worker is available"
+    elif worker.spec.worker_id in world.fleet.avoided:
+        yield "rejects", "it rejected requests, so it is avoided for some seconds, and another worker is available"
+
+
+def _exclusion_by_policy(
+    candidate: CandidateRank, busy: BusyThresholds, session: Binding | None, *, hard: bool
+) -> dict[ExclusionReason, str]:
+    """Return why an eligible rank was excluded, as `forebay.core.routing.candidates.find_candidates` decides."""
+    elsewhere = session is not None and candidate.key != (session.worker_id, session.rank)
+    if is_busy(candidate, busy) and not (elsewhere and hard):
+        return {"busy": f"it is busy: {', '.join(_exceeded(candidate, busy))}"}
+    if session is not None and elsewhere:
+        return {"other_session": f"the session is bound to {session.worker_id}, rank {session.rank}"}
+    return {}
+
+
+def _exclusion_by_capacity(pool: PoolConfigured, candidate: CandidateRank) -> dict[ExclusionReason, str]:
+    """Return why a rank is full, as `forebay.core.routing.capacity.ranks_with_room` checks it."""
+    run_ahead = pool.router.queue.run_ahead
+    if run_ahead is None:
+        return {}
+    ((most, waiting),) = Roster([candidate]).limits(run_ahead)
+    load = candidate.load
+    if load.active_requests >= most:
+        return {"full": f"it is full: {load.active_requests} active requests, maximum {most}"}
+    if load.waiting > waiting:
+        return {"full": f"it is full: {load.waiting} requests wait in its engine, maximum {waiting}"}
+    return {}
+
+
+def _exceeded(candidate: CandidateRank, busy: BusyThresholds) -> Iterator[str]:
+    """Yield each threshold that a rank exceeds, with the values, as `is_busy` checks them."""
+    spec, load = candidate.worker.spec, candidate.load
+    share = busy.active_decode_blocks_threshold
+    if share is not None:
+        used = max(load.decode_blocks, 0 if load.reported is None else load.reported.kv_blocks_used)
+        limit = share * spec.kv_blocks_total
+        if used > limit:
+            yield f"{number(used)} decode blocks, limit {number(limit)}"
+    tokens, multiple = busy.active_prefill_tokens_threshold, busy.active_prefill_tokens_threshold_frac
+    limits = (tokens, None if multiple is None else multiple * spec.max_num_batched_tokens)
+    for most in limits:
+        if most is not None and load.prefill_tokens > most:
+            yield f"{number(load.prefill_tokens)} tokens to prefill, limit {number(most)}"
+
+
+def queue_wait_of(world: World, offset: int, now_us: int, record: RequestHeld) -> QueueWait:
+    """Return why a request was held in the queue, from the state right after that decision."""
+    request = world.requests.get(record.request_id)
+    pool = world.pools[record.pool]
+    assert request is not None, "a held request is active"
+    wait = QueueWait(
+        offset=offset,
+        now_us=now_us,
+        pool=record.pool,
+        queue_class=record.queue_class,
+        ahead=record.ahead,
+        uncached_tokens=record.uncached_tokens,
+    )
+    try:
+        among = find_options(world, pool, request).computing
+    except Ineligible as ineligible:
+        ranks = find_suspect_candidates(world, pool, request.submitted, ineligible).ranks
+        suspects = tuple(dict.fromkeys(candidate.worker.spec.worker_id for candidate in ranks))
+        return msgspec.structs.replace(wait, suspects=suspects)
+    ranks, threshold = among.roster.ranks, among.pool.router.queue.threshold
+    if threshold is not None and must_queue(among.pool, among.roster):
+        least = min(
+            ranks,
+            key=lambda candidate: candidate.load.prefill_tokens / candidate.worker.spec.max_num_batched_tokens,
+        )
+    else:
+        threshold = None
+        least = min(ranks, key=lambda candidate: candidate.load.active_requests)
+    return msgspec.structs.replace(
+        wait,
+        threshold=threshold,
+        least=f"{least.worker.spec.worker_id}/{least.rank}",
+        least_prefill_tokens=least.load.prefill_tokens,
+        least_limit_tokens=(threshold or 0.0) * least.worker.spec.max_num_batched_tokens,
+        least_requests=least.load.active_requests,
+    )
+
+
+def excluded_ranks(
+    world: World, event: SubmissionEvent | None, record: RequestRejected | RouteAnswered
+) -> tuple[ExcludedRank, ...]:
+    """Return the ranks that could not take a request that was just rejected, with the reasons.
+
+    Returns nothing if eligibility was not the reason of the rejection.
+    """
+    pool = None if event is None else world.pool_of(event.model)
+    if event is None or pool is None or record.reason not in ELIGIBILITY_REJECTIONS:
+        return ()
+    if record.pools:
+        pool = world.pools[record.pools[0].pool]
+    if isinstance(event, RequestSubmitted):
+        request = request_from_event(event, pool.pool, 0, world.now_us)
+    else:
+        request = request_from_query(event, pool.pool)
+    try:
+        find_candidates(world, pool, request)
+    except Ineligible:
+        return left_out(world, pool, request, ())
+    # A decode worker is eligible, so the prefill pools caused the rejection.
+    others = (one for _, one in sorted(world.pools.items()) if one.model == pool.model and one.role == "prefill")
+    return tuple(rank for one in others for rank in left_out(world, one, as_prefill_request(request, one.pool), ()))
+
+
+def why(world: World, plan: Plan) -> tuple[SelectionReason, str]:
+    """Return why the candidate was selected, as an identifier and as a sentence.
+
+    Call this function before the decision is booked, because it reads the world's current state.
+    """
+    table, at = plan.table, plan.at
+    count = len(table.costs)
+    hints = plan.request.hints
+    if count == 1:
+        return _only(world, plan)
+    among = f"among the {count} ranks of {hints.worker_id}, to which the request is pinned: " if hints.worker_id else ""
+    match plan.config.mode:
+        case "kv" if plan.config.temperature:
+            reason, text = _drawn(plan)
+        case "kv" if plan.ties > 1:
+            reason, text = _tie(plan)
+        case "direct" if table.costs.count(table.costs[at]) > 1:
+            tied = table.costs.count(table.costs[at])
+            reason, text = (
+                "tie_seed",
+                f"{tied} candidates have the lowest cost; the request's tie seed selected this one",
+            )
+        case "kv" | "direct":
+            reason, text = "lowest_cost", _lowest(plan)
+        case "round-robin":
+            turn = world.turns.get(plan.pool.pool, 0)
+            reason, text = "round_robin", f"its turn: request number {turn + 1:,} of the pool, over {count} candidates"
+        case "random":
+            reason, text = "random", f"drawn by the request's tie seed from {count} equally likely candidates"
+        case "power-of-two":
+            reason, text = "power_of_two", _of_two(plan)
+        case "least-loaded":
+            reason, text = "least_loaded", _least_loaded(plan)
+        case mode:
+            reason, text = "policy", _policy(mode, plan)
+    return reason, among + text
+
+
+def limiting_session(
+    world: World, pool: PoolConfigured, request: SubmittedRequest, candidates: Collection[HolderKey]
+) -> Binding | None:
+    """Return the session binding because of which `find_candidates` left only one rank; None if there was none."""
+    hints = request.hints
+    if not hints.session_id or not pool.router.session_ttl_s or hints.worker_id:
+        return None
+    bound = world.sessions.find(pool.pool, hints.session_id)
+    if bound is None or any(key != (bound.worker_id, bound.rank) for key in candidates):
+        return None
+    try:
+        roster = filter_eligible(world.roster(pool.pool), world.fleet, pool, request)
+    except Ineligible:
+        return None
+    return bound if len(roster.ranks) > 1 and session_roster(roster, bound) is not None else None
+
+
+def name_of(table: CostTable, at: int) -> str:
+    """Return a candidate's name: its worker, followed by its rank if any worker in the table has several ranks."""
+    candidate = table.roster.ranks[at]
+    worker_id = candidate.worker.spec.worker_id
+    return f"{worker_id}/{candidate.rank}" if any(other.rank for other in table.roster.ranks) else worker_id
+
+
+def number(value: float) -> str:
+    """Format a count or a number of blocks with up to two decimals, or two significant digits if it is below 0.01."""
+    if value and abs(value) < 0.01:
+        return f"{value:.2g}"
+    return f"{value:,.2f}".rstrip("0").rstrip(".")
+
+
+def _only(world: World, plan: Plan) -> tuple[SelectionReason, str]:
+    pool, request, hints = plan.pool, plan.request, plan.request.hints
+    if hints.worker_id:
+        return "pinned", "the request is pinned to it"
+    session = limiting_session(world, pool, request, plan.roster.positions)
+    if session is not None:
+        return "session", f"the session {hints.session_id} is bound to it ({pool.router.session_mode} affinity)"
+    return "only_candidate", "it was the only candidate"
+
+
+def _lowest(plan: Plan) -> str:
+    table, at = plan.table, plan.at
+    costs = table.costs
+    other = min((one for one in range(len(costs)) if one != at), key=lambda one: (costs[one], one))
+    theirs = name_of(table, other)
+    less = costs[other] - costs[at]
+    text = f"lowest cost of {len(costs)} candidates: {number(costs[at])}, {number(less)} less than {theirs}"
+    details = "; ".join(_differences(plan.config, table, at, other))
+    return f"{text} ({details})" if details else text
+
+
+def _differences(config: RouterConfig, table: CostTable, at: int, other: int) -> Iterator[str]:
+    """Yield the cost terms in which two candidates differ, the largest difference first."""
+    if config.selection_policy == "lmetric":
+        left = [
+            max(table.prefill_blocks[one] - table.credit_blocks[one], 0.0) + table.eviction_costs.get(one, 0.0)
+            for one in (at, other)
+        ]
+        yield (
+            f"{number(left[0])} blocks to prefill times {number(table.decode_blocks[at] + 1)}, "
+            f"against {number(left[1])} times {number(table.decode_blocks[other] + 1)}"
+        )
+        if evicted := table.eviction_costs:
+            costs = [number(evicted.get(one, 0.0)) for one in (at, other)]
+            yield f"of these {costs[0]} for evicted blocks, against {costs[1]}"
+    else:
+        mine, theirs = _parts(config, table, at), _parts(config, table, other)
+        parts = sorted(mine, key=lambda part: (-abs(theirs[part] - mine[part]), part))
+        for part in parts:
+            if difference := theirs[part] - mine[part]:
+                yield f"{number(abs(difference))} {'less' if difference > 0 else 'more'} {part}"
+    if table.overlap(at) != table.overlap(other):
+        yield f"{_cached(table, at, 'blocks of the prompt are cached ')}, {_cached(table, other)}"
+    if table.taint_factors is not None and table.taint_factors[at] != table.taint_factors[other]:
+        yield f"taint factor {table.taint_factors[at]:.3f}, against {table.taint_factors[other]:.3f}"
+
+
+def _cached(table: CostTable, at: int, what: str = "") -> str:
+    """Return the cached blocks of the prompt on a candidate, with the other tiers listed separately."""
+    overlap = table.overlap(at)
+    lower = (
+        (overlap.host, "in its host memory"),
+        (overlap.disk, "on its disk"),
+        (overlap.store, "in its shared store"),
+    )
+    more = "".join(f" and {count} {where}" for count, where in lower if count)
+    return f"{overlap.device} {what}on {name_of(table, at)}{more}"
+
+
+def _parts(config: RouterConfig, table: CostTable, at: int) -> dict[str, float]:
+    """Return the summands of a cost, as `forebay.core.routing.cost` adds them."""
+    factor = 1.0 if table.taint_factors is None else table.taint_factors[at]
+    credit, decode = table.credit_blocks[at], table.decode_blocks[at]
+    if config.track_prefill_tokens or not config.overlap_score_credit:
+        prefill = config.prefill_load_scale * max(table.prefill_blocks[at] - credit, 0.0)
+        parts = {"to prefill": factor * prefill, "of decode blocks": factor * decode}
+    else:
+        parts = {"of decode blocks that are not cached": factor * max(decode - credit, 0.0)}
+    if evicted := table.eviction_costs:
+        scale = config.prefill_load_scale if "to prefill" in parts else 1.0
+        parts["for evicted blocks"] = factor * scale * evicted.get(at, 0.0)
+    if config.decode_active_request_weight:
+        parts["for active requests"] = factor * config.decode_active_request_weight * table.active_requests[at]
+    return parts
+
+
+def _tie(plan: Plan) -> tuple[SelectionReason, str]:
+    table, at = plan.table, plan.at
+    costs = table.costs
+    tied = [one for one, cost in enumerate(costs) if cost == costs[at]]
+    computed = [table.roster.loads[one].computed_tokens for one in tied]
+    mine = table.roster.loads[at].computed_tokens
+    text = f"{len(tied)} of {len(costs)} candidates have the lowest cost, {number(costs[at])}"
+    equal = computed.count(mine)
+    if equal == 1:
+        others = min(one for one in computed if one != mine)
+        least = "this one was sent the fewest tokens to compute so far"
+        return "tie_computed_tokens", f"{text}; {least}: {number(mine)}, the next {number(others)}"
+    seed = "the request's tie seed selected this one"
+    if equal == len(tied):
+        so_far = ", and were sent the same number of tokens to compute" if mine else ""  # 0 for most decode workers
+        return "tie_seed", f"{text}{so_far}; {seed}"
+    return "tie_seed", f"{text}; {equal} of them were sent the fewest tokens to compute, and {seed}"
+
+
+def _drawn(plan: Plan) -> tuple[SelectionReason, str]:
+    table, at, temperature = plan.table, plan.at, plan.config.temperature
+    weights = softmax_weights(table.costs, temperature)
+    cheaper = sum(cost < table.costs[at] for cost in table.costs)
+    rank = "has the lowest cost" if not cheaper else f"costs more than {cheaper} of {len(table.costs)} candidates"
+    chance = 100.0 * weights[at] / sum(weights)
+    return "drawn", f"drawn at temperature {temperature:g} with probability {chance:.1f} %; it {rank}"
+
+
+def _of_two(plan: Plan) -> str:
+    table = plan.table
+    first, second = draw_two(plan.request.tie_seed, len(table.costs))
+    counts = table.active_requests
+    drew = f"the request's tie seed drew {name_of(table, first)} and {name_of(table, second)}"
+    active = f"{counts[first]} and {counts[second]} active requests"
+    if counts[first] == counts[second]:
+        return f"{drew}, with {active}: equal, so the first"
+    return f"{drew}, with {active}: the smaller number"
+
+
+def _least_loaded(plan: Plan) -> str:
+    counts = plan.table.active_requests
+    least = counts[plan.at]
+    tied = counts.count(least)
+    if tied == 1:
+        return f"fewest active requests: {least}"
+    return f"{tied} candidates have the fewest active requests, {least}; the request's tie seed selected this one"
+
+
+def _policy(mode: str, plan: Plan) -> str:
+    table, at = plan.table, plan.at
+    costs = table.costs
+    best = costs.index(min(costs))
+    cheaper = sum(cost < costs[at] for cost in costs)
+    text = f"the policy {mode} selected it"
+    if not cheaper:
+        return f"{text}, which also has the lowest cost, {number(costs[at])}"
+    lowest = f"{number(costs[best])} of {name_of(table, best)}"
+    return f"{text}, although {cheaper} of {len(costs)} candidates cost less: {number(costs[at])} against {lowest}"
