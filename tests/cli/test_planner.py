@@ -18,9 +18,7 @@ from forebay.events.scaling import (
     SimulatedSize,
     SizesSimulated,
 )
-from forebay.replay.scaling.decisions import OUTCOMES, REASONS, DecisionOutcome
-from forebay.replay.scaling.explain import ScalingExplanation
-from forebay.replay.scaling.history import ScalingHistory
+from forebay.replay.scaling.decisions import OUTCOMES, REASONS, DecisionOutcome, ScalingExplanation, ScalingHistory
 from forebay.replay.scaling.status import PlannerStatus
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.in_process import forebay

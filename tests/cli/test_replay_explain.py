@@ -20,7 +20,7 @@ from forebay.events.kv import StoreBlocksAdded
 from forebay.events.progress import FirstTokenEmitted, OnboardedTokens, RequestFinished
 from forebay.events.requests import RequestCancelled, RoutingHints
 from forebay.events.topics import DECISIONS
-from forebay.replay.explain.explain import Explanation
+from forebay.replay.explain.explanation import Explanation
 from forebay.transport.sqlite.schema import checksum
 from tests.core.worlds import PROMPTS, joined, pool, query, request
 from tests.replay.recorder import Recorder, report_progress

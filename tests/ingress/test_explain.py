@@ -22,7 +22,8 @@ from forebay.ingress.explainer import Explainer
 from forebay.ingress.http.app import build_app
 from forebay.ingress.served import OneModel
 from forebay.ingress.shared_child import CALLERS_MAX
-from forebay.replay.explain.explain import Explanation, explain
+from forebay.replay.explain.explain import explain
+from forebay.replay.explain.explanation import Explanation
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, request

@@ -16,7 +16,8 @@ from forebay.events.topics import DECISIONS, SNAPSHOTS
 from forebay.live.owner.owner import Owner, OwnershipLost
 from forebay.live.router.abandoned_tail import AbandonedTail
 from forebay.live.router.standby import Standby
-from forebay.replay.verify.verify import OtherSpan, verify
+from forebay.replay.spans import OtherSpan
+from forebay.replay.verify.verify import verify
 from forebay.transport.base import Draft
 from forebay.transport.history.reader import OtherRules
 from forebay.transport.history.snapshots import OtherState

@@ -14,7 +14,8 @@ from forebay.events.kv import BlocksStored, Tier
 from forebay.events.snapshots import SnapshotChunk
 from forebay.events.topics import DECISIONS, SNAPSHOTS, topic_named
 from forebay.events.versions import EVENTS_VERSION
-from forebay.replay.explain.explain import Explanation, explain
+from forebay.replay.explain.explain import explain
+from forebay.replay.explain.explanation import Explanation
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import Driver

@@ -11,7 +11,7 @@ from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueClass
 from forebay.events.fleet import OwnershipAnnounced, WorkerDraining, WorkerLost, WorkerSuspect
 from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
 from forebay.events.requests import RequestCancelled, RouterOverride, RoutingHints
-from forebay.replay.explain.explain import UnknownRequest
+from forebay.replay.explain.find import UnknownRequest
 from tests.core.worlds import PROMPTS, joined, pool, query, request
 from tests.replay.recorder import Recorder, fleet, report_progress, stored, words
 
@@ -49,18 +49,13 @@ async def test_timeline_from_submission_to_finish() -> None:
         3,
         0,
     )
-    assert explanation.submitted.due_us == explanation.submitted.now_us + 1_000_000  # type: ignore[operator]
     assert explanation.first_token is not None
     assert (explanation.first_token.ttft_us, explanation.first_token.wall_ttft_us) == (400, 500)
     assert (explanation.first_token.cached_tokens, explanation.first_token.predicted_tokens) == (8, 8)
     assert explanation.ending is not None
-    assert (explanation.ending.reason, explanation.ending.duration_us, explanation.ending.wall_duration_us) == (
-        "stop",
-        430,
-        1_000,
-    )
+    assert (explanation.ending.reason, explanation.ending.duration_us) == ("stop", 430)
     (routing,) = explanation.routings
-    assert (routing.attempt, routing.reason, routing.ties) == (1, "lowest_cost", 1)
+    assert (routing.attempt, routing.reason) == (1, "lowest_cost")
     assert routing.candidates[routing.winner].seen.worker_id == "b"
     assert routing.runner_up == 0
     assert [one.seen.device_overlap for one in routing.candidates] == [0, 2, 0]
@@ -80,21 +75,15 @@ async def test_a_queued_request_is_routed_when_capacity_is_available() -> None:
     made("requests", request("r", SHORT))
     made("requests", request("s", SHORT))
     waits = await made.explain("s")
-    assert (waits.state, waits.held and waits.held.ahead, waits.routings) == ("queued", 1, ())
+    assert (waits.state, waits.routings) == ("queued", ())
+    assert waits.timeline[-1].text.startswith("held in queue class default, 1 requests ahead: ")
     made("progress", report_progress(made, "x", FirstTokenEmitted), after_us=500)
     explanation = await made.explain("r")
     assert explanation.state == "prefill"
     assert words(explanation) == ["submitted", "held", "routed"]
-    assert explanation.held is not None
-    assert (explanation.held.queue_class, explanation.held.ahead, explanation.held.uncached_tokens) == (
-        "default",
-        0,
-        10,
-    )
-    assert (explanation.held.least, explanation.held.least_prefill_tokens, explanation.held.least_limit_tokens) == (
-        "a/0",
-        34,
-        16,
+    assert explanation.timeline[1].text == (
+        "held in queue class default, 0 requests ahead: a/0, the least loaded rank, has 34 tokens to prefill, limit 16;"
+        " 10 prompt tokens are not cached on any rank"
     )
     (routing,) = explanation.routings
     assert (routing.waited_us, routing.after_us, routing.config["queue_threshold"]) == (510, 510, 0.25)

@@ -20,8 +20,8 @@ from forebay.events.decisions import OwnerClaimed, RequestAborted, RequestReject
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.topics import DECISIONS, KV_EVENTS, REQUESTS
 from forebay.events.versions import EVENTS_VERSION
-from forebay.replay.explain.explain import Explanation, explain
-from forebay.replay.explain.explanation import CandidateCost, Routing
+from forebay.replay.explain.explain import explain
+from forebay.replay.explain.explanation import CandidateCost, Explanation, Routing
 from forebay.replay.explain.find import RequestRecord
 from forebay.transport.base import Draft, LogError
 from forebay.transport.history.groups import groups_of
@@ -90,7 +90,7 @@ def same(explanation: Explanation) -> dict[str, Any]:
         return [without(one) for one in value] if isinstance(value, list) else value
 
     plain = without(msgspec.to_builtins(explanation))
-    for part in (*plain["routings"], *([plain["held"]] if plain["held"] else [])):
+    for part in plain["routings"]:
         part["offset"] = None
     return dict(plain)
 

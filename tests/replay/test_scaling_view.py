@@ -4,8 +4,7 @@ from forebay import runtime
 from forebay.events.codec import encode
 from forebay.events.topics import SCALING
 from forebay.replay.scaling.journal import PARTITION
-from forebay.replay.scaling.status import read_planner_status
-from forebay.replay.scaling.view import DECISIONS_MAX, read_scaling
+from forebay.replay.scaling.status import DECISIONS_MAX, read_planner_status, read_scaling
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.harness.fake_runtime import FakeRuntime

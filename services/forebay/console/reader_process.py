@@ -43,11 +43,11 @@ from forebay.replay.catalog import requests
 from forebay.replay.catalog.seek import CatalogStates, catalog_explanation, catalog_position
 from forebay.replay.catalog.store import CatalogError, Store
 from forebay.replay.compare import compare_moments
-from forebay.replay.explain.explain import UnknownRequest
 from forebay.replay.explain.explanation import Explanation
+from forebay.replay.explain.find import UnknownRequest
 from forebay.replay.explain.selection_changes import Counterfactuals, counterfactuals
 from forebay.replay.load_policies import load_policies
-from forebay.replay.scaling.view import read_scaling
+from forebay.replay.scaling.status import read_scaling
 from forebay.replay.status import GroupStatus, build_status
 from forebay.transport.base import Log, LogError, NotDerivable
 from forebay.transport.readable import readable

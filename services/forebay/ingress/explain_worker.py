@@ -13,8 +13,9 @@ import msgspec
 
 from forebay.ingress.child_process import ChildConnection
 from forebay.ingress.shared_child import ChildResponse
-from forebay.replay.explain.explain import UnknownRequest, explain
+from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Explanation
+from forebay.replay.explain.find import UnknownRequest
 from forebay.replay.load_policies import PolicyUnusable, load_policies
 from forebay.replay.policies import require_allowed
 from forebay.replay.status import GroupStatus, read_status

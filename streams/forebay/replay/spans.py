@@ -7,6 +7,8 @@ other decision rules had stopped as planned, or because an operator accepted a l
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.step import AnyDecision
 from forebay.core.world import CORE_VERSION
@@ -29,6 +31,24 @@ from forebay.transport.history.snapshots import (
 )
 from forebay.transport.history.start import StoredState, begins_of, oldest_state, usable_state
 from forebay.transport.recording.manifest import utc
+
+
+class OtherSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """Part of a journal that only a program with other decision rules can derive.
+
+    Attributes:
+        rules: version of the decision rules of its owners.
+        release: version of forebay that has these rules; empty if the journal does not name it.
+        first: journal offset of its first record.
+        end: journal offset after its last record.
+        decisions: number of its decisions, where they are counted.
+    """
+
+    rules: int
+    release: str = ""
+    first: int
+    end: int
+    decisions: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class RulesSpan(NamedTuple):

@@ -10,8 +10,9 @@ from forebay.events.progress import RequestFinished
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import REQUESTS
 from forebay.replay.catalog.seek import catalog_explanation
-from forebay.replay.explain.explain import UnknownRequest, explain
+from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Explanation
+from forebay.replay.explain.find import UnknownRequest
 from forebay.transport.history.reader import events_of
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import request

@@ -13,7 +13,8 @@ from forebay.replay.catalog.catalog_request import STATE_OF_PHASE
 from forebay.replay.catalog.contents import ContentsObserver
 from forebay.replay.catalog.facts import RequestRow
 from forebay.replay.catalog.requests import RequestFilter, find, request, requests
-from forebay.replay.explain.explain import Explanation, explain
+from forebay.replay.explain.explain import explain
+from forebay.replay.explain.explanation import Explanation
 from forebay.replay.explain.find import UnknownRequest
 from forebay.replay.walk import Step, Walk
 from forebay.transport.history.groups import groups_of
@@ -71,7 +72,7 @@ async def check_explained(path: Path, every: int) -> None:
             first = explained.first_token
             assert row.ttft_us == (None if first is None else first.ttft_us)
             assert row.cached_tokens == (None if first is None else first.cached_tokens)
-            if explained.held is not None and explained.routings:
+            if explained.routings and explained.timeline[1].what == "held":
                 assert row.queued_us == explained.routings[0].waited_us
             if explained.ending is not None and row.state != "failed":
                 assert row.reason == explained.ending.reason

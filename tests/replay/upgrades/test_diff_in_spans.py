@@ -9,8 +9,8 @@ import pytest
 from forebay.core.world import CORE_VERSION
 from forebay.events.control import PoolConfigured
 from forebay.replay.diff.diff import diff
-from forebay.replay.diff.report import UncomparedSpan
 from forebay.replay.diff.span import EmptySpan, span_of
+from forebay.replay.spans import OtherSpan
 from forebay.transport.base import NotDerivable
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli import in_process
@@ -28,9 +28,9 @@ def at_random(pool: PoolConfigured) -> PoolConfigured:
     return pool.with_mode("random")
 
 
-def left_out(made: Upgraded, number: int) -> UncomparedSpan:
+def left_out(made: Upgraded, number: int) -> OtherSpan:
     first, end = made.claims[number], made.seals[number] + 1
-    return UncomparedSpan(rules=OTHER, release=OTHER_RELEASE, first=first, end=end, decisions=1)
+    return OtherSpan(rules=OTHER, release=OTHER_RELEASE, first=first, end=end, decisions=1)
 
 
 @pytest.mark.parametrize(("owners", "compared"), [("oxo", 2), ("ox", 1), ("xo", 1), ("xoxox", 2), ("oo", 2)])

@@ -10,7 +10,8 @@ from forebay.events.codec import encode
 from forebay.events.decisions import Advanced, OwnerClaimed, RequestRouted
 from forebay.events.topics import DECISIONS
 from forebay.replay.explain.explain import explain
-from forebay.replay.explain.explanation import Explanation, RecordedSpan
+from forebay.replay.explain.explanation import Explanation
+from forebay.replay.spans import OtherSpan
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli import in_process
@@ -39,7 +40,7 @@ async def test_a_request_of_other_rules_is_explained_as_recorded(
     assert (found.state, found.output_tokens, found.routings) == ("finished", 3, ())
     assert found.derived_from == found.derived_to
     first, end = made.claims[number], made.seals[number]
-    assert found.recorded == (RecordedSpan(rules=OTHER, release=OTHER_RELEASE, first=first, end=end),)
+    assert found.recorded == (OtherSpan(rules=OTHER, release=OTHER_RELEASE, first=first, end=end),)
 
 
 async def test_a_request_after_the_seal_is_derived(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:

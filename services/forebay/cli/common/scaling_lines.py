@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from forebay.replay.scaling.history import ScalingVerification
+from forebay.replay.scaling.journal import ScalingVerification
 
 
 def verification_lines(verification: ScalingVerification) -> Iterator[str]:

@@ -17,8 +17,7 @@ from forebay.cli.planner.command import LATEST
 from forebay.cli.planner.explain_view import show_explanation
 from forebay.cli.planner.source import require_one_source, scaling_log, shown_reading
 from forebay.cli.planner.tables import show_history, show_status
-from forebay.replay.scaling.explain import ScalingExplanation, explain_decision
-from forebay.replay.scaling.history import ScalingHistory, read_history
+from forebay.replay.scaling.decisions import ScalingExplanation, ScalingHistory, explain_decision, read_history
 from forebay.replay.scaling.journal import OnProgress
 from forebay.replay.scaling.status import PlannerStatus, read_planner_status
 

@@ -9,8 +9,7 @@ from forebay.cli.planner.tables import clock, outcome_text
 from forebay.cli.replay.at_view import span
 from forebay.core.scaling.basis import LoadSignal
 from forebay.events.scaling import PlannerSettings, PoolDemand, PoolObserved
-from forebay.replay.scaling.decisions import REASONS
-from forebay.replay.scaling.explain import PoolExplanation, ProposalFacts, ScalingExplanation, StageBasis
+from forebay.replay.scaling.decisions import REASONS, PoolExplanation, ProposalFacts, ScalingExplanation, StageBasis
 
 VERIFIED = {
     "equal": "derived again: equal",

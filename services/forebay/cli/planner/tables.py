@@ -8,8 +8,7 @@ from forebay.cli.common.scaling_lines import verification_lines
 from forebay.cli.common.terminal import printable
 from forebay.cli.replay.at_view import span, titled_table
 from forebay.cli.status_view import recent_time
-from forebay.replay.scaling.decisions import DecisionEntry, PoolEntry
-from forebay.replay.scaling.history import ScalingHistory
+from forebay.replay.scaling.decisions import DecisionEntry, PoolEntry, ScalingHistory
 from forebay.replay.scaling.status import ObservedDemand, PlannerStatus, ScaledPoolStatus
 from forebay.transport.recording.manifest import utc
 

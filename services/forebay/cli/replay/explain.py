@@ -14,8 +14,9 @@ from forebay.cli.common.unverified import DIVERGED, tell_unverified
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.replay.explain_view import show
 from forebay.core.routing.policies import CustomPolicies
-from forebay.replay.explain.explain import Explanation, UnknownRequest, explain
-from forebay.replay.explain.find import OnProgress
+from forebay.replay.explain.explain import explain
+from forebay.replay.explain.explanation import Explanation
+from forebay.replay.explain.find import OnProgress, UnknownRequest
 from forebay.replay.policies import require_allowed
 
 

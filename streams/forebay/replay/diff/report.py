@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from forebay.events.decisions import CostTerms
+from forebay.replay.spans import OtherSpan
 from forebay.replay.verify.divergence import DivergenceReport
 
 
@@ -238,23 +239,6 @@ class ProgressOutcome(msgspec.Struct, kw_only=True):
     unknown_end: int = 0
 
 
-class UncomparedSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """Part of the journal that is not compared, because its owners had other decision rules.
-
-    Attributes:
-        rules: version of the decision rules of its owners.
-        release: version of forebay of its owner; empty if the journal does not name it.
-        first: journal offset of its first record.
-        end: journal offset after its last record.
-    """
-
-    rules: int
-    release: str
-    first: int
-    end: int
-    decisions: int
-
-
 class DiffReport(msgspec.Struct, kw_only=True):
     """Open-loop comparison of history with an alternative.
 
@@ -325,4 +309,4 @@ class DiffReport(msgspec.Struct, kw_only=True):
     other_state: str = ""
     unverified: dict[str, int] = {}
     divergence: DivergenceReport | None = None
-    left_out: list[UncomparedSpan] = []
+    left_out: list[OtherSpan] = []

@@ -12,8 +12,7 @@ from forebay.core.step import AnyDecision
 from forebay.core.world import CORE_VERSION
 from forebay.events.topics import DECISIONS
 from forebay.replay.at import NoSuchRecord, last_clock, offset_at
-from forebay.replay.diff.report import UncomparedSpan
-from forebay.replay.spans import RulesSpan, spans_of
+from forebay.replay.spans import OtherSpan, RulesSpan, spans_of
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.verify.verify import PROGRESS_EVERY, OnProgress
 from forebay.replay.walk import Start, Walk, before, oldest
@@ -44,7 +43,7 @@ class Span(NamedTuple):
     first: int
     end: int
     later: tuple[RulesSpan, ...] = ()
-    left_out: tuple[UncomparedSpan, ...] = ()
+    left_out: tuple[OtherSpan, ...] = ()
 
     @property
     def last(self) -> int:
@@ -115,23 +114,23 @@ async def _among(
     first = spans[0].first if from_us is None else await _offset_from(log, partition, spans[0], end, from_us)
     last = end if to_us is None else await _offset_from(log, partition, spans[0], end, to_us)
     compared: list[RulesSpan] = []
-    left_out: list[UncomparedSpan] = []
+    left_out: list[OtherSpan] = []
+    others = 0
     for span in spans:
         decisions = await span.decisions(log, partition, first, last)
         if decisions and span.is_own:
             compared.append(span._replace(first=max(first, span.first), end=min(last, span.end)))
         elif decisions:
+            others += decisions
             left_out.append(
-                UncomparedSpan(
-                    rules=span.rules, release=span.release, first=span.first, end=span.end, decisions=decisions
-                )
+                OtherSpan(rules=span.rules, release=span.release, first=span.first, end=span.end, decisions=decisions)
             )
     if not compared and not left_out:
         raise EmptySpan(f"no decision was made in the time span; {await _extent(log, partition)}")
     if not compared:
         made = " and ".join(sorted({rules_text(part.rules, part.release) for part in left_out}))
         raise NotDerivable(
-            f"nothing to compare: {made} made all {sum(part.decisions for part in left_out)} decisions, this program"
+            f"nothing to compare: {made} made all {others} decisions, this program"
             f" has version {CORE_VERSION}; compare with that version of forebay"
         )
     start = await start_of(log, partition, compared[0], custom)

@@ -34,7 +34,6 @@ from forebay.replay.explain.explanation import (
     CandidateCost,
     ExcludedRank,
     ExclusionReason,
-    QueueWait,
     RankState,
     Routing,
     SelectionReason,
@@ -61,6 +60,15 @@ COST_SETTINGS = (
     "assume_kv_reuse",
     "use_kv_events",
     "temperature",
+)
+SHOWN_TERMS = (
+    "cost",
+    "prefill_blocks",
+    "overlap_credit",
+    "decode_blocks",
+    "active_requests",
+    "taint_factor",
+    "eviction_cost",
 )
 BY_LOAD_OR_TURN = frozenset({"round-robin", "random", "power-of-two", "least-loaded"})  # modes that ignore the cost
 
@@ -93,10 +101,16 @@ def routing_of(world: World, plan: Plan) -> Routing:
         overridden=tuple(name for name in changed if getattr(override, name) is not None),
         winner=at,
         runner_up=min(others, key=lambda other: (costs[other], other), default=None),
-        ties=plan.ties,
         reason=reason,
         why=text,
-        candidates=tuple(_candidate(rank_states, table, position, chances) for position in range(len(costs))),
+        candidates=tuple(
+            CandidateCost(
+                seen=rank_states.seen(candidate.worker, candidate.rank),
+                **{name: getattr(table.terms(position), name) for name in SHOWN_TERMS},
+                probability=None if chances is None else chances[position],
+            )
+            for position, candidate in enumerate(table.roster.ranks)
+        ),
         left_out=left_out(world, pool, request, table.roster.positions),
         table_digest=hex_digest(table.digest()),
     )
@@ -107,35 +121,17 @@ def left_out(
 ) -> tuple[ExcludedRank, ...]:
     """Return every rank of the pool that is not a candidate, with the reasons, in worker and rank order."""
     rank_states = _RankStates(world, pool, request.blocks)
-    ready = {candidate.key: candidate for candidate in world.roster(pool.pool).ranks}
     session = limiting_session(world, pool, request, candidates)
-    busy = world.busy.get(pool.pool, pool.router.busy)
-    hard = pool.router.session_mode == "hard"
     found = []
     for worker in world.fleet.workers():
-        if worker.spec.pool != pool.pool:
-            continue
-        for rank in worker.spec.ranks:
+        for rank in worker.spec.ranks if worker.spec.pool == pool.pool else ():
             key = worker.spec.worker_id, rank
             if key not in candidates:
-                reasons = dict(_unmet(worker, rank, request))
-                reasons |= dict(_rejections(world, worker, request))
-                last = _last_worker_id(world, pool, request)
-                if not reasons and (pool.role == "encode" or worker.spec.worker_id == last):
-                    reasons = {"had_it_last": "it ran the previous attempt, and another worker is available"}
-                elif not reasons:
-                    reasons = _exclusion_by_policy(ready[key], busy, session, hard=hard) or _exclusion_by_capacity(
-                        pool, ready[key]
-                    )
-                text = "; ".join(reasons.values())
-                found.append(ExcludedRank(seen=rank_states.seen(worker, rank), reasons=tuple(reasons), text=text))
+                reasons = dict(_unmet(worker, rank, request)) | dict(_rejections(world, worker, request))
+                reasons = reasons or dict(_exclusions(world, pool, request, key, session))
+                seen, text = rank_states.seen(worker, rank), "; ".join(reasons.values())
+                found.append(ExcludedRank(seen=seen, reasons=tuple(reasons), text=text))
     return tuple(found)
-
-
-def _last_worker_id(world: World, pool: PoolConfigured, request: SubmittedRequest) -> str | None:
-    """Return the worker of the pool that ran the previous attempt at its stage."""
-    active = world.requests.get(request.request_id)
-    return None if active is None else {"prefill": active.prefiller_id, "decode": active.decoder_id}.get(pool.role)
 
 
 class _RankStates:
@@ -166,21 +162,6 @@ class _RankStates:
             waiting_tokens=load.prefill_tokens,
             computed_tokens=load.computed_tokens,
         )
-
-
-def _candidate(rank_states: _RankStates, table: CostTable, at: int, chances: Sequence[float] | None) -> CandidateCost:
-    candidate, terms = table.roster.ranks[at], table.terms(at)
-    return CandidateCost(
-        seen=rank_states.seen(candidate.worker, candidate.rank),
-        cost=terms.cost,
-        prefill_blocks=terms.prefill_blocks,
-        overlap_credit=terms.overlap_credit,
-        decode_blocks=terms.decode_blocks,
-        active_requests=terms.active_requests,
-        taint_factor=terms.taint_factor,
-        eviction_cost=terms.eviction_cost,
-        probability=None if chances is None else chances[at],
-    )
 
 
 def _chances(plan: Plan) -> list[float] | None:
@@ -246,30 +227,28 @@ def _rejections(world: World, worker: FleetWorker, request: SubmittedRequest) ->
         yield "rejects", "it rejected requests, so it is avoided for some seconds, and another worker is available"
 
 
-def _exclusion_by_policy(
-    candidate: CandidateRank, busy: BusyThresholds, session: Binding | None, *, hard: bool
-) -> dict[ExclusionReason, str]:
-    """Return why an eligible rank was excluded, as `forebay.core.routing.candidates.find_candidates` decides."""
-    elsewhere = session is not None and candidate.key != (session.worker_id, session.rank)
-    if is_busy(candidate, busy) and not (elsewhere and hard):
-        return {"busy": f"it is busy: {', '.join(_exceeded(candidate, busy))}"}
-    if session is not None and elsewhere:
-        return {"other_session": f"the session is bound to {session.worker_id}, rank {session.rank}"}
-    return {}
-
-
-def _exclusion_by_capacity(pool: PoolConfigured, candidate: CandidateRank) -> dict[ExclusionReason, str]:
-    """Return why a rank is full, as `forebay.core.routing.capacity.ranks_with_room` checks it."""
-    run_ahead = pool.router.queue.run_ahead
-    if run_ahead is None:
-        return {}
-    ((most, waiting),) = Roster([candidate]).limits(run_ahead)
-    load = candidate.load
-    if load.active_requests >= most:
-        return {"full": f"it is full: {load.active_requests} active requests, maximum {most}"}
-    if load.waiting > waiting:
-        return {"full": f"it is full: {load.waiting} requests wait in its engine, maximum {waiting}"}
-    return {}
+def _exclusions(
+    world: World, pool: PoolConfigured, request: SubmittedRequest, key: HolderKey, session: Binding | None
+) -> Iterator[tuple[ExclusionReason, str]]:
+    """Yield why an eligible rank was excluded: by its last attempt, its load, a session, or its capacity."""
+    active, roster = world.requests.get(request.request_id), world.roster(pool.pool)
+    last = None if active is None else {"prefill": active.prefiller_id, "decode": active.decoder_id}.get(pool.role)
+    if pool.role == "encode" or key[0] == last:
+        yield "had_it_last", "it ran the previous attempt, and another worker is available"
+        return
+    candidate = roster.ranks[roster.positions[key]]
+    busy, run_ahead, load = world.busy.get(pool.pool, pool.router.busy), pool.router.queue.run_ahead, candidate.load
+    elsewhere = session is not None and key != (session.worker_id, session.rank)
+    if is_busy(candidate, busy) and not (elsewhere and pool.router.session_mode == "hard"):
+        yield "busy", f"it is busy: {', '.join(_exceeded(candidate, busy))}"
+    elif session is not None and elsewhere:
+        yield "other_session", f"the session is bound to {session.worker_id}, rank {session.rank}"
+    elif run_ahead is not None:
+        ((most, waiting),) = Roster([candidate]).limits(run_ahead)
+        if load.active_requests >= most:
+            yield "full", f"it is full: {load.active_requests} active requests, maximum {most}"
+        elif load.waiting > waiting:
+            yield "full", f"it is full: {load.waiting} requests wait in its engine, maximum {waiting}"
 
 
 def _exceeded(candidate: CandidateRank, busy: BusyThresholds) -> Iterator[str]:
@@ -288,41 +267,28 @@ def _exceeded(candidate: CandidateRank, busy: BusyThresholds) -> Iterator[str]:
             yield f"{number(load.prefill_tokens)} tokens to prefill, limit {number(most)}"
 
 
-def queue_wait_of(world: World, offset: int, now_us: int, record: RequestHeld) -> QueueWait:
+def why_held(world: World, record: RequestHeld) -> str:
     """Return why a request was held in the queue, from the state right after that decision."""
-    request = world.requests.get(record.request_id)
-    pool = world.pools[record.pool]
+    request, pool = world.requests.get(record.request_id), world.pools[record.pool]
     assert request is not None, "a held request is active"
-    wait = QueueWait(
-        offset=offset,
-        now_us=now_us,
-        pool=record.pool,
-        queue_class=record.queue_class,
-        ahead=record.ahead,
-        uncached_tokens=record.uncached_tokens,
-    )
     try:
         among = find_options(world, pool, request).computing
     except Ineligible as ineligible:
         ranks = find_suspect_candidates(world, pool, request.submitted, ineligible).ranks
-        suspects = tuple(dict.fromkeys(candidate.worker.spec.worker_id for candidate in ranks))
-        return msgspec.structs.replace(wait, suspects=suspects)
-    ranks, threshold = among.roster.ranks, among.pool.router.queue.threshold
+        suspects = dict.fromkeys(candidate.worker.spec.worker_id for candidate in ranks)
+        return f"only suspect workers are eligible: {', '.join(suspects)}"
+    threshold = among.pool.router.queue.threshold
     if threshold is not None and must_queue(among.pool, among.roster):
-        least = min(
-            ranks,
-            key=lambda candidate: candidate.load.prefill_tokens / candidate.worker.spec.max_num_batched_tokens,
-        )
+        ranks = among.roster.ranks
+        least = min(ranks, key=lambda one: one.load.prefill_tokens / one.worker.spec.max_num_batched_tokens)
+        limit = threshold * least.worker.spec.max_num_batched_tokens
+        load = f"has {least.load.prefill_tokens:,} tokens to prefill, limit {limit:,.0f}"
     else:
-        threshold = None
-        least = min(ranks, key=lambda candidate: candidate.load.active_requests)
-    return msgspec.structs.replace(
-        wait,
-        threshold=threshold,
-        least=f"{least.worker.spec.worker_id}/{least.rank}",
-        least_prefill_tokens=least.load.prefill_tokens,
-        least_limit_tokens=(threshold or 0.0) * least.worker.spec.max_num_batched_tokens,
-        least_requests=least.load.active_requests,
+        least = min(among.roster.ranks, key=lambda one: one.load.active_requests)
+        load = f"is full with {least.load.active_requests:,} active requests"
+    return (
+        f"{least.worker.spec.worker_id}/{least.rank}, the least loaded rank, {load};"
+        f" {record.uncached_tokens:,} prompt tokens are not cached on any rank"
     )
 
 

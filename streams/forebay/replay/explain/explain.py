@@ -8,7 +8,7 @@ reasons, which only a program with these rules can derive.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -20,7 +20,7 @@ from forebay.events.fleet import WorkerFact
 from forebay.events.progress import ProgressEvent
 from forebay.events.requests import RequestCancelled, RouteQueried
 from forebay.events.topics import DECISIONS, FLEET, INPUTS, PROGRESS, REQUESTS, Topic
-from forebay.replay.explain.explanation import Explanation, RecordedSpan, SubmissionEvent, TimelineEntry
+from forebay.replay.explain.explanation import Explanation, SubmissionEvent, TimelineEntry
 from forebay.replay.explain.find import (
     Mentions,
     OnProgress,
@@ -31,16 +31,13 @@ from forebay.replay.explain.find import (
 )
 from forebay.replay.explain.timeline import Timeline, submission_of
 from forebay.replay.recorded import RecordedSteps
+from forebay.replay.spans import OtherSpan
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.walk import LogStates, Start, States, Walk, oldest
 from forebay.transport.base import Log, Record
 from forebay.transport.history.reader import OtherRules, SpanEnds, decode_or_none, records_of
 from forebay.transport.history.release import rules_text
 from forebay.transport.history.snapshots import load_continued
-
-__all__ = ["Explanation", "UnknownRequest", "explain"]
-
-OnPlan = Callable[[Plan], None]
 
 BREATHE_EVERY = 64  # journal records between yields to the event loop, for time limits and signals
 
@@ -115,7 +112,7 @@ class _Derived:
     def __init__(self, log: Log, partition: int, found: RequestLocation, end: int, progress: OnProgress | None) -> None:
         self.timeline = Timeline(found.request_id, World())
         self.divergence: DivergenceReport | None = None
-        self.recorded: list[RecordedSpan] = []
+        self.recorded: list[OtherSpan] = []
         self.unverified: dict[str, int] = {}
         self.view: Mapping[str, int] = {}
         self.begin = self.done = end
@@ -153,7 +150,14 @@ class _Derived:
         self.done = start.offset
         walk = Walk(self._log, self._partition, start, self._end)
         trail = DivergenceTrail(walk)
-        _add_plan_listener(walk.world, self.timeline.on_plan)
+        kept = walk.world.on_plan
+        assert kept is not None, "DivergenceTrail sets a listener"
+
+        def on_plan(plan: Plan) -> None:
+            kept(plan)
+            self.timeline.on_plan(plan)
+
+        walk.world.on_plan = on_plan
         try:
             await self._apply(walk, trail, start.offset)
         except SpanEnds:
@@ -186,24 +190,12 @@ class _Derived:
             if self._is_complete(end):
                 break
         if end > steps.first:
-            self.recorded.append(RecordedSpan(rules=rules, release=release, first=steps.first, end=end))
+            self.recorded.append(OtherSpan(rules=rules, release=release, first=steps.first, end=end))
         self.view = {topic.name: steps.order.offset(topic.name) for topic in INPUTS}
         return None if self._is_complete(end) else steps.claim
 
     def _is_complete(self, end: int) -> bool:
         return self.timeline.over and end > self._found.last
-
-
-def _add_plan_listener(world: World, also: OnPlan) -> None:
-    """Call `also` for each routing decision, after the existing listener."""
-    first = world.on_plan
-    assert first is not None, "DivergenceTrail sets a listener"
-
-    def both(plan: Plan) -> None:
-        first(plan)
-        also(plan)
-
-    world.on_plan = both
 
 
 async def _start(

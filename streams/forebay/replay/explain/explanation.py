@@ -11,9 +11,9 @@ import msgspec
 
 from forebay.core.ttft_parts import Part
 from forebay.events.kv import LowerTier
-from forebay.events.pools import PoolChoice
 from forebay.events.prefill import PrefillPlace
 from forebay.events.requests import RequestSubmitted, RouteQueried
+from forebay.replay.spans import OtherSpan
 from forebay.replay.verify.divergence import DivergenceReport
 
 TokenSource = Literal["device", "host", "disk", "store", "transferred", "computed"]
@@ -82,7 +82,6 @@ class Submission(ExplanationPart, frozen=True, kw_only=True):
         full_blocks: number of KV blocks that the prompt fills completely. Only full blocks can be cached.
         max_tokens: maximum output tokens. None for a query, and if the log no longer holds the event.
         timeout_us: time limit, counted from `now_us`. None for a query, and if the log no longer holds the event.
-        due_us: deadline on the owner's clock.
         tie_seed: the 64-bit seed that breaks ties, as 16 hex digits.
         hints: the routing hints of the request, as in `RoutingHints`, without fields at their default.
         anonymised: whether the recording omits the prompt's tokens.
@@ -97,42 +96,9 @@ class Submission(ExplanationPart, frozen=True, kw_only=True):
     full_blocks: int
     max_tokens: int | None = None
     timeout_us: int | None = None
-    due_us: int | None
     tie_seed: str
     hints: dict[str, Any]
     anonymised: bool = False
-
-
-class QueueWait(ExplanationPart, frozen=True, kw_only=True):
-    """The reason why a request was held in the router's queue.
-
-    Attributes:
-        offset: offset of `RequestHeld` in the journal.
-        now_us: when the request was held, on the owner's clock.
-        ahead: number of requests ahead of this request in the class.
-        uncached_tokens: prompt tokens to compute on the rank that has most of the prompt cached.
-        threshold: configured limit, in engine steps of prefill. Requests wait while every eligible rank is above it.
-            None if the ranks were full instead.
-        least: the rank with the least load, as `worker/rank`.
-        least_prefill_tokens: prompt tokens to prefill on the rank `least`.
-        least_limit_tokens: the limit of the rank `least`, in tokens.
-        suspects: the suspect workers that the request waits for, if no other worker is eligible. The `least` fields are
-            then empty or 0.
-        least_requests: number of active requests on the rank `least`.
-    """
-
-    offset: int
-    now_us: int
-    pool: str
-    queue_class: str
-    ahead: int
-    uncached_tokens: int
-    threshold: float | None = None
-    least: str = ""
-    least_prefill_tokens: int = 0
-    least_limit_tokens: float = 0.0
-    suspects: tuple[str, ...] = ()
-    least_requests: int = 0
 
 
 class RankState(ExplanationPart, frozen=True, kw_only=True):
@@ -215,7 +181,6 @@ class Routing(ExplanationPart, frozen=True, kw_only=True):
         overridden: names of the settings that the request overrode.
         winner: index of the selected worker rank in `candidates`.
         runner_up: index of the cheapest other candidate; None if there is no other.
-        ties: number of candidates with the lowest cost, if the cost decided.
         reason: the rule that decided, as an identifier.
         why: the rule that decided, as a sentence.
         candidates: all candidates, sorted by worker and rank.
@@ -239,7 +204,6 @@ class Routing(ExplanationPart, frozen=True, kw_only=True):
     overridden: tuple[str, ...]
     winner: int
     runner_up: int | None
-    ties: int
     reason: SelectionReason
     why: str
     candidates: tuple[CandidateCost, ...]
@@ -296,8 +260,6 @@ class Ending(ExplanationPart, frozen=True, kw_only=True):
         text: the message sent to the client, or the engine's error.
         output_tokens: number of output tokens that the engine reported; None if it reported none.
         duration_us: time since the submission on the owner's clock. None if one of the two times is unknown.
-        wall_duration_us: time from the submission on the ingress's wall clock to the end on the worker's wall clock.
-            None if one of them did not record a time.
         left_out: for a rejection: the worker ranks of the pool, with the reasons why they were not eligible.
     """
 
@@ -307,7 +269,6 @@ class Ending(ExplanationPart, frozen=True, kw_only=True):
     attempt: int
     output_tokens: int | None
     duration_us: int | None
-    wall_duration_us: int | None
     left_out: tuple[ExcludedRank, ...] = ()
 
 
@@ -330,22 +291,6 @@ class TimelineEntry(ExplanationPart, frozen=True, kw_only=True):
     counted: bool = True
 
 
-class RecordedSpan(ExplanationPart, frozen=True, kw_only=True):
-    """Part of the journal whose decisions only a program with other decision rules can derive.
-
-    Attributes:
-        rules: version of the decision rules of its owners.
-        release: version of forebay of its owner; empty if the journal does not name it.
-        first: journal offset of its first record that was read.
-        end: journal offset after its last record that was read.
-    """
-
-    rules: int
-    release: str
-    first: int
-    end: int
-
-
 class Explanation(ExplanationPart, frozen=True, kw_only=True):
     """Timeline, routing decisions and outcome of one request.
 
@@ -358,13 +303,11 @@ class Explanation(ExplanationPart, frozen=True, kw_only=True):
         derived_from: journal offset at which the derivation began.
         derived_to: journal offset at which the derivation ended, exclusive.
         submitted: the submission; None if the log does not hold it.
-        held: why the request was held in the router's queue; None if it was not held.
         routings: every routing decision for the request, in order.
         first_token: first token of the response, from the first attempt that produced one.
         output_tokens: output tokens reported so far.
         ending: the outcome; None while the request is active.
         timeline: all entries in order.
-        pools: every choice of a pool for the request, in order.
         unverified: records that the derivation skipped, counted by a name of `forebay.replay.verify.verify.UNVERIFIED`.
         divergence: the first record that does not follow from the events. The explanation ends there.
         recorded: parts of the journal by owners with other decision rules, between `derived_from` and `derived_to` or
@@ -378,14 +321,12 @@ class Explanation(ExplanationPart, frozen=True, kw_only=True):
     derived_from: int = 0
     derived_to: int = 0
     submitted: Submission | None
-    held: QueueWait | None = None
     routings: tuple[Routing, ...] = ()
     first_token: FirstTokenTiming | None = None
     output_tokens: int | None = None
     ending: Ending | None = None
     timeline: tuple[TimelineEntry, ...]
     others: tuple[str, ...] | None = None
-    pools: tuple[PoolChoice, ...] = ()
     unverified: dict[str, int] = {}
     divergence: DivergenceReport | None = None
-    recorded: tuple[RecordedSpan, ...] = ()
+    recorded: tuple[OtherSpan, ...] = ()

@@ -33,7 +33,6 @@ from forebay.events.decisions import (
     RouteAnswered,
 )
 from forebay.events.fleet import OwnershipAnnounced, WorkerFact, WorkerLost
-from forebay.events.pools import PoolChoice
 from forebay.events.progress import (
     EncodeFinished,
     FirstTokenEmitted,
@@ -50,13 +49,12 @@ from forebay.events.progress import (
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RouteQueried
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS, REQUESTS
 from forebay.events.transfer import Prefilled
-from forebay.replay.explain.decisions import excluded_ranks, queue_wait_of, routing_of
+from forebay.replay.explain.decisions import excluded_ranks, routing_of, why_held
 from forebay.replay.explain.explanation import (
     Ending,
     ExcludedRank,
     Explanation,
     FirstTokenTiming,
-    QueueWait,
     Routing,
     State,
     Submission,
@@ -173,13 +171,11 @@ class Timeline:
             kind="query" if isinstance(self._event, RouteQueried) else "request",
             state="unknown" if self._state is None or (diverged and not self.over) else self._state,
             submitted=self._submission,
-            held=self._held,
             routings=tuple(self._routings),
             first_token=self._first_token,
             output_tokens=self._output_tokens,
             ending=self._ending,
             timeline=tuple(self._entries),
-            pools=self._pools,
         )
 
     def _clear(self, event: SubmissionEvent | None, zero_us: int) -> None:
@@ -187,8 +183,6 @@ class Timeline:
         self._zero_us = zero_us
         self._state: State | None = None
         self._submission: Submission | None = None
-        self._held: QueueWait | None = None
-        self._pools: tuple[PoolChoice, ...] = ()
         self._routings: list[Routing] = []
         self._first_token: FirstTokenTiming | None = None
         self._output_tokens: int | None = None
@@ -215,7 +209,6 @@ class Timeline:
             lora_name=submitted.lora_name,
             prompt_tokens=submitted.prompt_tokens,
             full_blocks=len(submitted.blocks),
-            due_us=submitted.due_us,
             tie_seed=hex_digest(submitted.tie_seed),
             hints=msgspec.to_builtins(submitted.hints),
         )
@@ -277,15 +270,12 @@ class Timeline:
         if not self.begun or starts_use(record, held=self._state == "queued"):
             self._begin()
         for choice in () if isinstance(record, RequestAborted | KvReleased) else record.pools:
-            self._pools += (choice,)
             self._add("pool_chosen", choice_text(choice, self._prompt_tokens), place)
         match record:
             case RequestHeld():
                 self._state = "queued"
-                if not self._decided_by:
-                    self._held = queue_wait_of(self._world, place.offset, self._now_us, record)
-                text = recorded_text(record, self._decided_by) if self._held is None else held_text(self._held)
-                self._add("held", text, place)
+                why = f", decided by {self._decided_by}" if self._decided_by else f": {why_held(self._world, record)}"
+                self._add("held", held_text(record) + why, place)
             case RequestRouted():
                 self._route(record, place)
             case RequestRejected():
@@ -378,9 +368,9 @@ class Timeline:
                     self._entries.pop()
             case RequestFinished():
                 self._output_tokens = event.output_tokens
-                self._end("finished", event.finish_reason, "", place.now_us, wall_us=event.at_us)
+                self._end("finished", event.finish_reason, "", place.now_us)
             case RequestFailed():
-                self._end("failed", "", event.error, place.now_us, wall_us=event.at_us)
+                self._end("failed", "", event.error, place.now_us)
             case _ if isinstance(event, StageEnd):  # successful or not, the request waits for its next worker
                 self._state, self._embedded, self._kept_by = "waiting", isinstance(event, EncodeFinished), None
                 if isinstance(event, PrefillFinished):
@@ -438,7 +428,6 @@ class Timeline:
         text: str,
         now_us: int | None,
         *,
-        wall_us: int = 0,
         left_out: tuple[ExcludedRank, ...] = (),
     ) -> None:
         self._state = state
@@ -449,7 +438,6 @@ class Timeline:
             attempt=self._on[0],
             output_tokens=self._output_tokens,
             duration_us=self._since(now_us),
-            wall_duration_us=self._wall_since(wall_us),
             left_out=left_out,
         )
 
@@ -477,7 +465,6 @@ class Timeline:
 
 def submission_of(event: SubmissionEvent, offset: int, now_us: int | None) -> Submission:
     """Return the submission that an event describes; `now_us` is None if no owner has applied the event yet."""
-    timeout_us = event.timeout_us if isinstance(event, RequestSubmitted) else None
     return Submission(
         offset=offset,
         now_us=now_us,
@@ -487,8 +474,7 @@ def submission_of(event: SubmissionEvent, offset: int, now_us: int | None) -> Su
         prompt_tokens=event.prompt_tokens,
         full_blocks=len(event.sequence_hashes) // U64_BYTES,
         max_tokens=event.sampling.max_tokens if isinstance(event, RequestSubmitted) else None,
-        timeout_us=timeout_us,
-        due_us=None if timeout_us is None or now_us is None else now_us + timeout_us,
+        timeout_us=event.timeout_us if isinstance(event, RequestSubmitted) else None,
         tie_seed=hex_digest(event.tie_seed),
         hints=msgspec.to_builtins(event.routing),
         anonymised=isinstance(event, RequestSubmitted) and event.withheld_tokens > 0,

@@ -29,7 +29,7 @@ from forebay.events.progress import (
     RequestProgress,
     TransferFailed,
 )
-from forebay.replay.explain.explanation import FirstTokenTiming, QueueWait, Routing
+from forebay.replay.explain.explanation import FirstTokenTiming, Routing
 from forebay.transport.history.release import rules_text
 
 SENT = {"encode": "encode sent", "prefill": "prefill sent", "decode": "decode sent"}
@@ -111,18 +111,8 @@ def choice_text(choice: PoolChoice, prompt_tokens: int | None) -> str:
     return f"{what} {choice.pool}: {why}" + (f"; {skipped}" if skipped else "")
 
 
-def held_text(held: QueueWait) -> str:
-    """Return a sentence that says where the request waits, and why."""
-    if held.suspects:
-        text = f"held in queue class {held.queue_class}, {held.ahead} requests ahead: only suspect workers are eligible"
-        return f"{text}: {', '.join(held.suspects)}"
-    if held.threshold is None:
-        load = f"is full with {held.least_requests:,} active requests"
-    else:
-        load = f"has {held.least_prefill_tokens:,} tokens to prefill, limit {held.least_limit_tokens:,.0f}"
-    text = f"held in queue class {held.queue_class}, {held.ahead} requests ahead"
-    text = f"{text}: {held.least}, the least loaded rank, {load}"
-    return f"{text}; {held.uncached_tokens:,} prompt tokens are not cached on any rank"
+def held_text(record: RequestHeld) -> str:
+    return f"held in queue class {record.queue_class}, {record.ahead} requests ahead"
 
 
 def routed_text(routing: Routing) -> str:
@@ -139,11 +129,9 @@ def routed_text(routing: Routing) -> str:
     return f"{again}{sent} to {where}{waited}: {routing.why}{place}"
 
 
-def recorded_text(record: RequestRouted | RequestHeld | RouteAnswered, decided_by: str) -> str:
+def recorded_text(record: RequestRouted | RouteAnswered, decided_by: str) -> str:
     """Return a sentence about a decision by other rules, of which only the journal record is known."""
     match record:
-        case RequestHeld():
-            text = f"held in queue class {record.queue_class}, {record.ahead} requests ahead"
         case RouteAnswered():
             assert record.choice is not None, "an answer without a reason selects a rank"
             would = "would be held, then routed to" if record.would_wait else "would be routed to"

@@ -1,18 +1,24 @@
-"""Read the topic `scaling` of a log from its beginning, and derive each decision again."""
+"""Read the topic `scaling` of a log from its beginning, derive each decision again, and verify it."""
 
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
-from forebay.core.scaling.rederive import RecordedDecision, ScalingRederivation
+import msgspec
+
+from forebay.core.scaling.rederive import RecordedDecision, ScalingRederivation, Verification
 from forebay.core.scaling.state import PlannerState, PoolKey
 from forebay.events.codec import DecodeError, decode
 from forebay.events.scaling import PlannerClaimed, PlannerPaused, PlannerStopped, PoolSizeSet, ScalingEvent
 from forebay.events.topics import SCALING
+from forebay.replay.moment import Fact
 from forebay.transport.base import Log, LogError
 from forebay.transport.history.reader import records_of
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.topics import partitions_of
 from forebay.transport.sqlite.log import SqliteLog
 
+DIFFERENT_MAX = 8  # differences in a report; the count is complete
 PARTITION = 0
 PROGRESS_EVERY = 1_000  # records between two progress reports
 
@@ -121,3 +127,95 @@ async def has_scaling(log: Log) -> bool:
 def pool_text(pool: PoolKey) -> str:
     """Return the name of a pool as operators write it."""
     return f"{pool[0]}/{pool[1]}"
+
+
+class DifferentDecision(Fact, frozen=True, kw_only=True):
+    """A recorded decision that does not follow from the records before it.
+
+    Attributes:
+        differs: recorded and derived value of each field that differs. Fields of a pool begin with `GROUP/POOL `.
+    """
+
+    offset: int
+    differs: dict[str, dict[str, Any]]
+
+
+class ScalingVerification(Fact, frozen=True, kw_only=True):
+    """Result of deriving the decisions of a topic `scaling` again.
+
+    Attributes:
+        equal: number of decisions that were derived again with every field equal.
+        stale: number of decisions without an effect, because the planner did not know a record before them.
+        other_rules: number of decisions by the rules of another version, which were not derived again.
+        undecodable: number of records that do not decode. They have no effect.
+        different: number of decisions that do not follow from the records before them.
+    """
+
+    decisions: int
+    equal: int
+    stale: int
+    other_rules: int
+    undecodable: int
+    different: int
+    first: list[DifferentDecision]
+
+
+class VerificationTally:
+    """Counts the results of derivations, and keeps the first differences."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Verification] = Counter()
+        self._first: list[DifferentDecision] = []
+
+    def add(self, decision: RecordedDecision) -> None:
+        self._counts[decision.verification] += 1
+        if decision.verification == "different" and len(self._first) < DIFFERENT_MAX:
+            self._first.append(DifferentDecision(offset=decision.offset, differs=differences_of(decision)))
+
+    def report(self, undecodable: int) -> ScalingVerification:
+        return ScalingVerification(
+            decisions=self._counts.total(),
+            equal=self._counts["equal"],
+            stale=self._counts["stale"],
+            other_rules=self._counts["other_rules"],
+            undecodable=undecodable,
+            different=self._counts["different"],
+            first=self._first,
+        )
+
+
+async def verify_scaling(log: Log, on_progress: OnProgress | None = None) -> ScalingVerification | None:
+    """Derive all decisions of the topic `scaling` again. None if the log has no record of this topic.
+
+    Raises:
+        LogError: the log is damaged, or retention removed records of the topic.
+    """
+    if not await has_scaling(log) or await log.end(SCALING.name, PARTITION) == 0:
+        return None
+    journal, tally = ScalingJournal(log, on_progress), VerificationTally()
+    try:
+        async for decision in journal.read():
+            tally.add(decision)
+    except NoPlanner:  # an operator has written to the topic before the first planner
+        pass
+    return tally.report(journal.undecodable)
+
+
+def differences_of(decision: RecordedDecision) -> dict[str, dict[str, Any]]:
+    """Return the recorded and the derived value of each field that differs, empty if none does."""
+    derived = decision.derived
+    if derived is None:
+        return {}
+    found = {}
+    for name in ("planner_epoch", "after", "advisory"):
+        values = getattr(decision.decided, name), getattr(derived, name)
+        if values[0] != values[1]:
+            found[name] = {"recorded": values[0], "derived": values[1]}
+    pools = [{pool_text((one.group, one.pool)): one for one in made.pools} for made in (decision.decided, derived)]
+    for pool in pools[0] | pools[1]:
+        parts = [msgspec.to_builtins(made[pool]) if pool in made else {} for made in pools]
+        for name in parts[0] | parts[1]:
+            recorded, again = parts[0].get(name), parts[1].get(name)
+            if recorded != again:
+                found[f"{pool} {name}"] = {"recorded": recorded, "derived": again}
+    return found

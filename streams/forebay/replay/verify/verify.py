@@ -16,8 +16,8 @@ from forebay.events.base import hex_digest
 from forebay.events.decisions import OwnerClaimed, SnapshotRecord
 from forebay.events.topics import DECISIONS, INPUTS
 from forebay.replay.checks import FOREIGN_PROGRESS, MISSING_SNAPSHOTS, SCALING_RULES
-from forebay.replay.scaling.history import ScalingVerification, verify_scaling
-from forebay.replay.spans import spans_of
+from forebay.replay.scaling.journal import ScalingVerification, verify_scaling
+from forebay.replay.spans import OtherSpan, spans_of
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.verify.foreign_progress import ForeignEvent, ForeignProgress
 from forebay.replay.walk import Walk
@@ -28,22 +28,6 @@ from forebay.transport.history.start import oldest_state
 PROGRESS_EVERY = 1_000  # journal records between two progress reports
 
 OnProgress = Callable[[int, int, int], None]
-
-
-class OtherSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """Part of a journal that only a program with other decision rules can verify.
-
-    Attributes:
-        rules: version of the decision rules of its owners.
-        first: journal offset of its first record.
-        end: journal offset after its last record.
-        release: version of forebay that has these rules; empty if the journal does not name it.
-    """
-
-    rules: int
-    first: int
-    end: int
-    release: str = ""
 
 
 class VerifyReport(msgspec.Struct, kw_only=True):

@@ -169,7 +169,7 @@ class RequestView {
     this.#showCourse(explanation, endUs, moment.atUs);
     const parts = explanation.first_token?.parts_us;
     show(this.#ttft, parts && Object.keys(parts).length > 1 ? ttftParts(parts) : null);
-    show(this.#queue, queueFacts(explanation.held));
+    show(this.#queue, entryList(explanation, "held"));
     show(this.#pools, entryList(explanation, "pool_chosen"));
     put(this.#decisions, "hidden", explanation.routings.length === 0);
     reconcile(this.#routings, explanation.routings, (one) => one.offset, (one) => routingSection(one, this.#context.api));
@@ -247,26 +247,6 @@ class RequestView {
 function show(element, content) {
   put(element, "hidden", !content);
   if (content) replace(element, element.firstElementChild, content);
-}
-
-/** @param {any} held */
-function queueFacts(held) {
-  if (!held) return null;
-  /** @type {[string, string][]} */
-  const facts = [
-    ["Queue", `class ${held.queue_class} of pool ${held.pool}`],
-    ["Ahead", held.ahead === 0 ? "no request" : `${held.ahead} in the same class`],
-    ["Uncached", `${held.uncached_tokens.toLocaleString("en-US")} prompt tokens, on the rank that has most of the prompt`],
-  ];
-  if (held.suspects.length) facts.push(["Reason", `only suspect workers are eligible: ${held.suspects.join(", ")}`]);
-  else if (held.threshold === null) {
-    facts.push(["Reason", `all ranks are full; ${held.least} has the fewest active requests, ${held.least_requests}`]);
-  } else {
-    const load = `${held.least_prefill_tokens.toLocaleString("en-US")} tokens to prefill`;
-    const limit = Math.round(held.least_limit_tokens).toLocaleString("en-US");
-    facts.push(["Reason", `every eligible rank is above its limit; ${held.least} has the least, ${load}, limit ${limit}`]);
-  }
-  return factList(facts);
 }
 
 /**
