@@ -11,7 +11,7 @@ from forebay.core.state.submitted_request import id_hash
 from forebay.events.base import pack_u64, unpack_u64
 from forebay.events.codec import DecodeError, decode, unknown_tag
 from forebay.events.topics import FLEET, REQUESTS, Topic
-from forebay.replay.anonymize.masks import KEY_BYTES, HashMask, HashPairs, Masks
+from forebay.replay.anonymize.masks import KEY_BYTES, HashMask, Masks
 
 KEY = bytes(range(KEY_BYTES))
 U64 = st.integers(0, 2**64 - 1)
@@ -48,17 +48,6 @@ def test_names_are_equal_if_the_originals_are(one: str, other: str) -> None:
 
 def test_a_missing_name_stays_none() -> None:
     assert not Masks(KEY).name("lora", "")
-
-
-@given(st.dictionaries(U64, U64, max_size=200))
-def test_pairs_are_found(pairs: dict[int, int]) -> None:
-    found = HashPairs()
-    for _ in range(2):
-        for number, stand_in in pairs.items():
-            found.add(number, stand_in)
-    found.seal()
-    assert all(found.get(number) == stand_in for number, stand_in in pairs.items())
-    assert all(found.get(number ^ 1) == pairs.get(number ^ 1) for number in pairs)
 
 
 @pytest.mark.parametrize("topic", [REQUESTS, FLEET], ids=lambda topic: topic.codec)

@@ -7,9 +7,10 @@ from rich.console import Console
 from forebay.cli.common.terminal import counted, printable
 from forebay.cli.planner.tables import clock, outcome_text
 from forebay.cli.replay.at_view import span
-from forebay.core.scaling.basis import LoadSignal
-from forebay.events.scaling import PlannerSettings, PoolDemand, PoolObserved
-from forebay.replay.scaling.decisions import REASONS, PoolExplanation, ProposalFacts, ScalingExplanation, StageBasis
+from forebay.core.scaling.basis import DecodeNeed, LoadSignal, PrefillNeed, SimulatedAttainment
+from forebay.core.scaling.decide import MethodProposal
+from forebay.events.scaling import PlannerSettings, PoolDemand, PoolObserved, PoolScaling
+from forebay.replay.scaling.decisions import REASONS, PoolExplanation, ScalingExplanation
 
 VERIFIED = {
     "equal": "derived again: equal",
@@ -61,8 +62,9 @@ def _pool_lines(pool: PoolExplanation, found: ScalingExplanation) -> Iterator[Li
     yield "observed", "not observed" if pool.observed is None else _observed(pool.observed, found.interval_s)
     if pool.demand is not None:
         yield "forecast", _demand(pool.demand)
-    for proposal in pool.proposals:
-        yield from _proposal(proposal)
+    for made in pool.proposals:
+        assert found.settings is not None, "a proposal follows from settings"
+        yield from _proposal(made, pool, found.settings)
     if found.settings is not None and pool.limited is not None and pool.guarded is not None:
         yield from _limits(pool, found.settings, found.gpus)
     yield "decided", counted(pool.decided.to_size, "worker")
@@ -87,46 +89,51 @@ def _demand(demand: PoolDemand) -> str:
     )
 
 
-def _proposal(proposal: ProposalFacts) -> Iterator[Line]:
-    for stage in proposal.stages:
-        yield from _stage(stage)
-    for signal in proposal.signals:
-        yield from _signal(signal)
-    if proposal.simulated is not None:
-        attained = ", ".join(f"{size}: {share:.1%}" for size, share in proposal.simulated.attained.items())
-        yield "simulated", f"requests that meet both targets, by size: {attained}"
-        yield "", f"needed: {proposal.simulated.target:.1%}"
-    sums = " + ".join(f"{stage.workers:.2f}" for stage in proposal.stages)
-    formula = f": {sums}, rounded up, and at least min_size" if sums else ""
-    yield proposal.method, f"proposes {counted(proposal.size, 'worker')}{formula}"
+def _proposal(made: MethodProposal, pool: PoolExplanation, settings: PlannerSettings) -> Iterator[Line]:
+    proposal = made.proposal
+    workers = []
+    for basis in proposal.basis:
+        match basis:
+            case PrefillNeed() | DecodeNeed():
+                workers.append(f"{basis.workers:.2f}")
+                yield from _stage(basis, pool, settings)
+            case LoadSignal():
+                yield from _signal(basis)
+            case SimulatedAttainment():
+                attained = ", ".join(f"{size}: {share:.1%}" for size, share in basis.sizes)
+                yield "simulated", f"requests that meet both targets, by size: {attained}"
+                yield "", f"needed: {basis.target:.1%}"
+    formula = f": {' + '.join(workers)}, rounded up, and at least min_size" if workers else ""
+    yield made.method, f"proposes {counted(proposal.size, 'worker')}{formula}"
     if proposal.reason is not None:
         yield "", f"{proposal.reason}: {REASONS[proposal.reason]}"
 
 
-def _stage(stage: StageBasis) -> Iterator[Line]:
-    is_prefill = stage.stage == "prefill"
-    tokens = "uncached prompt tokens" if is_prefill else "output tokens"
-    factor = f" x correction {stage.correction:.3g}" if is_prefill and stage.correction != 1 else ""
-    yield (
-        stage.stage,
-        (
-            f"{stage.requests_per_s:.4g} requests/s x {_number(stage.tokens)} {tokens}{factor}"
-            f" = {_number(stage.tokens_per_s)} tokens/s"
-        ),
-    )
-    outside = "" if stage.covered else ", nearest point of the profile"
-    length = f"{_number(stage.length)} tokens" if is_prefill else f"context {_number(stage.length)}"
-    if is_prefill:
-        latency = f"TTFT of a request alone {_number(stage.latency_ms)} ms, target {stage.target_ms:g} ms"
+def _stage(need: PrefillNeed | DecodeNeed, pool: PoolExplanation, settings: PlannerSettings) -> Iterator[Line]:
+    demand = pool.demand
+    assert demand is not None, "method throughput needs a forecast"
+    if isinstance(need, PrefillNeed):
+        stage, factor = "prefill", f" x correction {need.correction:.3g}" if need.correction != 1 else ""
+        tokens, length = f"{_number(need.isl)} uncached prompt tokens", f"{_number(need.isl)} tokens"
+        latency = f"TTFT of a request alone {_number(need.ttft_ms)} ms, target {settings.ttft_ms:g} ms"
     else:
-        corrected = f" x correction {stage.correction:.3g}" if stage.correction != 1 else ""
-        room = "" if stage.concurrency_max is None else f", KV for {_number(stage.concurrency_max)} requests"
-        latency = f"within ITL {stage.target_ms:g} ms{corrected}{room}"
-    speed = f"{_number(stage.worker_tokens_per_s)} tokens/s"
-    if stage.gpu_tokens_per_s != stage.worker_tokens_per_s:
-        speed += f" ({_number(stage.gpu_tokens_per_s)} per GPU)"
+        stage, factor = "decode", ""
+        tokens, length = f"{_number(demand.osl)} output tokens", f"context {_number(need.context)}"
+        corrected = f" x correction {need.correction:.3g}" if need.correction != 1 else ""
+        room = "" if need.concurrency_max is None else f", KV for {_number(need.concurrency_max)} requests"
+        latency = f"within ITL {settings.itl_ms:g} ms{corrected}{room}"
+    asked = f"{demand.requests_per_s:.4g} requests/s x {tokens}{factor}"
+    yield stage, f"{asked} = {_number(need.tokens_per_s)} tokens/s"
+    gpus = _scaling(pool, settings).gpus_per_worker
+    per_gpu = f" ({_number(need.worker_tokens_per_s / gpus)} per GPU)" if gpus != 1 else ""
+    speed = f"{_number(need.worker_tokens_per_s)} tokens/s{per_gpu}"
+    outside = "" if need.covered else ", nearest point of the profile"
     yield "", f"one worker at {length}: {speed}, {latency}{outside}"
-    yield "", f"{_number(stage.tokens_per_s)} / {_number(stage.worker_tokens_per_s)} = {stage.workers:.2f} workers"
+    yield "", f"{_number(need.tokens_per_s)} / {_number(need.worker_tokens_per_s)} = {need.workers:.2f} workers"
+
+
+def _scaling(pool: PoolExplanation, settings: PlannerSettings) -> PoolScaling:
+    return next(one for one in settings.pools if (one.group, one.pool) == (pool.group, pool.pool))
 
 
 def _signal(signal: LoadSignal) -> Iterator[Line]:
@@ -153,7 +160,7 @@ def _signal(signal: LoadSignal) -> Iterator[Line]:
 
 def _limits(pool: PoolExplanation, settings: PlannerSettings, gpus: int | None) -> Iterator[Line]:
     assert pool.guarded is not None
-    scaling = next(one for one in settings.pools if (one.group, one.pool) == (pool.group, pool.pool))
+    scaling = _scaling(pool, settings)
     yield (
         "limits",
         (f"change of at most {settings.max_change}, {scaling.min_size} to {scaling.max_size} workers: {pool.limited}"),

@@ -26,7 +26,7 @@ from forebay.events.media import Media
 from forebay.events.privacy import Rule, privacy_rules
 from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import Remembered
-from forebay.replay.anonymize.masks import HashPairs, Masks
+from forebay.replay.anonymize.masks import Masks
 from forebay.transport.base import Record
 
 MASKED_NAMES = ("lora", "ingress", "owner", "lease", "session", "namespace", "path")
@@ -51,8 +51,8 @@ class EventAnonymizer:
         self.masks = masks
         self.partition = partition
         self.names: defaultdict[str, set[str]] = defaultdict(set)
-        self.contents = HashPairs()
-        self.sessions = HashPairs()
+        self.contents: dict[int, int] = {}
+        self.sessions: dict[int, int] = {}
         self.ordered_ids: dict[str, str] = {}
         self._ordered_hashes: dict[int, str] = {}
         self._masked: dict[Rule, Callable[[Any], Any]] = {

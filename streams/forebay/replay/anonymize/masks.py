@@ -6,8 +6,6 @@ hash of 64 bits: equal values stay equal, and no other relation remains. Differe
 sequence hashes themselves. If a collision changed a decision, the derivation from the anonymised events would show it.
 """
 
-from array import array
-from bisect import bisect_left
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -24,8 +22,6 @@ BLOCKS_REMEMBERED = 1 << 16  # about 13 MB; prefixes recur often
 IDS_REMEMBERED = 1 << 13  # the ID of a request recurs only until the end of its response
 
 NO_RECORD = b"\xc1"  # neither JSON nor MessagePack has this byte
-
-_BUCKET_BITS = 8
 
 
 class NotAnonymizable(LogError):
@@ -97,33 +93,3 @@ class Masks:
     def request_id_of(self, hashed: int) -> str:
         """Return the masked request ID for the `id_hash` of an ID. Snapshots hold only this hash of ended requests."""
         return f"request-{hex_digest(self._ids.of(hashed))}"
-
-
-class HashPairs:
-    """Map from 64-bit hashes to their replacements, with 16 bytes per pair. Call `seal` before the first `get`."""
-
-    def __init__(self) -> None:
-        # Buckets by the leading bits limit memory, because sorting creates an object per number.
-        self._buckets = [(array("Q"), array("Q")) for _ in range(1 << _BUCKET_BITS)]
-
-    def add(self, number: int, stand_in: int) -> None:
-        """Add the replacement of a number. Adding the same pair twice is harmless."""
-        numbers, stand_ins = self._bucket(number)
-        numbers.append(number)
-        stand_ins.append(stand_in)
-
-    def seal(self) -> None:
-        """Sort the pairs, so that `get` can find them. No pairs may be added afterwards."""
-        for numbers, stand_ins in self._buckets:
-            pairs = sorted(zip(numbers, stand_ins, strict=True))
-            numbers[:] = array("Q", (number for number, _ in pairs))
-            stand_ins[:] = array("Q", (stand_in for _, stand_in in pairs))
-
-    def get(self, number: int) -> int | None:
-        """Return the replacement of a number, or None if it was not added."""
-        numbers, stand_ins = self._bucket(number)
-        at = bisect_left(numbers, number)
-        return stand_ins[at] if at < len(numbers) and numbers[at] == number else None
-
-    def _bucket(self, number: int) -> "tuple[array[int], array[int]]":
-        return self._buckets[number >> (64 - _BUCKET_BITS)]

@@ -5,13 +5,11 @@
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Literal, assert_never
+from typing import Any, Literal
 
 import msgspec
 
-from forebay.core.scaling.basis import DecodeNeed, LoadSignal, PrefillNeed, SimulatedAttainment
-from forebay.core.scaling.decide import PoolSizing, gpus_before_budget
-from forebay.core.scaling.proposal import Proposal
+from forebay.core.scaling.decide import MethodProposal, PoolSizing, gpus_before_budget
 from forebay.core.scaling.rederive import RecordedDecision, Verification
 from forebay.core.scaling.state import OpenChange, PoolKey, changed_pools
 from forebay.events.names import unknown_name
@@ -20,7 +18,6 @@ from forebay.events.scaling import (
     PoolDecision,
     PoolDemand,
     PoolObserved,
-    PoolScaling,
     Reason,
     ScalingApplied,
     ScalingRefused,
@@ -260,71 +257,6 @@ class UnknownDecision(LogError):
     """The topic has no such decision, or several."""
 
 
-class StageBasis(Fact, frozen=True, kw_only=True):
-    """Numbers of method `throughput` for one stage.
-
-    Attributes:
-        stage: `prefill` or `decode`.
-        requests_per_s: requests per second of the forecast.
-        tokens: tokens per request: uncached prompt tokens, or output tokens.
-        length: length at which the profile was read: uncached prompt tokens, or the mean context length.
-        tokens_per_s: tokens per second of the forecast, with the correction of the prefill.
-        correction: factor of the equations `corrected`: of the tokens for prefill, of the target for decode.
-        latency_ms: TTFT of a request alone for prefill; ITL within which the profile was read for decode.
-        concurrency_max: requests for which the KV cache of a worker has room; null for prefill, or if unknown.
-        worker_tokens_per_s: tokens per second of one worker according to the profile.
-        gpu_tokens_per_s: tokens per second of one GPU.
-        workers: workers that the stage keeps busy, a fraction.
-        attainable: whether a request alone meets the target.
-    """
-
-    stage: Literal["prefill", "decode"]
-    requests_per_s: float
-    tokens: float
-    length: float
-    tokens_per_s: float
-    correction: float
-    latency_ms: float
-    target_ms: float
-    concurrency_max: float | None = None
-    worker_tokens_per_s: float
-    gpu_tokens_per_s: float
-    workers: float
-    attainable: bool
-    covered: bool
-
-
-class SimulatedBasis(Fact, frozen=True, kw_only=True):
-    """Simulations of the forecast.
-
-    Attributes:
-        target: share of requests that must meet both targets.
-        attained: share of requests that met both targets, by size.
-    """
-
-    target: float
-    attained: dict[str, float]
-
-
-class ProposalFacts(Fact, frozen=True, kw_only=True):
-    """Proposal of a method.
-
-    Attributes:
-        method: `throughput`, `load` or `simulate`.
-        reason: what is noteworthy about it; null for an ordinary proposal.
-        stages: numbers of method `throughput`.
-        signals: numbers of method `load`.
-        simulated: numbers of method `simulate`; null for other methods.
-    """
-
-    method: str
-    size: int
-    reason: Reason | None
-    stages: list[StageBasis]
-    signals: list[LoadSignal]
-    simulated: SimulatedBasis | None
-
-
 class PoolExplanation(Fact, frozen=True, kw_only=True):
     """How the size of one pool was decided.
 
@@ -341,7 +273,7 @@ class PoolExplanation(Fact, frozen=True, kw_only=True):
     pool: str
     observed: PoolObserved | None
     demand: PoolDemand | None
-    proposals: list[ProposalFacts]
+    proposals: list[MethodProposal]
     limited: int | None
     guarded: PoolDecision | None
     gpus: int | None
@@ -458,75 +390,23 @@ def _explanation(found: RecordedDecision, journal: ScalingJournal) -> ScalingExp
         interval_s=found.observed.interval_s if found.observed is not None else None,
         forecast_by=found.forecast.predictor if found.forecast is not None else "",
         gpus=sum(map(gpus_before_budget, sizings)) if sizings else None,
-        pools=[_pool(one, found, settings, by_pool.get((one.group, one.pool))) for one in found.decided.pools],
+        pools=[_pool(one, found, by_pool.get((one.group, one.pool))) for one in found.decided.pools],
         differs=differences_of(found),
     )
 
 
-def _pool(
-    decided: PoolDecision, found: RecordedDecision, settings: PlannerSettings | None, sizing: PoolSizing | None
-) -> PoolExplanation:
+def _pool(decided: PoolDecision, found: RecordedDecision, sizing: PoolSizing | None) -> PoolExplanation:
     key = (decided.group, decided.pool)
     observed = found.observed.pools if found.observed is not None else ()
-    proposals = []
-    if sizing is not None and settings is not None:
-        proposals = [_proposal(one.method, one.proposal, sizing, settings) for one in sizing.proposals]
     return PoolExplanation(
         group=decided.group,
         pool=decided.pool,
         observed=next((one for one in observed if (one.group, one.pool) == key), None),
         demand=sizing.demand if sizing is not None else None,
-        proposals=proposals,
+        proposals=[] if sizing is None else list(sizing.proposals),
         limited=sizing.limited if sizing is not None else None,
         guarded=sizing.guarded if sizing is not None else None,
         gpus=gpus_before_budget(sizing) if sizing is not None else None,
         decided=decided,
         meaning=REASONS[decided.reason],
-    )
-
-
-def _proposal(method: str, proposal: Proposal, sizing: PoolSizing, settings: PlannerSettings) -> ProposalFacts:
-    stages, signals, simulated = [], [], None
-    for one in proposal.basis:
-        match one:
-            case PrefillNeed() | DecodeNeed():
-                assert sizing.demand is not None, "method throughput needs a forecast"
-                stages.append(_stage(one, sizing.pool, sizing.demand, settings))
-            case LoadSignal():
-                signals.append(one)
-            case SimulatedAttainment():
-                attained = {str(size): share for size, share in one.sizes}
-                simulated = SimulatedBasis(target=one.target, attained=attained)
-            case _ as never:
-                assert_never(never)
-    return ProposalFacts(
-        method=method, size=proposal.size, reason=proposal.reason, stages=stages, signals=signals, simulated=simulated
-    )
-
-
-def _stage(
-    need: PrefillNeed | DecodeNeed, pool: PoolScaling, demand: PoolDemand, settings: PlannerSettings
-) -> StageBasis:
-    stage: Literal["prefill", "decode"]
-    if isinstance(need, PrefillNeed):
-        stage, tokens, length, concurrency_max = "prefill", need.isl, need.isl, None
-        latency_ms, target_ms = need.ttft_ms, settings.ttft_ms
-    else:
-        stage, tokens, length, concurrency_max = "decode", demand.osl, need.context, need.concurrency_max
-        latency_ms, target_ms = need.itl_ms, settings.itl_ms
-    return StageBasis(
-        stage=stage,
-        requests_per_s=demand.requests_per_s,
-        tokens=tokens,
-        length=length,
-        tokens_per_s=need.tokens_per_s,
-        correction=need.correction,
-        latency_ms=latency_ms,
-        target_ms=target_ms,
-        concurrency_max=concurrency_max,
-        worker_tokens_per_s=need.worker_tokens_per_s,
-        gpu_tokens_per_s=need.worker_tokens_per_s / pool.gpus_per_worker,
-        workers=need.workers,
-        attainable=need.attainable,
-        covered=need.covered,
     )
