@@ -2,10 +2,6 @@
 
 import asyncio
 import json
-import os
-import signal
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -218,30 +214,3 @@ async def incident_log(path: Path) -> None:
     for number in range(9):
         made("requests", request(f"r{number}", PROMPTS[number % 3]))
     (await made.log(path)).close()
-
-
-def test_a_killed_comparison_leaves_no_file(tmp_path: Path) -> None:
-    path = tmp_path / "kv.rec"
-    path.write_bytes((FOLDER / "kv.rec").read_bytes())
-    before = path.read_bytes()
-    script = (
-        "import asyncio, pathlib, sys, time\n"
-        "from forebay.replay.diff.diff import diff\n"
-        "from forebay.replay.diff import diff as module\n"
-        "from forebay.transport.sqlite.log import SqliteLog\n"
-        "module.PROGRESS_EVERY = 1\n"
-        "def progress(done, total, verified):\n"
-        "    print(done, flush=True)\n"
-        "    sys.stdin.read()\n"
-        "log = SqliteLog.open(pathlib.Path(sys.argv[1]), readonly=True)\n"
-        "asyncio.run(diff(log, 0, lambda pool: pool, progress))\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert int(process.stdout.readline()) > 0, "the comparison has begun"
-        os.kill(process.pid, signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["kv.rec"]
-    assert path.read_bytes() == before

@@ -15,17 +15,13 @@ from pathlib import Path
 import msgspec
 
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
-from forebay.events.decisions import CostTerms
 from forebay.replay.policies import require_allowed
-from forebay.replay.verify.cost_tables import CostTableRow, CostTables
 from forebay.replay.verify.divergence import DivergenceReport
 from forebay.replay.verify.verify import VerifyReport, include_scaling, verify
 from forebay.transport.base import Log, PolicyNotAllowed
 from forebay.transport.history.groups import groups_of
 from forebay.transport.history.reader import OtherRules
 from forebay.transport.sqlite.log import SqliteLog
-
-ROWS_SHOWN = 16  # of a cost table
 
 
 def check_recording(
@@ -43,7 +39,7 @@ def check_recording(
 
     Raises:
         AssertionError: a derived decision differs from the recorded one, or this program cannot derive it. The message
-            contains the first such decision, the differing fields and both cost tables. If a program with other
+            contains the first such decision, the differing fields and the events before it. If a program with other
             decision rules wrote the recording, the message contains `OtherRules` and the remedy.
         LogError: the file is damaged, truncated, or not a recording.
     """
@@ -98,27 +94,11 @@ def _lines(divergence: DivergenceReport) -> Iterator[str]:
         yield f"  {name}: recorded {_short(values['recorded'])}, derived {_short(values['derived'])}"
     if divergence.derived is None:
         yield f"  recorded {_short(divergence.recorded)}, derived nothing"
-    if divergence.table is not None:
-        yield from _table_lines(divergence.table)
     for event in divergence.events:
         yield f"  applied before: {event.topic} {event.offset} {event.type}: {event.text}"
-    yield "  more: forebay replay verify, replay explain"
-
-
-def _table_lines(table: CostTables) -> Iterator[str]:
-    yield f"  digest of the cost table of {table.request_id}: derived {table.digest}, recorded {table.recorded_digest}"
-    ordered = sorted(table.rows, key=lambda row: not (row.place or row.recorded_place))
-    for row in ordered[:ROWS_SHOWN]:
-        yield f"    derived  {_row(row, row.derived, row.place)}"
-        if row.recorded is not None:
-            yield f"    recorded {_row(row, row.recorded, row.recorded_place)}"
-    if len(ordered) > ROWS_SHOWN:
-        yield f"    and {len(ordered) - ROWS_SHOWN} more candidates"
-
-
-def _row(row: CostTableRow, terms: CostTerms | None, place: str) -> str:
-    text = "not a candidate" if terms is None else _short(terms)
-    return f"{row.worker_id}/{row.rank} {text} {place}".rstrip()
+    if divergence.suspicion is not None:
+        yield f"  suspected: {divergence.suspicion.why}"
+    yield "  more, with both cost tables: forebay replay verify"
 
 
 def _short(value: object) -> str:
