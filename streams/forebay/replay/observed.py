@@ -13,10 +13,9 @@ from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.step import AnyDecision, InputEvent
 from forebay.core.world import World
-from forebay.events.control import BusyThresholdsSet, DisaggregationSet, PolicySet, PoolConfigured, WorkerCommanded
+from forebay.events.control import WorkerCommanded
 from forebay.events.decisions import RequestHeld, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerDraining, WorkerJoined, WorkerLost, WorkerRecovered, WorkerSuspect
-from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.progress import FirstTokenEmitted, OnboardedTokens, PrefillFinished, RequestFinished
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RoutingHints
 from forebay.events.snapshots import Booking, Chunk, CommandState, Remembered, Reported, RequestState
@@ -82,67 +81,6 @@ class RecordedRequest:
     onboarded: tuple[OnboardedTokens, ...] = ()
 
 
-class RequestCollector:
-    """Collects requests and their outcomes in history, event by event.
-
-    Attributes:
-        requests: the collected requests, in order of arrival. An ID may occur twice.
-    """
-
-    def __init__(self) -> None:
-        self.requests: list[RecordedRequest] = []
-        self._open: dict[str, RecordedRequest] = {}
-
-    def begin(self, history: World) -> None:
-        """Add the requests that are active in `history`."""
-        for request in history.requests.active():
-            self._add(_restarted(request, history.pools[request.submitted.pool].model, history.now_us))
-
-    def observe(self, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision], *, accepted: bool) -> None:
-        """Process one event of history.
-
-        Args:
-            event: the event; None if it did not decode.
-            now_us: the owner's clock when it applied the event, in microseconds.
-            decided: history's decisions that follow from the event.
-            accepted: False if history ignored the event because it was stale.
-        """
-        match event:
-            case RequestSubmitted() if _is_new(event, decided):
-                self._add(_submitted(event, now_us))
-            case RequestCancelled() if event.request_id in self._open:
-                self._open[event.request_id].cancelled_us = now_us
-            case PrefillFinished() if accepted and event.request_id in self._open:
-                requests, prefilled = self._open[event.request_id], event.prefilled
-                requests.prefilled_us, requests.kept_bytes = now_us, prefilled.bytes
-                requests.cached_tokens, requests.onboarded = prefilled.cached_tokens, event.onboarded
-            case FirstTokenEmitted() | RequestFinished() if accepted:
-                self._progress(event, now_us)
-            case _:
-                pass
-        for decision in decided:
-            if isinstance(decision, RequestRouted) and decision.request_id in self._open:
-                _note_routed(self._open[decision.request_id], decision)
-
-    def _add(self, requests: RecordedRequest) -> None:
-        self.requests.append(requests)
-        self._open[requests.request_id] = requests
-
-    def _progress(self, event: FirstTokenEmitted | RequestFinished, now_us: int) -> None:
-        requests = self._open.get(event.request_id)
-        if requests is None:
-            return
-        if isinstance(event, FirstTokenEmitted):
-            if not requests.first_us:
-                requests.first_us, requests.first_stamped_us = now_us, event.at_us
-                requests.transferred_bytes, requests.transfer_us = event.transferred_bytes, event.transfer_us
-                if requests.prefiller is None:
-                    requests.cached_tokens, requests.onboarded = event.cached_tokens, event.onboarded
-            return
-        requests.last_us, requests.output_tokens = now_us, event.output_tokens
-        del self._open[event.request_id]
-
-
 @dataclass(slots=True)
 class ObservedHistory:
     """Observed history of one group.
@@ -176,12 +114,11 @@ class _HistoryCollector:
         """Register with `walk`, which must not have begun."""
         world = walk.world
         self._world = world
-        self._requests = RequestCollector()
+        self._open: dict[str, RecordedRequest] = {}
         self._void = self._voids()
-        self.found = ObservedHistory(
-            state_of(world), self._requests.requests, begin_us=world.now_us, end_us=world.now_us
-        )
-        self._requests.begin(world)
+        self.found = ObservedHistory(state_of(world), [], begin_us=world.now_us, end_us=world.now_us)
+        for request in world.requests.active():
+            self._add(_restarted(request, world.pools[request.submitted.pool].model, world.now_us))
         walk.followed.on_applied = self._on_applied
 
     def _on_applied(self, _: str, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision]) -> None:
@@ -190,16 +127,45 @@ class _HistoryCollector:
         accepted, self._void = void == self._void, void
         found.begin_us = found.begin_us or now_us
         found.end_us = now_us
-        self._requests.observe(event, now_us, decided, accepted=accepted)
         match event:
-            case PoolConfigured() | PoolRoutingConfigured() | PoolCanarySet() | PoolDrainSet():
-                found.external_events.append((now_us, event))
-            case BusyThresholdsSet() | DisaggregationSet() | PolicySet():
+            case RequestSubmitted() if _is_new(event, decided):
+                self._add(_submitted(event, now_us))
+            case RequestCancelled() if event.request_id in self._open:
+                self._open[event.request_id].cancelled_us = now_us
+            case PrefillFinished() | FirstTokenEmitted() | RequestFinished() if accepted:
+                self._progress(event, now_us)
+            case _ if isinstance(event, OperatorEvent):
                 found.external_events.append((now_us, event))
             case WorkerJoined() | WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost() if accepted:
                 found.external_events.append((now_us, event))
             case WorkerCommanded():
                 found.commands += 1
+            case _:
+                pass
+        for decision in decided:
+            if isinstance(decision, RequestRouted) and decision.request_id in self._open:
+                _note_routed(self._open[decision.request_id], decision)
+
+    def _add(self, request: RecordedRequest) -> None:
+        self.found.requests.append(request)
+        self._open[request.request_id] = request
+
+    def _progress(self, event: PrefillFinished | FirstTokenEmitted | RequestFinished, now_us: int) -> None:
+        request = self._open.get(event.request_id)
+        match event:
+            case _ if request is None:
+                pass
+            case PrefillFinished():
+                request.prefilled_us, request.kept_bytes = now_us, event.prefilled.bytes
+                request.cached_tokens, request.onboarded = event.prefilled.cached_tokens, event.onboarded
+            case FirstTokenEmitted() if not request.first_us:
+                request.first_us, request.first_stamped_us = now_us, event.at_us
+                request.transferred_bytes, request.transfer_us = event.transferred_bytes, event.transfer_us
+                if request.prefiller is None:
+                    request.cached_tokens, request.onboarded = event.cached_tokens, event.onboarded
+            case RequestFinished():
+                request.last_us, request.output_tokens = now_us, event.output_tokens
+                del self._open[event.request_id]
             case _:
                 pass
 

@@ -162,8 +162,8 @@ class Comparison:
         report.identical = report.fork is None
         report.undone = sorted({path for one in others for path in one.undone})
         report.stages_kept |= any(path.startswith(DISAGG) for path in report.undone)
-        if report.fork is not None and history.decisions:
-            report.before_fork = report.fork.decisions_before / history.decisions
+        if report.fork is not None and report.history.decisions:
+            report.before_fork = report.fork.decisions_before / report.history.decisions
         report.notes = notes(report)
         return report
 
@@ -231,7 +231,7 @@ class Comparison:
                 offset=-1,
                 at_us=now_us,
                 after_s=(now_us - self._series.start_us) / 1e6,
-                decisions_before=self._tallies[HISTORY].decisions + at,
+                decisions_before=self._tallies[HISTORY].summary.decisions + at,
                 request_id=(one or other).request_id,
                 history=_outcome(one, other, history),
                 alternative=_outcome(other, one, self._other.plans),
@@ -247,7 +247,7 @@ class Comparison:
                 self.report.queries_otherwise += _selected(answer) != _selected(theirs[answer.request_id])
 
     def _count(self, number: int, decision: AnyDecision, now_us: int) -> None:
-        tally = self._tallies[number]
+        summary = self._tallies[number].summary
         match decision:
             case RequestRouted(stage="encode"):
                 pass  # not configurable; the comparison uses the rank that generates the response
@@ -257,22 +257,22 @@ class Comparison:
                 self._route(number, decision, now_us)
             case RequestHeld():
                 assert self._series is not None
-                tally.held += 1
+                summary.held += 1
                 self._series.hold(number, now_us)
                 self._pair(decision.request_id, now_us)
             case RequestRejected(reason="duplicate_id"):
-                tally.rejected["duplicate_id"] += 1  # does not concern the request that owns the ID
+                _increment(summary.rejected, "duplicate_id")  # does not concern the request that owns the ID
             case RequestRejected():
-                tally.rejected[decision.reason] += 1
+                _increment(summary.rejected, decision.reason)
                 self._set_first_route(number, decision.request_id, NEVER_ROUTED, now_us)
             case RequestAborted():
-                tally.aborted[decision.reason] += 1
+                _increment(summary.aborted, decision.reason)
                 self._prefills[number].pop(decision.request_id, None)
                 if not decision.attempt:
                     self._set_first_route(number, decision.request_id, NEVER_ROUTED, now_us)
             case _:
                 return
-        tally.decisions += 1
+        summary.decisions += 1
 
     def _route(self, number: int, routed: RequestRouted, now_us: int) -> None:
         assert self._series is not None
@@ -280,7 +280,7 @@ class Comparison:
         request = self._request_of(number, routed)
         key = (routed.worker_id, routed.rank)
         if routed.stage == "decode":
-            tally.fetch()
+            tally.summary.routed += 1  # it fetches the KV of the prompt
         else:
             self._count_prefill(number, routed, request, now_us)
         if routed.attempt == 1:
@@ -361,9 +361,9 @@ class Comparison:
         """Record where a world first sent a request, or that it never sent the request."""
         pair, tally = self._pair(request_id, now_us), self._tallies[number]
         before = pair.firsts[number]
-        tally.unsent -= before is not None  # rejected, then resubmitted while the other world holds it
-        tally.sent += first.terms is not None
-        tally.unsent += first.terms is None
+        tally.summary.unsent -= before is not None  # rejected, then resubmitted while the other world holds it
+        tally.summary.sent += first.terms is not None
+        tally.summary.unsent += first.terms is None
         pair.firsts[number] = first
         one, other = pair.firsts
         if one is None or other is None:
@@ -395,6 +395,10 @@ class Comparison:
                     by_choice=pair.by_choice,
                 )
             )
+
+
+def _increment(counts: dict[str, int], reason: str) -> None:
+    counts[reason] = counts.get(reason, 0) + 1
 
 
 def _key(decision: AnyDecision | JournalRecord | None) -> Key | None:

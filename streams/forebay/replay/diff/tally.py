@@ -23,67 +23,43 @@ from forebay.replay.diff.report import (
 
 INTERVALS_MAX = 120  # points that a chart can resolve
 INTERVAL_FIRST_US = 10_000
+TIERS = ("device", "host", "disk", "store")
 MOST = 20  # moved requests in the report
 
 
 @dataclass(slots=True)
 class WorldTally:
-    """Running totals of one world, history's or the alternative's. For the fields see `WorldSummary`."""
+    """Running totals of one world, history's or the alternative's."""
 
-    decisions: int = 0
-    routed: int = 0
-    sent: int = 0
-    unsent: int = 0
-    held: int = 0
-    rejected: Counter[str] = field(default_factory=Counter)
-    aborted: Counter[str] = field(default_factory=Counter)
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    device: int = 0
-    host: int = 0
-    disk: int = 0
-    store: int = 0
+    summary: WorldSummary = field(default_factory=WorldSummary)
     waits_us: "array[int]" = field(default_factory=lambda: array("q"))
     ranks: dict[HolderKey, RankRouting] = field(default_factory=dict)
 
     def route(self, key: HolderKey, terms: CostTerms, prompt_tokens: int, cached_tokens: int) -> None:
         """Count an attempt that is sent to a rank."""
-        self.routed += 1
-        self.prompt_tokens += prompt_tokens
-        self.cached_tokens += cached_tokens
-        self.device += terms.device_overlap
-        self.host += terms.host_overlap
-        self.disk += terms.disk_overlap
-        self.store += terms.store_overlap
+        summary, overlap = self.summary, self.summary.overlap
+        summary.routed += 1
+        summary.prompt_tokens += prompt_tokens
+        summary.cached_tokens += cached_tokens
+        for tier in TIERS:
+            setattr(overlap, tier, getattr(overlap, tier) + getattr(terms, f"{tier}_overlap"))
         load = self.ranks.setdefault(key, RankRouting())
         load.requests += 1
         load.prompt_tokens += prompt_tokens
         load.computed_tokens += prompt_tokens - cached_tokens
 
-    def fetch(self) -> None:
-        """Count an attempt on a decode worker that fetches the KV of the prompt, so it computes no prompt tokens."""
-        self.routed += 1
-
     def side(self, keys: list[HolderKey], still_held: int, landed: float | None) -> WorldSummary:
         """Return the summary of the world. `keys` are all ranks that existed at any time."""
-        return WorldSummary(
-            decisions=self.decisions,
-            routed=self.routed,
-            sent=self.sent,
-            unsent=self.unsent,
-            held=self.held,
-            still_held=still_held,
-            rejected=dict(sorted(self.rejected.items())),
-            aborted=dict(sorted(self.aborted.items())),
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            reuse=self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
-            overlap=TierBlocks(device=self.device, host=self.host, disk=self.disk, store=self.store),
-            max_over_mean=max_over_mean([self.ranks[key].computed_tokens if key in self.ranks else 0 for key in keys])
-            or 0.0,
-            wait_ms=_distribution(self.waits_us),
-            landed=landed,
+        summary = self.summary
+        loads = [self.ranks[key].computed_tokens if key in self.ranks else 0 for key in keys]
+        summary.still_held, summary.landed = still_held, landed
+        summary.rejected, summary.aborted = (
+            dict(sorted(counts.items())) for counts in (summary.rejected, summary.aborted)
         )
+        summary.reuse = summary.cached_tokens / summary.prompt_tokens if summary.prompt_tokens else 0.0
+        summary.max_over_mean = max_over_mean(loads) or 0.0
+        summary.wait_ms = _distribution(self.waits_us)
+        return summary
 
 
 @dataclass(slots=True)
@@ -181,7 +157,7 @@ class PairTally:
         if later:
             self.later += 1
             self.later_won += max(0, blocks_of(other) - blocks_of(history))
-        for tier in ("device", "host", "disk", "store"):
+        for tier in TIERS:
             gain = getattr(other, f"{tier}_overlap") - getattr(history, f"{tier}_overlap")
             into = self.won if gain > 0 else self.lost
             setattr(into, tier, getattr(into, tier) + abs(gain))
