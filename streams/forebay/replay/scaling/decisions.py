@@ -4,7 +4,7 @@
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -321,9 +321,18 @@ async def explain_decision(
     """
     journal = ScalingJournal(log, on_progress)
     if offset is not None:
-        found = await _at_offset(journal, offset)
+        decisions, near = await _between(journal, lambda one: one.offset, (offset, offset + 1))
+        if not decisions:
+            raise UnknownDecision(f"no decision at offset {offset}; {near}")
+        found = decisions[0]
     elif window_us is not None:
-        found = await _at_time(journal, window_us)
+        decisions, near = await _between(journal, lambda one: one.decided.at_us, window_us)
+        if not decisions:
+            raise UnknownDecision(f"no decision at {utc(window_us[0])}; {near}")
+        if len(decisions) > 1:
+            text = f"several decisions at {utc(window_us[0])}; give the offset: {_offsets(decisions)}"
+            raise UnknownDecision(text)
+        found = decisions[0]
     else:
         async for _ in journal.read():
             pass
@@ -333,43 +342,22 @@ async def explain_decision(
     return _explanation(found, journal)
 
 
-async def _at_offset(journal: ScalingJournal, offset: int) -> RecordedDecision:
+async def _between(
+    journal: ScalingJournal, key: Callable[[RecordedDecision], int], window: tuple[int, int]
+) -> tuple[list[RecordedDecision], str]:
+    """Return the decisions with a key in a window, at most `NEAR_MAX`, and the nearest other ones as text."""
     before: list[RecordedDecision] = []
-    after: list[RecordedDecision] = []
-    found = None
-    async for decision in journal.read():
-        if decision.offset == offset:
-            found = decision
-        elif decision.offset < offset:
-            before = [*before, decision][-NEAR_MAX // 2 :]
-        elif len(after) < NEAR_MAX // 2:
-            after.append(decision)
-    if found is None:
-        raise UnknownDecision(f"no decision at offset {offset}; {_nearest([*before, *after])}")
-    return found
-
-
-async def _at_time(journal: ScalingJournal, window_us: tuple[int, int]) -> RecordedDecision:
-    before: list[RecordedDecision] = []
-    after: list[RecordedDecision] = []
     found: list[RecordedDecision] = []
+    after: list[RecordedDecision] = []
     async for decision in journal.read():
-        at_us = decision.decided.at_us
-        if at_us < window_us[0]:
+        if key(decision) < window[0]:
             before = [*before, decision][-NEAR_MAX // 2 :]
-        elif at_us < window_us[1]:
+        elif key(decision) < window[1]:
             found = [*found, decision][:NEAR_MAX]
         elif len(after) < NEAR_MAX // 2:
             after.append(decision)
-    if not found:
-        raise UnknownDecision(f"no decision at {utc(window_us[0])}; {_nearest([*before, *after])}")
-    if len(found) > 1:
-        raise UnknownDecision(f"several decisions at {utc(window_us[0])}; give the offset: {_offsets(found)}")
-    return found[0]
-
-
-def _nearest(decisions: list[RecordedDecision]) -> str:
-    return f"the nearest are {_offsets(decisions)}" if decisions else "the topic has no decision"
+    near = [*before, *after]
+    return found, f"the nearest are {_offsets(near)}" if near else "the topic has no decision"
 
 
 def _offsets(decisions: list[RecordedDecision]) -> str:

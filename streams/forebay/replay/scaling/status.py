@@ -6,6 +6,7 @@ field only together with `VERSION`.
 
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 from forebay.core.scaling.rederive import RecordedDecision
 from forebay.core.scaling.state import SILENT_INTERVALS, SILENT_MORE_S, PlannerState, PoolKey, changed_pools, overdue
@@ -27,6 +28,8 @@ from forebay.transport.base import Log
 
 VERSION = 1
 US = 1_000_000
+SHOWN_SETTINGS = ("advisory", "method", "equations", "predictor", "interval_s", "ttft_ms", "itl_ms")
+SHOWN_LIMITS = ("gpu_budget", "min_gpus")
 
 
 class ObservedDemand(Fact, frozen=True, kw_only=True):
@@ -209,23 +212,15 @@ def _status(
         stopped_us=journal.stopped.at_us if journal.stopped is not None else None,
         newest_us=state.now_us,
         rules_version=claim.rules_version,
-        advisory=settings.advisory,
         paused=state.paused,
         paused_by=order.operator if order is not None else "",
         paused_us=order.at_us if order is not None else None,
-        method=settings.method,
-        equations=settings.equations,
-        predictor=settings.predictor,
-        interval_s=settings.interval_s,
-        ttft_ms=settings.ttft_ms,
-        itl_ms=settings.itl_ms,
         gpus=sum(pool.gpus_per_worker * (pool.size or 0) for pool in pools),
-        gpu_budget=settings.gpu_budget,
-        min_gpus=settings.min_gpus,
         pools=pools,
         open=_open_actions(state),
         decisions=journal.decisions,
         undecodable=journal.undecodable,
+        **{name: getattr(settings, name) for name in (*SHOWN_SETTINGS, *SHOWN_LIMITS)},
     )
 
 
@@ -257,18 +252,18 @@ def _pool_status(
         min_size=pool.min_size,
         max_size=pool.max_size,
         gpus_per_worker=pool.gpus_per_worker,
-        ready=seen.ready if seen is not None else None,
-        draining=seen.draining if seen is not None else None,
-        queued=seen.queued if seen is not None else None,
         manual_size=manual,
         manual_by=journal.sizes_set[key][1].operator if manual is not None else "",
-        ttft_ms=seen.ttft_ms if seen is not None else None,
-        itl_ms=seen.itl_ms if seen is not None else None,
         observed=observed_demand(state.history[-1], seen) if seen is not None else None,
         forecast=expected_demand(demand) if (demand := _demand(state, key)) is not None else None,
         decision=decision,
         change=change,
+        **_seen_fields(seen, "ready", "draining", "queued", "ttft_ms", "itl_ms"),
     )
+
+
+def _seen_fields(seen: PoolObserved | None, *names: str) -> dict[str, Any]:
+    return {} if seen is None else {name: getattr(seen, name) for name in names}
 
 
 def observed_demand(observed: ScalingObserved, pool: PoolObserved) -> ObservedDemand:
@@ -323,12 +318,12 @@ class PoolPoint(Fact, frozen=True, kw_only=True):
 
     at_us: int
     size: int
-    ready: int | None
-    queued: int | None
+    ready: int | None = None
+    queued: int | None = None
     requests_per_s: float | None
     forecast_per_s: float | None
-    ttft_ms: float | None
-    itl_ms: float | None
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
 
 
 class ScalingView(Fact, frozen=True, kw_only=True):
@@ -386,12 +381,9 @@ def _points(decision: RecordedDecision, state: PlannerState) -> list[tuple[str, 
         point = PoolPoint(
             at_us=decision.decided.at_us,
             size=pool.to_size,
-            ready=None if now is None else now.ready,
-            queued=None if now is None else now.queued,
             requests_per_s=None if now is None or observed is None else observed_demand(observed, now).requests_per_s,
             forecast_per_s=None if expected is None else expected_demand(expected).requests_per_s,
-            ttft_ms=None if now is None else now.ttft_ms,
-            itl_ms=None if now is None else now.itl_ms,
+            **_seen_fields(now, "ready", "queued", "ttft_ms", "itl_ms"),
         )
         found.append((pool_text(key), point))
     return found
