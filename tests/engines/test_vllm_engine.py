@@ -14,7 +14,7 @@ from forebay.engine_model.model import EngineLoad
 from forebay.events.control import Command
 from forebay.events.requests import StructuredOutput, TokenBias
 from forebay.workers.engine import EngineError, EngineRefused
-from forebay.workers.engines import async_engine
+from forebay.workers.engines import model_engine
 from forebay.workers.engines.vllm.engine import VllmEngine
 from tests.engines.driven import Driven, driven
 from tests.engines.oracle import GREEDY
@@ -293,12 +293,12 @@ async def test_reset_drops_requests_and_cache(vllm: Driven) -> None:
 async def test_idle_engine_runs_health_requests(vllm: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
     answered = vllm.metric("vllm:request_success_total")
     await vllm.engine.check()
-    monkeypatch.setattr(async_engine, "CANARY_EVERY_S", 0.0)
+    monkeypatch.setattr(model_engine, "CANARY_EVERY_S", 0.0)
     async with asyncio.timeout(60):
         while vllm.metric("vllm:request_success_total") == answered:
             await vllm.engine.check()
             await asyncio.sleep(0)
-    monkeypatch.setattr(async_engine, "CANARY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(model_engine, "CANARY_TIMEOUT_S", 0.0)
     # It hangs without a command.
     await vllm.engine.llm.pause_generation(mode="keep", clear_cache=False)  # type: ignore[attr-defined]
     with pytest.raises(EngineError, match="did not respond to a health request"):

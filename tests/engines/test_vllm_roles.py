@@ -22,7 +22,7 @@ from forebay.engine_model.model import EngineLoad
 from forebay.events.control import Role
 from forebay.events.transfer import KvLayout, Prefilled
 from forebay.workers.engine import KvEngine
-from forebay.workers.engines import async_engine
+from forebay.workers.engines import model_engine
 from forebay.workers.engines.vllm.engine import VllmEngine
 from forebay.workers.engines.vllm.transfer import CONNECTOR, UNREAD_S
 from tests.engines.driven import Answer, Driven, driven
@@ -266,7 +266,7 @@ async def test_cancellation_of_a_queued_request(pair: Pair) -> None:
 
 
 async def test_a_health_request_in_either_role(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_engine, "CANARY_EVERY_S", 0.0)
+    monkeypatch.setattr(model_engine, "CANARY_EVERY_S", 0.0)
     for one in (pair.prefill, pair.decode):
         assert isinstance(one.engine, VllmEngine)
         await one.engine.check()

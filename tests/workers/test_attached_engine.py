@@ -13,7 +13,7 @@ from forebay.events.requests import StructuredOutput
 from forebay.events.transfer import Prefilled
 from forebay.ingress.model import DEFAULT_MODEL
 from forebay.workers.engine import EngineError, EngineRefused
-from forebay.workers.engines import async_engine
+from forebay.workers.engines import model_engine
 from forebay.workers.engines.attached import engine as engine_module
 from forebay.workers.engines.attached.server import UpstreamServer
 from forebay.workers.engines.attached.transfer import HALF_LEASE_S
@@ -335,10 +335,10 @@ async def test_a_server_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch) -> N
 
 async def test_an_idle_server_that_accepts_and_never_answers_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     async with server_of() as server, attached(server) as one:
-        monkeypatch.setattr(async_engine, "CANARY_EVERY_S", -1.0)
+        monkeypatch.setattr(model_engine, "CANARY_EVERY_S", -1.0)
         await one.engine.check()
         await until(lambda: server.counters.finished == 2)  # the probe and a health request
-        monkeypatch.setattr(async_engine, "CANARY_TIMEOUT_S", -1.0)
+        monkeypatch.setattr(model_engine, "CANARY_TIMEOUT_S", -1.0)
         server.faults.hang = True
 
         async def check_again_and_again() -> None:
@@ -351,7 +351,7 @@ async def test_an_idle_server_that_accepts_and_never_answers_is_lost(monkeypatch
 
 async def test_a_server_that_rejects_the_health_request_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     async with server_of() as server, attached(server) as one:
-        monkeypatch.setattr(async_engine, "CANARY_EVERY_S", -1.0)
+        monkeypatch.setattr(model_engine, "CANARY_EVERY_S", -1.0)
         server.faults.status = 503
         await one.engine.check()
         await until(lambda: server.counters.refused == 1)

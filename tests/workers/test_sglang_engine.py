@@ -18,7 +18,7 @@ from forebay.events.control import Command
 from forebay.events.requests import Sampling, StructuredOutput, TokenBias
 from forebay.events.tokens import TopLogprob
 from forebay.workers.engine import Cleared, EngineError, EngineRefused
-from forebay.workers.engines import async_engine
+from forebay.workers.engines import model_engine
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.sglang.core import engine_arguments, kv_sources
 from forebay.workers.engines.sglang.engine import SglangEngine
@@ -368,12 +368,12 @@ async def test_a_node_that_is_not_the_first_never_registers(
 
 
 async def test_health_request_without_response_fails_the_check(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_engine, "CANARY_EVERY_S", -1.0)
+    monkeypatch.setattr(model_engine, "CANARY_EVERY_S", -1.0)
     async with started() as one:
         await one.engine.check()  # starts a health request
         await until(lambda: not manager().rid_to_state and len(manager().requested_with) > 1)
         manager().deaf = True
-        monkeypatch.setattr(async_engine, "CANARY_TIMEOUT_S", -1.0)
+        monkeypatch.setattr(model_engine, "CANARY_TIMEOUT_S", -1.0)
         with pytest.raises(EngineError, match="SGLang did not respond to a health request within -"):
             for _ in range(3):
                 await one.engine.check()

@@ -15,7 +15,7 @@ from forebay.events.control import Action, Command
 from forebay.events.requests import Sampling, StructuredOutput, TokenBias
 from forebay.events.tokens import TopLogprob
 from forebay.workers.engine import Cleared, EngineError, EngineRefused
-from forebay.workers.engines import async_engine
+from forebay.workers.engines import model_engine
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.tensorrt_llm.engine import TensorRtLlmEngine
 from forebay.workers.engines.tensorrt_llm.requests import (
@@ -247,8 +247,8 @@ async def test_request_on_a_dead_engine_does_not_fail(started: Start) -> None:
 
 
 async def test_health_request_without_response_fails_the_check(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_engine, "CANARY_EVERY_S", -1.0)
-    monkeypatch.setattr(async_engine, "CANARY_TIMEOUT_S", -1.0)
+    monkeypatch.setattr(model_engine, "CANARY_EVERY_S", -1.0)
+    monkeypatch.setattr(model_engine, "CANARY_TIMEOUT_S", -1.0)
     async with started() as one:
         llm().deaf = True
         with pytest.raises(EngineError, match="TensorRT-LLM did not respond to a health request within -"):

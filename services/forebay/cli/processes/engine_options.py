@@ -30,9 +30,6 @@ class Adapter:
 
 
 ADAPTERS = {
-    "transformers": Adapter(
-        "forebay.workers.engines.transformers.engine", "TransformersEngine", ("torch", "transformers")
-    ),
     "vllm": Adapter("forebay.workers.engines.vllm.engine", "VllmEngine", ("vllm",)),
     "sglang": Adapter("forebay.workers.engines.sglang.engine", "SglangEngine", ("sglang",)),
     "tensorrt-llm": Adapter("forebay.workers.engines.tensorrt_llm.engine", "TensorRtLlmEngine", ("tensorrt_llm",)),

@@ -30,7 +30,6 @@ from forebay.events.requests import Sampling
 from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, EngineRefused
-from forebay.workers.engines.async_engine import CANARY_TOKENS
 from forebay.workers.engines.attached.completions import Call, Completions
 from forebay.workers.engines.attached.continuing import interrupted, limited, remaining, why_not_continued
 from forebay.workers.engines.attached.errors import OVERLOADED_CODE, Rejected, StreamCut, message_of
@@ -43,7 +42,7 @@ from forebay.workers.engines.attached.transfer import HALF_LEASE_S, LAYOUT, PREF
 from forebay.workers.engines.kv_descriptor import Unfetchable
 from forebay.workers.engines.loras import LoraAdapter
 from forebay.workers.engines.model_directory import one_line
-from forebay.workers.engines.model_engine import GeneratedResponse, ModelEngine
+from forebay.workers.engines.model_engine import CANARY_TOKENS, GeneratedResponse, ModelEngine
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.transfer import PREFILL_SAMPLING, VLLM_LEASE_S
 from forebay.workers.kv_events.metrics import KvEventMetrics

@@ -22,11 +22,10 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.tokens import ResponseError, TokenLogprob
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, EngineRefused
-from forebay.workers.engines.async_engine import CANARY_TOKENS, WATCH_S
 from forebay.workers.engines.kv_descriptor import offered
 from forebay.workers.engines.loras import LoraAdapter
 from forebay.workers.engines.model_directory import one_line
-from forebay.workers.engines.model_engine import DROPS_WEIGHTS, GeneratedResponse, ModelEngine
+from forebay.workers.engines.model_engine import CANARY_TOKENS, DROPS_WEIGHTS, WATCH_S, GeneratedResponse, ModelEngine
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.sglang import requests as sglang_requests
 from forebay.workers.engines.sglang.core import (

@@ -20,11 +20,10 @@ from forebay.events.requests import Sampling
 from forebay.events.tokens import ResponseError, TokenLogprob
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError
-from forebay.workers.engines.async_engine import CANARY_TOKENS
 from forebay.workers.engines.kv_descriptor import Unfetchable, offered
 from forebay.workers.engines.loras import LoraAdapter, Loras
 from forebay.workers.engines.model_directory import one_line
-from forebay.workers.engines.model_engine import GeneratedResponse, ModelEngine
+from forebay.workers.engines.model_engine import CANARY_TOKENS, GeneratedResponse, ModelEngine
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.tensorrt_llm.requests import (
     CACHE,

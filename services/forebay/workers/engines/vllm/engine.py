@@ -27,11 +27,10 @@ from forebay.events.tokens import ResponseError, TokenLogprob
 from forebay.events.transfer import KvLayout, Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, EngineRefused
-from forebay.workers.engines.async_engine import REASONS
 from forebay.workers.engines.kv_descriptor import Unfetchable
 from forebay.workers.engines.loras import LoraAdapter
 from forebay.workers.engines.model_directory import one_line
-from forebay.workers.engines.model_engine import DROPS_WEIGHTS, GeneratedResponse, ModelEngine
+from forebay.workers.engines.model_engine import DROPS_WEIGHTS, REASONS, GeneratedResponse, ModelEngine
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.core import VllmCore, engine_arguments, require_nixl, side_channel
 from forebay.workers.engines.vllm.media import engine_prompt

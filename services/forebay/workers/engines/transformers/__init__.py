@@ -1,1 +1,0 @@
-"""Simple reference engine on the transformers library."""
