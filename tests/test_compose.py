@@ -64,7 +64,7 @@ def test_an_ingress_takes_its_api_keys_from_the_environment(
 def test_disagg_workers_are_a_profile_and_transfer_kv_by_nixl(role: str) -> None:
     service = SERVICES[f"{role}-worker"]
     options = parse(service["command"])
-    assert (options["role"], options["kv_transport"], options["kv_host"]) == (role, None, None)
+    assert (options["role"], options["kv_host"]) == (role, None)
     assert (service["profiles"], service["image"], service["build"]["target"]) == (["disagg"], "forebay-nixl", "nixl")
     assert "container_name" not in service, "it is to be scaled"
     assert "ports" not in service

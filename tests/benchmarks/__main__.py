@@ -22,7 +22,6 @@ NAMES = (
     "cache-pressure",
     "disagg",
     "kv-transfer",
-    "kv-hosts",
     "tiers",
     "tier-manager",
     "vllm-tiers",

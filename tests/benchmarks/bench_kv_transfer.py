@@ -1,4 +1,4 @@
-"""Compare KV transfers by our layer with NIXL alone, memmove and a socket, on the same lists of blocks.
+"""Compare KV transfers by our layer with NIXL alone and memmove, on the same lists of blocks.
 
 The holder is a separate process. Every round measures all sides once, in changing order, so that other load affects all
 of them. The ratios are those of the best rounds, medians within a round, and medians of the CPU time of all reader
@@ -22,7 +22,7 @@ import numpy as np
 import uvloop
 
 from forebay.events.transfer import LEASE_US_MAX, Prefilled
-from forebay.workers.kv_transfer.api import Kind, Offer
+from forebay.workers.kv_transfer.api import NIXL, Offer
 from forebay.workers.kv_transfer.descriptor import BlockLocation, decode_location, slots_of
 from forebay.workers.kv_transfer.memory import Arena
 from forebay.workers.kv_transfer.nixl_agent import open_agent
@@ -43,12 +43,11 @@ def scattered(blocks: int, seed: int) -> list[int]:
     return [int(n) for n in np.random.default_rng(seed).permutation(2 * blocks)[:blocks]]
 
 
-def hold(kind: Kind, block_bytes: int, blocks: int, pipe: "Connection[Any, int]") -> None:
+def hold(block_bytes: int, blocks: int, pipe: "Connection[Any, int]") -> None:
     """Run the holder process: offer the list as many times as requested, and end at 0."""
 
     async def act() -> None:
         transport = await open_transport(
-            kind,
             name=HOLDER,
             block_bytes=block_bytes,
             blocks=2 * blocks,
@@ -68,15 +67,15 @@ def hold(kind: Kind, block_bytes: int, blocks: int, pipe: "Connection[Any, int]"
 
 
 @contextmanager
-def holder(kind: Kind, block_bytes: int, blocks: int) -> Any:
+def holder(block_bytes: int, blocks: int) -> Any:
     """Run a holder process; yield a function that returns `count` offers."""
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=hold, args=(kind, block_bytes, blocks, theirs))
+    process = multiprocessing.get_context("spawn").Process(target=hold, args=(block_bytes, blocks, theirs))
     process.start()
 
     def offers(count: int) -> list[Prefilled]:
         ours.send(count)
-        return [prefilled(offer, kind) for offer in ours.recv()]
+        return [prefilled(offer) for offer in ours.recv()]
 
     try:
         yield offers
@@ -85,13 +84,13 @@ def holder(kind: Kind, block_bytes: int, blocks: int) -> Any:
         process.join()
 
 
-def prefilled(offer: Offer, kind: Kind) -> Prefilled:
+def prefilled(offer: Offer) -> Prefilled:
     """Return the offer as recorded in the log."""
     return Prefilled(
         worker_id="holder",
         worker_epoch=1,
         model="m",
-        connector=kind,
+        connector=NIXL,
         descriptor=offer.descriptor,
         tokens=1,
         lease_us=LEASE_US_MAX,
@@ -148,22 +147,19 @@ async def case(block_bytes: int, blocks: int, rounds: int) -> dict[str, list[flo
     into = scattered(blocks, SEED + 1)
     taken: dict[str, list[float]] = {}
     options: dict[str, Any] = {"block_bytes": block_bytes, "on_free": lambda *_: None}
-    nixl = await open_transport("nixl", name="reader@1", blocks=2 * blocks * TOGETHER, **options)
-    tcp = await open_transport("tcp", name="reader@1", blocks=2 * blocks, **options)
+    nixl = await open_transport(name="reader@1", blocks=2 * blocks * TOGETHER, **options)
     apart = [[number + n * 2 * blocks for number in into] for n in range(TOGETHER)]
-    with holder("nixl", block_bytes, blocks) as by_nixl, holder("tcp", block_bytes, blocks) as by_tcp:
-        raw = Raw(block_bytes, blocks, decode_location(by_nixl(1)[0], "nixl", block_bytes))
+    with holder(block_bytes, blocks) as offers:
+        raw = Raw(block_bytes, blocks, decode_location(offers(1)[0], block_bytes))
         for number in range(rounds + 2):
-            one, other, *many = by_nixl(2 + TOGETHER)
-            (plain,) = by_tcp(1)
-            other_place = decode_location(other, "nixl", block_bytes)
+            one, other, *many = offers(2 + TOGETHER)
+            other_place = decode_location(other, block_bytes)
             sides: list[tuple[str, Callable[[], Any]]] = [
                 ("memmove", raw.memmove),
                 ("nixl", raw.nixl),
                 ("steps", lambda: raw.steps(other_place)),  # noqa: B023 - called in this round
                 ("fetch", lambda: nixl.fetch(one, 0, into)),  # noqa: B023
                 ("fetch x4", lambda: together(nixl, many, apart)),  # noqa: B023
-                ("tcp", lambda: tcp.fetch(plain, 0, into)),  # noqa: B023
             ]
             for side, act in sides[number % len(sides) :] + sides[: number % len(sides)]:
                 await asyncio.sleep(PAUSE_S)
@@ -173,8 +169,7 @@ async def case(block_bytes: int, blocks: int, rounds: int) -> dict[str, list[flo
                     taken.setdefault(side, []).append(seconds * share)
                     taken.setdefault(f"{side}, CPU", []).append(cpu * share)
         check(nixl, into, scattered(blocks, SEED))
-    for transport in (nixl, tcp):
-        await transport.close()
+    await nixl.close()
     return taken
 
 
@@ -203,7 +198,7 @@ def row(block_bytes: int, blocks: int, taken: dict[str, list[float]]) -> str:
         cpu = statistics.median(taken["nixl, CPU"]) / statistics.median(taken[f"{side}, CPU"])
         return f"{min(taken['nixl']) / min(taken[side]):.2f}, {statistics.median(pairs):.2f}, {cpu:.2f}"
 
-    cells = [cell(side) for side in ("memmove", "tcp", "nixl", "fetch", "fetch x4")]
+    cells = [cell(side) for side in ("memmove", "nixl", "fetch", "fetch x4")]
     ratios = [ratio(side) for side in ("steps", "fetch", "fetch x4")]
     return f"| {blocks} x {block_bytes >> 10} KiB | {' | '.join(cells + ratios)} |"
 
@@ -215,7 +210,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     print(f"load {os.getloadavg()}, UCX_TLS={os.environ.get('UCX_TLS', '')}, {args.rounds} rounds")
-    print("| list | memmove | sockets | NIXL | fetch | 4 fetches | steps/NIXL | fetch/NIXL | 4 fetches/NIXL |")
-    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    print("| list | memmove | NIXL | fetch | 4 fetches | steps/NIXL | fetch/NIXL | 4 fetches/NIXL |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for block_bytes, blocks in CASES:
         print(row(block_bytes, blocks, uvloop.run(case(block_bytes, blocks, args.rounds))), flush=True)

@@ -211,7 +211,6 @@ def test_error_for_an_invalid_file(tmp_path: Path, service: str, text: str, expe
         ("kv-events = 1", "kv-events: expected true or false, got 1"),
         ("taint = 5", "taint: expected a string or an array of strings, got 5"),
         ("taint = [5]", "taint: expected a string or an array of strings, got [5]"),
-        ("kv-transport = 'udp'", "kv-transport: "),
         ("log = 2026-01-01", "log: expected one value, got 2026-01-01"),
     ],
 )

@@ -200,14 +200,23 @@ def test_disagg_the_default_pool_of_a_worker_is_that_of_its_role(role: Any, pool
 
 
 def test_disagg_a_mock_engine_gets_the_kv_transfer_settings() -> None:
-    given = {"kv_transport": "tcp", "kv_bytes_per_token": 32, "kv_checksum": True, "kv_lease_s": 5.0}
+    given = {"kv_bytes_per_token": 32, "kv_checksum": True, "kv_lease_s": 5.0}
     settings = choose("mock", **given).settings
     assert {name: getattr(settings, name) for name in given} == given
-    assert choose("mock").settings.kv_transport == "nixl"
+
+
+@pytest.mark.parametrize(("is_installed", "connector"), [(True, "nixl"), (False, "modelled")])
+def test_disagg_a_mock_engine_without_nixl_transfers_kv_in_modelled_time(
+    is_installed: bool, connector: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda _: object() if is_installed else None)
+    engine, _ = built(choose("mock"), "w", pool="")
+    assert isinstance(engine, MockEngine)
+    assert engine.kv_settings.connector == connector
 
 
 @pytest.mark.usefixtures("fake")
-@pytest.mark.parametrize("option", [{"kv_transport": "tcp"}, {"kv_checksum": False}, {"kv_lease_s": 3.0}])
+@pytest.mark.parametrize("option", [{"kv_checksum": False}, {"kv_lease_s": 3.0}])
 def test_disagg_a_real_engine_uses_its_own_kv_transfer(option: dict[str, Any]) -> None:
     flag = f"--{next(iter(option)).replace('_', '-')}"
     with pytest.raises(Unusable, match=f"{flag} requires --engine mock: vllm configures KV transfer in"):

@@ -1,7 +1,6 @@
 """Commands that need an extra of forebay name it if its packages are missing."""
 
 import json
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 
 from forebay.cli.common import extras
 from tests.cli.in_process import forebay
-from tests.harness.local import free_ports
 
 
 @pytest.mark.parametrize(
@@ -32,19 +30,6 @@ def test_a_missing_extra_is_named_in_one_line(
     run = forebay(*arguments)
     remedy = f"requires the package {package}; install it with: pip install 'forebay[{extra}]'\n"
     assert (run.returncode, run.stderr.endswith(remedy), run.stderr.count("\n")) == (2, True, 1), run.stderr
-
-
-@pytest.mark.parametrize("transport", ["tcp", "nixl"])
-def test_a_missing_package_of_kv_transfers_is_named_in_one_line(
-    transport: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "nixl_cu12", None)
-    monkeypatch.setattr("forebay.workers.engines.mock.engine.find_spec", lambda _: None)
-    workers = ("--prefill-workers", "1", "--decode-workers", "1")
-    run = forebay("up", "--port", str(free_ports(1)), *workers, "--kv-transport", transport)
-    assert (run.returncode, run.stderr.count("\n")) == (2, 1), run.stderr
-    assert "KV transfers" in run.stderr
-    assert "pip install" in run.stderr
 
 
 def test_a_package_that_replaced_itself_when_imported_is_not_missing() -> None:

@@ -12,7 +12,6 @@ from forebay.ingress.model import DEFAULT_MODEL
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.kv import KvSettings
 from forebay.workers.kv_transfer.own_address import address_towards, interface_of, own_address
-from forebay.workers.kv_transfer.transport import open_transport
 from tests.cli.adapters import FAKE
 from tests.cli.up import forebay
 
@@ -80,21 +79,15 @@ def test_the_default_is_the_local_address_of_the_route_to_kafka() -> None:
     assert reached_at(choose("aggregated"), None, NOWHERE) == choose("aggregated"), "nobody fetches from it"
 
 
-def test_the_tcp_transfer_uses_the_given_or_default_address() -> None:
-    choice = choose(kv_transport="tcp")
-    assert kv_of(choice).at == "127.0.0.1"
-    assert kv_of(reached_at(choice, "127.0.0.3", LOCAL_KAFKA)).at == "127.0.0.3"
-
-
 def test_nixl_uses_the_interface_of_the_given_address_or_chooses_one(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = choose()
-    assert kv_of(reached_at(choice, None, LOCAL_KAFKA)).at == ""
+    assert kv_of(reached_at(choice, None, LOCAL_KAFKA)).interface == ""
     given = reached_at(choice, "127.0.0.1", LOCAL_KAFKA)
-    assert kv_of(given).at == interface_of("127.0.0.1")
+    assert kv_of(given).interface == interface_of("127.0.0.1")
     with pytest.raises(Unusable, match=r"--kv-host: 127.0.0.3 is not the first IPv4 address of any interface"):
         kv_of(reached_at(choice, "127.0.0.3", LOCAL_KAFKA))
     monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")
-    assert kv_of(given).at == "", "the UCX setting of the environment applies"
+    assert kv_of(given).interface == "", "the UCX setting of the environment applies"
 
 
 @pytest.mark.parametrize(("role", "engine"), [("aggregated", "mock"), ("encode", "mock"), ("decode", "sglang")])
@@ -108,14 +101,3 @@ def test_a_real_engine_gets_the_address(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(ADAPTERS, "vllm", FAKE)
     engine: Any = built(reached_at(choose("prefill", "vllm"), "127.0.0.3", LOCAL_KAFKA), "w", pool="")[0]
     assert engine.settings.kv_host == "127.0.0.3"
-
-
-async def test_descriptors_of_the_tcp_transfer_contain_the_address() -> None:
-    pytest.importorskip("numpy", reason="numpy is not installed")
-    options: Any = {"name": "p@1", "blocks": 1, "block_bytes": 16, "on_free": lambda *_: None}
-    for at, host in (("", b"127.0.0.1"), ("127.0.0.3", b"127.0.0.3")):
-        transport = await open_transport("tcp", at=at, **options)
-        try:
-            assert host + b":" in transport.offer("a", [0]).descriptor
-        finally:
-            await transport.close()

@@ -139,16 +139,6 @@ def test_disagg_responses_name_the_prefill_and_decode_workers() -> None:
         assert "prefill" not in response["forebay"]
 
 
-def test_disagg_uses_the_tcp_transfer_if_configured(aggregated: list[tuple[str, str]]) -> None:
-    with running(*APART, *ALIKE, "--kv-transport", "tcp") as up:
-        assert texts(complete_all(up)) == aggregated
-        ready = httpx.get(f"{up.url}/ready", timeout=10).json()
-        assert ready == {"status": "ready", "kv_transport": "tcp (without NIXL)"}
-        plain = 'forebay_kv_transport_info{plain="true",transport="tcp",worker_id='
-        assert metric(up, plain) == 4
-        assert metric(up, "forebay_worker_member{") == 4
-
-
 def test_disagg_decode_workers_prefill_without_prefill_workers_unless_enforced(
     aggregated: list[tuple[str, str]],
 ) -> None:
@@ -261,7 +251,6 @@ def test_disagg_a_log_continues_with_other_worker_roles(tmp_path: Path, aggregat
         ),
         (("--workers", "2", "--enforce-disagg"), "--enforce-disagg requires --prefill-workers and --decode-workers"),
         (("--router-conditional-disagg",), "--router-conditional-disagg requires --prefill-workers and --decode"),
-        (("--workers", "2", "--kv-transport", "tcp"), "--kv-transport requires --prefill-workers and --decode-workers"),
         (("--kv-checksum",), "--kv-checksum requires --prefill-workers and --decode-workers"),
         (
             ("--role", "prefill"),

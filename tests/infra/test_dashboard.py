@@ -214,7 +214,7 @@ def test_queries_have_data_on_an_embedded_system(tmp_path: Path) -> None:
 def test_queries_about_disaggregation_and_shadows_have_data_on_an_embedded_system(tmp_path: Path) -> None:
     require_prometheus()
     log = tmp_path / "log.db"
-    fleet = ("--prefill-workers", "1", "--decode-workers", "1", "--kv-transport", "tcp", "--log", str(log))
+    fleet = ("--prefill-workers", "1", "--decode-workers", "1", "--log", str(log))
     with running(*fleet) as up, load(up.url), ExitStack() as stack:
         processes = Processes(tmp_path, fork_server.spawn)
         stack.callback(processes.end_all)

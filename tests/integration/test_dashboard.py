@@ -56,7 +56,7 @@ async def test_queries_have_data_on_a_distributed_system(
         ports = {name: ("--metrics-port", str(first + number)) for number, name in enumerate(SERVICES)}
         cluster.router("r1", *ports["r1"])
         for name, role in ROLES.items():
-            cluster.worker(name, "--role", role, "--kv-transport", "tcp", *ports[name])
+            cluster.worker(name, "--role", role, *ports[name])
         url = cluster.ingress("i1")
         await cluster.until_serving(len(ROLES))
         where = ("--kafka", kafka, "--namespace", namespace, "--group", GROUP)

@@ -132,7 +132,7 @@ async def test_tiers_with_prefill_and_decode_workers(system: TierSystem, report:
     await system.cluster.stop("w7")  # a group has aggregated workers, or prefill and decode workers
     await system.members()
     for name, role in (("p1", "prefill"), ("d1", "decode")):
-        system.worker(name, "--role", role, "--kv-transport", "tcp")
+        system.worker(name, "--role", role)
     await system.members("p1", "d1")
     async with system.damaging():
         reuse = await system.reuse(await system.converse(range(8), 3))

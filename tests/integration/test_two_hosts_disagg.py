@@ -37,8 +37,6 @@ from tests.integration.test_disagg import (
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-KINDS = ("nixl", "tcp")
-
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -67,18 +65,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield Place(one, two, kafka.address, redis_url)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
-async def cluster(
-    place: Place, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Cluster]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(place: Place, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     """Run the prefill worker on the first host and a decode worker on the second, without configured addresses."""
-    kind = str(request.param)
-    folder = tmp_path_factory.mktemp(kind)
+    folder = tmp_path_factory.mktemp("nixl")
     # Not by the fork server, which is in the network of this machine.
-    async with Cluster(place.kafka, place.redis_url, f"hosts-{kind}-{uuid.uuid4().hex[:8]}", folder) as running:
+    async with Cluster(place.kafka, place.redis_url, f"hosts-{uuid.uuid4().hex[:8]}", folder) as running:
         running.router("r1")
-        running.worker("p1", "--role", "prefill", "--kv-transport", kind, *SIZES, on=place.one)
-        running.worker("d1", "--role", "decode", "--kv-transport", kind, *SIZES, on=place.two)
+        running.worker("p1", "--role", "prefill", *SIZES, on=place.one)
+        running.worker("d1", "--role", "decode", *SIZES, on=place.two)
         running.ingress("i1")
         await running.until_serving(2)
         yield running
@@ -110,8 +105,7 @@ async def test_hosts_disagg_kv_is_transferred_between_hosts(
 async def test_hosts_disagg_responses_continue_when_the_link_is_cut(
     cluster: Cluster, clients: StreamClients, place: Place
 ) -> None:
-    kind = "tcp" if "hosts-tcp" in cluster.namespace else "nixl"
-    cluster.worker("d2", "--role", "decode", "--kv-transport", kind, *SIZES, on=place.one)
+    cluster.worker("d2", "--role", "decode", *SIZES, on=place.one)
     await members(cluster, "p1", "d1", "d2")
     results = submit(clients, STREAMS, LONG)
     working = functools.partial(at_work, cluster, results, "d1")

@@ -47,7 +47,7 @@ class DisaggregatedSystem(System):
     def __init__(self, log: SqliteLog) -> None:
         super().__init__(log)
         config = EngineConfig(**SIZES, vocabulary=(7,))
-        self.engine = MockEngine(config, speedup=SPEEDUP, kv=KvSettings(transport="tcp", lease_s=3600.0))
+        self.engine = MockEngine(config, speedup=SPEEDUP, kv=KvSettings(lease_s=3600.0))
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:

@@ -31,15 +31,15 @@ class Peer(OtherProcess):
 
 
 @asynccontextmanager
-async def peer(kind: str, name: str) -> AsyncIterator[Peer]:
+async def peer(name: str) -> AsyncIterator[Peer]:
     """A process whose worker is called so."""
-    async with running("tests.workers.disagg_peer", kind, name) as connected:
+    async with running("tests.workers.disagg_peer", name) as connected:
         yield Peer(*connected)
 
 
-async def main(kind: str, name: str, channel: socket.socket) -> None:
+async def main(name: str, channel: socket.socket) -> None:
     """Compute prompts until the socket is closed."""
-    engine = MockEngine(engine_config(), speedup=1000.0, kv=kv_settings(transport=kind))
+    engine = MockEngine(engine_config(), speedup=1000.0, kv=kv_settings())
     batches: asyncio.Queue[EngineBatch] = asyncio.Queue()
     await engine.start(Scene.spec(None, name=name, role="prefill"))  # type: ignore[arg-type]
     running = asyncio.create_task(engine.run(batches.put_nowait))

@@ -43,7 +43,7 @@ class EngineSide:
 
     def __init__(self, role: Role, run: "Run") -> None:
         config = engine_config(kv_blocks_total=BLOCKS)
-        self.engine = MockEngine(config, speedup=1e5, kv=kv_settings(transport="tcp", lease_s=60.0))
+        self.engine = MockEngine(config, speedup=1e5, kv=kv_settings(lease_s=60.0))
         self.spec = WorkerSpec(
             worker_id=role, model="m", role=role, block_size=4, kv_blocks_total=BLOCKS, max_num_seqs=8,
             max_num_batched_tokens=64,

@@ -19,11 +19,9 @@ from tests.workers.conftest import PARTITION, Scene, until, work_item
 from tests.workers.disagg import PROMPT, Pair, aggregated, kv_settings, output_by, pair_of, serving, side
 from tests.workers.disagg_peer import peer
 
-KINDS = ("nixl", "tcp")
-
 
 def pair(scene: Scene, decode_speedup: float = 1000.0, prefill_speedup: float = 1000.0, **settings: Any) -> Any:
-    kv = kv_settings(**{"transport": "tcp", **settings})
+    kv = kv_settings(**settings)
     return pair_of(scene, side(scene, "prefill", kv, prefill_speedup), side(scene, "decode", kv, decode_speedup))
 
 
@@ -63,11 +61,10 @@ async def warmed(both: Pair) -> None:
 
 
 @pytest.mark.usefixtures("patience")
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_a_disagg_holder_that_is_killed(scene: Scene, kind: str, when: str) -> None:
+async def test_a_disagg_holder_that_is_killed(scene: Scene, when: str) -> None:
     expected = await aggregated(scene, "alone")
-    async with pair(scene, transport=kind) as both, peer(kind, "elsewhere") as other:
+    async with pair(scene) as both, peer("elsewhere") as other:
         item = both.requested["r"] = work_item("r", PROMPT, 6, stage="prefill", worker_epoch=9)
         prefilled = await other.compute(item)
         if when == "after":
@@ -88,11 +85,10 @@ async def test_a_disagg_holder_that_is_killed(scene: Scene, kind: str, when: str
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("patience")
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("then", ["killed", "stopped"])
-async def test_a_disagg_holder_that_dies_while_it_is_read_from(scene: Scene, kind: str, then: str) -> None:
+async def test_a_disagg_holder_that_dies_while_it_is_read_from(scene: Scene, then: str) -> None:
     expected = await aggregated(scene, "alone")
-    async with pair(scene, transport=kind) as both, peer(kind, "elsewhere") as other:
+    async with pair(scene) as both, peer("elsewhere") as other:
         item = both.requested["r"] = work_item("r", PROMPT, 6, stage="prefill", worker_epoch=9)
         prefilled = await other.compute(item)
         other.signal(signal.SIGSTOP)
@@ -106,18 +102,6 @@ async def test_a_disagg_holder_that_dies_while_it_is_read_from(scene: Scene, kin
         assert not both.decode.used
         await both.answer("s", await both.compute("s"))
         assert await both.generated("s") == expected
-
-
-async def test_disagg_expired_lease_frees_all_blocks(scene: Scene) -> None:
-    async with pair(scene, lease_s=0.02) as both:
-        prefilled = await both.compute("r")
-        assert prefilled.lease_us == 20_000
-        await both.idle()
-        assert both.prefill.engine.kv_stats().freed == {"expired": 1}
-        await both.answer("r", prefilled)
-        assert await both.not_fetched("r")
-        assert both.decode.engine.kv_stats().failed == {"expired": 1}
-        await both.idle()
 
 
 # Requests given up
@@ -168,7 +152,7 @@ async def test_disagg_cancellation_during_prefill(scene: Scene) -> None:
 
 
 async def test_disagg_cancellation_during_decode(scene: Scene) -> None:
-    kv = kv_settings(transport="tcp")
+    kv = kv_settings()
     prefill = side(scene, "prefill", kv)
     decode = side(scene, "decode", kv, speedup=0.1, kv_blocks_total=6)
     async with pair_of(scene, prefill, decode) as both:
@@ -221,10 +205,9 @@ async def test_a_second_disagg_attempt_at_the_same_worker_replaces_the_first(sce
         await both.idle()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_disagg_released_kv_is_not_read_and_that_of_the_next_attempt_stays(scene: Scene, kind: str) -> None:
+async def test_disagg_released_kv_is_not_read_and_that_of_the_next_attempt_stays(scene: Scene) -> None:
     expected = await aggregated(scene, "alone")
-    async with pair(scene, transport=kind) as both:
+    async with pair(scene) as both:
         await warmed(both)
         gate = Gate(both)
         first = await both.compute("r")
@@ -251,10 +234,9 @@ async def test_disagg_released_kv_is_not_read_and_that_of_the_next_attempt_stays
 # Workers that lose their place, go to sleep, or stop
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_disagg_kv_is_freed_with_a_lost_epoch(scene: Scene, kind: str) -> None:
+async def test_disagg_kv_is_freed_with_a_lost_epoch(scene: Scene) -> None:
     expected = await aggregated(scene, "alone")
-    async with pair(scene, transport=kind) as both:
+    async with pair(scene) as both:
         kept = await both.compute("kept")
         before = both.prefill.kv
         lost = WorkerLost(owner_epoch=0, worker_id="prefill-1", worker_epoch=both.prefill.epoch, reason="test")
@@ -312,7 +294,7 @@ async def test_disagg_sleeping_engines_keep_no_kv_and_continue_afterwards(scene:
 
 async def test_disagg_draining_prefill_worker_waits_for_its_readers(scene: Scene) -> None:
     expected = await aggregated(scene, "alone")
-    kv = kv_settings(transport="tcp")
+    kv = kv_settings()
     prefill, decode = side(scene, "prefill", kv), side(scene, "decode", kv)
     async with serving(scene, decode):
         task = asyncio.create_task(prefill.worker.run())

@@ -1,4 +1,4 @@
-"""Disaggregated mock engines, by NIXL and by plain sockets, with correct and corrupt bytes."""
+"""Disaggregated mock engines: by NIXL with correct and corrupt bytes, and in modelled time."""
 
 import sys
 from typing import Any
@@ -26,12 +26,12 @@ from tests.workers.conftest import Scene, engine_config, until, work_item
 from tests.workers.disagg import BLOCK_BYTES, PROMPT, Pair, aggregated, kv_settings, output_by, pair_of, serving, side
 from tests.workers.pictures import Memory, hashes_with, shown
 
-KINDS = ("nixl", "tcp")
+KINDS = ("nixl", "modelled")
 CLEAR = Command(action="clear_kv_blocks")
 
 
 def pair(scene: Scene, **settings: Any) -> Any:
-    kv = kv_settings(**{"transport": "tcp", **settings})
+    kv = kv_settings(**settings)
     return pair_of(scene, side(scene, "prefill", kv), side(scene, "decode", kv))
 
 
@@ -47,11 +47,11 @@ def bytes_of(both: Pair, number: int = 0) -> Any:
 async def test_disagg_output_equals_that_of_one_worker(scene: Scene, kind: str, checksum: bool, length: int) -> None:
     prompt = list(range(1, length + 1))
     expected = await aggregated(scene, "alone", prompt)
-    async with pair(scene, transport=kind, checksum=checksum) as both:
+    async with pair(scene, connector=kind, checksum=checksum) as both:
         prefilled = await both.compute("apart", prompt)
         assert prefilled.connector == kind
         assert (prefilled.tokens, prefilled.bytes) == (length, -(-length // 4) * BLOCK_BYTES)
-        assert (prefilled.checksum is not None) == checksum
+        assert (prefilled.checksum is not None) == (checksum and kind == "nixl")
         await both.answer("apart", prefilled)
         assert await both.generated("apart") == expected
         await both.idle()
@@ -61,11 +61,12 @@ async def test_disagg_output_equals_that_of_one_worker(scene: Scene, kind: str, 
     assert first.cached_tokens == length - 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_disagg_output_depends_on_every_transferred_byte(scene: Scene, kind: str) -> None:
+async def test_disagg_output_depends_on_every_transferred_byte(scene: Scene) -> None:
     expected = await aggregated(scene, "alone")
     answers = []
-    async with pair(scene, transport=kind) as both:
+    async with pair(
+        scene,
+    ) as both:
         for at, offset in enumerate((0, 7, BLOCK_BYTES - 1)):
             for number in range(3):
                 name = f"{at}.{number}"
@@ -87,9 +88,8 @@ async def test_disagg_output_depends_on_every_transferred_byte(scene: Scene, kin
     assert len(set(map(tuple, answers))) == len(answers)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_disagg_corrupt_bytes_are_read_again_and_then_fail(scene: Scene, kind: str) -> None:
-    async with pair(scene, transport=kind, checksum=True) as both:
+async def test_disagg_corrupt_bytes_are_read_again_and_then_fail(scene: Scene) -> None:
+    async with pair(scene, checksum=True) as both:
         prefilled = await both.compute("apart")
         bytes_of(both, 1)[3] ^= 1
         await both.answer("apart", prefilled)
@@ -154,8 +154,8 @@ async def test_disagg_common_prefixes_share_slots(scene: Scene) -> None:
     assert answers[0] == answers[2] != answers[1]
 
 
-@pytest.mark.parametrize("length", [8, 10])
-async def test_disagg_kv_contains_the_media(scene: Scene, length: int) -> None:
+@pytest.mark.parametrize(("length", "kind"), [(8, "nixl"), (10, "nixl"), (10, "modelled")])
+async def test_disagg_kv_contains_the_media(scene: Scene, length: int, kind: str) -> None:
     prompt = list(range(1, length + 1))
     red, blue = shown((255, 0, 0), 4), shown((0, 0, 255), 4)
 
@@ -164,12 +164,12 @@ async def test_disagg_kv_contains_the_media(scene: Scene, length: int) -> None:
 
     cases = {"red": fields(red), "blue": fields(blue), "none": fields()}
     expected = {name: await aggregated(scene, f"alone.{name}", prompt, **case) for name, case in cases.items()}
-    async with pair(scene) as both:
+    async with pair(scene, connector=kind) as both:
         for name, case in cases.items():
             await both.compute(name, prompt, **case)
         blocks = -(-length // 4)
         # Before the image all are alike, but not what the model makes of it: none of its blocks is another's.
-        assert both.prefill.kv.slots.used == 3 * blocks
+        assert kind == "modelled" or both.prefill.kv.slots.used == 3 * blocks
         for name in cases:
             await both.answer(name, await both.computed(name))
         generated = {name: await both.generated(name) for name in cases}
@@ -202,7 +202,7 @@ async def test_a_disagg_prompt_whose_images_another_worker_encoded(
 
 
 async def test_disagg_requests_wait_for_free_blocks(scene: Scene) -> None:
-    kv = kv_settings(transport="nixl")
+    kv = kv_settings()
     prompts = {f"r{number}": [number, *PROMPT] for number in range(12)}
     expected = {name: await aggregated(scene, f"alone.{name}", prompt, 20) for name, prompt in prompts.items()}
     prefill, decode = side(scene, "prefill", kv), side(scene, "decode", kv, kv_blocks_total=20)
@@ -224,9 +224,6 @@ async def test_disagg_worker_without_nixl_fails_at_its_start(
     one = side(scene, role, kv_settings())
     with pytest.raises(EngineError, match="pip install --no-deps nixl-cu12"):
         await one.worker.run()
-    monkeypatch.setattr("forebay.workers.engines.mock.engine.find_spec", lambda _: None)
-    with pytest.raises(EngineError, match="KV transfers require the package numpy"):
-        await side(scene, role, kv_settings(transport="tcp")).engine.start(one.worker.spec)
 
 
 async def test_disagg_blocks_must_hold_whole_words(scene: Scene) -> None:
@@ -248,7 +245,7 @@ async def test_a_disagg_transport_that_does_not_open_ends_the_worker_and_nothing
         monkeypatch.setattr(mock_kv, "open_transport", broken)
         await both.answer("r", prefilled)
         assert "no port is free" in await both.not_fetched("r")
-        with pytest.raises(EngineError, match="cannot transfer KV by tcp: no port is free"):
+        with pytest.raises(EngineError, match="cannot transfer KV by nixl: no port is free"):
             await both.decode.engine.check()
     async with serving(scene, side(scene, "prefill", kv_settings(), name="prefill-2")) as one:
         both.prefill = one
@@ -319,14 +316,12 @@ def metrics(one: Any) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_disagg_metrics_and_readiness_show_the_transport(scene: Scene, kind: str) -> None:
+async def test_disagg_metrics_and_readiness_show_the_transport(scene: Scene) -> None:
     probes = Probes()
-    async with pair(scene, transport=kind, checksum=True) as both:
+    async with pair(scene, checksum=True) as both:
         probes.worker = both.decode.worker
         await until(lambda: probes.ready()[0])
-        plain = kind == "tcp"
-        assert probes.ready()[1] == f"healthy, KV transport {kind}{' (without NIXL)' if plain else ''}"
+        assert probes.ready()[1] == "healthy, KV transport nixl"
         prefilled = await both.compute("r")
         assert metrics(both.prefill)["forebay_kv_transfer_held"] == 1
         await both.answer("r", prefilled)
@@ -335,7 +330,7 @@ async def test_disagg_metrics_and_readiness_show_the_transport(scene: Scene, kin
         # An epoch that ended counts on.
         await both.decode.engine.stop()
         decode, prefill = metrics(both.decode), metrics(both.prefill)
-    assert decode[f"forebay_kv_transport_info|{kind}|{str(plain).lower()}"] == 1
+    assert decode["forebay_kv_transport_info|nixl"] == 1
     expected = {"fetches": 1, "bytes": 3 * BLOCK_BYTES, "blocks": 3, "retries": 0, "corrupt_blocks": 0}
     assert {name: decode[f"forebay_kv_transfer_{name}_total"] for name in expected} == expected
     assert decode["forebay_kv_transfer_seconds_sum"] > 0
@@ -382,10 +377,46 @@ async def test_disagg_engine_stopped_during_a_fetch_leaves_nothing(
         return opened[-1]
 
     monkeypatch.setattr(mock_kv, "open_transport", opening)
-    engine = MockEngine(engine_config(), kv=kv_settings(transport="tcp"))
+    engine = MockEngine(engine_config(), kv=kv_settings())
     await engine.start(scene.spec(role="prefill"))
     engine.submit(work_item("r", PROMPT, 1, stage="prefill"))
     await engine.stop()
     (transport,) = opened
     with pytest.raises(TransferError, match="closed"):
         transport.offer("r", [0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_disagg_kv_that_has_expired_is_not_fetched(scene: Scene, kind: str) -> None:
+    async with pair(scene, connector=kind, lease_s=0.02) as both:
+        prefilled = await both.compute("r")
+        assert prefilled.lease_us == 20_000
+        await both.idle()
+        await both.answer("r", prefilled)
+        assert await both.not_fetched("r")
+        assert both.prefill.engine.kv_stats().freed == {"expired": 1}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_disagg_kv_that_was_released_is_not_fetched(scene: Scene, kind: str) -> None:
+    async with pair(scene, connector=kind) as both:
+        prefilled = await both.compute("r")
+        await both.cancel("r", both.prefill)
+        await both.prefill.idle()
+        assert both.prefill.engine.kv_stats().freed == {"released": 1}
+        await both.answer("r", prefilled)
+        assert await both.not_fetched("r")
+        await both.idle()
+
+
+@pytest.mark.parametrize(("by", "other"), [KINDS, KINDS[::-1]])
+async def test_disagg_kv_of_another_connector_is_not_fetched(scene: Scene, by: str, other: str) -> None:
+    prefill, decode = (
+        side(scene, "prefill", kv_settings(connector=by)),
+        side(scene, "decode", kv_settings(connector=other)),
+    )
+    async with pair_of(scene, prefill, decode) as both:
+        await both.answer("r", await both.compute("r"))
+        assert f"transfers KV by {by}" in await both.not_fetched("r")
+        await both.cancel("r", both.prefill)
+        await both.idle()

@@ -56,4 +56,4 @@ async def test_nothing_is_left_after_random_histories(seed: int, tmp_path: Path)
             assert tokens == right[which][: len(tokens)]
             assert name in dropped or len(tokens) == 6
         one.forget()
-        assert len(one.tiers().contents) == 0, "no request and no block in device memory"
+        assert len(one.tiers().known) == 0, "no request and no block in device memory"

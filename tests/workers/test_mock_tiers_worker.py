@@ -27,7 +27,7 @@ def tiered_side(scene: Scene, role: str, tiers: TierSettings, name: str = "") ->
     """A worker with tiers, not running."""
     sizes = {"block_size": BLOCK_SIZE, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     config = EngineConfig(vocabulary=VOCABULARY, timing=TIMING, **sizes)
-    engine = MockEngine(config, speedup=SPEEDUP, kv=kv_settings(transport="tcp"), tiers=tiers)
+    engine = MockEngine(config, speedup=SPEEDUP, kv=kv_settings(), tiers=tiers)
     spec = scene.spec(1, name or f"{role}-1", role=role)
     token = f"t-{spec.worker_id}"
     worker = Worker(scene.log, scene.keeper, spec, engine, token=token, group=GROUP, partition=PARTITION)

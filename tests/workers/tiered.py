@@ -208,7 +208,7 @@ async def tiered(
     tiers: TierSettings | None, spec: WorkerSpec = SPEC, config: EngineConfig = CONFIG, **changes: Any
 ) -> AsyncIterator[Tiered]:
     """Run a mock engine with tiers."""
-    kv = KvSettings(transport="tcp", bytes_per_token=BLOCK_BYTES // BLOCK_SIZE)
+    kv = KvSettings(bytes_per_token=BLOCK_BYTES // BLOCK_SIZE)
     engine = MockEngine(config, **{"speedup": SPEEDUP, "kv": kv, "tiers": tiers, **changes})
     try:
         one = Tiered(engine, await engine.start(spec))

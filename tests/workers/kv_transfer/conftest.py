@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from forebay.events.transfer import Prefilled
-from forebay.workers.kv_transfer.api import Kind, Stats
+from forebay.workers.kv_transfer.api import Stats
 from forebay.workers.kv_transfer.transport import KvTransport, open_transport
 from tests.harness.hosts import Host
 from tests.workers.kv_transfer.peer import fill, have, packed, unpacked
@@ -49,31 +49,29 @@ class Other(OtherProcess):
 
 
 @pytest.fixture
-def by_socket(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Kind:
+def by_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     """NIXL without shared memory, through which the data move without their owner."""
-    if kind == "nixl":
-        monkeypatch.setenv("UCX_TLS", "tcp")
-    return kind
+    monkeypatch.setenv("UCX_TLS", "tcp")
 
 
 @asynccontextmanager
 async def other(
-    kind: Kind, name: str, *, on: Host | None = None, environment: Mapping[str, str] = QUIET, **changes: Any
+    name: str, *, on: Host | None = None, environment: Mapping[str, str] = QUIET, **changes: Any
 ) -> AsyncIterator[Other]:
     """Run a process with a transport on this host, or on the host `on`."""
     async with running("tests.workers.kv_transfer.peer", on=on, environment=environment) as connected:
         one = Other(*connected)
         options = {"block_bytes": BLOCK_BYTES, "blocks": BLOCKS, "lease_s": 60.0, **changes}
-        assert await one.ask(f"open {kind} {name} {packed(options)}") == "done"
+        assert await one.ask(f"open {name} {packed(options)}") == "done"
         yield one
 
 
 @asynccontextmanager
-async def transport(kind: Kind, name: str, **changes: Any) -> AsyncIterator[tuple[KvTransport, list[tuple[str, str]]]]:
+async def transport(name: str, **changes: Any) -> AsyncIterator[tuple[KvTransport, list[tuple[str, str]]]]:
     """Open a transport in this process, with the list of its freed offers."""
     freed: list[tuple[str, str]] = []
     options: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "blocks": BLOCKS, "fetch_s": PATIENCE_S, **changes}
-    one = await open_transport(kind, name=name, on_free=lambda *what: freed.append(what), **options)
+    one = await open_transport(name=name, on_free=lambda *what: freed.append(what), **options)
     try:
         fill(one, 2)
         yield one, freed
@@ -89,9 +87,3 @@ def within(one: KvTransport, fetch_s: float) -> None:
 def held_for(one: KvTransport, lease_s: float) -> None:
     """Set the lease of later offers. Only offers that must expire may have a short one."""
     one.lease_s = lease_s
-
-
-@pytest.fixture(params=["nixl", "tcp"])
-def kind(request: pytest.FixtureRequest) -> Kind:
-    """Every way that bytes go."""
-    return request.param  # type: ignore[no-any-return]

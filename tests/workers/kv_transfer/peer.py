@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from forebay.events.transfer import Prefilled
+from forebay.workers.kv_transfer.api import NIXL
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.kv_transfer.transport import KvTransport, open_transport
 from tests.workers.other_process import serve
@@ -36,7 +37,7 @@ def prefilled(transport: KvTransport, request_id: str, blocks: Sequence[int], *,
         worker_id=worker_id,
         worker_epoch=int(epoch),
         model="m",
-        connector=transport.kind,
+        connector=NIXL,
         descriptor=offer.descriptor,
         tokens=1,
         lease_us=int(transport.lease_s * 1e6),
@@ -92,10 +93,9 @@ class Peer:
     async def obey(self, line: str) -> str:
         """Execute a command and return its reply."""
         match line.split():
-            case ["open", kind, name, text]:
+            case ["open", name, text]:
                 options = unpacked(text, dict[str, Any])
                 self.transport = await open_transport(
-                    kind,  # type: ignore[arg-type]
                     name=name,
                     on_free=self.on_free,
                     **options,

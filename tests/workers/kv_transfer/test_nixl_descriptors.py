@@ -55,7 +55,7 @@ def changed(**changes: Any) -> Prefilled:
 
 
 def test_nixl_descriptor_decodes_to_the_offer() -> None:
-    place = decode_location(offered(), "nixl", BLOCK_BYTES)
+    place = decode_location(offered(), BLOCK_BYTES)
     assert place == PLACE
     assert slots_of(place).tolist() == [5, 1, 63]
     assert place.count == 3
@@ -66,7 +66,7 @@ def test_nixl_descriptor_with_a_flipped_bit_is_refused(where: int, mask: int) ->
     descriptor = bytearray(offered().descriptor)
     descriptor[where % len(descriptor)] ^= mask
     with pytest.raises(TransferError, match="the descriptor of p is damaged") as caught:
-        decode_location(offered(descriptor=bytes(descriptor)), "nixl", BLOCK_BYTES)
+        decode_location(offered(descriptor=bytes(descriptor)), BLOCK_BYTES)
     assert caught.value.reason == "refused"
 
 
@@ -74,7 +74,7 @@ def test_nixl_descriptor_with_a_flipped_bit_is_refused(where: int, mask: int) ->
 def test_nixl_garbage_is_refused_with_and_without_a_checksum(garbage: bytes) -> None:
     for descriptor in (garbage, garbage + xxh3_64_digest(garbage)):
         with pytest.raises(TransferError, match=r"the descriptor of p( is damaged|: )"):
-            decode_location(offered(descriptor=descriptor), "nixl", BLOCK_BYTES)
+            decode_location(offered(descriptor=descriptor), BLOCK_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -101,18 +101,18 @@ def test_nixl_garbage_is_refused_with_and_without_a_checksum(garbage: bytes) -> 
 )
 def test_nixl_impossible_descriptors_are_refused_locally(bad: Prefilled, text: str) -> None:
     with pytest.raises(TransferError, match=text) as caught:
-        decode_location(bad, "nixl", BLOCK_BYTES)
+        decode_location(bad, BLOCK_BYTES)
     assert caught.value.reason == "refused"
 
 
 async def test_nixl_forged_location_is_an_error_and_the_next_fetch_succeeds() -> None:
     async with (
-        transport("nixl", "p@1") as (holder, freed),
-        transport("nixl", "d@1") as (reader, _),
-        transport("nixl", "f@1") as (stranger, _),
+        transport("p@1") as (holder, freed),
+        transport("d@1") as (reader, _),
+        transport("f@1") as (stranger, _),
     ):
         good, strange = prefilled(holder, "a", [1, 2]), prefilled(stranger, "a", [1])
-        place, their_place = (decode_location(one, "nixl", BLOCK_BYTES) for one in (good, strange))
+        place, their_place = (decode_location(one, BLOCK_BYTES) for one in (good, strange))
         for reason, changes in (
             ("refused", {"route": b"garbage"}),
             ("refused", {"route": their_place.route}),
@@ -132,37 +132,15 @@ async def test_nixl_forged_location_is_an_error_and_the_next_fetch_succeeds() ->
         await until(lambda: freed == [("a", "fetched")])
 
 
-async def test_nixl_plain_sockets_serve_only_offered_blocks() -> None:
-    async with transport("tcp", "p@2") as (holder, freed), transport("tcp", "d@2") as (reader, _):
-        good = prefilled(holder, "a", [1, 2])
-        place = decode_location(good, "tcp", BLOCK_BYTES)
-        for reason, changes in (
-            ("expired", {"blocks": pack_u32([1, 3])}),
-            ("expired", {"blocks": pack_u32([1, 2, 1])}),
-            ("expired", {"generation": place.generation ^ 1}),
-            ("refused", {"route": b"nowhere"}),
-            ("gone", {"route": b"127.0.0.1:1"}),
-        ):
-            bad = msgspec.structs.replace(place, **changes)
-            with pytest.raises(TransferError) as caught:
-                await reader.fetch(
-                    msgspec.structs.replace(good, descriptor=encode_location(bad)), 0, list(range(len(bad.blocks) // 4))
-                )
-            assert caught.value.reason == reason
-        await reader.fetch(good, 0, [0, 3])
-        assert have(reader, [0, 3], [1, 2], seed=2)
-        await until(lambda: freed == [("a", "fetched")])
-
-
 async def test_nixl_a_worker_does_not_fetch_from_itself() -> None:
-    async with transport("nixl", "p@3") as (holder, _):
+    async with transport("p@3") as (holder, _):
         with pytest.raises(TransferError, match="the blocks belong to p@3 itself"):
             await holder.fetch(prefilled(holder, "a", [1]), 0, [2])
 
 
 async def test_nixl_invalid_notifications_are_ignored() -> None:
-    async with transport("nixl", "p@4") as (holder, freed):
-        place = decode_location(prefilled(holder, "a", [1]), "nixl", BLOCK_BYTES)
+    async with transport("p@4") as (holder, freed):
+        place = decode_location(prefilled(holder, "a", [1]), BLOCK_BYTES)
         agent = open_agent("x@4")
         agent.add_remote_agent(place.route)
         for text in ("", "f", "x1", "f-1", "f1e9", "f٣", "f" + "9" * 1000, "f99"):
@@ -184,10 +162,10 @@ async def test_nixl_least_recently_used_holder_is_removed(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(nixl_thread, "Peers", RecordedPeers)
     async with (
-        transport("nixl", "d@5") as (reader, _),
-        transport("nixl", "p@5") as (p, _),
-        transport("nixl", "q@5") as (q, _),
-        transport("nixl", "r@5") as (r, _),
+        transport("d@5") as (reader, _),
+        transport("p@5") as (p, _),
+        transport("q@5") as (q, _),
+        transport("r@5") as (r, _),
     ):
         for turn, holder in enumerate((p, q, p, r, q, p, r)):
             await reader.fetch(prefilled(holder, f"a{turn}", [turn + 9]), 0, [0])

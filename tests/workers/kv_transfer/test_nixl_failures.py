@@ -14,7 +14,6 @@ pytest.importorskip("nixl_cu12", reason="NIXL (nixl-cu12) is not installed")
 
 from forebay.events.transfer import Prefilled
 from forebay.workers.kv_transfer import gate, nixl_reads
-from forebay.workers.kv_transfer.api import Kind
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from tests.workers.conftest import until
 from tests.workers.kv_transfer.conftest import BLOCK_BYTES, have, held_for, other, transport, within
@@ -27,9 +26,9 @@ HANG_S = 4.0  # until a holder that was stopped is given up; the read from it ha
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
-async def test_nixl_dead_holder_fails_at_once_and_its_next_epoch_is_read(kind: Kind) -> None:
-    async with transport(kind, "d@1") as (reader, _):
-        async with other(kind, "p@1") as holder:
+async def test_nixl_dead_holder_fails_at_once_and_its_next_epoch_is_read() -> None:
+    async with transport("d@1") as (reader, _):
+        async with other("p@1") as holder:
             await reader.fetch(await holder.offer("a", [1]), 0, [0])
             offer = await holder.offer("b", [2])
             await holder.kill()
@@ -37,7 +36,7 @@ async def test_nixl_dead_holder_fails_at_once_and_its_next_epoch_is_read(kind: K
                 with pytest.raises(TransferError, match="p@1") as caught:
                     await reader.fetch(offer, 0, [0])
                 assert caught.value.reason == "gone"
-        async with other(kind, "p@2") as holder:
+        async with other("p@2") as holder:
             await reader.fetch(await holder.offer("c", [3]), 0, [5])
             assert have(reader, [5], [3])
             with pytest.raises(TransferError, match="p@1"):
@@ -46,9 +45,9 @@ async def test_nixl_dead_holder_fails_at_once_and_its_next_epoch_is_read(kind: K
         assert reader.stats.quarantined_blocks == 0
 
 
-async def test_nixl_a_holder_that_was_never_reached_is_an_error(kind: Kind) -> None:
-    async with transport(kind, "d@3") as (reader, _):
-        async with other(kind, "p@3") as holder:
+async def test_nixl_a_holder_that_was_never_reached_is_an_error() -> None:
+    async with transport("d@3") as (reader, _):
+        async with other("p@3") as holder:
             offer = await holder.offer("a", [1])
             await holder.kill()
         with pytest.raises(TransferError, match="p@3") as caught:
@@ -56,10 +55,11 @@ async def test_nixl_a_holder_that_was_never_reached_is_an_error(kind: Kind) -> N
         assert caught.value.reason == "gone"
 
 
-async def test_nixl_holder_that_dies_during_a_read_fails_before_the_deadline(by_socket: Kind) -> None:
+@pytest.mark.usefixtures("by_socket")
+async def test_nixl_holder_that_dies_during_a_read_fails_before_the_deadline() -> None:
     async with (
-        transport(by_socket, "d@4", block_bytes=LARGE, fetch_s=600.0) as (reader, _),
-        other(by_socket, "p@4", block_bytes=LARGE) as holder,
+        transport("d@4", block_bytes=LARGE, fetch_s=600.0) as (reader, _),
+        other("p@4", block_bytes=LARGE) as holder,
     ):
         await reader.fetch(await holder.offer("a", [1]), 0, [0])
         offer = await holder.offer("b", range(64))
@@ -74,11 +74,12 @@ async def test_nixl_holder_that_dies_during_a_read_fails_before_the_deadline(by_
 
 
 @pytest.mark.slow
-async def test_nixl_hung_holder_misses_the_deadline_and_its_slots_are_quarantined(by_socket: Kind) -> None:
+@pytest.mark.usefixtures("by_socket")
+async def test_nixl_hung_holder_misses_the_deadline_and_its_slots_are_quarantined() -> None:
     async with (
-        transport(by_socket, "d@5", block_bytes=LARGE) as (reader, _),
-        other(by_socket, "p@5", block_bytes=LARGE) as hung,
-        other(by_socket, "q@5", block_bytes=LARGE) as well,
+        transport("d@5", block_bytes=LARGE) as (reader, _),
+        other("p@5", block_bytes=LARGE) as hung,
+        other("q@5", block_bytes=LARGE) as well,
     ):
         await reader.fetch(await hung.offer("a", [1]), 0, [0])
         offers = [await hung.offer(name, range(32)) for name in ("b", "c")]
@@ -89,7 +90,7 @@ async def test_nixl_hung_holder_misses_the_deadline_and_its_slots_are_quarantine
         within(reader, PATIENCE_S)
         assert caught.value.reason == "deadline"
         owed = reader.stats.quarantined_blocks
-        assert owed == (32 if by_socket == "nixl" else 0), "a socket that was closed writes nothing more"
+        assert owed == 32
         if owed:
             with pytest.raises(TransferError, match="p@5 did not reply to an earlier read"):
                 await reader.fetch(offers[1], 0, range(32))
@@ -104,9 +105,7 @@ async def test_nixl_hung_holder_misses_the_deadline_and_its_slots_are_quarantine
         assert have(reader, range(32), range(32)), "it has come back"
 
 
-async def test_nixl_timeout_in_the_queue_does_not_silence_the_holder(
-    kind: Kind, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nixl_timeout_in_the_queue_does_not_silence_the_holder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate.FetchLimiter.__init__, "__kwdefaults__", {"fetches_max": 0, "bytes_max": 0})
     limiters: list[gate.FetchLimiter] = []
 
@@ -116,7 +115,7 @@ async def test_nixl_timeout_in_the_queue_does_not_silence_the_holder(
             limiters.append(self)
 
     monkeypatch.setattr("forebay.workers.kv_transfer.transport.FetchLimiter", RecordedLimiter)
-    async with transport(kind, "p@13") as (holder, _), transport(kind, "d@13") as (reader, _):
+    async with transport("p@13") as (holder, _), transport("d@13") as (reader, _):
         await reader.fetch(prefilled(holder, "a", [1]), 0, [0])
         limiter = limiters[-1]  # of the reader
         await limiter.enter(1)
@@ -130,10 +129,11 @@ async def test_nixl_timeout_in_the_queue_does_not_silence_the_holder(
         assert have(reader, [0], [3], seed=2)
 
 
-async def test_nixl_a_transport_closes_while_a_holder_hangs(by_socket: Kind) -> None:
+@pytest.mark.usefixtures("by_socket")
+async def test_nixl_a_transport_closes_while_a_holder_hangs() -> None:
     async with (
-        transport(by_socket, "d@6", block_bytes=LARGE) as (reader, _),
-        other(by_socket, "p@6", block_bytes=LARGE) as hung,
+        transport("d@6", block_bytes=LARGE) as (reader, _),
+        other("p@6", block_bytes=LARGE) as hung,
     ):
         await reader.fetch(await hung.offer("a", [1]), 0, [0])
         offer = await hung.offer("b", range(32))
@@ -146,8 +146,8 @@ async def test_nixl_a_transport_closes_while_a_holder_hangs(by_socket: Kind) -> 
         assert caught.value.reason == "closed"
 
 
-async def test_nixl_unfetched_offer_is_freed_when_its_lease_ends(kind: Kind) -> None:
-    async with transport(kind, "p@7", lease_s=0.05) as (holder, freed), transport(kind, "d@7") as (reader, _):
+async def test_nixl_unfetched_offer_is_freed_when_its_lease_ends() -> None:
+    async with transport("p@7", lease_s=0.05) as (holder, freed), transport("d@7") as (reader, _):
         offer = prefilled(holder, "a", [1])
         holder.offer("b", [2])
         await until(lambda: len(freed) == 2)
@@ -162,9 +162,9 @@ async def test_nixl_unfetched_offer_is_freed_when_its_lease_ends(kind: Kind) -> 
         await until(lambda: len(freed) == 3)
 
 
-async def test_nixl_a_reader_that_dies_leaves_its_blocks_to_the_lease(kind: Kind) -> None:
-    async with transport(kind, "p@8") as (holder, freed), transport(kind, "d@8") as (reader, _):
-        async with other(kind, "e@8") as far:
+async def test_nixl_a_reader_that_dies_leaves_its_blocks_to_the_lease() -> None:
+    async with transport("p@8") as (holder, freed), transport("d@8") as (reader, _):
+        async with other("e@8") as far:
             assert await far.fetch(prefilled(holder, "a", [1]), [0]) == "done"
             await until(lambda: freed == [("a", "fetched")])
             held_for(holder, 0.2)
@@ -178,13 +178,13 @@ async def test_nixl_a_reader_that_dies_leaves_its_blocks_to_the_lease(kind: Kind
 
 
 @pytest.mark.parametrize("block_bytes", [64 << 10, 1 << 20])
-async def test_nixl_reused_blocks_are_never_accepted(kind: Kind, block_bytes: int) -> None:
+async def test_nixl_reused_blocks_are_never_accepted(block_bytes: int) -> None:
     """Leases end close to the end of a read, and the holder overwrites freed blocks at once, as an engine would."""
     failed = fetched = 0
     lease_s = 0.004
     async with (
-        other(kind, "p@9", block_bytes=block_bytes, blocks=16) as holder,
-        transport(kind, "d@9", block_bytes=block_bytes, blocks=16) as (reader, _),
+        other("p@9", block_bytes=block_bytes, blocks=16) as holder,
+        transport("d@9", block_bytes=block_bytes, blocks=16) as (reader, _),
     ):
         for version in range(1, 200):
             offer = unpacked(await holder.ask(f"race {version} {lease_s}"), Prefilled)
@@ -205,7 +205,7 @@ async def test_nixl_reused_blocks_are_never_accepted(kind: Kind, block_bytes: in
 
 
 async def test_nixl_lease_that_ends_during_a_read_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with transport("nixl", "p@10") as (holder, _), transport("nixl", "d@10") as (reader, _):
+    async with transport("p@10") as (holder, _), transport("d@10") as (reader, _):
         offer = prefilled(holder, "a", [1])
         posted: list[int] = []
         honest, loop = nixl_reads.transfer, asyncio.get_running_loop()
@@ -231,9 +231,9 @@ async def test_nixl_lease_that_ends_during_a_read_is_detected(monkeypatch: pytes
 async def test_nixl_spare_slots_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
     async with (
-        transport("nixl", "d@11", block_bytes=LARGE, blocks=32) as (reader, _),
-        other("nixl", "p@11", block_bytes=LARGE) as hung,
-        other("nixl", "q@11", block_bytes=LARGE) as well,
+        transport("d@11", block_bytes=LARGE, blocks=32) as (reader, _),
+        other("p@11", block_bytes=LARGE) as hung,
+        other("q@11", block_bytes=LARGE) as well,
     ):
         await reader.fetch(await hung.offer("a", [1]), 0, [0])
         offer = await hung.offer("b", range(24))
@@ -254,8 +254,8 @@ async def test_nixl_spare_slots_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         assert have(reader, range(9), range(9)), "the dead write no more: there is room again"
 
 
-async def test_nixl_repeated_target_slots_are_refused(kind: Kind) -> None:
-    async with transport(kind, "p@12") as (holder, _), transport(kind, "d@12") as (reader, _):
+async def test_nixl_repeated_target_slots_are_refused() -> None:
+    async with transport("p@12") as (holder, _), transport("d@12") as (reader, _):
         offer = prefilled(holder, "a", [1, 2])
         for first, into, text in (
             (0, [3, 3], "same slot for two blocks"),
@@ -279,7 +279,7 @@ atexit.register(lambda: print([thread.name for thread in threading.enumerate() i
 from forebay.workers.kv_transfer.transport import open_transport
 
 async def opened():
-    transport = await open_transport("nixl", name="w@1", block_bytes=8, blocks=1, on_free=lambda *_: None)
+    transport = await open_transport(name="w@1", block_bytes=8, blocks=1, on_free=lambda *_: None)
     transport.offer("r", [0], checksum=False)  # a holder of offers polls
     print([thread.name for thread in threading.enumerate() if thread.name.startswith("nixl")])
 

@@ -13,7 +13,6 @@ pytest.importorskip("nixl_cu12", reason="NIXL (nixl-cu12) is not installed")
 
 from forebay import runtime
 from forebay.workers.kv_transfer import gate
-from forebay.workers.kv_transfer.api import Kind
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from tests.depth import examples
 from tests.workers.conftest import until
@@ -24,8 +23,8 @@ from tests.workers.other_process import TIMEOUT_S
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
-async def test_nixl_scattered_blocks_arrive_and_are_freed(kind: Kind) -> None:
-    async with other(kind, "p@1") as holder, transport(kind, "d@1") as (reader, _):
+async def test_nixl_scattered_blocks_arrive_and_are_freed() -> None:
+    async with other("p@1") as holder, transport("d@1") as (reader, _):
         blocks, into = [7, 3, 60, 4, 5, 0], [1, 50, 2, 49, 3, 63]
         fetched = await reader.fetch(await holder.offer("a", blocks), 0, into)
         assert (fetched.bytes, fetched.blocks, fetched.retries) == (6 * BLOCK_BYTES, 6, 0)
@@ -38,10 +37,10 @@ async def test_nixl_scattered_blocks_arrive_and_are_freed(kind: Kind) -> None:
         assert reader.stats.read_us >= fetched.us > 0
 
 
-def test_nixl_any_list_of_blocks_arrives_from_any_index(kind: Kind) -> None:
+def test_nixl_any_list_of_blocks_arrives_from_any_index() -> None:
     lists = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=BLOCKS, unique=True)
     with asyncio.Runner() as runner:
-        holding, reading = transport(kind, "p@2", blocks=BLOCKS), transport(kind, "d@2", blocks=BLOCKS)
+        holding, reading = transport("p@2", blocks=BLOCKS), transport("d@2", blocks=BLOCKS)
         holder, freed = runner.run(holding.__aenter__())
         reader, _ = runner.run(reading.__aenter__())
 
@@ -66,12 +65,12 @@ def test_nixl_any_list_of_blocks_arrives_from_any_index(kind: Kind) -> None:
         runner.run(holding.__aexit__(None, None, None))
 
 
-async def test_nixl_two_readers_have_two_holders(kind: Kind) -> None:
+async def test_nixl_two_readers_have_two_holders() -> None:
     async with (
-        other(kind, "p@3") as one,
-        other(kind, "q@3") as two,
-        other(kind, "e@3") as far,
-        transport(kind, "d@3") as (reader, _),
+        other("p@3") as one,
+        other("q@3") as two,
+        other("e@3") as far,
+        transport("d@3") as (reader, _),
     ):
         for turn in range(3):
             mine = [await holder.offer(f"m{turn}", range(20)) for holder in (one, two)]
@@ -87,8 +86,8 @@ async def test_nixl_two_readers_have_two_holders(kind: Kind) -> None:
             await holder.wait_freed("fetched", 6)
 
 
-async def test_nixl_corrupt_block_is_read_again_and_counted(kind: Kind) -> None:
-    async with other(kind, "p@4") as holder, transport(kind, "d@4") as (reader, _):
+async def test_nixl_corrupt_block_is_read_again_and_counted() -> None:
+    async with other("p@4") as holder, transport("d@4") as (reader, _):
         offer = await holder.offer("a", [3, 4, 5], checksum=True)
         await holder.ask("spoil 4")
         with pytest.raises(TransferError, match="1 blocks of p@4 still have wrong checksums") as caught:
@@ -101,8 +100,8 @@ async def test_nixl_corrupt_block_is_read_again_and_counted(kind: Kind) -> None:
         assert have(reader, [9], [5])
 
 
-async def test_nixl_transient_corruption_costs_one_retry(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with transport(kind, "p@5") as (holder, freed), transport(kind, "d@5") as (reader, _):
+async def test_nixl_transient_corruption_costs_one_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with transport("p@5") as (holder, freed), transport("d@5") as (reader, _):
         offload = runtime.offload
         requested: list[int] = []
 
@@ -119,9 +118,9 @@ async def test_nixl_transient_corruption_costs_one_retry(kind: Kind, monkeypatch
         await until(lambda: freed == [("a", "fetched")])
 
 
-async def test_nixl_fetches_are_bounded_and_in_order(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nixl_fetches_are_bounded_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate.FetchLimiter.__init__, "__kwdefaults__", {"fetches_max": 3, "bytes_max": 6 * BLOCK_BYTES})
-    async with transport(kind, "p@6", blocks=256) as (holder, _), transport(kind, "d@6", blocks=256) as (reader, _):
+    async with transport("p@6", blocks=256) as (holder, _), transport("d@6", blocks=256) as (reader, _):
         offers = [prefilled(holder, str(n), range(4 * n, 4 * n + 4)) for n in range(40)]
         most, order = [0, 0, 0], []
 
@@ -145,11 +144,12 @@ async def test_nixl_fetches_are_bounded_and_in_order(kind: Kind, monkeypatch: py
         assert have(reader, range(160), range(160), seed=2)
 
 
-async def test_nixl_slots_of_a_cancelled_fetch_are_not_written_to(by_socket: Kind) -> None:
+@pytest.mark.usefixtures("by_socket")
+async def test_nixl_slots_of_a_cancelled_fetch_are_not_written_to() -> None:
     size = 1 << 20
     async with (
-        other(by_socket, "p@7", block_bytes=size) as holder,
-        transport(by_socket, "d@7", block_bytes=size) as (reader, _),
+        other("p@7", block_bytes=size) as holder,
+        transport("d@7", block_bytes=size) as (reader, _),
     ):
         await reader.fetch(await holder.offer("connects", [0]), 0, [0])
         offer = await holder.offer("a", range(64))
@@ -169,8 +169,8 @@ async def test_nixl_slots_of_a_cancelled_fetch_are_not_written_to(by_socket: Kin
         assert have(reader, range(64), range(64)), "it was still held"
 
 
-async def test_nixl_holder_is_notified_of_a_dropped_offer(kind: Kind) -> None:
-    async with transport(kind, "p@8") as (holder, freed), transport(kind, "d@8") as (reader, _):
+async def test_nixl_holder_is_notified_of_a_dropped_offer() -> None:
+    async with transport("p@8") as (holder, freed), transport("d@8") as (reader, _):
         dropped, kept = prefilled(holder, "a", [1]), prefilled(holder, "b", [2])
         reader.drop(dropped)
         await until(lambda: freed == [("a", "released")])
@@ -182,8 +182,8 @@ async def test_nixl_holder_is_notified_of_a_dropped_offer(kind: Kind) -> None:
         assert holder.stats.freed == {"released": 2}
 
 
-async def test_nixl_offers_are_checked_and_bounded(kind: Kind) -> None:
-    async with transport(kind, "p@9", blocks=8) as (holder, freed):
+async def test_nixl_offers_are_checked_and_bounded() -> None:
+    async with transport("p@9", blocks=8) as (holder, freed):
         holder.offer("a", [1, 2])
         for request_id, blocks, text in (
             ("a", [3], "blocks of a are already offered"),
@@ -207,8 +207,8 @@ async def test_nixl_offers_are_checked_and_bounded(kind: Kind) -> None:
                 holder.memory.view(block)
 
 
-async def test_nixl_closed_transport_has_freed_its_offers(kind: Kind) -> None:
-    async with transport(kind, "p@10") as (holder, freed), transport(kind, "d@10") as (reader, _):
+async def test_nixl_closed_transport_has_freed_its_offers() -> None:
+    async with transport("p@10") as (holder, freed), transport("d@10") as (reader, _):
         offer = prefilled(holder, "a", [1])
         await holder.close()
         assert freed == [("a", "released")]

@@ -15,7 +15,6 @@ pytest.importorskip("numpy", reason="numpy is not installed")
 pytest.importorskip("nixl_cu12", reason="NIXL (nixl-cu12) is not installed")
 
 from forebay.events.transfer import Prefilled
-from forebay.workers.kv_transfer.api import Kind
 from tests.harness.hosts import DEVICE, Host, private_networks, two_hosts
 from tests.harness.local import Missing
 from tests.workers.kv_transfer.conftest import Other, other, words
@@ -41,11 +40,6 @@ def hosts() -> Iterator[tuple[Host, Host]]:
             yield made
     except Missing as missing:
         pytest.skip(str(missing))
-
-
-def at(kind: Kind, host: Host) -> str:
-    """Return the `at` of a transport on a host; NIXL chooses its own."""
-    return host.address if kind == "tcp" else ""
 
 
 async def begin_and_pause(holder: Other, reader: Other, one: Host, offer: Prefilled) -> None:
@@ -88,11 +82,11 @@ async def cut_in_the_middle(holder: Other, reader: Other, one: Host) -> str:
     return await reader.ask("end")
 
 
-async def test_nixl_hosts_blocks_are_transferred_between_hosts(kind: Kind, hosts: tuple[Host, Host]) -> None:
+async def test_nixl_hosts_blocks_are_transferred_between_hosts(hosts: tuple[Host, Host]) -> None:
     one, two = hosts
     async with (
-        other(kind, "p@1", on=one, at=at(kind, one), **SIZES) as holder,
-        other(kind, "d@1", on=two, at=at(kind, two), **SIZES) as reader,
+        other("p@1", on=one, **SIZES) as holder,
+        other("d@1", on=two, **SIZES) as reader,
     ):
         blocks, into = range(0, BLOCKS, 2), range(BLOCKS // 2, BLOCKS)
         offer, began = await holder.offer("a", blocks, checksum=True), one.sent_bytes()
@@ -104,22 +98,11 @@ async def test_nixl_hosts_blocks_are_transferred_between_hosts(kind: Kind, hosts
         assert (stats.blocks, stats.retries, stats.corrupt, stats.failed) == (len(blocks), 0, 0, {})
 
 
-async def test_nixl_hosts_plain_sockets_support_ipv4_and_ipv6(hosts: tuple[Host, Host]) -> None:
+async def test_nixl_hosts_killed_holder_is_reported_as_gone(hosts: tuple[Host, Host]) -> None:
     one, two = hosts
     async with (
-        other("tcp", "p@1", on=one, at=one.address_6, **SIZES) as holder,
-        other("tcp", "d@1", on=two, at=two.address_6, **SIZES) as reader,
-    ):
-        assert await reader.fetch(await holder.offer("a", ALL), ALL) == "done"
-        assert await reader.has(ALL, ALL)
-
-
-@pytest.mark.slow
-async def test_nixl_hosts_killed_holder_is_reported_as_gone(kind: Kind, hosts: tuple[Host, Host]) -> None:
-    one, two = hosts
-    async with (
-        other(kind, "p@1", on=one, at=at(kind, one), **SIZES) as holder,
-        other(kind, "d@1", on=two, at=at(kind, two), fetch_s=PATIENCE_S, **SIZES) as reader,
+        other("p@1", on=one, **SIZES) as holder,
+        other("d@1", on=two, fetch_s=PATIENCE_S, **SIZES) as reader,
     ):
         assert await reader.fetch(await holder.offer("before", ALL), ALL) == "done"
         offer = await holder.offer("a", ALL)
@@ -129,20 +112,20 @@ async def test_nixl_hosts_killed_holder_is_reported_as_gone(kind: Kind, hosts: t
         assert await reader.ask("end") == "gone"
         assert await reader.fetch(offer, ALL) == "gone", "nor later"
         assert await kept_apart(reader) == 0, "the dead write to nothing"
-        async with other(kind, "q@1", on=one, at=at(kind, one), **SIZES) as successor:
+        async with other("q@1", on=one, **SIZES) as successor:
             assert await reader.fetch(await successor.offer("b", ALL), ALL) == "done"
             assert await reader.has(ALL, ALL)
 
 
 @pytest.mark.slow
-async def test_nixl_hosts_temporary_network_failure(kind: Kind, hosts: tuple[Host, Host]) -> None:
+async def test_nixl_hosts_temporary_network_failure(hosts: tuple[Host, Host]) -> None:
     one, two = hosts
     async with (
-        other(kind, "p@1", on=one, at=at(kind, one), **SIZES) as holder,
-        other(kind, "d@1", on=two, at=at(kind, two), fetch_s=FETCH_S, **SIZES) as reader,
+        other("p@1", on=one, **SIZES) as holder,
+        other("d@1", on=two, fetch_s=FETCH_S, **SIZES) as reader,
     ):
         assert await cut_in_the_middle(holder, reader, one) == "deadline"
-        assert await kept_apart(reader) == (BLOCKS if kind == "nixl" else 0), "they may be written to yet"
+        assert await kept_apart(reader) == BLOCKS, "they may be written to yet"
         assert await reader.ask(f"write {words(ALL)} 85") == "done"
         one.mend()
         await none_kept_apart(reader)
@@ -152,12 +135,12 @@ async def test_nixl_hosts_temporary_network_failure(kind: Kind, hosts: tuple[Hos
 
 
 @pytest.mark.slow
-async def test_nixl_hosts_permanent_network_failure(kind: Kind, hosts: tuple[Host, Host]) -> None:
+async def test_nixl_hosts_permanent_network_failure(hosts: tuple[Host, Host]) -> None:
     one, two = hosts
     async with (
-        other(kind, "p@1", on=one, at=at(kind, one), lease_s=FETCH_S, environment=IMPATIENT, **SIZES) as holder,
-        other(kind, "d@1", on=two, at=at(kind, two), fetch_s=FETCH_S, environment=IMPATIENT, **SIZES) as reader,
-        other(kind, "p@2", on=two, at=at(kind, two), **SIZES) as near,
+        other("p@1", on=one, lease_s=FETCH_S, environment=IMPATIENT, **SIZES) as holder,
+        other("d@1", on=two, fetch_s=FETCH_S, environment=IMPATIENT, **SIZES) as reader,
+        other("p@2", on=two, **SIZES) as near,
     ):
         assert await cut_in_the_middle(holder, reader, one) in ("deadline", "gone"), "whichever is noticed first"
         await holder.wait_freed("expired", 1)
@@ -167,12 +150,12 @@ async def test_nixl_hosts_permanent_network_failure(kind: Kind, hosts: tuple[Hos
 
 
 @pytest.mark.slow
-async def test_nixl_hosts_unreachable_holder_does_not_delay_other_reads(kind: Kind, hosts: tuple[Host, Host]) -> None:
+async def test_nixl_hosts_unreachable_holder_does_not_delay_other_reads(hosts: tuple[Host, Host]) -> None:
     one, two = hosts
     async with (
-        other(kind, "p@1", on=one, at=at(kind, one), **SIZES) as far,
-        other(kind, "p@2", on=two, at=at(kind, two), **SIZES) as near,
-        other(kind, "d@1", on=two, at=at(kind, two), fetch_s=FETCH_S, **SIZES) as reader,
+        other("p@1", on=one, **SIZES) as far,
+        other("p@2", on=two, **SIZES) as near,
+        other("d@1", on=two, fetch_s=FETCH_S, **SIZES) as reader,
     ):
         offer = await far.offer("a", [0])
         one.cut()
@@ -186,8 +169,8 @@ async def test_nixl_hosts_advertise_their_shared_network(hosts: tuple[Host, Host
     one, two = hosts
     private_networks(hosts)
     async with (
-        other("nixl", "p@1", on=one, at=DEVICE, **SIZES) as holder,
-        other("nixl", "d@1", on=two, at=DEVICE, fetch_s=FETCH_S, **SIZES) as reader,
+        other("p@1", on=one, interface=DEVICE, **SIZES) as holder,
+        other("d@1", on=two, interface=DEVICE, fetch_s=FETCH_S, **SIZES) as reader,
     ):
         assert await reader.fetch(await holder.offer("a", ALL), ALL) == "done"
         assert await reader.has(ALL, ALL)

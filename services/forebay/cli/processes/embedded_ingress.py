@@ -26,7 +26,6 @@ from forebay.live.router.heartbeats import owner_heartbeat
 from forebay.transport.directory import Directory
 from forebay.transport.models import ModelStore
 from forebay.transport.sqlite.log import SqliteLog
-from forebay.workers.runtime.kv_metrics import kv_path
 
 
 class OwnerInProcess:
@@ -83,7 +82,7 @@ async def serving_one(
     layouts = (worker.spec.kv_layout for worker in group.workers)
     layout = next((layout for layout in layouts if layout is not None), None)
     if layout is not None:  # a worker with another layout is not admitted
-        ingress.ready_details["kv_transport"] = kv_path(layout)
+        ingress.ready_details["kv_transport"] = layout.connector
     tasks.run(ingress.run(), "ingress")
     yield OneModel(ingress)
 

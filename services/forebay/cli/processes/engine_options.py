@@ -1,7 +1,7 @@
 """Engine options shared by several commands. They are separate from the engines, which --help does not load."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, ClassVar, get_args
 
 import typer
 
@@ -69,10 +69,6 @@ class EngineOptions:
     ] = None
     dp_size: Annotated[int, typer.Option(min=1, max=1024, help="Data-parallel ranks per worker.")] = 1
     lora: LorasOption = None
-    kv_transport: Annotated[
-        Literal["nixl", "tcp"] | None,
-        typer.Option(help="Transport of KV blocks between mock workers. Default: nixl."),
-    ] = None
     kv_bytes_per_token: Annotated[
         int | None, typer.Option(min=1, max=1 << 20, help="Bytes of KV per token. Mock engine only. Default: 256.")
     ] = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import msgspec
 
@@ -40,6 +40,7 @@ from forebay.workers.engines.service.engine import ServiceEngine
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.standin_encoder import StandInEncoder
 from forebay.workers.kv_tiers.settings import TierSettings
+from forebay.workers.kv_transfer.api import NIXL
 from forebay.workers.kv_transfer.own_address import address_towards, interface_of, own_address
 from forebay.workers.service import load_service
 
@@ -47,7 +48,7 @@ MOCKER_PROFILE = load_profile(MOCKER)
 MOCK_ONLY = {"speedup": "runs at its own speed", "engine_profile": "runs at its own speed"}
 OWN_KV_TRANSFER = "configures KV transfer in --engine-args"
 SIZE_OPTIONS = ("block_size", "kv_blocks", "max_num_seqs", "max_num_batched_tokens", "dp_size")
-KV_OPTIONS = ("kv_transport", "kv_bytes_per_token", "kv_checksum", "kv_lease_s")
+KV_OPTIONS = ("kv_bytes_per_token", "kv_checksum", "kv_lease_s")
 DISAGGREGATED = ("prefill", "decode")
 TIERED = (MOCK, "vllm")  # engines that can offload KV to tiers
 SHARING = ("vllm", "sglang")  # engines that report KV events of storage that their own connectors share
@@ -277,11 +278,12 @@ def _mock(choice: EngineChoice, spec: WorkerSpec) -> tuple[Engine, WorkerSpec]:
         dp_start_rank=settings.dp_start_rank,
         speedup=choice.speedup,
         kv=KvSettings(
-            transport=settings.kv_transport,
+            connector=mock_connector(),
             bytes_per_token=settings.kv_bytes_per_token,
             checksum=settings.kv_checksum,
             lease_s=settings.kv_lease_s,
-            at=_kv_at(settings),
+            interface=_kv_interface(settings),
+            speedup=choice.speedup,
         ),
         scripts=scripts,
         tiers=settings.tiers,
@@ -289,10 +291,13 @@ def _mock(choice: EngineChoice, spec: WorkerSpec) -> tuple[Engine, WorkerSpec]:
     return engine, msgspec.structs.replace(spec, **{name: getattr(config, name) for name in sizes})
 
 
-def _kv_at(settings: EngineSettings) -> str:
-    """Return the address at which a mock engine offers its KV, or its network interface if the transport is NIXL."""
-    if settings.kv_transport == "tcp":
-        return settings.kv_host or settings.near_host
+def mock_connector() -> Literal["nixl", "modelled"]:
+    """Return how mock engines transfer KV: by NIXL if it is installed, otherwise in modelled time."""
+    return NIXL if find_spec("nixl_cu12") and find_spec("numpy") else "modelled"
+
+
+def _kv_interface(settings: EngineSettings) -> str:
+    """Return the network interface over which NIXL transfers the KV of a mock engine; empty to let UCX select one."""
     if settings.kv_host is None or "UCX_NET_DEVICES" in os.environ:
         return ""  # UCX selects the interface, or uses UCX_NET_DEVICES
     try:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 DISAGG_OPTIONS = (
     "enforce_disagg",
     "router_conditional_disagg",
-    "kv_transport",
     "kv_bytes_per_token",
     "kv_checksum",
     "kv_lease_s",

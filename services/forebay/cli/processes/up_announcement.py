@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from forebay.cli.common.logs import announce
+from forebay.cli.processes.engines import mock_connector
 from forebay.cli.processes.settings import EmbeddedModel, EmbeddedSettings
 from forebay.events.control import DisaggConfig, Role
 
@@ -61,5 +62,5 @@ def _prefill_place(model: EmbeddedModel, disagg: DisaggConfig) -> str:
         return f"by decode workers if the policy {disagg.policy} allows it; other requests are rejected"
     which = "" if disagg.policy == "always" else f" if the policy {disagg.policy} requires it"
     last = "; requests that they cannot compute are rejected" if disagg.enforce else ""
-    how = f", KV transfer by {engine.settings.kv_transport}" if engine.is_mock else ""
+    how = f", KV transfer by {mock_connector()}" if engine.is_mock else ""
     return f"by prefill workers{which}{how}{last}"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from forebay.events.control import Role
 from forebay.workers.kv_tiers.settings import TierSettings
@@ -22,7 +22,6 @@ class EngineSettings:
         max_num_batched_tokens: maximum number of tokens per engine step.
         dp_size: number of data-parallel ranks of the worker.
         dp_start_rank: number of the worker's first rank.
-        kv_transport: transport of KV between prefill and decode workers with the mock engine.
         kv_bytes_per_token: size of the mock engine's KV in bytes per token.
         kv_checksum: whether the mock engine's KV transfers are verified by checksums.
         kv_lease_s: seconds for which the mock engine keeps KV that nobody fetches.
@@ -45,7 +44,6 @@ class EngineSettings:
     max_num_batched_tokens: int | None = None
     dp_size: int = 1
     dp_start_rank: int = 0
-    kv_transport: Literal["nixl", "tcp"] = "nixl"
     kv_bytes_per_token: int = 256
     kv_checksum: bool = False
     kv_lease_s: float = 30.0

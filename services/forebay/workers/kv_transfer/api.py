@@ -1,4 +1,4 @@
-"""Types of the KV transports: offers, results of fetches, and counters.
+"""Types of the KV transport: offers, results of fetches, and counters.
 
 A transport owns the memory of its worker's KV blocks. The memory consists of slots of `block_bytes`, one per block,
 numbered from 0. The worker that computed a prompt (the holder) offers the blocks of the prompt. One other worker (the
@@ -6,7 +6,7 @@ reader) fetches some or all of these blocks into its own slots, and notifies the
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Upper bounds of fetch durations in seconds; `fetch_s` ends a fetch after 10 s.
 BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
-Kind = Literal["nixl", "tcp"]
+NIXL: Final = "nixl"  # value of `Prefilled.connector` and `KvLayout.connector`
 FreeReason = Literal["fetched", "expired", "released"]
 OnFree = Callable[[str, FreeReason], None]
 

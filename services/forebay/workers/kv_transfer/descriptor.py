@@ -1,7 +1,7 @@
 """Encode and decode descriptors, which contain the location of offered blocks (KV or embeddings).
 
 NIXL accepts damaged metadata, and its own format for lists of memory is a pickle. So a descriptor consists of plain
-numbers and a checksum, and all fields are checked here before NIXL or a socket uses them.
+numbers and a checksum, and all fields are checked here before NIXL uses them.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,7 @@ from forebay.events.base import Name, hex_digest, pack_u32
 from forebay.events.codec import MALFORMED
 from forebay.events.media import Encoded
 from forebay.events.transfer import DESCRIPTOR_BYTES_MAX, Prefilled
-from forebay.workers.kv_transfer.api import Kind
+from forebay.workers.kv_transfer.api import NIXL
 from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class BlockLocation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     Attributes:
         agent: name of the holder, `worker@epoch`.
-        route: address of the holder: NIXL metadata, or `host:port` for TCP.
-        address: memory address of the holder's first slot, 0 for TCP. The generation words follow the last slot.
+        route: NIXL metadata of the holder.
+        address: memory address of the holder's first slot. The generation words follow the last slot.
         slots: number of slots in the holder's memory.
         block_bytes: bytes per slot.
         blocks: numbers of the offered slots in the order of the prompt, packed as little-endian u32.
@@ -86,12 +86,11 @@ def slots_of(place: BlockLocation) -> "Slots":
     return numpy.frombuffer(place.blocks, dtype="<u4").astype(numpy.int32)
 
 
-def decode_location(offered: Prefilled | Encoded, kind: Kind, block_bytes: int) -> BlockLocation:
+def decode_location(offered: Prefilled | Encoded, block_bytes: int) -> BlockLocation:
     """Return the decoded descriptor of an event field, after checking it.
 
     Args:
         offered: event field with the descriptor.
-        kind: kind of this worker's transport.
         block_bytes: bytes per block of this worker.
 
     Raises:
@@ -101,8 +100,8 @@ def decode_location(offered: Prefilled | Encoded, kind: Kind, block_bytes: int) 
     holder, expected = "the encode worker", None
     if isinstance(offered, Prefilled):
         holder, expected = offered.worker_id, agent_name(offered.worker_id, offered.worker_epoch)
-        if offered.connector != kind:
-            raise _refused(f"{holder} transfers KV by {offered.connector}, this worker by {kind}")
+        if offered.connector != NIXL:
+            raise _refused(f"{holder} transfers KV by {offered.connector}, this worker by {NIXL}")
     body, digest = offered.descriptor[:-_DIGEST_BYTES], offered.descriptor[-_DIGEST_BYTES:]
     if xxh3_64_digest(body) != digest:
         raise _refused(f"the descriptor of {holder} is damaged")

@@ -124,7 +124,6 @@ class EmbeddingTransfer:
         """Return the open transport. Raises EngineError if NIXL is missing or does not start."""
         if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
             opening = open_transport(
-                "nixl",
                 name=self._name,
                 block_bytes=BLOCK_BYTES,
                 blocks=self._blocks,

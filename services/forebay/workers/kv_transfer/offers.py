@@ -108,10 +108,6 @@ class KvOffers:
             bytes=len(slots) * self._arena.block_bytes,
         )
 
-    def held(self, generation: int) -> HeldOffer | None:
-        """Return the offer with this generation; None if it has ended."""
-        return self._by_generation.get(generation)
-
     def end(self, generation: int, why: FreeReason) -> bool:
         """End the offer with this generation, for this reason. Return False if it has already ended."""
         held = self._by_generation.get(generation)

@@ -1,13 +1,15 @@
-"""Common part of all transports, and the function that opens one.
+"""Transport of blocks between workers by NIXL.
 
-Theory of operation. A fetch validates the descriptor, waits for the limiter and reads the blocks. If the offer has
-checksums, the fetch verifies each block, and reads blocks with a wrong checksum again. At the end it notifies the
-holder. One time limit covers all of this.
+Theory of operation. A fetch validates the descriptor, waits for the limiter and passes a read to the NIXL thread. If
+the offer has checksums, the fetch verifies each block, and reads blocks with a wrong checksum again. At the end it
+notifies the holder. One time limit covers all of this. The slots of an abandoned read are quarantined until NIXL has
+ended it.
 """
 
 import asyncio
+import contextlib
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
@@ -16,23 +18,22 @@ from forebay import runtime
 from forebay.events.base import unpack_u64
 from forebay.events.media import Encoded
 from forebay.events.transfer import Prefilled
+from forebay.workers.engine import EngineError
 from forebay.workers.kv_transfer.api import (
     BUCKETS_S,
     FetchedKv,
     FreeReason,
-    Kind,
     Offer,
     OnFree,
     Stats,
 )
-from forebay.workers.kv_transfer.carrier import Carrier
 from forebay.workers.kv_transfer.descriptor import BlockLocation, decode_location, slots_of
 from forebay.workers.kv_transfer.gate import FetchLimiter
 from forebay.workers.kv_transfer.memory import Arena
-from forebay.workers.kv_transfer.nixl_agent import TransferError
-from forebay.workers.kv_transfer.nixl_carrier import NixlCarrier
+from forebay.workers.kv_transfer.nixl_agent import TransferError, load_nixl
+from forebay.workers.kv_transfer.nixl_reads import DROPPED, FETCHED, Read
+from forebay.workers.kv_transfer.nixl_thread import NixlThread
 from forebay.workers.kv_transfer.offers import KvOffers
-from forebay.workers.kv_transfer.tcp import TcpCarrier
 
 if TYPE_CHECKING:
     from forebay.workers.kv_transfer.api import Numbers
@@ -40,8 +41,26 @@ if TYPE_CHECKING:
 
 LEASE_S = 30.0  # a reader fetches within a second or is lost; offered blocks are not available to the cache
 FETCH_S = 10.0  # a transfer takes milliseconds; the first one also connects
-LOOPBACK = "127.0.0.1"
 RETRIES_MAX = 2  # additional reads of blocks with a wrong checksum
+
+
+_WHYS: dict[str, FreeReason] = {FETCHED.decode(): "fetched", DROPPED.decode(): "released"}
+_NOTE_CHARS_MAX = 20  # length of a notification: a letter, and a 63-bit number in decimal
+
+
+class _Reading:
+    """A read in progress.
+
+    Attributes:
+        over: future that completes when the read has ended.
+        kept: quarantined slots of an abandoned read; None if it was not abandoned.
+    """
+
+    def __init__(self, read: Read) -> None:
+        self.read = read
+        self.over = asyncio.get_running_loop().create_future()
+        self.ended = False
+        self.kept: Slots | None = None
 
 
 class KvTransport:
@@ -50,7 +69,6 @@ class KvTransport:
     `open_transport` creates and starts it. All methods are called on the event loop of that call.
 
     Attributes:
-        kind: `nixl` or `tcp`; value of `Prefilled.connector` and `KvLayout.connector`.
         name: name of this worker and its epoch, from `agent_name`.
         memory: memory of this worker's blocks.
         lease_s: seconds after which an offer ends that nobody fetched; `Prefilled.lease_us` must not be longer.
@@ -59,16 +77,14 @@ class KvTransport:
 
     def __init__(
         self,
-        kind: Kind,
         name: str,
         arena: Arena,
         *,
         on_free: OnFree,
         lease_s: float,
         fetch_s: float,
-        at: str,
+        interface: str,
     ) -> None:
-        self.kind: Kind = kind
         self.name = name
         self.lease_s = lease_s
         self.memory = arena
@@ -77,19 +93,20 @@ class KvTransport:
         self._free_callback = on_free
         self._offers = KvOffers(arena, self.stats, self._on_free)
         self._gate = FetchLimiter(self.stats)
-        self._carrier: Carrier = (
-            NixlCarrier(name, arena, self.stats, self._offers.end, at)
-            if kind == "nixl"
-            else TcpCarrier(arena, self._offers, at or LOOPBACK)
-        )
+        self._loop = asyncio.get_running_loop()
+        self._thread = NixlThread(name, arena, self._note, interface)
         self._deadlines: set[asyncio.Timeout] = set()  # time limits of fetches in progress
         self._nothing_fetched = asyncio.Event()
         self._nothing_fetched.set()
         self._closed = False
 
     async def start(self) -> None:
-        """Start the carrier, so that blocks can be offered and fetched. Raises EngineError or OSError if that fails."""
-        await self._carrier.start()
+        """Start the NIXL thread, which creates the agent and registers the memory. Raises EngineError if NIXL fails."""
+        load_nixl("KV transfers")
+        try:
+            await asyncio.to_thread(self._thread.start)
+        except Exception as error:  # NIXL raises its own classes
+            raise EngineError(f"cannot start NIXL: {error}") from error
 
     def offer(self, request_id: str, blocks: Sequence[int], *, checksum: bool = False) -> Offer:
         """Offer blocks to one reader, for at most `lease_s` seconds.
@@ -107,10 +124,11 @@ class KvTransport:
         """
         if self._closed:
             raise _closed()
+        metadata = self._thread.metadata
         offer = self._offers.add(
-            request_id, blocks, lease_s=self.lease_s, agent=self.name, route=self._carrier.route, checksum=checksum
+            request_id, blocks, lease_s=self.lease_s, agent=self.name, route=metadata, checksum=checksum
         )
-        self._carrier.holding(len(self._offers))
+        self._poll_for_readers()
         return offer
 
     def release(self, request_id: str) -> bool:
@@ -138,7 +156,7 @@ class KvTransport:
         try:
             if self._closed:
                 raise _closed()
-            place = decode_location(offered, self.kind, self.memory.block_bytes)
+            place = decode_location(offered, self.memory.block_bytes)
             retries = await self._within_deadline(place, first, self._checked(place, first, into))
         except TransferError as error:
             self.stats.failed[error.reason] = self.stats.failed.get(error.reason, 0) + 1
@@ -164,10 +182,10 @@ class KvTransport:
         if self._closed:
             return
         try:
-            place = decode_location(offered, self.kind, self.memory.block_bytes)
+            place = decode_location(offered, self.memory.block_bytes)
         except TransferError:
             return
-        self._carrier.notify(place, fetched=False)
+        self._thread.notify(place, DROPPED)
 
     async def close(self) -> None:
         """Let fetches in flight fail with reason `closed`, and end all offers. May be called repeatedly."""
@@ -176,10 +194,10 @@ class KvTransport:
         self._closed = True
         for deadline in self._deadlines:
             if not deadline.expired():
-                deadline.reschedule(asyncio.get_running_loop().time())
+                deadline.reschedule(self._loop.time())
         await self._nothing_fetched.wait()
         self._offers.close()
-        await self._carrier.close()
+        await asyncio.to_thread(self._thread.stop)  # keeps memory to which transfers may still write
 
     def _checked(self, place: BlockLocation, first: int, into: Sequence[int]) -> "Numbers":
         if not 0 <= first <= place.count or len(into) != place.count - first:
@@ -207,7 +225,7 @@ class KvTransport:
         except TimeoutError as error:
             if self._closed:
                 raise _closed() from error
-            self._carrier.unanswered(place)
+            self._thread.silence(place.agent)
             text = f"the blocks of {place.agent} did not arrive within {self.fetch_s:g} s"
             raise TransferError(text, "deadline") from error
 
@@ -221,18 +239,18 @@ class KvTransport:
 
     async def _read(self, place: BlockLocation, first: int, into: "Numbers") -> int:
         if not len(into):
-            self._carrier.notify(place, fetched=True)
+            self._thread.notify(place, FETCHED)
             return 0
         theirs = slots_of(place)[first:]
         if not place.sums:
-            await self._carrier.read(place, theirs, into, notify=True)
+            await self._read_once(place, theirs, into, notify=True)
             return 0
         sums = unpack_u64(place.sums)[first:]
         for retry in range(RETRIES_MAX + 1):
-            await self._carrier.read(place, theirs, into, notify=False)
+            await self._read_once(place, theirs, into, notify=False)
             wrong = await runtime.offload(self._wrong, self.memory.slots_of(into), sums)
             if not wrong:
-                self._carrier.notify(place, fetched=True)
+                self._thread.notify(place, FETCHED)
                 return retry
             self.stats.corrupt += len(wrong)
             self.stats.retries += retry < RETRIES_MAX
@@ -242,13 +260,58 @@ class KvTransport:
             "corrupt",
         )
 
+    async def _read_once(self, place: BlockLocation, theirs: "Slots", into: "Numbers", *, notify: bool) -> None:
+        """Read the blocks, then the generation word, which shows whether the holder kept the blocks.
+
+        If the caller cancels this coroutine during the read, the slots of the blocks are quarantined.
+        """
+        self.memory.reserve(len(into))
+        reading = _Reading(Read(place, theirs, self.memory.slots_of(into), notify=notify))
+        try:
+            self._thread.read(reading.read, lambda error: self._call(lambda: self._over(reading, error)))
+            await reading.over
+        except asyncio.CancelledError:
+            if not reading.ended:
+                reading.read.abandoned = True
+                reading.kept = self.memory.quarantine(into)
+                self.stats.quarantined_blocks += len(into)
+            raise
+        finally:
+            self.memory.unreserve(len(into))
+
     def _wrong(self, slots: "Slots", sums: Sequence[int]) -> list[int]:
         found = [xxh3_64_intdigest(self.memory.row(slot).data) for slot in slots.tolist()]
         return [number for number, (ours, theirs) in enumerate(zip(found, sums, strict=True)) if ours != theirs]
 
     def _on_free(self, request_id: str, why: FreeReason) -> None:
-        self._carrier.holding(len(self._offers))
+        self._poll_for_readers()
         self._free_callback(request_id, why)
+
+    def _poll_for_readers(self) -> None:
+        """Make the NIXL thread poll more often while this worker has offers, because readers depend on it."""
+        if self._thread.holding != bool(len(self._offers)):
+            self._thread.holding = bool(len(self._offers))
+            self._thread.wake()
+
+    def _over(self, reading: _Reading, error: TransferError | None) -> None:
+        reading.ended = True
+        if reading.kept is not None:
+            self.memory.restore_spares(reading.kept)
+            self.stats.quarantined_blocks -= len(reading.kept)
+        elif not reading.over.done():
+            if error is None:
+                reading.over.set_result(None)
+            else:
+                reading.over.set_exception(error)
+
+    def _note(self, text: str) -> None:
+        why, number = _WHYS.get(text[:1]), text[1:_NOTE_CHARS_MAX]
+        if why is not None and number.isascii() and number.isdigit():
+            self._call(lambda: self._offers.end(int(number), why))
+
+    def _call(self, act: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nothing awaits the result
+            self._loop.call_soon_threadsafe(act)
 
 
 def _closed() -> TransferError:
@@ -256,7 +319,6 @@ def _closed() -> TransferError:
 
 
 async def open_transport(
-    kind: Kind,
     *,
     name: str,
     block_bytes: int,
@@ -264,32 +326,28 @@ async def open_transport(
     on_free: OnFree,
     lease_s: float = LEASE_S,
     fetch_s: float = FETCH_S,
-    at: str = "",
+    interface: str = "",
 ) -> KvTransport:
     """Return a new transport for one worker epoch, ready to offer and fetch blocks.
 
     Args:
-        kind: `nixl` or `tcp`. There is no fallback from one to the other.
         name: name of this worker and its epoch, from `agent_name`. Readers refuse offers of other epochs.
         block_bytes: bytes per block over all layers; the same for all workers of a pool.
         on_free: called on the event loop when an offer has ended, with the request id and the reason.
         lease_s: seconds after which an offer ends that nobody has fetched.
         fetch_s: time limit of a fetch in seconds, including time in the queue.
-        at: for `tcp` the address to listen on and advertise, loopback if empty. For `nixl` the network interface;
-            if empty, UCX selects one.
+        interface: network interface that UCX uses; if empty, UCX selects one.
 
     Raises:
         EngineError: NIXL cannot be imported or started, or the sizes are invalid.
-        OSError: `tcp` cannot listen at the address.
     """
     transport = KvTransport(
-        kind,
         name,
         Arena(blocks, block_bytes),
         on_free=on_free,
         lease_s=lease_s,
         fetch_s=fetch_s,
-        at=at,
+        interface=interface,
     )
     await transport.start()
     return transport

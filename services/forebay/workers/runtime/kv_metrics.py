@@ -6,17 +6,9 @@ from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from forebay.events.transfer import KvLayout
 from forebay.workers.engine import KvMover
 from forebay.workers.kv_transfer.api import BUCKETS_S, REASONS, FreeReason, Stats
 from forebay.workers.runtime.worker import Worker
-
-PLAIN = "tcp"  # TCP without NIXL
-
-
-def kv_path(layout: KvLayout) -> str:
-    """Return the name of the transport of KV blocks for people. TCP is marked, because NIXL is the normal transport."""
-    return f"{layout.connector} (without NIXL)" if layout.connector == PLAIN else layout.connector
 
 
 def kv_metrics(worker: Worker) -> Iterator[Metric]:
@@ -28,9 +20,9 @@ def kv_metrics(worker: Worker) -> Iterator[Metric]:
     info = GaugeMetricFamily(
         "forebay_kv_transport_info",
         "Transport that moves KV blocks; the value is always 1.",
-        labels=["worker_id", "transport", "plain"],
+        labels=["worker_id", "transport"],
     )
-    info.add_metric([*labels, layout.connector, str(layout.connector == PLAIN).lower()], 1)
+    info.add_metric([*labels, layout.connector], 1)
     yield info
     if isinstance(worker.engine, KvMover):
         stats = worker.engine.kv_stats()

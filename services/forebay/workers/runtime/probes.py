@@ -1,7 +1,6 @@
 """Readiness and liveness of a worker process, for its supervisor."""
 
 from forebay import runtime
-from forebay.workers.runtime.kv_metrics import kv_path
 from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.worker import Worker
 
@@ -22,7 +21,7 @@ class Probes:
         """Return whether the worker is a healthy member of the fleet, and a text with its state and KV transport."""
         state = self._state()
         layout = None if self.worker is None else self.worker.spec.kv_layout
-        return state is State.HEALTHY, state if layout is None else f"{state}, KV transport {kv_path(layout)}"
+        return state is State.HEALTHY, state if layout is None else f"{state}, KV transport {layout.connector}"
 
     def live(self) -> tuple[bool, str]:
         """Return whether the worker is alive, and a text with its state.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 from prometheus_client.registry import Collector
+from xxhash import xxh3_64_intdigest
 
 from forebay import runtime
 from forebay.engine_model.model import EngineConfig
@@ -26,8 +27,7 @@ from forebay.events.tokens import ResponseError
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import CacheChange, EngineError, EngineRefused, PackageMissing, Publish
-from forebay.workers.engines.mock.block_contents import NO_MEDIA, media_hashes
-from forebay.workers.engines.mock.kv import KvSettings, MockKv, summed
+from forebay.workers.engines.mock.kv import KvSettings, MockKv, ModelledKv, summed
 from forebay.workers.engines.mock.outputs import TASKS
 from forebay.workers.engines.mock.rank import MockRank, RequestState
 from forebay.workers.engines.mock.scripts import OutputScripts
@@ -35,7 +35,7 @@ from forebay.workers.engines.mock.tiers import MockTiers
 from forebay.workers.engines.standin_encoder import MediaUnusable, StandInEncoder
 from forebay.workers.kv_tiers.metrics import TierMetrics
 from forebay.workers.kv_tiers.settings import TierSettings
-from forebay.workers.kv_transfer.api import Stats
+from forebay.workers.kv_transfer.api import NIXL, Stats
 from forebay.workers.kv_transfer.nixl_agent import load_nixl
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class MockEngine:
         self.kv: MockKv | None = None  # KV of this worker epoch, once its transport is open
         self._generation = 0  # number of resets
         self._opening = False
-        self._held: dict[str, tuple[WorkItem, Sequence[int]]] = {}  # items that wait for the transport
+        self._held: dict[str, tuple[WorkItem, int]] = {}  # items that wait for the transport
         self._ending: set[asyncio.Task[None]] = set()
         self._broken: EngineError | None = None
         self._collector: Collector | None = None
@@ -114,13 +114,10 @@ class MockEngine:
         if not has_transfers and self.tiers is None:
             return spec
         layout = self.kv_settings.layout(self._config.block_size)
-        if has_transfers and self.kv_settings.transport == "nixl":
+        if has_transfers and self.kv_settings.connector == NIXL:
             await runtime.offload(load_nixl, "KV transfers")
-        elif find_spec("numpy") is None:
-            part = "KV transfers" if has_transfers else "KV tiers"
-            raise PackageMissing(
-                f"{part} require the package numpy; install it with: pip install 'forebay[kv-transfer]'"
-            )
+        elif self.tiers is not None and find_spec("numpy") is None:
+            raise PackageMissing("KV tiers require the package numpy; install it with: pip install 'forebay[kv-tiers]'")
         for rank in self.ranks.values():
             await rank.open_tiers(spec, layout.block_bytes)
         if self.tiers is not None:
@@ -173,11 +170,11 @@ class MockEngine:
                 status = 400 if isinstance(error, MediaUnusable) else 500
                 rank.refuse(item, ResponseError(status=status, code="media_not_encoded", message=str(error)))
         else:
-            self._submit(item, NO_MEDIA)
+            self._submit(item, 0)
 
     def submit_embedded(self, item: WorkItem, embeddings: "Array") -> None:
         """Queue an item with the embeddings of its media. The output tokens depend on every byte of the embeddings."""
-        self._submit(item, media_hashes(item.media, embeddings))
+        self._submit(item, xxh3_64_intdigest(embeddings.tobytes()))
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request, if it is in flight, and free the KV that is kept for it."""
@@ -211,7 +208,7 @@ class MockEngine:
 
     def kv_stats(self) -> Stats:
         """Return the statistics of KV transfers since the start of the engine, over all worker epochs."""
-        return reduce(summed, (*self._closing, Stats() if self.kv is None else self.kv.transport.stats), self._past)
+        return reduce(summed, (*self._closing, Stats() if self.kv is None else self.kv.stats), self._past)
 
     async def command(self, command: Command) -> tuple[str, ...]:
         """Execute a command as vLLM would, and return the names of the loaded adapters.
@@ -285,23 +282,23 @@ class MockEngine:
         fetching = [task for rank in self.ranks.values() for task in rank.reset()]
         kv, self.kv = self.kv, None
         if kv is not None:
-            self._closing.append(kv.transport.stats)
+            self._closing.append(kv.stats)
             self._spawn(self._close(kv, fetching))
 
-    def _submit(self, item: WorkItem, hashes: Sequence[int]) -> None:
+    def _submit(self, item: WorkItem, media_hash: int) -> None:
         """Queue an item on its rank. If the item needs KV transfers, wait until the transport is open.
 
         Args:
-            hashes: result of `media_hashes`.
+            media_hash: hash of the embeddings of its images and videos; 0 without any, or if they are not known.
         """
         rank = self.ranks[item.rank]
         if item.stage not in KV_ROLES or self.kv is not None:
-            rank.submit(item, hashes, self._adapter_of(item))
+            rank.submit(item, media_hash, self._adapter_of(item))
         elif self._spec is None or self._spec.role not in KV_ROLES:
             message = "this mock engine has neither role prefill nor decode and cannot transfer KV"
             rank.refuse(item, ResponseError(status=501, code="stage_not_supported", message=message))
         else:
-            self._held[item.request_id] = item, hashes
+            self._held[item.request_id] = item, media_hash
             if not self._opening:
                 self._opening = True
                 self._spawn(self._open(self._spec, item.worker_epoch, self._generation))
@@ -319,12 +316,13 @@ class MockEngine:
 
     async def _open(self, spec: WorkerSpec, worker_epoch: int, generation: int) -> None:
         broken: EngineError | None = None
-        kv = MockKv(self.kv_settings, spec.model, spec.worker_id, worker_epoch, self._config.block_size)
+        kind = MockKv if self.kv_settings.connector == NIXL else ModelledKv
+        kv = kind(self.kv_settings, spec, worker_epoch, self._config.block_size, self._on_free)
         try:
-            await kv.open(len(self.ranks) * self._config.kv_blocks_total, self._on_free)
+            await kv.open(len(self.ranks) * self._config.kv_blocks_total)
         except Exception as error:  # NIXL raises its own classes
             logger.error("KV transfers failed to start", exc_info=not isinstance(error, EngineError))  # noqa: TRY400
-            broken = EngineError(f"cannot transfer KV by {self.kv_settings.transport}: {error}")
+            broken = EngineError(f"cannot transfer KV by {self.kv_settings.connector}: {error}")
         if generation != self._generation:
             await kv.close()
             return
@@ -336,10 +334,10 @@ class MockEngine:
                 rank.kv = kv
         else:
             self._broken = broken
-        for item, hashes in held.values():
+        for item, media_hash in held.values():
             rank = self.ranks[item.rank]
             if broken is None:
-                rank.submit(item, hashes, self._adapter_of(item))
+                rank.submit(item, media_hash, self._adapter_of(item))
             elif item.stage == "decode":
                 rank.fail_fetch(item, str(broken))
             else:
@@ -348,10 +346,10 @@ class MockEngine:
     async def _close(self, kv: MockKv, fetching: Sequence[asyncio.Task[None]]) -> None:
         await asyncio.gather(*fetching, return_exceptions=True)
         await kv.close()
-        self._closing.remove(kv.transport.stats)
-        self._past = summed(self._past, kv.transport.stats)
+        self._closing.remove(kv.stats)
+        self._past = summed(self._past, kv.stats)
 
-    def _on_free(self, request_id: str, _: str) -> None:
+    def _on_free(self, request_id: str) -> None:
         for rank in self.ranks.values():
             rank.freed(request_id)
 

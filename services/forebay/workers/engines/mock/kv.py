@@ -7,21 +7,26 @@ derived from this number, so they show a wrong byte.
 
 Slots are in use as long as the engine model keeps the blocks, so there are normally enough of them. Requests with equal
 text and different images share blocks in the engine model, but not slots. If there are too few slots, a request fails.
-There is one transport and one `MockKv` per worker epoch.
+There is one transport and one `MockKv` per worker epoch. Without NIXL there are no bytes: see `ModelledKv`.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from math import ceil
+from typing import TYPE_CHECKING, ClassVar, Literal
+from weakref import WeakValueDictionary
 
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.block_hashes import hash_seed, mm_hashes
-from forebay.events.base import U32_BYTES, U64_BYTES, array_u64, pack_u64
+from forebay.events.base import U32_BYTES, U64_BYTES, array_u64, pack_u64, unpack_u64
+from forebay.events.fleet import WorkerSpec
 from forebay.events.transfer import KvLayout, Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError
-from forebay.workers.kv_transfer.api import FetchedKv, FreeReason, Kind, OnFree, Stats
+from forebay.workers.kv_transfer.api import FetchedKv, FreeReason, Stats
 from forebay.workers.kv_transfer.memory import Arena
 from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name
 from forebay.workers.kv_transfer.transport import LEASE_S, KvTransport, open_transport
@@ -30,6 +35,8 @@ if TYPE_CHECKING:
     from forebay.workers.kv_transfer.api import Array
 
 NOW = frozenset(("in_flight", "in_flight_bytes", "waiting", "held_offers", "held_blocks", "quarantined_blocks"))
+BYTES_PER_US = 64_000  # of modelled transfers: 64 GB/s, as in Dynamo's mocker
+OnEnd = Callable[[str], None]
 BYTES_PER_TOKEN = 256  # a block of 64 tokens has 16 KiB; real models need 100 times as much
 
 
@@ -38,17 +45,19 @@ class KvSettings:
     """Settings of a mock engine's KV transfers.
 
     Attributes:
-        transport: transport of the bytes, `nixl` or `tcp`.
+        connector: `nixl`, or `modelled` for transfers that take modelled time and have no bytes.
         bytes_per_token: bytes of KV per token. The bytes of a block must be a multiple of eight.
         lease_s: seconds for which the prefill worker keeps KV that nobody fetches.
-        at: listening address for `tcp`, or network interface for `nixl`; see `open_transport`.
+        interface: network interface of NIXL; if empty, UCX selects one.
+        speedup: how many times as fast as modelled the modelled transfers are.
     """
 
-    transport: Kind = "nixl"
+    connector: Literal["nixl", "modelled"] = "nixl"
     bytes_per_token: int = BYTES_PER_TOKEN
     checksum: bool = False
     lease_s: float = LEASE_S
-    at: str = ""
+    interface: str = ""
+    speedup: float = 1.0
 
     def layout(self, block_size: int) -> KvLayout:
         """Return the KV layout for blocks of `block_size` tokens.
@@ -62,7 +71,7 @@ class KvSettings:
                 f"{self.bytes_per_token} bytes of KV per token are {block_bytes} per block of {block_size} tokens;"
                 f" expected a multiple of {U64_BYTES} per block; change the bytes per token or the block size"
             )
-        return KvLayout(connector=self.transport, dtype="uint8", block_bytes=block_bytes, layers=1)
+        return KvLayout(connector=self.connector, dtype="uint8", block_bytes=block_bytes, layers=1)
 
 
 class Slots:
@@ -132,43 +141,36 @@ class Slots:
 
 
 class MockKv:
-    """Keeps KV for other workers and fetches KV from them, during one worker epoch. Use it on one event loop.
+    """Keeps KV for other workers and fetches KV from them over NIXL, during one worker epoch. Use it on one event loop.
 
     Args:
         block_size: tokens per block.
+        on_free: called with the id of a request whose blocks are no longer kept.
     """
 
-    def __init__(self, settings: KvSettings, model: str, worker_id: str, worker_epoch: int, block_size: int) -> None:
+    def __init__(
+        self, settings: KvSettings, spec: WorkerSpec, worker_epoch: int, block_size: int, on_free: OnEnd
+    ) -> None:
         self._settings = settings
-        self._model = model
-        self._worker_id = worker_id
+        self._model = spec.model
+        self._worker_id = spec.worker_id
         self._worker_epoch = worker_epoch
         self._block_size = block_size
         self._block_bytes = settings.layout(block_size).block_bytes
+        self._free_callback: OnEnd | None = on_free
         self._words: dict[str, list[int]] = {}
         self._transport: KvTransport | None = None
         self._slots: Slots | None = None
-        self._free_callback: OnFree | None = None
 
-    async def open(self, blocks: int, on_free: OnFree) -> None:
-        """Allocate memory and open the transport.
-
-        Args:
-            on_free: called with the id of a request whose blocks are no longer kept.
-
-        Raises:
-            EngineError: the sizes or the address are invalid, or NIXL fails.
-            OSError: the listening address cannot be used.
-        """
-        self._free_callback = on_free
+    async def open(self, blocks: int) -> None:
+        """Allocate memory and open the transport. Raises EngineError if the sizes are invalid, or NIXL fails."""
         self._transport = await open_transport(
-            self._settings.transport,
             name=agent_name(self._worker_id, self._worker_epoch),
             block_bytes=self._block_bytes,
             blocks=blocks,
             on_free=self._on_free,
             lease_s=self._settings.lease_s,
-            at=self._settings.at,
+            interface=self._settings.interface,
         )
         self._slots = Slots(self._transport.memory)
 
@@ -183,6 +185,10 @@ class MockKv:
         """The slots of the transport's memory, after `open`."""
         assert self._slots is not None
         return self._slots
+
+    @property
+    def stats(self) -> Stats:
+        return self.transport.stats
 
     @property
     def kept(self) -> int:
@@ -206,17 +212,7 @@ class MockKv:
             self.slots.let_go(words)
             raise
         self._words[item.request_id] = words
-        return Prefilled(
-            worker_id=self._worker_id,
-            worker_epoch=self._worker_epoch,
-            model=self._model,
-            connector=self._settings.transport,
-            descriptor=offer.descriptor,
-            tokens=len(item.token_ids) // U32_BYTES,
-            lease_us=round(self._settings.lease_s * 1e6),
-            bytes=offer.bytes,
-            checksum=offer.checksum,
-        )
+        return self._prefilled(item, offer.descriptor, offer.bytes, offer.checksum)
 
     def release(self, request_id: str) -> bool:
         """Free the KV that is kept for a request. Return False if none was kept."""
@@ -234,18 +230,12 @@ class MockKv:
         Raises:
             TransferError: the KV cannot be fetched. The prefill worker is notified that it is not needed.
         """
-        prefilled, names = item.prefilled, block_names(item, self._block_size)
-        assert prefilled is not None, "engines refuse such items"
+        assert item.prefilled is not None, "engines refuse such items"
         try:
-            self._check(item, prefilled)
-            slots = self.slots.take(len(names) - first)
-            try:
-                fetched = await self.transport.fetch(prefilled, first, slots)
-                return seen_in([self.transport.memory.view(slot) for slot in slots], names[first:]), fetched
-            finally:
-                self.slots.free(slots)
+            self._check(item, item.prefilled)
+            return await self._fetch(item, item.prefilled, first)
         except BaseException:  # also after a cancellation
-            self.drop(prefilled)
+            self.drop(item.prefilled)
             raise
 
     def drop(self, prefilled: Prefilled) -> None:
@@ -258,10 +248,35 @@ class MockKv:
         if self._transport is not None:
             await self._transport.close()
 
-    def _on_free(self, request_id: str, why: FreeReason) -> None:
+    async def _fetch(self, item: WorkItem, prefilled: Prefilled, first: int) -> tuple[int, FetchedKv]:
+        names = block_names(item, self._block_size)[first:]
+        slots = self.slots.take(len(names))
+        try:
+            fetched = await self.transport.fetch(prefilled, first, slots)
+            return seen_in([self.transport.memory.view(slot) for slot in slots], names), fetched
+        finally:
+            self.slots.free(slots)
+
+    def _on_free(self, request_id: str, _: FreeReason) -> None:
         self.slots.let_go(self._words.pop(request_id))
+        self._freed(request_id)
+
+    def _freed(self, request_id: str) -> None:
         if self._free_callback is not None:
-            self._free_callback(request_id, why)
+            self._free_callback(request_id)
+
+    def _prefilled(self, item: WorkItem, descriptor: bytes, size: int, checksum: str | None = None) -> Prefilled:
+        return Prefilled(
+            worker_id=self._worker_id,
+            worker_epoch=self._worker_epoch,
+            model=self._model,
+            connector=self._settings.connector,
+            descriptor=descriptor,
+            tokens=len(item.token_ids) // U32_BYTES,
+            lease_us=round(self._settings.lease_s * 1e6),
+            bytes=size,
+            checksum=checksum,
+        )
 
     def _check(self, item: WorkItem, prefilled: Prefilled) -> None:
         tokens = len(item.token_ids) // U32_BYTES
@@ -270,6 +285,78 @@ class MockKv:
                 f"the KV of {prefilled.worker_id} has {prefilled.tokens} tokens of the model {prefilled.model},"
                 f" but the prompt has {tokens} tokens for the model {self._model}"
             )
+
+
+class ModelledKv(MockKv):
+    """KV without bytes, whose transfers take modelled time: for mock engines without NIXL.
+
+    Its descriptor is the hash of the prompt's media. Workers of one process notify each other when KV was fetched. A
+    prefill worker of another process keeps its KV until the lease ends.
+    """
+
+    _opened: ClassVar[WeakValueDictionary[str, "ModelledKv"]] = WeakValueDictionary()
+
+    async def open(self, blocks: int) -> None:
+        """Make the KV available to the workers of this process."""
+        self._stats = Stats()
+        self._leases: dict[str, asyncio.TimerHandle] = {}
+        self._opened[agent_name(self._worker_id, self._worker_epoch)] = self
+
+    @property
+    def stats(self) -> Stats:
+        return self._stats
+
+    @property
+    def kept(self) -> int:
+        return len(self._leases)
+
+    def offer(self, item: WorkItem, seen: int) -> Prefilled:
+        request_id, size = item.request_id, self._bytes(item)
+        expire = partial(self._end, request_id, "expired")
+        self._leases[request_id] = asyncio.get_running_loop().call_later(self._settings.lease_s, expire)
+        self._stats.offered += 1
+        self._stats.offered_bytes += size
+        self._stats.held_offers += 1
+        return self._prefilled(item, pack_u64([seen]), size)
+
+    def release(self, request_id: str) -> bool:
+        return self._end(request_id, "released")
+
+    def drop(self, prefilled: Prefilled) -> None:
+        """Do nothing, because the descriptor names no request: the owner releases the KV, or its lease ends."""
+
+    async def close(self) -> None:
+        self._free_callback = None
+        for request_id in list(self._leases):
+            self._end(request_id, "released")
+
+    async def _fetch(self, item: WorkItem, prefilled: Prefilled, first: int) -> tuple[int, FetchedKv]:
+        if prefilled.connector != self._settings.connector:
+            raise TransferError(f"{prefilled.worker_id} transfers KV by {prefilled.connector}, not by modelled time")
+        size = self._bytes(item, first)
+        us = ceil(size / BYTES_PER_US / self._settings.speedup)
+        await asyncio.sleep(us / 1e6)
+        holder = self._opened.get(agent_name(prefilled.worker_id, prefilled.worker_epoch))
+        if holder is not None and not holder._end(item.request_id, "fetched"):
+            raise TransferError(f"{prefilled.worker_id} no longer keeps this KV", "expired")
+        self._stats.fetched += 1
+        self._stats.bytes += size
+        self._stats.read_us += us
+        (seen,) = unpack_u64(prefilled.descriptor)
+        return seen, FetchedKv(bytes=size, blocks=size // self._block_bytes, us=us)
+
+    def _bytes(self, item: WorkItem, first: int = 0) -> int:
+        return (len(block_names(item, self._block_size)) - first) * self._block_bytes
+
+    def _end(self, request_id: str, why: FreeReason) -> bool:
+        lease = self._leases.pop(request_id, None)
+        if lease is None:
+            return False
+        lease.cancel()
+        self._stats.held_offers -= 1
+        self._stats.freed[why] = self._stats.freed.get(why, 0) + 1
+        self._freed(request_id)
+        return True
 
 
 def block_names(item: WorkItem, block_size: int) -> list[int]:

@@ -46,7 +46,6 @@ from forebay.workers.engine import (
     PromptPrefilled,
     Publish,
 )
-from forebay.workers.engines.mock.block_contents import NO_MEDIA
 from forebay.workers.engines.mock.kv import MockKv
 from forebay.workers.engines.mock.outputs import ExtraOutputs, merged, token_seed
 from forebay.workers.engines.mock.scripts import OutputScripts
@@ -137,15 +136,14 @@ class MockRank:
 
             await runtime.offload(self.tiers.open, spec, block_bytes, wake, self._loaded)
 
-    def submit(self, item: WorkItem, media_hashes: Sequence[int] = NO_MEDIA, adapter: str = "") -> None:
+    def submit(self, item: WorkItem, media_hash: int = 0, adapter: str = "") -> None:
         """Queue an item.
 
         Args:
-            media_hashes: hashes of the embeddings of the item's first images and videos, by their number. The output
-                tokens depend on the last of them; for fetched KV it is read from the KV.
+            media_hash: hash of the embeddings of the item's images and videos, on which the output tokens depend. For
+                fetched KV it is read from the KV.
             adapter: digest of the adapter of the item; empty without one.
         """
-        seen = media_hashes[-1]
         block_size = self.model.config.block_size
         last = len(item.token_ids) // U32_BYTES // block_size
         media = mm_hashes(item.media, block_size)
@@ -163,7 +161,7 @@ class MockRank:
             attempt=item.attempt,
             token_ids=item.token_ids,
             sequence_hashes=item.sequence_hashes,
-            token_seed=token_seed(item, seen),
+            token_seed=token_seed(item, media_hash),
             max_tokens=max_tokens,
             output=pack_u32(output),
             first_position=item.output_tokens,
@@ -184,14 +182,14 @@ class MockRank:
             self.refuse(item, _rejection(refusal))
             return
         if stage == "prefill":
-            self._prompts[item.request_id] = item, seen
+            self._prompts[item.request_id] = item, media_hash
         else:
             self._outputs.begin(item, is_ended=is_ended, is_empty=is_empty)
         if stage == "decode":
             self._to_fetch[item.request_id] = item
         if self.tiers is not None:
             cached = self.model.pool.find(array_u64(item.sequence_hashes), last).blocks
-            self.tiers.begin(item, media_hashes, adapter, cached)
+            self.tiers.begin(item, media_hash, adapter, cached)
         self._wake.set()
 
     def refuse(self, item: WorkItem, error: ResponseError) -> None:
