@@ -8,7 +8,7 @@ import pytest
 
 from forebay.cli.processes.joining import CHECKS, warn_if_not_admitted
 from forebay.workers.runtime.life_cycle import State
-from forebay.workers.runtime.probes import Probes
+from forebay.workers.runtime.metrics import Probes
 from forebay.workers.runtime.worker import Worker
 from tests.system import until
 

@@ -6,9 +6,8 @@ from functools import partial
 from typing import Any
 
 from forebay.ingress.model import DEFAULT_MODEL, Model
-from forebay.workers.engines.attached.engine import AttachedEngine
+from forebay.workers.engines.attached.engine import AttachedEngine, AttachedSettings
 from forebay.workers.engines.attached.server import ServerInfo, UpstreamServer
-from forebay.workers.engines.attached.settings import AttachedSettings
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.kv_events.zmq_feed import KvSource
 from tests.engines.driven import Driven, driven

@@ -13,10 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from forebay.events.requests import Sampling, StructuredOutput
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
-from forebay.workers.engines.attached.continuing import interrupted, limited, remaining, why_not_continued
+from forebay.workers.engines.attached.engine import interrupted, limited, remaining, why_not_continued
 from forebay.workers.engines.attached.errors import message_of, rejection
-from forebay.workers.engines.attached.load import MetricsUnreadable, ServerLoad, read_load
-from forebay.workers.engines.attached.server import vllm_cache_sizes
+from forebay.workers.engines.attached.server import MetricsUnreadable, ServerLoad, read_load, vllm_cache_sizes
 from forebay.workers.engines.attached.text import HELD_CHARS_MAX, TextEncoder
 from forebay.workers.engines.attached.transfer import CONNECTOR, HALF_LEASE_S, fetch_params, offer
 from forebay.workers.engines.kv_descriptor import Unfetchable

@@ -20,8 +20,7 @@ from forebay.workers.kv_transfer.api import REASONS
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.kv_transfer.transport import open_transport
 from forebay.workers.runtime import media_feed
-from forebay.workers.runtime.metrics import WorkerMetrics
-from forebay.workers.runtime.probes import Probes
+from forebay.workers.runtime.metrics import Probes, WorkerMetrics
 from tests.workers.conftest import Scene, engine_config, until, work_item
 from tests.workers.disagg import BLOCK_BYTES, PROMPT, Pair, aggregated, kv_settings, output_by, pair_of, serving, side
 from tests.workers.pictures import Memory, hashes_with, shown

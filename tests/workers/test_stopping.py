@@ -21,8 +21,7 @@ from forebay.workers.runtime import health
 from forebay.workers.runtime import life_cycle as life
 from forebay.workers.runtime import worker as worker_module
 from forebay.workers.runtime.life_cycle import State
-from forebay.workers.runtime.metrics import WorkerMetrics
-from forebay.workers.runtime.probes import LIVE_S, Probes
+from forebay.workers.runtime.metrics import LIVE_S, Probes, WorkerMetrics
 from forebay.workers.runtime.worker import Worker
 from tests.workers.conftest import PARTITION, Scene, engine_config, until, work_item
 

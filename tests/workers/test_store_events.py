@@ -19,9 +19,9 @@ from forebay.events.work import ReannounceCache, WorkItem
 from forebay.transport.base import Draft
 from forebay.workers.engine import EngineBatch, PromptPrefilled, Publish, StoreEngine
 from forebay.workers.engines.mock.engine import MockEngine
-from forebay.workers.runtime import store_events
+from forebay.workers.runtime import cache_events
+from forebay.workers.runtime.cache_events import COSTS_INTERVAL_S, CostReports, StoreEvents
 from forebay.workers.runtime.rank_buffer import RankBuffer
-from forebay.workers.runtime.store_events import COSTS_INTERVAL_S, CostReports, StoreEvents
 from forebay.workers.runtime.worker import Worker
 from tests.harness.fake_runtime import FakeRuntime
 from tests.workers.conftest import PARTITION, Scene, engine_config, until, work_item
@@ -45,7 +45,7 @@ def facts(events: Sequence[StoreEvent]) -> list[tuple[type[StoreKvEvent], list[i
 
 
 def test_changes_are_encoded_in_order_and_in_bounded_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_events, "EVENT_HASHES_MAX", 2)
+    monkeypatch.setattr(cache_events, "EVENT_HASHES_MAX", 2)
     changes = [StoreChange(stored=(1, 2, 3)), StoreChange(stored=(5,), removed=(1,), stale=(2, 4))]
     events = generated(StoreEvents(spec(), 0).changes(changes, NEW))
     assert facts(events) == [

@@ -17,13 +17,12 @@ from forebay.events.requests import Sampling, StructuredOutput, TokenBias
 from forebay.events.tokens import ResponseError, TokenLogprob, TopLogprob
 from forebay.events.work import WorkItem
 from forebay.workers.engine import CacheChange, Cleared, EngineError, EngineRefused, Failed
-from forebay.workers.engines import metrics as engine_metrics
+from forebay.workers.engines import model_engine
 from forebay.workers.engines.loras import LoraAdapter, Loras
-from forebay.workers.engines.metrics import PrefixedMetrics
-from forebay.workers.engines.model_directory import check_model
+from forebay.workers.engines.model_engine import PrefixedMetrics, check_model
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.core import engine_arguments
-from forebay.workers.engines.vllm.metrics import PREFIXES, VllmStepStats
+from forebay.workers.engines.vllm.engine import VllmEngine, VllmStepStats
 from forebay.workers.engines.vllm.requests import (
     engine_priority,
     prompt_of,
@@ -338,9 +337,9 @@ def test_other_metrics_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = CollectorRegistry()
     for name in ("vllm:steps", "lmcache:hits", "python_gc", "forebay_things"):
         Counter(name, "of a test", registry=theirs).inc()
-    monkeypatch.setattr(engine_metrics, "REGISTRY", theirs)
+    monkeypatch.setattr(model_engine, "REGISTRY", theirs)
     ours = CollectorRegistry()
-    ours.register(PrefixedMetrics(*PREFIXES))
+    ours.register(PrefixedMetrics(*VllmEngine.METRICS))
     lines = generate_latest(ours).decode().splitlines()
     assert {line.split("_total")[0] for line in lines if "_total " in line and line[0] != "#"} == {
         "vllm:steps",

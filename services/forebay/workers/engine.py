@@ -37,6 +37,9 @@ class Failed(msgspec.Struct, frozen=True):
     is_rejection: bool = False
 
 
+TEXT_CHARS_MAX = 500
+
+
 class EngineError(Exception):
     """The engine cannot start, or it has failed. The message tells an operator what is wrong and what to do."""
 
@@ -50,6 +53,11 @@ class EngineRefused(Exception):
 
     The message tells an operator why.
     """
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of an exception as one line of at most `TEXT_CHARS_MAX` characters."""
+    return " ".join(str(error).split())[:TEXT_CHARS_MAX] or type(error).__name__
 
 
 class Cleared(msgspec.Struct, frozen=True, gc=False):

@@ -21,8 +21,7 @@ from forebay.events.control import Command
 from forebay.events.names import unknown_name
 from forebay.events.requests import Task
 from forebay.workers.engine import EngineError
-from forebay.workers.engines.service.cache import Cache
-from forebay.workers.engines.service.request import Refused, Request
+from forebay.workers.engines.service.request import Cache, Refused, Request
 from forebay.workers.pipeline import Operator
 
 __all__ = [

@@ -11,8 +11,7 @@ from forebay.workers.kv_events.engine_events import (
     RemovedBlocks,
     StoredBlocks,
 )
-from forebay.workers.kv_events.resident import ResidentBlocks
-from forebay.workers.kv_events.tracker import KvTracker
+from forebay.workers.kv_events.resident import KvTracker, ResidentBlocks
 
 ENGINE = StoredBlocks(hashes=(1, 2), parent=None, token_ids=pack_u32(range(8)), block_size=4)
 

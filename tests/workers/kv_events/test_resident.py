@@ -25,9 +25,8 @@ from forebay.workers.kv_events.engine_events import (
     RemovedBlocks,
     StoredBlocks,
 )
-from forebay.workers.kv_events.resident import ResidentBlocks
+from forebay.workers.kv_events.resident import CONTRADICTIONS_MAX, KvTracker, ResidentBlocks, TrackerResult
 from forebay.workers.kv_events.sglang_wire import decode_sglang
-from forebay.workers.kv_events.tracker import CONTRADICTIONS_MAX, KvTracker, TrackerResult
 from forebay.workers.kv_events.vllm_wire import VllmDecoder
 from forebay.workers.runtime.cache_events import CacheEvents
 from tests.workers.kv_events.captured import (

@@ -10,9 +10,8 @@ from forebay.core.block_hashes import mm_hash
 from forebay.engine_model.model import Removed, Stored
 from forebay.events.base import U64_MASK, unpack_u32
 from forebay.workers.kv_events.engine_events import KvEventError, RemovedBlocks, StoredBlocks
-from forebay.workers.kv_events.resident import ResidentBlocks
+from forebay.workers.kv_events.resident import KvTracker, ResidentBlocks
 from forebay.workers.kv_events.tensorrt_llm_wire import RankEvent, TensorRtLlmReader
-from forebay.workers.kv_events.tracker import KvTracker
 from tests.workers.kv_events.captured import ours
 
 DIGEST = "a1b2c3d4e5f60718" + "0" * 48

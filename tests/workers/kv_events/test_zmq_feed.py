@@ -14,10 +14,9 @@ from prometheus_client import CollectorRegistry
 
 from forebay.engine_model.model import Removed, Stored
 from forebay.workers.engine import Cleared, EngineError
-from forebay.workers.kv_events.metrics import KvEventMetrics
 from forebay.workers.kv_events.resident import Change, ResidentBlocks
 from forebay.workers.kv_events.vllm_wire import VllmDecoder
-from forebay.workers.kv_events.zmq_feed import END_OF_REPLAY, KvFeed, KvSource
+from forebay.workers.kv_events.zmq_feed import END_OF_REPLAY, KvEventMetrics, KvFeed, KvSource
 from tests.workers.conftest import until
 from tests.workers.kv_events.captured import A_HASHES, PROMPT, VLLM_BATCHES, ours, payload, vllm_stored
 

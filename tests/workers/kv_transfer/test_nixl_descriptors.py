@@ -16,7 +16,7 @@ from forebay.events.transfer import Prefilled
 from forebay.workers.kv_transfer import nixl_peers, nixl_thread
 from forebay.workers.kv_transfer.descriptor import BlockLocation, decode_location, encode_location, slots_of
 from forebay.workers.kv_transfer.nixl_agent import TransferError, open_agent
-from forebay.workers.kv_transfer.nixl_reads import DROPPED, notify
+from forebay.workers.kv_transfer.nixl_thread import DROPPED, notify
 from tests.workers.conftest import until
 from tests.workers.kv_transfer.conftest import BLOCK_BYTES, have, transport
 from tests.workers.kv_transfer.peer import prefilled

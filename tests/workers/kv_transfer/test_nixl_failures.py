@@ -13,7 +13,8 @@ pytest.importorskip("numpy", reason="numpy is not installed")
 pytest.importorskip("nixl_cu12", reason="NIXL (nixl-cu12) is not installed")
 
 from forebay.events.transfer import Prefilled
-from forebay.workers.kv_transfer import gate, nixl_reads
+from forebay.workers.kv_transfer import nixl_thread
+from forebay.workers.kv_transfer import transport as kv_transport
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from tests.workers.conftest import until
 from tests.workers.kv_transfer.conftest import BLOCK_BYTES, have, held_for, other, transport, within
@@ -106,10 +107,10 @@ async def test_nixl_hung_holder_misses_the_deadline_and_its_slots_are_quarantine
 
 
 async def test_nixl_timeout_in_the_queue_does_not_silence_the_holder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate.FetchLimiter.__init__, "__kwdefaults__", {"fetches_max": 0, "bytes_max": 0})
-    limiters: list[gate.FetchLimiter] = []
+    monkeypatch.setattr(kv_transport.FetchLimiter.__init__, "__kwdefaults__", {"fetches_max": 0, "bytes_max": 0})
+    limiters: list[kv_transport.FetchLimiter] = []
 
-    class RecordedLimiter(gate.FetchLimiter):
+    class RecordedLimiter(kv_transport.FetchLimiter):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             limiters.append(self)
@@ -208,7 +209,7 @@ async def test_nixl_lease_that_ends_during_a_read_is_detected(monkeypatch: pytes
     async with transport("p@10") as (holder, _), transport("d@10") as (reader, _):
         offer = prefilled(holder, "a", [1])
         posted: list[int] = []
-        honest, loop = nixl_reads.transfer, asyncio.get_running_loop()
+        honest, loop = nixl_thread.transfer, asyncio.get_running_loop()
 
         def late(*lists: Any) -> Any:
             if posted:  # the word comes after the data
@@ -221,7 +222,7 @@ async def test_nixl_lease_that_ends_during_a_read_is_detected(monkeypatch: pytes
             assert holder.release("a")
             holder.memory.view(1)[:] = 0xEE
 
-        monkeypatch.setattr(nixl_reads, "transfer", late)
+        monkeypatch.setattr(nixl_thread, "transfer", late)
         with pytest.raises(TransferError, match="p@10 no longer holds these blocks"):
             await reader.fetch(offer, 0, [0])
         assert posted == [1, 1]

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 np = pytest.importorskip("numpy", reason="numpy is not installed")
 
 from forebay.workers.engine import EngineError  # noqa: E402 - numpy first
-from forebay.workers.kv_transfer import gate, nixl_thread, offers  # noqa: E402
+from forebay.workers.kv_transfer import nixl_thread, offers  # noqa: E402
+from forebay.workers.kv_transfer import transport as kv_transport  # noqa: E402
 from forebay.workers.kv_transfer.api import FreeReason, Stats  # noqa: E402
-from forebay.workers.kv_transfer.gate import FetchLimiter  # noqa: E402
 from forebay.workers.kv_transfer.memory import Arena, words_offset  # noqa: E402
 from forebay.workers.kv_transfer.nixl_agent import TransferError  # noqa: E402
-from forebay.workers.kv_transfer.transport import open_transport  # noqa: E402
+from forebay.workers.kv_transfer.transport import FetchLimiter, open_transport  # noqa: E402
 
 FETCHES, BYTES = 3, 100
 
@@ -63,7 +63,7 @@ def test_nixl_fetch_limiter_is_bounded_fair_and_leaks_nothing(acts: list[tuple[s
 
 
 async def test_nixl_too_many_waiting_fetches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "WAITING_MAX", 2)
+    monkeypatch.setattr(kv_transport, "WAITING_MAX", 2)
     room = FetchLimiter(Stats(), fetches_max=1)
     await room.enter(1)
     tasks = [asyncio.create_task(room.enter(1)) for _ in range(2)]

@@ -12,7 +12,7 @@ pytest.importorskip("numpy", reason="numpy is not installed")
 pytest.importorskip("nixl_cu12", reason="NIXL (nixl-cu12) is not installed")
 
 from forebay import runtime
-from forebay.workers.kv_transfer import gate
+from forebay.workers.kv_transfer import transport as kv_transport
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from tests.depth import examples
 from tests.workers.conftest import until
@@ -119,7 +119,9 @@ async def test_nixl_transient_corruption_costs_one_retry(monkeypatch: pytest.Mon
 
 
 async def test_nixl_fetches_are_bounded_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate.FetchLimiter.__init__, "__kwdefaults__", {"fetches_max": 3, "bytes_max": 6 * BLOCK_BYTES})
+    monkeypatch.setattr(
+        kv_transport.FetchLimiter.__init__, "__kwdefaults__", {"fetches_max": 3, "bytes_max": 6 * BLOCK_BYTES}
+    )
     async with transport("p@6", blocks=256) as (holder, _), transport("d@6", blocks=256) as (reader, _):
         offers = [prefilled(holder, str(n), range(4 * n, 4 * n + 4)) for n in range(40)]
         most, order = [0, 0, 0], []

@@ -40,14 +40,12 @@ from forebay.ingress.model_cards import read_card
 from forebay.transport.base import Log
 from forebay.transport.models import stored_card
 from forebay.workers.engine import EngineError
-from forebay.workers.engines.attached.engine import ROLES, AttachedEngine
+from forebay.workers.engines.attached.engine import ROLES, AttachedEngine, AttachedSettings
 from forebay.workers.engines.attached.server import ServerInfo, UpstreamServer
-from forebay.workers.engines.attached.settings import AttachedSettings
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.kv_events.zmq_feed import KvSource
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
-from forebay.workers.runtime.metrics import WorkerMetrics
-from forebay.workers.runtime.probes import Probes
+from forebay.workers.runtime.metrics import Probes, WorkerMetrics
 from forebay.workers.runtime.worker import ENGINE_STOP_S, Worker
 
 logger = logging.getLogger(__name__)

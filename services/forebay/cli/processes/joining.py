@@ -12,7 +12,7 @@ from forebay.transport.base import LeaseError, Leases, Log
 from forebay.transport.directory import Directory
 from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics
 from forebay.workers.runtime.life_cycle import State
-from forebay.workers.runtime.probes import Probes
+from forebay.workers.runtime.metrics import Probes
 
 logger = logging.getLogger(__name__)
 

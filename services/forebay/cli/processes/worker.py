@@ -29,8 +29,7 @@ from forebay.ingress.model_cards import read_card
 from forebay.transport.models import stored_card
 from forebay.workers.engine import Engine
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
-from forebay.workers.runtime.metrics import WorkerMetrics
-from forebay.workers.runtime.probes import Probes
+from forebay.workers.runtime.metrics import Probes, WorkerMetrics
 from forebay.workers.runtime.worker import ENGINE_STOP_S, Worker
 
 

@@ -18,9 +18,8 @@ import uvloop
 
 from forebay.engine_model.steps import EngineLoad, Stored
 from forebay.events.fleet import WorkerSpec
-from forebay.workers.engine import EngineBatch, EngineError, EngineRefused, KvEngine
+from forebay.workers.engine import EngineBatch, EngineError, EngineRefused, KvEngine, one_line
 from forebay.workers.engines.engine_process import HOST, frame, read_frame
-from forebay.workers.engines.model_directory import one_line
 from forebay.workers.engines.settings import EngineSettings
 
 KEPT_S = 0.1  # interval at which a worker that drains looks whether KV is kept

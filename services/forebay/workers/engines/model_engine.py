@@ -11,16 +11,21 @@ the prompt be computed again.
 """
 
 import asyncio
+import importlib.util
 import logging
+import os
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from forebay import runtime
@@ -33,20 +38,17 @@ from forebay.events.requests import Task
 from forebay.events.tokens import ResponseError, TokenLogprob
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
-from forebay.workers.engine import CacheChange, EngineError, EngineRefused, Publish
-from forebay.workers.engines.kept_kv import KeptKv
-from forebay.workers.engines.kv_descriptor import Unfetchable
+from forebay.workers.engine import CacheChange, EngineError, EngineRefused, Publish, one_line
+from forebay.workers.engines.kv_descriptor import KeptKv, Unfetchable
 from forebay.workers.engines.loras import LoraAdapter, Loras
-from forebay.workers.engines.metrics import PrefixedMetrics
-from forebay.workers.engines.model_directory import check_model, one_line
 from forebay.workers.engines.settings import EngineSettings
-from forebay.workers.kv_events.metrics import KvEventMetrics
-from forebay.workers.kv_events.zmq_feed import KvFeed
-from forebay.workers.runtime.clearing import Clearing
+from forebay.workers.kv_events.zmq_feed import KvEventMetrics, KvFeed
 from forebay.workers.runtime.rank_buffer import RankBuffer
 
 logger = logging.getLogger(__name__)
 
+SAFETENSORS = "*.safetensors"
+WEIGHTS = (SAFETENSORS, "*.bin", "*.pt", "*.pth", "*.gguf")
 DROPS_WEIGHTS = 2  # sleep level that frees the weights, too
 
 
@@ -617,3 +619,98 @@ def _first(group: BaseExceptionGroup[EngineError]) -> EngineError:
         error = error.exceptions[0]
     assert isinstance(error, EngineError)
     return error
+
+
+MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # directory in which other processes of an engine write their metrics
+
+
+class PrefixedMetrics(Collector):
+    """Prometheus collector that exports the metrics of an engine whose names start with one of `prefixes`.
+
+    It reads them from the directory in `PROMETHEUS_MULTIPROC_DIR`, which contains the sums over all processes of the
+    engine. Metrics that are not there are read from the default registry of this process: it contains them if
+    prometheus_client was imported before the engine set that variable.
+    """
+
+    def __init__(self, *prefixes: str) -> None:
+        self._prefixes = prefixes
+
+    def collect(self) -> Iterator[Metric]:
+        registries: list[CollectorRegistry] = [REGISTRY]
+        if os.environ.get(MULTIPROCESS):
+            written = CollectorRegistry()
+            MultiProcessCollector(written)  # type: ignore[no-untyped-call]
+            registries.insert(0, written)
+        seen: set[str] = set()
+        for registry in registries:
+            for metric in registry.collect():
+                if metric.name.startswith(self._prefixes) and metric.name not in seen:
+                    seen.add(metric.name)
+                    yield metric
+
+
+class Clearing:
+    """Clears a cache in a background task.
+
+    Args:
+        clear: clears the cache. If a clearing is requested while it runs, it runs once more.
+        on_fault: called with an exception of `clear`.
+
+    Attributes:
+        task: the running task, None if no clearing runs.
+    """
+
+    def __init__(self, clear: Callable[[], Awaitable[None]], on_fault: Callable[[BaseException], None]) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self._clear = clear
+        self._on_fault = on_fault
+        self._again = False
+
+    def soon(self) -> None:
+        """Request a clearing of the cache, and return at once."""
+        self._again = True
+        if self.task is None:
+            self.task = asyncio.create_task(self._all(), name="clear the cache")
+            self.task.add_done_callback(self._ended)
+
+    async def over(self) -> None:
+        """Wait until all requested clearings have ended."""
+        while self.task is not None:
+            await asyncio.wait([self.task])
+
+    async def _all(self) -> None:
+        while self._again:
+            self._again = False
+            await self._clear()
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self.task = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_fault(error)
+
+
+def check_model(settings: EngineSettings) -> None:
+    """Check that the model directory exists and has a configuration and readable weights.
+
+    Raises:
+        EngineError: the directory cannot be used. The message tells why.
+    """
+    directory = settings.model
+    if not directory.is_dir():
+        raise EngineError(f"no such model directory: {directory}")
+    if not (directory / "config.json").is_file():
+        raise EngineError(f"{directory} is not a model directory: it has no config.json")
+    if settings.arguments.get("load_format", "auto") != "auto":
+        return
+    if not any(True for pattern in WEIGHTS for _ in directory.glob(pattern)):
+        raise EngineError(f"the model directory {directory} has no weights: expected {', '.join(WEIGHTS)}")
+    if importlib.util.find_spec("safetensors") is None:  # a dependency of every engine
+        return
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - comes with the engines
+
+    for weights in directory.glob(SAFETENSORS):
+        try:
+            with safe_open(weights, framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise EngineError(f"the weights {weights} are broken: {one_line(error)}") from None

@@ -12,12 +12,15 @@ from collections.abc import Iterable
 from itertools import groupby, takewhile
 from typing import get_args
 
+import msgspec
+
 from forebay.core.block_hashes import block_hashes, extend_chain, hash_seed
 from forebay.engine_model.steps import Removed, StoreChange, Stored
 from forebay.events.kv import Tier
 from forebay.kv_tiers.tier_content import SourceTier
 from forebay.workers.engine import CacheChange, Cleared
 from forebay.workers.kv_events.engine_events import (
+    Batch,
     ClearedBlocks,
     EngineEvent,
     OwnRemoved,
@@ -205,3 +208,71 @@ def _stored(parent: int | None, blocks: list[tuple[int, int]], tier: SourceTier)
     if tier == "store":
         return StoreChange(stored=tuple(ours for _, ours in blocks))
     return Stored(parent, tuple(ours for _, ours in blocks), tier, tuple(theirs for theirs, _ in blocks))
+
+
+CONTRADICTIONS_MAX = 3  # an engine that repeatedly reports invalid events should not lose its cache each time
+
+
+class TrackerResult(msgspec.Struct, frozen=True):
+    """Result of processing a batch.
+
+    Attributes:
+        changes: changes of the cache and of the shared store to publish, in order.
+        lost: why the engine should drop its prefix cache now, because events were lost; empty if it should not.
+    """
+
+    changes: tuple[Change, ...] = ()
+    lost: str = ""
+
+
+class KvTracker:
+    """Tracks the blocks of one rank, and whether the engine may have blocks that were not reported."""
+
+    def __init__(self, resident: ResidentBlocks) -> None:
+        self.resident = resident
+        self._lost = False  # until the engine reports an empty cache
+        self._contradictions = 0
+
+    @property
+    def lost(self) -> bool:
+        """Whether events were lost and the engine has not reported an empty cache since then."""
+        return self._lost
+
+    def batch(self, batch: Batch) -> TrackerResult:
+        """Apply the next batch, in the order of the batch numbers."""
+        changes: list[Change] = []
+        orphaned = False
+        for event in batch.events:
+            orphans = self.resident.counts["orphans"]
+            changes += self.resident.apply(event)
+            match event:
+                case StoredBlocks():
+                    # In lower tiers a block may outlive its parent. On the device it cannot be computed without one.
+                    orphaned |= event.tier == "device" and self.resident.counts["orphans"] > orphans
+                case ClearedBlocks():
+                    self._lost = orphaned = False
+        if orphaned and not self._lost:
+            return self._contradicted("blocks were stored after an unknown block", changes)
+        return TrackerResult(tuple(changes))
+
+    def undecodable(self, reason: str) -> TrackerResult:
+        """Handle the next batch if it cannot be decoded, for this reason."""
+        return self._contradicted(f"cannot decode a batch of KV events: {reason}", [])
+
+    def missed(self, reason: str) -> TrackerResult:
+        """Handle the loss of batches that cannot be replayed, for this reason."""
+        self.resident.clear()
+        already, self._lost = self._lost, True
+        return TrackerResult((Cleared(),), "" if already else reason)
+
+    def restarted(self) -> TrackerResult:
+        """Handle a restart of the engine, whose cache is empty then."""
+        self.resident.clear()
+        self._lost = False
+        return TrackerResult((Cleared(),))
+
+    def _contradicted(self, reason: str, changes: list[Change]) -> TrackerResult:
+        self._contradictions += 1
+        outcome = self.missed(reason)
+        dropped = outcome.lost if self._contradictions <= CONTRADICTIONS_MAX else ""
+        return TrackerResult((*changes, *outcome.changes), dropped)

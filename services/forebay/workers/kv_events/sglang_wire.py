@@ -8,9 +8,9 @@ a page are pairs of a token and its successor; the first token of each pair belo
 import msgspec
 
 from forebay.kv_tiers.tier_content import SourceTier
-from forebay.workers.kv_events.batch_wire import BatchDecoder
 from forebay.workers.kv_events.engine_events import (
     Batch,
+    BatchDecoder,
     ClearedBlocks,
     EngineEvent,
     RemovedBlocks,

@@ -14,12 +14,12 @@ import msgspec
 from forebay.core.block_hashes import DIGEST_CHARS, HEX_DIGITS, mm_hash
 from forebay.engine_model.steps import StoreChange
 from forebay.events.base import U64_BYTES
-from forebay.workers.kv_events.batch_wire import BatchDecoder
 from forebay.workers.kv_events.engine_events import (
     OWNER,
     SHARED,
     SHARED_STALE,
     Batch,
+    BatchDecoder,
     ClearedBlocks,
     EngineEvent,
     KvEventError,

@@ -9,20 +9,21 @@ engine replies. Each rank has its own sockets, so the rank of an event is known 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from typing import assert_never
 
 import msgspec
 import zmq
 import zmq.asyncio
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 from zmq.utils.monitor import recv_monitor_message
 
 from forebay.workers.engine import EngineError
 from forebay.workers.kv_events.engine_events import Decode, KvEventError
-from forebay.workers.kv_events.resident import Change, ResidentBlocks
+from forebay.workers.kv_events.resident import Change, KvTracker, ResidentBlocks, TrackerResult
 from forebay.workers.kv_events.sequence import Deliver, Lost, RequestReplay, Restarted, Sequence, Step
-from forebay.workers.kv_events.tracker import KvTracker, TrackerResult
 
 logger = logging.getLogger(__name__)
 
@@ -307,3 +308,26 @@ def _connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
         socket.connect(endpoint.replace("tcp://*:", "tcp://127.0.0.1:"))
     except zmq.ZMQError as error:
         raise EngineError(f"KV events: cannot connect to {endpoint!r}: {error}") from error
+
+
+class KvEventMetrics(Collector):
+    """Prometheus collector that counts batches of KV events and anomalies in them, by rank and kind.
+
+    Args:
+        totals: for each rank, a function that returns its counters by kind.
+    """
+
+    def __init__(self, worker_id: str, totals: Mapping[int, Callable[[], Mapping[str, int]]]) -> None:
+        self._worker_id = worker_id
+        self._totals = totals
+
+    def collect(self) -> Iterator[Metric]:
+        found = CounterMetricFamily(
+            "forebay_worker_kv_events",
+            "Batches of the engine's KV events, and anomalies in them, by kind.",
+            labels=["worker_id", "rank", "kind"],
+        )
+        for rank, totals in self._totals.items():
+            for kind, count in sorted(totals().items()):
+                found.add_metric([self._worker_id, str(rank), kind], count)
+        yield found

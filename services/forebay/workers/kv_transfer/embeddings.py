@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from forebay.events.media import Encoded
 from forebay.workers.engine import EngineError
 from forebay.workers.kv_transfer.api import FreeReason, Stats
-from forebay.workers.kv_transfer.gate import FetchLimiter
 from forebay.workers.kv_transfer.nixl_agent import TransferError
-from forebay.workers.kv_transfer.transport import FETCH_S, KvTransport, open_transport
+from forebay.workers.kv_transfer.transport import FETCH_S, FetchLimiter, KvTransport, open_transport
 
 if TYPE_CHECKING:
     import numpy as np

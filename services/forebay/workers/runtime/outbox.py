@@ -47,11 +47,10 @@ from forebay.events.topics import METRICS, PROGRESS, TOKENS, Topic
 from forebay.events.transfer import Prefilled
 from forebay.events.versions import may_write
 from forebay.events.work import WorkItem
-from forebay.transport.base import Draft
+from forebay.transport.base import Draft, Log
 from forebay.workers.engine import EngineBatch
-from forebay.workers.runtime.cache_events import CacheEvents
+from forebay.workers.runtime.cache_events import CacheEvents, CostReports, StoreEvents
 from forebay.workers.runtime.request_table import RequestTable, WorkRequest, WorkState, WorkTransition
-from forebay.workers.runtime.store_events import CostReports, StoreEvents
 
 REQUEST_ERROR, STATUS_MAX = 400, 599
 SERVER_ERROR = 500  # errors with this HTTP status or above are not the fault of the request
@@ -418,3 +417,16 @@ def _prefilled_by(kept: Prefilled, output: Emitted, batch: EngineBatch) -> Prefi
 
 def _draft(topic: Topic, partition: int, event: Event) -> Draft:
     return Draft(topic.name, partition, encode(topic, event))
+
+
+def append_output(log: Log, drafts: Sequence[Draft]) -> None:
+    """Append records without waiting. Those on `progress` follow once those on `tokens` are durable.
+
+    Raises:
+        LogError: the log has failed.
+    """
+    tokens = [draft for draft in drafts if draft.topic == TOKENS.name]
+    progress = [draft for draft in drafts if draft.topic == PROGRESS.name]
+    if len(tokens) + len(progress) < len(drafts):
+        log.append_soon([draft for draft in drafts if draft.topic not in (TOKENS.name, PROGRESS.name)])
+    log.append_soon(tokens, then=progress)

@@ -19,9 +19,8 @@ from forebay.events.work import ReleaseKv, WorkCancelled, WorkItem
 from forebay.transport.base import Draft, Log
 from forebay.workers.engine import EngineBatch
 from forebay.workers.kv_transfer.nixl_agent import TransferError
-from forebay.workers.runtime.append_output import append_output
 from forebay.workers.runtime.media_feed import MediaFeed
-from forebay.workers.runtime.outbox import Outbox
+from forebay.workers.runtime.outbox import Outbox, append_output
 from forebay.workers.runtime.request_table import RequestTable, WorkRequest, WorkState, WorkTransition
 from forebay.workers.runtime.resume import LaterAttempt, Resumer, SlotReading, Spawn, continued
 

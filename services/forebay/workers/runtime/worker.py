@@ -44,13 +44,12 @@ from forebay.transport.decoding import event_of
 from forebay.transport.patience import until_available
 from forebay.workers.engine import Engine, EngineBatch, EngineError, StoreEngine, TierEngine
 from forebay.workers.kv_transfer.nixl_agent import TransferError
-from forebay.workers.runtime.append_output import append_output
 from forebay.workers.runtime.commands import CommandRunner
 from forebay.workers.runtime.health import HealthWatch, report_failure
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
 from forebay.workers.runtime.life_cycle import State, Transition, WorkerDrain, WorkerLifeCycle
 from forebay.workers.runtime.media_feed import MediaFeed
-from forebay.workers.runtime.outbox import LOAD_INTERVAL_S, Outbox
+from forebay.workers.runtime.outbox import LOAD_INTERVAL_S, Outbox, append_output
 from forebay.workers.runtime.requests import WorkerCounters, WorkItems, no_such_rank
 from forebay.workers.runtime.resume import Spawn
 

@@ -15,10 +15,9 @@ import msgspec
 from forebay.events.codec import MALFORMED
 from forebay.events.requests import Sampling, StructuredOutput
 from forebay.events.tokens import ResponseError, TokenLogprob, TopLogprob
-from forebay.workers.engine import EngineError
+from forebay.workers.engine import EngineError, one_line
 from forebay.workers.engines.attached.errors import Rejected, StreamCut, error_in
 from forebay.workers.engines.attached.server import ServerEvent, ServerKind, UpstreamServer
-from forebay.workers.engines.model_directory import one_line
 from forebay.workers.engines.sglang.requests import structured_argument
 from forebay.workers.engines.vllm.requests import LOGPROB_MIN, structured_arguments
 

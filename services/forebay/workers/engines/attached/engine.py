@@ -15,11 +15,13 @@ has fewer blocks than the server.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from forebay import runtime
@@ -29,28 +31,48 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
 from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
-from forebay.workers.engine import EngineError, EngineRefused
+from forebay.workers.engine import EngineError, EngineRefused, one_line
 from forebay.workers.engines.attached.completions import Call, Completions
-from forebay.workers.engines.attached.continuing import interrupted, limited, remaining, why_not_continued
 from forebay.workers.engines.attached.errors import OVERLOADED_CODE, Rejected, StreamCut, message_of
-from forebay.workers.engines.attached.load import MetricsUnreadable, ServerLoad, read_load
-from forebay.workers.engines.attached.metrics import AttachedMetrics
-from forebay.workers.engines.attached.server import UpstreamServer
-from forebay.workers.engines.attached.settings import AttachedSettings
+from forebay.workers.engines.attached.server import MetricsUnreadable, ServerInfo, ServerLoad, UpstreamServer, read_load
 from forebay.workers.engines.attached.text import TextEncoder
 from forebay.workers.engines.attached.transfer import HALF_LEASE_S, LAYOUT, PREFILL_PARAMS, fetch_params, offer
 from forebay.workers.engines.kv_descriptor import Unfetchable
 from forebay.workers.engines.loras import LoraAdapter
-from forebay.workers.engines.model_directory import one_line
 from forebay.workers.engines.model_engine import CANARY_TOKENS, GeneratedResponse, ModelEngine
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.transfer import PREFILL_SAMPLING, VLLM_LEASE_S
-from forebay.workers.kv_events.metrics import KvEventMetrics
 from forebay.workers.kv_events.resident import ResidentBlocks
 from forebay.workers.kv_events.sglang_wire import decode_sglang
 from forebay.workers.kv_events.vllm_wire import VllmDecoder
-from forebay.workers.kv_events.zmq_feed import KvFeed
+from forebay.workers.kv_events.zmq_feed import KvEventMetrics, KvFeed, KvSource
 from forebay.workers.runtime.rank_buffer import RankBuffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachedSettings:
+    """Address and properties of a server, and the tokenizer of its model.
+
+    Attributes:
+        url: base address of the server, for example `http://host:8000`.
+        info: what the server publishes about itself.
+        encode: returns the tokens of a text, without the special tokens around a prompt.
+        decode: returns the text of tokens.
+        context_tokens: context length of the model, for servers that do not publish it.
+        api_key: key for the server's API; empty for none.
+        kv_events: sockets of the server's KV events; None if it publishes none.
+        allow_shared_cache: whether the server gets requests with a cache namespace, even if it cannot separate them.
+    """
+
+    url: str
+    info: ServerInfo
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    context_tokens: int
+    api_key: str = ""
+    kv_events: KvSource | None = None
+    allow_shared_cache: bool = False
+
 
 logger = logging.getLogger(__name__)
 
@@ -486,3 +508,48 @@ def _is_success(reply: bytes) -> bool:
         return msgspec.json.decode(reply, type=_Result).success
     except MALFORMED:
         return True  # a text
+
+
+class AttachedMetrics(Collector):
+    """Prometheus collector of an attached server's counters."""
+
+    def __init__(self, worker_id: str, counts: Mapping[str, int]) -> None:
+        self._worker_id = worker_id
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            "forebay_upstream_events", "Events of an attached server, by kind.", labels=["worker_id", "kind"]
+        )
+        for kind in ("cut", "continued", "rejected", "metrics_unreadable", "inexact_text", "unfetched_kv"):
+            family.add_metric([self._worker_id, kind], self._counts.get(kind, 0))
+        yield family
+
+
+def limited(sampling: Sampling, room: int) -> Sampling:
+    """Return the sampling parameters for an output of at most `room` tokens, because vLLM rejects larger limits."""
+    most = min(sampling.max_tokens, room)
+    return msgspec.structs.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
+
+
+def remaining(sampling: Sampling, done: int) -> Sampling:
+    """Return the sampling parameters for the output after the first `done` tokens."""
+    if not done:
+        return sampling
+    left = max(1, sampling.max_tokens - done)
+    return msgspec.structs.replace(sampling, max_tokens=left, min_tokens=max(0, sampling.min_tokens - done))
+
+
+def why_not_continued(sampling: Sampling) -> str:
+    """Return why a response with some output cannot continue as part of a prompt; empty if it can."""
+    if sampling.structured is not None:
+        return "a structured response cannot go on"
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        return "penalties count output tokens only, and the server would count the earlier output as prompt"
+    return ""
+
+
+def interrupted(tokens: int, reason: str) -> ResponseError:
+    """Return the error of a response that cannot continue after `tokens` output tokens."""
+    message = f"the response was interrupted after {tokens} output tokens: {reason}"
+    return ResponseError(status=502, code="response_interrupted", message=message)

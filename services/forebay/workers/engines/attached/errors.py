@@ -10,7 +10,7 @@ import msgspec
 from forebay import runtime
 from forebay.events.codec import MALFORMED
 from forebay.events.tokens import ResponseError
-from forebay.workers.engines.model_directory import TEXT_CHARS_MAX
+from forebay.workers.engine import TEXT_CHARS_MAX
 
 OPERATOR = frozenset((401, 402, 403, 405, 407))
 """Statuses for which forebay's own credentials, account or address are responsible, not the client's request."""

@@ -26,8 +26,7 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, EngineRefused, Publish
-from forebay.workers.engines.service.cache import Cache
-from forebay.workers.engines.service.request import Refused, Request
+from forebay.workers.engines.service.request import Cache, Refused, Request
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.pipeline import Pipeline
 from forebay.workers.runtime.rank_buffer import RankBuffer

@@ -23,9 +23,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from forebay.workers.engine import EngineError
+from forebay.workers.engine import EngineError, one_line
 from forebay.workers.engines.free_ports import free_ports
-from forebay.workers.engines.model_directory import one_line
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.kv_events.zmq_feed import KvSource
 

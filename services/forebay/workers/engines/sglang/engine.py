@@ -21,10 +21,9 @@ import msgspec
 from forebay.events.fleet import WorkerSpec
 from forebay.events.tokens import ResponseError, TokenLogprob
 from forebay.events.work import WorkItem
-from forebay.workers.engine import EngineError, EngineRefused
+from forebay.workers.engine import EngineError, EngineRefused, one_line
 from forebay.workers.engines.kv_descriptor import offered
 from forebay.workers.engines.loras import LoraAdapter
-from forebay.workers.engines.model_directory import one_line
 from forebay.workers.engines.model_engine import CANARY_TOKENS, DROPS_WEIGHTS, WATCH_S, GeneratedResponse, ModelEngine
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.sglang import requests as sglang_requests

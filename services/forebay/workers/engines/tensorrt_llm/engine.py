@@ -19,10 +19,9 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
 from forebay.events.tokens import ResponseError, TokenLogprob
 from forebay.events.work import WorkItem
-from forebay.workers.engine import EngineError
+from forebay.workers.engine import EngineError, one_line
 from forebay.workers.engines.kv_descriptor import Unfetchable, offered
 from forebay.workers.engines.loras import LoraAdapter, Loras
-from forebay.workers.engines.model_directory import one_line
 from forebay.workers.engines.model_engine import CANARY_TOKENS, GeneratedResponse, ModelEngine
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.tensorrt_llm.requests import (
@@ -43,9 +42,8 @@ from forebay.workers.engines.tensorrt_llm.transfer import (
 )
 from forebay.workers.engines.vllm.requests import token_logprobs
 from forebay.workers.kv_events.engine_events import KvEventError
-from forebay.workers.kv_events.resident import ResidentBlocks
+from forebay.workers.kv_events.resident import KvTracker, ResidentBlocks, TrackerResult
 from forebay.workers.kv_events.tensorrt_llm_wire import TensorRtLlmReader
-from forebay.workers.kv_events.tracker import KvTracker, TrackerResult
 from forebay.workers.runtime.rank_buffer import RankBuffer
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from forebay.events.requests import Sampling
 from forebay.events.tokens import ResponseError
+from forebay.workers.engine import one_line
 from forebay.workers.engines.loras import LoraAdapter
-from forebay.workers.engines.model_directory import one_line
 from forebay.workers.engines.vllm.media import MediaRefused
 from forebay.workers.engines.vllm.requests import sampling_arguments, structured_arguments
 from forebay.workers.engines.vllm.tiers.configuration import HINTS, RequestHints

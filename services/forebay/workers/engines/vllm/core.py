@@ -14,9 +14,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from forebay.workers.engine import EngineError, PackageMissing
+from forebay.workers.engine import EngineError, PackageMissing, one_line
 from forebay.workers.engines.free_ports import free_ports, reserve_ports
-from forebay.workers.engines.model_directory import one_line
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.extension import EXTENSION
 from forebay.workers.engines.vllm.processes import owning

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -26,17 +26,15 @@ from forebay.events.requests import Sampling
 from forebay.events.tokens import ResponseError, TokenLogprob
 from forebay.events.transfer import KvLayout, Prefilled
 from forebay.events.work import WorkItem
-from forebay.workers.engine import EngineError, EngineRefused
+from forebay.workers.engine import EngineError, EngineRefused, one_line
 from forebay.workers.engines.kv_descriptor import Unfetchable
 from forebay.workers.engines.loras import LoraAdapter
-from forebay.workers.engines.model_directory import one_line
 from forebay.workers.engines.model_engine import DROPS_WEIGHTS, REASONS, GeneratedResponse, ModelEngine
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.core import VllmCore, engine_arguments, require_nixl, side_channel
 from forebay.workers.engines.vllm.media import engine_prompt
-from forebay.workers.engines.vllm.metrics import PREFIXES, VllmStepStats
 from forebay.workers.engines.vllm.requests import engine_priority, prompt_of, token_logprobs
-from forebay.workers.engines.vllm.tiers.configuration import RequestHints, TierConfig
+from forebay.workers.engines.vllm.tiers.configuration import CONNECTOR, RequestHints, TierConfig
 from forebay.workers.engines.vllm.tiers.reports import TierReport
 from forebay.workers.engines.vllm.transfer import PREFILL, PREFILL_SAMPLING, KvTransfers
 from forebay.workers.kv_events.resident import ResidentBlocks
@@ -67,7 +65,7 @@ class VllmEngine(ModelEngine):
     """
 
     NAME = "vLLM"
-    METRICS = PREFIXES
+    METRICS = ("vllm:", "lmcache:")  # LMCache registers metrics, too, if vLLM uses it
     LORA_ARGUMENT = "enable_lora"
     TAKES_MEDIA = True
 
@@ -397,3 +395,40 @@ class VllmEngine(ModelEngine):
         await self._call("wake_up")
         self._slept_level = 0
         self._resting.discard("sleep")
+
+
+class VllmStepStats:
+    """Receives the statistics of one rank from vLLM. It has the methods of vLLM's `StatLoggerBase`.
+
+    It is no subclass, because vLLM may not be installed. For each step it calls `report` with the index of the rank in
+    the engine, the numbers of running and waiting requests, and the share of KV blocks in use. It calls `report_tiers`
+    with the index and an encoded `TierReport`.
+    """
+
+    def __init__(
+        self,
+        engine_index: int,
+        report: Callable[[int, int, int, float], None],
+        report_tiers: Callable[[int, bytes], None],
+    ) -> None:
+        self._engine_index = engine_index
+        self._report = report
+        self._report_tiers = report_tiers
+
+    def record(self, scheduler_stats: Any, _iteration_stats: Any, **_others: Any) -> None:
+        """Report the load after a step. Some outputs of vLLM have no statistics and are ignored."""
+        if scheduler_stats is not None:
+            waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            self._report(self._engine_index, scheduler_stats.num_running_reqs, waiting, scheduler_stats.kv_cache_usage)
+            connectors = scheduler_stats.kv_connector_stats or {}
+            if (encoded := connectors.get(CONNECTOR, connectors).get("report")) is not None:
+                self._report_tiers(self._engine_index, encoded)
+
+    def log_engine_initialized(self) -> None:
+        """Do nothing, because the worker itself logs its start."""
+
+    def log(self) -> None:
+        """Do nothing, because the worker reports loads on the log."""
+
+    def record_sleep_state(self, _is_awake: int, _level: int) -> None:
+        """Do nothing, because the worker itself knows whether the engine sleeps."""

@@ -16,10 +16,8 @@ import msgspec
 from forebay.events.codec import MALFORMED
 from forebay.events.transfer import KvLayout, Prefilled
 from forebay.events.work import WorkItem
-from forebay.workers.engine import EngineError
-from forebay.workers.engines.kept_kv import KeptKv
-from forebay.workers.engines.kv_descriptor import Unfetchable, fetchable, offered
-from forebay.workers.engines.model_directory import one_line
+from forebay.workers.engine import EngineError, one_line
+from forebay.workers.engines.kv_descriptor import KeptKv, Unfetchable, fetchable, offered
 from forebay.workers.engines.vllm.tiers.configuration import CONNECTOR as TIERS
 from forebay.workers.engines.vllm.tiers.configuration import children
 
