@@ -107,27 +107,6 @@ async def test_a_disagg_holder_that_dies_while_it_is_read_from(scene: Scene, the
 # Requests given up
 
 
-async def test_disagg_cancellation_before_the_transport_is_open(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, opening = asyncio.Event(), open_transport
-
-    async def gated(*arguments: Any, **names: Any) -> Any:
-        await opened.wait()
-        return await opening(*arguments, **names)
-
-    monkeypatch.setattr(mock_kv, "open_transport", gated)
-    async with pair(scene) as both:
-        await both.ask("r")
-        await until(both.prefill.engine.requests)
-        await both.cancel("r", both.prefill)
-        await until(lambda: not both.prefill.engine.requests())
-        await both.ask("s")
-        opened.set()
-        await both.computed("s")
-        await both.cancel("s", both.prefill)
-        await both.idle()
-    assert [generated.request_id for generated in scene.progress(PrefillFinished)] == ["s"]
-
-
 async def test_disagg_cancellation_during_prefill(scene: Scene) -> None:
     async with pair(scene, prefill_speedup=1.0) as both:
         await both.compute("warm", [5])
@@ -246,7 +225,7 @@ async def test_disagg_kv_is_freed_with_a_lost_epoch(scene: Scene) -> None:
         await until(lambda: not before.slots.used)
         await both.answer("kept", kept)
         assert await both.not_fetched("kept")
-        # The new epoch serves, by an agent of its own.
+        # The new epoch serves.
         prefilled = await both.compute("next")
         assert prefilled.worker_epoch == both.prefill.epoch
         await both.answer("next", prefilled)
@@ -259,7 +238,8 @@ async def test_disagg_kv_is_freed_with_a_lost_epoch(scene: Scene) -> None:
         lost = WorkerLost(owner_epoch=0, worker_id="decode-1", worker_epoch=both.decode.epoch, reason="test")
         await scene.append(FLEET, PARTITION, lost)
         both.decode.epoch = await scene.admit(both.decode.worker, "t-decode-1.2", slot=both.decode.slot)
-        assert not gate.waiting
+        await until(lambda: not gate.waiting)
+        gate.open.set()
         await both.cancel("there", both.prefill)
         await both.idle()
         await both.answer("last", await both.compute("last"))

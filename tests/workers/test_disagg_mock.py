@@ -13,12 +13,10 @@ from forebay.events.kv import BlocksStored
 from forebay.events.media import Media
 from forebay.events.progress import FirstTokenEmitted
 from forebay.workers.engine import EngineError
-from forebay.workers.engines.mock import kv as mock_kv
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.standin_encoder import StandInEncoder
 from forebay.workers.kv_transfer.api import REASONS
 from forebay.workers.kv_transfer.nixl_agent import TransferError
-from forebay.workers.kv_transfer.transport import open_transport
 from forebay.workers.runtime import media_feed
 from forebay.workers.runtime.metrics import Probes, WorkerMetrics
 from tests.workers.conftest import Scene, engine_config, until, work_item
@@ -233,24 +231,14 @@ async def test_disagg_blocks_must_hold_whole_words(scene: Scene) -> None:
             await engine.start(spec)
 
 
-async def test_a_disagg_transport_that_does_not_open_ends_the_worker_and_nothing_else(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def broken(*_: Any, **__: Any) -> Any:
-        raise OSError("no port is free")
-
-    async with pair(scene) as both:
-        prefilled = await both.compute("r")
-        monkeypatch.setattr(mock_kv, "open_transport", broken)
-        await both.answer("r", prefilled)
-        assert "no port is free" in await both.not_fetched("r")
-        with pytest.raises(EngineError, match="cannot transfer KV by nixl: no port is free"):
-            await both.decode.engine.check()
-    async with serving(scene, side(scene, "prefill", kv_settings(), name="prefill-2")) as one:
-        both.prefill = one
-        await both.ask("s")
-        failed = await both.failed("s")
-        assert (failed.status, failed.code) == (503, "kv_not_kept")
+async def test_disagg_engine_that_was_stopped_keeps_nothing(scene: Scene) -> None:
+    engine = MockEngine(engine_config(), kv=kv_settings())
+    await engine.start(scene.spec(role="prefill"))
+    engine.submit(work_item("r", PROMPT, 1, stage="prefill"))
+    await engine.stop()
+    assert engine.kv is not None
+    with pytest.raises(TransferError, match="closed"):
+        engine.kv.transport.offer("r", [0])
 
 
 async def test_an_engine_of_another_role_refuses_disagg_stages(scene: Scene) -> None:
@@ -268,7 +256,11 @@ async def test_an_engine_of_another_role_refuses_disagg_stages(scene: Scene) -> 
 
 async def test_disagg_kv_of_another_prompt_or_model_is_refused(scene: Scene) -> None:
     async with pair(scene) as both:
-        for name, change in (("tokens", {"tokens": 9}), ("model", {"model": "other"}), ("epoch", {"worker_epoch": 77})):
+        for name, change in (
+            ("tokens", {"tokens": 9}),
+            ("model", {"model": "other"}),
+            ("worker", {"worker_id": "another"}),
+        ):
             prefilled = await both.compute(name)
             await both.answer(name, msgspec.structs.replace(prefilled, **change))
             error = await both.not_fetched(name)
@@ -364,25 +356,6 @@ async def test_disagg_ranks_share_one_transport(scene: Scene) -> None:
         assert both.prefill.engine.kv_stats().freed == {"fetched": 4}
         assert not any(rank.model.pool.used for one in sides for rank in one.engine.ranks.values())
     assert generated == expected
-
-
-async def test_disagg_engine_stopped_during_a_fetch_leaves_nothing(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened: list[Any] = []
-
-    async def opening(*arguments: Any, **names: Any) -> Any:
-        opened.append(await open_transport(*arguments, **names))
-        return opened[-1]
-
-    monkeypatch.setattr(mock_kv, "open_transport", opening)
-    engine = MockEngine(engine_config(), kv=kv_settings())
-    await engine.start(scene.spec(role="prefill"))
-    engine.submit(work_item("r", PROMPT, 1, stage="prefill"))
-    await engine.stop()
-    (transport,) = opened
-    with pytest.raises(TransferError, match="closed"):
-        transport.offer("r", [0])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import itertools
-import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -48,7 +47,7 @@ async def holder(name: str, lease_s: float = 60.0) -> AsyncIterator[Holder]:
 
 @asynccontextmanager
 async def transfer(name: str = "", **changes: Any) -> AsyncIterator[EmbeddingTransfer]:
-    name = name or agent_name(f"reader{next(NUMBERS)}", os.getpid())
+    name = name or agent_name(f"reader{next(NUMBERS)}")
     one = EmbeddingTransfer(name, **{"arena_bytes": 64 << 20, "fetch_s": PATIENCE_S, **changes})
     try:
         yield one

@@ -81,8 +81,7 @@ def test_nixl_garbage_is_refused_with_and_without_a_checksum(garbage: bytes) -> 
     ("bad", "text"),
     [
         (offered(connector="tcp"), "p transfers KV by tcp, this worker by nixl"),
-        (offered(worker_id="q"), "the descriptor is of p@7, expected q@7"),
-        (offered(worker_epoch=8), "the descriptor is of p@7, expected p@8"),
+        (offered(worker_id="q"), "the descriptor is of p@7, expected one of q"),
         (offered(checksum="0" * 16), "the checksums of p@7 do not match 0000000000000000"),
         (changed(sums=b""), "p@7 offers 3 blocks but 0 checksums"),
         (changed(sums=SUMS[:16]), "p@7 offers 3 blocks but 2 checksums"),

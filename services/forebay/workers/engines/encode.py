@@ -191,7 +191,7 @@ class EncodeEngine:
         if generation != self._generation:
             raise TransferError("the request was dropped by a reset")
         if self._offers is None:
-            name = agent_name(self._worker_id, item.worker_epoch)
+            name = agent_name(self._worker_id)
             self._offers = EmbeddingTransfer(name, arena_bytes=self._arena_bytes, lease_s=self._lease_s)
         return await self._offers.offer(array)
 

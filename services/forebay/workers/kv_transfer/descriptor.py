@@ -14,7 +14,7 @@ from forebay.events.codec import MALFORMED
 from forebay.events.media import Encoded
 from forebay.events.transfer import DESCRIPTOR_BYTES_MAX, Prefilled
 from forebay.workers.kv_transfer.api import NIXL
-from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name
+from forebay.workers.kv_transfer.nixl_agent import TransferError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,7 +34,7 @@ class BlockLocation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     long as the holder keeps the blocks.
 
     Attributes:
-        agent: name of the holder, `worker@epoch`.
+        agent: name of the holder, from `agent_name`.
         route: NIXL metadata of the holder.
         address: memory address of the holder's first slot. The generation words follow the last slot.
         slots: number of slots in the holder's memory.
@@ -95,11 +95,11 @@ def decode_location(offered: Prefilled | Encoded, block_bytes: int) -> BlockLoca
 
     Raises:
         TransferError: with reason `refused`. The descriptor is damaged or has invalid slots; or it differs from the
-            event field in worker or epoch, or from this worker in transport or block size.
+            event field in the worker, or from this worker in transport or block size.
     """
     holder, expected = "the encode worker", None
     if isinstance(offered, Prefilled):
-        holder, expected = offered.worker_id, agent_name(offered.worker_id, offered.worker_epoch)
+        holder = expected = offered.worker_id
         if offered.connector != NIXL:
             raise _refused(f"{holder} transfers KV by {offered.connector}, this worker by {NIXL}")
     body, digest = offered.descriptor[:-_DIGEST_BYTES], offered.descriptor[-_DIGEST_BYTES:]
@@ -109,8 +109,8 @@ def decode_location(offered: Prefilled | Encoded, block_bytes: int) -> BlockLoca
         place = msgspec.msgpack.decode(body, type=BlockLocation)
     except MALFORMED as error:
         raise _refused(f"cannot decode the descriptor of {holder}: {error}") from error
-    if expected is not None and place.agent != expected:
-        raise _refused(f"the descriptor is of {place.agent}, expected {expected}")
+    if expected is not None and place.agent.rpartition("@")[0] != expected:
+        raise _refused(f"the descriptor is of {place.agent}, expected one of {expected}")
     if place.block_bytes != block_bytes:
         raise _refused(f"a block of {place.agent} has {place.block_bytes} bytes, a block of this worker {block_bytes}")
     _check_blocks(place)

@@ -4,8 +4,10 @@ import logging
 import os
 from typing import Any
 
+from forebay import runtime
 from forebay.workers.engine import PackageMissing
 
+AGENT_BYTES = 8
 LOCAL = "NIXL_INIT_AGENT"  # NIXL's name for the calling agent
 
 
@@ -21,9 +23,9 @@ class TransferError(Exception):
         self.reason = reason
 
 
-def agent_name(worker_id: str, worker_epoch: int) -> str:
-    """Return the name of a worker's NIXL agent in one worker epoch, `worker@epoch`."""
-    return f"{worker_id}@{worker_epoch}"
+def agent_name(worker_id: str) -> str:
+    """Return a name for a NIXL agent of a worker that no other agent has: `worker@` and random digits."""
+    return f"{worker_id}@{runtime.random_int(AGENT_BYTES):x}"
 
 
 def load_nixl(what: str = "embedding transfers") -> Any:

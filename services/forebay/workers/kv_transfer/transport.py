@@ -141,7 +141,7 @@ class KvTransport:
     `open_transport` creates and starts it. All methods are called on the event loop of that call.
 
     Attributes:
-        name: name of this worker and its epoch, from `agent_name`.
+        name: name of the NIXL agent, from `agent_name`.
         memory: memory of this worker's blocks.
         lease_s: seconds after which an offer ends that nobody fetched; `Prefilled.lease_us` must not be longer.
         fetch_s: timeout in seconds of later fetches.
@@ -174,7 +174,6 @@ class KvTransport:
 
     async def start(self) -> None:
         """Start the NIXL thread, which creates the agent and registers the memory. Raises EngineError if NIXL fails."""
-        load_nixl("KV transfers")
         try:
             await asyncio.to_thread(self._thread.start)
         except Exception as error:  # NIXL raises its own classes
@@ -400,10 +399,10 @@ async def open_transport(
     fetch_s: float = FETCH_S,
     interface: str = "",
 ) -> KvTransport:
-    """Return a new transport for one worker epoch, ready to offer and fetch blocks.
+    """Return a new transport, ready to offer and fetch blocks.
 
     Args:
-        name: name of this worker and its epoch, from `agent_name`. Readers refuse offers of other epochs.
+        name: name of the NIXL agent, from `agent_name`.
         block_bytes: bytes per block over all layers; the same for all workers of a pool.
         on_free: called on the event loop when an offer has ended, with the request id and the reason.
         lease_s: seconds after which an offer ends that nobody has fetched.
@@ -413,6 +412,7 @@ async def open_transport(
     Raises:
         EngineError: NIXL cannot be imported or started, or the sizes are invalid.
     """
+    await asyncio.to_thread(load_nixl, "KV transfers")
     transport = KvTransport(
         name,
         Arena(blocks, block_bytes),

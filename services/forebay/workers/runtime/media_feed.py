@@ -121,7 +121,7 @@ class MediaFeed:
         assert item.encoded is not None
         assert isinstance(self._engine, MediaEngine)
         if self._reader is None:
-            self._reader = self._make_reader(agent_name(f"{self._worker_id}/reader", item.worker_epoch))
+            self._reader = self._make_reader(agent_name(f"{self._worker_id}/reader"))
         try:
             embeddings = await self._reader.read(item.encoded)
             if len(embeddings) != (rows := sum(one.tokens for one in item.media)):

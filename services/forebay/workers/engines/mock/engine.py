@@ -2,14 +2,12 @@
 
 Logprobs and embeddings are derived from hashes; structured outputs, tool calls and reasoning are made up. With the role
 prefill or decode the engine has KV of real bytes, which are transferred. With KV tiers it offloads and loads real
-bytes. The name of a NIXL agent contains the worker epoch, so the engine opens the transport when it gets the first item
-of an epoch. Items wait until the transport is open.
+bytes.
 """
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
-from functools import reduce
+from collections.abc import Sequence
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +25,7 @@ from forebay.events.tokens import ResponseError
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import CacheChange, EngineError, EngineRefused, PackageMissing, Publish
-from forebay.workers.engines.mock.kv import KvSettings, MockKv, ModelledKv, summed
+from forebay.workers.engines.mock.kv import KvSettings, MockKv, ModelledKv
 from forebay.workers.engines.mock.outputs import TASKS
 from forebay.workers.engines.mock.rank import MockRank, RequestState
 from forebay.workers.engines.mock.scripts import OutputScripts
@@ -36,7 +34,6 @@ from forebay.workers.engines.standin_encoder import MediaUnusable, StandInEncode
 from forebay.workers.kv_tiers.metrics import TierMetrics
 from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.kv_transfer.api import NIXL, Stats
-from forebay.workers.kv_transfer.nixl_agent import load_nixl
 
 if TYPE_CHECKING:
     from forebay.workers.kv_transfer.embeddings import Array
@@ -59,7 +56,7 @@ class MockEngine:
         tiers: KV tiers of each rank; None for none.
 
     Attributes:
-        kv: KV of this epoch; None until the transport is open.
+        kv: KV that is transferred; None for other roles, and before the start.
         tiers: KV tiers of each rank; None for none.
     """
 
@@ -87,36 +84,29 @@ class MockEngine:
             for rank in ranks
         }
         self._loras: dict[str, str] = {}  # directories of adapters loaded after the start
-        self._spec: WorkerSpec | None = None
-        self.kv: MockKv | None = None  # KV of this worker epoch, once its transport is open
-        self._generation = 0  # number of resets
-        self._opening = False
-        self._held: dict[str, tuple[WorkItem, int]] = {}  # items that wait for the transport
-        self._ending: set[asyncio.Task[None]] = set()
-        self._broken: EngineError | None = None
+        self.kv: MockKv | None = None
+        self._ending: set[asyncio.Task[None]] = set()  # cancelled fetches
         self._collector: Collector | None = None
-        self._past = Stats()  # statistics of earlier worker epochs
-        self._closing: list[Stats] = []
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
-        """Open the KV tiers, and prepare KV transfers if the role of the worker needs them.
+        """Open the KV tiers, and the transport of KV if the role of the worker needs it.
 
         Returns:
             The spec with the KV layout and the name of the shared store.
 
         Raises:
             PackageMissing: a package that KV transfers or KV tiers need is not installed.
-            EngineError: the settings of KV transfers are invalid, or a tier cannot be opened.
+            EngineError: the settings of KV transfers are invalid, or the transport or a tier cannot be opened.
         """
         self._loras = dict.fromkeys(spec.loras, "")
-        spec = self._spec = msgspec.structs.replace(spec, tasks=TASKS)
+        spec = msgspec.structs.replace(spec, tasks=TASKS)
         has_transfers = spec.role in KV_ROLES
         if not has_transfers and self.tiers is None:
             return spec
         layout = self.kv_settings.layout(self._config.block_size)
-        if has_transfers and self.kv_settings.connector == NIXL:
-            await runtime.offload(load_nixl, "KV transfers")
-        elif self.tiers is not None and find_spec("numpy") is None:
+        if has_transfers:
+            await self._open(spec)
+        if self.tiers is not None and find_spec("numpy") is None:
             raise PackageMissing("KV tiers require the package numpy; install it with: pip install 'forebay[kv-tiers]'")
         for rank in self.ranks.values():
             await rank.open_tiers(spec, layout.block_bytes)
@@ -134,9 +124,10 @@ class MockEngine:
 
     async def stop(self) -> None:
         """End all transfers, free the memory of the KV, and close the tiers."""
-        if self.kv is not None or self._opening:
+        if self.kv is not None:
             self.reset()
-        await asyncio.gather(*self._ending)
+            await asyncio.gather(*self._ending, return_exceptions=True)
+            await self.kv.close()
         for rank in self.ranks.values():
             if rank.tiers is not None:
                 await runtime.offload(rank.tiers.close)
@@ -178,7 +169,6 @@ class MockEngine:
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request, if it is in flight, and free the KV that is kept for it."""
-        self._held.pop(request_id, None)
         for rank in self.ranks.values():
             rank.cancel(request_id)
 
@@ -188,10 +178,7 @@ class MockEngine:
             self.kv.release(request_id)
 
     def drop(self, prefilled: Prefilled) -> None:
-        """Notify the prefill worker that this worker will not fetch its KV.
-
-        If the transport is not open, nothing is sent, and the prefill worker frees the KV when its lease ends.
-        """
+        """Notify the prefill worker that this worker will not fetch its KV."""
         if self.kv is not None:
             self.kv.drop(prefilled)
 
@@ -201,14 +188,14 @@ class MockEngine:
 
     def requests(self) -> dict[str, RequestState]:
         """Return the state of each request of all ranks that transfers KV or has extra outputs."""
-        states: dict[str, RequestState] = dict.fromkeys(self._held, "opening")
+        states: dict[str, RequestState] = {}
         for rank in self.ranks.values():
             states |= rank.requests()
         return states
 
     def kv_stats(self) -> Stats:
         """Return the statistics of KV transfers since the start of the engine, over all worker epochs."""
-        return reduce(summed, (*self._closing, Stats() if self.kv is None else self.kv.stats), self._past)
+        return Stats() if self.kv is None else self.kv.stats
 
     async def command(self, command: Command) -> tuple[str, ...]:
         """Execute a command as vLLM would, and return the names of the loaded adapters.
@@ -266,9 +253,7 @@ class MockEngine:
         self._loras[name] = path
 
     async def check(self) -> None:
-        """Raise EngineError if the transport of KV transfers could not be opened; otherwise do nothing."""
-        if self._broken is not None:
-            raise self._broken
+        """Do nothing, because a rank that fails ends `run`."""
 
     def collectors(self) -> Sequence[Collector]:
         """Return the Prometheus collectors of the KV tiers; none without tiers."""
@@ -276,32 +261,25 @@ class MockEngine:
 
     def reset(self) -> None:
         """Drop every request, the caches of all ranks, and all KV that is kept for other workers."""
-        self._generation += 1
-        self._held.clear()
-        self._opening = False
-        fetching = [task for rank in self.ranks.values() for task in rank.reset()]
-        kv, self.kv = self.kv, None
-        if kv is not None:
-            self._closing.append(kv.stats)
-            self._spawn(self._close(kv, fetching))
+        for rank in self.ranks.values():
+            for task in rank.reset():
+                self._ending.add(task)
+                task.add_done_callback(self._ending.discard)
+        if self.kv is not None:
+            self.kv.release_all()
 
     def _submit(self, item: WorkItem, media_hash: int) -> None:
-        """Queue an item on its rank. If the item needs KV transfers, wait until the transport is open.
+        """Queue an item on its rank.
 
         Args:
             media_hash: hash of the embeddings of its images and videos; 0 without any, or if they are not known.
         """
         rank = self.ranks[item.rank]
-        if item.stage not in KV_ROLES or self.kv is not None:
-            rank.submit(item, media_hash, self._adapter_of(item))
-        elif self._spec is None or self._spec.role not in KV_ROLES:
+        if item.stage in KV_ROLES and self.kv is None:
             message = "this mock engine has neither role prefill nor decode and cannot transfer KV"
             rank.refuse(item, ResponseError(status=501, code="stage_not_supported", message=message))
         else:
-            self._held[item.request_id] = item, media_hash
-            if not self._opening:
-                self._opening = True
-                self._spawn(self._open(self._spec, item.worker_epoch, self._generation))
+            rank.submit(item, media_hash, self._adapter_of(item))
 
     def _adapter_of(self, item: WorkItem) -> str:
         """Return a digest of the adapter of an item; empty without one. The mock engine reads no adapter."""
@@ -314,49 +292,16 @@ class MockEngine:
         assert len(names) <= 1, "all ranks have the same store and identity"
         return names.pop() if names else ""
 
-    async def _open(self, spec: WorkerSpec, worker_epoch: int, generation: int) -> None:
-        broken: EngineError | None = None
+    async def _open(self, spec: WorkerSpec) -> None:
         kind = MockKv if self.kv_settings.connector == NIXL else ModelledKv
-        kv = kind(self.kv_settings, spec, worker_epoch, self._config.block_size, self._on_free)
-        try:
-            await kv.open(len(self.ranks) * self._config.kv_blocks_total)
-        except Exception as error:  # NIXL raises its own classes
-            logger.error("KV transfers failed to start", exc_info=not isinstance(error, EngineError))  # noqa: TRY400
-            broken = EngineError(f"cannot transfer KV by {self.kv_settings.connector}: {error}")
-        if generation != self._generation:
-            await kv.close()
-            return
-        self._opening = False
-        held, self._held = self._held, {}
-        if broken is None:
-            self.kv = kv
-            for rank in self.ranks.values():
-                rank.kv = kv
-        else:
-            self._broken = broken
-        for item, media_hash in held.values():
-            rank = self.ranks[item.rank]
-            if broken is None:
-                rank.submit(item, media_hash, self._adapter_of(item))
-            elif item.stage == "decode":
-                rank.fail_fetch(item, str(broken))
-            else:
-                rank.refuse(item, ResponseError(status=503, code="kv_not_kept", message=str(broken)))
-
-    async def _close(self, kv: MockKv, fetching: Sequence[asyncio.Task[None]]) -> None:
-        await asyncio.gather(*fetching, return_exceptions=True)
-        await kv.close()
-        self._closing.remove(kv.stats)
-        self._past = summed(self._past, kv.stats)
+        self.kv = kind(self.kv_settings, spec, self._config.block_size, self._on_free)
+        await self.kv.open(len(self.ranks) * self._config.kv_blocks_total)
+        for rank in self.ranks.values():
+            rank.kv = self.kv
 
     def _on_free(self, request_id: str) -> None:
         for rank in self.ranks.values():
             rank.freed(request_id)
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
 
 
 def _not_loaded(name: str) -> str:

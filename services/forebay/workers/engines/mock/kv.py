@@ -7,7 +7,7 @@ derived from this number, so they show a wrong byte.
 
 Slots are in use as long as the engine model keeps the blocks, so there are normally enough of them. Requests with equal
 text and different images share blocks in the engine model, but not slots. If there are too few slots, a request fails.
-There is one transport and one `MockKv` per worker epoch. Without NIXL there are no bytes: see `ModelledKv`.
+Without NIXL there are no bytes: see `ModelledKv`.
 """
 
 import asyncio
@@ -34,7 +34,6 @@ from forebay.workers.kv_transfer.transport import LEASE_S, KvTransport, open_tra
 if TYPE_CHECKING:
     from forebay.workers.kv_transfer.api import Array
 
-NOW = frozenset(("in_flight", "in_flight_bytes", "waiting", "held_offers", "held_blocks", "quarantined_blocks"))
 BYTES_PER_US = 64_000  # of modelled transfers: 64 GB/s, as in Dynamo's mocker
 OnEnd = Callable[[str], None]
 BYTES_PER_TOKEN = 256  # a block of 64 tokens has 16 KiB; real models need 100 times as much
@@ -141,23 +140,21 @@ class Slots:
 
 
 class MockKv:
-    """Keeps KV for other workers and fetches KV from them over NIXL, during one worker epoch. Use it on one event loop.
+    """Keeps KV for other workers and fetches KV from them over NIXL. Use it on one event loop.
 
     Args:
         block_size: tokens per block.
         on_free: called with the id of a request whose blocks are no longer kept.
     """
 
-    def __init__(
-        self, settings: KvSettings, spec: WorkerSpec, worker_epoch: int, block_size: int, on_free: OnEnd
-    ) -> None:
+    def __init__(self, settings: KvSettings, spec: WorkerSpec, block_size: int, on_free: OnEnd) -> None:
         self._settings = settings
         self._model = spec.model
         self._worker_id = spec.worker_id
-        self._worker_epoch = worker_epoch
+        self._agent = agent_name(spec.worker_id)
         self._block_size = block_size
         self._block_bytes = settings.layout(block_size).block_bytes
-        self._free_callback: OnEnd | None = on_free
+        self._on_end = on_free
         self._words: dict[str, list[int]] = {}
         self._transport: KvTransport | None = None
         self._slots: Slots | None = None
@@ -165,7 +162,7 @@ class MockKv:
     async def open(self, blocks: int) -> None:
         """Allocate memory and open the transport. Raises EngineError if the sizes are invalid, or NIXL fails."""
         self._transport = await open_transport(
-            name=agent_name(self._worker_id, self._worker_epoch),
+            name=self._agent,
             block_bytes=self._block_bytes,
             blocks=blocks,
             on_free=self._on_free,
@@ -242,9 +239,13 @@ class MockKv:
         """Notify the prefill worker that this worker will not fetch its KV."""
         self.transport.drop(prefilled)
 
+    def release_all(self) -> None:
+        """Free all KV that is kept for other workers."""
+        for request_id in list(self._words):
+            self.release(request_id)
+
     async def close(self) -> None:
-        """Free all KV and end all transfers, without a call of `on_free`."""
-        self._free_callback = None
+        """Free all KV and end all transfers."""
         if self._transport is not None:
             await self._transport.close()
 
@@ -259,16 +260,12 @@ class MockKv:
 
     def _on_free(self, request_id: str, _: FreeReason) -> None:
         self.slots.let_go(self._words.pop(request_id))
-        self._freed(request_id)
-
-    def _freed(self, request_id: str) -> None:
-        if self._free_callback is not None:
-            self._free_callback(request_id)
+        self._on_end(request_id)
 
     def _prefilled(self, item: WorkItem, descriptor: bytes, size: int, checksum: str | None = None) -> Prefilled:
         return Prefilled(
             worker_id=self._worker_id,
-            worker_epoch=self._worker_epoch,
+            worker_epoch=item.worker_epoch,
             model=self._model,
             connector=self._settings.connector,
             descriptor=descriptor,
@@ -290,8 +287,8 @@ class MockKv:
 class ModelledKv(MockKv):
     """KV without bytes, whose transfers take modelled time: for mock engines without NIXL.
 
-    Its descriptor is the hash of the prompt's media. Workers of one process notify each other when KV was fetched. A
-    prefill worker of another process keeps its KV until the lease ends.
+    Its descriptor has the hash of the prompt's media and the name of the holder. Workers of one process notify each
+    other when KV was fetched. A prefill worker of another process keeps its KV until the lease ends.
     """
 
     _opened: ClassVar[WeakValueDictionary[str, "ModelledKv"]] = WeakValueDictionary()
@@ -300,7 +297,7 @@ class ModelledKv(MockKv):
         """Make the KV available to the workers of this process."""
         self._stats = Stats()
         self._leases: dict[str, asyncio.TimerHandle] = {}
-        self._opened[agent_name(self._worker_id, self._worker_epoch)] = self
+        self._opened[self._agent] = self
 
     @property
     def stats(self) -> Stats:
@@ -317,7 +314,7 @@ class ModelledKv(MockKv):
         self._stats.offered += 1
         self._stats.offered_bytes += size
         self._stats.held_offers += 1
-        return self._prefilled(item, pack_u64([seen]), size)
+        return self._prefilled(item, pack_u64([seen]) + self._agent.encode(), size)
 
     def release(self, request_id: str) -> bool:
         return self._end(request_id, "released")
@@ -325,10 +322,12 @@ class ModelledKv(MockKv):
     def drop(self, prefilled: Prefilled) -> None:
         """Do nothing, because the descriptor names no request: the owner releases the KV, or its lease ends."""
 
-    async def close(self) -> None:
-        self._free_callback = None
+    def release_all(self) -> None:
         for request_id in list(self._leases):
-            self._end(request_id, "released")
+            self.release(request_id)
+
+    async def close(self) -> None:
+        self.release_all()
 
     async def _fetch(self, item: WorkItem, prefilled: Prefilled, first: int) -> tuple[int, FetchedKv]:
         if prefilled.connector != self._settings.connector:
@@ -336,13 +335,13 @@ class ModelledKv(MockKv):
         size = self._bytes(item, first)
         us = ceil(size / BYTES_PER_US / self._settings.speedup)
         await asyncio.sleep(us / 1e6)
-        holder = self._opened.get(agent_name(prefilled.worker_id, prefilled.worker_epoch))
+        holder = self._opened.get(prefilled.descriptor[U64_BYTES:].decode(errors="replace"))
         if holder is not None and not holder._end(item.request_id, "fetched"):
             raise TransferError(f"{prefilled.worker_id} no longer keeps this KV", "expired")
         self._stats.fetched += 1
         self._stats.bytes += size
         self._stats.read_us += us
-        (seen,) = unpack_u64(prefilled.descriptor)
+        (seen,) = unpack_u64(prefilled.descriptor[:U64_BYTES])
         return seen, FetchedKv(bytes=size, blocks=size // self._block_bytes, us=us)
 
     def _bytes(self, item: WorkItem, first: int = 0) -> int:
@@ -355,7 +354,7 @@ class ModelledKv(MockKv):
         lease.cancel()
         self._stats.held_offers -= 1
         self._stats.freed[why] = self._stats.freed.get(why, 0) + 1
-        self._freed(request_id)
+        self._on_end(request_id)
         return True
 
 
@@ -383,16 +382,3 @@ def seen_in(blocks: Sequence["Array"], names: Sequence[int]) -> int:
         uniform = bool((words == words[0]).all())
         media_hashes.append(int(words[0]) ^ name if uniform else xxh3_64_intdigest(block.tobytes(), name))
     return media_hashes[0] if len(set(media_hashes)) == 1 else xxh3_64_intdigest(pack_u64(media_hashes))
-
-
-def summed(past: Stats, current: Stats) -> Stats:
-    """Return statistics whose counters are the sums of both arguments, and whose gauges are those of `current`."""
-    total = Stats()
-    for name in Stats.__struct_fields__:
-        before, now = getattr(past, name), getattr(current, name)
-        if isinstance(now, dict):
-            now = {key: before.get(key, 0) + now.get(key, 0) for key in before | now}
-        elif name not in NOW:
-            now += before
-        setattr(total, name, now)
-    return total

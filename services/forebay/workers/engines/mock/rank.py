@@ -58,10 +58,10 @@ QUANTUM_US = 1_000  # minimum real time per batch: the timer resolution of an ev
 BATCH_TOKENS_MAX = 4_096  # other tasks run after a few milliseconds at any speedup
 LAG_S_MAX = 0.1  # maximum backlog: a machine that is slower than this does not run faster later to catch up
 
-RequestState = Literal["opening", "output", "prefill", "kept", "to_fetch", "fetching", "fetched", "tiers"]
+RequestState = Literal["output", "prefill", "kept", "to_fetch", "fetching", "fetched", "tiers"]
 """State of a request besides the engine model.
 
-`opening` means that the request waits for the KV transport, and `tiers` that its blocks have names for tiers.
+`tiers` means that its blocks have names for tiers.
 """
 
 logger = logging.getLogger(__name__)
@@ -262,7 +262,6 @@ class MockRank:
         fetching = list(self._fetching.values())
         for task in fetching:
             task.cancel()
-        self.kv = None
         self.model.reset()
         for kept in (self._prompts, self._to_fetch, self._fetching, self._fetched):
             kept.clear()
