@@ -53,7 +53,6 @@ class EngineSide:
         self._run = run
 
     async def serve(self) -> None:
-        await self.engine.start(self.spec)
         await self.engine.run(lambda batch: self._run.observed(self, batch))
 
     def submit(self, item: WorkItem) -> None:
@@ -72,7 +71,7 @@ class EngineSide:
     async def idle(self) -> None:
         engine, rank = self.engine, self.engine.ranks[0]
         await until(lambda: not (engine.kept() or rank.model.pool.used or engine.requests()))
-        await until(lambda: engine.kv is None or not engine.kv.slots.used)
+        await until(lambda: engine.kv is not None and not engine.kv.slots.used)
         await until(lambda: engine.kv_stats().offered == sum(engine.kv_stats().freed.values()))
         stats = engine.kv_stats()
         assert (stats.held_offers, stats.held_blocks, stats.in_flight, stats.waiting) == (0, 0, 0, 0)
@@ -185,6 +184,8 @@ def _nth(found: list[str], number: int) -> str | None:
 def test_disagg_requests_end_once_and_all_blocks_are_freed(drawn: list[tuple[Any, ...]]) -> None:
     async def scenario() -> None:
         run = Run()
+        for half in (run.prefill, run.decode):
+            await half.engine.start(half.spec)
         serving = [asyncio.create_task(half.serve()) for half in (run.prefill, run.decode)]
         try:
             for operation in drawn:

@@ -1,6 +1,8 @@
 """Collect the events of one rank of an engine (output, changes of the cache, load) and publish them as batches."""
 
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from forebay.engine_model.steps import Emitted, EngineLoad, Finished, FirstTokenStep, StoreChange
 from forebay.events.base import pack_u32
@@ -46,14 +48,8 @@ class RankBuffer:
         self._forget()
 
     def _forget(self) -> None:
-        self._changes: list[CacheChange] = []
         self._chunks: dict[tuple[str, int], _Chunk] = {}
-        self._first_tokens: list[FirstTokenStep] = []
-        self._finished: list[Finished] = []
-        self._failed: list[Failed] = []
-        self._vectors: list[Vector] = []
-        self._prefilled: list[PromptPrefilled] = []
-        self._not_fetched: list[NotFetched] = []
+        self._events: defaultdict[str, list[Any]] = defaultdict(list)  # by field of EngineBatch
 
     @property
     def muted(self) -> bool:
@@ -94,7 +90,7 @@ class RankBuffer:
                     self._muted = False
                     continue
             if not self._muted:
-                self._changes.append(change)
+                self._events["cache_changes"].append(change)
 
     def cleared(self, clears_before: int) -> None:
         """Report the cache as empty after a command has cleared it.
@@ -106,7 +102,7 @@ class RankBuffer:
             clears_before: value of `clears` when the command was sent.
         """
         if self.clears == clears_before and not self._muted:
-            self._changes.append(Cleared())
+            self._events["cache_changes"].append(Cleared())
             self._muted = True
 
     def store_changed(self, change: StoreChange) -> None:
@@ -114,7 +110,7 @@ class RankBuffer:
 
     def discard_changes(self) -> None:
         """Drop collected changes of the cache, because the worker has just announced the whole cache."""
-        self._changes.clear()
+        self._events.pop("cache_changes", None)
 
     def add_tokens(
         self, item: WorkItem, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()
@@ -138,14 +134,14 @@ class RankBuffer:
             onboarded: the part of them that was loaded from other tiers.
         """
         first = FirstTokenStep(item.request_id, item.attempt, cached_tokens, onboarded=onboarded)
-        self._first_tokens.append(first)
+        self._events["first_tokens"].append(first)
 
     def embedded(self, item: WorkItem, packed: bytes) -> None:
         """Add the embedding vector of a prompt, packed as float32."""
-        self._vectors.append(Vector(item.request_id, item.attempt, packed))
+        self._events["vectors"].append(Vector(item.request_id, item.attempt, packed))
 
     def finished(self, end: Finished) -> None:
-        self._finished.append(end)
+        self._events["finished"].append(end)
 
     def failed(self, item: WorkItem, error: ResponseError, *, is_rejection: bool = False) -> None:
         """Add the failure of a request.
@@ -155,7 +151,7 @@ class RankBuffer:
             is_rejection: whether another worker may take the request, because the attempt has no output and the request
                 is not at fault.
         """
-        self._failed.append(Failed(item.request_id, item.attempt, error, is_rejection))
+        self._events["failed"].append(Failed(item.request_id, item.attempt, error, is_rejection))
 
     def prefilled(
         self,
@@ -171,42 +167,29 @@ class RankBuffer:
             cached_tokens: number of prompt tokens that were in the cache, or loaded into it.
             onboarded: the part of them that was loaded from other tiers.
         """
-        self._prefilled.append(PromptPrefilled(item.request_id, item.attempt, prefilled, cached_tokens, onboarded))
+        kept = PromptPrefilled(item.request_id, item.attempt, prefilled, cached_tokens, onboarded)
+        self._events["prefilled"].append(kept)
 
     def not_fetched(self, item: WorkItem, error: str) -> None:
         """Add the event that the KV of a prompt could not be fetched, with the reason."""
-        self._not_fetched.append(NotFetched(item.request_id, item.attempt, error))
+        self._events["not_fetched"].append(NotFetched(item.request_id, item.attempt, error))
 
     def take(self) -> EngineBatch | None:
         """Return the events since the last call as one batch; None if there are none and the load is unchanged."""
-        events = (self._changes, self._chunks, self._vectors, self._first_tokens, self._finished, self._failed)
-        others = (self._prefilled, self._not_fetched, self._store_changes)
-        if not any((*events, *others)) and self.load == self._published_load:
+        if not (self._events or self._chunks or self._store_changes) and self.load == self._published_load:
             return None
         self._published_load = self.load
+        emitted = [
+            Emitted(*request, chunk.first_index, pack_u32(chunk.token_ids), tuple(chunk.logprobs), self._text_only)
+            for request, chunk in self._chunks.items()
+        ]
         batch = EngineBatch(
             rank=self.rank,
             load=self.load,
-            cache_changes=self._changes,
-            emitted=[
-                Emitted(
-                    request_id,
-                    attempt,
-                    chunk.first_index,
-                    pack_u32(chunk.token_ids),
-                    tuple(chunk.logprobs),
-                    self._text_only,
-                )
-                for (request_id, attempt), chunk in self._chunks.items()
-            ],
-            vectors=self._vectors,
-            first_tokens=self._first_tokens,
-            finished=self._finished,
-            failed=self._failed,
-            prefilled=self._prefilled,
-            not_fetched=self._not_fetched,
+            emitted=emitted,
             store_changes=self._store_changes,
             tier_costs=self.tier_costs,
+            **self._events,
         )
         self._store_changes = []
         self._forget()

@@ -294,10 +294,11 @@ class MockEngine:
 
     async def _open(self, spec: WorkerSpec) -> None:
         kind = MockKv if self.kv_settings.connector == NIXL else ModelledKv
-        self.kv = kind(self.kv_settings, spec, self._config.block_size, self._on_free)
-        await self.kv.open(len(self.ranks) * self._config.kv_blocks_total)
+        kv = kind(self.kv_settings, spec, self._config.block_size, self._on_free)
+        await kv.open(len(self.ranks) * self._config.kv_blocks_total)
+        self.kv = kv
         for rank in self.ranks.values():
-            rank.kv = self.kv
+            rank.kv = kv
 
     def _on_free(self, request_id: str) -> None:
         for rank in self.ranks.values():

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Collection, Sequence
 from math import sqrt
+from typing import NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
@@ -19,6 +20,12 @@ DIMENSIONS = 64
 HALF = 1 << 63
 
 
+class _Extra(NamedTuple):
+    item: WorkItem
+    is_ended: bool
+    is_empty: bool
+
+
 class ExtraOutputs:
     """Adds log probabilities, embeddings and finish reasons to the batches of one rank of a mock engine.
 
@@ -28,9 +35,7 @@ class ExtraOutputs:
 
     def __init__(self, vocabulary: Sequence[int]) -> None:
         self._vocabulary = vocabulary
-        self._items: dict[str, WorkItem] = {}
-        self._ended: set[str] = set()
-        self._empty: set[str] = set()
+        self._extras: dict[str, _Extra] = {}
 
     def begin(self, item: WorkItem, *, is_ended: bool, is_empty: bool) -> None:
         """Register a request, if it requests log probabilities or an embedding, or its output ends by itself.
@@ -40,42 +45,35 @@ class ExtraOutputs:
             is_empty: whether there is no output. The token that the model generates is then removed.
         """
         if item.sampling.logprobs is not None or is_ended or is_empty:
-            self._items[item.request_id] = item
-        if is_ended or is_empty:
-            self._ended.add(item.request_id)
-        if is_empty:
-            self._empty.add(item.request_id)
+            self._extras[item.request_id] = _Extra(item, is_ended or is_empty, is_empty)
 
     @property
     def request_ids(self) -> Collection[str]:
-        return self._items.keys()
+        return self._extras.keys()
 
     def end(self, request_id: str) -> None:
-        self._items.pop(request_id, None)
-        self._ended.discard(request_id)
-        self._empty.discard(request_id)
+        self._extras.pop(request_id, None)
 
     def clear(self) -> None:
-        self._items.clear()
-        self._ended.clear()
-        self._empty.clear()
+        self._extras.clear()
 
     def extend(self, batch: EngineBatch) -> EngineBatch:
         """Return a batch with the requested log probabilities and embeddings, and the finish reason of whole scripts.
 
         A request without output takes as long as its prompt.
         """
-        if not self._items:
+        if not self._extras:
             return batch
+        empty = {request_id for request_id, extra in self._extras.items() if extra.is_empty}
         vectors = [
-            Vector(end.request_id, end.attempt, vector_of(prompt_of(item)))
+            Vector(end.request_id, end.attempt, vector_of(prompt_of(extra.item)))
             for end in batch.finished
-            if (item := self._items.get(end.request_id)) is not None and item.task == "embed"
+            if (extra := self._extras.get(end.request_id)) is not None and extra.item.task == "embed"
         ]
         extended = msgspec.structs.replace(
             batch,
-            emitted=[self._emitted(chunk) for chunk in batch.emitted if chunk.request_id not in self._empty],
-            first_tokens=[first for first in batch.first_tokens if first.request_id not in self._empty],
+            emitted=[self._emitted(chunk) for chunk in batch.emitted if chunk.request_id not in empty],
+            first_tokens=[first for first in batch.first_tokens if first.request_id not in empty],
             finished=[self._finished(end) for end in batch.finished],
             vectors=vectors,
         )
@@ -84,16 +82,16 @@ class ExtraOutputs:
         return extended
 
     def _finished(self, end: Finished) -> Finished:
-        if end.request_id not in self._ended:
+        extra = self._extras.get(end.request_id)
+        if extra is None or not extra.is_ended:
             return end
-        output_tokens = 0 if end.request_id in self._empty else end.output_tokens
+        output_tokens = 0 if extra.is_empty else end.output_tokens
         return msgspec.structs.replace(end, reason="stop", output_tokens=output_tokens)
 
     def _emitted(self, chunk: Emitted) -> Emitted:
-        item = self._items.get(chunk.request_id)
-        if item is None or item.sampling.logprobs is None:
+        extra = self._extras.get(chunk.request_id)
+        if extra is None or (count := extra.item.sampling.logprobs) is None:
             return chunk
-        count = item.sampling.logprobs
         logprobs = tuple(self._logprob(token_id, count) for token_id in unpack_u32(chunk.token_ids))
         return msgspec.structs.replace(chunk, logprobs=logprobs)
 

@@ -10,12 +10,6 @@ prompt, in the format of the default model, which is that of Qwen. An attempt th
 one gets the rest of the script. With `ignore_eos` there are no calls and no reasoning, because the client wants exactly
 `max_tokens` tokens. The generated values of a script share a budget of characters, which does not depend on
 `max_tokens`, because an attempt that continues an output has fewer tokens left.
-
-Values match a JSON schema, and equal schemas and seeds give equal values. No library does that: `jsf` draws from the
-global random numbers of the process, ignores all parts of `allOf`, and has no bound on the size. Supported are `type`,
-`enum`, `const`, `properties`, `required`, `additionalProperties`, `items`, `prefixItems`, local `$ref`, `anyOf`,
-`oneOf`, `allOf`, bounds of numbers and lengths, and common values of `format`. Other keywords, such as `pattern`, have
-no effect. A schema comes from a client, so every keyword may have any value.
 """
 
 import json
@@ -73,7 +67,13 @@ class CharBudget:
 
 
 class SchemaValues:
-    """Generates values for one root schema.
+    """Generates a value that matches a JSON schema. Equal schemas and seeds give equal values.
+
+    No library does that: `jsf` draws from the global random numbers of the process, fails for `allOf` and
+    `prefixItems`, and has no bound on the size. Supported are `type`, `enum`, `const`, `properties`, `required`,
+    `additionalProperties`, `items`, `prefixItems`, local `$ref`, `anyOf`, `oneOf`, `allOf`, bounds of numbers and
+    lengths, and common values of `format`. Other keywords, such as `pattern`, have no effect. A schema comes from a
+    client, so every keyword may have any value.
 
     Args:
         root: the schema, which local references refer to.
