@@ -189,20 +189,27 @@ async def test_models_metrics_and_errors_are_those_of_vllm() -> None:
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "body.max_tokens")
 
 
+async def caught_up(server: OpenAiServer, feed: KvFeed) -> None:
+    """Wait until the feed has processed all batches."""
+    assert server.events is not None
+    events = server.events
+    await until(lambda: feed.sequence.next_seq == events.batches)
+
+
 async def test_decoder_reads_the_events_of_vllm() -> None:
     async with served(kv_events=True) as (server, client):
         await complete(client, count=11, cache_salt="tenant-1")  # published before the feed connects
         async with feed_of(server, VllmDecoder()) as feed:
             tokens = PROMPT + await output(client, count=11)
-            assert await feed.catch_up()
+            await caught_up(server, feed)
             salted = hashes(tokens[:40], salt="tenant-1")
             assert set(feed.held()) == {*hashes(tokens[:40]), *salted}
             assert feed.totals()["replayed"]
             await client.post("/reset_prefix_cache")
-            assert await feed.catch_up()
+            await caught_up(server, feed)
             assert set(feed.held()) == {*hashes(tokens[:40]), *salted}, "vLLM publishes the event with the next step"
             await complete(client, PROMPT[:5], 1)
-            assert await feed.catch_up()
+            await caught_up(server, feed)
             assert list(feed.held()) == hashes(PROMPT[:4])
 
 
@@ -213,7 +220,7 @@ async def test_evicted_blocks_are_reported_and_lost_batches_are_replayed() -> No
             server.events.drops = at % 2 == 0
             await complete(client, [300 + at, *range(400, 430)], 9)
         server.events.drops = False
-        assert await feed.catch_up()
+        await caught_up(server, feed)
         tokens = [305, *range(400, 430)]
         tokens += await mock_output(tokens, 9)
         assert not feed.counts["lost"]
@@ -225,7 +232,7 @@ async def test_restart_is_seen_as_a_restart() -> None:
     async with served(kv_events=True) as (server, client), feed_of(server, VllmDecoder()) as feed:
         for _ in range(2):
             await complete(client, [*range(500, 540)], 9)
-        assert await feed.catch_up()
+        await caught_up(server, feed)
         await server.restart()
         await complete(client, PROMPT, 1)
         await until(lambda: set(feed.held()) == set(hashes(PROMPT)))
@@ -241,7 +248,7 @@ async def test_adapters() -> None:
         _, card = (await client.get("/v1/models")).json()["data"]
         assert (card["id"], card["parent"], card["root"]) == ("tuned", DEFAULT_NAME, str(DEFAULT_MODEL))
         assert (await complete(client, count=1, model="tuned"))["model"] == "tuned"
-        assert await feed.catch_up()
+        await caught_up(server, feed)
         assert list(feed.held()) == hashes(PROMPT, lora="tuned")
         assert (await client.post("/v1/unload_lora_adapter", json={"lora_name": "tuned"})).status_code == 200
         gone = await client.post("/v1/completions", json={"model": "tuned", "prompt": "hello"})
@@ -354,10 +361,10 @@ async def test_sglang() -> None:
             assert tokens == await mock_output(PROMPT, 11)
             assert "matched_stop" in found["choices"][0]
             await complete(client, count=11)
-            assert await feed.catch_up()
+            await caught_up(server, feed)
             assert list(feed.held()) == hashes((PROMPT + tokens)[:40])
             assert (await client.post("/flush_cache")).status_code == 200
-            assert await feed.catch_up()
+            await caught_up(server, feed)
             assert not feed.held()
         assert "sglang:max_total_num_tokens" in (await client.get("/metrics")).text
         info = (await client.get("/server_info")).json()

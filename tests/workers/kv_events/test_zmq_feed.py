@@ -220,7 +220,6 @@ async def test_gap_is_a_loss_without_a_replay_socket() -> None:
         source = KvSource(publisher.source.endpoint, None, "kv")
         await publisher.publish(VLLM_BATCHES[0][1])  # no subscriber yet
         async with feeding(source) as (feed, announced):
-            assert not await feed.catch_up()
             while not feed.counts["live"]:
                 await publisher.publish([])
                 await asyncio.sleep(0.001)
@@ -258,30 +257,17 @@ async def test_invalid_messages_are_counted() -> None:
         assert announced.held == set(NAMES)
 
 
-async def test_catch_up_waits_for_earlier_batches() -> None:
-    async with publishing() as publisher, feeding(publisher.source) as (feed, announced):
-        await subscribed(publisher, feed, announced)
-        for _, events in VLLM_BATCHES[1:5]:
-            await publisher.publish(events, dropped=True)
-            # Concurrent callers both succeed.
-            assert all(await asyncio.gather(feed.catch_up(), feed.catch_up()))
-            assert feed.sequence.next_seq == publisher.next_seq
-        assert len(announced.held) == 8
-
-
-async def test_catch_up_returns_false_without_a_reply() -> None:
-    async with publishing() as publisher, feeding(publisher.source, answer_timeout_s=0.05) as (feed, announced):
+async def test_a_replay_without_a_reply_is_requested_again() -> None:
+    options = {"answer_timeout_s": 0.05, "quiet_s": 0.02}
+    async with publishing() as publisher, feeding(publisher.source, **options) as (feed, announced):
         await subscribed(publisher, feed, announced)
         publisher.answers = False
-        first = asyncio.create_task(feed.catch_up())
-        await until(lambda: feed.counts["unanswered"] == 2)
-        second = await feed.catch_up()  # the last replay request of the first call is in flight
-        assert not second and not await first
-        assert feed.counts["unanswered"] >= 3 and not announced.lost
-        waiting = asyncio.create_task(feed.catch_up())
-        await until(lambda: feed.sequence.asking)
-    assert not await waiting
-    assert not await feed.catch_up(), "nothing runs"
+        await publisher.publish([{"type": "AllBlocksCleared"}], dropped=True)
+        await until(lambda: feed.counts["unanswered"] >= 3)
+        assert not announced.lost
+        publisher.answers = True
+        await until(lambda: feed.sequence.next_seq == publisher.next_seq)
+        assert announced.held == set()
 
 
 async def test_an_error_of_the_reader_ends_the_feed() -> None:

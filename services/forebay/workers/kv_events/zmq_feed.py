@@ -106,8 +106,6 @@ class KvFeed:
         self._on_lost: OnLost | None = None
         self._requested: RequestReplay | None = None
         self._wake = asyncio.Event()
-        self._waiting: list[asyncio.Future[bool]] = []  # waits for a replay that was not requested yet
-        self._served: list[asyncio.Future[bool]] = []  # waits for the replay in flight
 
     def held(self) -> Items[int]:
         """Return the sequence hashes of the blocks in device memory, for `Engine.held`."""
@@ -148,22 +146,7 @@ class KvFeed:
                 tasks.create_task(self._run_replays(context))
         finally:
             self._publish = None
-            self._resolve(ok=False, of=self._served + self._waiting)
-            self._served, self._waiting = [], []
             context.destroy(linger=0)
-
-    async def catch_up(self) -> bool:
-        """Wait until all batches that the engine has published so far are processed.
-
-        Returns:
-            False after a timeout, or if the feed does not run or the engine has no replay socket.
-        """
-        if self._publish is None or self._source.replay_endpoint is None:
-            return False
-        caught_up: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiting.append(caught_up)
-        self._do(self.sequence.check())
-        return await caught_up
 
     async def _receive(self, live: zmq.asyncio.Socket) -> None:
         while True:
@@ -199,9 +182,6 @@ class KvFeed:
     async def _replay(self, context: zmq.asyncio.Context, request: RequestReplay) -> None:
         """Run one replay on its own socket, so that a late reply to an earlier request cannot be taken for it."""
         assert self._source.replay_endpoint is not None
-        self._served += self._waiting
-        self._waiting = []
-        ok = True
         with context.socket(zmq.DEALER) as dealer:
             dealer.set(zmq.LINGER, 0)
             dealer.set(zmq.RCVHWM, RECEIVE_HWM)
@@ -212,18 +192,12 @@ class KvFeed:
                     async with asyncio.timeout(self._answer_timeout_s):
                         frames = await dealer.recv_multipart()
                 except TimeoutError:
-                    ok = False
                     self.counts["unanswered"] += 1
                     self._requested = None
                     self._do(self.sequence.failed())
                     break
                 self._on_reply(frames)
                 await asyncio.sleep(0)
-        if not self.sequence.asking:
-            served, self._served = self._served, []
-            self._resolve(ok=ok, of=served)
-            if self._waiting:
-                self._do(self.sequence.check())
 
     def _on_reply(self, frames: list[bytes]) -> None:
         """Handle a reply to a replay request: a delimiter and a batch, or the end of the replay.
@@ -245,11 +219,6 @@ class KvFeed:
         logger.warning(
             "rank %s: got a message of %s frames, which is not a batch of KV events", self._rank, len(frames)
         )
-
-    def _resolve(self, *, ok: bool, of: list["asyncio.Future[bool]"]) -> None:
-        for one in of:
-            if not one.done():
-                one.set_result(ok)
 
     def _do(self, steps: list[Step]) -> None:
         assert self._publish is not None and self._on_lost is not None

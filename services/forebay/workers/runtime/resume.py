@@ -51,12 +51,10 @@ class SlotReading:
     """Counters of the reads of reply slots.
 
     Attributes:
-        bytes_read: bytes of the records that were read.
         undecodable: number of records that could not be decoded.
     """
 
     passes: int = 0
-    bytes_read: int = 0
     undecodable: int = 0
 
 
@@ -147,7 +145,6 @@ class Resumer:
         return replies
 
     def _apply(self, replies: dict[str, ResponseState], record: Record) -> None:
-        self._reading.bytes_read += len(record.value)
         try:
             event: TokenEvent = decode(TOKENS, record.value)
         except DecodeError as error:
