@@ -1,16 +1,13 @@
-"""Operators around `generate`: order, closing, and the built-in operators."""
+"""Operators around `generate`: order, closing, and the limit of tokens."""
 
 import dataclasses
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from forebay.events.requests import Sampling
 from forebay.workers.engines.service.request import Refused, Request
-from forebay.workers.pipeline import Generate, Pipeline, ResponseLog, Retry, StopSequences, TokenLimit
+from forebay.workers.pipeline import Generate, Pipeline, TokenLimit
 
 REQUEST = Request(request_id="r", token_ids=(1, 2, 3), sampling=Sampling(max_tokens=100))
 
@@ -18,14 +15,6 @@ REQUEST = Request(request_id="r", token_ids=(1, 2, 3), sampling=Sampling(max_tok
 async def echo(request: Request) -> AsyncGenerator[int]:
     for token in request.token_ids:
         yield token
-
-
-def generating(*tokens: int) -> Generate:
-    async def generate(_: Request) -> AsyncGenerator[int]:
-        for token in tokens:
-            yield token
-
-    return generate
 
 
 async def generated(pipeline: Pipeline, request: Request = REQUEST) -> list[int]:
@@ -101,101 +90,9 @@ async def test_errors_pass_through_every_operator() -> None:
         await anext(answer)
 
 
-@given(
-    st.lists(st.integers(0, 2), max_size=12),
-    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), min_size=1, max_size=3),
-)
-async def test_response_ends_before_a_stop_sequence(answer: list[int], stops: list[list[int]]) -> None:
-    # The stop sequence that completes first wins; of several, the longest.
-    ends = [
-        (at + len(stop), -len(stop))
-        for stop in stops
-        for at in range(len(answer))
-        if answer[at : at + len(stop)] == stop
-    ]
-    expected = answer
-    if ends:
-        end, length = min(ends)
-        expected = answer[: end + length]
-    assert await generated(Pipeline(generating(*answer)) | StopSequences(*stops)) == expected
-
-
-async def test_only_a_prefix_of_a_stop_sequence_is_withheld() -> None:
-    requested: list[int] = []
-
-    async def counted(_: Request) -> AsyncGenerator[int]:
-        for token in (1, 2, 3, 4):
-            requested.append(token)
-            yield token
-
-    stream = (Pipeline(counted) | StopSequences([3, 9]))(REQUEST)
-    assert [await anext(stream), await anext(stream)] == [1, 2]
-    assert requested == [1, 2]
-    assert await anext(stream) == 3
-    assert requested == [1, 2, 3, 4]
-    await stream.aclose()
-
-
-@pytest.mark.parametrize(("attempts", "failures", "works"), [(1, 0, True), (3, 2, True), (3, 3, False)])
-async def test_retry_repeats_until_the_first_token(attempts: int, failures: int, works: bool) -> None:
-    requested = 0
-
-    async def flaky(_: Request) -> AsyncGenerator[int]:
-        nonlocal requested
-        requested += 1
-        if requested <= failures:
-            raise ConnectionError("no answer")
-        yield 7
-
-    pipeline = Pipeline(flaky) | Retry(attempts)
-    if works:
-        assert await generated(pipeline) == [7]
-    else:
-        with pytest.raises(ConnectionError):
-            await generated(pipeline)
-    assert requested == min(failures + 1, attempts)
-
-
-@pytest.mark.parametrize(("error", "tokens"), [(ConnectionError(), 1), (Refused("no"), 0)])
-async def test_retry_stops_after_output_or_rejection(error: Exception, tokens: int) -> None:
-    requested = 0
-
-    async def broken(_: Request) -> AsyncGenerator[int]:
-        nonlocal requested
-        requested += 1
-        for token in range(tokens):
-            yield token
-        raise error
-
-    with pytest.raises(type(error)):
-        await generated(Pipeline(broken) | Retry(5))
-    assert requested == 1
-
-
-async def test_log_has_one_line_per_response(caplog: pytest.LogCaptureFixture) -> None:
-    async def broken(_: Request) -> AsyncGenerator[int]:
-        yield 1
-        raise RuntimeError
-
-    log = ResponseLog(logging.getLogger("answers"))
-    with caplog.at_level(logging.INFO, logger="answers"):
-        await generated(Pipeline(echo) | log)
-        with pytest.raises(RuntimeError):
-            await generated(Pipeline(broken) | log)
-        await generated(Pipeline(echo) | log | TokenLimit(1))
-    lines = [record.message.rpartition(" in ")[0] for record in caplog.records]
-    assert lines == ["r ended: 3 tokens", "r failed: 1 tokens", "r closed: 1 tokens"]
-
-
-def test_operators_without_effect_are_rejected() -> None:
-    for make, text in (
-        (lambda: TokenLimit(0), "tokens_max must be 1 or more, got 0"),
-        (lambda: Retry(0), "attempts must be 1 or more, got 0"),
-        (StopSequences, "at least one stop sequence"),
-        (lambda: StopSequences([1], []), "at least one token"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            make()
+def test_a_limit_without_tokens_is_rejected() -> None:
+    with pytest.raises(ValueError, match="tokens_max must be 1 or more, got 0"):
+        TokenLimit(0)
 
 
 async def test_request_shows_its_cancellation() -> None:

@@ -1,4 +1,4 @@
-"""KV transfers by NIXL and by plain sockets: content, freed offers and bounds."""
+"""KV transfers by NIXL: content, freed offers and bounds."""
 
 import asyncio
 import signal
