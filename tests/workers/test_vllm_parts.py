@@ -242,7 +242,7 @@ def test_reset_drops_unpublished_events() -> None:
     rank.changed([Stored(None, (2,))])
     batch = rank.take()
     assert batch is not None
-    assert (batch.emitted, batch.cache_changes, batch.load) == ([], [], EngineLoad(0, 0, 0, 10))
+    assert (batch.emitted, batch.cache_changes, batch.load) == ([], (), EngineLoad(0, 0, 0, 10))
     rank.changed([Cleared(), Stored(None, (3,))])
     batch = rank.take()
     assert batch is not None
