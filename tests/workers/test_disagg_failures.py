@@ -169,9 +169,10 @@ async def test_disagg_cancellation_before_the_first_token(scene: Scene) -> None:
     assert not output_by(scene, "r")
 
 
-async def test_a_second_disagg_attempt_at_the_same_worker_replaces_the_first(scene: Scene) -> None:
+@pytest.mark.parametrize("connector", ["nixl", "modelled"])
+async def test_a_second_disagg_attempt_at_the_same_worker_replaces_the_first(scene: Scene, connector: str) -> None:
     expected = await aggregated(scene, "alone")
-    async with pair(scene) as both:
+    async with pair(scene, connector=connector) as both:
         first = await both.compute("r")
         await both.ask("r", attempt=2)
         await until(lambda: len(scene.progress(PrefillFinished)) == 2)

@@ -52,6 +52,8 @@ async def test_disagg_output_equals_that_of_one_worker(scene: Scene, kind: str, 
         await both.answer("apart", prefilled)
         assert await both.generated("apart") == expected
         await both.idle()
+        stats = both.decode.engine.kv_stats()
+        assert (stats.fetched, stats.bytes, sum(stats.took.values())) == (1, prefilled.bytes, 1)
     first = next(one for one in scene.progress(FirstTokenEmitted) if one.request_id == "apart")
     assert first.transferred_bytes == prefilled.bytes
     assert first.transfer_us > 0

@@ -7,6 +7,7 @@ from forebay.cli.common.logs import announce
 from forebay.cli.processes.engines import mock_connector
 from forebay.cli.processes.settings import EmbeddedModel, EmbeddedSettings
 from forebay.events.control import DisaggConfig, Role
+from forebay.workers.kv_transfer.api import NIXL
 
 
 def announce_start(settings: EmbeddedSettings, disagg: Mapping[str, DisaggConfig]) -> None:
@@ -62,5 +63,7 @@ def _prefill_place(model: EmbeddedModel, disagg: DisaggConfig) -> str:
         return f"by decode workers if the policy {disagg.policy} allows it; other requests are rejected"
     which = "" if disagg.policy == "always" else f" if the policy {disagg.policy} requires it"
     last = "; requests that they cannot compute are rejected" if disagg.enforce else ""
-    how = f", KV transfer by {mock_connector()}" if engine.is_mock else ""
+    how = ""
+    if engine.is_mock:
+        how = ", KV transfer by nixl" if mock_connector() == NIXL else ", KV transfer in modelled time without NIXL"
     return f"by prefill workers{which}{how}{last}"

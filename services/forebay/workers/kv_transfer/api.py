@@ -5,6 +5,7 @@ numbered from 0. The worker that computed a prompt (the holder) offers the block
 reader) fetches some or all of these blocks into its own slots, and notifies the holder.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -95,3 +96,12 @@ class Stats(msgspec.Struct, kw_only=True):
     held_offers: int = 0
     held_blocks: int = 0
     quarantined_blocks: int = 0
+
+    def add_fetch(self, fetch: FetchedKv) -> None:
+        """Count a completed fetch."""
+        self.fetched += 1
+        self.blocks += fetch.blocks
+        self.bytes += fetch.bytes
+        self.read_us += fetch.us
+        bucket = bisect_left(BUCKETS_S, fetch.us / 1e6)
+        self.took[bucket] = self.took.get(bucket, 0) + 1

@@ -8,7 +8,6 @@ ended it.
 
 import asyncio
 import contextlib
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -21,7 +20,6 @@ from forebay.events.media import Encoded
 from forebay.events.transfer import Prefilled
 from forebay.workers.engine import EngineError
 from forebay.workers.kv_transfer.api import (
-    BUCKETS_S,
     FetchedKv,
     FreeReason,
     Offer,
@@ -236,14 +234,9 @@ class KvTransport:
             self.stats.cancelled += 1
             raise
         us = int((runtime.monotonic_s() - began_s) * 1e6)
-        size = len(into) * self.memory.block_bytes
-        self.stats.fetched += 1
-        self.stats.blocks += len(into)
-        self.stats.bytes += size
-        self.stats.read_us += us
-        bucket = bisect_left(BUCKETS_S, us / 1e6)
-        self.stats.took[bucket] = self.stats.took.get(bucket, 0) + 1
-        return FetchedKv(bytes=size, blocks=len(into), us=us, retries=retries)
+        fetch = FetchedKv(bytes=len(into) * self.memory.block_bytes, blocks=len(into), us=us, retries=retries)
+        self.stats.add_fetch(fetch)
+        return fetch
 
     def drop(self, offered: Prefilled | Encoded) -> None:
         """Notify a holder that this worker will not fetch its blocks, in the background and without retries.

@@ -287,8 +287,9 @@ class MockKv:
 class ModelledKv(MockKv):
     """KV without bytes, whose transfers take modelled time: for mock engines without NIXL.
 
-    Its descriptor has the hash of the prompt's media and the name of the holder. Workers of one process notify each
-    other when KV was fetched. A prefill worker of another process keeps its KV until the lease ends.
+    Its descriptor has the hash of the prompt's media, the number of the offer, and the name of the holder. Workers of
+    one process notify each other when KV was fetched. A prefill worker of another process keeps its KV until the lease
+    ends.
     """
 
     _opened: ClassVar[WeakValueDictionary[str, "ModelledKv"]] = WeakValueDictionary()
@@ -296,7 +297,7 @@ class ModelledKv(MockKv):
     async def open(self, blocks: int) -> None:
         """Make the KV available to the workers of this process."""
         self._stats = Stats()
-        self._leases: dict[str, asyncio.TimerHandle] = {}
+        self._leases: dict[str, tuple[asyncio.TimerHandle, int, bytes]] = {}  # with number of blocks and descriptor
         self._opened[self._agent] = self
 
     @property
@@ -310,11 +311,14 @@ class ModelledKv(MockKv):
     def offer(self, item: WorkItem, seen: int) -> Prefilled:
         request_id, size = item.request_id, self._bytes(item)
         expire = partial(self._end, request_id, "expired")
-        self._leases[request_id] = asyncio.get_running_loop().call_later(self._settings.lease_s, expire)
+        lease, blocks = asyncio.get_running_loop().call_later(self._settings.lease_s, expire), size // self._block_bytes
+        descriptor = pack_u64([seen, self._stats.offered]) + self._agent.encode()
+        self._leases[request_id] = lease, blocks, descriptor
         self._stats.offered += 1
         self._stats.offered_bytes += size
         self._stats.held_offers += 1
-        return self._prefilled(item, pack_u64([seen]) + self._agent.encode(), size)
+        self._stats.held_blocks += blocks
+        return self._prefilled(item, descriptor, size)
 
     def release(self, request_id: str) -> bool:
         return self._end(request_id, "released")
@@ -335,24 +339,28 @@ class ModelledKv(MockKv):
         size = self._bytes(item, first)
         us = ceil(size / BYTES_PER_US / self._settings.speedup)
         await asyncio.sleep(us / 1e6)
-        holder = self._opened.get(prefilled.descriptor[U64_BYTES:].decode(errors="replace"))
-        if holder is not None and not holder._end(item.request_id, "fetched"):
+        holder = self._opened.get(prefilled.descriptor[2 * U64_BYTES :].decode(errors="replace"))
+        if holder is not None and not holder._end(item.request_id, "fetched", prefilled.descriptor):
+            self._stats.failed["expired"] = self._stats.failed.get("expired", 0) + 1
             raise TransferError(f"{prefilled.worker_id} no longer keeps this KV", "expired")
-        self._stats.fetched += 1
-        self._stats.bytes += size
-        self._stats.read_us += us
         (seen,) = unpack_u64(prefilled.descriptor[:U64_BYTES])
-        return seen, FetchedKv(bytes=size, blocks=size // self._block_bytes, us=us)
+        fetch = FetchedKv(bytes=size, blocks=size // self._block_bytes, us=us)
+        self._stats.add_fetch(fetch)
+        return seen, fetch
 
     def _bytes(self, item: WorkItem, first: int = 0) -> int:
         return (len(block_names(item, self._block_size)) - first) * self._block_bytes
 
-    def _end(self, request_id: str, why: FreeReason) -> bool:
-        lease = self._leases.pop(request_id, None)
-        if lease is None:
+    def _end(self, request_id: str, why: FreeReason, offered: bytes | None = None) -> bool:
+        if request_id not in self._leases:
             return False
+        lease, blocks, descriptor = self._leases[request_id]
+        if offered is not None and offered != descriptor:
+            return False  # of an earlier attempt
+        del self._leases[request_id]
         lease.cancel()
         self._stats.held_offers -= 1
+        self._stats.held_blocks -= blocks
         self._stats.freed[why] = self._stats.freed.get(why, 0) + 1
         self._on_end(request_id)
         return True
