@@ -173,7 +173,10 @@ MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # Recurs
 
 
 class BatchDecoder(Generic[T]):
-    """Decodes batches into structs.
+    """Decodes batches of vLLM and SGLang, in every encoding that their releases use, into structs.
+
+    A batch is an array [time, events, rank] or, in some vLLM releases, a map. Its events are maps with a `type`, or,
+    before vLLM 0.27, arrays that begin with the type. Additional fields are ignored.
 
     Args:
         kinds: struct types. The tag of each is the type of an event on the wire. The order of its fields is the order

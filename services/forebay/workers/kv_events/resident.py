@@ -226,7 +226,13 @@ class TrackerResult(msgspec.Struct, frozen=True):
 
 
 class KvTracker:
-    """Tracks the blocks of one rank, and whether the engine may have blocks that were not reported."""
+    """Tracks the blocks of one rank, and recovers after lost events.
+
+    Engines cannot list their blocks. So if events are lost, the tracker reports the rank as empty, and its caller makes
+    the engine drop its prefix cache, so that engine and prefix index agree again. Until the engine reports an empty
+    cache, the tracker reports stored blocks as usual and ignores removals of unknown blocks. So the prefix index may
+    contain fewer blocks than the engine's cache, never more.
+    """
 
     def __init__(self, resident: ResidentBlocks) -> None:
         self.resident = resident

@@ -204,7 +204,9 @@ COSTS_CHANGE = 0.1  # a smaller change rarely moves a request to another worker
 class StoreEvents:
     """Encodes the events of the shared store of one worker.
 
-    A worker without a shared store, and one that sends no KV events, creates none.
+    The content of a shared store outlives workers, so its events have no sequence numbers and no worker epoch. Changes
+    that the owner could not read are not kept: the worker announces the whole store when an owner becomes able to read
+    them. A worker without a shared store, and one that sends no KV events, creates none.
     """
 
     def __init__(self, spec: WorkerSpec, partition: int) -> None:

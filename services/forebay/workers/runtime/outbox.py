@@ -422,6 +422,10 @@ def _draft(topic: Topic, partition: int, event: Event) -> Draft:
 def append_output(log: Log, drafts: Sequence[Draft]) -> None:
     """Append records without waiting. Those on `progress` follow once those on `tokens` are durable.
 
+    On Kafka each partition acknowledges its records independently. If a worker died after the owner had read the end of
+    a request on `progress`, but before its last tokens were durable, nobody would continue the response, and its client
+    would wait until the deadline.
+
     Raises:
         LogError: the log has failed.
     """

@@ -6,7 +6,6 @@ bytes.
 """
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from hashlib import sha256
 from importlib.util import find_spec
@@ -37,8 +36,6 @@ from forebay.workers.kv_transfer.api import NIXL, Stats
 
 if TYPE_CHECKING:
     from forebay.workers.kv_transfer.embeddings import Array
-
-logger = logging.getLogger(__name__)
 
 KV_ROLES = frozenset(("prefill", "decode"))
 
