@@ -218,12 +218,11 @@ async def test_a_server_that_refuses_a_field_gets_it_no_more(refused: set[str], 
 
 
 @pytest.mark.parametrize("has_token", [False, True])
-@pytest.mark.parametrize("owner_events", [AttemptRejected.SINCE - 1, AttemptRejected.SINCE])
-def test_only_the_owner_is_informed_of_a_rejection_before_the_first_token(has_token: bool, owner_events: int) -> None:
+def test_only_the_owner_is_informed_of_a_rejection_before_the_first_token(has_token: bool) -> None:
     spec = WorkerSpec(
         worker_id="w", model="m", block_size=4, kv_blocks_total=64, max_num_seqs=8, max_num_batched_tokens=64
     )
-    outbox, table, item = Outbox(spec, 7, "m", 0, owner_events), RequestTable(), work_item("r", [1, 2], 8)
+    outbox, table, item = Outbox(spec, 7, "m", 0), RequestTable(), work_item("r", [1, 2], 8)
     assert table.start(outbox.request(item), (0, 0, item.stage, item.attempt), resumes=False)
     buffer = RankBuffer(0, 64)
     if has_token:
@@ -238,7 +237,7 @@ def test_only_the_owner_is_informed_of_a_rejection_before_the_first_token(has_to
     events = [decode_event(topics[draft.topic], draft.value) for draft in drafts if draft.topic in topics]
     ended = [event for event in events if isinstance(event, ResponseEnded)]
     found = [event for event in events if isinstance(event, AttemptRejected | RequestFailed)]
-    if has_token or owner_events < AttemptRejected.SINCE:
+    if has_token:
         assert [one.error for one in ended] == [error]
         assert [type(one) for one in found] == [RequestFailed]
     else:

@@ -9,7 +9,7 @@ from forebay import runtime
 from forebay.engine_model.steps import EngineLoad, FirstTokenStep, StoreChange
 from forebay.events.base import pack_u64, unpack_u64
 from forebay.events.codec import decode
-from forebay.events.fleet import OwnershipAnnounced, WorkerLost, WorkerSpec
+from forebay.events.fleet import WorkerLost, WorkerSpec
 from forebay.events.kv import StoreBlocksAdded, StoreBlocksRemoved, StoreEvent, StoreKvEvent
 from forebay.events.metrics import TierCost, TierCosts, TierCostsMeasured
 from forebay.events.progress import FirstTokenEmitted, OnboardedTokens, PrefillFinished
@@ -17,7 +17,7 @@ from forebay.events.topics import FLEET, KV_EVENTS, METRICS
 from forebay.events.transfer import Prefilled
 from forebay.events.work import ReannounceCache, WorkItem
 from forebay.transport.base import Draft
-from forebay.workers.engine import EngineBatch, PromptPrefilled, Publish, StoreEngine
+from forebay.workers.engine import EngineBatch, PromptPrefilled, Publish
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.runtime import cache_events
 from forebay.workers.runtime.cache_events import COSTS_INTERVAL_S, CostReports, StoreEvents
@@ -28,7 +28,6 @@ from tests.workers.conftest import PARTITION, Scene, engine_config, until, work_
 
 IDLE = EngineLoad(0, 0, 0, 64)
 STORE = "store-1"
-NEW, OLD = 2, 1  # versions of the event types that an owner can read
 
 
 def spec(**changes: Any) -> WorkerSpec:
@@ -47,7 +46,7 @@ def facts(events: Sequence[StoreEvent]) -> list[tuple[type[StoreKvEvent], list[i
 def test_changes_are_encoded_in_order_and_in_bounded_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_events, "EVENT_HASHES_MAX", 2)
     changes = [StoreChange(stored=(1, 2, 3)), StoreChange(stored=(5,), removed=(1,), stale=(2, 4))]
-    events = generated(StoreEvents(spec(), 0).changes(changes, NEW))
+    events = generated(StoreEvents(spec(), 0).changes(changes))
     assert facts(events) == [
         (StoreBlocksAdded, [1, 2]),
         (StoreBlocksAdded, [3]),
@@ -57,21 +56,19 @@ def test_changes_are_encoded_in_order_and_in_bounded_records(monkeypatch: pytest
     ]
     assert [event.stale for event in events if isinstance(event, StoreBlocksRemoved)] == [False, True]
     assert {(event.store, event.worker_id) for event in events} == {(STORE, "w1")}
-    announced = generated(StoreEvents(spec(), 0).announcement(range(1, 6), NEW))
+    announced = generated(StoreEvents(spec(), 0).announcement(range(1, 6)))
     assert facts(announced) == [(StoreBlocksAdded, [1, 2]), (StoreBlocksAdded, [3, 4]), (StoreBlocksAdded, [5])]
 
 
 def test_an_empty_store_is_announced_so_that_the_owner_learns_its_name() -> None:
-    assert facts(generated(StoreEvents(spec(), 0).announcement((), NEW))) == [(StoreBlocksAdded, [])]
+    assert facts(generated(StoreEvents(spec(), 0).announcement(()))) == [(StoreBlocksAdded, [])]
 
 
-@pytest.mark.parametrize(("changes", "owner_events"), [({"kv_store": ""}, NEW), ({"kv_events": False}, NEW), ({}, OLD)])
-def test_workers_without_a_store_or_events_and_older_owners_get_nothing(
-    changes: dict[str, Any], owner_events: int
-) -> None:
+@pytest.mark.parametrize("changes", [{"kv_store": ""}, {"kv_events": False}])
+def test_workers_without_a_store_or_events_report_nothing(changes: dict[str, Any]) -> None:
     events = StoreEvents(spec(**changes), 0)
-    assert events.announcement((1,), owner_events) == []
-    assert events.changes([StoreChange(stored=(1,))], owner_events) == []
+    assert events.announcement((1,)) == []
+    assert events.changes([StoreChange(stored=(1,))]) == []
 
 
 def costs(prefill_us: float = 100.0, fixed_us: float = 50.0, block_us: float = 10.0, tier: Any = "host") -> TierCosts:
@@ -96,33 +93,32 @@ def test_costs_are_reported_on_a_change_of_a_tenth(later: TierCosts, is_reported
     clock = FakeRuntime()
     with runtime.use(clock):
         reports = CostReports(spec(), 7, 0)
-        (first,) = reports.report(0, costs(), NEW, 5)
+        (first,) = reports.report(0, costs(), 5)
         event = decode(METRICS, first.value)
         assert event == TierCostsMeasured(worker_id="w1", worker_epoch=7, costs=costs(), at_us=5)
         clock.monotonic_shift_s = COSTS_INTERVAL_S
-        assert bool(reports.report(0, later, NEW, 6)) == is_reported
+        assert bool(reports.report(0, later, 6)) == is_reported
 
 
 def test_costs_are_reported_at_most_once_per_interval_and_rank() -> None:
     clock = FakeRuntime()
     with runtime.use(clock):
         reports = CostReports(spec(dp_size=2), 7, 0)
-        assert reports.report(0, costs(), OLD, 0) == []
-        assert [len(reports.report(rank, costs(), NEW, 0)) for rank in (0, 1)] == [1, 1]
+        assert [len(reports.report(rank, costs(), 0)) for rank in (0, 1)] == [1, 1]
         clock.monotonic_shift_s = COSTS_INTERVAL_S - 1.0
-        assert reports.report(0, costs(prefill_us=900.0), NEW, 0) == []
+        assert reports.report(0, costs(prefill_us=900.0), 0) == []
         clock.monotonic_shift_s = COSTS_INTERVAL_S + 1.0
-        assert len(reports.report(0, costs(prefill_us=900.0), NEW, 0)) == 1
+        assert len(reports.report(0, costs(prefill_us=900.0), 0)) == 1
 
 
 def test_a_duration_that_was_zero_is_reported_once_it_is_measured() -> None:
     clock = FakeRuntime()
     with runtime.use(clock):
         reports = CostReports(spec(), 7, 0)
-        assert len(reports.report(0, costs(prefill_us=0.0), NEW, 0)) == 1
+        assert len(reports.report(0, costs(prefill_us=0.0), 0)) == 1
         clock.monotonic_shift_s = COSTS_INTERVAL_S
-        assert reports.report(0, costs(prefill_us=0.0), NEW, 0) == []
-        assert len(reports.report(0, costs(prefill_us=0.1), NEW, 0)) == 1
+        assert reports.report(0, costs(prefill_us=0.0), 0) == []
+        assert len(reports.report(0, costs(prefill_us=0.1), 0)) == 1
 
 
 class StoringEngine(MockEngine):
@@ -158,47 +154,16 @@ def in_store(scene: Scene) -> list[tuple[type[StoreKvEvent], list[int]]]:
     return facts([event for event in scene.kv() if isinstance(event, StoreBlocksAdded | StoreBlocksRemoved)])
 
 
-async def announce(scene: Scene, worker: Worker, owner_epoch: int, version: int) -> None:
-    await scene.append(FLEET, PARTITION, OwnershipAnnounced(owner_epoch=owner_epoch, events_version=version))
-    await scene.read_by(worker)
-
-
-async def test_the_whole_store_is_announced_when_the_owner_becomes_able_to_read_it(scene: Scene) -> None:
-    worker, engine = storing(scene)
-    engine.blocks = [1, 2]
-    assert isinstance(engine, StoreEngine)
-    async with scene.serving(worker):
-        engine.emit(store_changes=[StoreChange(stored=(2,))], tier_costs=costs())
-        assert in_store(scene) == []
-        await announce(scene, worker, 7, NEW)
-        await until(lambda: in_store(scene))
-        engine.emit(store_changes=[StoreChange(stored=(3,))], tier_costs=costs())
-        await announce(scene, worker, 8, NEW)  # the next owner continues from the log
-        engine.blocks = [1, 2, 3]
-        await announce(scene, worker, 9, OLD)
-        engine.emit(store_changes=[StoreChange(removed=(1,))])
-        await announce(scene, worker, 10, NEW)
-        await until(lambda: len(in_store(scene)) == 3)
-    assert in_store(scene) == [
-        (StoreBlocksAdded, [1, 2]),
-        (StoreBlocksAdded, [3]),
-        (StoreBlocksAdded, [1, 2, 3]),
-    ]
-    reports = [event for event in scene.loads() if isinstance(event, TierCostsMeasured)]
-    assert [event.costs for event in reports] == [costs()]
-
-
 async def test_each_epoch_begins_with_the_whole_store_and_a_resync_concerns_the_ranks_only(scene: Scene) -> None:
     worker, engine = storing(scene)
     engine.blocks = [1]
     async with scene.serving(worker) as epoch:
-        await announce(scene, worker, 7, NEW)
         await until(lambda: in_store(scene))
         await scene.send(ReannounceCache(owner_epoch=7, worker_epoch=epoch, rank=0))
         await until(lambda: worker.counters.reannounced)
         assert len(in_store(scene)) == 1
         await scene.append(FLEET, PARTITION, WorkerLost(owner_epoch=7, worker_id="w1", worker_epoch=epoch))
-        await scene.admit(worker, "t1.2", owner_epoch=7, events_version=NEW)
+        await scene.admit(worker, "t1.2", owner_epoch=7)
         await until(lambda: len(in_store(scene)) == 2)
 
 
@@ -211,7 +176,7 @@ async def test_the_sources_of_a_prompt_are_passed_on(scene: Scene) -> None:
         await until(lambda: len(engine.items) == 2)
         assert [item.store_blocks for item in engine.items] == [2, 2]
         kept = Prefilled(
-            worker_id="w1", worker_epoch=epoch, model="m", connector="tcp", descriptor=b"x", tokens=12, lease_us=9
+            worker_id="w1", worker_epoch=epoch, model="m", connector="nixl", descriptor=b"x", tokens=12, lease_us=9
         )
         engine.emit(
             first_tokens=[FirstTokenStep("r", 1, 8, onboarded=loads)],
@@ -239,5 +204,5 @@ def test_a_buffer_collects_tier_events_and_keeps_changes_of_the_store_on_a_reset
 
 
 def test_packed_hashes_keep_all_64_bits() -> None:
-    (event,) = generated(StoreEvents(spec(), 0).changes([StoreChange(stored=(2**64 - 1,))], NEW))
+    (event,) = generated(StoreEvents(spec(), 0).changes([StoreChange(stored=(2**64 - 1,))]))
     assert event.sequence_hashes == pack_u64([2**64 - 1])

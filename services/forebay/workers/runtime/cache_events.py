@@ -26,7 +26,6 @@ from forebay.events.kv import (
 )
 from forebay.events.metrics import TierCosts, TierCostsMeasured
 from forebay.events.topics import KV_EVENTS, METRICS
-from forebay.events.versions import may_write
 from forebay.transport.base import Draft
 from forebay.workers.engine import CacheChange, Cleared
 
@@ -204,9 +203,8 @@ COSTS_CHANGE = 0.1  # a smaller change rarely moves a request to another worker
 class StoreEvents:
     """Encodes the events of the shared store of one worker.
 
-    The content of a shared store outlives workers, so its events have no sequence numbers and no worker epoch. Changes
-    that the owner could not read are not kept: the worker announces the whole store when an owner becomes able to read
-    them. A worker without a shared store, and one that sends no KV events, creates none.
+    The content of a shared store outlives workers, so its events have no sequence numbers and no worker epoch. A
+    worker without a shared store, and one that sends no KV events, creates none.
     """
 
     def __init__(self, spec: WorkerSpec, partition: int) -> None:
@@ -214,21 +212,18 @@ class StoreEvents:
         self._store = spec.kv_store if spec.kv_events else ""
         self._partition = partition
 
-    def announcement(self, hashes: Sequence[int], owner_events: int) -> list[Draft]:
+    def announcement(self, hashes: Sequence[int]) -> list[Draft]:
         """Return the events that announce the content of the store, at least one.
 
         The owner also learns from them which store the worker uses, if it admitted the worker under an older owner.
-
-        Args:
-            owner_events: version of the event types that the owner can read; nothing is returned if it is too low.
         """
-        if not self._store or not may_write(StoreBlocksAdded, owner_events):
+        if not self._store:
             return []
         return [self._draft(StoreBlocksAdded, part) for part in _parts(hashes) or [()]]
 
-    def changes(self, changes: Iterable[StoreChange], owner_events: int) -> list[Draft]:
-        """Return the events for changes of the store, in order; nothing if the owner cannot read them."""
-        if not self._store or not may_write(StoreBlocksAdded, owner_events):
+    def changes(self, changes: Iterable[StoreChange]) -> list[Draft]:
+        """Return the events for changes of the store, in order."""
+        if not self._store:
             return []
         drafts: list[Draft] = []
         for change in changes:
@@ -252,10 +247,8 @@ class CostReports:
         self._partition = partition
         self._reported: dict[int, tuple[float, TierCosts]] = {}  # time and content of the last report, by rank
 
-    def report(self, rank: int, costs: TierCosts, owner_events: int, at_us: int) -> list[Draft]:
-        """Return the report of a rank, or nothing if the last report is similar or recent, or cannot be read."""
-        if not may_write(TierCostsMeasured, owner_events):
-            return []
+    def report(self, rank: int, costs: TierCosts, at_us: int) -> list[Draft]:
+        """Return the report of a rank, or nothing if the last report is similar or recent."""
         now_s = runtime.monotonic_s()
         last = self._reported.get(rank)
         if last is not None and (now_s - last[0] < COSTS_INTERVAL_S or not _differs(last[1], costs)):

@@ -45,7 +45,6 @@ from forebay.events.tokens import (
 )
 from forebay.events.topics import METRICS, PROGRESS, TOKENS, Topic
 from forebay.events.transfer import Prefilled
-from forebay.events.versions import may_write
 from forebay.events.work import WorkItem
 from forebay.transport.base import Draft, Log
 from forebay.workers.engine import EngineBatch
@@ -120,7 +119,7 @@ class Outbox:
         If the attempt was rejected, if the prefill stage fails, or if the encode stage fails with a server error, only
         the owner gets a record, because it can send the request to another worker.
         """
-        if is_rejection and may_write(AttemptRejected, self.owner_events):
+        if is_rejection:
             message, code = error.message[:ERROR_CHARS_MAX], error.code[:CODE_CHARS_MAX]
             after_s = error.retry_after_s
             return [
@@ -175,9 +174,9 @@ class Outbox:
         at_us = runtime.wall_us()
         drafts = self.cache.changes(batch.rank, batch.cache_changes)
         if batch.store_changes:
-            drafts += self.store.changes(batch.store_changes, self.owner_events)
+            drafts += self.store.changes(batch.store_changes)
         if batch.tier_costs is not None:
-            drafts += self._costs.report(batch.rank, batch.tier_costs, self.owner_events, at_us)
+            drafts += self._costs.report(batch.rank, batch.tier_costs, at_us)
         drafts += self._tokens(batch, requests, at_us)
         drafts += self._vectors(batch, requests)
         progress = [

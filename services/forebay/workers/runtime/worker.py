@@ -33,10 +33,8 @@ from forebay.events.fleet import (
     WorkerSpec,
     WorkerSuspect,
 )
-from forebay.events.kv import StoreBlocksAdded
 from forebay.events.tokens import ResponseError
 from forebay.events.topics import FLEET, work_topic
-from forebay.events.versions import may_write
 from forebay.events.work import AnyWorkEvent, ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
 from forebay.transport.base import Draft, Log, LogError, Record, Tail
 from forebay.transport.dead_letters import dead_letter
@@ -322,18 +320,14 @@ class Worker:
                 assert_never(event)
 
     def _set_owner_events(self, version: int) -> None:
-        could_read = may_write(StoreBlocksAdded, self.owner_events)
         self.owner_events = version
         if self._epoch is not None:
             self._epoch.outbox.owner_events = version
-            if not could_read:
-                self._announce_store(self._epoch.outbox)
 
     def _announce_store(self, outbox: Outbox) -> None:
-        """Announce the content of the shared store, if the engine has one and the owner can read the events."""
-        engine, version = self._engine, self.owner_events
-        if isinstance(engine, StoreEngine) and may_write(StoreBlocksAdded, version):
-            self._log.append_soon(outbox.store.announcement(engine.stored(), version))
+        """Announce the content of the shared store, if the engine has one."""
+        if isinstance(self._engine, StoreEngine):
+            self._log.append_soon(outbox.store.announcement(self._engine.stored()))
 
     def _join(self, event: WorkerJoined, worker_epoch: int, spawn: Spawn) -> None:
         if self.life.state is State.STOPPING:
