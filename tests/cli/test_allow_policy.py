@@ -2,12 +2,17 @@
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forebay.cli.policies.allowed import require_policy
+from forebay.cli.policies.router_options import router_config_of
+
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
+from forebay.ingress.errors import Unusable
 from tests.cli.in_process import forebay
 from tests.core.worlds import PROMPTS, request
 from tests.replay.recorder import Recorder, report_progress
@@ -47,6 +52,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return a log whose owner ran a custom policy, in a directory with a module of the same name."""
     (tmp_path / "marked.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     write(Recorder({MODE: Last}))
     return "log.db"
 
@@ -77,7 +83,6 @@ def test_a_policy_named_only_by_the_log_is_not_imported(log: str, command: tuple
     assert not Path("out.rec").exists() or "--anonymize" not in command
 
 
-@pytest.mark.slow  # the check of the policy starts two processes
 @pytest.mark.parametrize("command", READING[:7], ids=" ".join)
 def test_an_allowed_policy_is_run(log: str, command: tuple[str, ...]) -> None:
     arguments = [log if argument == "LOG" else argument for argument in command]
@@ -113,3 +118,53 @@ def test_an_unusable_policy_is_rejected(log: str, path: str, message: str) -> No
     run = forebay("replay", "verify", log, "--allow-policy", path)
     assert run.returncode == 2
     assert message in run.stderr
+
+
+CUSTOM = """
+import queue
+
+queue.Queue  # of the standard library, although the folder has a module of this name
+
+class Policy:
+    def decide(self, world, request):
+        return 0
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Change to a folder from which policies are imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "custom", raising=False)
+    (tmp_path / "custom.py").write_text(CUSTOM)
+    (tmp_path / "queue.py").write_text("raise RuntimeError('the wrong one')")
+    (tmp_path / "broken.py").write_text("class Policy")
+    return tmp_path
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("mode", ["kv", "power-of-two", "custom.Policy"])
+def test_a_built_in_mode_and_a_class_of_the_folder_are_accepted(mode: str) -> None:
+    require_policy(mode)
+    assert router_config_of({"FOREBAY_ROUTER_MODE": mode}).mode == mode
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("custom.Other", "custom.Other is not a class with a method `decide(world, request)`"),
+        ("custom.queue", "custom.queue is not a class"),
+        ("broken.Policy", "cannot be imported: SyntaxError"),
+        (f"mine.{'P' * 300}", "has 305 characters; maximum 256"),
+    ],
+)
+def test_an_unusable_class_is_rejected_before_the_command_starts(path: str, message: str) -> None:
+    with pytest.raises(Unusable) as refusal:
+        require_policy(path)
+    assert message in str(refusal.value)
+    for command in (["up"], ["router", "--kafka", "127.0.0.1:1"]):
+        run = forebay(*command, "--router-mode", path)
+        assert (run.returncode, run.stdout) == (2, "")
+        assert run.stderr == f"forebay: --router-mode: {refusal.value}\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forebay.cli.policies.check import require_policy
+from forebay.cli.policies.allowed import require_policy
 from forebay.cli.policies.file import read_policy_file
 from forebay.cli.policies.router_options import OPTIONS
 from forebay.events.control import QueueClass
@@ -43,7 +43,7 @@ def test_the_example_file_loads(tmp_path: Path) -> None:
     assert config.queue.classes[1] == QueueClass(uncached_tokens_min=16_384, quantum=4_096)
 
 
-def test_the_example_policy_passes_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_policy_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "bounded.py").write_text(block("python"))

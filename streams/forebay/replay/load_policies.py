@@ -1,7 +1,4 @@
-"""Import the custom policies that a user allowed.
-
-This module imports nothing that reads a log, because the determinism check starts two processes for each policy.
-"""
+"""Import the custom policies that a user allowed."""
 
 from collections.abc import Iterable
 from importlib import import_module

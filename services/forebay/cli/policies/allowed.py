@@ -1,17 +1,21 @@
 """Custom policies that a command may run: only policies that its options name, because a log is untrusted."""
 
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from forebay.cli.common.terminal import own_stdout
+from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable
 
 if TYPE_CHECKING:
     from forebay.core.routing.policies import CustomPolicies
 
 ALLOW_POLICY = "--allow-policy"
+PATH_CHARS_MAX = 256  # the maximum length of a router mode in an event
 
 AllowPolicyOption = Annotated[
     list[str] | None,
@@ -31,12 +35,11 @@ def allowed_policies(allowed: Iterable[str] | None, modes: Iterable[str] = ()) -
         modes: router modes that other options name. The parsers of these options have checked them.
 
     Raises:
-        Unusable: A value names no policy class, or its class is not deterministic.
+        Unusable: A value names no policy class.
     """
     # Imported here, because --help should not wait for the router.
-    from forebay.cli.policies.check import require_policy  # noqa: PLC0415
     from forebay.core.routing.policies import BUILT_IN  # noqa: PLC0415
-    from forebay.replay.load_policies import PolicyUnusable, load_policies  # noqa: PLC0415
+    from forebay.replay.load_policies import load_policies  # noqa: PLC0415
 
     wanted = sorted(set(allowed or ()))
     for mode in wanted:
@@ -46,8 +49,36 @@ def allowed_policies(allowed: Iterable[str] | None, modes: Iterable[str] = ()) -
             require_policy(mode)
         except Unusable as error:
             raise Unusable(f"{ALLOW_POLICY} {mode}: {error}") from None
+    with own_stdout():  # what the imported modules print is no result of the command
+        return load_policies([*wanted, *modes])
+
+
+def require_policy(mode: str) -> None:
+    """Check that a router mode is built in, or names a policy class that can be imported.
+
+    Raises:
+        Unusable: The mode is unknown, or the class cannot be used.
+    """
+    # Imported here, because --help should not wait for the router.
+    from forebay.core.routing.policies import BUILT_IN  # noqa: PLC0415
+    from forebay.replay.load_policies import PolicyUnusable, load_policy  # noqa: PLC0415
+
+    if mode in BUILT_IN:
+        return
+    if not all(part.isidentifier() for part in mode.split(".")) or "." not in mode:
+        raise Unusable(unknown_name("router mode", mode, (*BUILT_IN, "module.Class")))
+    if len(mode) > PATH_CHARS_MAX:
+        raise Unusable(f"the path of a policy class has {len(mode)} characters; maximum {PATH_CHARS_MAX}")
+    add_current_directory()
     try:
-        with own_stdout():  # what the imported module prints is no result of the command
-            return load_policies([*wanted, *modes])
+        with own_stdout():
+            load_policy(mode)
     except PolicyUnusable as error:
         raise Unusable(str(error)) from None
+
+
+def add_current_directory() -> None:
+    """Append the current directory to `sys.path`, so that it hides neither installed modules nor PYTHONPATH."""
+    current = str(Path.cwd())
+    if current not in sys.path and "" not in sys.path:
+        sys.path.append(current)

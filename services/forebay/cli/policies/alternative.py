@@ -14,7 +14,7 @@ import msgspec
 import typer
 from msgspec import inspect
 
-from forebay.cli.policies.check import require_policy
+from forebay.cli.policies.allowed import require_policy
 from forebay.cli.policies.file import named_fields, read_policy_file
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.names import unknown_name

@@ -16,7 +16,7 @@ import msgspec
 import typer
 
 from forebay.cli.common.errors import explained
-from forebay.cli.policies.check import add_current_directory, require_policy
+from forebay.cli.policies.allowed import add_current_directory, require_policy
 from forebay.cli.policies.file import named_fields, read_policy_file
 from forebay.events.control import DisaggConfig, QueuePolicy, RouterConfig, RouterMode
 from forebay.ingress.errors import Unusable
@@ -238,8 +238,8 @@ Named = Callable[[RouterOption], str]
 def router_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the router options to a command that has a parameter `router: RouterConfig`.
 
-    An invalid option or a nondeterministic policy ends the process with a one-line error and exit code 2 before the
-    command starts.
+    An invalid option or an unusable policy ends the process with a one-line error and exit code 2 before the command
+    starts.
     """
 
     @wraps(command)
@@ -266,7 +266,7 @@ def router_config(given: Mapping[RouterOption, Any], named: Named = lambda optio
         named: Function that returns the name of an option for error messages.
 
     Raises:
-        Unusable: An option or the policy file is invalid, or the policy is not deterministic.
+        Unusable: An option, the policy file or the policy is invalid.
     """
     add_current_directory()  # also for a built-in mode: a log that is continued may name an earlier policy
     by_flag = {option.flag: value for option, value in given.items()}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from forebay.cli.policies.check import require_policy
+from forebay.cli.policies.allowed import require_policy
 from forebay.cli.simulate.tier_options import with_tier_sizes
 from forebay.events.control import DisaggConfig, RouterConfig
 from forebay.events.names import unknown_name
@@ -338,10 +338,10 @@ def slo_of(text: str | None, attain: float | None) -> Slo | None:
 
 
 def require_routers(routers: Iterable[RouterConfig], pools: Iterable[PoolSettings] = ()) -> None:
-    """Check that the policies of all routers exist and are deterministic.
+    """Check that the policies of all routers exist.
 
     Raises:
-        Unusable: a policy does not exist or is not deterministic.
+        Unusable: a policy does not exist or cannot be used.
     """
     own = (pool.router for pool in pools if pool.router is not None)
     for mode in dict.fromkeys(router.mode for router in (*routers, *own)):
