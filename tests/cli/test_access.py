@@ -59,7 +59,7 @@ def test_a_key_and_a_certificate_protect_a_system(
         assert (wrong.returncode, "a system with a certificate serves only https" in wrong.stderr) == (2, True)
         with monkeypatch.context() as untrusted:
             untrusted.delenv("SSL_CERT_FILE")
-            for command in (trace, ["control", "list-loras", "--url", up.url]):
+            for command in (trace, ["control", "adapters", "--url", up.url]):
                 run = forebay(*command)
                 assert (run.returncode, "set SSL_CERT_FILE" in run.stderr) == (2, True)
         played = forebay(*trace, "--api-key", KEY)
@@ -67,7 +67,7 @@ def test_a_key_and_a_certificate_protect_a_system(
         monkeypatch.setenv("FOREBAY_API_KEY", f"{KEY},another-key")
         assert forebay(*trace).returncode == 0
         monkeypatch.setenv("FOREBAY_ADMIN_TOKEN", "token-of-tests")
-        assert forebay("control", "list-loras", "--url", up.url).returncode == 0
+        assert forebay("control", "adapters", "--url", up.url).returncode == 0
         for child in up.children():
             assert KEY not in Path(f"/proc/{child}/cmdline").read_text()
     finally:

@@ -10,7 +10,6 @@ import pytest
 
 from forebay.cli.policies.allowed import require_policy
 from forebay.cli.policies.router_options import router_config_of
-
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.ingress.errors import Unusable
 from tests.cli.in_process import forebay

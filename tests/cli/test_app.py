@@ -131,7 +131,7 @@ def test_shell_completion_completes_commands_and_options(words: str, expected: s
     [
         (["up", "--prot", "1"], "unknown option '--prot'; did you mean --port?"),
         (["--helpx"], "unknown option '--helpx'; did you mean --help?"),
-        (["control", "rezume"], "unknown command 'rezume'; did you mean resume?"),
+        (["control", "adaptors"], "unknown command 'adaptors'; did you mean adapters?"),
         (["topics", "lst"], "unknown command 'lst'; did you mean list?"),
         (["topics", "x"], "unknown command 'x'; commands are: create, upgrade, list, tail, lag"),
         (["topics", "list", "-x"], "unknown option '-x'; options are: --kafka, "),

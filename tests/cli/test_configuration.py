@@ -76,11 +76,11 @@ def test_options_with_the_same_variable_are_of_the_same_kind() -> None:
 @pytest.mark.parametrize(
     ("command", "variable", "value"),
     [
-        ("control sleep", "FOREBAY_WORKER", "w0"),
-        ("control sleep", "FOREBAY_POOL", "prefill"),
-        ("control load-lora", "FOREBAY_LORA", "a=/a"),
-        ("control sleep", "FOREBAY_MODEL", "/models/a"),
-        ("control sleep", "FOREBAY_TIMEOUT_S", "600"),
+        ("control power", "FOREBAY_WORKER", "w0"),
+        ("control power", "FOREBAY_POOL", "prefill"),
+        ("control adapters", "FOREBAY_LORA", "a=/a"),
+        ("control power", "FOREBAY_MODEL", "/models/a"),
+        ("control power", "FOREBAY_TIMEOUT_S", "600"),
         ("profile aiconfigurator", "FOREBAY_ENGINE", "mock"),
         ("simulate", "FOREBAY_POLICY", "always"),
     ],
@@ -236,7 +236,7 @@ def test_services_of_the_planner_read_the_file(tmp_path: Path, service: str) -> 
         (["up", "--port", "70000"], "'--port': expected a number less than or equal to 65535, got 70000"),
         (["up", "--port", "x"], "'--port': expected a valid integer, got x"),
         (["topics", "create", "--replies", "0"], "'--replies': expected a number greater than or equal to 1, got 0"),
-        (["control", "canary", "a", "--share", "2"], "'--share': expected a number less than or equal to 1, got 2"),
+        (["control", "pools", "--share", "2"], "'--share': expected a number less than or equal to 1, got 2"),
     ],
 )
 def test_error_for_a_bad_value_names_the_value(arguments: list[str], expected: str) -> None:

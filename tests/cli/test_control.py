@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any, get_args
+from typing import Any
 
 import httpx
 import pytest
 
-from forebay.events.control import Action
 from tests.cli.in_process import forebay
 from tests.cli.up import ADMIN, ADMIN_TOKEN, PATIENCE_S, Up, running, verified
 from tests.cli.up import forebay as process
@@ -48,13 +47,13 @@ def test_an_adapter_is_loaded_used_and_unloaded(system: tuple[Up, Path], tmp_pat
     up, _ = system
     assert completion(up, "sql").status_code == 404
     options = ["--lora", "sql", "--path", str(tmp_path), "--worker", "mock-1", "--url", up.url]
-    run = process("control", "load-lora", *options)
+    run = process("control", "adapters", "load", *options)
     table = [line.split() for line in run.stdout.splitlines()]
     assert (run.returncode, table[1:]) == (0, [["mock-1", "default", "done", "sql"]])
     assert completion(up, "sql").json()["model"] == "sql"
     models = httpx.get(f"{up.url}/v1/models", timeout=30).json()["data"]
     assert [card["id"] for card in models] == ["forebay-default", "sql"]
-    code, out, err = control(up, "unload-lora", "--lora", "sql")
+    code, out, err = control(up, "adapters", "unload", "--lora", "sql")
     assert code == 1
     assert [line.split()[:3] for line in out.splitlines()][1:] == [
         ["mock-0", "default", "refused"],
@@ -66,10 +65,18 @@ def test_an_adapter_is_loaded_used_and_unloaded(system: tuple[Up, Path], tmp_pat
 
 def test_every_worker_sleeps_and_wakes_up(system: tuple[Up, Path]) -> None:
     up, _ = system
-    for action in ("sleep", "wake-up", "pause", "resume", "clear-kv-blocks", "list-loras"):
-        code, out, _ = control(up, action, "--json")
+    commands = {
+        "sleep": ("power", "sleep"),
+        "wake_up": ("power", "wake-up"),
+        "pause": ("power", "pause"),
+        "resume": ("power", "resume"),
+        "clear_kv_blocks": ("cache", "clear"),
+        "list_loras": ("adapters",),
+    }
+    for action, command in commands.items():
+        code, out, _ = control(up, *command, "--json")
         answer = json.loads(out)
-        assert (code, answer["action"]) == (0, action.replace("-", "_"))
+        assert (code, answer["action"]) == (0, action)
         assert [(one["worker_id"], one["status"]) for one in answer["outcomes"]] == [
             ("mock-0", "done"),
             ("mock-1", "done"),
@@ -79,8 +86,8 @@ def test_every_worker_sleeps_and_wakes_up(system: tuple[Up, Path]) -> None:
 
 def test_an_ingress_of_one_model_rejects_the_name_of_another(system: tuple[Up, Path]) -> None:
     up, _ = system
-    assert control(up, "list-loras", "--model", "forebay-default")[0] == 0
-    for command in (["list-loras"], ["pools"], ["busy-threshold"]):
+    assert control(up, "adapters", "--model", "forebay-default")[0] == 0
+    for command in (["adapters"], ["pools"], ["policy"]):
         code, _, error = control(up, *command, "--model", "other")
         assert (code, error) == (2, "forebay: unknown model 'other'; models are: forebay-default\n")
 
@@ -93,18 +100,17 @@ def test_error_for_an_unreachable_target_gives_the_reason(system: tuple[Up, Path
         ("--pool", "deflt"): "unknown pool 'deflt'; did you mean default?",
     }
     for option, error in unknown.items():
-        assert control(up, "pause", *option)[::2] == (2, f"forebay: {error}\n")
-    code, _, err = control(up, "dream")
-    assert code == 2
-    assert all(action.replace("_", "-") in err for action in (*get_args(Action), "disaggregation", "busy-threshold"))
+        assert control(up, "power", "pause", *option)[::2] == (2, f"forebay: {error}\n")
     for arguments, message in (
-        (("load-lora", "--path", "x"), "Missing option '--lora'"),
-        (("load-lora", "--lora", "x"), "Missing option '--path'"),
-        (("unload-lora",), "Missing option '--lora'"),
-        (("pause", "--lora", "x"), "unknown option '--lora'"),
-        (("unload-lora", "--lora", "x", "--path", "x"), "unknown option '--path'"),
-        (("wake-up", "--level", "2"), "unknown option '--level'"),
-        (("sleep", "--level", "3"), "expected a number less than or equal to 2, got 3"),
+        (("adapters", "load", "--path", "x"), "load requires --lora"),
+        (("adapters", "load", "--lora", "x"), "load requires --path"),
+        (("adapters", "unload"), "unload requires --lora"),
+        (("adapters", "--lora", "x"), "--lora requires load or unload"),
+        (("adapters", "unload", "--lora", "x", "--path", "x"), "--path requires load"),
+        (("power", "pause", "--lora", "x"), "unknown option '--lora'"),
+        (("power", "wake-up", "--level", "2"), "--level requires sleep"),
+        (("power", "sleep", "--level", "3"), "expected a number less than or equal to 2, got 3"),
+        (("power", "dream"), "unknown value 'dream'; values are: sleep, wake-up, pause, resume"),
     ):
         code, out, err = control(up, *arguments)
         assert (code, out) == (2, "")
@@ -118,7 +124,7 @@ def settings(text: str) -> dict[str, list[str]]:
 
 def test_busy_thresholds_are_shown_and_changed(system: tuple[Up, Path]) -> None:
     up, _ = system
-    code, out, _ = control(up, "busy-threshold", "--active-decode-blocks-threshold", "0.9")
+    code, out, _ = control(up, "policy", "--active-decode-blocks-threshold", "0.9")
     assert (code, out.splitlines()[0]) == (0, "model forebay-default")
     off = ["none", "none"]
     assert settings(out) == {
@@ -127,9 +133,9 @@ def test_busy_thresholds_are_shown_and_changed(system: tuple[Up, Path]) -> None:
         "active_prefill_tokens_threshold": off,
         "active_prefill_tokens_threshold_frac": off,
     }
-    _, out, _ = control(up, "busy-threshold")
+    _, out, _ = control(up, "policy")
     assert settings(out)["active_decode_blocks_threshold"] == ["0.9"]
-    code, out, _ = control(up, "busy-threshold", "--active-decode-blocks-threshold", "none", "--json")
+    code, out, _ = control(up, "policy", "--active-decode-blocks-threshold", "none", "--json")
     report = json.loads(out)
     assert code == 0
     assert [report[when]["active_decode_blocks_threshold"] for when in ("before", "now")] == [0.9, None]
@@ -137,20 +143,19 @@ def test_busy_thresholds_are_shown_and_changed(system: tuple[Up, Path]) -> None:
 
 def test_disaggregation_cannot_be_set_without_prefill_and_decode_pools(system: tuple[Up, Path]) -> None:
     up, _ = system
-    for options in ((), ("--disagg-policy", "never")):
-        code, out, err = control(up, "disaggregation", *options)
-        assert (code, out) == (1, "")
-        assert err == "forebay: forebay-default is not disaggregated: it has no decode pool\n"
+    code, out, err = control(up, "policy", "--disagg-policy", "never")
+    assert (code, out) == (1, "")
+    assert err == "forebay: forebay-default is not disaggregated: it has no decode pool\n"
 
 
 def test_disagg_is_shown_and_changed_and_invalid_changes_are_rejected() -> None:
     with running("--prefill-workers", "1", "--decode-workers", "1", "--admin-api") as up:
-        code, out, _ = control(up, "disaggregation")
+        code, out, _ = control(up, "policy")
         assert (code, out.splitlines()[0]) == (0, "model forebay-default, pool decode")
         shown = settings(out)
         assert (shown["setting"], shown["policy"], shown["enforce"]) == (["now"], ["always"], ["false"])
         changes = ("--disagg-policy", "classic", "--enforce-disagg", "--max-local-prefill-length", "512")
-        code, out, _ = control(up, "disaggregation", *changes, "--prefill-busy-threshold", "none")
+        code, out, _ = control(up, "policy", *changes, "--prefill-busy-threshold", "none")
         changed = {name: cells for name, cells in settings(out).items() if cells[0] != cells[1]}
         assert code == 0
         assert changed == {
@@ -166,10 +171,10 @@ def test_disagg_is_shown_and_changed_and_invalid_changes_are_rejected() -> None:
             ("max-prefill-queue-size", "0", "max_prefill_queue_size: Input should be greater than or equal to 1"),
             ("decode-busy-threshold", "1.5", "decode_busy_threshold: Input should be less than or equal to 1"),
         ):
-            code, out, err = control(up, "disaggregation", f"--{option}", wrong)
+            code, out, err = control(up, "policy", f"--{option}", wrong)
             assert (code, out, len(err.splitlines())) == (2, "", 1)
             assert err.startswith(f"forebay: {message}")
-        code, out, _ = control(up, "disaggregation", "--no-enforce-disagg", "--json")
+        code, out, _ = control(up, "policy", "--no-enforce-disagg", "--json")
         report = json.loads(out)
         assert (report["before"]["policy"], report["before"]["enforce"]) == ("classic", True), (
             "the invalid changes had no effect"
@@ -193,9 +198,15 @@ def test_pools_are_shown_and_drained_by_name(system: tuple[Up, Path], tmp_path: 
     rules.write_text('[[models]]\nname = "forebay-other"\n')
     for arguments, expected, message in (
         (("drain", "deflt"), 2, "unknown pool 'deflt'; did you mean default?"),
-        (("canary", "default", "--base", "x", "--share", "0.1"), 2, "unknown pool 'x'; pools are: default"),
-        (("canary", "default"), 2, "--base and --share are required, or --end to end the canary"),
-        (("canary", "default", "--end", "--share", "1"), 2, "--end cannot be combined with --base and --share"),
+        (("pools", "--canary", "default", "--base", "x", "--share", "0.1"), 2, "unknown pool 'x'; pools are: default"),
+        (("pools", "--canary", "default"), 2, "--base and --share are required, or --end to end the canary"),
+        (
+            ("pools", "--canary", "default", "--end", "--share", "1"),
+            2,
+            "--end cannot be combined with --base and --share",
+        ),
+        (("pools", "--end"), 2, "--base, --share and --end require --canary POOL"),
+        (("policy", "default"), 2, "expected POOL and MODE without other settings"),
         (
             ("pools", "--routing", str(rules)),
             2,
@@ -229,14 +240,17 @@ def test_the_policy_of_a_pool_is_changed_with_the_operators_name(system: tuple[U
 def test_a_worker_drains_and_the_other_one_serves(tmp_path: Path) -> None:
     log = tmp_path / "log.db"
     with running("--log", str(log), "--workers", "2", "--admin-api") as up:
-        code, _, err = control(up, "drain-worker")
-        assert (code, err) == (2, "forebay: --worker or --pool is required, because drained workers end\n")
-        code, out, _ = control(up, "drain-worker", "--worker", "mock-0", "--operator", "alice", "--json")
+        code, _, err = control(up, "drain")
+        assert (code, err) == (
+            2,
+            "forebay: expected POOL, POOL --end, POOL --leave or --worker WORKER; drained workers end\n",
+        )
+        code, out, _ = control(up, "drain", "--worker", "mock-0", "--operator", "alice", "--json")
         (outcome,) = json.loads(out)["outcomes"]
         assert (code, outcome["worker_id"], outcome["status"], outcome["message"]) == (0, "mock-0", "done", None)
         wait_for_workers(up, ["mock-1"])
         assert completion(up, "forebay-default").status_code == 200
-        code, out, _ = control(up, "drain-worker", "--pool", "default")
+        code, out, _ = control(up, "drain", "default", "--leave")
         assert (code, out.splitlines()[1].split()[:3]) == (0, ["mock-1", "default", "done"])
         assert "it was the last ready worker of its pool" in out
         wait_for_workers(up, [])
@@ -306,8 +320,8 @@ def test_the_grid_of_pools_is_shown_as_a_table(system: tuple[Up, Path], tmp_path
 
 def test_the_log_of_commands_verifies(system: tuple[Up, Path], tmp_path: Path) -> None:
     up, log = system
-    control(up, "load-lora", "--lora", "x", "--path", str(tmp_path))
-    control(up, "pause", "--worker", "nobody")
+    control(up, "adapters", "load", "--lora", "x", "--path", str(tmp_path))
+    control(up, "power", "pause", "--worker", "nobody")
     recording = tmp_path / "secret.rec"
     run = forebay("record", str(log), str(recording), "--anonymize")
     assert run.returncode == 0, run.stderr
@@ -318,7 +332,7 @@ def test_the_log_of_commands_verifies(system: tuple[Up, Path], tmp_path: Path) -
 
 def test_the_admin_api_is_disabled_by_default() -> None:
     with running("--workers", "1") as up:
-        answers = [control(up, name) for name in ("pause", "disaggregation", "busy-threshold")]
+        answers = [control(up, *names) for names in (("power", "pause"), ("policy",), ("pools",))]
     message = "forebay: the admin API is disabled; start the ingress with --admin-api and a token\n"
     assert [(code, err) for code, _, err in answers] == [(1, message)] * 3
 
@@ -328,19 +342,19 @@ def test_commands_need_the_token_of_the_ingress(
 ) -> None:
     up, _ = system
     monkeypatch.setenv("FOREBAY_ADMIN_TOKEN", "another")
-    code, _, err = control(up, "pause")
+    code, _, err = control(up, "power", "pause")
     assert (code, err) == (
         2,
         "forebay: the admin token is wrong; send the token that the ingress was started with; "
         "set FOREBAY_ADMIN_TOKEN or --admin-token-file\n",
     )
     monkeypatch.delenv("FOREBAY_ADMIN_TOKEN")
-    assert control(up, "busy-threshold")[::2][0] == 2
+    assert control(up, "policy")[::2][0] == 2
     token = tmp_path / "token"
     token.write_text(f"{ADMIN_TOKEN}\n")
-    assert control(up, "list-loras", "--admin-token-file", str(token))[0] == 0
+    assert control(up, "adapters", "--admin-token-file", str(token))[0] == 0
     token.write_text("two words")
-    code, _, err = control(up, "list-loras", "--admin-token-file", str(token))
+    code, _, err = control(up, "adapters", "--admin-token-file", str(token))
     assert (code, "visible ASCII" in err) == (2, True)
 
 
@@ -366,10 +380,10 @@ def test_an_ingress_with_an_incomplete_admin_configuration_does_not_start(
 
 def test_error_names_an_unreachable_ingress() -> None:
     url = f"http://127.0.0.1:{free_ports(1)}"
-    run = forebay("control", "pause", "--url", url)
+    run = forebay("control", "adapters", "--url", url)
     assert run.returncode == 2
     assert f"{url} does not respond" in run.stderr
-    assert "does not respond" in forebay("control", "pause", "--url", "nonsense").stderr
+    assert "does not respond" in forebay("control", "adapters", "--url", "nonsense").stderr
 
 
 class OtherServer(BaseHTTPRequestHandler):
@@ -391,7 +405,7 @@ def test_error_names_a_server_other_than_an_ingress() -> None:
     server = HTTPServer(("127.0.0.1", free_ports(1)), OtherServer)
     Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
-    runs = [forebay("control", name, "--url", url) for name in ("pause", "disaggregation")]
+    runs = [forebay("control", name, "--url", url) for name in ("adapters", "policy")]
     server.shutdown()
     server.server_close()
     message = f"forebay: {url} is not an ingress (unexpected response, HTTP 200); check --url\n"

@@ -24,7 +24,7 @@ BAD = [
     "router --allow-policy nope.Nope",
     "worker --role nope",
     "serve nope.py:X",
-    "control pause --url nonsense",
+    "control power pause --url nonsense",
     "planner supervise nowhere",
     "produce nowhere",
     "trace nowhere",

@@ -84,7 +84,7 @@ def test_a_model_directory_with_an_invalid_model_name_is_rejected(tmp_path: Path
 def test_options_with_the_same_name_take_the_same_kind_of_value() -> None:
     kinds: dict[str, set[str]] = {}
     for command, option in OPTIONS_OF_COMMANDS:
-        if not command.startswith("control busy-threshold"):  # its values may also be `none`
+        if not command.startswith("control policy"):  # its values may also be `none`
             kind = option.bare_type().removeprefix("list[").removesuffix("]")
             kind = "str" if kind.startswith("typing.Literal") else kind
             kinds.setdefault(option.opts[0], set()).add(kind)

@@ -181,10 +181,10 @@ def test_control_names_the_model(system: tuple[Up, Path], monkeypatch: pytest.Mo
     up, _ = system
     monkeypatch.setenv("FOREBAY_ADMIN_TOKEN", ADMIN_TOKEN)
     missing = "name a model, as in ?model=NAME; models are: alpha, org/beta; pass --model NAME"
-    for command in (["pools"], ["list-loras"], ["busy-threshold"], ["policy", "default", "round-robin"]):
+    for command in (["pools"], ["adapters"], ["policy"], ["policy", "default", "round-robin"]):
         run = in_process.forebay("control", *command, "--url", up.url)
         assert (run.returncode, run.stderr) == (2, f"forebay: {missing}\n")
-    run = in_process.forebay("control", "list-loras", "--url", up.url, "--model", "alpha", "--json")
+    run = in_process.forebay("control", "adapters", "--url", up.url, "--model", "alpha", "--json")
     assert [one["worker_id"] for one in json.loads(run.stdout)["outcomes"]] == ["mock-0", "mock-1"]
     run = in_process.forebay(
         "control", "policy", "default", "round-robin", "--url", up.url, "--model", "org/beta", "--json"
@@ -194,7 +194,7 @@ def test_control_names_the_model(system: tuple[Up, Path], monkeypatch: pytest.Mo
     assert json.loads(run.stdout)["pools"][0]["policy"] == "kv"
     run = in_process.forebay("control", "pools", "--url", up.url, "--model", "alphaa")
     assert (run.returncode, run.stderr) == (2, "forebay: unknown model 'alphaa'; did you mean alpha?\n")
-    run = in_process.forebay("control", "sleep", "--url", up.url, "--model", "alpha", "--worker", "mock-2")
+    run = in_process.forebay("control", "power", "sleep", "--url", up.url, "--model", "alpha", "--worker", "mock-2")
     assert (run.returncode, "workers are: mock-0, mock-1" in run.stderr) == (2, True), run.stderr
 
 

@@ -77,21 +77,21 @@ def test_requests_follow_the_grid_a_canary_and_a_drain_and_nothing_is_lost(tmp_p
         assert (complete(up, SHORT, "by-grid"), complete(up, LONG)) == ("short", "long")
         assert choice(up, "by-grid") == ("short", "grid", [])
 
-        control(up, "canary", "long", "--base", "short", "--share", "1")
+        control(up, "pools", "--canary", "long", "--base", "short", "--share", "1")
         assert complete(up, SHORT, "by-canary") == "long"
         assert choice(up, "by-canary") == ("long", "canary", [])
-        control(up, "canary", "long", "--base", "short", "--share", "0.5")
+        control(up, "pools", "--canary", "long", "--base", "short", "--share", "0.5")
         assert {complete(up, SHORT) for _ in range(40)} == {"short", "long"}  # all in one: 1 in 10**12
-        control(up, "canary", "long", "--end")
+        control(up, "pools", "--canary", "long", "--end")
         assert {complete(up, SHORT) for _ in range(5)} == {"short"}
 
-        control(up, "pause", "--pool", "short")
+        control(up, "power", "pause", "--pool", "short")
         waiting: list[Future[str]] = [threads.submit(complete, up, SHORT) for _ in range(3)]
         until(up, lambda status: in_flight(status, "mock-0") == 3)
         control(up, "drain", "short")
         assert complete(up, SHORT, "by-drain") == "long"
         assert choice(up, "by-drain") == ("long", "grid", [("short", "drained")])
-        control(up, "resume", "--pool", "short")
+        control(up, "power", "resume", "--pool", "short")
         assert [one.result() for one in waiting] == ["short"] * 3
         control(up, "drain", "short", "--end")
         assert complete(up, SHORT) == "short"
@@ -105,17 +105,17 @@ def test_requests_that_are_queued_in_a_drained_pool_move_and_none_is_lost(tmp_pa
     log = tmp_path / "log.db"
     one_each = ("--max-num-seqs", "1", "--router-queue-run-ahead", "0", "--pool-routing", str(rules))
     with running(*pools(log), *one_each) as up, ThreadPoolExecutor(4) as threads:
-        control(up, "pause")
+        control(up, "power", "pause")
         waiting: list[Future[str]] = [threads.submit(complete, up, SHORT, f"short-{number}") for number in range(3)]
         until(up, lambda status: status["requests"]["queued"] == 2)
         blocking = threads.submit(complete, up, LONG)
         until(up, lambda status: status["requests"]["in_flight"] == 4)
         control(up, "drain", "short")
-        control(up, "resume", "--pool", "long")
+        control(up, "power", "resume", "--pool", "long")
         assert blocking.result() == "long"
         moved = list(islice(as_completed(waiting, timeout=PATIENCE_S), 2))
         assert [one.result() for one in moved] == ["long"] * 2
-        control(up, "resume", "--pool", "short")
+        control(up, "power", "resume", "--pool", "short")
         assert sorted(one.result() for one in waiting) == ["long", "long", "short"]
     assert verified(log)["decisions"]
 
@@ -151,7 +151,7 @@ def test_the_file_replaces_rules_of_the_log_at_each_start_and_canaries_stay(tmp_
         assert (complete(up, SHORT), complete(up, LONG)) == ("long", "long"), "without rules the first pool serves"
         shown = control(up, "pools", "--routing", str(rules))
         assert [grid["cells"] for grid in shown["grids"]] == [[["short"], ["long"]]]
-        control(up, "canary", "long", "--base", "short", "--share", "0")
+        control(up, "pools", "--canary", "long", "--base", "short", "--share", "0")
         assert complete(up, LONG) == "long"
     with running(*pools(log)) as up:
         assert control(up, "pools")["grids"] == shown["grids"]

@@ -169,7 +169,7 @@ async def test_a_lora_is_loaded_used_and_unloaded_over_http(
     await serving.complete("base", prompt, TOKENS)
     assert (await serving.generated("base")).tokens == oracle.greedy(prompt, TOKENS)
     options = ("--url", serving.url, "--json", *serving.cluster.admin_options)
-    code, out = await serving.cluster.command("control", "control", "list-loras", *options, within_s=COMMAND_WITHIN_S)
+    code, out = await serving.cluster.command("control", "control", "adapters", *options, within_s=COMMAND_WITHIN_S)
     reported = {one["worker_id"]: one["loras"] for one in json.loads(out)["outcomes"]}
     assert (code, reported) == (0, {name: [LORA] for name in WORKERS})
     unloaded = await serving.request("DELETE", f"/v1/loras/{LORA}")

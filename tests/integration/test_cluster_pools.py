@@ -83,9 +83,9 @@ async def test_requests_follow_the_rules_of_the_file(cluster: Cluster) -> None:
 
 
 async def test_changes_through_one_ingress_apply_to_requests_of_another(cluster: Cluster) -> None:
-    assert await control(cluster, "canary", "long", "--base", "short", "--share", "1") == 0
+    assert await control(cluster, "pools", "--canary", "long", "--base", "short", "--share", "1") == 0
     assert await complete(cluster, SHORT) == "long"
-    assert await control(cluster, "canary", "long", "--end") == 0
+    assert await control(cluster, "pools", "--canary", "long", "--end") == 0
     assert await control(cluster, "drain", "short") == 0
     assert await complete(cluster, SHORT) == "long"
     assert [one["drained"] for one in (await listed(cluster, "i1"))["pools"]] == [False, True]
@@ -123,7 +123,7 @@ async def test_a_policy_survives_a_takeover(cluster: Cluster) -> None:
 
 
 async def test_a_drained_worker_leaves_and_its_process_ends(cluster: Cluster) -> None:
-    assert await control(cluster, "drain-worker", "--worker", "short", "--operator", "alice") == 0
+    assert await control(cluster, "drain", "--worker", "short", "--operator", "alice") == 0
     assert await cluster.processes.ended("short", within_s=TIMEOUT_S) == 0
     assert await complete(cluster, SHORT) == "long"
     drained = [event for event in await cluster.events(FLEET) if isinstance(event, WorkerDraining)]

@@ -71,13 +71,13 @@ async def test_an_adapter_is_loaded_at_one_ingress_and_served_by_another(
 ) -> None:
     assert (await complete(cluster, client, "i2", "sql")).status_code == 404
     where = ["--lora", "sql", "--path", str(tmp_path), "--worker", "w2"]
-    assert await control(cluster, "load-lora", *where) == (0, {"w2": "done"})
+    assert await control(cluster, "adapters", "load", *where) == (0, {"w2": "done"})
     for ingress in ("i2", "i1"):
         answer = await complete(cluster, client, ingress, "sql")
         assert answer.status_code == 200, answer.text
         models = (await client.get(f"{cluster.urls[ingress]}/v1/models")).json()["data"]
         assert [card["id"] for card in models] == [GROUP, "sql"]
-    assert await control(cluster, "unload-lora", "--lora", "sql") == (1, {"w1": "refused", "w2": "done"})
+    assert await control(cluster, "adapters", "unload", "--lora", "sql") == (1, {"w1": "refused", "w2": "done"})
     assert (await complete(cluster, client, "i2", "sql")).status_code == 404
 
 
@@ -97,7 +97,7 @@ async def test_a_command_survives_the_death_of_its_owner(cluster: Cluster, clien
     assert outcomes[1]["status"] in ("done", "left")
     assert await cluster.owner() != owner
     await cluster.until_serving(len(WORKERS))
-    assert await control(cluster, "resume") == (0, dict.fromkeys(WORKERS, "done"))
+    assert await control(cluster, "power", "resume") == (0, dict.fromkeys(WORKERS, "done"))
 
 
 async def test_a_command_to_a_dying_worker_fails(cluster: Cluster, client: httpx.AsyncClient) -> None:

@@ -95,12 +95,12 @@ async def test_each_model_runs_its_own_requests_exactly_once(cluster: Cluster) -
 @pytest.mark.timeout(600)
 async def test_a_command_for_one_model_does_not_affect_the_other(cluster: Cluster) -> None:
     at_first = ["--url", cluster.urls[INGRESSES[GROUP]], "--json", *cluster.admin_options]
-    code, out = await cluster.command("control", "control", "pause", *at_first, within_s=60)
+    code, out = await cluster.command("control", "control", "power", "pause", *at_first, within_s=60)
     assert (code, {one["worker_id"] for one in json.loads(out)["outcomes"]}) == (0, set(WORKERS[GROUP]))
     results = await answers(cluster, "meanwhile", [OTHER], IN_FLIGHT)
     assert problems(results[OTHER], TOKENS) == []
     assert {one.worker for one in results[OTHER]} <= set(WORKERS[OTHER])
-    code, _ = await cluster.command("control", "control", "resume", *at_first, within_s=60)
+    code, _ = await cluster.command("control", "control", "power", "resume", *at_first, within_s=60)
     assert code == 0
     results = await answers(cluster, "after", [GROUP], IN_FLIGHT)
     assert problems(results[GROUP], TOKENS) == []

@@ -11,7 +11,7 @@ from forebay.cli.common.errors import USAGE, complain, explained, fail
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import own_stdout, results
 from forebay.cli.common.unverified import DIVERGED
-from forebay.cli.control.client import IngressClient, UrlOption, decode_response
+from forebay.cli.control.client import IngressClient, UrlOption
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.status_view import show
 from forebay.core.routing.policies import CustomPolicies
@@ -46,8 +46,9 @@ def run_status(
 def _query(url: str, api_key: str | None, group: str) -> GroupStatus:
     with explained():
         headers = client_headers(api_key)
-    response = IngressClient(url, headers, group).request("/v1/status", timeout_s=DERIVED_WITHIN_S)
-    answer = decode_response(url, response, "version")
+    client = IngressClient(url, headers, group)
+    response = client.request("/v1/status", timeout_s=DERIVED_WITHIN_S)
+    answer = client.decode(response, "version")
     if response.status_code == httpx.codes.OK:
         try:
             return msgspec.convert(answer, GroupStatus)

@@ -11,6 +11,8 @@ import typer
 from forebay.cli.common.admin_token import VARIABLE, admin_token
 from forebay.cli.common.connection import advice
 from forebay.cli.common.errors import USAGE, complain, explained, fail
+from forebay.events.names import unknown_name
+from forebay.ingress.errors import model_required
 
 if TYPE_CHECKING:
     import httpx
@@ -40,6 +42,13 @@ class IngressClient:
     headers: Mapping[str, str] = field(repr=False)
     model: str = ""
 
+    @classmethod
+    def of(cls, url: str, token_file: Path | None, model: str) -> "IngressClient":
+        """Return a client for a model of an ingress, with the admin token from a file or the environment."""
+        with explained():
+            token = admin_token(token_file)
+        return cls(url, {"authorization": f"Bearer {token}"} if token else {}, model)
+
     @property
     def query(self) -> dict[str, str]:
         return {"model": self.model} if self.model else {}
@@ -57,7 +66,67 @@ class IngressClient:
         except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             fail(f"{self.url} does not respond ({error!r}); {advice(error)}")
 
-    def known_names(self) -> dict[str, list[str]]:
+    def decode(self, response: "httpx.Response", key: str) -> dict[str, Any]:
+        """Return the body of a response. Exit if it has neither `key` nor an error, so is not from an ingress."""
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict) or not (key in answer or "error" in answer):
+            fail(f"{self.url} is not an ingress (unexpected response, HTTP {response.status_code}); check --url")
+        return answer
+
+    def exit_unless_ok(self, answer: Mapping[str, Any], response: "httpx.Response") -> None:
+        """Exit if the response is an error: with 2 if an option or the token is invalid, otherwise with 1."""
+        if response.status_code == HTTPStatus.OK:
+            return
+        code = str(answer["error"].get("code"))
+        is_invalid = response.status_code == HTTPStatus.BAD_REQUEST or code in INVALID
+        if response.status_code == HTTPStatus.NOT_FOUND and code == "not_found":
+            complain("the admin API is disabled; start the ingress with --admin-api and a token")
+        elif code.startswith("admin_token"):
+            complain(f"{answer['error']['message']}; set {VARIABLE} or --admin-token-file")
+            is_invalid = True
+        else:
+            hint = MODEL_HINT if code == "model_required" else ""
+            complain(f"{answer['error']['message']}{hint}")
+        raise typer.Exit(USAGE if is_invalid else 1)
+
+    def call(self, path: str, key: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the body of the response to a request. Exit if the response is an error, or has no `key`."""
+        response = self.request(path, body)
+        answer = self.decode(response, key)
+        self.exit_unless_ok(answer, response)
+        return answer
+
+    def served_model(self) -> str:
+        """Return the name of the model to change: that of the client, or the only one that the ingress serves."""
+        if self.model:
+            return self.model
+        cards = self.call("/v1/models", "data")["data"]
+        try:  # adapters have a `parent`, and aliases a `root`
+            names = [str(card["id"]) for card in cards if not {"parent", "root"} & card.keys()]
+        except (LookupError, TypeError, AttributeError):
+            names = []
+        if not names:
+            fail(f"{self.url} serves no model yet; wait until a worker has joined, or check --url")
+        if len(names) > 1:
+            fail(f"{model_required(names)}{MODEL_HINT}")
+        return names[0]
+
+    def suggest_names(self, answer: Mapping[str, Any], given: Mapping[str, list[str]]) -> None:
+        """Replace the error for an unknown worker or pool by one that suggests similar names.
+
+        Args:
+            given: Names that the command line contains, by `worker` and `pool`.
+        """
+        kind = str(answer.get("error", {}).get("code")).removeprefix("unknown_")
+        known = self._known_names().get(kind) if kind in given else None
+        unknown = [name for name in given.get(kind, ()) if known and name not in known]
+        if known and unknown:
+            answer["error"]["message"] = unknown_name(kind, unknown[0], known)
+
+    def _known_names(self) -> dict[str, list[str]]:
         """Return the names of workers and pools, by `worker` and `pool`. Empty if the ingress does not report them."""
         import httpx  # noqa: PLC0415 - as above
 
@@ -73,38 +142,3 @@ class IngressClient:
             "worker": [worker["worker_id"] for worker in status["workers"]],
             "pool": [pool["pool"] for pool in status["pools"]],
         }
-
-
-def client_for(url: str, token_file: Path | None, model: str) -> IngressClient:
-    """Return a client for a model of the ingress at `url`, with the admin token from a file or the environment."""
-    with explained():
-        token = admin_token(token_file)
-    return IngressClient(url, {"authorization": f"Bearer {token}"} if token else {}, model)
-
-
-def decode_response(url: str, response: "httpx.Response", key: str) -> dict[str, Any]:
-    """Return the decoded body of a response. Exit if it has neither `key` nor an error, so is not from an ingress."""
-    try:
-        answer = response.json()
-    except ValueError:
-        answer = None
-    if not isinstance(answer, dict) or not (key in answer or "error" in answer):
-        fail(f"{url} is not an ingress (unexpected response, HTTP {response.status_code}); check --url")
-    return answer
-
-
-def exit_unless_ok(answer: Mapping[str, Any], response: "httpx.Response") -> None:
-    """Exit if the response is an error: with 2 if an option or the token is invalid, otherwise with 1."""
-    if response.status_code == HTTPStatus.OK:
-        return
-    code = str(answer["error"].get("code"))
-    is_invalid = response.status_code == HTTPStatus.BAD_REQUEST or code in INVALID
-    if response.status_code == HTTPStatus.NOT_FOUND and code == "not_found":
-        complain("the admin API is disabled; start the ingress with --admin-api and a token")
-    elif code.startswith("admin_token"):
-        complain(f"{answer['error']['message']}; set {VARIABLE} or --admin-token-file")
-        is_invalid = True
-    else:
-        hint = MODEL_HINT if code == "model_required" else ""
-        complain(f"{answer['error']['message']}{hint}")
-    raise typer.Exit(USAGE if is_invalid else 1)

@@ -47,7 +47,7 @@ def _has(model: EmbeddedModel, role: Role) -> bool:
 
 def _where(model: EmbeddedModel, configured: DisaggConfig, disagg: DisaggConfig) -> str:
     """Describe where prompts are computed."""
-    source = "" if disagg == configured else " (set by `forebay control disaggregation`)"
+    source = "" if disagg == configured else " (set by `forebay control policy`)"
     return _prefill_place(model, disagg) + source
 
 

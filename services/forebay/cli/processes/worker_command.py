@@ -46,6 +46,7 @@ def worker(
     engine: EngineOptions,
     tiers: TierOptions,
 ) -> None:
+    """Run a worker of a distributed system."""
     from forebay.cli.processes.worker import run_worker  # noqa: PLC0415
 
     run_worker(
