@@ -1,4 +1,4 @@
-"""`forebay planner status`, `history` and `explain` on logs, and errors of `pause`, `resume` and `set-size`."""
+"""`forebay planner status` on logs, and errors of `planner set`."""
 
 import json
 import re
@@ -36,8 +36,16 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_log(tmp_path_factory.mktemp("scaling") / "day.db", a_day().records)
 
 
+def words(command: str, arguments: Sequence[object]) -> list[str]:
+    """Return the arguments of `forebay planner` that show the status, the history, or a decision after the log."""
+    if command == "explain":
+        *log, decision = map(str, arguments)
+        return ["status", *log, "--decision", decision]
+    return ["status", *map(str, arguments), *(["--history"] if command == "history" else [])]
+
+
 def planner(command: str, *arguments: object, code: int = 0) -> Any:
-    run = forebay("planner", command, *map(str, arguments), "--json")
+    run = forebay("planner", *words(command, arguments), "--json")
     assert run.returncode == code, run.stdout + run.stderr
     if command == "explain":  # bases of different methods have no tag
         return json.loads(run.stdout, object_hook=lambda fields: SimpleNamespace(**fields))
@@ -46,7 +54,7 @@ def planner(command: str, *arguments: object, code: int = 0) -> Any:
 
 
 def text(command: str, *arguments: object, code: int = 0) -> str:
-    run = forebay("planner", command, *map(str, arguments))
+    run = forebay("planner", *words(command, arguments))
     assert run.returncode == code, run.stdout + run.stderr
     return run.stdout
 
@@ -178,7 +186,7 @@ def test_decisions_of_another_version_are_not_verified(tmp_path: Path) -> None:
     records = a_day().records
     records[0] = msgspec.structs.replace(records[0], rules_version=99)
     path = write_log(tmp_path / "log.db", records)
-    run = forebay("planner", "history", str(path), "--verify")
+    run = forebay("planner", "status", str(path), "--history", "--verify")
     assert run.returncode == 1
     assert "not verified: 7 decisions by rules of another version" in run.stderr
     found = planner("explain", path, FIRST)
@@ -245,12 +253,11 @@ def test_a_decision_is_found_by_time_or_as_the_latest(log: Path) -> None:
     assert planner("explain", log, "latest").decision.offset == OPEN
     assert planner("explain", log, "2026-05-28T20:26:50Z").decision.offset == FIRST
     assert planner("explain", log, "2026-05-28T20:26:50.000000Z").decision.offset == FIRST
-    several = error("explain", log, "2026-05-28T20:27:10Z")
+    several = error("status", log, "--decision", "2026-05-28T20:27:10Z")
     assert f"give the offset: {REFUSED} (" in several
-    assert "no decision at offset 4; the nearest are 3 (2026-05-28T20:26:50" in error("explain", log, 4)
-    assert "no decision at 2026-05-28T20:26:55" in error("explain", log, "2026-05-28T20:26:55Z")
-    assert error("explain", log, "yesterday").startswith("DECISION yesterday: not a time")
-    assert error("explain", log) == "expected LOG and DECISION, or DECISION and --kafka"
+    assert "no decision at offset 4; the nearest are 3 (2026-05-28T20:26:50" in error("status", log, "--decision", 4)
+    assert "no decision at 2026-05-28T20:26:55" in error("status", log, "--decision", "2026-05-28T20:26:55Z")
+    assert error("status", log, "--decision", "yesterday").startswith("--decision yesterday: not a time")
 
 
 def test_the_other_methods_are_explained(tmp_path: Path) -> None:
@@ -285,31 +292,38 @@ def test_the_other_methods_are_explained(tmp_path: Path) -> None:
 
 def test_errors_name_the_value_and_the_remedy(log: Path, tmp_path: Path) -> None:
     assert (
-        error("history", log, "--pool", f"{GROUP}/decode2")
+        error("status", log, "--history", "--pool", f"{GROUP}/decode2")
         == f"unknown pool '{GROUP}/decode2'; did you mean {DECODE_POOL}?"
     )
     assert error("status") == "expected either a log file or --kafka"
+    assert error("status", log, "--changes") == "--pool, --since, --changes, --limit and --verify require --history"
+    assert error("status", log, "--history", "--decision", "3") == "--history and --decision exclude each other"
     empty = tmp_path / "empty.db"
     SqliteLog.open(empty).close()
-    for command in (("status", empty), ("history", empty), ("explain", empty, "latest")):
-        assert error(*command) == "no planner has claimed the topic scaling; start one with `forebay planner run`"
+    for more in ((), ("--history",), ("--decision", "latest")):
+        assert (
+            error("status", empty, *more)
+            == "no planner has claimed the topic scaling; start one with `forebay planner run`"
+        )
     idle = write_log(tmp_path / "idle.db", a_day().records[:1])
-    assert error("explain", idle, "latest") == "the planner has made no decision with an effect yet"
-    assert error("explain", idle, "7") == "no decision at offset 7; the topic has no decision"
+    assert error("status", idle, "--decision", "latest") == "the planner has made no decision with an effect yet"
+    assert error("status", idle, "--decision", "7") == "no decision at offset 7; the topic has no decision"
     assert "no such log file" in error("status", tmp_path / "nowhere.db")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((PREFILL_POOL,), "expected either the number of workers N or --release"),
-        ((PREFILL_POOL, "3", "--release"), "expected either the number of workers N or --release"),
+        ((PREFILL_POOL,), "expected GROUP/POOL and its size, --pause or --resume"),
+        ((PREFILL_POOL, "3", "--pause"), "expected GROUP/POOL and its size, --pause or --resume"),
+        ((), "expected GROUP/POOL and its size, --pause or --resume"),
+        ((PREFILL_POOL, "10001"), "N: expected auto or a number from 0 to 10000, got 10001"),
         ((PREFILL_POOL, "3", "--operator", "x" * 300), "--operator: expected at most 256 printable characters"),
         ((PREFILL_POOL, "3", "--kafka", "127.0.0.1:1"), "Kafka at 127.0.0.1:1 cannot be used"),
     ],
 )
 def test_an_order_that_cannot_be_recorded_is_an_error(arguments: tuple[str, ...], message: str) -> None:
-    assert error("set-size", *arguments).startswith(message)
+    assert error("set", *arguments).startswith(message)
 
 
 def test_every_reason_and_outcome_has_words_and_is_documented() -> None:

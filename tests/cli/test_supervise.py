@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from forebay.cli.common import extras
-from forebay.cli.planner.supervise_file import KubernetesSettings, ProcessSettings, read_supervise_file
+from forebay.cli.planner.supervise import KubernetesSettings, ProcessSettings, read_supervise_file
 from forebay.planner.actuators.processes import KILL_AFTER_S, ProcessPool
 from tests.cli.in_process import forebay
 from tests.harness.kubernetes_stub import KubernetesStub

@@ -77,7 +77,7 @@ async def test_orders_of_an_operator_take_effect_and_their_decisions_are_derived
 ) -> None:
     async with Cluster(kafka, redis_url, f"{RUN}-orders", folder, spawn=fork_server.spawn) as cluster:
         operator = Operator(cluster)
-        code, _, errors = await operator.order("set-size", POOL, "2")
+        code, _, errors = await operator.order("set", POOL, "2")
         assert (code, "no planner has claimed the topic scaling" in errors) == (2, True)
         cluster.router("r1")
         cluster.worker("first")  # so that a router places the group, and the planner observes the pool
@@ -89,13 +89,13 @@ async def test_orders_of_an_operator_take_effect_and_their_decisions_are_derived
             return code == 0 and json.loads(out)["pools"][0]["ready"] is not None
 
         await cluster.processes.until("the planner has observed the pool", observed)
-        code, _, errors = await operator.order("set-size", f"{GROUP}/defaults", "2")
+        code, _, errors = await operator.order("set", f"{GROUP}/defaults", "2")
         assert (code, f"did you mean {POOL}?" in errors) == (2, True)
-        code, out, errors = await operator.order("set-size", POOL, "2", "--timeout-s", "2")
+        code, out, errors = await operator.order("set", POOL, "2", "--timeout-s", "2")
         assert (code, "1 -> 2 (manual)" in out) == (1, True), out + errors
         assert f"no actuator of {POOL} has replied to decision" in errors
         operator.start("supervise", folder / "supervise.toml", supervise_file(cluster, redis_url))
-        code, out, errors = await operator.order("set-size", POOL, "3", "--operator", "alice")
+        code, out, errors = await operator.order("set", POOL, "3", "--operator", "alice")
         assert code == 0, out + errors
         assert "2 -> 3 (manual)" in out
         assert f"applied by processes: {POOL} has 3 workers" in out
@@ -104,24 +104,24 @@ async def test_orders_of_an_operator_take_effect_and_their_decisions_are_derived
             return len(await cluster.members()) == count
 
         await cluster.processes.until("three workers were started", functools.partial(members, 4))
-        assert "recorded   pause the planner, at offset" in (await operator.order("pause"))[1]
-        code, out, errors = await operator.order("set-size", POOL, "--release")
+        assert "recorded   pause the planner, at offset" in (await operator.order("set", "--pause"))[1]
+        code, out, errors = await operator.order("set", POOL, "auto")
         assert (code, "3 (paused)" in out) == (0, True), out + errors
         status = await operator.read("status")
         assert (status["paused"], status["problems"], status["pools"][0]["size"]) == (True, [], 3)
-        assert (await operator.order("resume"))[0] == 0
-        history = await operator.read("history", "--verify", "--changes")
+        assert (await operator.order("set", "--resume"))[0] == 0
+        history = await operator.read("status", "--history", "--verify", "--changes")
         assert [(one["outcome"], one["pools"][0]["reason"]) for one in history["decisions"]] == [
             ("applied", "manual")
         ] * 2
         change = history["decisions"][-1]
         verification = history["verification"]
         assert verification["equal"] + verification["stale"] == verification["decisions"] > 3
-        explained = await operator.read("explain", str(change["offset"]))
+        explained = await operator.read("status", "--decision", str(change["offset"]))
         assert explained["decision"]["verification"] == "equal"
         cluster.processes["run"].signal(signal.SIGTERM)
         assert await cluster.processes.ended("run", within_s=WITHIN_S) == 0
-        code, _, errors = await operator.order("set-size", POOL, "1")
+        code, _, errors = await operator.order("set", POOL, "1")
         assert (code, "no planner is active; the next one follows the record" in errors) == (1, True)
         assert (await operator.order("status"))[0] == 1
         operator.start("run", folder / "planner.toml", PLANNER)

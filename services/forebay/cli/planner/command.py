@@ -6,29 +6,18 @@ from typing import Annotated
 import typer
 
 from forebay.cli.common.cluster_options import KafkaOptions, ServiceOptions
+from forebay.cli.common.errors import fail
 from forebay.cli.common.logs import LoggingOptions
 from forebay.cli.common.operator_name import OperatorOption
 from forebay.cli.common.option_groups import spread
 from forebay.cli.common.recording import KafkaSource, LogArgument
 from forebay.cli.common.times import TIMES_HELP
 
-LATEST = "latest"
+AUTO = "auto"
 LIMIT = 32
 SIZE_MAX = 10_000
-TIMEOUT_S = 60.0
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-TimeoutOption = Annotated[
-    float, typer.Option(min=0.1, max=86_400, help="Seconds to wait for the effect, after which the command exits 1.")
-]
-WaitOption = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the effect.")]
 
 app = typer.Typer(help="Scale the pools of a distributed system.", no_args_is_help=True)
-
-
-@app.callback()
-def _root() -> None:
-    """Scale the pools of a distributed system."""
 
 
 @app.command("run")
@@ -70,96 +59,68 @@ def supervise(
 
 @app.command("status")
 @spread
-def status(source: KafkaSource, log: LogArgument = None, json: JsonOption = False) -> None:
-    """Show the planner, its pools, and the newest decision about each pool.
-
-    Exits 1 if no planner is active, or if a decision has waited too long for its reply.
-    """
-    from forebay.cli.planner.decisions import run_status  # noqa: PLC0415
-
-    run_status(source=source, log=log, json=json)
-
-
-@app.command("history")
-@spread
-def history(
+def status(
     source: KafkaSource,
     log: LogArgument = None,
-    pool: Annotated[str, typer.Option("--pool", help="Show only decisions about this pool, as GROUP/POOL.")] = "",
-    since: Annotated[str, typer.Option(help=f"Show only decisions from this time on: {TIMES_HELP}.")] = "",
-    changes: Annotated[bool, typer.Option("--changes", help="Show only decisions that change a size.")] = False,
-    limit: Annotated[int, typer.Option(min=1, max=100_000, help="Show at most the N newest decisions.")] = LIMIT,
-    verify: Annotated[bool, typer.Option("--verify", help="Exit 1 if a decision is not derived again equal.")] = False,
-    json: JsonOption = False,
+    decision: Annotated[
+        str, typer.Option(metavar="DECISION", help="Explain a decision, by its offset, its time, or latest.")
+    ] = "",
+    history: Annotated[bool, typer.Option("--history", help="Show the newest decisions and their outcome.")] = False,
+    pool: Annotated[str, typer.Option("--pool", help="With --history: only of this pool, as GROUP/POOL.")] = "",
+    since: Annotated[str, typer.Option(help=f"With --history: only from this time on: {TIMES_HELP}.")] = "",
+    changes: Annotated[bool, typer.Option("--changes", help="With --history: only those that change a size.")] = False,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="With --history: at most the N newest.")] = LIMIT,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="With --history: exit 1 unless all are derived again equal.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
-    """Show the newest decisions, their outcome, and whether deriving them again gives the same result."""
-    from forebay.cli.planner.decisions import run_history  # noqa: PLC0415
+    """Show the planner, its pools and the newest decision about each pool, or earlier decisions, or one of them.
 
-    run_history(source=source, log=log, pool=pool, since=since, changes=changes, limit=limit, verify=verify, json=json)
-
-
-@app.command("explain")
-@spread
-def explain(
-    where: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[LOG] DECISION",
-            help="LOG: log file or recording; omit with --kafka. DECISION: its offset, its time, or latest.",
-        ),
-    ],
-    source: KafkaSource,
-    json: JsonOption = False,
-) -> None:
-    """Show how a decision follows from its inputs, what became of it, and whether deriving it again gives the same.
-
-    Exits 1 if the decision does not follow from the records before it.
+    Exits 1 if no planner is active, if a decision has waited too long for its reply, or if the decision to explain does
+    not follow from the records before it.
     """
-    from forebay.cli.planner.decisions import run_explain  # noqa: PLC0415
+    if not history and (pool or since or changes or verify or limit != LIMIT):
+        fail("--pool, --since, --changes, --limit and --verify require --history")
+    if history and decision:
+        fail("--history and --decision exclude each other")
+    from forebay.cli.planner.decisions import run_explain, run_history, run_status  # noqa: PLC0415
 
-    run_explain(where=where, source=source, json=json)
-
-
-@app.command("pause")
-@spread
-def pause(
-    kafka: KafkaOptions, operator: OperatorOption = "", timeout_s: TimeoutOption = TIMEOUT_S, wait: WaitOption = True
-) -> None:
-    """Pause the planner: it observes, but keeps all sizes that no operator sets.
-
-    Exits 1 if the effect was not seen.
-    """
-    from forebay.cli.planner.operator import run_pause  # noqa: PLC0415
-
-    run_pause(kafka=kafka, operator=operator, timeout_s=timeout_s, wait=wait)
+    if decision:
+        run_explain(source, log, decision, json=json)
+    elif history:
+        run_history(source, log, pool, since, limit, changes=changes, verify=verify, json=json)
+    else:
+        run_status(source, log, json=json)
 
 
-@app.command("resume")
-@spread
-def resume(
-    kafka: KafkaOptions, operator: OperatorOption = "", timeout_s: TimeoutOption = TIMEOUT_S, wait: WaitOption = True
-) -> None:
-    """Resume a paused planner. Exits 1 if the effect was not seen."""
-    from forebay.cli.planner.operator import run_resume  # noqa: PLC0415
-
-    run_resume(kafka=kafka, operator=operator, timeout_s=timeout_s, wait=wait)
-
-
-@app.command("set-size")
+@app.command("set")
 @spread
 def set_size(
-    pool: Annotated[str, typer.Argument(metavar="GROUP/POOL", help="The pool.")],
     kafka: KafkaOptions,
-    size: Annotated[int | None, typer.Argument(metavar="N", min=0, max=SIZE_MAX, help="Number of workers.")] = None,
-    release: Annotated[bool, typer.Option("--release", help="Let the planner determine the size again.")] = False,
+    pool: Annotated[str, typer.Argument(metavar="GROUP/POOL", help="The pool.")] = "",
+    size: Annotated[
+        str, typer.Argument(metavar="N", help=f"Number of workers, or {AUTO}: the planner determines it again.")
+    ] = "",
+    pause: Annotated[
+        bool | None, typer.Option("--pause/--resume", help="Let the planner observe only, and keep all other sizes.")
+    ] = None,
     operator: OperatorOption = "",
-    timeout_s: TimeoutOption = TIMEOUT_S,
-    wait: WaitOption = True,
+    timeout_s: Annotated[
+        float,
+        typer.Option(min=0.1, max=86_400, help="Seconds to wait for the effect, after which the command exits 1."),
+    ] = 60.0,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the effect.")] = True,
 ) -> None:
-    """Set the size of a pool until it is released, or release it. It comes before limits and the GPU budget.
+    """Set the size of a pool, which then precedes its limits and the GPU budget, or pause or resume the planner.
 
     Exits 1 if the effect was not seen.
     """
-    from forebay.cli.planner.operator import run_set_size  # noqa: PLC0415
+    if bool(pool) == (pause is not None) or bool(pool) != bool(size):
+        fail("expected GROUP/POOL and its size, --pause or --resume")
+    if size not in ("", AUTO) and not (size.isdecimal() and size.isascii() and int(size) <= SIZE_MAX):
+        fail(f"N: expected {AUTO} or a number from 0 to {SIZE_MAX}, got {size}")
+    from forebay.cli.planner.operator import execute  # noqa: PLC0415
 
-    run_set_size(pool=pool, kafka=kafka, size=size, release=release, operator=operator, timeout_s=timeout_s, wait=wait)
+    count = int(size) if size not in ("", AUTO) else None
+    execute(kafka, operator, pool=pool, size=count, is_pause=bool(pause), timeout_s=timeout_s if wait else None)

@@ -1,43 +1,41 @@
-"""`forebay planner status`, `history` and `explain`: read the decisions of the planner, and derive them again."""
+"""`forebay planner status`: read the decisions of the planner, and derive them again."""
 
 import asyncio
 import re
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import typer
 
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.recording import KafkaSource
-from forebay.cli.common.terminal import results
+from forebay.cli.common.terminal import bar, results
 from forebay.cli.common.times import time_us
 from forebay.cli.common.unverified import DIVERGED
-from forebay.cli.planner.command import LATEST
-from forebay.cli.planner.explain_view import show_explanation
-from forebay.cli.planner.source import require_one_source, scaling_log, shown_reading
-from forebay.cli.planner.tables import show_history, show_status
-from forebay.replay.scaling.decisions import ScalingExplanation, ScalingHistory, explain_decision, read_history
+from forebay.cli.planner.view import show_explanation, show_history, show_status
+from forebay.planner.orders import OrderInvalid, scaling_on_kafka
+from forebay.replay.scaling.decisions import explain_decision, read_history
 from forebay.replay.scaling.journal import OnProgress
-from forebay.replay.scaling.status import PlannerStatus, read_planner_status
+from forebay.replay.scaling.status import read_planner_status
+from forebay.transport.base import Log
+from forebay.transport.sqlite.log import SqliteLog
 
+LATEST = "latest"
 NOT_ACTIVE = 1
 OFFSET = re.compile(r"\d{1,18}")
 FRACTION = re.compile(r"\.(\d{1,6})")
 US_PER_S = 1_000_000
 
+FoundT = TypeVar("FoundT")
 
-def run_status(*, source: KafkaSource, log: Path | None, json: bool) -> None:
-    """Run `forebay planner status`. command.py documents its options."""
-    require_one_source(source, log)
+
+def run_status(source: KafkaSource, log: Path | None, *, json: bool) -> None:
     now_us = time.time_ns() // 1000 if log is None else None
-
-    async def read(on_progress: OnProgress) -> PlannerStatus:
-        async with scaling_log(source, log) as opened:
-            return await read_planner_status(opened, now_us, on_progress)
-
-    with explained(), shown_reading() as on_progress:
-        found = asyncio.run(read(on_progress))
+    found = _read(source, log, lambda opened, on_progress: read_planner_status(opened, now_us, on_progress))
     if json:
         typer.echo(msgspec.json.encode(found).decode())
     else:
@@ -47,26 +45,24 @@ def run_status(*, source: KafkaSource, log: Path | None, json: bool) -> None:
 
 
 def run_history(
-    *,
     source: KafkaSource,
     log: Path | None,
     pool: str,
     since: str,
-    changes: bool,
     limit: int,
+    *,
+    changes: bool,
     verify: bool,
     json: bool,
 ) -> None:
-    """Run `forebay planner history`. command.py documents its options."""
-    require_one_source(source, log)
     since_us = time_us("--since", since, time.time_ns() // 1000) if since else None
-
-    async def read(on_progress: OnProgress) -> ScalingHistory:
-        async with scaling_log(source, log) as opened:
-            return await read_history(opened, limit, pool, since_us, is_change=changes, on_progress=on_progress)
-
-    with explained(), shown_reading() as on_progress:
-        found = asyncio.run(read(on_progress))
+    found = _read(
+        source,
+        log,
+        lambda opened, on_progress: read_history(
+            opened, limit, pool, since_us, is_change=changes, on_progress=on_progress
+        ),
+    )
     if json:
         typer.echo(msgspec.json.encode(found).decode())
     else:
@@ -78,21 +74,10 @@ def run_history(
         raise typer.Exit(DIVERGED)
 
 
-def run_explain(*, where: list[str], source: KafkaSource, json: bool) -> None:
-    """Run `forebay planner explain`. command.py documents its options."""
-    if len(where) != (1 if source.kafka else 2):
-        fail("expected LOG and DECISION, or DECISION and --kafka")
-    log = None if source.kafka else Path(where[0])
-    name = where[-1]
-    offset = int(name) if OFFSET.fullmatch(name) else None
-    window_us = _window_us(name) if offset is None and name != LATEST else None
-
-    async def read(on_progress: OnProgress) -> ScalingExplanation:
-        async with scaling_log(source, log) as opened:
-            return await explain_decision(opened, offset, window_us, on_progress)
-
-    with explained(), shown_reading() as on_progress:
-        found = asyncio.run(read(on_progress))
+def run_explain(source: KafkaSource, log: Path | None, decision: str, *, json: bool) -> None:
+    offset = int(decision) if OFFSET.fullmatch(decision) else None
+    window_us = _window_us(decision) if offset is None and decision != LATEST else None
+    found = _read(source, log, lambda opened, on_progress: explain_decision(opened, offset, window_us, on_progress))
     if json:
         typer.echo(msgspec.json.encode(found).decode())
     else:
@@ -101,8 +86,52 @@ def run_explain(*, where: list[str], source: KafkaSource, json: bool) -> None:
         raise typer.Exit(DIVERGED)
 
 
+def _read(source: KafkaSource, path: Path | None, read: Callable[[Log, OnProgress], Awaitable[FoundT]]) -> FoundT:
+    """Return what `read` finds on the topic `scaling`."""
+    require_one_source(source, path)
+
+    async def run(on_progress: OnProgress) -> FoundT:
+        async with scaling_log(source, path) as opened:
+            return await read(opened, on_progress)
+
+    with explained(), shown_reading() as on_progress:
+        return asyncio.run(run(on_progress))
+
+
+@contextmanager
+def shown_reading() -> Iterator[OnProgress]:
+    """Show on stderr how many records of the topic were read, if stderr is a terminal."""
+    with bar() as progress:
+        task = progress.add_task("deriving decisions", total=None)
+
+        def on_progress(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        yield on_progress
+
+
+@asynccontextmanager
+async def scaling_log(source: KafkaSource, path: Path | None) -> AsyncIterator[Log]:
+    """Open the log file `path`, or else Kafka, to read. Raises LogError if it is unreadable."""
+    if path is not None:
+        with closing(SqliteLog.open(path, readonly=True)) as log:
+            yield log
+        return
+    try:
+        async with scaling_on_kafka(source.settings()) as kafka:
+            yield kafka
+    except OrderInvalid as error:
+        fail(str(error))
+
+
+def require_one_source(source: KafkaSource, path: Path | None) -> None:
+    """End the command with an error unless the options name exactly one source."""
+    if (path is None) == (source.kafka is None):
+        fail("expected either a log file or --kafka")
+
+
 def _window_us(text: str) -> tuple[int, int]:
     """Return the first microsecond of a time, and the one after its last. A time to the second lasts a second."""
-    at_us = time_us("DECISION", text, time.time_ns() // 1000)
+    at_us = time_us("--decision", text, time.time_ns() // 1000)
     fraction = FRACTION.search(text)
     return at_us, at_us + US_PER_S // 10 ** (len(fraction[1]) if fraction is not None else 0)

@@ -22,7 +22,6 @@ from forebay.transport.kafka.topics import count_topics
 def run_planner(
     *, file: Path, kafka: KafkaOptions, planner_id: str, service: ServiceOptions, logs: LoggingOptions
 ) -> None:
-    """Run `forebay planner run`. command.py documents its options."""
     logs.start()
     with explained():
         read = read_planner_file(file)
