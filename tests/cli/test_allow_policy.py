@@ -32,7 +32,7 @@ READING = [
     ("replay", "diff", "LOG", "--policy", "kv"),
     ("record", "LOG", "out.rec"),
     ("record", "LOG", "out.rec", "--anonymize"),
-    ("index", "dump", "LOG"),
+    ("index", "LOG"),
     ("simulate", "--against", "LOG"),
     ("fit", "LOG"),
     ("shadow", "LOG", "--policy", "kv"),

@@ -1,4 +1,4 @@
-"""Options from environment variables and from the file of `--config`, and `forebay config show`."""
+"""Options from environment variables and from the file of `--config`, and `forebay config`."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ ONE_OR_SEVERAL = {"FOREBAY_API_KEY", "FOREBAY_GROUP", "FOREBAY_MODEL", "FOREBAY_
 
 
 def shown(*arguments: str) -> dict[str, Any]:
-    run = forebay("config", "show", "--json", *arguments)
+    run = forebay("config", "--json", *arguments)
     assert run.returncode == 0, run.stderr
     found: dict[str, Any] = json.loads(run.stdout)
     return found
@@ -151,7 +151,7 @@ def test_a_service_link_of_kubernetes_does_not_set_a_port(
 ) -> None:
     variable = f"FOREBAY_{option.upper().replace('-', '_')}"
     monkeypatch.setenv(variable, link)
-    run = forebay("config", "show", "--json", command)
+    run = forebay("config", "--json", command)
     assert (run.returncode, json.loads(run.stdout)[option]["source"]) == (0, "default")
     (line,) = run.stderr.splitlines()
     assert f"ignored {variable}={link}" in line
@@ -286,7 +286,7 @@ def test_errors_about_a_url_have_no_password(capsys: pytest.CaptureFixture[str])
 
 
 def test_config_show_prints_a_table_and_accepts_subcommands() -> None:
-    run = forebay("config", "show", "topics", "tail", "--lines", "3")
+    run = forebay("config", "topics", "tail", "--lines", "3")
     assert run.returncode == 0
     (row,) = (line.split() for line in run.stdout.splitlines() if line.startswith("--lines"))
     assert row == ["--lines", "3", "flag"]
@@ -296,10 +296,10 @@ def test_config_show_prints_a_table_and_accepts_subcommands() -> None:
     ("arguments", "expected"),
     [
         (["upp"], "did you mean up?"),
-        (["topics"], "expected a subcommand: create, upgrade, list, tail, lag"),
+        (["topics"], "expected a subcommand: create, list, tail"),
         (["topics", "lst"], "did you mean list?"),
         (["up", "--prot", "1"], "did you mean --port?"),
     ],
 )
 def test_config_show_rejects_unknown_names(arguments: list[str], expected: str) -> None:
-    assert expected in refused("config", "show", *arguments)
+    assert expected in refused("config", *arguments)

@@ -78,14 +78,14 @@ def test_the_table_is_safe_and_states_that_it_is_cut_off(log: Path) -> None:
     assert "\\x1b" in "".join(table)
 
 
-def test_show_prints_the_decoded_record_and_whether_it_can_be_retried(log: Path) -> None:
-    shown = "\n".join(lines("show", log, "0/2"))
+def test_one_letter_is_shown_with_decoded_record_and_whether_it_can_be_retried(log: Path) -> None:
+    shown = "\n".join(lines("list", log, "--letter", "0/2"))
     assert '"type": "control.policy_set"' in shown
     assert "retry    possible: applies now, and so overrides newer changes" in shown
-    found = json.loads(*lines("show", log, 1, "--json"))
+    found = json.loads(*lines("list", log, "--letter", 1, "--json"))
     assert (found["topic"], found["source_offset"], found["record"]) == ("control", 9, {"value": "\x1b[31m no JSON"})
     assert found["retry"].startswith("no: the record does not decode in this version either")
-    assert "\x1b" not in "".join(lines("show", log, 1))
+    assert "\x1b" not in "".join(lines("list", log, "--letter", 1))
 
 
 def test_an_owner_applies_a_retried_setting(log: Path) -> None:
@@ -108,6 +108,7 @@ def test_letters_that_cannot_be_retried_are_refused(log: Path) -> None:
     assert "a record of kv-events is stale" in error("retry", log, "0/0", code=1)
     assert "does not decode in this version either" in error("retry", log, "0/1", code=1)
     assert "has no offset 9; letters are at offsets 0 to 3" in error("retry", log, "0/9")
+    assert error("list", log, "--letter", "x") == "--letter x: expected PARTITION/OFFSET, for example 0/12"
     assert error("retry", log, "x") == "LETTER x: expected PARTITION/OFFSET, for example 0/12"
     assert "no such log file" in error("retry", log.with_name("other.db"), "0/2")
     assert not log.with_name("other.db").exists()

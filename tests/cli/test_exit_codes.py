@@ -57,8 +57,8 @@ BAD = [
     "model alias prod m --remove --kafka 127.0.0.1:1",
     "model alias prod m=0 --kafka 127.0.0.1:1",
     "model alias prod m=nan n --kafka 127.0.0.1:1",
-    f"index dump {RECORDING} --worker nope",
-    "config show nope",
+    f"index {RECORDING} --worker nope",
+    "config nope",
 ]
 
 

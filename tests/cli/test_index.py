@@ -1,4 +1,4 @@
-"""`forebay index dump` prints the prefix index, including that of a log being written."""
+"""`forebay index` prints the prefix index, including that of a log being written."""
 
 import asyncio
 from pathlib import Path
@@ -49,7 +49,7 @@ async def write(path: Path, *, dump_while_it_runs: bool = False) -> tuple[Prefix
             await until_ended(system, "b")
             await until(lambda: not len(owner.world.requests))
             if dump_while_it_runs:
-                printed = (await asyncio.to_thread(process, "index", "dump", str(path))).stdout
+                printed = (await asyncio.to_thread(process, "index", str(path))).stdout
         index = owner.world.index
     log.close()
     return index, printed
@@ -83,7 +83,7 @@ def test_the_printed_events_give_the_same_index(tmp_path: Path, *, while_it_runs
     path = tmp_path / "log.db"
     index, printed = asyncio.run(write(path, dump_while_it_runs=while_it_runs))
     if not while_it_runs:
-        run = forebay("index", "dump", str(path))
+        run = forebay("index", str(path))
         assert run.returncode == 0, run.stderr
         printed = run.stdout
     copy = applied(printed, index)
@@ -96,23 +96,23 @@ def test_the_printed_events_give_the_same_index(tmp_path: Path, *, while_it_runs
 def test_one_worker_can_be_selected_and_an_unknown_one_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
     index, _ = asyncio.run(write(path))
-    run = forebay("index", "dump", str(path), "--worker", "w0")
+    run = forebay("index", str(path), "--worker", "w0")
     events = [msgspec.json.decode(line, type=AnyKvEvent) for line in run.stdout.splitlines()]
     assert {event.worker_id for event in events} == {"w0"}
     blocks = sum(len(event.sequence_hashes) // 8 for event in events if isinstance(event, BlocksStored))
     assert blocks == sum(index.blocks_held("w0", 0, tier) for tier in TIERS)
-    run = forebay("index", "dump", str(path), "--worker", "nobody")
+    run = forebay("index", str(path), "--worker", "nobody")
     assert (run.returncode, "unknown worker 'nobody'; workers are: w0, w1" in run.stderr) == (2, True)
 
 
 def test_a_log_and_kafka_are_exclusive(tmp_path: Path) -> None:
     for arguments in ([], [str(tmp_path / "log.db"), "--kafka", "127.0.0.1:1"]):
-        run = forebay("index", "dump", *arguments)
+        run = forebay("index", *arguments)
         assert (run.returncode, "expected either a log file or --kafka" in run.stderr) == (2, True)
 
 
 def test_an_empty_log_has_an_empty_index(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
     SqliteLog.open(path).close()
-    run = forebay("index", "dump", str(path))
+    run = forebay("index", str(path))
     assert (run.returncode, run.stdout) == (0, "")

@@ -157,6 +157,6 @@ def test_a_configuration_file_selects_tiers(tmp_path: Path) -> None:
     assert run.returncode == 2
     assert "--kv-disk-size requires --kv-disk" in run.stderr
     file.write_text('kv-store = "s3://bucket"\nkv-tier-filter = false\n')
-    run = forebay("config", "show", "--json", "worker", "--config", str(file))
+    run = forebay("config", "--json", "worker", "--config", str(file))
     assert run.returncode == 0, run.stderr
     assert '"s3://bucket"' in run.stdout

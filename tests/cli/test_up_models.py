@@ -89,14 +89,14 @@ def test_invalid_tables(tmp_path: Path, text: str, message: str) -> None:
 
 def test_tables_belong_to_up_and_are_shown(tmp_path: Path) -> None:
     config = configured(tmp_path, '[[models]]\nmodel = "a"\nworkers = 1\n[[models]]\nmodel = "b"\n')
-    shown = in_process.forebay("config", "show", "up", "--json", "--config", config)
+    shown = in_process.forebay("config", "up", "--json", "--config", config)
     models = json.loads(shown.stdout)["models"]
     assert models == {"value": [{"model": "a", "workers": 1}, {"model": "b"}], "source": f"file {config}"}
-    assert "[[models]]" in in_process.forebay("config", "show", "up", "--config", config).stdout
-    overridden = in_process.forebay("config", "show", "up", "--json", "--config", config, "--model", "c")
+    assert "[[models]]" in in_process.forebay("config", "up", "--config", config).stdout
+    overridden = in_process.forebay("config", "up", "--json", "--config", config, "--model", "c")
     found = json.loads(overridden.stdout)
     assert ("models" in found, found["model"]["value"]) == (False, ["c"])
-    worker = in_process.forebay("config", "show", "worker", "--json", "--config", config)
+    worker = in_process.forebay("config", "worker", "--json", "--config", config)
     assert (worker.returncode, "models" in json.loads(worker.stdout)) == (0, False)
 
 

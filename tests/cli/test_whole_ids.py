@@ -102,7 +102,7 @@ def test_tables_of_golden_recordings_keep_words_whole(name: str) -> None:
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
-        (("config", "show", "worker", "--worker-id", WORKERS[0]), WORKERS[0]),
+        (("config", "worker", "--worker-id", WORKERS[0]), WORKERS[0]),
         (
             ("workload", "show", "synthetic:requests=9,prompt=100,output=20,groups=3,turns=2"),
             "synthetic:requests=9,prompt=100,output=20,groups=3,turns=2",

@@ -173,12 +173,12 @@ class Serving:
         return sum(samples)
 
     async def index(self) -> dict[str, set[int]]:
-        """The sequence hashes that each worker has on its device, for the group's owner: `forebay index dump`.
+        """The sequence hashes that each worker has on its device, for the group's owner: `forebay index`.
 
         Workers that have nothing are left out.
         """
         where = ["--kafka", self._log.settings.bootstrap, "--namespace", self.cluster.namespace, "--group", MODEL]
-        code, out = await self.cluster.command("index", "index", "dump", *where, within_s=TIMEOUT_S)
+        code, out = await self.cluster.command("index", "index", *where, within_s=TIMEOUT_S)
         assert code == 0, (self.cluster.processes.folder / "index.log").read_text()
         events = [msgspec.json.decode(line, type=BlocksStored) for line in out.splitlines()]
         assert {event.tier for event in events} <= {"device"}

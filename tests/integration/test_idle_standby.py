@@ -40,10 +40,10 @@ async def test_a_standby_idle_for_six_minutes_takes_over_from_a_killed_owner(idl
 
 
 async def groups(cluster: IdleCluster) -> tuple[str, str, str]:
-    """Return owner, count of standbys and the first standby, as `forebay topics lag` prints them."""
+    """Return owner, count of standbys and the first standby, as `forebay topics list --lag` prints them."""
     output = cluster.processes.folder / "lag.out"
     output.unlink(missing_ok=True)
-    cluster.processes.start("lag", [FOREBAY, "topics", "lag", *cluster.where()], ends=True, output=output)
+    cluster.processes.start("lag", [FOREBAY, "topics", "list", "--lag", *cluster.where()], ends=True, output=output)
     assert await cluster.processes.ended("lag", within_s=PATIENCE_S) == 0
     found = OWNER.search(output.read_text())
     assert found is not None, output.read_text()

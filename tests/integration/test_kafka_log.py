@@ -367,10 +367,10 @@ async def test_an_upgrade_adds_missing_topics_like_the_existing_ones(settings: K
     async with asyncio.timeout(PATIENCE_S):
         while len(await partitions_of(settings)) > len(before) - len(missing):  # noqa: ASYNC110 - Kafka has no event
             await asyncio.sleep(0.05)
-    with pytest.raises(KafkaUnusable, match="run `forebay topics upgrade`"):
+    with pytest.raises(KafkaUnusable, match="run `forebay topics create --upgrade`"):
         await count_topics(settings)
     assert (await plan_of(settings)).groups == PLAN.groups
-    run = ("topics", "upgrade", "--kafka", kafka, "--namespace", settings.namespace)
+    run = ("topics", "create", "--upgrade", "--kafka", kafka, "--namespace", settings.namespace)
     upgraded = await asyncio.to_thread(forebay, *run)
     assert upgraded.returncode == 0, upgraded.stderr
     assert sorted(upgraded.stdout.splitlines()) == sorted(f"created {name}" for name in missing)

@@ -82,7 +82,9 @@ async def test_a_retried_letter_takes_effect(cluster: Cluster) -> None:
         assert "does not decode in this version either" in refused
         assert "appended as control/0/" in await command(cluster, "dead-letters", "retry", *where, "0/1")
         assert "it was retried before" in await command(cluster, "dead-letters", "retry", *where, "0/1", code=1)
-        assert "counted from 0; got 7" in await command(cluster, "dead-letters", "show", *where, "7/0", code=2)
+        assert "counted from 0; got 7" in await command(
+            cluster, "dead-letters", "list", *where, "--letter", "7/0", code=2
+        )
     finally:
         await log.close()
     for _ in range(2):  # the owner has applied the setting before the second request at the latest

@@ -165,7 +165,7 @@ async def test_a_shadow_writes_to_its_topic_alone(
     await stop(cluster, "late")
     assert await ends(kafka, log) == before
     where = ("--kafka", kafka, "--namespace", NAMESPACE)
-    code, output = await cluster.command("lag", "topics", "lag", "--json", *where, within_s=PATIENCE_S)
+    code, output = await cluster.command("lag", "topics", "list", "--lag", "--json", *where, within_s=PATIENCE_S)
     found = json.loads(output)
     assert code == 0
     assert all(one["lag"] == one["end"] - one["at"] for one in found["readers"])
@@ -203,4 +203,4 @@ async def test_a_cluster_without_the_shadow_topic_is_reported(kafka: str, cluste
     code, _ = await cluster.command("old", "shadow", *where, "--policy", "random", within_s=PATIENCE_S)
     assert code == 2
     output = (cluster.processes.folder / "old.log").read_text()
-    assert f"has no topic {settings.topic(SHADOW.name)}; run `forebay topics upgrade`" in output
+    assert f"has no topic {settings.topic(SHADOW.name)}; run `forebay topics create --upgrade`" in output

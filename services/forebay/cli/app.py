@@ -127,8 +127,17 @@ COMMANDS = {
     ),
     "tiers": CommandEntry("tiers.command", "app", "List, verify and purge stored KV blocks."),
     "model": CommandEntry("models.command", "app", "Store and list model cards, and set aliases of models."),
-    "index": CommandEntry("index_command", "app", "Show the cached blocks of each worker, according to the log."),
-    "config": CommandEntry("config", "app", "Show the options of a command and where their values come from."),
+    "index": CommandEntry(
+        "index_command",
+        "index",
+        "Print the cached blocks of each worker at the journal's end, as `kv.blocks_stored` events.",
+    ),
+    "config": CommandEntry(
+        "config",
+        "config",
+        "Show the options of a command and where their values come from: a flag, a variable, a file or the default.",
+        {"allow_extra_args": True, "ignore_unknown_options": True},
+    ),
 }
 # Services, by the name of their table in a file of --config.
 SERVICES = {name: (name,) for name, entry in COMMANDS.items() if entry.has_config} | {

@@ -11,21 +11,13 @@ from forebay.cli.common.errors import fail
 from forebay.cli.common.secrets import MASK, without_passwords
 from forebay.cli.common.terminal import in_markup, results
 
-app = typer.Typer(help="Show the options of a command and where their values come from.", no_args_is_help=True)
 
-
-@app.callback()
-def _root() -> None:
-    """Show the options of a command and where their values come from."""
-
-
-@app.command("show", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def show(
+def config(
     context: typer.Context,
     command: Annotated[str, typer.Argument(metavar="COMMAND [OPTIONS]", help="Command and its options.")],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
-    """Show the value of every option of COMMAND, and whether a flag, a variable, a file or the default sets it.
+    """Show the options of a command and where their values come from: a flag, a variable, a file or the default.
 
     The command does not run. Secrets are masked.
     """
@@ -34,7 +26,7 @@ def show(
     parent, name, rest = context.find_root(), "", [command, *context.args]
     while hasattr(found, "commands"):
         if not rest:
-            fail(f"config show {name}: expected a subcommand: {', '.join(found.commands)}")
+            fail(f"config {name}: expected a subcommand: {', '.join(found.commands)}")
         name, found, rest = found.resolve_command(parent, rest)
         if hasattr(found, "commands"):
             parent = typer.Context(found, parent=parent, info_name=name)

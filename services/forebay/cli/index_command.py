@@ -8,26 +8,18 @@ from forebay.cli.common.option_groups import spread
 from forebay.cli.common.recording import KafkaSource, LogArgument
 from forebay.cli.policies.allowed import AllowPolicyOption
 
-app = typer.Typer(help="Show the cached blocks of each worker, according to the log.", no_args_is_help=True)
 
-
-@app.callback()
-def _root() -> None:
-    """Show the cached blocks of each worker, according to the log."""
-
-
-@app.command("dump")
 @spread
-def dump(
+def index(
     source: KafkaSource,
     log: LogArgument = None,
     group: Annotated[str, typer.Option(help="Model to read, if the log has several.")] = "",
     worker: Annotated[str, typer.Option(help="Print only the blocks of this worker.")] = "",
     allow_policy: AllowPolicyOption = None,
 ) -> None:
-    """Print the prefix index at the journal's end as `kv.blocks_stored` events, one JSON object per line.
+    """Print the cached blocks of each worker at the journal's end, as `kv.blocks_stored` events.
 
-    The events use the JSON form of topic `kv-events`, in which hashes are base64 of little-endian u64. Each rank's
+    Each event is a line of JSON, in the form of topic `kv-events`: hashes are base64 of little-endian u64. Each rank's
     events are numbered from 1. Applied to an empty index, they restore the same index.
     """
     from forebay.cli.index import run_dump  # noqa: PLC0415

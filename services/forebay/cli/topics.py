@@ -34,38 +34,26 @@ HEARTBEAT_WAIT_S = 3.0  # standbys write every second; allow two to be late
 READ_BY = ("router", "kafka-api")  # names of consumer groups, without namespace; each shadow has a group, too
 
 
-def run_create(*, kafka: KafkaOptions, pool: list[str] | None, plan: TopicPlanOptions) -> None:
-    """Run `forebay topics create`. topics_command.py documents its options."""
+def run_create(*, kafka: KafkaOptions, pool: list[str] | None, plan: TopicPlanOptions | None) -> None:
+    """Create missing topics. `plan` is None to create those of a new version, sized as the existing topics."""
+    is_upgrade = plan is None
 
     async def run(settings: KafkaSettings) -> list[str]:
-        created = await create_topics(settings, plan.plan(), pools)
+        sizes = await plan_of(settings) if plan is None else plan.plan()
+        created = await create_topics(settings, sizes, [] if is_upgrade else pools)
         await count_topics(settings)
         return created
 
     with explained():
         pools = [named("--pool", "pool", name) for name in pool or ["default"]]
-        for name in asyncio.run(run(kafka.settings())):
-            typer.echo(f"created {name}")
-
-
-def run_upgrade(*, kafka: KafkaOptions) -> None:
-    """Run `forebay topics upgrade`. topics_command.py documents its options."""
-
-    async def run(settings: KafkaSettings) -> list[str]:
-        created = await create_topics(settings, await plan_of(settings), [])
-        await count_topics(settings)
-        return created
-
-    with explained():
         created = asyncio.run(run(kafka.settings()))
     for name in created:
         typer.echo(f"created {name}")
-    if not created:
+    if is_upgrade and not created:
         typer.echo("this version needs no further topics")
 
 
 def run_list_topics(*, source: KafkaSource, log: Path | None, json: bool) -> None:
-    """Run `forebay topics list`. topics_command.py documents its options."""
     starts: dict[tuple[str, int], int] = {}
     with explained():
         if (log is None) == (source.kafka is None):
@@ -86,7 +74,6 @@ def run_list_topics(*, source: KafkaSource, log: Path | None, json: bool) -> Non
 def run_tail(
     *, where: list[str], source: KafkaSource, partition: int, count: int, offset: int | None, follow: bool
 ) -> None:
-    """Run `forebay topics tail`. topics_command.py documents its options."""
     if len(where) != (1 if source.kafka else 2):
         fail("expected LOG and TOPIC, or TOPIC and --kafka")
     topic = where[-1]
@@ -101,10 +88,9 @@ def run_tail(
             asyncio.run(_tail(opened, topic, partition, count, offset, follow=follow))
 
 
-def run_lag(*, kafka: KafkaOptions, json: bool) -> None:
-    """Run `forebay topics lag`. topics_command.py documents its options."""
+def run_lag(*, source: KafkaSource, json: bool) -> None:
     with explained():
-        found, groups = asyncio.run(_lags(kafka.settings()))
+        found, groups = asyncio.run(_lags(source.settings()))
     if json:
         names = ("reader", "topic", "at", "end")
         readers = [{**dict(zip(names, one, strict=True)), "lag": one[3] - one[2]} for one in found]

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from forebay.cli.common.cluster_options import KafkaOptions
+from forebay.cli.common.errors import fail
 from forebay.cli.common.option_groups import spread
 from forebay.cli.common.recording import KafkaSource
 from forebay.cli.common.topic_plan import TopicPlanOptions
@@ -30,23 +31,14 @@ def create(
     kafka: KafkaOptions,
     plan: TopicPlanOptions,
     pool: Annotated[list[str] | None, typer.Option(help="Pool that gets a work topic. Repeatable.")] = None,
+    upgrade: Annotated[
+        bool, typer.Option("--upgrade", help="Create the topics that a new version needs, sized as the existing ones.")
+    ] = False,
 ) -> None:
-    """Create missing topics, and check the existing ones."""
+    """Create missing topics, and check the existing ones. Existing topics stay as they are."""
     from forebay.cli.topics import run_create  # noqa: PLC0415
 
-    run_create(kafka=kafka, pool=pool, plan=plan)
-
-
-@app.command("upgrade")
-@spread
-def upgrade(kafka: KafkaOptions) -> None:
-    """Create the topics that this version needs and an earlier version did not create.
-
-    New topics get as many partitions and replicas as the existing ones. Existing topics stay as they are.
-    """
-    from forebay.cli.topics import run_upgrade  # noqa: PLC0415
-
-    run_upgrade(kafka=kafka)
+    run_create(kafka=kafka, pool=pool, plan=None if upgrade else plan)
 
 
 @app.command("list")
@@ -54,12 +46,25 @@ def upgrade(kafka: KafkaOptions) -> None:
 def list_topics(
     source: KafkaSource,
     log: LogArgument = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    lag: Annotated[
+        bool,
+        typer.Option("--lag", help="Show by how many records each reader on Kafka is behind, and who owns each group."),
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON: an object per line, or one with --lag.")] = False,
 ) -> None:
-    """List every topic partition that has records, with its end offset, and its first offset if retention moved it."""
-    from forebay.cli.topics import run_list_topics  # noqa: PLC0415
+    """List every topic partition that has records, with its end offset, and its first offset if retention moved it.
 
-    run_list_topics(source=source, log=log, json=json)
+    With --lag, lists the readers instead: the commits of consumer groups, and the journals of owners and standbys.
+    After the table, one line per group names its owner and its standby routers.
+    """
+    if lag and source.kafka is None:
+        fail("--lag requires --kafka")
+    from forebay.cli.topics import run_lag, run_list_topics  # noqa: PLC0415
+
+    if lag:
+        run_lag(source=source, json=json)
+    else:
+        run_list_topics(source=source, log=log, json=json)
 
 
 @app.command("tail")
@@ -80,18 +85,3 @@ def tail(
     from forebay.cli.topics import run_tail  # noqa: PLC0415
 
     run_tail(where=where, source=source, partition=partition, count=count, offset=offset, follow=follow)
-
-
-@app.command("lag")
-@spread
-def lag(
-    kafka: KafkaOptions,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
-) -> None:
-    """Show by how many records each reader is behind: the commits of consumer groups, and the journals of owners.
-
-    After the table, one line per group names the owner of the group and its standby routers.
-    """
-    from forebay.cli.topics import run_lag  # noqa: PLC0415
-
-    run_lag(kafka=kafka, json=json)

@@ -13,19 +13,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-LetterArgument = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="[LOG] LETTER",
-        help="LOG: log file of `forebay up`; omit with --kafka. LETTER: PARTITION/OFFSET, as `list` prints it.",
-    ),
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per letter on stdout.")]
-
-
-@app.callback()
-def _root() -> None:
-    """List records that did not decode or were rejected, and retry them."""
 
 
 @app.command("list")
@@ -33,6 +21,9 @@ def _root() -> None:
 def list_letters(
     source: KafkaSource,
     log: LogArgument = None,
+    letter: Annotated[
+        str, typer.Option(metavar="LETTER", help="Show only this letter, with its record, as PARTITION/OFFSET.")
+    ] = "",
     topic: Annotated[str, typer.Option(help="Only records of this topic.")] = "",
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Only letters whose reason contains TEXT.")] = "",
     start: Annotated[str, typer.Option("--from", metavar="TIME", help=f"Only letters since TIME: {TIMES_HELP}.")] = "",
@@ -40,24 +31,28 @@ def list_letters(
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="Print the newest N letters.")] = 50,
     json: JsonOption = False,
 ) -> None:
-    """List dead letters, newest first."""
-    from forebay.cli.dead_letters.run import run_list  # noqa: PLC0415
+    """List dead letters, newest first, or show one with its record, and whether it can be retried."""
+    from forebay.cli.dead_letters.run import run_list, run_show  # noqa: PLC0415
 
-    run_list(source=source, log=log, topic=topic, reason=reason, start=start, end=end, limit=limit, json=json)
-
-
-@app.command("show")
-@spread
-def show(where: LetterArgument, source: KafkaSource, json: JsonOption = False) -> None:
-    """Show a dead letter: its origin, the reason, its record, and whether it can be retried."""
-    from forebay.cli.dead_letters.run import run_show  # noqa: PLC0415
-
-    run_show(where=where, source=source, json=json)
+    if letter:
+        run_show(source=source, log=log, letter=letter, json=json)
+    else:
+        run_list(source=source, log=log, topic=topic, reason=reason, start=start, end=end, limit=limit, json=json)
 
 
 @app.command("retry")
 @spread
-def retry(where: LetterArgument, source: KafkaSource, json: JsonOption = False) -> None:
+def retry(
+    where: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[LOG] LETTER",
+            help="LOG: log file of `forebay up`; omit with --kafka. LETTER: PARTITION/OFFSET, as `list` prints it.",
+        ),
+    ],
+    source: KafkaSource,
+    json: JsonOption = False,
+) -> None:
     """Append the record of a dead letter to its topic again, if it decodes in this version.
 
     The letter is marked as retried, and cannot be retried a second time. The records of some topics are never appended

@@ -28,8 +28,8 @@ from forebay.transport.recording.manifest import utc
 from forebay.transport.sqlite.log import SqliteLog
 
 PLACE = re.compile(r"(?:(\d{1,9})/)?(\d{1,18})")
-REASON_CHARS = 80  # in the table; `show` prints the whole reason
-RECORD_CHARS = 4_000  # of a record that `show` prints without --json; a record may have 8 MiB
+REASON_CHARS = 80  # in the table; `--letter` prints the whole reason
+RECORD_CHARS = 4_000  # of a record that `--letter` prints without --json; a record may have 8 MiB
 
 
 def run_list(
@@ -43,7 +43,6 @@ def run_list(
     limit: int,
     json: bool,
 ) -> None:
-    """Run `forebay dead-letters list`. command.py documents its options."""
     now_us = time.time_ns() // 1000
     from_us = time_us("--from", start, now_us) if start else 0
     to_us = time_us("--to", end, now_us) if end else now_us + 1
@@ -54,8 +53,7 @@ def run_list(
         return topic in ("", letter.topic) and reason in letter.reason and from_us <= letter.at_us < to_us
 
     with explained():
-        recording = Recording(source.kafka, source.namespace, source.kafka_config, log)
-        recording.require_one_source()
+        recording = _recording(source, log)
         found = asyncio.run(_list(recording, keep, limit))
     for letter in found if json else ():
         typer.echo(msgspec.json.encode(letter))
@@ -63,12 +61,14 @@ def run_list(
         _print_table(found, limit)
 
 
-def run_show(*, where: list[str], source: KafkaSource, json: bool) -> None:
-    """Run `forebay dead-letters show`. command.py documents its options."""
-    recording = source.recording(where, "LETTER")
-    place = _place(where[-1])
+def run_show(*, source: KafkaSource, log: Path | None, letter: str, json: bool) -> None:
+    place = _place("--letter", letter)
     with explained():
-        letter, record, verdict = asyncio.run(_show(recording, *place))
+        found, record, verdict = asyncio.run(_show(_recording(source, log), *place))
+    _print_letter(found, record, verdict, json=json)
+
+
+def _print_letter(letter: Letter, record: Record, verdict: str, *, json: bool) -> None:
     content = readable(original(letter, record))
     del content["offset"], content["at_us"]  # the offset is printed, and the letter lacks the time of its record
     if json:
@@ -92,9 +92,8 @@ def run_show(*, where: list[str], source: KafkaSource, json: bool) -> None:
 
 
 def run_retry(*, where: list[str], source: KafkaSource, json: bool) -> None:
-    """Run `forebay dead-letters retry`. command.py documents its options."""
     recording = source.recording(where, "LETTER")
-    place = _place(where[-1])
+    place = _place("LETTER", where[-1])
     with explained():
         try:
             letter, tag, retried_as, note = asyncio.run(_retry(recording, *place))
@@ -119,11 +118,17 @@ def _require_topic(name: str) -> None:
         fail(f"--topic: {unknown_name('topic', name, [*(topic.name for topic in FIXED_TOPICS), 'work.POOL'])}")
 
 
-def _place(text: str) -> tuple[int, int]:
+def _recording(source: KafkaSource, log: Path | None) -> Recording:
+    recording = Recording(source.kafka, source.namespace, source.kafka_config, log)
+    recording.require_one_source()
+    return recording
+
+
+def _place(name: str, text: str) -> tuple[int, int]:
     """Return the partition and the offset of a letter. Text of another form ends the command."""
     found = PLACE.fullmatch(text)
     if found is None:
-        fail(f"LETTER {text}: expected PARTITION/OFFSET, for example 0/12")
+        fail(f"{name} {text}: expected PARTITION/OFFSET, for example 0/12")
     return int(found[1] or 0), int(found[2])
 
 

@@ -63,7 +63,8 @@ def status(
     source: KafkaSource,
     log: LogArgument = None,
     decision: Annotated[
-        str, typer.Option(metavar="DECISION", help="Explain a decision, by its offset, its time, or latest.")
+        str,
+        typer.Option(metavar="DECISION", help="Explain this decision: its number in the history, its time, or latest."),
     ] = "",
     history: Annotated[bool, typer.Option("--history", help="Show the newest decisions and their outcome.")] = False,
     pool: Annotated[str, typer.Option("--pool", help="With --history: only of this pool, as GROUP/POOL.")] = "",

@@ -132,7 +132,7 @@ class Wire:
         since_s = self._missing_s.get(topic, math.inf)
         if self._client.cluster.partitions_for_topic(topic) or runtime.monotonic_s() - since_s < REQUEST_MS / 1000:
             return None
-        return UnknownTopicOrPartitionError(f"the topic {topic} was deleted; see `forebay topics upgrade`")
+        return UnknownTopicOrPartitionError(f"the topic {topic} was deleted; see `forebay topics create --upgrade`")
 
     def _note_missing(self) -> None:
         cluster, before, now_s = self._client.cluster, self._missing_s, runtime.monotonic_s()
