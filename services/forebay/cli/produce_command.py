@@ -5,12 +5,15 @@ from typing import Annotated
 import typer
 
 from forebay.cli.common.cluster_options import KafkaOptions
+from forebay.cli.common.errors import explained
 from forebay.cli.common.option_groups import spread
 
 
 @spread
 def produce(
-    file: Annotated[str, typer.Argument(help="JSON lines with one request body each; - for standard input.")],
+    file: Annotated[
+        typer.FileBinaryRead, typer.Argument(help="JSON lines with one request body each; - for standard input.")
+    ],
     kafka: KafkaOptions,
     wait: Annotated[bool, typer.Option("--wait", help="Print each response as a JSON line.")] = False,
     timeout_s: Annotated[float, typer.Option(min=0.001, help="Seconds to wait after the last request.")] = 600.0,
@@ -21,4 +24,6 @@ def produce(
     """
     from forebay.cli.produce import run_produce  # noqa: PLC0415
 
-    run_produce(file=file, kafka=kafka, wait=wait, timeout_s=timeout_s)
+    with explained():
+        settings = kafka.settings()
+    run_produce(file, settings, timeout_s if wait else None)
