@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from forebay.cli.common.failures import status_failure
-from forebay.cli.trace.failures import transport_failure
 from forebay.cli.trace.pace import SAMPLE_S, Pace
+from forebay.cli.trace.stream import transport_failure
 from tests.cli.in_process import forebay
 from tests.harness import fork_server
 

@@ -4,8 +4,9 @@ import asyncio
 import statistics
 from collections.abc import Sequence
 
-from forebay.cli.profiler.client import PointImpossible, ProfiledWorker, ResponseTimes, random_prompts
+from forebay.cli.profiler.client import PointImpossible, ProfiledWorker, random_prompts
 from forebay.cli.profiler.profile_file import GridPoint, LeftOut, MeasuredProfile, ProfileSettings
+from forebay.cli.trace.stream import StreamedResponse
 from forebay.events.scaling import DecodePoint, PrefillPoint
 
 BUSY_PROMPTS = 4  # concurrent prompts that keep a worker busy with prefill
@@ -45,18 +46,18 @@ def impossible_like(point: GridPoint, left_out: Sequence[LeftOut]) -> LeftOut | 
 
 async def _prefill(worker: ProfiledWorker, point: GridPoint, repeats: int) -> PrefillPoint:
     """Measure prompts alone for the time to first token, and several at once for the throughput."""
-    ttft_s: list[float] = []
+    ttft_ms: list[float] = []
     tokens_per_s: list[float] = []
     for number in range(repeats):
         first, *others = random_prompts(point.tokens, 1 + BUSY_PROMPTS, f"{point}, {number}")
         alone = await worker.measure(first, 1)
         busy = await _together(worker, others, 1)
         _require_uncached([alone, *busy])
-        ttft_s.append(alone.ttft_s)
-        tokens_per_s.append(sum(one.prompt_tokens for one in busy) / max(one.ttft_s for one in busy))
+        ttft_ms.append(alone.ttft_ms)
+        tokens_per_s.append(MS * _prompt_tokens(busy) / max(one.ttft_ms for one in busy))
     return PrefillPoint(
         isl=point.tokens,
-        ttft_ms=statistics.median(ttft_s) * MS,
+        ttft_ms=statistics.median(ttft_ms),
         tokens_per_s=statistics.median(tokens_per_s),
     )
 
@@ -88,11 +89,11 @@ async def _decode_once(worker: ProfiledWorker, point: GridPoint, output_tokens: 
     await _together(worker, prompts, 1)
     measured = await _together(worker, prompts, output_tokens)
     _require_cached(measured)
-    _require_concurrent(measured, output_tokens)
+    _require_concurrent(measured)
     return statistics.fmean(one.itl_s for one in measured)
 
 
-async def _together(worker: ProfiledWorker, prompts: Sequence[list[int]], output_tokens: int) -> list[ResponseTimes]:
+async def _together(worker: ProfiledWorker, prompts: Sequence[list[int]], output_tokens: int) -> list[StreamedResponse]:
     """Send prompts at the same time. Raises the first error, after the other requests were cancelled."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -102,26 +103,30 @@ async def _together(worker: ProfiledWorker, prompts: Sequence[list[int]], output
     return [task.result() for task in tasks]
 
 
-def _require_uncached(measured: Sequence[ResponseTimes]) -> None:
+def _require_uncached(measured: Sequence[StreamedResponse]) -> None:
     cached, total = _cached(measured)
     if cached > CACHED_MAX * total:
         raise PointImpossible(f"{cached} of {total} prompt tokens were already cached, although the prompts are new")
 
 
-def _require_cached(measured: Sequence[ResponseTimes]) -> None:
+def _require_cached(measured: Sequence[StreamedResponse]) -> None:
     cached, total = _cached(measured)
     if total >= PROMPT_CHECKED_MIN * len(measured) and cached < CACHED_MIN * total:
         text = f"only {cached} of {total} prompt tokens were cached"
         raise PointImpossible(f"{text}: the KV cache has no room for the requests, or prefix caching is off")
 
 
-def _require_concurrent(measured: Sequence[ResponseTimes], output_tokens: int) -> None:
-    last_start_s = max(one.ttft_s for one in measured)
-    running = sum(one.ttft_s + one.itl_s * (output_tokens - 1) >= last_start_s for one in measured)
+def _require_concurrent(measured: Sequence[StreamedResponse]) -> None:
+    last_start_s = max(one.first_s for one in measured)
+    running = sum(one.last_s >= last_start_s for one in measured)
     if running < len(measured):
         text = f"{len(measured) - running} of {len(measured)} responses ended before the last one began"
         raise _NotConcurrent(f"{text}: the worker does not run so many requests at once")
 
 
-def _cached(measured: Sequence[ResponseTimes]) -> tuple[int, int]:
-    return sum(one.cached_tokens for one in measured), sum(one.prompt_tokens for one in measured)
+def _cached(measured: Sequence[StreamedResponse]) -> tuple[int, int]:
+    return sum(one.cached_tokens for one in measured), _prompt_tokens(measured)
+
+
+def _prompt_tokens(measured: Sequence[StreamedResponse]) -> int:
+    return sum(one.usage["prompt_tokens"] for one in measured)

@@ -1,7 +1,6 @@
 """HTTP client of `forebay trace`: sends the requests of a workload when they are due, and measures the responses."""
 
 import asyncio
-import json as jsonlib
 import signal
 import time
 import uuid
@@ -12,14 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from forebay.cli.common.api_key import VARIABLE
 from forebay.cli.common.connection import advice
-from forebay.cli.common.failures import Failure, FailureCounts, event_failure, status_failure
-from forebay.cli.trace.failures import transport_failure
+from forebay.cli.common.failures import Failure, FailureCounts, status_failure
 from forebay.cli.trace.pace import Pace
+from forebay.cli.trace.stream import StreamedResponse
 from forebay.simulate.workload import Turn, Workload
 from forebay.simulate.workloads.prompts import prompt
 
@@ -70,6 +68,26 @@ class TraceOutcome:
     roles: dict[str, str] = field(default_factory=dict)
     silent: list[str] = field(default_factory=list)
     pace: Pace = field(default_factory=Pace)
+
+    def add(self, response: StreamedResponse, *, is_complete: bool) -> None:
+        """Add a response, and its latencies and tokens if it is complete."""
+        for name in response.usage_ids:
+            self.ends[name] = self.ends.get(name, 0) + 1
+        if not is_complete:
+            return
+        self.ttft_ms.append(response.ttft_ms)
+        self.e2e_ms.append((response.ended_s - response.sent_s) * 1e3)
+        if response.output_tokens > 1:
+            self.itl_ms.append(response.itl_s * 1e3)
+        prompt_tokens, cached = response.usage["prompt_tokens"], response.cached_tokens
+        self.prompt_tokens += prompt_tokens
+        self.output_tokens += response.output_tokens
+        self.cached_tokens += cached
+        computed_by, worker = response.computed_by, response.worker
+        self.computed[computed_by] = self.computed.get(computed_by, 0) + prompt_tokens - cached
+        if computed_by != worker:
+            self.prompts[computed_by] = self.prompts.get(computed_by, 0) + 1
+        self.requests[worker] = self.requests.get(worker, 0) + 1
 
 
 async def play(
@@ -149,22 +167,6 @@ async def _model(client: httpx.AsyncClient, urls: list[str]) -> str:
     return str(name)
 
 
-@dataclass(frozen=True, slots=True)
-class _TracedRequest:
-    url: str
-    request_id: str
-    turn: Turn
-
-
-class _NoOwner(Exception):
-    """No router owns the group at the moment. Retry the request after `after_s` seconds."""
-
-    def __init__(self, response: httpx.Response, failure: Failure) -> None:
-        super().__init__(failure.text)
-        self.failure = failure
-        self.after_s = float(response.headers["retry-after"])
-
-
 class _Player:
     """Plays one workload: each request waits until it is due and at most `concurrency_max` requests are in flight."""
 
@@ -199,12 +201,12 @@ class _Player:
             async with asyncio.TaskGroup() as group:
                 for turn in self._workload.turns():
                     self._ended.append(asyncio.get_running_loop().create_future())
-                    body = None  # a dependent request waits in its own task, without blocking the others
+                    fields = None  # a dependent request waits in its own task, without blocking the others
                     if not turn.after:
-                        body = self._body(turn)
+                        fields = self._fields(turn)
                         await self._until(turn.at_us / 1e6)
                         await self._acquire()
-                    group.create_task(self._send_due(turn, body))
+                    group.create_task(self._send_due(turn, fields))
         finally:
             watch.cancel()
             pace.lasted_s = self._now_s()
@@ -225,15 +227,15 @@ class _Player:
         self._outcome.pace.delayed += self._room.locked()
         await self._room.acquire()
 
-    async def _send_due(self, turn: Turn, body: bytes | None) -> None:
-        """Send a request. `body` is None for a dependent request, which first waits for others."""
+    async def _send_due(self, turn: Turn, fields: dict[str, Any] | None) -> None:
+        """Send a request. `fields` is None for a dependent request, which first waits for others."""
         due_s = turn.at_us / 1e6
-        if body is None:
+        if fields is None:
             answered_s = await asyncio.gather(*(self._ended[one] for one in turn.after))
             due_s = max(due_s, max(answered_s) + turn.delay_us / 1e6)
             await self._until(due_s)
             await self._acquire()
-            body = self._body(turn)
+            fields = self._fields(turn)
         outcome, pace = self._outcome, self._outcome.pace
         number, outcome.sent = outcome.sent, outcome.sent + 1
         sent_s = self._now_s()
@@ -242,9 +244,8 @@ class _Player:
         if not turn.after:
             pace.due_s.append(due_s)
             pace.sent_s.append(sent_s)
-        request = _TracedRequest(self._urls[turn.number % len(self._urls)], f"trace-{self._run}-{turn.number}", turn)
         try:
-            failure, first_token_ms = await self._send(request, body)
+            failure, first_token_ms = await self._send(turn, fields)
         finally:
             self._room.release()
         if failure is None:
@@ -254,40 +255,23 @@ class _Player:
         self._ended[turn.number].set_result(self._now_s())
         self._on_end()
 
-    def _body(self, turn: Turn) -> bytes:
-        return msgspec.json.encode(
-            {
-                "model": self._model,
-                "prompt": prompt(turn, self._workload.block_tokens),
-                "max_tokens": turn.output_tokens,
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-        )
+    def _fields(self, turn: Turn) -> dict[str, Any]:
+        return {"model": self._model, "prompt": prompt(turn, self._workload.block_tokens)}
 
-    async def _send(self, request: _TracedRequest, body: bytes) -> tuple[Failure | None, float]:
+    async def _send(self, turn: Turn, fields: dict[str, Any]) -> tuple[Failure | None, float]:
         """Send a request, again while its group has no owner. Return the failure, or None and the time to first token.
 
         Latencies count from the first attempt.
         """
-        response = _StreamedResponse(request, self._outcome)
-        while True:
-            try:
-                failure = await response.follow(self._client, body)
-            except _NoOwner as refused:
-                if time.perf_counter() < response.sent_s + RETRY_S:
-                    await asyncio.sleep(refused.after_s)
-                    continue
-                failure = refused.failure
-            except httpx.HTTPError as error:
-                failure = transport_failure(error, streaming=response.streaming)
-            except (ValueError, LookupError, TypeError) as error:  # an event without the fields of OpenAI's API
-                failure = Failure("malformed response", repr(error))
-            break
-        if failure is None:
-            response.record()
-        return failure, (response.first_s - response.sent_s) * 1e3
+        url = self._urls[turn.number % len(self._urls)]
+        headers = {"x-request-id": f"trace-{self._run}-{turn.number}"}
+        response = StreamedResponse(turn.output_tokens)
+        failure = await response.follow(self._client, url, fields, headers)
+        while response.retry_s is not None and time.perf_counter() < response.sent_s + RETRY_S:
+            await asyncio.sleep(response.retry_s)
+            failure = await response.follow(self._client, url, fields, headers)
+        self._outcome.add(response, is_complete=failure is None)
+        return failure, response.ttft_ms
 
     async def _read_metrics(self) -> dict[str, float | None]:
         """Read the roles of workers. Return the CPU seconds of each server that responds, None if it exports none."""
@@ -301,95 +285,6 @@ class _Player:
             self._outcome.roles |= roles
             found[url] = cpu_s
         return found
-
-
-class _StreamedResponse:
-    """Streamed response to one request.
-
-    Attributes:
-        sent_s: time of the first attempt.
-    """
-
-    def __init__(self, request: _TracedRequest, outcome: TraceOutcome) -> None:
-        self.sent_s = time.perf_counter()
-        self.first_s = 0.0
-        self.streaming = False
-        self._request = request
-        self._outcome = outcome
-        self._last_s = 0.0
-        self._worker = self._computed_by = ""
-        self._usage: dict[str, Any] = {}
-
-    async def follow(self, client: httpx.AsyncClient, body: bytes) -> Failure | None:
-        """Send the request and follow its stream to the end. Return the failure, or None.
-
-        Raises:
-            _NoOwner: no router owns the group.
-            httpx.HTTPError: there is no connection, or it was lost.
-            ValueError, LookupError, TypeError: an event is malformed.
-        """
-        request = self._request
-        headers = {"content-type": "application/json", "x-request-id": request.request_id}
-        async with client.stream("POST", f"{request.url}/v1/completions", content=body, headers=headers) as response:
-            if response.status_code != httpx.codes.OK:
-                content = await response.aread()
-                failure = status_failure(response.status_code, content)
-                if b'"no_owner"' in content and "retry-after" in response.headers:
-                    raise _NoOwner(response, failure)
-                return failure
-            self.streaming = True
-            self._worker = self._computed_by = response.headers.get("x-forebay-worker", "")
-            is_done = False
-            async for line in response.aiter_lines():
-                if not line.startswith("data: "):
-                    continue
-                self._last_s = time.perf_counter()
-                self.first_s = self.first_s or self._last_s
-                data = line.removeprefix("data: ")
-                if data == "[DONE]":
-                    is_done = True
-                elif '"error"' in data and '"choices"' not in data:
-                    return event_failure(data.encode())
-                else:
-                    self._read_event(data)
-        return self._check(is_done=is_done)
-
-    def _read_event(self, data: str) -> None:
-        if '"usage"' in data:
-            chunk = jsonlib.loads(data)
-            self._usage, ends = chunk.get("usage") or {}, self._outcome.ends
-            if self._usage:
-                ends[chunk["id"]] = ends.get(chunk["id"], 0) + 1
-        elif '"forebay"' in data:
-            served = jsonlib.loads(data).get("forebay", {})
-            self._computed_by = served.get("prefill", {}).get("worker", self._worker)
-
-    def _check(self, *, is_done: bool) -> Failure | None:
-        if not is_done or not self._usage:
-            return Failure("broken stream", "the stream ended before its last event")
-        output_tokens = self._request.turn.output_tokens
-        if self._usage["completion_tokens"] != output_tokens:
-            text = f"got {self._usage['completion_tokens']} output tokens, expected {output_tokens}"
-            return Failure("wrong length of the response", text)
-        return None
-
-    def record(self) -> None:
-        """Add the complete response to the outcome of the trace."""
-        outcome, usage, output_tokens = self._outcome, self._usage, self._request.turn.output_tokens
-        details = usage.get("prompt_tokens_details") or {}
-        cached = details.get("cached_tokens", 0)
-        outcome.ttft_ms.append((self.first_s - self.sent_s) * 1e3)
-        outcome.e2e_ms.append((self._last_s - self.sent_s) * 1e3)
-        if output_tokens > 1:
-            outcome.itl_ms.append((self._last_s - self.first_s) * 1e3 / (output_tokens - 1))
-        outcome.prompt_tokens += usage["prompt_tokens"]
-        outcome.output_tokens += output_tokens
-        outcome.cached_tokens += cached
-        computed_by, worker = self._computed_by, self._worker
-        outcome.computed[computed_by] = outcome.computed.get(computed_by, 0) + usage["prompt_tokens"] - cached
-        if computed_by != worker:
-            outcome.prompts[computed_by] = outcome.prompts.get(computed_by, 0) + 1
-        outcome.requests[worker] = outcome.requests.get(worker, 0) + 1
 
 
 def _parse_metrics(text: str) -> tuple[dict[str, str], float | None]:
