@@ -14,9 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from forebay.cli.common.log_format import JsonFormatter
-from forebay.cli.common.log_thread import BackgroundHandler
-from forebay.cli.common.logs import START_S, StartFilter
+from forebay.cli.common.logs import START_S, BackgroundHandler, JsonFormatter, StartFilter
 from tests.cli.up import PATIENCE_S, Up, running
 
 MODEL = "forebay-default"

@@ -9,8 +9,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from forebay.cli.common.metrics_server import metrics_served
-from forebay.cli.common.process_metrics import process_registry
+from forebay.cli.common.metrics_server import metrics_served, process_registry
 from forebay.ingress.errors import Unusable
 from tests.harness.local import free_ports
 

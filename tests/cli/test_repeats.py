@@ -3,7 +3,7 @@
 import io
 import logging
 
-from forebay.cli.common.repeats import KINDS_MAX, SUMMARY_S, CountingHandler
+from forebay.cli.common.logs import KINDS_MAX, SUMMARY_S, CountingHandler
 
 
 class HandlerOnFakeClock:

@@ -10,7 +10,7 @@ from forebay.core.scaling.state import RULES_VERSION
 from forebay.events.scaling import PlannerClaimed, PlannerSettings, PoolDecision, PoolScaling, ScalingDecided
 from forebay.events.topics import SCALING
 from forebay.live.planner.actuator import ActuatorService, Reached
-from forebay.planner.actuators.metrics import SupervisorMetrics
+from forebay.planner.actuators.processes import SupervisorMetrics
 from forebay.transport.sqlite.log import SqliteLog
 from tests.live.planner.topic import RecordingActuator, append
 from tests.planner.supervised import GROUP, KEY, POOL, Supervised, until

@@ -5,10 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
-from forebay.cli.common.command_class import is_secret, long_name, place_of, source_of
+from forebay.cli.common.command_class import MASK, is_secret, long_name, place_of, source_of, without_passwords
 from forebay.cli.common.config_file import MODELS, OPTION, model_tables
 from forebay.cli.common.errors import fail
-from forebay.cli.common.secrets import MASK, without_passwords
 from forebay.cli.common.terminal import in_markup, results
 
 

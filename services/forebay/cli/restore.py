@@ -10,10 +10,9 @@ import msgspec
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from forebay.cli.common.cluster_options import KafkaOptions
+from forebay.cli.common.cluster_options import KafkaOptions, TopicPlanOptions
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.terminal import bar, counted, printable
-from forebay.cli.common.topic_plan import TopicPlanOptions
 from forebay.replay.restore import RestoredGroup, restored_groups, write_group
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings

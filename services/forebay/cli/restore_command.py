@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
-from forebay.cli.common.cluster_options import KafkaOptions
+from forebay.cli.common.cluster_options import KafkaOptions, TopicPlanOptions
 from forebay.cli.common.option_groups import spread
-from forebay.cli.common.topic_plan import TopicPlanOptions
 
 
 @spread

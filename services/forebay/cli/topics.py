@@ -9,11 +9,10 @@ import typer
 from aiokafka.admin import AIOKafkaAdminClient
 from rich.table import Table
 
-from forebay.cli.common.cluster_options import KafkaOptions
+from forebay.cli.common.cluster_options import KafkaOptions, TopicPlanOptions
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.recording import KafkaSource
 from forebay.cli.common.terminal import results
-from forebay.cli.common.topic_plan import TopicPlanOptions
 from forebay.cli.processes.options import named
 from forebay.cli.shadow import SHADOW_GROUP
 from forebay.events.names import unknown_name

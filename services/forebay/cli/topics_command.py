@@ -5,11 +5,10 @@ from typing import Annotated
 
 import typer
 
-from forebay.cli.common.cluster_options import KafkaOptions
+from forebay.cli.common.cluster_options import KafkaOptions, TopicPlanOptions
 from forebay.cli.common.errors import fail
 from forebay.cli.common.option_groups import spread
 from forebay.cli.common.recording import KafkaSource
-from forebay.cli.common.topic_plan import TopicPlanOptions
 
 app = typer.Typer(help="Show the records of a log, and manage the topics of a broker.", no_args_is_help=True)
 

@@ -208,3 +208,15 @@ def _resolve_source(ctx: Any) -> None:
         ctx.fail(f"--url and {'a log file' if has_log else '--kafka'} exclude each other: expected one of them")
     if (has_log or has_url) and kafka in UNSET:
         ctx.params["kafka"] = None
+
+
+MASK = "********"
+PARAMETER = re.compile(rf"([?&][^=&]*(?:{'|'.join(sorted(SECRETS))})=)[^&#]*", re.IGNORECASE)
+PASSWORD = re.compile(r"(?<=://)([^:]*):.*@", re.DOTALL)  # greedy, because a password may contain / and @
+
+
+def without_passwords(text: str) -> str:
+    """Return text with masked passwords: those before the host of a URL, and query parameters with such a name."""
+    if "://" in text:
+        text = PARAMETER.sub(rf"\1{MASK}", text)
+    return PASSWORD.sub(rf"\1:{MASK}@", text)

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import typer
 
-from forebay.cli.common.log_format import logs_json
+from forebay.cli.common.logs import logs_json
 from forebay.cli.common.terminal import printable
 from forebay.ingress.errors import Unusable
 from forebay.transport.base import LogError, NotDerivable

@@ -1,4 +1,4 @@
-"""Failures of requests by kind, so that thousands of failures with the same cause are one line."""
+"""Failures of requests by kind, so that thousands of failures with the same cause are one line, and advice."""
 
 from dataclasses import dataclass, field
 
@@ -62,3 +62,16 @@ def _code_and_text(content: bytes) -> tuple[str, str]:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return "", content[:TEXT_CHARS_MAX].decode(errors="replace")
     return "" if error.code is None else str(error.code), error.message[:TEXT_CHARS_MAX]
+
+
+def advice(error: Exception) -> str:
+    """Return what the user can do about a connection that failed with this error."""
+    import httpx  # noqa: PLC0415 - takes 200 ms, which --help does not wait for
+
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return "set SSL_CERT_FILE to the certificate of the authority that signed the system's certificate"
+    if isinstance(error, httpx.RemoteProtocolError):
+        return "check the URL; a system with a certificate serves only https"
+    if isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL):
+        return "expected a URL such as http://127.0.0.1:8000"
+    return "start a system with `forebay up`"

@@ -1,14 +1,18 @@
-"""HTTP server for Prometheus metrics and the probes `/ready` and `/live`."""
+"""HTTP server for Prometheus metrics and the probes `/ready` and `/live`, and the metrics of every process."""
 
+import platform
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.registry import Collector
 
 from forebay.ingress.errors import Unusable
 
@@ -66,3 +70,24 @@ def _app(registry: CollectorRegistry, probes: Mapping[str, Probe]) -> App:
 class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 - the name of the base class
         """Log nothing, because one line per request of Prometheus would fill the log."""
+
+
+def process_registry() -> CollectorRegistry:
+    """Return a registry with `process_*`, which only Linux has, and `forebay_build_info`."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    registry.register(_BuildInfo())
+    return registry
+
+
+class _BuildInfo(Collector):
+    """Prometheus collector for the versions of forebay and Python."""
+
+    def __init__(self) -> None:
+        self._labels = {"version": version("forebay"), "python_version": platform.python_version()}
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Versions of forebay and Python in this process; the value is always 1."
+        info = GaugeMetricFamily("forebay_build_info", text, labels=list(self._labels))
+        info.add_metric(list(self._labels.values()), 1)
+        yield info

@@ -1,4 +1,4 @@
-"""Parser of times such as `2026-01-31T12:00:00Z`, `12:30` or `-5m`, and of durations such as `90s`."""
+"""Parser of times such as `2026-01-31T12:00:00Z` or `-5m`, of durations such as `90s`, and of sizes such as `500MB`."""
 
 import re
 from datetime import datetime, time
@@ -39,3 +39,19 @@ def time_us(option: str, text: str, now_us: int) -> int:
         return round(moment.astimezone().timestamp() * 1e6)
     except (ValueError, OverflowError):
         fail(f"{option} {text}: not a time; expected {TIMES_HELP}")
+
+
+UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(kB|MB|GB|TB)")
+
+
+def size(option: str, text: str, minimum: int) -> int:
+    """Return a size such as `500MB` in bytes. An invalid size, or one below `minimum` bytes, ends the command."""
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        fail(f"{option} {text}: not a size; expected a number with kB, MB, GB or TB, such as 500MB")
+    count = int(float(found[1]) * UNITS[found[2]])
+    if count < minimum:
+        fail(f"{option} {text}: too small; the minimum is {minimum // UNITS['MB']}MB")
+    return count

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forebay.cli.common.admin_token import VARIABLE, admin_token
-from forebay.cli.common.connection import advice
 from forebay.cli.common.errors import USAGE, complain, explained, fail
+from forebay.cli.common.failures import advice
 from forebay.events.names import unknown_name
 from forebay.ingress.errors import model_required
 

@@ -8,7 +8,7 @@ from forebay.cli.common.cluster import connected, run_service, until_signal
 from forebay.cli.common.cluster_options import Cluster, KafkaOptions, ServiceOptions
 from forebay.cli.common.errors import explained
 from forebay.cli.common.logs import LoggingOptions, announce
-from forebay.cli.common.process_metrics import process_registry
+from forebay.cli.common.metrics_server import process_registry
 from forebay.cli.planner.planner_file import PlannerFile, read_planner_file
 from forebay.cli.processes.options import named
 from forebay.live.planner.metrics import PlannerMetrics

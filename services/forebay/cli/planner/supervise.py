@@ -16,14 +16,13 @@ from forebay.cli.common.cluster_options import Cluster, KafkaOptions, ServiceOpt
 from forebay.cli.common.errors import explained
 from forebay.cli.common.extras import require_extra
 from forebay.cli.common.logs import LoggingOptions, announce
-from forebay.cli.common.process_metrics import process_registry
+from forebay.cli.common.metrics_server import process_registry
 from forebay.cli.planner.planner_file import pool_tables, read_toml, require_known
 from forebay.core.scaling.state import PoolKey
 from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable
 from forebay.live.planner.actuator import ActuatorService
-from forebay.planner.actuators.metrics import SupervisorMetrics
-from forebay.planner.actuators.processes import KILL_AFTER_S, ProcessActuator, ProcessPool
+from forebay.planner.actuators.processes import KILL_AFTER_S, ProcessActuator, ProcessPool, SupervisorMetrics
 from forebay.planner.actuators.worker_directory import DirectoryUnusable, WorkerDirectory
 from forebay.transport.kafka.topics import count_topics
 

@@ -22,8 +22,7 @@ from forebay.cli.common.cluster import connected, leases_at, until_signal
 from forebay.cli.common.cluster_options import Cluster
 from forebay.cli.common.errors import cause_of
 from forebay.cli.common.logs import announce
-from forebay.cli.common.metrics_server import Probe
-from forebay.cli.common.process_metrics import process_registry
+from forebay.cli.common.metrics_server import Probe, process_registry
 from forebay.cli.common.shutdown import stop_notice
 from forebay.cli.processes.card_keeper import keep_card
 from forebay.cli.processes.engine_options import EngineOptions, pool_of

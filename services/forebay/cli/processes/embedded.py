@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from forebay.cli.common.logs import announce
-from forebay.cli.common.process_metrics import process_registry
+from forebay.cli.common.metrics_server import process_registry
 from forebay.cli.common.shutdown import end_within, stop_notice
 from forebay.cli.processes.embedded_group import EmbeddedGroup, EngineRestarts
 from forebay.cli.processes.embedded_ingress import serving_all, serving_one

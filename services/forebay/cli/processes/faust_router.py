@@ -16,7 +16,7 @@ from pathlib import Path
 
 from forebay.cli.common.cluster import connected
 from forebay.cli.common.cluster_options import KAFKA, LOOPBACK, NAMESPACE, REDIS, Cluster, kafka_settings
-from forebay.cli.common.process_metrics import process_registry
+from forebay.cli.common.metrics_server import process_registry
 from forebay.cli.common.shutdown import STOP_S
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.policies.router_options import router_config_of

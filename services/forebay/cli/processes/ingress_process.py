@@ -18,7 +18,7 @@ from forebay.cli.common.cluster import connected, leases_at, run_service, until_
 from forebay.cli.common.cluster_options import Cluster
 from forebay.cli.common.errors import cause_of
 from forebay.cli.common.logs import announce
-from forebay.cli.common.process_metrics import process_registry
+from forebay.cli.common.metrics_server import process_registry
 from forebay.cli.common.shutdown import STOP_S, stop_notice
 from forebay.cli.processes.listening import Hosts, listening
 from forebay.events.topics import TOKENS

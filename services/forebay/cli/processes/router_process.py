@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from forebay.cli.common.cluster import connected, leases_at, until_signal
 from forebay.cli.common.cluster_options import Cluster
 from forebay.cli.common.logs import announce
-from forebay.cli.common.process_metrics import process_registry
+from forebay.cli.common.metrics_server import process_registry
 from forebay.cli.common.shutdown import CLOSE_S, ending_within
 from forebay.cli.processes.options import SnapshotOptions
 from forebay.core.routing.policies import CustomPolicies

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
-from forebay.cli.common.sizes import size
+from forebay.cli.common.times import size
 from forebay.ingress.errors import Unusable
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from forebay.cli.common.cluster import connected, leases_at, run_service, until_
 from forebay.cli.common.cluster_options import Cluster, ClusterOptions, ServiceOptions
 from forebay.cli.common.errors import explained
 from forebay.cli.common.logs import LoggingOptions, announce
-from forebay.cli.common.process_metrics import process_registry
+from forebay.cli.common.metrics_server import process_registry
 from forebay.cli.common.shutdown import stop_notice
 from forebay.cli.processes.attached import UpstreamSettings, attachments, check_options, run_attached
 from forebay.cli.processes.card_keeper import keep_card

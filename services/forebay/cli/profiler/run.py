@@ -12,12 +12,17 @@ import typer
 import uvloop
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from forebay.cli.common.connection import advice
 from forebay.cli.common.errors import BROKEN, complain
-from forebay.cli.common.failures import status_failure
+from forebay.cli.common.failures import advice, status_failure
 from forebay.cli.common.terminal import bar
-from forebay.cli.profiler.client import MeasurementFailed, PointImpossible, ProfiledWorker, random_prompts
-from forebay.cli.profiler.measure import impossible_like, measure_point
+from forebay.cli.profiler.measure import (
+    MeasurementFailed,
+    PointImpossible,
+    ProfiledWorker,
+    impossible_like,
+    measure_point,
+    random_prompts,
+)
 from forebay.cli.profiler.profile_file import GridPoint, LeftOut, MeasuredProfile, grid, write_profile
 from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable

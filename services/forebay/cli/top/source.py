@@ -8,7 +8,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from forebay.cli.common.connection import advice
+from forebay.cli.common.failures import advice
 from forebay.cli.console.run import VARIABLE
 from forebay.console.console import ConsoleInfo, FleetView
 from forebay.replay.catalog.facts import CatalogState, MetricSeries, RequestPage, RequestRow, WorkerActivity

@@ -14,8 +14,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from forebay.cli.common.api_key import VARIABLE
-from forebay.cli.common.connection import advice
-from forebay.cli.common.failures import Failure, FailureCounts, status_failure
+from forebay.cli.common.failures import Failure, FailureCounts, advice, status_failure
 from forebay.cli.trace.pace import Pace
 from forebay.cli.trace.stream import StreamedResponse
 from forebay.simulate.workload import Turn, Workload

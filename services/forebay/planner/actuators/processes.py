@@ -11,16 +11,18 @@ worker that ends without a drain is started again, with exponential backoff.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from forebay import runtime
 from forebay.core.scaling.state import PoolKey
-from forebay.live.planner.actuator import Reached
+from forebay.live.planner.actuator import ActuatorService, Reached
 from forebay.planner.actuators.os_processes import (
     ProcessIdentity,
     exit_code,
@@ -337,3 +339,29 @@ def _drain_order(worker: _Worker) -> tuple[bool, int, int]:
     """Sort workers without a process first, then the newest."""
     started = worker.process.start_ticks if worker.process else 0
     return worker.process is not None, -started, -worker.record.number
+
+
+class SupervisorMetrics(Collector):
+    """Prometheus collector for the replies of a supervisor, and for the workers that it runs as processes."""
+
+    def __init__(self, service: ActuatorService, processes: ProcessActuator | None) -> None:
+        """Read the metrics from `service`, and from `processes` unless the actuator is another one."""
+        self._service = service
+        self._processes = processes
+
+    def collect(self) -> Iterator[Metric]:
+        decisions = CounterMetricFamily(
+            "forebay_supervisor_decisions", "decisions that this process executed or refused", labels=["result"]
+        )
+        for result, count in sorted(self._service.results.items()):
+            decisions.add_metric([result], count)
+        yield decisions
+        if self._processes is None:
+            return
+        labels = ["group", "pool", "status"]
+        workers = GaugeMetricFamily("forebay_supervisor_workers", "workers of this supervisor", labels=labels)
+        counts = self._processes.counts()
+        for pool in sorted(self._processes.pools):
+            for status in get_args(WorkerStatus):
+                workers.add_metric([*pool, status], counts[pool, status])
+        yield workers
