@@ -198,14 +198,14 @@ def test_pools_are_shown_and_drained_by_name(system: tuple[Up, Path], tmp_path: 
     rules.write_text('[[models]]\nname = "forebay-other"\n')
     for arguments, expected, message in (
         (("drain", "deflt"), 2, "unknown pool 'deflt'; did you mean default?"),
-        (("pools", "--canary", "default", "--base", "x", "--share", "0.1"), 2, "unknown pool 'x'; pools are: default"),
-        (("pools", "--canary", "default"), 2, "--base and --share are required, or --end to end the canary"),
+        (("pools", "--pool", "default", "--base", "x", "--share", "0.1"), 2, "unknown pool 'x'; pools are: default"),
+        (("pools", "--pool", "default"), 2, "--base and --share are required, or --end to end the canary"),
         (
-            ("pools", "--canary", "default", "--end", "--share", "1"),
+            ("pools", "--pool", "default", "--end", "--share", "1"),
             2,
             "--end cannot be combined with --base and --share",
         ),
-        (("pools", "--end"), 2, "--base, --share and --end require --canary POOL"),
+        (("pools", "--end"), 2, "--base, --share and --end require --pool POOL"),
         (("policy", "default"), 2, "expected POOL and MODE without other settings"),
         (
             ("pools", "--routing", str(rules)),

@@ -77,12 +77,12 @@ def test_requests_follow_the_grid_a_canary_and_a_drain_and_nothing_is_lost(tmp_p
         assert (complete(up, SHORT, "by-grid"), complete(up, LONG)) == ("short", "long")
         assert choice(up, "by-grid") == ("short", "grid", [])
 
-        control(up, "pools", "--canary", "long", "--base", "short", "--share", "1")
+        control(up, "pools", "--pool", "long", "--base", "short", "--share", "1")
         assert complete(up, SHORT, "by-canary") == "long"
         assert choice(up, "by-canary") == ("long", "canary", [])
-        control(up, "pools", "--canary", "long", "--base", "short", "--share", "0.5")
+        control(up, "pools", "--pool", "long", "--base", "short", "--share", "0.5")
         assert {complete(up, SHORT) for _ in range(40)} == {"short", "long"}  # all in one: 1 in 10**12
-        control(up, "pools", "--canary", "long", "--end")
+        control(up, "pools", "--pool", "long", "--end")
         assert {complete(up, SHORT) for _ in range(5)} == {"short"}
 
         control(up, "power", "pause", "--pool", "short")
@@ -151,7 +151,7 @@ def test_the_file_replaces_rules_of_the_log_at_each_start_and_canaries_stay(tmp_
         assert (complete(up, SHORT), complete(up, LONG)) == ("long", "long"), "without rules the first pool serves"
         shown = control(up, "pools", "--routing", str(rules))
         assert [grid["cells"] for grid in shown["grids"]] == [[["short"], ["long"]]]
-        control(up, "pools", "--canary", "long", "--base", "short", "--share", "0")
+        control(up, "pools", "--pool", "long", "--base", "short", "--share", "0")
         assert complete(up, LONG) == "long"
     with running(*pools(log)) as up:
         assert control(up, "pools")["grids"] == shown["grids"]

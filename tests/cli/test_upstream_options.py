@@ -67,6 +67,7 @@ def test_a_password_in_an_address_is_rejected_and_not_shown() -> None:
 )
 def test_a_worker_is_named_after_its_server(url: str, name: str) -> None:
     (one,) = attachments(UpstreamOptions(upstream=[url]).upstreams(), "")
+    assert one.upstream is not None
     assert (one.worker_id, one.upstream.url) == (name, url.rstrip("/"))
 
 

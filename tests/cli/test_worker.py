@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from forebay.cli.processes.joining import CHECKS, warn_if_not_admitted
+from forebay.cli.processes.attached import CHECKS, warn_if_not_admitted
 from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.metrics import Probes
 from forebay.workers.runtime.worker import Worker

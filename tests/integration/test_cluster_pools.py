@@ -83,9 +83,9 @@ async def test_requests_follow_the_rules_of_the_file(cluster: Cluster) -> None:
 
 
 async def test_changes_through_one_ingress_apply_to_requests_of_another(cluster: Cluster) -> None:
-    assert await control(cluster, "pools", "--canary", "long", "--base", "short", "--share", "1") == 0
+    assert await control(cluster, "pools", "--pool", "long", "--base", "short", "--share", "1") == 0
     assert await complete(cluster, SHORT) == "long"
-    assert await control(cluster, "pools", "--canary", "long", "--end") == 0
+    assert await control(cluster, "pools", "--pool", "long", "--end") == 0
     assert await control(cluster, "drain", "short") == 0
     assert await complete(cluster, SHORT) == "long"
     assert [one["drained"] for one in (await listed(cluster, "i1"))["pools"]] == [False, True]

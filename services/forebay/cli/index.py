@@ -33,7 +33,6 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 def run_dump(
     *, source: KafkaSource, log: LogArgument, group: str, worker: str, allow_policy: AllowPolicyOption
 ) -> None:
-    """Run `forebay index`. index_command.py documents its options."""
     recording = Recording(source.kafka, source.namespace, source.kafka_config, log, group)
     recording.require_one_source()
     with explained():

@@ -104,7 +104,6 @@ def run_record(
     allow_policy: AllowPolicyOption,
     json: bool,
 ) -> None:
-    """Run `forebay record`. record_command.py documents its options."""
     source = kafka.recording(where, "OUT")
     if last and (start or end):
         fail("--last cannot be combined with --from or --to")

@@ -23,7 +23,6 @@ NOT_RESTORED = "not restored: workers, leases, requests, sessions, caches, and t
 
 
 def run_restore(*, recording: Path, kafka: KafkaOptions, plan: TopicPlanOptions, json: bool) -> None:
-    """Run `forebay restore`. restore_command.py documents its options."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with explained():
         settings = kafka.settings()

@@ -67,7 +67,6 @@ def run_shadow(
     service: ServiceOptions,
     logs: LoggingOptions,
 ) -> None:
-    """Run `forebay shadow`. shadow_command.py documents its options."""
     recording.require_one_source()
     if out is not None and recording.kafka is not None:
         fail("--out needs a log file; on Kafka the events are written to topic shadow")

@@ -29,7 +29,6 @@ NOT_READY = 1
 def run_status(
     *, recording: Recording, url: UrlOption, api_key: ClientKeyOption, allow_policy: AllowPolicyOption, json: bool
 ) -> None:
-    """Run `forebay status`. status_command.py documents its options."""
     if recording.log is None and recording.kafka is None:
         found = _query(url, api_key, recording.group)
     else:

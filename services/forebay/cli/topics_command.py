@@ -19,11 +19,6 @@ LogArgument = Annotated[
 ]
 
 
-@app.callback()
-def _root() -> None:
-    """Show the records of a log, and manage the topics of a broker."""
-
-
 @app.command("create")
 @spread
 def create(

@@ -49,6 +49,8 @@ def run_service(main: Coroutine[Any, Any, None]) -> None:
             fail(str(error))
         except BaseExceptionGroup as error:
             cause = cause_of(error)
+            if isinstance(cause, LeaseError):
+                fail(str(cause))
             raise (EngineError(str(cause)) if isinstance(cause, WorkerReplaced) else cause) from None
 
 

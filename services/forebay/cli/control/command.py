@@ -198,10 +198,8 @@ def pools(
     routing: Annotated[
         Path | None, typer.Option(help="TOML file with the new grids of the model. They replace all current grids.")
     ] = None,
-    canary: Annotated[
-        str, typer.Option(metavar="POOL", help="Pool that gets a share of the requests of another pool.")
-    ] = "",
-    base: Annotated[str, typer.Option(metavar="POOL", help="Pool whose requests the canary gets.")] = "",
+    pool: Annotated[str, typer.Option("--pool", help="Canary: pool that gets a share of the requests of --base.")] = "",
+    base: Annotated[str, typer.Option(help="Pool whose requests the canary gets.")] = "",
     share: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Share of these requests.")] = None,
     end: Annotated[bool, typer.Option("--end", help="End the canary.")] = False,
     *,
@@ -210,10 +208,10 @@ def pools(
     """Show the pools of the model and how requests are routed to them, or change that."""
     if end and (base or share is not None):
         fail("--end cannot be combined with --base and --share")
-    if canary and not end and (not base or share is None):
+    if pool and not end and (not base or share is None):
         fail("--base and --share are required, or --end to end the canary")
-    if not canary and (end or base or share is not None):
-        fail("--base, --share and --end require --canary POOL")
+    if not pool and (end or base or share is not None):
+        fail("--base, --share and --end require --pool POOL")
     client = ingress.client()
     rules = None
     if routing is not None:
@@ -223,8 +221,8 @@ def pools(
             fail(str(error))
         grids = msgspec.to_builtins(given.grids)
         rules = _change_pools(client, ingress, "routing", {"grids": grids, "retry": given.retry})
-    if canary:
-        rules = _change_pools(client, ingress, "canary", {"pool": canary, "base": base, "share": share or 0.0})
+    if pool:
+        rules = _change_pools(client, ingress, "canary", {"pool": pool, "base": base, "share": share or 0.0})
     _show_pools(client.call("/v1/pools", "pools") if rules is None else rules, json=ingress.json)
 
 

@@ -12,11 +12,6 @@ from forebay.cli.processes.options import ModelNameOption, RevisionOption
 app = typer.Typer(help="Store and list model cards, and set aliases of models.", no_args_is_help=True)
 
 
-@app.callback()
-def _root() -> None:
-    """Store and list model cards, and set aliases of models."""
-
-
 @app.command("publish")
 @spread
 def publish(

@@ -33,7 +33,6 @@ SHOWN_DIGITS = 16
 
 
 def run_publish(*, model: str, revision: str | None, model_name: str, kafka: KafkaOptions) -> None:
-    """Run `forebay model publish`. command.py documents its options."""
     with explained():
         directory, name = find_model(model, revision, model_name, weights=False)
         assert directory is not None
@@ -45,7 +44,6 @@ def run_publish(*, model: str, revision: str | None, model_name: str, kafka: Kaf
 
 
 def run_list(*, kafka: KafkaOptions, json: bool) -> None:
-    """Run `forebay model list`. command.py documents its options."""
     with explained():
         cards, aliases = asyncio.run(_list(kafka.settings()))
     if json:
@@ -75,7 +73,6 @@ def run_list(*, kafka: KafkaOptions, json: bool) -> None:
 
 
 def run_remove(*, name: str, kafka: KafkaOptions) -> None:
-    """Run `forebay model remove`. command.py documents its options."""
     with explained():
         removed = asyncio.run(_remove(kafka.settings(), name))
     for digest in removed:
@@ -126,7 +123,6 @@ def _meant(store: ModelStore, name: str) -> tuple[str, list[str]]:
 def run_alias(
     *, name: str, targets: Sequence[str], fallback: str, remove: bool, operator: str, kafka: KafkaOptions
 ) -> None:
-    """Run `forebay model alias`. command.py documents its options."""
     if remove == bool(targets):
         fail("expected either models or --remove")
     if fallback and remove:

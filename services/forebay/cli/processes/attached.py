@@ -1,4 +1,4 @@
-"""`forebay worker --upstream`: workers in front of servers that already run.
+"""Workers of `forebay worker`: of an engine of the process, or in front of servers that already run (`--upstream`).
 
 Theory of operation. Each server has its own worker, which joins the group of the server's model. If the server stops
 responding, its worker leaves, so that its requests continue on other workers. The process then waits for the server and
@@ -7,6 +7,7 @@ because a failed start of a worker is an event on the log.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import uuid
@@ -20,14 +21,13 @@ from prometheus_client import CollectorRegistry
 from forebay import runtime
 from forebay.cli.common.cluster import connected, leases_at, until_signal
 from forebay.cli.common.cluster_options import Cluster
-from forebay.cli.common.errors import cause_of
+from forebay.cli.common.errors import cause_of, complain
 from forebay.cli.common.logs import announce
 from forebay.cli.common.metrics_server import Probe, process_registry
 from forebay.cli.common.shutdown import stop_notice
 from forebay.cli.processes.card_keeper import keep_card
 from forebay.cli.processes.engine_options import EngineOptions, pool_of
 from forebay.cli.processes.engines import SIZE_OPTIONS
-from forebay.cli.processes.joining import join_group, warn_if_not_admitted
 from forebay.cli.processes.model_source import HUB_NAME, find_model
 from forebay.cli.processes.options import adapters, named
 from forebay.cli.processes.upstream_options import Upstream
@@ -36,14 +36,17 @@ from forebay.events.fleet import WorkerSpec
 from forebay.ingress.errors import Unusable
 from forebay.ingress.model import Model, model_name_of
 from forebay.ingress.model_cards import read_card
-from forebay.transport.base import Log
+from forebay.transport.base import LeaseError, Leases, Log
+from forebay.transport.directory import Directory
+from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics
 from forebay.transport.models import stored_card
-from forebay.workers.engine import EngineError
+from forebay.workers.engine import Engine, EngineError
 from forebay.workers.engines.attached.engine import ROLES, AttachedEngine, AttachedSettings
 from forebay.workers.engines.attached.server import ServerInfo, UpstreamServer
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.kv_events.zmq_feed import KvSource
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
+from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.metrics import Probes, WorkerMetrics
 from forebay.workers.runtime.worker import ENGINE_STOP_S, Worker
 
@@ -74,16 +77,19 @@ class UpstreamSettings:
 
 @dataclass(slots=True)
 class Attachment:
-    """A server, and the worker in front of it.
+    """A server that already runs, or an engine of this process, and its worker.
 
     Attributes:
+        upstream: the server; None for an engine of this process.
+        own: engine of this process, the spec of its worker, and the directory of its model; None for a server.
         model: name of the model that the server served first; empty before it was reached.
         worker: current worker; None while the server is not attached.
         probes: readiness and liveness of the worker.
     """
 
-    upstream: Upstream
+    upstream: Upstream | None
     worker_id: str
+    own: tuple[Engine, WorkerSpec, Path] | None = None
     model: str = ""
     worker: Worker | None = None
     probes: Probes = field(default_factory=Probes)
@@ -117,14 +123,18 @@ def attachments(upstreams: list[Upstream], worker_id: str) -> list[Attachment]:
 async def run_attached(
     cluster: Cluster,
     attached: list[Attachment],
-    settings: UpstreamSettings,
+    settings: UpstreamSettings | None,
     *,
     lease_ttl_s: float,
     drain_s: float,
 ) -> None:
-    """Attach the servers, and serve until a signal.
+    """Attach the servers, or start the engine of this process, and serve until a signal.
+
+    Args:
+        settings: settings of the servers; None for an engine of this process.
 
     Raises:
+        EngineError: the engine of this process failed.
         Unusable: a server's model has no tokenizer, or an option contradicts what the server serves.
     """
     registry = process_registry()
@@ -144,13 +154,15 @@ def _combined(attached: list[Attachment], path: str) -> Probe:
 
     def probe() -> tuple[bool, str]:
         results = {one.worker_id: one.probes.ready() if path == "/ready" else one.probes.live() for one in attached}
+        if len(results) == 1:
+            return next(iter(results.values()))
         return all(ok for ok, _ in results.values()), ", ".join(f"{name} {text}" for name, (_, text) in results.items())
 
     return probe
 
 
 class AttachedWorkers:
-    """The workers of the process, one per server.
+    """The workers of the process, one per server, or one for an engine of this process.
 
     Args:
         cluster: addresses of Kafka and Redis.
@@ -163,7 +175,7 @@ class AttachedWorkers:
         log: Log,
         keeper: LeaseKeeper,
         attached: list[Attachment],
-        settings: UpstreamSettings,
+        settings: UpstreamSettings | None,
         registry: CollectorRegistry,
         drain_s: float,
     ) -> None:
@@ -182,7 +194,8 @@ class AttachedWorkers:
         """Attach all servers, until all workers have stopped."""
         async with asyncio.TaskGroup() as tasks:
             for one in self._attached:
-                self._keeping[one.worker_id] = tasks.create_task(self._keep(one), name=one.worker_id)
+                part = self.attach(one) if one.own is not None else self._keep(one)
+                self._keeping[one.worker_id] = tasks.create_task(part, name=one.worker_id)
 
     async def stop(self) -> None:
         """Drain the workers, and end the waits for servers."""
@@ -224,27 +237,18 @@ class AttachedWorkers:
                 pause_s = min(2 * pause_s, RETRY_S_MAX)
 
     async def attach(self, one: Attachment) -> None:
-        """Start a worker for a server, and run it until it is drained.
+        """Start a worker for a server or an engine, and run it until it is drained.
 
         Raises:
-            EngineError: the server does not respond, or serves another model than before.
+            EngineError: the engine failed, or the server does not respond or serves another model than before.
             Unusable: its model has no tokenizer.
         """
-        settings = self._settings
-        info = await described(one.upstream, settings)
-        if one.model and info.model != one.model:
-            raise EngineError(
-                f"the server {one.upstream.url} serves {info.model} now, but worker {one.worker_id} joined with"
-                f" {one.model}; restart the worker to serve the new model"
-            )
-        engine, spec, folder = await runtime.offload(engine_of, one, info, settings)
+        engine, spec, folder = await self._connected(one) if one.own is None else one.own
         card = await runtime.offload(read_card, folder)
         if card is not None:
             spec = msgspec.structs.replace(spec, card=await stored_card(self._log, spec.model, *card))
-        one.model = info.model
-        announce(
-            f"forebay: worker {spec.worker_id} requests to join {spec.model}, pool {spec.pool}, for {one.upstream.url}"
-        )
+        source = "" if one.upstream is None else f", for {one.upstream.url}"
+        announce(f"forebay: worker {spec.worker_id} requests to join {spec.model}, pool {spec.pool}{source}")
         beside = [asyncio.create_task(warn_if_not_admitted(one.probes, spec.worker_id))]
         try:
             partition = await join_group(self._cluster, self._log, spec)
@@ -269,6 +273,20 @@ class AttachedWorkers:
                 task.cancel()
             one.worker = one.probes.worker = None  # while it waits for its server, the process is alive
 
+    async def _connected(self, one: Attachment) -> tuple[Engine, WorkerSpec, Path]:
+        """Return the engine of a server, the spec of its worker, and the directory of its model's tokenizer."""
+        assert one.upstream is not None
+        assert self._settings is not None
+        info = await described(one.upstream, self._settings)
+        if one.model and info.model != one.model:
+            raise EngineError(
+                f"the server {one.upstream.url} serves {info.model} now, but worker {one.worker_id} joined with"
+                f" {one.model}; restart the worker to serve the new model"
+            )
+        found = await runtime.offload(engine_of, one, info, self._settings)
+        one.model = info.model
+        return found
+
     def _register(self) -> None:
         """Export the metrics of the current workers."""
         if self._metrics is not None:
@@ -286,8 +304,8 @@ async def described(upstream: Upstream, settings: UpstreamSettings) -> ServerInf
         await server.close()
 
 
-def engine_of(one: Attachment, info: ServerInfo, settings: UpstreamSettings) -> tuple[AttachedEngine, WorkerSpec, Path]:
-    """Return the engine of a server, the spec of its worker, and the directory of its model's tokenizer."""
+def engine_of(one: Attachment, info: ServerInfo, settings: UpstreamSettings) -> tuple[Engine, WorkerSpec, Path]:
+    assert one.upstream is not None
     options, url = settings.engine, one.upstream.url
     directory = _tokenizer_of(info, options, url)
     name = model_name_of(None, options.model_name or _api_name(info.model))
@@ -353,3 +371,57 @@ def _tokenizer_of(info: ServerInfo, options: EngineOptions, url: str) -> Path:
         f"the server {url} serves {info.model}, but names no directory or Hugging Face model of this machine"
         f" ({info.root or 'no root'}): set --model to a directory with its tokenizer.json"
     )
+
+
+logger = logging.getLogger(__name__)
+
+ANNOUNCEMENT_TTL_MS = 6_000
+CHECK_S = 5.0
+CHECKS = 3  # consecutive checks: a takeover takes six seconds, and an owner reads the leases twice per second
+
+
+async def join_group(cluster: Cluster, log: Log, spec: WorkerSpec) -> int:
+    """Create the work topic of a pool if it is missing, and wait until a router has assigned a partition to the group.
+
+    Returns:
+        The partition of the control topics.
+
+    Raises:
+        LogError: the log failed.
+    """
+    counts = await count_topics(cluster.kafka)
+    if spec.pool not in counts.pools:
+        await create_topics(cluster.kafka, TopicPlan(slots=max(counts.pools.values())), [spec.pool])
+    directory = Directory(log)
+    await directory.start()
+    try:
+        return await _partition_of(directory, leases_at(cluster.redis_url, cluster.kafka.namespace), spec.model)
+    finally:
+        directory.close()
+
+
+async def warn_if_not_admitted(probes: Probes, name: str, *, check_s: float = CHECK_S) -> None:
+    """Print a warning if the engine runs, but `CHECKS` checks in a row find that no owner has added the worker."""
+    checks = 0
+    while checks < CHECKS:
+        await asyncio.sleep(check_s)
+        is_waiting = probes.worker is None or probes.worker.life.state is State.REGISTERED
+        checks = checks + 1 if is_waiting else 0
+    why = "either no router is running, or the router rejected the worker and logged the reason"
+    complain(f"worker {name} is not admitted and keeps trying: {why}")
+
+
+async def _partition_of(directory: Directory, leases: Leases, group: str) -> int:
+    """Announce the group until a router has assigned a partition to it, and return the partition."""
+    is_first_error = True
+    while (partition := directory.partition_of(group)) is None:
+        try:
+            await asyncio.to_thread(leases.announce, group, ANNOUNCEMENT_TTL_MS)
+        except LeaseError as error:
+            if is_first_error:
+                logger.warning("cannot announce the group %s, will retry: %s", group, error)
+            is_first_error = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ANNOUNCEMENT_TTL_MS / 3000):
+                await directory.placed(group)
+    return partition

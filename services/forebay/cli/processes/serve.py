@@ -43,7 +43,6 @@ class Share:
 def run_serve(
     *, context: typer.Context, service: str, workers: int | None, worker_id_prefix: str, metrics_port: MetricsPortOption
 ) -> None:
-    """Run `forebay serve`. serve_command.py documents its options."""
     with explained():
         try:
             made = load_service(service)
