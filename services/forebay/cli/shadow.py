@@ -1,15 +1,12 @@
 """`forebay shadow`: evaluate another policy or configuration on the live log, read-only."""
 
 import asyncio
-import fcntl
-import os
 import re
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 import msgspec
 import typer
@@ -26,16 +23,14 @@ from forebay.cli.common.unverified import DIVERGED
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.policies.alternative import Alternative, AlternativeOptions
 from forebay.events.base import hex_digest
-from forebay.events.codec import DecodeError, decode, encode
+from forebay.events.codec import encode
 from forebay.events.shadow import ShadowEvent
 from forebay.events.topics import DECISIONS, SHADOW
-from forebay.ingress.errors import Unusable
 from forebay.live.router.standby import RecoveryDiverged
 from forebay.live.shadow.metrics import ShadowMetrics
 from forebay.live.shadow.shadow import Shadow, ShadowSettings, ShadowSink
 from forebay.live.shadow.topic import TopicSink
 from forebay.replay.policies import require_allowed
-from forebay.transport.base import LogError
 from forebay.transport.kafka.position import KafkaPosition
 from forebay.transport.kafka.topics import count_topics
 from forebay.transport.sqlite.log import SqliteLog
@@ -50,7 +45,6 @@ class _Options:
     recording: Recording
     settings: ShadowSettings
     chosen: Alternative
-    out: Path | None
     printed_to: TextIO | None
     service: ServiceOptions
 
@@ -60,7 +54,6 @@ def run_shadow(
     given: AlternativeOptions,
     name: str,
     from_start: bool,
-    out: Path | None,
     allow_policy: AllowPolicyOption,
     json: bool,
     recording: Recording,
@@ -68,8 +61,6 @@ def run_shadow(
     logs: LoggingOptions,
 ) -> None:
     recording.require_one_source()
-    if out is not None and recording.kafka is not None:
-        fail("--out needs a log file; on Kafka the events are written to topic shadow")
     if name and not NAME.fullmatch(name):
         fail(f"invalid --name {name!r}: use 1 to 64 letters, digits, dots, dashes and underscores")
     logs.start(quiet=("forebay.live.shadow",))  # the command prints the same itself
@@ -84,7 +75,7 @@ def run_shadow(
         from_start=from_start,
         custom=custom,
     )
-    options = _Options(recording, settings, chosen, out, sys.stdout if json else None, service)
+    options = _Options(recording, settings, chosen, sys.stdout if json else None, service)
     with own_stdout() if json else nullcontext():
         run_service(_serve(options))
 
@@ -157,9 +148,8 @@ async def _opened(options: _Options) -> AsyncIterator[Shadow]:
             log, partition = await stack.enter_async_context(recording.opened())
             if isinstance(log, SqliteLog) and log.recording is not None:
                 fail(f"{recording.name} is a recording, which does not grow; use forebay replay diff instead")
-            kept = None if options.out is None else stack.enter_context(file_sink(options.out, settings.name))
             await require_allowed(log, partition, settings.custom)
-            yield Shadow(log, partition, settings, PrintingSink(kept, options.printed_to))
+            yield Shadow(log, partition, settings, PrintingSink(None, options.printed_to))
             return
         kafka = recording.settings()
         await count_topics(kafka)  # a cluster of an earlier version may lack topic `shadow`
@@ -176,65 +166,6 @@ def _text(chosen: Alternative) -> str:
     if chosen.base is None:
         return str(chosen)
     return f"{chosen} (content {hex_digest(xxh3_64_intdigest(msgspec.json.encode(chosen.base)))})"
-
-
-LINE_BYTES_MAX = 1 << 20  # per event, far above what names and the alternative's description need
-
-
-class FileSink:
-    """Appends a shadow's events to its own file, one per line."""
-
-    def __init__(self, path: Path, file: BinaryIO, name: str) -> None:
-        self._path = path
-        self._file = file
-        self._name = name
-
-    async def last(self) -> ShadowEvent | None:
-        """Return the event of the last complete line of the file. Remove a partial last line that a kill has left.
-
-        Raises:
-            LogError: the file cannot be read, or has other contents than events of this shadow.
-        """
-        try:
-            size = self._file.seek(0, os.SEEK_END)
-            if not size:
-                return None
-            self._file.seek(0)
-            self._event(self._file.readline(LINE_BYTES_MAX))  # check before a foreign file is modified
-            self._file.seek(max(0, size - 2 * LINE_BYTES_MAX))
-            *lines, cut = self._file.read().split(b"\n")
-            if cut:
-                self._file.truncate(size - len(cut))
-        except OSError as error:
-            raise self._error("read", error) from error
-        return self._event(lines[-1])
-
-    async def write(self, events: Sequence[ShadowEvent]) -> None:
-        """Append events to the file.
-
-        Raises:
-            LogError: the file cannot be written.
-        """
-        try:
-            self._file.seek(0, os.SEEK_END)
-            self._file.write(_lines(events))
-            self._file.flush()
-        except OSError as error:
-            raise self._error("written", error) from error
-
-    def _event(self, line: bytes) -> ShadowEvent:
-        try:
-            event: ShadowEvent = decode(SHADOW, line)
-        except DecodeError as error:
-            raise LogError(
-                f"--out {self._path} exists and does not contain shadow events; give another file"
-            ) from error
-        if event.shadow != self._name:
-            raise LogError(f"--out {self._path} belongs to shadow {event.shadow}, not {self._name}; give another file")
-        return event
-
-    def _error(self, what: str, error: OSError) -> LogError:
-        return LogError(f"--out {self._path} cannot be {what}: {error.strerror}")
 
 
 class PrintingSink:
@@ -261,28 +192,5 @@ class PrintingSink:
         if self._kept is not None:
             await self._kept.write(events)
         if self._to is not None:
-            self._to.write(_lines(events).decode())
+            self._to.write("".join(f"{encode(SHADOW, event).decode()}\n" for event in events))
             self._to.flush()
-
-
-@contextmanager
-def file_sink(path: Path, name: str) -> Iterator[FileSink]:
-    """Open the event file of one shadow, and lock it while it is open.
-
-    Raises:
-        Unusable: the file cannot be opened, or is in use.
-    """
-    try:
-        file = path.open("r+b", buffering=1 << 16) if path.exists() else path.open("x+b", buffering=1 << 16)
-    except OSError as error:
-        raise Unusable(f"--out {path} cannot be opened: {error.strerror}") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise Unusable(f"--out {path} is in use by another process") from error
-        yield FileSink(path, file, name)
-
-
-def _lines(events: Sequence[ShadowEvent]) -> bytes:
-    return b"".join(encode(SHADOW, event) + b"\n" for event in events)

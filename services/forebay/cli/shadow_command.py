@@ -1,6 +1,5 @@
 """Options of `forebay shadow`. The code is imported when a command runs, so that --help does not wait for it."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,7 +17,7 @@ def shadow(
     given: AlternativeOptions,
     name: Annotated[
         str,
-        typer.Option(help="Name of this shadow, by which a restart resumes it. Default: a hash of the alternative."),
+        typer.Option(help="Name by which a restart on Kafka resumes this shadow. Default: a hash of the alternative."),
     ] = "",
     from_start: Annotated[
         bool,
@@ -28,9 +27,6 @@ def shadow(
             " No effect on a shadow that has run before, which resumes.",
         ),
     ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="With LOG: append the events of the shadow to this file as JSON lines.")
-    ] = None,
     allow_policy: AllowPolicyOption = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print the events of the shadow on stdout as JSON lines.")
@@ -43,8 +39,8 @@ def shadow(
     """Report for every decision of a running system what another policy or configuration would decide.
 
     The shadow is a separate process that only reads the log. On Kafka it writes its events to topic `shadow`, and
-    nowhere else. It runs until stopped. Started again under the same name, it resumes at its last position. Exits 1
-    if a recorded decision cannot be derived again.
+    nowhere else. It runs until stopped. Started again under the same name on Kafka, it resumes at its last position.
+    Exits 1 if a recorded decision cannot be derived again.
     """
     from forebay.cli.shadow import run_shadow  # noqa: PLC0415
 
@@ -52,7 +48,6 @@ def shadow(
         given=given,
         name=name,
         from_start=from_start,
-        out=out,
         allow_policy=allow_policy,
         json=json,
         recording=recording,

@@ -142,7 +142,7 @@ class AlternativeOptions:
     ] = None
 
     def alternative(self, *, is_required: bool = True) -> Alternative:
-        """Return the alternative. A custom policy is checked for determinism.
+        """Return the alternative.
 
         If `is_required` is false, an alternative without changes is valid.
 
