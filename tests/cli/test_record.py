@@ -183,8 +183,6 @@ def test_verification_can_be_skipped(source: Path, tmp_path: Path) -> None:
         (["--from", "2999-01-01"], "--from 2999-01-01 is in the future"),
         (["--to", "2020-01-01"], f"group {MODEL} made no decision in the window; its journal covers 20"),
         (["--group", "nobody"], f"SOURCE: unknown group 'nobody'; groups are: {MODEL}"),
-        (["--pool", "default", "--pool", "nobodys"], "SOURCE: unknown pool 'nobodys'; pools are: default"),
-        (["--pool", "default", "--group", "nobody"], "SOURCE: unknown group 'nobody'"),
     ],
 )
 def test_invalid_options_are_rejected(source: Path, tmp_path: Path, options: list[str], text: str) -> None:
@@ -220,7 +218,7 @@ def test_invalid_output_paths_are_rejected(source: Path, tmp_path: Path) -> None
         assert "cannot be accessed (File name too long)" in error_line(source, tmp_path / ("x" * length))
 
 
-def test_groups_are_selected_by_group_and_pool(joined: Path, tmp_path: Path) -> None:
+def test_groups_are_selected_by_name(joined: Path, tmp_path: Path) -> None:
     both = made(joined, tmp_path / "both")
     assert [(one["name"], one["partition"], one["pools"]) for one in both["groups"]] == [
         (MODEL, 0, ["default"]),
@@ -229,10 +227,6 @@ def test_groups_are_selected_by_group_and_pool(joined: Path, tmp_path: Path) -> 
     assert set(both["verified"]) == {MODEL, OTHER}
     one = made("--group", OTHER, joined, tmp_path / "one")
     assert [group["name"] for group in one["groups"]] == [OTHER]
-    assert [group["name"] for group in made("--pool", "default", joined, tmp_path / "pools")["groups"]] == [
-        MODEL,
-        OTHER,
-    ]
     repeated = made("--group", OTHER, "--group", MODEL, joined, tmp_path / "repeated")
     assert repeated["groups"] == both["groups"]
     # With several groups, the other commands need a selection. A recording lists its groups.

@@ -52,7 +52,6 @@ class RecordOptions(msgspec.Struct, frozen=True, kw_only=True):
     end: str
     last: str
     groups: tuple[str, ...]
-    pools: tuple[str, ...]
     anonymize: bool
 
     def identity(self, source: Recording) -> dict[str, str]:
@@ -66,7 +65,6 @@ class RecordOptions(msgspec.Struct, frozen=True, kw_only=True):
             "to": self.end,
             "last": self.last,
             "group": ",".join(self.groups),
-            "pool": ",".join(self.pools),
         }
         given = {name: value for name, value in options.items() if value}
         if self.anonymize:  # such a recording is never resumed, and its source stays private
@@ -98,7 +96,6 @@ def run_record(
     end: str,
     last: str,
     group: list[str] | None,
-    pool: list[str] | None,
     check: bool,
     anonymize: bool,
     allow_policy: AllowPolicyOption,
@@ -114,7 +111,6 @@ def run_record(
         end=end,
         last=last,
         groups=tuple(group or ()),
-        pools=tuple(sorted(set(pool or ()))),
         anonymize=anonymize,
     )
     window = _window(options)
@@ -245,13 +241,6 @@ async def _select_groups(source: Recording, log: Log, options: RecordOptions) ->
         if name not in placed:
             fail(f"{source.name}: {unknown_name('group', name, placed)}")
     chosen = {name: placed[name] for name in placed if not options.groups or name in options.groups}
-    if options.pools:
-        pools = {name: {pool.pool for pool in await pools_of(log, placed[name])} for name in chosen}
-        there = set().union(*pools.values())
-        for pool in options.pools:
-            if pool not in there:
-                fail(f"{source.name}: {unknown_name('pool', pool, sorted(there))}")
-        chosen = {name: chosen[name] for name in chosen if pools[name] & set(options.pools)}
     if not chosen:
         fail(f"no group to record; groups in {source.name}: {', '.join(placed) or 'none'}")
     return chosen

@@ -32,10 +32,6 @@ def record(
         ),
     ] = "",
     group: Annotated[list[str] | None, typer.Option(help="Record this model. Repeatable. Default: all models.")] = None,
-    pool: Annotated[
-        list[str] | None,
-        typer.Option(help="Record the model that has this pool, with all its pools. Repeatable. Default: all models."),
-    ] = None,
     check: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Derive the recorded decisions again and compare them.")
     ] = True,
@@ -59,7 +55,6 @@ def record(
         end=end,
         last=last,
         group=group,
-        pool=pool,
         check=check,
         anonymize=anonymize,
         allow_policy=allow_policy,
