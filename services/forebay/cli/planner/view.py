@@ -257,22 +257,22 @@ def _stage(need: PrefillNeed | DecodeNeed, pool: PoolExplanation, settings: Plan
     assert demand is not None, "method throughput needs a forecast"
     if isinstance(need, PrefillNeed):
         stage, factor = "prefill", f" x correction {need.correction:.3g}" if need.correction != 1 else ""
-        tokens, length = f"{_number(need.isl)} uncached prompt tokens", f"{_number(need.isl)} tokens"
-        latency = f"TTFT of a request alone {_number(need.ttft_ms)} ms, target {settings.ttft_ms:g} ms"
+        tokens, length = f"{_rounded(need.isl)} uncached prompt tokens", f"{_rounded(need.isl)} tokens"
+        latency = f"TTFT of a request alone {_rounded(need.ttft_ms)} ms, target {settings.ttft_ms:g} ms"
     else:
         stage, factor = "decode", ""
-        tokens, length = f"{_number(demand.osl)} output tokens", f"context {_number(need.context)}"
+        tokens, length = f"{_rounded(demand.osl)} output tokens", f"context {_rounded(need.context)}"
         corrected = f" x correction {need.correction:.3g}" if need.correction != 1 else ""
-        room = "" if need.concurrency_max is None else f", KV for {_number(need.concurrency_max)} requests"
+        room = "" if need.concurrency_max is None else f", KV for {_rounded(need.concurrency_max)} requests"
         latency = f"within ITL {settings.itl_ms:g} ms{corrected}{room}"
     asked = f"{demand.requests_per_s:.4g} requests/s x {tokens}{factor}"
-    yield stage, f"{asked} = {_number(need.tokens_per_s)} tokens/s"
+    yield stage, f"{asked} = {_rounded(need.tokens_per_s)} tokens/s"
     gpus = _scaling(pool, settings).gpus_per_worker
-    per_gpu = f" ({_number(need.worker_tokens_per_s / gpus)} per GPU)" if gpus != 1 else ""
-    speed = f"{_number(need.worker_tokens_per_s)} tokens/s{per_gpu}"
+    per_gpu = f" ({_rounded(need.worker_tokens_per_s / gpus)} per GPU)" if gpus != 1 else ""
+    speed = f"{_rounded(need.worker_tokens_per_s)} tokens/s{per_gpu}"
     outside = "" if need.covered else ", nearest point of the profile"
     yield "", f"one worker at {length}: {speed}, {latency}{outside}"
-    yield "", f"{_number(need.tokens_per_s)} / {_number(need.worker_tokens_per_s)} = {need.workers:.2f} workers"
+    yield "", f"{_rounded(need.tokens_per_s)} / {_rounded(need.worker_tokens_per_s)} = {need.workers:.2f} workers"
 
 
 def _scaling(pool: PoolExplanation, settings: PlannerSettings) -> PoolScaling:

@@ -17,6 +17,7 @@ from forebay.cli.common.times import size, span_us
 from forebay.cli.console.command import PORT as CONSOLE_PORT
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.policies.router_options import router_options
+from forebay.cli.processes.engines import mock_connector
 from forebay.cli.processes.http_options import HttpOptions
 from forebay.cli.processes.options import (
     DrainOption,
@@ -25,14 +26,13 @@ from forebay.cli.processes.options import (
     names,
     placed_taints,
 )
-from forebay.cli.processes.engines import mock_connector
 from forebay.cli.processes.settings import EmbeddedModel, EmbeddedSettings
 from forebay.cli.processes.tier_options import TierOptions
 from forebay.cli.processes.up_models import ModelsOptions, WorkerOptions, choose_models
-from forebay.workers.kv_transfer.api import NIXL
 from forebay.events.control import DisaggConfig, Role, RouterConfig
 from forebay.ingress.errors import Unusable
 from forebay.transport.base import LogSync
+from forebay.workers.kv_transfer.api import NIXL
 
 if TYPE_CHECKING:
     from forebay.console.settings import ConsoleSettings
