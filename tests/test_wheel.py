@@ -15,7 +15,7 @@ from tests.certificates import original_environment
 from tests.cli.up import Up
 
 ROOT = Path(__file__).parents[1]
-OPTIONAL = {"faust-streaming", "kubernetes", "numpy", "plotly", "scipy", "textual", "torch"}  # packages of extras
+OPTIONAL = {"faust-streaming", "kubernetes", "numpy", "plotly", "scipy", "torch"}  # packages of extras
 
 
 def ran(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -74,7 +74,6 @@ def test_an_installed_wheel_serves_from_another_folder_and_names_missing_extras(
         ("router", "faust", ["router"]),
         ("report", "plotly", ["simulate", "load.jsonl", "--report", "page.html"]),
         ("fit", "numpy", ["fit", "run.db"]),
-        ("console", "textual", ["top"]),
     ):
         run = ran(programs / "forebay", *arguments, cwd=folder)
         remedy = f"requires the package {package}; install it with: pip install 'forebay[{extra}]'\n"

@@ -37,7 +37,6 @@ async def following_console(kafka: KafkaSettings, group: str) -> AsyncIterator[N
                 keyfile=None,
                 token="bench",
                 ingress_url="",
-                model=None,
             ),
             WHAT_IF,
         )

@@ -17,7 +17,6 @@ from tests.cli.in_process import forebay
         ("report", "plotly", ["simulate", "load.jsonl", "--report", "page.html"]),
         ("report", "plotly", ["replay", "diff", "run.db", "--set", "mode=random", "--report", "page.html"]),
         ("fit", "numpy", ["fit", "run.db"]),
-        ("console", "textual", ["top"]),
     ],
 )
 def test_a_missing_extra_is_named_in_one_line(

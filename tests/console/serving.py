@@ -38,7 +38,6 @@ def console_settings(
         "keyfile": None,
         "token": TOKEN,
         "ingress_url": "",
-        "model": None,
     }
     return ConsoleSettings(**{**given, **changes})
 

@@ -108,7 +108,6 @@ def test_the_command_rejects_logs_that_it_cannot_show(tmp_path: Path) -> None:
         ([several, "--group", "other"], "unknown group 'other'; groups are: model"),
         ([several, "--ingress", "127.0.0.1:8000"], "expected an address such as http://127.0.0.1:8000"),
         ([several, "--token-file", tmp_path / "none"], "cannot read --token-file"),
-        ([several, "--tokenizer", str(tmp_path)], "expected a model directory with a tokenizer.json"),
         ([several, "--ssl-certfile", tmp_path / "none.pem"], "cannot read"),
     ):
         result = invoke("console", *arguments)

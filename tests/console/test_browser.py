@@ -183,33 +183,6 @@ def test_an_unknown_request_is_an_error_in_words(opened: Opened, page: Page) -> 
     expect_error(opened, "404")
 
 
-def test_prefixes_of_the_cache_are_shown_and_searched(console: ConsoleProcess, page: Page) -> None:
-    go(page, "/cache")
-    rows = rows_of(console)
-    tree = read(console.url, "/v1/console/cache")
-    main = page.get_by_role("main")
-    expect(main).to_contain_text(f"all {len(rows)} requests")
-    for root in tree["roots"]:
-        for node in root["children"]:
-            expect(main.get_by_role("listitem").filter(has_text=f"{node['hits']} requests").first).to_be_visible()
-    toggle = page.get_by_role("button", name="continuation").first
-    before = page.get_by_role("main").get_by_role("listitem").count()
-    toggle.press("Enter")
-    expect(toggle).to_have_attribute("aria-expanded", "true")
-    assert page.get_by_role("main").get_by_role("listitem").count() > before
-    page.get_by_role("searchbox", name="Find").fill(rows[0]["request_id"])
-    page.get_by_role("combobox", name="Search in").select_option("request ID")
-    page.get_by_role("button", name="Search").press("Enter")
-    expect(main).to_contain_text("1 request matches")
-    expect(main.get_by_role("link", name=rows[0]["request_id"])).to_be_visible()
-
-
-def test_text_cannot_be_searched_without_a_tokenizer(opened: Opened, page: Page) -> None:
-    go(page, "/cache?text=hello")
-    expect(page.get_by_role("alert").filter(visible=True)).to_contain_text("needs the model's tokenizer")
-    expect_error(opened, "400")
-
-
 def test_what_if_shows_the_numbers_of_replay_diff(console: ConsoleProcess, page: Page) -> None:
     go(page, "/what-if")
     page.get_by_role("button", name="Compare", exact=True).click()

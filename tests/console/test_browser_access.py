@@ -24,7 +24,7 @@ SHOWN = (
     ("disaggregation", "light", 390),
     ("take-over", "dark", 1_280),
 )
-VIEWS = ("fleet", "requests", "time", "what-if", "cache", "scaling")
+VIEWS = ("fleet", "requests", "time", "what-if", "scaling")
 FOCUSED = """() => {
     const { activeElement: element } = document;
     return element?.getAttribute("aria-label") || element?.closest("label")?.innerText || element?.innerText || "";

@@ -80,15 +80,6 @@ def test_new_requests_appear_without_a_reload(system: tuple[Up, str, Path], brow
         expect(found.page.get_by_role("banner")).to_contain_text("up to date")
 
 
-def test_a_prompt_can_be_found_by_its_text(system: tuple[Up, str, Path], browser: Browser) -> None:
-    up, url, _ = system
-    send(up, "A quick <b>brown</b> fox & its tail. " * 20)
-    with page_of(url, browser, "/cache?text=brown") as found:
-        main = found.page.get_by_role("main")
-        expect(main).to_contain_text("1 request matches")
-        expect(main).to_contain_text("<b>brown</b>")
-
-
 def test_a_worker_is_drained_in_the_name_of_the_operator(system: tuple[Up, str, Path], browser: Browser) -> None:
     _, url, log = system
     with page_of(url, browser) as found:

@@ -164,7 +164,6 @@ def test_an_empty_log_shows_how_to_begin(tmp_path: Path, browser: Browser) -> No
         for view, text in {
             "requests": "There are no requests yet.",
             "time": "0 markers",
-            "cache": "No prefixes at this moment.",
             "scaling": "No planner has written to this log.",
             "what-if": "Compare the recorded decisions",
         }.items():

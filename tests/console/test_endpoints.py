@@ -133,7 +133,7 @@ async def test_errors_name_the_value_and_the_remedy(client: httpx.AsyncClient) -
     status, message = await error(client, "/v1/console/series", from_us=2, to_us=1)
     assert (status, message) == (400, "to_us is 1; it must be after from_us, which is 2")
     huge = 1 << 63
-    for path in ("fleet", "moment", "requests", "cache", "scaling"):
+    for path in ("fleet", "moment", "requests", "scaling"):
         assert (await error(client, f"/v1/console/{path}", at_us=huge))[0] == 400
     assert (await error(client, "/v1/console/series", from_us=1, to_us=huge))[0] == 400
     assert (await error(client, f"/v1/console/requests/{huge}"))[0] == 400
@@ -182,18 +182,6 @@ async def test_a_record_is_shown_as_by_topics_tail(client: httpx.AsyncClient, lo
     found = await body(client, "/v1/console/records", topic="decisions", offset=0)
     printed = await asyncio.to_thread(invoke, "topics", "tail", log, "decisions", "--offset", "0", "-n", "1")
     assert {**found, **json.loads(printed.stdout.splitlines()[0])} == found
-
-
-async def test_the_cache_has_the_prefixes_of_requests_and_the_workers_that_hold_them(client: httpx.AsyncClient) -> None:
-    rows = (await body(client, "/v1/console/requests", limit=500))["requests"]
-    tree = await body(client, "/v1/console/cache", request_id=rows[0]["request_id"])
-    assert tree["requests"] == len(rows)
-    assert [match["request_id"] for match in tree["matches"]] == [rows[0]["request_id"]]
-    nodes = [node for root in tree["roots"] for node in root["children"]]
-    assert any(node["is_match"] for node in nodes)
-    assert any(node["holders"] for node in nodes)
-    status, message = await error(client, "/v1/console/cache", text="hello")
-    assert (status, message) == (400, "a search for text needs the model's tokenizer; search for a request ID instead")
 
 
 async def test_counterfactuals_of_a_request_name_its_routings(client: httpx.AsyncClient, log: Path) -> None:

@@ -4,22 +4,14 @@ The tests share one system, and run in this order: the last ones look back at wh
 they are skipped with the reason, or fail if FOREBAY_REQUIRE_BROWSER=1.
 """
 
-import asyncio
 import json
 import random
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from forebay.cli.common.recording import Recording
-from forebay.cli.console.command import ConsoleOptions
-from forebay.cli.top.run import log_client
-from forebay.cli.top.screen import TopApp
-from forebay.cli.top.source import Source
-from forebay.cli.top.tables import RequestsTable, WorkersTable
 from forebay.events.control import PolicySet, WorkerCommanded
 from forebay.events.scaling import PoolSizeSet
 from forebay.events.topics import CONTROL, SCALING
@@ -39,7 +31,7 @@ from tests.console.pages import (
     review_action,
     shown,
 )
-from tests.console.serving import PATIENCE_S, comparable
+from tests.console.serving import comparable
 from tests.harness.browser import Scheme
 from tests.harness.cluster import GROUP
 from tests.integration.conftest import RUN
@@ -60,7 +52,7 @@ SHOWN: tuple[tuple[int, Scheme, Sequence[str]], ...] = (
 )
 # A time in microseconds, as the page's fields show it.
 UTC = "us => new Date(us / 1000).toISOString().replace('T', ' ').replace('Z', '')"
-VIEWS = ("fleet", "requests", "time", "what-if", "cache", "scaling")
+VIEWS = ("fleet", "requests", "time", "what-if", "scaling")
 
 
 @pytest.fixture(scope="module")
@@ -265,21 +257,3 @@ def test_every_view_and_the_actions_are_accessible(system: ConsoleSystem, browse
         require_accessible_everywhere(found.page, "actions")
         review_action(found.page, "Drain a worker", "dave", "token", worker="w1")
         require_accessible_everywhere(found.page, "review of an action")
-
-
-def test_top_follows_the_log_without_a_console(system: ConsoleSystem, tmp_path: Path) -> None:
-    cluster = system.cluster
-    recording = Recording(cluster.settings.bootstrap, cluster.namespace, None, None, GROUP)
-
-    async def shown_workers() -> list[str]:
-        async with log_client(recording, ConsoleOptions(cache_dir=tmp_path)) as client:
-            app = TopApp(Source(client))
-            async with app.run_test(size=(120, 40)) as pilot, asyncio.timeout(PATIENCE_S):
-                workers, requests = app.query_one(WorkersTable), app.query_one(RequestsTable)
-                while not (workers.row_count and requests.row_count >= REQUESTS):
-                    await pilot.pause(0.1)
-                column = workers.get_column_index("worker")
-                return [workers.get_row_at(row)[column].text for row in range(workers.row_count)]
-
-    status = read(system.url, "/v1/status")
-    assert system.run(shown_workers()) == [f"{one['worker_id']}/0" for one in status["workers"]]

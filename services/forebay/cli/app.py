@@ -120,7 +120,6 @@ COMMANDS = {
     "console": CommandEntry(
         "console.command", "console", "Serve a web page that shows a log, live or at any moment of the past."
     ),
-    "top": CommandEntry("top.command", "top", "Show workers and requests in the terminal, and explain requests."),
     "topics": CommandEntry("topics_command", "app", "Show the records of a log, and manage the topics of a broker."),
     "dead-letters": CommandEntry(
         "dead_letters.command", "app", "List records that did not decode or were rejected, and retry them."

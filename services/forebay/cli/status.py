@@ -1,7 +1,9 @@
 """`forebay status`: owner, workers, requests and topics of a running system or a log."""
 
 import asyncio
+import time
 
+import click
 import httpx
 import msgspec
 import typer
@@ -24,20 +26,41 @@ from forebay.transport.history.groups import groups_of
 DERIVED_WITHIN_S = 30.0  # an ingress on Kafka derives the status from the log
 HEARTBEATS_S = 2.5  # standbys write a heartbeat every second
 NOT_READY = 1
+WATCH_S = 2.0  # an ingress on Kafka takes a second of CPU time to derive the status
 
 
 def run_status(
-    *, recording: Recording, url: UrlOption, api_key: ClientKeyOption, allow_policy: AllowPolicyOption, json: bool
+    *,
+    recording: Recording,
+    url: UrlOption,
+    api_key: ClientKeyOption,
+    allow_policy: AllowPolicyOption,
+    json: bool,
+    watch: bool,
 ) -> None:
-    if recording.log is None and recording.kafka is None:
-        found = _query(url, api_key, recording.group)
-    else:
+    def read() -> GroupStatus:
+        if recording.log is None and recording.kafka is None:
+            return _query(url, api_key, recording.group)
         recording.require_one_source()
-        found = _derive(recording, allow_policy)
-    if json:
-        typer.echo(msgspec.json.encode(found).decode())
-    else:
-        show(results(soft_wrap=True), found)
+        return _derive(recording, allow_policy)
+
+    def print_status(found: GroupStatus) -> None:
+        if json:
+            typer.echo(msgspec.json.encode(found).decode())
+        else:
+            show(results(soft_wrap=True), found)
+
+    found = read()
+    print_status(found)
+    while watch:
+        time.sleep(WATCH_S)
+        try:
+            found = read()
+        except typer.Exit:  # the message is printed
+            continue
+        if not json:
+            click.clear()
+        print_status(found)
     if not found.ready:
         raise typer.Exit(NOT_READY)
 

@@ -18,6 +18,7 @@ def status(
     api_key: ClientKeyOption = None,
     allow_policy: AllowPolicyOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print the status as one JSON object.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Read and show the status again every 2 s.")] = False,
 ) -> None:
     """Show the owner, workers, requests and topics of a running system or a log.
 
@@ -25,4 +26,4 @@ def status(
     """
     from forebay.cli.status import run_status  # noqa: PLC0415
 
-    run_status(recording=recording, url=url, api_key=api_key, allow_policy=allow_policy, json=json)
+    run_status(recording=recording, url=url, api_key=api_key, allow_policy=allow_policy, json=json, watch=watch)

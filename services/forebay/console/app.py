@@ -1,4 +1,4 @@
-"""The HTTP application of a console: its page, and the endpoints that the page and `forebay top` use."""
+"""The HTTP application of a console: its page, and the endpoints that the page uses."""
 
 from typing import Any
 

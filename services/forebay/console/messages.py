@@ -60,21 +60,6 @@ class ReadCounterfactuals(Reading, frozen=True, tag="counterfactuals"):
     routings: tuple[int, ...] = ()
 
 
-class ReadCache(Reading, frozen=True, tag="cache"):
-    """Derive the tree of hot prefixes at a moment.
-
-    Attributes:
-        at_us: time on the owner's clock, in microseconds since 1970; None for the newest moment.
-        request_id: request whose path is marked; empty for none.
-        text: text that prompts must contain to be marked; empty for none.
-    """
-
-    at_us: int | None = None
-    request_id: str = ""
-    text: str = ""
-    limit: int = 200
-
-
 class ReadScaling(Reading, frozen=True, tag="scaling"):
     """Derive the state of the planner at a time on the owner's clock; None for the newest state."""
 
@@ -88,13 +73,4 @@ class ReadRecord(Reading, frozen=True, tag="record"):
     offset: int
 
 
-AnyReading = (
-    ReadStatus
-    | ReadMoment
-    | ReadComparison
-    | ReadExplanation
-    | ReadCounterfactuals
-    | ReadCache
-    | ReadScaling
-    | ReadRecord
-)
+AnyReading = ReadStatus | ReadMoment | ReadComparison | ReadExplanation | ReadCounterfactuals | ReadScaling | ReadRecord

@@ -5,9 +5,7 @@ messages; the first message has the settings of the console.
 """
 
 import asyncio
-import functools
 from contextlib import AsyncExitStack, closing
-from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -16,7 +14,6 @@ from forebay import runtime
 from forebay.console.log_file import LogFile
 from forebay.console.messages import (
     AnyReading,
-    ReadCache,
     ReadComparison,
     ReadCounterfactuals,
     ReadExplanation,
@@ -33,12 +30,9 @@ from forebay.events.request_ids import aliases_of
 from forebay.events.topics import DECISIONS, INPUTS
 from forebay.ingress.child_process import ChildConnection
 from forebay.ingress.explain_worker import LogSource, opened_log
-from forebay.ingress.model import Model, ModelUnusable
 from forebay.ingress.shared_child import ChildResponse
 from forebay.replay.at import NoSuchRecord, Position
 from forebay.replay.at_time import last_time
-from forebay.replay.cache.facts import CacheTree
-from forebay.replay.cache.tree import Search, SearchFailed, cache_tree
 from forebay.replay.catalog import requests
 from forebay.replay.catalog.seek import CatalogStates, catalog_explanation, catalog_position
 from forebay.replay.catalog.store import CatalogError, Store
@@ -86,8 +80,6 @@ class Reader:
                 return await self._explain(message)
             case ReadCounterfactuals():
                 return await self._counterfactuals(message)
-            case ReadCache():
-                return await self._cache(message)
             case ReadScaling():
                 now_us = runtime.wall_us() if message.at_us is None and self._settings.is_live else None
                 return await read_scaling(self._log, message.at_us, now_us)
@@ -141,15 +133,6 @@ class Reader:
             custom=self._custom,
         )
 
-    async def _cache(self, message: ReadCache) -> CacheTree:
-        position = await self._position(message.at_us)
-        decode = None if self._settings.model is None else model_at(self._settings.model).decode
-        search = Search(request_id=message.request_id, text=message.text)
-        partition = self._settings.partition
-        return await cache_tree(
-            self._log, partition, position.world, search=search, decode=decode, nodes_max=message.limit
-        )
-
     async def _record(self, message: ReadRecord) -> dict[str, Any]:
         if message.topic not in TOPICS:
             raise NoSuchRecord(unknown_name("topic", message.topic, sorted(TOPICS)))
@@ -163,12 +146,6 @@ class Reader:
         if not records or records[0].offset != message.offset:
             raise NoSuchRecord(f"{message.topic}/{partition}: record {message.offset} was removed")
         return {"topic": message.topic, "partition": partition, **readable(records[0])}
-
-
-@functools.cache
-def model_at(directory: str) -> Model:
-    """Return the model in a directory, whose tokenizer decodes prompts. Raises ModelUnusable."""
-    return Model(Path(directory))
 
 
 def main() -> None:
@@ -223,10 +200,6 @@ async def _respond(
         return ChildResponse(status=404, code="not_found", message=str(missing))
     except NotDerivable as error:
         return ChildResponse(status=409, code="other_rules", message=str(error))
-    except SearchFailed as failed:
-        return ChildResponse(status=400, code="search_failed", message=str(failed))
-    except ModelUnusable as error:
-        return ChildResponse(status=503, code="tokenizer_unavailable", message=str(error))
     except CatalogError as error:
         return ChildResponse(status=503, code="catalog_unavailable", message=str(error))
     except LogError as error:

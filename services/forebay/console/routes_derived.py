@@ -1,4 +1,4 @@
-"""Routes whose results the reader process derives from the log: moments, explanations, caches and the planner."""
+"""Routes whose results the reader process derives from the log: moments, explanations and the planner."""
 
 from typing import Annotated
 
@@ -8,7 +8,6 @@ from pydantic import Field
 
 from forebay.console.console import Console
 from forebay.console.messages import (
-    ReadCache,
     ReadComparison,
     ReadCounterfactuals,
     ReadExplanation,
@@ -26,7 +25,6 @@ AtUs = Annotated[
 TimeUs = Annotated[int, Query(ge=0, le=TIME_US_MAX)]
 Offset = Annotated[int, Query(ge=0, le=TIME_US_MAX)]
 JournalOffset = Annotated[int, Field(ge=0, le=TIME_US_MAX)]  # an item of a list, whose `Query` is that of the list
-CACHE_NODES_MAX = 1_000
 ROUTINGS_MAX = 64  # stages and attempts of a request
 
 
@@ -72,18 +70,6 @@ def add_derived_routes(app: FastAPI, console: Console) -> None:
         """Return changes that would have changed the selection of a worker, for each given routing of a request."""
         message = ReadCounterfactuals(request_id, tuple(routing or ()))
         return json_response(await console.reader.request(message))
-
-    @app.get("/v1/console/cache")
-    async def cache(
-        at_us: AtUs = None,
-        request_id: Annotated[str, Query(max_length=1_024)] = "",
-        text: Annotated[str, Query(max_length=4_096)] = "",
-        limit: Annotated[int, Query(ge=1, le=CACHE_NODES_MAX)] = 200,
-    ) -> Response:
-        """Return the tree of hot prompt prefixes with the worker ranks that cache them."""
-        if request_id and text:
-            raise invalid("request_id and text exclude each other; give one of them", "text")
-        return json_response(await console.reader.request(ReadCache(at_us, request_id, text, limit)))
 
     @app.get("/v1/console/scaling")
     async def scaling(at_us: AtUs = None) -> Response:

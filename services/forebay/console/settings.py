@@ -20,7 +20,6 @@ class ConsoleSettings(msgspec.Struct, frozen=True, kw_only=True):
         keyfile: private key of the certificate; None if `certfile` contains it.
         token: token that clients must send.
         ingress_url: address of an ingress with an admin API, which executes actions; empty if there is none.
-        model: directory of the model whose tokenizer decodes prompts; None shows token ids only.
     """
 
     source: LogSource
@@ -36,7 +35,6 @@ class ConsoleSettings(msgspec.Struct, frozen=True, kw_only=True):
     keyfile: str | None
     token: str
     ingress_url: str
-    model: str | None
 
     @property
     def is_live(self) -> bool:

@@ -36,10 +36,6 @@ class ConsoleOptions:
         str | None,
         typer.Option(metavar="URL", help="Ingress with an admin API, through which operators change the system."),
     ] = None
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="Model directory whose tokenizer decodes prompts. Default: prompts are token ids."),
-    ] = None
     cache_dir: Annotated[
         Path | None,
         typer.Option(help="Folder for the catalog. Default: the folder of LOG; with --kafka, the user's cache folder."),

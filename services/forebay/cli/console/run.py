@@ -21,7 +21,6 @@ from forebay.console.server import listening_socket, serve_console, tls_of
 from forebay.console.settings import ConsoleSettings, SourceKind
 from forebay.ingress.errors import Unusable
 from forebay.ingress.explain_worker import LogSource
-from forebay.ingress.model import DEFAULT_MODEL, DEFAULT_NAME
 from forebay.replay.policies import require_allowed
 from forebay.transport.history.groups import groups_of
 from forebay.transport.sqlite.log import SqliteLog
@@ -70,7 +69,6 @@ def beside(log: Path, group: str, port: int, ingress_url: str, policies: tuple[s
         keyfile=None,
         token=console_token(None),
         ingress_url=ingress_url,
-        model=_own_model(group),
     )
 
 
@@ -125,7 +123,6 @@ async def settings_of(recording: Recording, options: ConsoleOptions) -> ConsoleS
         keyfile=_text(options.ssl_keyfile),
         token=console_token(options.token_file),
         ingress_url=_checked_url(options.ingress),
-        model=_directory(options.tokenizer) or _own_model(group),
     )
 
 
@@ -139,12 +136,7 @@ def _cache_dir(given: Path | None, *, is_file: bool) -> str | None:
 
 
 def console_token(file: Path | None) -> str:
-    """Return the token that clients must send. Raises Unusable if the given one is invalid."""
-    return given_token(file) or secrets.token_urlsafe(TOKEN_BYTES)
-
-
-def given_token(file: Path | None) -> str:
-    """Return the token from a file, or from the environment if `file` is None. Empty if neither has a token.
+    """Return the token that clients must send: from a file, from the environment, or else a random one.
 
     Raises:
         Unusable: the file cannot be read, or the token is not valid in a header.
@@ -152,7 +144,7 @@ def given_token(file: Path | None) -> str:
     if file is None:
         text, where = os.environ.get(VARIABLE, ""), VARIABLE
         if not text:
-            return ""
+            return secrets.token_urlsafe(TOKEN_BYTES)
     else:
         where = f"--token-file {file}"
         try:
@@ -173,17 +165,6 @@ def _checked_url(url: str | None) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         fail(f"--ingress {url}: expected an address such as http://127.0.0.1:8000")
     return url.rstrip("/")
-
-
-def _directory(tokenizer: str | None) -> str | None:
-    if tokenizer is not None and not (Path(tokenizer) / "tokenizer.json").is_file():
-        raise Unusable(f"--tokenizer {tokenizer}: expected a model directory with a tokenizer.json")
-    return None if tokenizer is None else str(Path(tokenizer).absolute())
-
-
-def _own_model(group: str) -> str | None:
-    """Return the directory of the model that `forebay up` serves by default, if the group serves it."""
-    return str(DEFAULT_MODEL) if group == DEFAULT_NAME else None
 
 
 def _text(path: Path | str | None) -> str | None:

@@ -43,6 +43,5 @@ export const VIEWS = [
   },
   { name: "time", title: "Time", load: () => import("./views/time.js") },
   { name: "what-if", title: "What if", load: () => import("./views/whatif.js") },
-  { name: "cache", title: "Cache", load: () => import("./views/cache.js") },
   { name: "scaling", title: "Scaling", load: () => import("./views/scaling.js") },
 ];

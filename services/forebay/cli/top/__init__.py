@@ -1,1 +1,0 @@
-"""`forebay top`: workers and requests of a system, in a terminal."""

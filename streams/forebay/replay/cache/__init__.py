@@ -1,1 +1,0 @@
-"""The tree of prompt prefixes of recent requests, and the worker ranks that cache them."""
