@@ -15,7 +15,7 @@ from tests.certificates import original_environment
 from tests.cli.up import Up
 
 ROOT = Path(__file__).parents[1]
-OPTIONAL = {"faust-streaming", "kubernetes", "numpy", "plotly", "scipy", "torch"}  # packages of extras
+OPTIONAL = {"faust-streaming", "kubernetes", "numpy", "scipy", "torch"}  # packages of extras
 
 
 def ran(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -72,7 +72,6 @@ def test_an_installed_wheel_serves_from_another_folder_and_names_missing_extras(
     (folder / "load.jsonl").write_text(json.dumps(row) + "\n")
     for extra, package, arguments in (
         ("router", "faust", ["router"]),
-        ("report", "plotly", ["simulate", "load.jsonl", "--report", "page.html"]),
         ("fit", "numpy", ["fit", "run.db"]),
     ):
         run = ran(programs / "forebay", *arguments, cwd=folder)

@@ -24,7 +24,7 @@ class Page(HTMLParser):
             text for tag, texts in self.texts.items() if tag not in ("script", "style") for text in texts
         )
         self.data: dict[str, Any] = json.loads(zlib.decompress(b64decode(self.scripts[0])))
-        self.figures: dict[str, Any] = json.loads(self.scripts[2])
+        self.charts: dict[str, Any] = self.data["charts"]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)

@@ -14,7 +14,7 @@ runner = CliRunner()
 # Modules that take long to import, and that no help text needs. `rich` also draws the tables of results.
 HEAVY = {
     *("aiokafka", "duckdb", "fakeredis", "fastapi", "faust", "httpx", "huggingface_hub", "jinja2", "kubernetes"),
-    *("numpy", "plotly", "prometheus_client", "pydantic", "redis", "rich", "scipy", "sqlite3", "starlette"),
+    *("numpy", "prometheus_client", "pydantic", "redis", "rich", "scipy", "sqlite3", "starlette"),
     *("tokenizers", "torch", "uvicorn", "uvloop", "yaml"),
 }
 # A process per command, forked to save most of its start, prints its name and the modules that it has imported.

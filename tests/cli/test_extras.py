@@ -14,8 +14,6 @@ from tests.cli.in_process import forebay
     ("extra", "package", "arguments"),
     [
         ("router", "faust", ["router"]),
-        ("report", "plotly", ["simulate", "load.jsonl", "--report", "page.html"]),
-        ("report", "plotly", ["replay", "diff", "run.db", "--set", "mode=random", "--report", "page.html"]),
         ("fit", "numpy", ["fit", "run.db"]),
     ],
 )

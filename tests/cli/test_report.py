@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 from forebay.cli.app import app
 from forebay.cli.common.terminal import printable
 from forebay.cli.simulate.report import words
-from forebay.cli.simulate.report.file import require_report, write_report
-from forebay.cli.simulate.report.heat import COLUMNS, ROWS
+from forebay.cli.simulate.report.charts import COLUMNS, ROWS
 from forebay.cli.simulate.report.measures import limits, measured
-from forebay.cli.simulate.report.page import COLOURS, RUNS_MAX, page
+from forebay.cli.simulate.report.page import RUNS_MAX, page, require_report, write_report
 from forebay.cli.simulate.report.rows import ROWS_MAX
 from forebay.cli.simulate.report.words import duration
 from forebay.cli.simulate.simulations import SimulationRun
@@ -37,7 +36,7 @@ def made(*runs: SimulationRun, slo: Slo | None = None, **more: Any) -> Page:
 
 
 def headline(*runs: SimulationRun, slo: Slo | None = None) -> str:
-    return words.headline(measured(runs, COLOURS), slo)
+    return words.headline(measured(runs), slo)
 
 
 def timed(name: str, *times_us: tuple[int, int, int], workers: int = 2) -> SimulationRun:
@@ -65,8 +64,8 @@ def test_a_page_is_self_contained_and_has_all_charts() -> None:
     assert not {"src", "href", "srcset", "action"} & set(found.attributes)
     assert not {"link", "iframe", "img", "object"} & set(found.tags)
     assert any("default-src 'none'" in content for content in found.attributes["content"])
-    assert set(found.figures) == {"ttft", "itl", "ttft-slo", "itl-slo", "time", "load"} <= set(found.attributes["id"])
-    assert set(found.figures) == set(found.attributes["data-png"])
+    assert set(found.charts) == {"ttft", "itl", "ttft-slo", "itl-slo", "time", "load"} <= set(found.attributes["id"])
+    assert set(found.charts) == set(found.attributes["data-png"])
     for text in (
         "2 rows left out",
         "the digest",
@@ -75,7 +74,7 @@ def test_a_page_is_self_contained_and_has_all_charts() -> None:
         "a trace: 400 requests",
     ):
         assert text in found.text
-    titles = {label["text"] for label in found.figures["time"]["layout"]["annotations"]}
+    titles = {panel["title"] for panel in found.charts["time"]["panels"]}
     assert {"requests queued in the router", "workers in the fleet"} < titles
     assert any("retried" in title for title in titles)
 
@@ -83,11 +82,8 @@ def test_a_page_is_self_contained_and_has_all_charts() -> None:
 def test_names_are_escaped() -> None:
     found = made(run(HOSTILE), run("kv", failed=[1]), survey_notes=[HOSTILE])
     assert "img" not in found.tags
-    assert len(found.scripts) == 4
+    assert len(found.scripts) == 3
     assert printable(HOSTILE) in found.text
-    shown = [trace["name"] for figure in found.figures.values() for trace in figure["data"]]
-    assert any("bold" in name for name in shown)
-    assert not any("<" in name for name in shown)
     assert found.data["labels"][0] == HOSTILE  # the page inserts labels as text nodes
 
 
@@ -169,7 +165,7 @@ def test_failed_requests_are_reported_first() -> None:
 def test_runs_with_little_to_show_have_a_page(runs: list[SimulationRun]) -> None:
     found = made(*runs)
     assert len(found.data["explorer"]["rows"]) == max(len(one.outcome.requests) for one in runs)
-    assert ("ttft" in found.figures) is any(one.summary["requests"] for one in runs)
+    assert ("ttft" in found.charts) is any(one.summary["requests"] for one in runs)
 
 
 def test_cards_show_metrics_and_mark_the_best() -> None:
@@ -188,7 +184,7 @@ def test_cards_show_metrics_and_mark_the_best() -> None:
 def test_runs_with_equal_names_get_unique_labels() -> None:
     found = made(run("kv", workers=2), run("kv", workers=4), run("kv", workers=4))
     assert found.data["labels"] == ["kv, 2 workers", "kv, 4 workers", "kv, 4 workers (2)"]
-    assert "cost" in found.figures  # their costs differ
+    assert "GPU hours of all workers, and TTFT." in found.text  # their costs differ
     assert "fleets of different sizes" in found.text
 
 
@@ -213,7 +209,7 @@ def test_limits_match_goodput(
     """Compare at the SLO limits and at the largest limits, which every answered request meets."""
     one = timed("one", *given_times)
     slo = Slo(ttft_ms=ttft_ms, itl_ms=itl_ms, e2e_ms=e2e_ms)
-    found = limits(measured([one], 1), slo)
+    found = limits(measured([one]), slo)
     (kept,) = found.kept
     ttft_at, itl_at = found.ttft_ms.index(ttft_ms), found.itl_ms.index(itl_ms)
     within = sum(count for (ttft, itl), count in kept.items() if ttft <= ttft_at and itl <= itl_at)
@@ -232,9 +228,9 @@ def test_page_starts_at_the_slo_limits() -> None:
 def test_attainment_curves_count_requests_without_a_response() -> None:
     found = made(timed("half", (1_000, 3_000, 3), (0, 0, 3), (2_000, 2_000, 1), (0, 0, 1)))
     for name in ("ttft-slo", "itl-slo"):
-        (curve,) = found.figures[name]["data"]
+        (curve,) = found.charts[name]["panels"][0]["curves"]
         assert max(curve["y"]) == 0.5
-    assert found.figures["itl-slo"]["data"][0]["y"][0] == 0.25  # a single token has no ITL
+    assert found.charts["itl-slo"]["panels"][0]["curves"][0]["y"][0] == 0.25  # a single token has no ITL
 
 
 def test_requests_are_matched_across_policies_with_different_arrivals() -> None:
@@ -293,9 +289,9 @@ def test_many_workers_and_bins_are_merged() -> None:
     for values in heat.values():
         assert len(values) <= ROWS
         assert all(len(line) <= COLUMNS for line in values)
-    (drawn,) = found.figures["load"]["data"]
-    assert drawn["z"] == heat["computed"]
-    assert drawn["customdata"][0][0] == "mock-0 … mock-2"
+    (panel,) = found.charts["load"]["panels"]
+    assert panel["heat"]["values"] == heat["computed"]
+    assert panel["heat"]["rows"][0] == "mock-0 … mock-2"
 
 
 def test_heat_map_values_are_per_second() -> None:

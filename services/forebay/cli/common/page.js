@@ -1,63 +1,220 @@
-// What every page does: draw its figures in the colours of the scheme, and save them as pictures.
-// A trace's `meta`, a shape's or a label's `name` is the name of a colour of the page's style.
-const figures = JSON.parse(document.getElementById("figures").textContent);
-const dark = matchMedia("(prefers-color-scheme: dark)");
-const TITLE_HEIGHT = 76; // of a picture, above what the page shows
+// What every report does: draw its charts with uPlot in the colours of the scheme, and save them as pictures.
+const count = new Intl.NumberFormat("en");
+const charts = {}, plots = {}; // by ID: descriptions of charts, and a plot per panel
+const hidden = new Set(); // groups of curves that are not shown
+const TITLE_PX = 64; // of a picture, for the title and the names of the curves
+const AXIS_PX = 40; // below the last panel
+const FONT = "12px system-ui, sans-serif";
+const formats = {
+  number: (value) => (Math.abs(value) >= 1e3 ? count.format(Math.round(value)) : count.format(Number(value.toPrecision(3)))),
+  ms: duration,
+  share: (value) => `${count.format(Number((100 * value).toFixed(1)))}%`,
+};
+let begin = async () => {
+  await drawAll();
+};
+
+function duration(ms) {
+  const digits = (value, unit) => `${Number(value.toPrecision(3))} ${unit}`;
+  if (ms < 0.9995) return ms ? digits(ms * 1e3, "µs") : "0 ms";
+  if (ms < 999.5) return digits(ms, "ms");
+  if (ms < 6e5) return digits(ms / 1e3, "s");
+  return ms < 7.2e6 ? digits(ms / 6e4, "min") : `${(ms / 3.6e6).toFixed(1)} h`;
+}
+
+// Create an element with attributes and children. Strings become text nodes, never markup.
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
+async function unpacked() {
+  const bytes = Uint8Array.from(atob(document.getElementById("data").textContent), (one) => one.charCodeAt(0));
+  const data = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
+  Object.assign(charts, data.charts);
+  return data;
+}
 
 function css(name) {
   return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 }
 
-function coloured(figure) {
-  const copy = structuredClone(figure), ink = css("ink"), line = css("line");
-  for (const trace of copy.data) {
-    const colour = css(trace.meta || "soft");
-    if (trace.marker) trace.marker.color = colour;
-    if (trace.line) trace.line.color = colour;
-    if (trace.error_y) trace.error_y.color = colour;
-    if (trace.fill) trace.fillcolor = colour + "40";
-  }
-  const layout = copy.layout;
-  Object.assign(layout, { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", uirevision: "page" });
-  layout.font = { color: ink, family: "system-ui, sans-serif", size: 12 };
-  layout.hoverlabel = { bgcolor: css("card"), bordercolor: line, font: { color: ink } };
-  for (const key of Object.keys(layout)) {
-    if (/^[xy]axis/.test(key)) Object.assign(layout[key], { gridcolor: line, linecolor: line, zerolinecolor: line });
-    if (/^coloraxis/.test(key)) layout[key].colorscale = css("heat").split(" ").map((one, at, all) => [at / (all.length - 1), one]);
-  }
-  for (const shape of layout.shapes || []) if (shape.name) shape.line.color = css(shape.name);
-  for (const label of layout.annotations || []) if (label.name) label.font = { ...label.font, color: css(label.name) };
-  return copy;
-}
-
-function draw(id) {
-  const { data, layout } = coloured(figures[id]);
-  return Plotly.react(id, data, layout, { responsive: true, displayModeBar: false });
-}
-
 // One after another, so that the page answers meanwhile.
 async function drawAll() {
-  for (const id of Object.keys(figures)) {
-    await draw(id);
+  for (const id of Object.keys(charts)) {
+    draw(id);
     await new Promise((done) => setTimeout(done));
   }
   document.documentElement.dataset.drawn = "all";
 }
 
-function savePicture(button) {
-  const shown = document.getElementById(button.dataset.png), { width, height } = shown.getBoundingClientRect();
-  const title = button.closest("section").querySelector("h2").textContent;
-  const layout = structuredClone(shown.layout);
-  const top = ((layout.margin || {}).t || 0) + TITLE_HEIGHT;
-  Object.assign(layout, { paper_bgcolor: css("card"), width, height: height + TITLE_HEIGHT, autosize: false });
-  layout.margin = { ...layout.margin, t: top };
-  layout.title = { text: title.replaceAll("&", "&amp;").replaceAll("<", "&lt;"), x: 0, xref: "paper", y: 1, yref: "container", yanchor: "top", pad: { t: 14 } };
-  layout.showlegend = shown.data.some((trace) => trace.name && trace.showlegend !== false);
-  layout.legend = { ...layout.legend, orientation: "h", x: 0, y: 1, yref: "container", yanchor: "top" };
-  return Plotly.downloadImage(
-    { data: shown.data, layout }, { format: "png", scale: 2, width, height: height + TITLE_HEIGHT, filename: button.dataset.png },
-  );
+function draw(id) {
+  const box = document.getElementById(id), { panels, x = {}, marks = [] } = charts[id];
+  for (const plot of plots[id] ?? []) plot.destroy();
+  box.replaceChildren();
+  plots[id] = panels.map((panel, at) => drawPanel(box, panel, x, marks, at === panels.length - 1, id));
 }
 
-for (const button of document.querySelectorAll("[data-png]")) button.addEventListener("click", () => savePicture(button));
-dark.addEventListener("change", drawAll);
+function drawPanel(box, { title = "", colour = "", curves = [], y = {}, heat, height = 280 }, x, marks, isLast, id) {
+  const shown = curves.filter((one) => !hidden.has(one.group));
+  const values = shown.map((one) => element("b"));
+  const names = shown.map((one, at) => element("span", { style: `--own: var(--${one.colour ?? "soft"})` }, one.name ?? "", " ", values[at]));
+  const place = element("span", { class: "place" });
+  const head = element("div", { class: "panel-head" }, element("b", colour ? { style: `color: var(--${colour})` } : {}, title), ...names, place);
+  box.append(head);
+  const data = heat ? [heat.values[0].map((_, at) => (at + 0.5) * heat.width), heat.values[0].map(() => 0)]
+    : shown.length ? uPlot.join(shown.map((one) => [one.x, one.y])) : [[0, 1]];
+  const show = (axis, value) => axis.names?.[value] ?? formats[axis.unit ?? "number"](value);
+  const readout = (plot) => {
+    const { idx, idxs, top } = plot.cursor, isOver = idx !== null && idx !== undefined;
+    values.forEach((value, at) => {
+      const one = isOver ? plot.data[at + 1][idxs[at + 1] ?? idx] : null;
+      value.textContent = one === null || one === undefined ? "" : show(y, one);
+    });
+    place.textContent = isOver ? `${show(x, plot.data[0][idx])} ${x.names || x.unit ? "" : x.title ?? ""}` : "";
+    const row = heat && isOver ? Math.min(heat.rows.length - 1, Math.floor((top / plot.over.clientHeight) * heat.rows.length)) : -1;
+    if (row >= 0) place.textContent += `, ${heat.rows[row]}: ${show(y, heat.values[row][idx])}`;
+  };
+  const axis = { stroke: css("soft"), font: FONT, grid: { stroke: css("line"), width: 1 }, ticks: { show: false } };
+  const labels = (of) => (plot, splits) => splits.map((one) => (one === null ? "" : of.names ? of.names[one] ?? "" : formats[of.unit ?? "number"](one)));
+  const options = {
+    width: box.clientWidth, height: height + (isLast ? AXIS_PX : 0), padding: [8, 18, isLast ? 0 : 6, 0], legend: { show: false },
+    cursor: { sync: { key: id }, y: Boolean(heat), points: { size: 7 }, dataIdx: newestValue },
+    scales: { x: scaleOf(x, true), y: heat ? { range: [0, heat.rows.length], dir: -1 } : scaleOf(y, false) },
+    axes: [
+      { ...axis, show: isLast, label: x.title, labelFont: FONT, labelSize: 18, size: 34, values: labels(x), ...named(x) },
+      { ...axis, label: y.title, labelFont: FONT, labelSize: 18, size: heat ? 110 : 62, values: labels(y), ...(heat ? rowLabels(heat) : {}) },
+    ],
+    series: [{}, ...(heat ? [{ paths: () => null, points: { show: false } }] : shown.map((one, at) => seriesOf(one, at, shown.length)))],
+    hooks: {
+      setCursor: [readout],
+      ...(heat && { drawClear: [(plot) => drawHeat(plot, heat)] }),
+      draw: [(plot) => marks.forEach((mark) => drawMark(plot, mark))],
+    },
+  };
+  return new uPlot(options, data, box);
+}
+
+// Return the newest place up to `at` at which a curve has a value. Curves of one panel may have different places.
+function newestValue(plot, series, at) {
+  if (series === 0) return at;
+  while (at > 0 && plot.data[series][at] === undefined) at -= 1;
+  return at;
+}
+
+function scaleOf({ log, end, names }, isX) {
+  if (names?.length) return { time: false, range: [-0.6, names.length - 0.4] };
+  if (log) return { time: false, distr: 3, log: 10, ...(isX ? { range: (plot, low, high) => [low * 0.9, high * 1.1] } : {}) };
+  return { time: false, range: isX ? (plot, low, high) => [low, Math.max(end ?? high, low + 1e-9)] : (plot, low, high) => [Math.min(0, low), end ?? (Math.max(0, high) * 1.06 || 1)] };
+}
+
+function named({ names, log }) {
+  if (log) return { splits: (plot, axis, low, high) => ticks(low, high), filter: (plot, splits) => splits };
+  if (!names?.length) return { space: 70 };
+  const step = Math.ceil(names.length / 16);
+  return { splits: () => names.map((_, at) => at).filter((at) => at % step === 0), grid: { show: false } };
+}
+
+// Return round numbers on a logarithmic axis: 1, 2 and 5 times the powers of ten, or only these if there are many.
+function ticks(low, high) {
+  const steps = high / low > 500 ? [1] : [1, 2, 5], found = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) {
+    found.push(...steps.map((step) => Number(`${step}e${power}`)).filter((one) => one >= low && one <= high));
+  }
+  return found;
+}
+
+function rowLabels({ rows }) {
+  const step = Math.ceil(rows.length / 8);
+  return {
+    splits: () => rows.map((_, at) => at + 0.5).filter((_, at) => at % step === 0),
+    values: (plot, splits) => splits.map((at) => (rows[at - 0.5].length > 16 ? `${rows[at - 0.5].slice(0, 7)}…${rows[at - 0.5].slice(-8)}` : rows[at - 0.5])),
+    grid: { show: false },
+  };
+}
+
+function seriesOf({ name, colour = "soft", style = "line" }, at, many) {
+  const stroke = css(colour);
+  const side = many > 1 ? at / (many - 1) * 2 - 1 : 0; // bars of several curves stand beside each other
+  const paths = {
+    step: uPlot.paths.stepped({ align: 1 }),
+    bars: uPlot.paths.bars({ size: [0.8 / many, 60], align: side }),
+  }[style];
+  const fill = { area: `${stroke}30`, bars: `${stroke}c0` }[style];
+  return { label: name, stroke, width: style === "bars" ? 0 : 1.7, fill, paths, points: { show: style === "points" ? true : undefined, size: 6 } };
+}
+
+function drawMark(plot, { at, colour = "ink", text = "" }) {
+  const { ctx, bbox } = plot, x = plot.valToPos(at, "x", true);
+  if (!(x >= bbox.left && x <= bbox.left + bbox.width)) return;
+  ctx.save();
+  Object.assign(ctx, { strokeStyle: css(colour), fillStyle: css(colour), lineWidth: 1.5 * devicePixelRatio });
+  ctx.setLineDash([5, 4]);
+  ctx.beginPath();
+  ctx.moveTo(x, bbox.top);
+  ctx.lineTo(x, bbox.top + bbox.height);
+  ctx.stroke();
+  ctx.textAlign = "left";
+  ctx.fillText(text, x + 4 * devicePixelRatio, bbox.top + 12 * devicePixelRatio);
+  ctx.restore();
+}
+
+function drawHeat(plot, { rows, values, width, max }) {
+  const { ctx } = plot, scale = css("heat").split(" ");
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(plot.bbox.left, plot.bbox.top, plot.bbox.width, plot.bbox.height);
+  ctx.clip();
+  values.forEach((row, at) => {
+    const top = plot.valToPos(at, "y", true), bottom = plot.valToPos(at + 1, "y", true);
+    row.forEach((value, column) => {
+      const left = plot.valToPos(column * width, "x", true), right = plot.valToPos((column + 1) * width, "x", true);
+      const place = Math.min(1, value / (max || 1)) * (scale.length - 1), low = Math.min(scale.length - 2, Math.floor(place));
+      ctx.fillStyle = mixed(scale[low], scale[low + 1], place - low);
+      ctx.fillRect(left, top, Math.ceil(right - left), Math.ceil(bottom - top));
+    });
+  });
+  ctx.restore();
+}
+
+function mixed(from, to, share) {
+  const part = (at) => Math.round(parseInt(from.slice(at, at + 2), 16) * (1 - share) + parseInt(to.slice(at, at + 2), 16) * share);
+  return `rgb(${part(1)} ${part(3)} ${part(5)})`;
+}
+
+function savePicture(id) {
+  const { title, panels } = charts[id], width = plots[id][0].width, scale = devicePixelRatio;
+  const heights = plots[id].map((plot, at) => plot.height + 22), picture = document.createElement("canvas");
+  picture.width = width * scale;
+  picture.height = (TITLE_PX + heights.reduce((sum, one) => sum + one, 0)) * scale;
+  const ctx = picture.getContext("2d");
+  const write = (text, x, y, colour, font = FONT) => {
+    Object.assign(ctx, { fillStyle: css(colour), font });
+    ctx.fillText(text, x, y);
+    return x + ctx.measureText(text).width + 16;
+  };
+  ctx.scale(scale, scale);
+  ctx.fillStyle = css("card");
+  ctx.fillRect(0, 0, picture.width, picture.height);
+  write(title, 12, 24, "ink", `600 16px ${FONT.slice(5)}`);
+  const names = new Map(panels.flatMap(({ curves = [] }) => curves.filter((one) => one.name && !hidden.has(one.group)).map((one) => [one.name, one.colour])));
+  let x = 12, y = TITLE_PX;
+  for (const [name, colour] of names) x = write(`— ${name}`, x, 48, colour);
+  plots[id].forEach((plot, at) => {
+    write(panels[at].title ?? "", 12, y + 12, panels[at].colour || "ink");
+    ctx.drawImage(plot.ctx.canvas, 0, y + 18, plot.width, plot.height);
+    y += heights[at];
+  });
+  const link = element("a", { href: picture.toDataURL("image/png"), download: `${id}.png` });
+  link.click();
+}
+
+for (const button of document.querySelectorAll("[data-png]")) button.addEventListener("click", () => savePicture(button.dataset.png));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+addEventListener("resize", () => {
+  for (const [id, panels] of Object.entries(plots)) {
+    for (const plot of panels) plot.setSize({ width: document.getElementById(id).clientWidth, height: plot.height });
+  }
+});

@@ -1,84 +1,212 @@
 """HTML reports: self-contained files that load nothing from the network.
 
-They share their style with the page of `forebay console`. Names chosen by users are always text, never markup:
-templates escape them, charts receive them as JSON, and the content security policy of the page blocks all external
-resources.
+`page.html` is the template of every report, which shows a list of parts: charts, tables, cards and notes. The reports
+share their style and uPlot, which draws the charts, with the page of `forebay console`. Names chosen by users are
+always text, never markup: the template escapes them, scripts receive them as data and insert text nodes, and the
+content security policy of the page blocks all external resources.
 """
 
 import functools
-from typing import Any
+import zlib
+from base64 import b64encode
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import jinja2
 import msgspec
-from plotly import graph_objects
-from plotly.offline import get_plotlyjs
+import typer
 
+from forebay.cli.common.errors import BROKEN, complain, fail
 from forebay.cli.common.terminal import printable
 
-LAYOUT: dict[str, Any] = {
-    "margin": {"l": 64, "r": 16, "t": 16, "b": 48},
-    "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-    "hovermode": "closest",
-}
+if TYPE_CHECKING:
+    import jinja2
+
+HEAD_BYTES = 1024  # the first bytes of a report, which contain its title
+COLOURS = 8  # names curve-0, curve-1, ... in page.css; more curves repeat them
+Unit = Literal["number", "ms", "share"]  # a share is shown in percent
 
 
-class Chart(msgspec.Struct, kw_only=True):
-    """Chart of a report. `begins_pair` and `ends_pair` mark two charts that a wide page shows side by side."""
+class Axis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An axis of a chart.
+
+    Attributes:
+        names: labels of the values 0, 1 and so on; empty for a scale of numbers.
+        end: end of the axis; None for the largest value.
+    """
+
+    title: str = ""
+    unit: Unit = "number"
+    log: bool = False
+    names: list[str] = []
+    end: float | None = None
+
+
+class Curve(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Values of one series of a panel.
+
+    Attributes:
+        x: ascending; bars of several curves have the same values.
+        y: None where the curve is interrupted.
+        group: identifier by which the page shows and hides curves together.
+    """
+
+    x: Sequence[float]
+    y: Sequence[float | None]
+    name: str = ""
+    colour: str = "soft"
+    group: str = ""
+    style: Literal["line", "points", "step", "area", "bars"] = "line"
+
+
+class Heat(msgspec.Struct, kw_only=True):
+    """Values of a heat map, per row and column, instead of curves."""
+
+    rows: list[str]
+    width: float  # of a column on the x axis
+    values: list[list[float]]
+    max: float
+
+
+class Panel(msgspec.Struct, kw_only=True, omit_defaults=True):
+    curves: list[Curve] = []
+    y: Axis = Axis()
+    title: str = ""
+    colour: str = ""
+    heat: Heat | None = None
+    height: int = 280
+
+
+class Mark(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A vertical line across all panels."""
+
+    at: float
+    colour: str = "ink"
+    text: str = ""
+
+
+class Chart(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Panels with a common x axis. A wide page shows two charts that are `paired` side by side."""
 
     id: str
     title: str
     text: str
-    figure: graph_objects.Figure
-    height: int = 360
-    begins_pair: bool = False
-    ends_pair: bool = False
+    panels: list[Panel]
+    x: Axis = Axis()
+    marks: list[Mark] = []
+    paired: bool = False
+
+    kind: ClassVar[str] = "chart"
 
 
-def render(template: str, charts: list[Chart], **values: Any) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of a page other than a chart.
+
+    Attributes:
+        kind: a kind of `page.html`, or the path of a template under `forebay/cli`, which gets `part` as a variable.
+        rows: for cards: name, value and comment; for terms: name and text; for tables: cells.
+        left: number of columns of a table that are aligned to the left.
+    """
+
+    kind: str
+    title: str = ""
+    text: str = ""
+    head: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    items: Sequence[str] = ()
+    left: int = 1
+    values: Any = None
+
+
+def render(
+    title: str,
+    parts: Sequence[Part | Chart],
+    *,
+    heading: str,
+    colours: dict[str, str] | None = None,
+    data: dict[str, Any] | None = None,
+    style: str = "",
+    scripts: Sequence[str] = (),
+) -> str:
     """Return a report as HTML.
 
     Args:
-        template: Path under `forebay/cli` of a template that extends `common/page.html`.
-        charts: Charts of the page, in order.
-        values: Further variables of the template.
+        title: text of the title and the tab, which begins with the name of the command.
+        colours: colours of words in the heads of tables and terms.
+        data: values for the scripts.
+        style: path under `forebay/cli` of a further style sheet.
+        scripts: paths of further scripts, of which the last one draws the charts.
     """
-    figures = "{" + ",".join(f'"{chart.id}":{chart.figure.to_json()}' for chart in charts) + "}"
+    charts = {part.id: part for part in parts if isinstance(part, Chart)}
+    packed = zlib.compress(msgspec.json.encode({"charts": charts, **(data or {})}), 9)
     return (
         _environment()
-        .get_template(template)
-        .render(charts=charts, figures=in_script(figures), plotly_js=get_plotlyjs(), **values)
+        .get_template("common/page.html")
+        .render(
+            title=title,
+            heading=heading,
+            parts=parts,
+            colours=colours or {},
+            style=style,
+            scripts=scripts,
+            data=b64encode(packed).decode(),
+        )
     )
 
 
 @functools.cache
-def _environment() -> jinja2.Environment:
+def _environment() -> "jinja2.Environment":
     """Return the environment of the templates, which compiles each template once."""
+    import jinja2  # noqa: PLC0415 - commands that write no report do not wait for it
+
     return jinja2.Environment(
         loader=jinja2.ChoiceLoader(
             [jinja2.PackageLoader("forebay.cli", "."), jinja2.PackageLoader("forebay.console", "static")]
         ),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=_visible,
+        # Unprintable characters are escaped, such as marks that reverse the text direction.
+        finalize=lambda value: printable(value) if type(value) is str else value,
         keep_trailing_newline=True,
     )
 
 
-def in_script(json: str) -> str:
-    """Escape JSON for a script element, which would otherwise end at the first "</script", even inside a string."""
-    return json.replace("<", "\\u003c")
+def require_writable(option: str, path: Path, title: str) -> None:
+    """Check, before any work is done, that a report can be written to `path`.
+
+    Args:
+        option: name of the option with the path, for error messages.
+        path: path of a file that does not exist, or of an earlier report of the same command.
+        title: text with which the title of each report of the command begins.
+
+    Raises:
+        typer.Exit: the file cannot be written, or exists and is not a report of the command.
+    """
+    if not path.parent.is_dir():
+        fail(f"{option} {path}: no such directory {path.parent}")
+    if not path.exists():
+        return
+    if not path.is_file():  # reading a pipe or a terminal would wait
+        fail(f"{option} {path}: not a regular file; choose another name")
+    try:
+        with path.open("rb") as file:
+            is_page = f"<title>{title}".encode() in file.read(HEAD_BYTES)
+    except OSError as error:
+        fail(f"{option} {path}: {error.strerror}")
+    if not is_page:
+        fail(f"{option} {path}: the file exists and is not a report of this command; choose another name")
 
 
-def plain(text: str) -> str:
-    """Escape text for plotly, which interprets some HTML tags."""
-    return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
-def short(name: str) -> str:
-    """Shorten a name to at most 16 characters, for the labels of an axis."""
-    return name if len(name) <= 16 else f"{name[:7]}…{name[-8:]}"
-
-
-def _visible(value: Any) -> Any:
-    """Replace unprintable characters in a value of a template, such as marks that reverse the text direction."""
-    return printable(value) if type(value) is str else value
+def write(option: str, path: Path, page: Callable[[], str]) -> None:
+    """Render a report and write it atomically. Raises typer.Exit if the file cannot be written."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_text(page(), encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        complain(f"{option} {path}: {error.strerror}")
+        raise typer.Exit(BROKEN) from None
+    finally:
+        part.unlink(missing_ok=True)

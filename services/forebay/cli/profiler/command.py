@@ -9,7 +9,7 @@ import typer
 from forebay.cli.common.api_key import ClientKeyOption, client_headers
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.extras import require_extra
-from forebay.cli.common.page_file import require_writable
+from forebay.cli.common.page import require_writable
 from forebay.cli.profiler.profile_file import ProfiledRole, ProfileSettings, open_profile
 from forebay.ingress.errors import Unusable
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from forebay.cli.common import page_file
+from forebay.cli.common.page import write
 from forebay.cli.common.terminal import results
+from forebay.cli.profiler.page import page
 from forebay.cli.profiler.profile_file import MeasuredProfile
 from forebay.cli.simulate.profile import write_profile
 from forebay.ingress.errors import Unusable
@@ -54,9 +55,7 @@ def write_engine_profile(profile: MeasuredProfile, batched_tokens: int, out: Pat
 
 def write_report(profile: MeasuredProfile, report: Path) -> None:
     """Write the HTML page. Raises typer.Exit if it cannot be written."""
-    from forebay.cli.profiler.page import page  # noqa: PLC0415 - plotly takes 1 s to import
-
-    page_file.write("--report", report, lambda: page(profile))
+    write("--report", report, lambda: page(profile))
 
 
 def _table(stage: str, columns: tuple[str, ...], profile: MeasuredProfile) -> Table:

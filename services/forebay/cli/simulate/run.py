@@ -42,7 +42,7 @@ from forebay.cli.simulate.options import (
     workload_options,
 )
 from forebay.cli.simulate.planned import read_planner, targets_of
-from forebay.cli.simulate.report.file import require_report, write_report
+from forebay.cli.simulate.report.page import require_report, write_report
 from forebay.cli.simulate.simulations import Job, SimulationRun, Work, reason, run_all, simulate_run
 from forebay.events.control import RouterConfig
 from forebay.ingress.errors import Unusable

@@ -4,8 +4,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
+from forebay.cli.common.page import COLOURS
 from forebay.cli.simulate.simulations import SimulationRun
 from forebay.simulate.outcome import SimulationOutcome
 from forebay.simulate.slo import Slo
@@ -15,8 +15,6 @@ MANTISSAS = (*range(100, 200, 10), *range(200, 500, 20), *range(500, 1_000, 50))
 DECADE_MIN, DECADE_MAX = -3, 9  # powers of ten of the limits in ms: from 1 us to 11 days
 US_PER_MS = 1e3
 US_PER_S = 1e6
-
-T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +59,10 @@ class Limits:
     kept: list[dict[tuple[int, int], int]]
 
 
-def measured(runs: Sequence[SimulationRun], colours: int) -> list[Measured]:
-    """Return the measurements of all runs. Their colours are `p0`, `p1` and so on, and repeat after `colours` runs."""
+def measured(runs: Sequence[SimulationRun]) -> list[Measured]:
     labels = _labels(runs)
     return [
-        _measured(run, f"r{at}", label, f"p{at % colours}")
+        _measured(run, f"r{at}", label, f"curve-{at % COLOURS}")
         for at, (run, label) in enumerate(zip(runs, labels, strict=True))
     ]
 
@@ -124,17 +121,6 @@ def shares(ordered: Sequence[float], limits_ms: Sequence[float], of: int, free: 
     return found
 
 
-def ratios(parts: Sequence[int], wholes: Sequence[int], size: int) -> list[float | None]:
-    """Return sum of parts / sum of wholes for each `size` consecutive values; None if the sum of wholes is 0."""
-    sums = zip(_chunks(parts, size), _chunks(wholes, size), strict=True)
-    return [round(sum(part) / sum(whole), 4) if sum(whole) else None for part, whole in sums]
-
-
-def most(values: Sequence[int], size: int) -> list[int]:
-    """Return the maximum of each `size` consecutive values."""
-    return [max(some) for some in _chunks(values, size)]
-
-
 def group_size(count: int, at_most: int) -> int:
     """Return how many consecutive values to merge so that at most `at_most` remain."""
     return max(1, -(-count // at_most))
@@ -185,7 +171,3 @@ def _round_limits(values: Iterable[Sequence[float]], given_ms: float | None) -> 
     if given_ms is not None:
         found.add(given_ms)
     return sorted(found)
-
-
-def _chunks(values: Sequence[T], size: int) -> list[Sequence[T]]:
-    return [values[at : at + size] for at in range(0, len(values), size)]

@@ -1,16 +1,16 @@
 """HTML page of `forebay simulate --report`: texts, charts, and the data for its scripts."""
 
-import zlib
-from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.progress import SpinnerColumn, TextColumn
 
-from forebay.cli.common.page import render
-from forebay.cli.simulate.report.charts import charts
-from forebay.cli.simulate.report.heat import KINDS, Heat, heat_of
+from forebay.cli.common.page import Chart, Part, render, require_writable, write
+from forebay.cli.common.terminal import bar
+from forebay.cli.simulate.report.charts import KINDS, TEMPLATE, LoadMap, charts
 from forebay.cli.simulate.report.measures import Limits, Measured, limits, measured, quantile
 from forebay.cli.simulate.report.rows import explored
 from forebay.cli.simulate.report.words import (
@@ -28,41 +28,73 @@ from forebay.simulate.outcome import EXPLAINED_MAX
 from forebay.simulate.slo import Slo
 
 RUNS_MAX = 12  # runs on one page; charts with more lines are unreadable
-COLOURS = 8
+OPTION = "--report"
+TITLE = "forebay simulate"
+FOLDER = "simulate/report"
+
+
+def require_report(path: Path) -> None:
+    """Check, before anything is simulated, that the report can be written to `path`. Raises typer.Exit if not."""
+    require_writable(OPTION, path, TITLE)
+
+
+def write_report(
+    path: Path,
+    runs: Sequence[SimulationRun],
+    *,
+    workload: str,
+    slo: Slo | None,
+    digest: str,
+    survey_notes: Sequence[str] = (),
+) -> None:
+    """Write the report. The arguments are those of `page`. Raises typer.Exit if the file cannot be written."""
+    with bar(SpinnerColumn(), TextColumn("{task.description}")) as progress:
+        progress.add_task("writing the report")
+        write(OPTION, path, lambda: page(runs, workload=workload, slo=slo, digest=digest, survey_notes=survey_notes))
 
 
 def page(
     runs: Sequence[SimulationRun], *, workload: str, slo: Slo | None, digest: str, survey_notes: Sequence[str] = ()
 ) -> str:
-    """Return the page for at least one run. Only the first `RUNS_MAX` runs are shown, with a note on the page."""
-    shown = measured(runs[:RUNS_MAX], COLOURS)
+    """Return the page. Only the first `RUNS_MAX` runs are shown, with a note on the page.
+
+    Args:
+        runs: finished simulations of one workload, at least one.
+        slo: latency limits; None if there are none.
+        digest: hash of all decisions, equal for equal runs.
+        survey_notes: remarks on how the workload was read.
+    """
+    shown = measured(runs[:RUNS_MAX])
     kept = limits(shown, slo)
-    heats = [heat_of(one.run.outcome) for one in shown]
+    heats = [LoadMap.of(one.run.outcome) for one in shown]
     rows = explored(shown)
-    findings_shown = [*survey_notes, *findings(shown)]
+    found = [*survey_notes, *findings(shown)]
     if len(runs) > RUNS_MAX:
-        findings_shown.append(f"The report shows the first {RUNS_MAX} of {len(runs)} runs.")
+        found.append(f"The report shows the first {RUNS_MAX} of {len(runs)} runs.")
+    subject = _subject(shown, workload)
+    settings = msgspec.json.format(msgspec.json.encode(settings_shown(shown)), indent=2).decode()
+    of_runs = Part(kind=TEMPLATE, title="runs", items=found, rows=table(shown), values=cards(shown, slo), text=subject)
+    explorer = Part(kind=TEMPLATE, title="explorer", values=(len(rows["rows"]), rows["of"], shown))
+    end = Part(kind=TEMPLATE, title="end", items=settings.splitlines(), text=digest)
+    parts: list[Part | Chart] = [
+        of_runs,
+        *charts(shown, kept, heats, slo_text(slo) if slo else ""),
+        explorer,
+        Part(kind="notes", title="Definitions of the metrics", items=notes(shown)),
+        end,
+    ]
     return render(
-        "simulate/report/report.html",
-        charts(shown, kept, heats),
-        headline=headline(shown, slo),
-        findings=findings_shown,
-        subject=_subject(shown, workload),
-        cards=cards(shown, slo),
-        notes=notes(shown),
-        table=table(shown),
-        slo=slo_text(slo) if slo else "",
-        settings=msgspec.json.format(msgspec.json.encode(settings_shown(shown)), indent=2).decode().splitlines(),
-        digest=digest,
-        kinds=KINDS,
-        rows=len(rows["rows"]),
-        requests=rows["of"],
-        data=_packed(_data(shown, slo, kept, heats, rows)),
+        f"{TITLE}: {subject}",
+        parts,
+        heading=headline(shown, slo),
+        data=_data(shown, slo, kept, heats, rows),
+        style=f"{FOLDER}/report.css",
+        scripts=[f"{FOLDER}/explorer.js", f"{FOLDER}/report.js"],
     )
 
 
 def _data(
-    runs: Sequence[Measured], slo: Slo | None, kept: Limits, heats: Sequence[Heat], rows: dict[str, Any]
+    runs: Sequence[Measured], slo: Slo | None, kept: Limits, heats: Sequence[LoadMap], rows: dict[str, Any]
 ) -> dict[str, Any]:
     slo = slo or Slo()
     return {
@@ -110,8 +142,3 @@ def _fleet(one: Measured) -> str:
                 group.count
             )
     return " and ".join(f"{count} {role}worker{'s' * (count > 1)} ({kind})" for (role, kind), count in kinds.items())
-
-
-def _packed(data: dict[str, Any]) -> str:
-    """Return the data compressed to about a tenth of its size. Browsers decompress it natively."""
-    return b64encode(zlib.compress(msgspec.json.encode(data), 9)).decode()

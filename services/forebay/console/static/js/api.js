@@ -1,8 +1,4 @@
-/**
- * Requests to the console's HTTP endpoints.
- *
- * @module api
- */
+/** Requests to the console's HTTP endpoints. */
 
 import { readEvents } from "./event_stream.js";
 
@@ -14,9 +10,9 @@ const SILENCE_MAX_MS = 15_000; // the server sends an event at least every 5 s
 /** An error reply of the console, or no reply. */
 export class ApiError extends Error {
   /**
-   * @param {string} message the server's message
-   * @param {number} status HTTP status; 0 if the console cannot be reached
-   * @param {string} code the server's error code
+   * message: the server's message
+   * status: HTTP status; 0 if the console cannot be reached
+   * code: the server's error code
    */
   constructor(message, status, code = "") {
     super(message);
@@ -26,70 +22,45 @@ export class ApiError extends Error {
   }
 }
 
-/**
- * Return whether an error means only that the page no longer needs the reply.
- *
- * @param {unknown} error
- */
+/** Return whether an error means only that the page no longer needs the reply. */
 export function isAbort(error) {
   return error instanceof DOMException && error.name === "AbortError";
 }
 
-/** Client of the console. It adds the token to each request. */
 export class Api {
-  /** @type {(isWrong: boolean) => void} */ #onUnauthorized;
+  #onUnauthorized;
 
-  /** @param {(isWrong: boolean) => void} onUnauthorized called if the console rejects the token, or needs one */
+  /** onUnauthorized: called if the console rejects the token, or needs one */
   constructor(onUnauthorized) {
     this.#onUnauthorized = onUnauthorized;
   }
 
-  /** @param {string} token the token that `forebay console` printed */
   setToken(token) {
     sessionStorage.setItem(TOKEN_KEY, token);
   }
 
   /**
    * Get JSON. Throws ApiError, or an abort error.
-   *
-   * @param {string} path for example `v1/console/fleet`
-   * @param {Object<string, string|number|boolean|number[]|null|undefined>} [params] query, in which an array repeats
+   * path: for example `v1/console/fleet`
+   * params: query, in which an array repeats
    *   its name; null, undefined and "" are left out
-   * @param {AbortSignal} [signal]
-   * @returns {Promise<any>}
    */
   async get(path, params = {}, signal) {
     return (await this.#fetch(path, params, { signal })).json();
   }
 
-  /**
-   * Post JSON. Throws ApiError, or an abort error.
-   *
-   * @param {string} path
-   * @param {unknown} body
-   * @param {{headers?: Object<string, string>, signal?: AbortSignal}} [options]
-   * @returns {Promise<any>}
-   */
   async post(path, body, { headers = {}, signal } = {}) {
     const init = { method: "POST", body: JSON.stringify(body), signal };
     return (await this.#fetch(path, {}, init, { "content-type": "application/json", ...headers })).json();
   }
 
-  /**
-   * Send a DELETE request. Throws ApiError.
-   *
-   * @param {string} path
-   */
   async remove(path) {
     await this.#fetch(path, {}, { method: "DELETE" });
   }
 
   /**
    * Follow the state of the catalog until `signal` is aborted. Connects again after each loss.
-   *
-   * @param {(state: object) => void} onState receives a CatalogState at most four times per second
-   * @param {(isConnected: boolean) => void} onConnection
-   * @param {AbortSignal} signal
+   * onState: receives a CatalogState at most four times per second
    */
   async events(onState, onConnection, signal) {
     let wait = RETRY_MIN_MS;
@@ -119,13 +90,6 @@ export class Api {
     }
   }
 
-  /**
-   * @param {string} path
-   * @param {Object<string, any>} params
-   * @param {RequestInit} init
-   * @param {Object<string, string>} [headers]
-   * @returns {Promise<Response>}
-   */
   async #fetch(path, params, init, headers = {}) {
     const url = new URL(path, document.baseURI);
     for (const [name, value] of Object.entries(params)) {
@@ -148,10 +112,6 @@ export class Api {
   }
 }
 
-/**
- * @param {Response} response
- * @returns {Promise<ApiError>}
- */
 async function errorOf(response) {
   const body = await response.json().catch(() => null);
   const message = body?.error?.message ?? `the console replied with HTTP status ${response.status}`;

@@ -1,8 +1,4 @@
-/**
- * The console's page: connects to the console, shows the view of the route, and keeps the view up to date.
- *
- * @module app
- */
+/** The console's page: connects to the console, shows the view of the route, and keeps the view up to date. */
 
 import { Api, ApiError, isAbort } from "./api.js";
 import { replace } from "./dom.js";
@@ -15,13 +11,12 @@ import { VIEWS } from "./views.js";
 
 const RETRY_MS = 2_000;
 
-/** The page. */
 class App {
-  /** @type {import("./views.js").View|null} */ #view = null;
-  /** @type {string} */ #shown = ""; // view and argument of #view
-  /** @type {any} */ #info = null;
-  /** @type {any} */ #state = null;
-  /** @type {number|null} */ #atUs = null;
+  #view = null;
+  #shown = ""; // view and argument of #view
+  #info = null;
+  #state = null;
+  #atUs = null;
   #isConnected = true;
 
   constructor() {
@@ -60,7 +55,7 @@ class App {
     );
   }
 
-  /** @returns {Promise<boolean>} whether the console replied */
+  /** Returns whether the console replied */
   async #loadInfo() {
     const previous = this.#info;
     try {
@@ -81,14 +76,12 @@ class App {
     return true;
   }
 
-  /** @param {any} state a CatalogState */
   #onState(state) {
     this.#state = state;
     this.frame.showState(state);
     if (this.moment.atUs === null && !document.hidden) this.pacer.request();
   }
 
-  /** @param {boolean} isConnected */
   #onConnection(isConnected) {
     if (isConnected === this.#isConnected) return;
     this.#isConnected = isConnected;
@@ -97,7 +90,6 @@ class App {
     if (isConnected) this.#loadInfo().then(() => this.#info && this.#show());
   }
 
-  /** @param {ApiError} error */
   #onError({ status, message }) {
     if (status === 0) this.#onConnection(false);
     else if (status !== 401) this.frame.showError(message);
@@ -108,7 +100,6 @@ class App {
     if (this.#info) this.#show();
   }
 
-  /** Show the view of the route at the chosen moment. */
   async #show() {
     const { view, argument } = this.moment.route;
     const entry = VIEWS.find((one) => one.name === view);
@@ -126,11 +117,6 @@ class App {
     this.pacer.restart();
   }
 
-  /**
-   * @param {import("./views.js").ViewEntry} entry
-   * @param {() => Promise<{create: (context: import("./views.js").Context) => import("./views.js").View}>} load
-   * @param {string} shown
-   */
   async #create(entry, load, shown) {
     this.#view?.dispose();
     this.#view = null;
@@ -144,7 +130,6 @@ class App {
     document.title = `${entry.title} · forebay`;
   }
 
-  /** @returns {import("./views.js").Context} */
   get #context() {
     const { api, moment } = this;
     return { api, moment, navigate: moment.navigate.bind(moment), info: this.#info, state: () => this.#state };
@@ -157,7 +142,6 @@ class App {
     replace(this.frame.tools, actionButton(this.#context));
   }
 
-  /** @param {AbortSignal} signal */
   async #refresh(signal) {
     const view = this.#view;
     const atUs = this.moment.atUs;

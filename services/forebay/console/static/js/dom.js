@@ -1,8 +1,4 @@
-/**
- * Build and update the DOM. Every text becomes a text node, so text from the log is never markup.
- *
- * @module dom
- */
+/** Build and update the DOM. Every text becomes a text node, so text from the log is never markup. */
 
 const SVG = "http://www.w3.org/2000/svg";
 // Control, format, surrogate, private and unassigned characters, and separators of lines and paragraphs.
@@ -10,14 +6,8 @@ const UNPRINTABLE = /[^\P{C}\n\t]|[\p{Zl}\p{Zp}]/gu;
 const PLAIN = /^[ -~]*$/; // most texts, for which the slower search is not needed
 const PROPERTIES = new Set(["value", "checked", "disabled", "hidden", "open", "selected", "indeterminate"]);
 
-/** @typedef {Node|string|number|null|undefined|false|Child[]} Child */
 
-/**
- * Escape characters that cannot be seen or that change the text direction, as `forebay` does on a terminal.
- *
- * @param {unknown} value
- * @returns {string}
- */
+/** Escape characters that cannot be seen or that change the text direction, as `forebay` does on a terminal. */
 export function printable(value) {
   const shown = String(value);
   if (PLAIN.test(shown)) return shown;
@@ -30,49 +20,30 @@ export function printable(value) {
 
 /**
  * Create an HTML element.
- *
- * @param {string} tag
- * @param {Object<string, any>} [props] attributes. `on...` adds an event listener, `style` is an object of CSS
+ * props: attributes. `on...` adds an event listener, `style` is an object of CSS
  *   properties, and `dataset` an object of data attributes. null, undefined and false leave an attribute out.
- * @param {...Child} children texts become text nodes; null, undefined and false are left out
- * @returns {HTMLElement}
+ * children: texts become text nodes; null, undefined and false are left out
  */
 export function h(tag, props = {}, ...children) {
-  return /** @type {HTMLElement} */ (filled(document.createElement(tag), props, children));
+  return filled(document.createElement(tag), props, children);
 }
 
-/**
- * Create an SVG element. The arguments are those of `h`.
- *
- * @param {string} tag
- * @param {Object<string, any>} [props]
- * @param {...Child} children
- * @returns {SVGElement}
- */
 export function svg(tag, props = {}, ...children) {
-  return /** @type {SVGElement} */ (filled(document.createElementNS(SVG, tag), props, children));
+  return filled(document.createElementNS(SVG, tag), props, children);
 }
 
-/**
- * Create a text node with printable characters.
- *
- * @param {unknown} value
- * @returns {Text}
- */
+/** Create a text node with printable characters. */
 export function text(value) {
   return document.createTextNode(printable(value));
 }
 
 /**
  * Set an attribute or a property, unless the element has this value already.
- *
- * @param {Element} element
- * @param {string} name
- * @param {unknown} value null, undefined and false remove an attribute
+ * value: null, undefined and false remove an attribute
  */
 export function put(element, name, value) {
   if (PROPERTIES.has(name)) {
-    if (/** @type {any} */ (element)[name] !== value) /** @type {any} */ (element)[name] = value;
+    if (element[name] !== value) element[name] = value;
   } else if (value === null || value === undefined || value === false) {
     if (element.hasAttribute(name)) element.removeAttribute(name);
   } else {
@@ -81,12 +52,7 @@ export function put(element, name, value) {
   }
 }
 
-/**
- * Make a text the only content of an element, unless it is already.
- *
- * @param {Element} element
- * @param {unknown} value
- */
+/** Make a text the only content of an element, unless it is already. */
 export function setText(element, value) {
   const shown = printable(value);
   const only = element.firstChild;
@@ -95,41 +61,23 @@ export function setText(element, value) {
   } else if (only || shown) element.replaceChildren(shown);
 }
 
-/**
- * Set a CSS property, for example `--share`. The content security policy allows this, but no `style` attribute.
- *
- * @param {Element} element
- * @param {string} name
- * @param {string|number} value
- */
+/** Set a CSS property, for example `--share`. The content security policy allows this, but no `style` attribute. */
 export function setStyle(element, name, value) {
-  const { style } = /** @type {HTMLElement} */ (element);
+  const { style } = element;
   if (style.getPropertyValue(name) !== String(value)) style.setProperty(name, String(value));
 }
 
-/**
- * Replace the content of an element.
- *
- * @param {Element} element
- * @param {...Child} children
- */
 export function replace(element, ...children) {
   element.replaceChildren(...nodesOf(children));
 }
 
-/** @type {WeakMap<Element, Map<string|number, Element>>} */
 const lists = new WeakMap();
 
 /**
  * Make the children of `parent` correspond to `items`, in their order. An element remains as long as its key does, so
  * that focus and selection survive, and only what changed is laid out again. `parent` must have no other children.
- *
- * @template T
- * @param {Element} parent
- * @param {T[]} items of several items with the same key, only the first is shown
- * @param {(item: T) => string|number} key
- * @param {(item: T) => Element} create
- * @param {(element: Element, item: T) => void} [update] called for new elements, too
+ * items: of several items with the same key, only the first is shown
+ * update: called for new elements, too
  */
 export function reconcile(parent, items, key, create, update = () => {}) {
   const before = lists.get(parent) ?? new Map();
@@ -150,11 +98,6 @@ export function reconcile(parent, items, key, create, update = () => {}) {
   lists.set(parent, after);
 }
 
-/**
- * @param {Element} element
- * @param {Object<string, any>} props
- * @param {Child[]} children
- */
 function filled(element, props, children) {
   for (const [name, value] of Object.entries(props)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2).toLowerCase(), value);
@@ -168,10 +111,6 @@ function filled(element, props, children) {
   return element;
 }
 
-/**
- * @param {Child[]} children
- * @returns {Node[]}
- */
 function nodesOf(children) {
   return children.flatMap((child) => {
     if (child === null || child === undefined || child === false) return [];

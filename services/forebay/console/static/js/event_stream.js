@@ -1,17 +1,8 @@
-/**
- * Server-sent events, read with `fetch`, because `EventSource` cannot send the header with the token.
- *
- * @module event_stream
- */
+/** Server-sent events, read with `fetch`, because `EventSource` cannot send the header with the token. */
 
 const BUFFER_MAX = 1_000_000; // characters; an event of the console has a few hundred
 
-/**
- * Read events until the response ends.
- *
- * @param {Response} response
- * @param {(name: string, data: string) => void} onEvent
- */
+/** Read events until the response ends. */
 export async function readEvents(response, onEvent) {
   if (!response.body) return;
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -27,10 +18,6 @@ export async function readEvents(response, onEvent) {
   }
 }
 
-/**
- * @param {string} event
- * @param {(name: string, data: string) => void} onEvent
- */
 function dispatch(event, onEvent) {
   let name = "message";
   const data = [];

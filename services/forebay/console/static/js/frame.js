@@ -1,8 +1,4 @@
-/**
- * The frame around a view: navigation, connection, lag, the chosen moment, messages and the form for the token.
- *
- * @module frame
- */
+/** The frame around a view: navigation, connection, lag, the chosen moment, messages and the form for the token. */
 
 import { h, put, setText } from "./dom.js";
 import { counted, number, sentence } from "./format.js";
@@ -12,14 +8,10 @@ import { VIEWS } from "./views.js";
 const LAG_MAX_S = 5; // a larger lag is a problem
 const LAG_SHOWN_S = 0.3; // a smaller lag is the interval at which the console reads the log
 
-/** Elements around the view. */
 export class Frame {
   /**
-   * @param {object} options
-   * @param {import("./moment.js").Moment} options.moment
-   * @param {import("./time_bar.js").TimeBar} options.timeBar
-   * @param {(token: string) => void} options.onToken receives the token that the user entered
-   * @param {() => void} options.onRetry called if the user wants to read the view again after an error
+   * options.onToken: receives the token that the user entered
+   * options.onRetry: called if the user wants to read the view again after an error
    */
   constructor({ moment, timeBar, onToken, onRetry }) {
     this.moment = moment;
@@ -48,24 +40,21 @@ export class Frame {
     this.showMoment();
   }
 
-  /** @param {any} info ConsoleInfo */
   showInfo(info) {
     const { source, group, kind, version } = info;
     this.isLive = info.is_live;
     this.timeBar.setInfo(info);
     const kinds = { file: "log", recording: "recording", kafka: "Kafka" };
-    setText(this.source, `${kinds[/** @type {keyof kinds} */ (kind)] ?? kind} ${source}, group ${group}`);
+    setText(this.source, `${kinds[kind] ?? kind} ${source}, group ${group}`);
     put(this.source, "title", `forebay ${version}`);
     put(this.tokenForm, "hidden", true);
   }
 
-  /** @param {any} state CatalogState */
   showState(state) {
     this.timeBar.setState(state);
     this.#showProgress(state);
   }
 
-  /** @param {any} state CatalogState */
   #showProgress({ begin_offset, end_offset, log_end_offset, behind_s, is_complete, error }) {
     const share = (end_offset - begin_offset) / Math.max(1, log_end_offset - begin_offset);
     put(this.progress, "hidden", is_complete);
@@ -78,20 +67,17 @@ export class Frame {
     put(this.lag, "title", `${counted(log_end_offset - end_offset, "journal record")} not read yet`);
   }
 
-  /** @param {boolean} isConnected */
   showConnection(isConnected) {
     put(this.connection, "hidden", isConnected);
     setText(this.connection, isConnected ? "" : "Connection to the console lost, trying again. The page shows older data.");
     if (!isConnected) setText(this.lag, "not connected");
   }
 
-  /** @param {string} message */
   showError(message) {
     put(this.error, "hidden", false);
     setText(this.message, sentence(message));
   }
 
-  /** Hide the message of the last error. */
   hideError() {
     put(this.error, "hidden", true);
   }
@@ -102,26 +88,24 @@ export class Frame {
     VIEWS.forEach((view, at) => put(this.links[at], "href", linkTo(view.name, "", {}, this.moment.atUs)));
   }
 
-  /** @param {import("./views.js").ViewEntry} shown */
   showRoute(shown) {
     VIEWS.forEach((view, at) => put(this.links[at], "aria-current", view === shown ? "page" : null));
   }
 
-  /** @param {boolean} isBusy whether the view shows another moment than the chosen one */
+  /** isBusy: whether the view shows another moment than the chosen one */
   setBusy(isBusy) {
     put(this.main, "aria-busy", isBusy ? "true" : null);
     this.timeBar.setLoading(isBusy);
   }
 
-  /** @param {boolean} isMissing whether the view could not be read for the chosen moment, so that it must not be shown */
+  /** isMissing: whether the view could not be read for the chosen moment, so that it must not be shown */
   setMissing(isMissing) {
     put(this.main, "data-missing", isMissing);
   }
 
   /**
    * Show the form for the token.
-   *
-   * @param {boolean} isWrong whether the console rejected a token
+   * isWrong: whether the console rejected a token
    */
   requestToken(isWrong) {
     put(this.tokenForm, "hidden", false);
@@ -131,15 +115,11 @@ export class Frame {
   }
 }
 
-/**
- * @param {(token: string) => void} onToken
- * @returns {HTMLElement}
- */
 function createTokenForm(onToken) {
   const input = h("input", { type: "password", id: "token", autocomplete: "off", required: true, spellcheck: "false" });
-  const submit = (/** @type {Event} */ event) => {
+  const submit = (event) => {
     event.preventDefault();
-    onToken(/** @type {HTMLInputElement} */ (input).value.trim());
+    onToken(input.value.trim());
   };
   return h(
     "form",

@@ -1,8 +1,4 @@
-/**
- * The markers above the time slider.
- *
- * @module marker_track
- */
+/** The markers above the time slider. */
 
 import { h, put, reconcile, replace, setStyle, setText } from "./dom.js";
 import { clock, counted } from "./format.js";
@@ -14,19 +10,19 @@ const LEAVE_MS = 200; // for moving the pointer from the marker to its text
 
 /** A row of markers. It is one stop of the Tab key; arrow keys move between markers. */
 export class MarkerTrack {
-  /** @type {HTMLElement} */ element;
+  element;
   #onChoose;
   #onResize;
   #row = h("div", { class: "track-row" });
   #bubble = h("div", { class: "track-bubble card", role: "tooltip", id: "marker-text", hidden: true });
-  /** @type {ReturnType<typeof setTimeout>|undefined} */ #leaving;
-  /** @type {import("./markers.js").Cluster[]} */ #clusters = [];
+  #leaving;
+  #clusters = [];
   #width = 0;
   #pin = h("span", { class: "track-pin", hidden: true, title: "First moment of the comparison" }, "A");
 
   /**
-   * @param {(atUs: number) => void} onChoose called with the time of a marker that the user chose
-   * @param {() => void} onResize called when another number of markers fits
+   * onChoose: called with the time of a marker that the user chose
+   * onResize: called when another number of markers fits
    */
   constructor(onChoose, onResize) {
     this.#onChoose = onChoose;
@@ -40,23 +36,18 @@ export class MarkerTrack {
 
   /**
    * Show other markers.
-   *
-   * @param {import("./markers.js").Marker[]} markers
-   * @param {number} beginUs
-   * @param {number} endUs
-   * @param {number|null} pinUs first moment of a comparison
+   * pinUs: first moment of a comparison
    */
   update(markers, beginUs, endUs, pinUs) {
     const places = Math.max(1, this.#width / MARKER_PX);
     this.#clusters = clusters(markers, beginUs, endUs, places);
-    const key = (/** @type {import("./markers.js").Cluster} */ one) => `${one.markers[0].topic} ${one.markers[0].offset}`;
+    const key = (one) => `${one.markers[0].topic} ${one.markers[0].offset}`;
     reconcile(this.#row, this.#clusters, key, () => this.#create(), (button, cluster) => fill(button, cluster));
     this.#setTabStop();
     put(this.#pin, "hidden", pinUs === null);
     if (pinUs !== null) setStyle(this.#pin, "--share", ((pinUs - beginUs) / Math.max(1, endUs - beginUs)).toFixed(5));
   }
 
-  /** @param {number} width */
   #resize(width) {
     this.#width = width;
     this.#onResize();
@@ -76,28 +67,23 @@ export class MarkerTrack {
     return button;
   }
 
-  /** @param {Element} [wanted] the only marker that the Tab key reaches */
+  /** wanted: the only marker that the Tab key reaches */
   #setTabStop(wanted) {
     const buttons = [...this.#row.children];
     const stop = wanted ?? buttons.find((button) => button.getAttribute("tabindex") === "0") ?? buttons[0];
     for (const button of buttons) put(button, "tabindex", button === stop ? "0" : "-1");
   }
 
-  /** @param {KeyboardEvent} event */
   #onKey(event) {
     if (event.key === "Escape") put(this.#bubble, "hidden", true);
-    const buttons = /** @type {HTMLElement[]} */ ([...this.#row.children]);
-    const at = buttons.indexOf(/** @type {HTMLElement} */ (document.activeElement));
+    const buttons = ([...this.#row.children]);
+    const at = buttons.indexOf(document.activeElement);
     const keys = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: buttons.length - 1 };
     if (at < 0 || !(event.key in keys)) return;
     event.preventDefault();
-    buttons[keys[/** @type {keyof keys} */ (event.key)]]?.focus();
+    buttons[keys[event.key]]?.focus();
   }
 
-  /**
-   * @param {HTMLElement} button
-   * @param {import("./markers.js").Cluster} cluster
-   */
   #describe(button, { markers, share }) {
     clearTimeout(this.#leaving);
     const rest = markers.length - TEXTS_MAX;
@@ -115,16 +101,11 @@ export class MarkerTrack {
   }
 }
 
-/** Create the legend of the shapes. */
 export function createLegend() {
   const items = Object.keys(KINDS).map((kind) => h("li", {}, shapeOf(kind), KINDS[kind].label));
   return h("ul", { class: "marker-legend", "aria-label": "Shapes of the markers" }, items);
 }
 
-/**
- * @param {Element} button
- * @param {import("./markers.js").Cluster} cluster
- */
 function fill(button, { markers, kind, share }) {
   setStyle(button, "--share", share.toFixed(5));
   if (button.getAttribute("data-kind") !== kind) {

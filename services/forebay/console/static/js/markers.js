@@ -1,8 +1,4 @@
-/**
- * Events of interest on the time axis: their kinds, shapes and texts.
- *
- * @module markers
- */
+/** Events of interest on the time axis: their kinds, shapes and texts. */
 
 import { svg } from "./dom.js";
 import { counted } from "./format.js";
@@ -10,21 +6,8 @@ import { counted } from "./format.js";
 const MARKERS_MAX = 500; // the server merges more into these; a wide screen has room for 100
 const RELOAD_MS = 3_000;
 
-/**
- * @typedef {object} Marker
- * @property {number} at_us
- * @property {string} kind
- * @property {string} text
- * @property {string} topic
- * @property {number} offset
- * @property {number} count
- */
 
-/**
- * Kinds of markers, most important first. Of several markers at one place, the most important kind is drawn.
- *
- * @type {Object<string, {label: string, tone: string, path: string}>}
- */
+/** Kinds of markers, most important first. Of several markers at one place, the most important kind is drawn. */
 export const KINDS = {
   worker_lost: { label: "worker lost", tone: "bad", path: "M2 0L6 4L10 0L12 2L8 6L12 10L10 12L6 8L2 12L0 10L4 6L0 2Z" },
   takeover: { label: "takeover", tone: "run", path: "M6 0L12 6L6 12L0 6Z" },
@@ -40,55 +23,36 @@ export const KINDS = {
 const UNKNOWN = { label: "other", tone: "soft", path: "M4 4H8V8H4Z" };
 const ORDER = Object.keys(KINDS);
 
-/**
- * Return the label, tone and shape of a kind.
- *
- * @param {string} kind
- */
 export function kindOf(kind) {
   return KINDS[kind] ?? { ...UNKNOWN, label: kind };
 }
 
-/**
- * Draw the shape of a kind.
- *
- * @param {string} kind
- * @returns {SVGElement}
- */
 export function shapeOf(kind) {
   const { tone, path } = kindOf(kind);
   const props = { class: "shape", viewBox: "0 0 12 12", width: 12, height: 12, "aria-hidden": "true", "data-tone": tone };
   return svg("svg", props, svg("path", { d: path, "fill-rule": "evenodd" }));
 }
 
-/**
- * Return a marker in words, with the number of its events unless the text contains it.
- *
- * @param {Marker} marker
- */
+/** Return a marker in words, with the number of its events unless the text contains it. */
 export function textOf(marker) {
   return marker.count > 1 && !marker.text.includes(String(marker.count)) ? `${marker.text} (${counted(marker.count, "event")})` : marker.text;
 }
 
 /**
- * @typedef {object} Cluster
- * @property {Marker[]} markers in order of time, at least one
- * @property {string} kind the most important kind
- * @property {number} share place on the axis, from 0 to 1
+ * Cluster
+ * - markers: in order of time, at least one
+ * - kind: the most important kind
+ * - share: place on the axis, from 0 to 1
  */
 
 /**
  * Merge markers that would overlap.
- *
- * @param {Marker[]} markers in order of time
- * @param {number} beginUs
- * @param {number} endUs
- * @param {number} places number of markers that fit on the axis
- * @returns {Cluster[]}
+ * markers: in order of time
+ * places: number of markers that fit on the axis
  */
 export function clusters(markers, beginUs, endUs, places) {
   const span = Math.max(1, endUs - beginUs);
-  /** @type {Cluster[]} */ const found = [];
+  const found = [];
   for (const marker of markers) {
     const share = Math.min(1, Math.max(0, (marker.at_us - beginUs) / span));
     const last = found.at(-1);
@@ -102,17 +66,13 @@ export function clusters(markers, beginUs, endUs, places) {
 
 /** The markers of the whole log, which are read again while it grows. */
 export class MarkerList {
-  /** @type {Marker[]} */ markers = [];
+  markers = [];
   #api;
   #onChange;
   #shownEndUs = -1;
   #readMs = -RELOAD_MS;
   #isReading = false;
 
-  /**
-   * @param {import("./api.js").Api} api
-   * @param {() => void} onChange
-   */
   constructor(api, onChange) {
     this.#api = api;
     this.#onChange = onChange;
@@ -120,8 +80,7 @@ export class MarkerList {
 
   /**
    * Read the markers if the log has grown since they were read.
-   *
-   * @param {{begin_us: number, end_us: number}} state CatalogState
+   * state: CatalogState
    */
   async update({ begin_us, end_us }) {
     const isDue = performance.now() - this.#readMs >= RELOAD_MS;
@@ -131,7 +90,7 @@ export class MarkerList {
       const params = { from_us: 0, to_us: end_us + 1, limit: MARKERS_MAX };
       const { markers } = await this.#api.get("v1/console/markers", params);
       // Events before the first decision have no moment that can be shown.
-      this.markers = markers.map((/** @type {Marker} */ one) => ({ ...one, at_us: Math.max(begin_us, one.at_us) }));
+      this.markers = markers.map((one) => ({ ...one, at_us: Math.max(begin_us, one.at_us) }));
       this.#shownEndUs = end_us;
       this.#onChange();
     } catch {
@@ -142,28 +101,15 @@ export class MarkerList {
     }
   }
 
-  /**
-   * Return the nearest marker before a time.
-   *
-   * @param {number} atUs
-   * @returns {Marker|undefined}
-   */
   before(atUs) {
     return this.markers.findLast((marker) => marker.at_us < atUs);
   }
 
-  /**
-   * Return the nearest marker after a time.
-   *
-   * @param {number} atUs
-   * @returns {Marker|undefined}
-   */
   after(atUs) {
     return this.markers.find((marker) => marker.at_us > atUs);
   }
 }
 
-/** @param {string} kind */
 function rank(kind) {
   const at = ORDER.indexOf(kind);
   return at < 0 ? ORDER.length : at;

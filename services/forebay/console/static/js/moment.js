@@ -3,21 +3,18 @@
  *
  * The fragment is `#/VIEW/ARGUMENT?PARAMETERS`, with the moment as parameter `at`, in microseconds of Unix time. It is
  * absent for the live state.
- *
- * @module moment
  */
 
 /**
- * @typedef {object} Route
- * @property {string} view name of the view, for example `requests`
- * @property {string} argument the part after the view, for example the number of a request; "" without one
- * @property {Object<string, string>} params parameters other than the moment
+ * Route
+ * - view: name of the view, for example `requests`
+ * - argument: the part after the view, for example the number of a request; "" without one
+ * - params: parameters other than the moment
  */
 
 /**
  * Remove the token from the fragment and return it.
- *
- * @returns {string|null} null if the fragment has none
+ * Returns null if the fragment has none
  */
 export function takeToken() {
   const fragment = location.hash.slice(1);
@@ -32,19 +29,18 @@ export function takeToken() {
 
 /** The chosen moment. Listeners are called after each change of the moment or the route. */
 export class Moment {
-  /** @type {Set<() => void>} */ #listeners = new Set();
+  #listeners = new Set();
 
   constructor() {
     addEventListener("hashchange", () => this.#notify());
   }
 
-  /** @returns {number|null} the moment in microseconds of Unix time; null for the live state */
+  /** Returns the moment in microseconds of Unix time; null for the live state */
   get atUs() {
     const at = new URLSearchParams(split(location.hash.slice(1))[1]).get("at");
     return at !== null && /^\d{1,16}$/.test(at) ? Number(at) : null;
   }
 
-  /** @returns {Route} */
   get route() {
     const [path, query] = split(location.hash.slice(1));
     const [, view = "", ...rest] = path.split("/");
@@ -55,9 +51,8 @@ export class Moment {
 
   /**
    * Show another moment.
-   *
-   * @param {number|null} atUs null for the live state
-   * @param {{isNew?: boolean}} [options] whether the Back button returns to the previous moment
+   * atUs: null for the live state
+   * options: whether the Back button returns to the previous moment
    */
   set(atUs, { isNew = false } = {}) {
     if (atUs === this.atUs) return;
@@ -65,18 +60,13 @@ export class Moment {
     this.#go(linkTo(view, argument, params, atUs === null ? null : Math.round(atUs)), isNew);
   }
 
-  /** Return to the live state. */
   live() {
     this.set(null, { isNew: true });
   }
 
   /**
    * Show another view at the same moment.
-   *
-   * @param {string} view
-   * @param {string} [argument]
-   * @param {Object<string, string|number|null|undefined>} [params]
-   * @param {{isNew?: boolean}} [options] whether the Back button returns to the previous view
+   * options: whether the Back button returns to the previous view
    */
   navigate(view, argument = "", params = {}, { isNew = true } = {}) {
     this.#go(linkTo(view, argument, params, this.atUs), isNew);
@@ -84,19 +74,13 @@ export class Moment {
 
   /**
    * Call a function after each change of the moment or the route.
-   *
-   * @param {() => void} listener
-   * @returns {() => void} removes the listener
+   * Returns removes the listener
    */
   subscribe(listener) {
     this.#listeners.add(listener);
     return () => this.#listeners.delete(listener);
   }
 
-  /**
-   * @param {string} fragment
-   * @param {boolean} isNew
-   */
   #go(fragment, isNew) {
     if (fragment === location.hash) return;
     history[isNew ? "pushState" : "replaceState"](null, "", fragment);
@@ -110,12 +94,8 @@ export class Moment {
 
 /**
  * Return the fragment of a page, for the `href` of a link.
- *
- * @param {string} view
- * @param {string|number} [argument]
- * @param {Object<string, string|number|null|undefined>} [params] null, undefined and "" are left out
- * @param {number|null} [atUs] moment; null for the live state
- * @returns {string}
+ * params: null, undefined and "" are left out
+ * atUs: moment; null for the live state
  */
 export function linkTo(view, argument = "", params = {}, atUs = null) {
   const query = new URLSearchParams();
@@ -127,16 +107,11 @@ export function linkTo(view, argument = "", params = {}, atUs = null) {
   return `#/${path}${query.size ? `?${query}` : ""}`;
 }
 
-/**
- * @param {string} fragment
- * @returns {[string, string]} path and query
- */
 function split(fragment) {
   const at = fragment.indexOf("?");
   return at < 0 ? [fragment, ""] : [fragment.slice(0, at), fragment.slice(at + 1)];
 }
 
-/** @param {string} component */
 function decoded(component) {
   try {
     return decodeURIComponent(component);

@@ -1,26 +1,22 @@
-/**
- * Limit how often and how many times at once a function runs.
- *
- * @module pacer
- */
+/** Limit how often and how many times at once a function runs. */
 
 const INTERVAL_MS = 250; // at most four runs per second, which is as often as the server reports a new state
 
 /** Runs an asynchronous function, never twice at once, and not before `INTERVAL_MS` have passed since its last start. */
 export class Pacer {
-  /** @type {(signal: AbortSignal) => Promise<void>} */ #run;
-  /** @type {AbortController|null} */ #running = null;
-  /** @type {ReturnType<typeof setTimeout>|undefined} */ #timer;
+  #run;
+  #running = null;
+  #timer;
   #isRequested = false;
   #isStopped = false;
   #startedMs = -INTERVAL_MS;
 
-  /** @param {(signal: AbortSignal) => Promise<void>} run must not throw, and should stop when the signal is aborted */
+  /** run: must not throw, and should stop when the signal is aborted */
   constructor(run) {
     this.#run = run;
   }
 
-  /** @returns {boolean} whether a run is in progress or due */
+  /** Returns whether a run is in progress or due */
   get isBusy() {
     return this.#running !== null || this.#timer !== undefined;
   }
@@ -46,7 +42,6 @@ export class Pacer {
     this.#timer = undefined;
   }
 
-  /** @param {number} waitMs */
   #schedule(waitMs) {
     clearTimeout(this.#timer);
     this.#timer = setTimeout(() => this.#start(), Math.max(0, waitMs));

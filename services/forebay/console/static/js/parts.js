@@ -1,16 +1,8 @@
-/**
- * Small components that several views share.
- *
- * @module parts
- */
+/** Small components that several views share. */
 
 import { h, put, setStyle, setText } from "./dom.js";
 
-/**
- * Tone and shape of a state. The shape carries the state without colour.
- *
- * @type {Object<string, [tone: string, shape: string]>}
- */
+/** Tone and shape of a state. The shape carries the state without colour. */
 const STATES = {
   ready: ["good", "●"],
   finished: ["good", "●"],
@@ -30,12 +22,6 @@ const STATES = {
   cancelled: ["soft", "⊖"],
 };
 
-/**
- * Create a badge for the state of a worker or a request.
- *
- * @param {string} [state]
- * @returns {HTMLElement}
- */
 export function badge(state) {
   const element = h("span", { class: "state" }, h("span", { class: "shape", "aria-hidden": "true" }), h("span"));
   if (state !== undefined) updateBadge(element, state);
@@ -44,10 +30,7 @@ export function badge(state) {
 
 /**
  * Show another state in a badge.
- *
- * @param {Element} element
- * @param {string} state determines shape and colour
- * @param {string} [label]
+ * state: determines shape and colour
  */
 export function updateBadge(element, state, label = state) {
   const [tone, shape] = STATES[state] ?? ["soft", "○"];
@@ -56,21 +39,14 @@ export function updateBadge(element, state, label = state) {
   setText(element.children[1], label);
 }
 
-/**
- * Create a small horizontal bar with its numbers beside it.
- *
- * @returns {HTMLElement}
- */
+/** Create a small horizontal bar with its numbers beside it. */
 export function meter() {
   return h("span", { class: "meter" }, h("span", { class: "meter-bar", "aria-hidden": "true" }), h("span"));
 }
 
 /**
  * Show another value in a bar that `meter` created.
- *
- * @param {Element} element
- * @param {number} share from 0 to 1
- * @param {string} label
+ * share: from 0 to 1
  */
 export function updateMeter(element, share, label) {
   const bounded = Math.min(1, Math.max(0, share || 0));
@@ -79,44 +55,19 @@ export function updateMeter(element, share, label) {
   setText(element.children[1], label);
 }
 
-/**
- * Create a section with a heading.
- *
- * @param {string} title
- * @param {...import("./dom.js").Child} children
- * @returns {HTMLElement}
- */
 export function section(title, ...children) {
   return h("section", { class: "part" }, h("h2", {}, title), ...children);
 }
 
-/**
- * Create a box that says why there is nothing to show, and what to do.
- *
- * @param {string} title
- * @param {...import("./dom.js").Child} children
- * @returns {HTMLElement}
- */
+/** Create a box that says why there is nothing to show, and what to do. */
 export function emptyBox(title, ...children) {
   return h("div", { class: "empty card" }, h("p", { class: "empty-title" }, title), ...children);
 }
 
-/**
- * Create a box with a command for a shell.
- *
- * @param {string} command
- * @returns {HTMLElement}
- */
 export function commandLine(command) {
   return h("pre", { class: "command" }, command);
 }
 
-/**
- * Create a list of names and values.
- *
- * @param {[string, import("./dom.js").Child][]} facts
- * @returns {HTMLElement}
- */
 export function factList(facts) {
   return h("dl", {}, facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
 }

@@ -1,19 +1,12 @@
-/**
- * Phases of a request: their names, and the time that a request spent in each.
- *
- * @module phases
- */
+/** Phases of a request: their names, and the time that a request spent in each. */
 
 /**
- * @typedef {"queue"|"encode"|"prefill"|"wait"|"transfer"|"decode"} Phase
- * @typedef {object} Span
- * @property {Phase} phase
- * @property {number} fromUs microseconds since the submission
- * @property {number} toUs
- * @property {string} label what happened, for readers who do not see the chart
+ * Phase
+ * Span
+ * - fromUs: microseconds since the submission
+ * - label: what happened, for readers who do not see the chart
  */
 
-/** @type {Object<Phase, string>} */
 export const PHASES = {
   queue: "in the queue",
   encode: "encode",
@@ -25,11 +18,6 @@ export const PHASES = {
 
 const ENDED = new Set(["finished", "failed", "rejected", "aborted", "cancelled", "answered"]);
 
-/**
- * Return whether a request in this state has ended.
- *
- * @param {string} state
- */
 export function hasEnded(state) {
   return ENDED.has(state);
 }
@@ -37,17 +25,14 @@ export function hasEnded(state) {
 /**
  * Return the phases of a request in a list. A list has no stages, so everything between the routing decision and the
  * first token counts as prefill.
- *
- * @param {object} row a RequestRow
- * @param {number} nowUs time until which an active request is shown
- * @returns {Span[]}
+ * row: a RequestRow
+ * nowUs: time until which an active request is shown
  */
 export function phasesOfRow(row, nowUs) {
   const begin = row.submitted_us;
   const end = Math.max(begin, row.ended_us ?? nowUs);
   const routed = Math.min(end, row.routed_us ?? end);
   const first = Math.min(end, row.first_token_us ?? end);
-  /** @type {[Phase, number, number][]} */
   const found = [
     ["queue", begin, routed],
     ["prefill", routed, first],
@@ -58,11 +43,7 @@ export function phasesOfRow(row, nowUs) {
     .map(([phase, from, to]) => ({ phase, fromUs: from - begin, toUs: to - begin, label: PHASES[phase] }));
 }
 
-/**
- * Return a round number of microseconds that is at least `us`: 1, 2 or 5 times a power of ten.
- *
- * @param {number} us
- */
+/** Return a round number of microseconds that is at least `us`: 1, 2 or 5 times a power of ten. */
 export function roundUp(us) {
   const power = 10 ** Math.floor(Math.log10(Math.max(1, us)));
   return power * ([1, 2, 5].find((step) => step * power >= us) ?? 10);

@@ -1,54 +1,37 @@
-/**
- * The course of a request as lanes: one for the router, and one per worker, with the phases that it spent there.
- *
- * @module request_lanes
- */
+/** The course of a request as lanes: one for the router, and one per worker, with the phases that it spent there. */
 
 import { PHASES } from "./phases.js";
 
 /**
- * @typedef {object} Lane
- * @property {string} name `router`, or the worker with its rank
- * @property {import("./phases.js").Span[]} spans
- * @property {{atUs: number, kind: "lost"|"failed"|"event", label: string}[]} marks
- *
- * @typedef {object} Course
- * @property {Lane[]} lanes
- * @property {number} totalUs microseconds from the submission to the end, or until now
- * @property {number|null} firstTokenUs microseconds from the submission to the first token; null without one
+ * Lane
+ * - name: `router`, or the worker with its rank
+ * Course
+ * - totalUs: microseconds from the submission to the end, or until now
+ * - firstTokenUs: microseconds from the submission to the first token; null without one
  */
 
-/** @type {Object<string, import("./phases.js").Phase>} */
 const PHASE_OF_STAGE = { encode: "encode", prefill: "prefill", decode: "transfer", aggregated: "prefill" };
-/** @type {Object<string, "lost"|"failed">} */
 const FAILURES = { worker_lost: "lost", not_encoded: "failed", not_prefilled: "failed", not_transferred: "failed" };
 const ENDS_STAGE = new Set(["encoded", "prefilled", ...Object.keys(FAILURES)]);
 const ENDS_REQUEST = new Set(["finished", "failed", "aborted", "rejected", "answered"]);
 const EVENTS = new Set(["worker_suspect", "worker_recovered", "worker_draining", "holder_lost", "cancel_requested"]);
 
-/**
- * Return the name of the selected rank of a routing decision.
- *
- * @param {any} routing
- */
+/** Return the name of the selected rank of a routing decision. */
 export function selectedName(routing) {
   const { worker_id, rank } = routing.candidates[routing.winner].seen;
-  return routing.candidates.some((/** @type {any} */ one) => one.seen.rank) ? `${worker_id}/${rank}` : worker_id;
+  return routing.candidates.some((one) => one.seen.rank) ? `${worker_id}/${rank}` : worker_id;
 }
 
-/** Follows the entries of a timeline. */
 class Follower {
-  /** @type {Map<string, Lane>} */ lanes = new Map();
-  /** @type {{lane: Lane, phase: import("./phases.js").Phase, fromUs: number}|null} */ #open = null;
+  lanes = new Map();
+  #open = null;
 
-  /** @param {string} name */
   lane(name) {
     const found = this.lanes.get(name) ?? { name, spans: [], marks: [] };
     this.lanes.set(name, found);
     return found;
   }
 
-  /** @returns {Lane|null} lane of the current phase */
   get current() {
     return this.#open?.lane ?? null;
   }
@@ -61,17 +44,11 @@ class Follower {
     return this.#open?.fromUs ?? 0;
   }
 
-  /**
-   * @param {string} lane
-   * @param {import("./phases.js").Phase} phase
-   * @param {number} atUs
-   */
   enter(lane, phase, atUs) {
     this.leave(atUs);
     this.#open = { lane: this.lane(lane), phase, fromUs: atUs };
   }
 
-  /** @param {number} atUs */
   leave(atUs) {
     if (this.#open && atUs > this.#open.fromUs) {
       const { lane, phase, fromUs } = this.#open;
@@ -83,15 +60,12 @@ class Follower {
 
 /**
  * Return the course of a request.
- *
- * @param {any} explanation
- * @param {number} nowUs time until which an active request is shown, on the owner's clock
- * @returns {Course}
+ * nowUs: time until which an active request is shown, on the owner's clock
  */
 export function courseOf(explanation, nowUs) {
   const follower = new Follower();
-  const routings = new Map(explanation.routings.map((/** @type {any} */ one) => [one.offset, one]));
-  const entries = explanation.timeline.filter((/** @type {any} */ one) => one.counted && one.after_us !== null);
+  const routings = new Map(explanation.routings.map((one) => [one.offset, one]));
+  const entries = explanation.timeline.filter((one) => one.counted && one.after_us !== null);
   let firstTokenUs = null;
   let totalUs = 0;
   for (const entry of entries) {
@@ -107,10 +81,8 @@ export function courseOf(explanation, nowUs) {
 }
 
 /**
- * @param {Follower} follower
- * @param {any} entry
- * @param {any} routing the routing decision of the entry, if any
- * @param {any} first timing of the first token, if any
+ * routing: the routing decision of the entry, if any
+ * first: timing of the first token, if any
  */
 function follow(follower, entry, routing, first) {
   const atUs = entry.after_us;
@@ -126,13 +98,7 @@ function follow(follower, entry, routing, first) {
   } else if (EVENTS.has(entry.what)) mark(follower, "event", entry);
 }
 
-/**
- * Divide the time until the first token of a decode worker, which fetches the KV first.
- *
- * @param {Follower} follower
- * @param {number} atUs
- * @param {any} first
- */
+/** Divide the time until the first token of a decode worker, which fetches the KV first. */
 function reachFirstToken(follower, atUs, first) {
   const lane = follower.current;
   if (!lane) return;
@@ -142,11 +108,6 @@ function reachFirstToken(follower, atUs, first) {
   follower.enter(lane.name, "decode", atUs);
 }
 
-/**
- * @param {Follower} follower
- * @param {"lost"|"failed"|"event"} kind
- * @param {any} entry
- */
 function mark(follower, kind, entry) {
   const lane = follower.current ?? follower.lane("router");
   lane.marks.push({ atUs: entry.after_us, kind, label: entry.text });

@@ -1,8 +1,4 @@
-/**
- * Fields of a pool's configuration that a comparison can change.
- *
- * @module router_fields
- */
+/** Fields of a pool's configuration that a comparison can change. */
 
 /** Paths of the fields, as `forebay replay diff --set` accepts them. */
 export const FIELDS = [

@@ -1,21 +1,13 @@
-/**
- * The measure by which a routing decision compared its candidates, in parts that can be drawn.
- *
- * @module routing_costs
- */
+/** The measure by which a routing decision compared its candidates, in parts that can be drawn. */
 
 /**
- * @typedef {object} CostPart
- * @property {"prefill"|"decode"|"active"|"eviction"|"product"|"requests"} kind
- * @property {number} value
- *
- * @typedef {object} Measure
- * @property {string} title what the bars show
- * @property {(candidate: any) => CostPart[]} partsOf parts of a candidate's bar, which add up to its cost
- * @property {(candidate: any) => number} creditOf blocks by which cached blocks reduced the cost
+ * CostPart
+ * Measure
+ * - title: what the bars show
+ * - partsOf: parts of a candidate's bar, which add up to its cost
+ * - creditOf: blocks by which cached blocks reduced the cost
  */
 
-/** @type {Object<CostPart["kind"], string>} */
 export const PART_NAMES = {
   prefill: "blocks to prefill",
   decode: "decode blocks",
@@ -28,12 +20,7 @@ export const PART_NAMES = {
 const BY_REQUESTS = new Set(["least-loaded", "power-of-two"]);
 const BY_TURN = new Set(["round-robin", "random"]);
 
-/**
- * Return the measure of a routing decision; null if the policy compares nothing.
- *
- * @param {any} routing
- * @returns {Measure|null}
- */
+/** Return the measure of a routing decision; null if the policy compares nothing. */
 export function measureOf({ mode, config }) {
   if (BY_TURN.has(mode)) return null;
   if (BY_REQUESTS.has(mode)) {
@@ -50,18 +37,13 @@ export function measureOf({ mode, config }) {
   return { title, partsOf: (one) => partsOf(config, one), creditOf: (one) => creditOf(config, one) };
 }
 
-/**
- * @param {any} config settings of the policy
- * @param {any} candidate
- * @returns {CostPart[]}
- */
+/** config: settings of the policy */
 function partsOf(config, { prefill_blocks, overlap_credit, decode_blocks, active_requests, taint_factor, eviction_cost }) {
   const weight = (config.decode_active_request_weight ?? 0) * taint_factor;
   const isCreditedToDecode = creditsDecode(config);
   const scale = (config.prefill_load_scale ?? 1) * taint_factor;
   const prefill = scale * Math.max(prefill_blocks - overlap_credit, 0);
   const decode = (isCreditedToDecode ? Math.max(decode_blocks - overlap_credit, 0) : decode_blocks) * taint_factor;
-  /** @type {CostPart[]} */
   const parts = [
     { kind: "prefill", value: isCreditedToDecode ? 0 : prefill },
     { kind: "decode", value: decode },
@@ -71,10 +53,6 @@ function partsOf(config, { prefill_blocks, overlap_credit, decode_blocks, active
   return parts.filter((part) => part.value > 0);
 }
 
-/**
- * @param {any} config
- * @param {any} candidate
- */
 function creditOf(config, { prefill_blocks, overlap_credit, decode_blocks, taint_factor }) {
   const isCreditedToDecode = creditsDecode(config);
   const most = isCreditedToDecode ? decode_blocks : prefill_blocks;
@@ -82,24 +60,18 @@ function creditOf(config, { prefill_blocks, overlap_credit, decode_blocks, taint
   return scale * Math.min(overlap_credit, most) * taint_factor;
 }
 
-/**
- * Return whether cached blocks reduce the decode blocks, because the policy does not count blocks to prefill.
- *
- * @param {any} config
- */
+/** Return whether cached blocks reduce the decode blocks, because the policy does not count blocks to prefill. */
 function creditsDecode(config) {
   return config.track_prefill_tokens === false && Boolean(config.overlap_score_credit);
 }
 
 /**
  * Return the candidates in the order of their costs, the cheapest first, and the selected one before others of its cost.
- *
- * @param {any} routing
- * @returns {number[]} indexes of the candidates
+ * Returns indexes of the candidates
  */
 export function orderOf({ candidates, winner }) {
-  const place = (/** @type {number} */ at) => (at === winner ? -1 : at);
+  const place = (at) => (at === winner ? -1 : at);
   return candidates
-    .map((/** @type {any} */ _, /** @type {number} */ at) => at)
-    .sort((/** @type {number} */ a, /** @type {number} */ b) => candidates[a].cost - candidates[b].cost || place(a) - place(b));
+    .map((_, at) => at)
+    .sort((a, b) => candidates[a].cost - candidates[b].cost || place(a) - place(b));
 }

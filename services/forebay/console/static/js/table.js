@@ -1,8 +1,4 @@
-/**
- * A table that can be sorted, and that updates only the cells that changed.
- *
- * @module table
- */
+/** A table that can be sorted, and that updates only the cells that changed. */
 
 import { h, put, reconcile, setText } from "./dom.js";
 import { counted } from "./format.js";
@@ -11,43 +7,36 @@ import { VisibleRows } from "./visible_rows.js";
 const ROWS_MAX = 500; // more rows would take over 50 ms to lay out, unless only visible ones are elements
 
 /**
- * @template T
- * @typedef {object} Column
- * @property {string} id
- * @property {string} label heading
- * @property {string} [title] explanation of the heading
- * @property {boolean} [isText] whether the values are texts, which are aligned to the left
- * @property {(item: T) => string} [text] content of the cell
- * @property {(cell: HTMLElement, item: T) => void} [fill] updates the cell instead, for content other than text; the
+ * Column
+ * - label: heading
+ * - title: explanation of the heading
+ * - isText: whether the values are texts, which are aligned to the left
+ * - text: content of the cell
+ * - fill: updates the cell instead, for content other than text; the
  *   cell is empty the first time
- * @property {(item: T) => string|number|null} [order] sort key; null sorts last. A column without it cannot be sorted.
- * @property {boolean} [isDescendingFirst] whether the first click on the heading shows the largest values first
+ * - order: sort key; null sorts last. A column without it cannot be sorted.
+ * - isDescendingFirst: whether the first click on the heading shows the largest values first
  */
 
-/**
- * @template T
- */
 export class Table {
-  /** @type {HTMLElement} */ element;
-  /** @type {Column<T>[]} */ #columns;
-  /** @type {(item: T) => string|number} */ #key;
-  /** @type {HTMLElement} */ #body;
-  /** @type {HTMLElement} */ #more;
-  /** @type {HTMLElement[]} */ #headings;
-  /** @type {VisibleRows<T>|null} */ #visible = null; // for a table that may have many rows
-  /** @type {T[]} */ #items = [];
-  /** @type {string|null} */ #sortedBy;
+  element;
+  #columns;
+  #key;
+  #body;
+  #more;
+  #headings;
+  #visible = null; // for a table that may have many rows
+  #items = [];
+  #sortedBy;
   #isDescending;
 
   /**
-   * @param {object} options
-   * @param {string} options.label accessible name of the table
-   * @param {Column<T>[]} options.columns
-   * @param {(item: T) => string|number} options.key identifies a row across updates
-   * @param {string} [options.sortedBy] ID of the column that sorts the rows at first; otherwise they keep their order
-   * @param {string} [options.longClass] for a table that may have many rows: a CSS class that sets `--tracks`, the grid
+   * options.label: accessible name of the table
+   * options.key: identifies a row across updates
+   * options.sortedBy: ID of the column that sorts the rows at first; otherwise they keep their order
+   * options.longClass: for a table that may have many rows: a CSS class that sets `--tracks`, the grid
    *   tracks of its columns. Only visible rows are elements then.
-   * @param {boolean} [options.isDescending] whether this column sorts the largest values first
+   * options.isDescending: whether this column sorts the largest values first
    */
   constructor({ label, columns, key, sortedBy, longClass, isDescending = false }) {
     this.#columns = columns;
@@ -65,16 +54,11 @@ export class Table {
     this.element = h("div", { class: "table" }, box, this.#more);
   }
 
-  /**
-   * Show other rows.
-   *
-   * @param {T[]} items
-   */
   update(items) {
     this.#items = items;
     const rows = this.#sorted(items);
-    const update = (/** @type {Element} */ row, /** @type {T} */ item) =>
-      this.#columns.forEach((column, at) => fill(column, /** @type {HTMLElement} */ (row.children[at]), item));
+    const update = (row, item) =>
+      this.#columns.forEach((column, at) => fill(column, (row.children[at]), item));
     if (this.#visible) {
       this.#visible.show(rows, update);
       return;
@@ -94,10 +78,6 @@ export class Table {
     return h("tr", { role: "row" }, cells);
   }
 
-  /**
-   * @param {Column<T>} column
-   * @returns {HTMLElement}
-   */
   #heading(column) {
     const props = { role: "columnheader", scope: "col", class: column.isText ? "t" : null, title: column.title };
     if (!column.order) return h("th", props, column.label);
@@ -105,7 +85,6 @@ export class Table {
     return h("th", { ...props, "aria-sort": this.#direction(column) }, button);
   }
 
-  /** @param {Column<T>} column */
   #sortBy(column) {
     this.#isDescending = this.#sortedBy === column.id ? !this.#isDescending : Boolean(column.isDescendingFirst);
     this.#sortedBy = column.id;
@@ -113,16 +92,11 @@ export class Table {
     this.update(this.#items);
   }
 
-  /** @param {Column<T>} column */
   #direction(column) {
     if (this.#sortedBy !== column.id) return "none";
     return this.#isDescending ? "descending" : "ascending";
   }
 
-  /**
-   * @param {T[]} items
-   * @returns {T[]}
-   */
   #sorted(items) {
     const order = this.#columns.find((column) => column.id === this.#sortedBy)?.order;
     if (!order) return items;
@@ -136,23 +110,12 @@ export class Table {
 
 const COLLATOR = new Intl.Collator("en", { numeric: true });
 
-/**
- * @param {string|number|null} a
- * @param {string|number|null} b
- * @param {number} sign
- */
 function compare(a, b, sign) {
   if (a === null || b === null) return Number(a === null) - Number(b === null);
   if (typeof a === "string" || typeof b === "string") return sign * COLLATOR.compare(String(a), String(b));
   return sign * (a - b);
 }
 
-/**
- * @template T
- * @param {Column<T>} column
- * @param {HTMLElement} cell
- * @param {T} item
- */
 function fill(column, cell, item) {
   if (column.fill) column.fill(cell, item);
   else setText(cell, column.text?.(item) ?? "");

@@ -1,8 +1,4 @@
-/**
- * The time bar: the chosen moment, the slider over the whole log with its markers, and the way back to live.
- *
- * @module time_bar
- */
+/** The time bar: the chosen moment, the slider over the whole log with its markers, and the way back to live. */
 
 import { h, put, setText } from "./dom.js";
 import { clock, date, dateTime, duration, parseTime } from "./format.js";
@@ -16,22 +12,21 @@ const STEP_US = 1_000_000;
 const SHORT_US = 30_000_000; // the ends of a shorter log are shown with milliseconds
 const MARKERS_MS = 1_000; // markers move slowly while the log grows
 
-/** Chooses the moment. */
 export class TimeBar {
-  /** @type {HTMLElement} */ element;
-  /** @type {HTMLElement} shown above the view while the moment is in the past */ strip;
+  element;
+  /** shown above the view while the moment is in the past */ strip;
   #moment;
   #isBusy;
-  /** @type {any} */ #info = { is_live: true };
-  /** @type {any} */ #state = null;
-  /** @type {number|null} */ #pendingUs = null; // chosen with the slider, but not shown yet
-  /** @type {ReturnType<typeof setTimeout>|undefined} */ #timer;
+  #info = { is_live: true };
+  #state = null;
+  #pendingUs = null; // chosen with the slider, but not shown yet
+  #timer;
   #committedMs = 0;
   #isLoading = false;
   #markedMs = 0;
   #markers;
   #track;
-  #slider = /** @type {HTMLInputElement} */ (h("input", { type: "range", min: 0, step: 1, "aria-label": "Moment" }));
+  #slider = h("input", { type: "range", min: 0, step: 1, "aria-label": "Moment" });
   #live = h("button", { type: "button", class: "button live", onclick: () => this.#moment.live() });
   #back = h("button", { type: "button", class: "button primary", onclick: () => this.#moment.live() });
   #shown = h("span", { class: "shown" });
@@ -42,12 +37,7 @@ export class TimeBar {
   #problem = h("p", { class: "entry-problem", role: "alert", hidden: true });
   #entry;
 
-  /**
-   * @param {object} options
-   * @param {import("./api.js").Api} options.api
-   * @param {import("./moment.js").Moment} options.moment
-   * @param {() => boolean} options.isBusy whether the view still reads the previous moment
-   */
+  /** options.isBusy: whether the view still reads the previous moment */
   constructor({ api, moment, isBusy }) {
     this.#moment = moment;
     this.#isBusy = isBusy;
@@ -82,12 +72,10 @@ export class TimeBar {
     );
   }
 
-  /** @param {any} info ConsoleInfo */
   setInfo(info) {
     this.#info = info;
   }
 
-  /** @param {any} state CatalogState */
   setState(state) {
     this.#state = state;
     put(this.element, "hidden", state.end_us === 0);
@@ -95,7 +83,6 @@ export class TimeBar {
     this.#markers.update(state);
   }
 
-  /** Show and announce another moment. */
   setMoment() {
     const { atUs } = this.#moment;
     this.#showProblem("");
@@ -104,13 +91,12 @@ export class TimeBar {
     this.#showMarkers();
   }
 
-  /** @param {boolean} isLoading whether the view still shows another moment */
+  /** isLoading: whether the view still shows another moment */
   setLoading(isLoading) {
     this.#isLoading = isLoading;
     this.show();
   }
 
-  /** Show the chosen moment. */
   show() {
     if (!this.#state || !this.#state.end_us) return;
     const { begin_us, end_us } = this.#state;
@@ -127,7 +113,7 @@ export class TimeBar {
     setText(this.#live, this.#info.is_live ? "Live" : "Newest");
     setText(this.#back, this.#info.is_live ? "Back to live" : "Back to the newest state");
     setText(this.#shown, days(atUs));
-    const ends = (/** @type {number} */ us) => (end_us - begin_us < SHORT_US ? days(us) : days(us).slice(0, -4));
+    const ends = (us) => (end_us - begin_us < SHORT_US ? days(us) : days(us).slice(0, -4));
     setText(this.#begin, ends(begin_us));
     setText(this.#end, `${ends(end_us)} UTC`);
     put(this.strip, "hidden", !isPast);
@@ -135,20 +121,14 @@ export class TimeBar {
     if (performance.now() - this.#markedMs >= MARKERS_MS) this.#showMarkers();
   }
 
-  /** @returns {number} length of the axis in milliseconds */
   get #length() {
     return Math.max(1, Math.ceil((this.#state.end_us - this.#state.begin_us) / 1_000));
   }
 
-  /** @returns {number} moment at the slider's thumb */
   get #sliderUs() {
     return Math.min(this.#state.end_us, this.#state.begin_us + Number(this.#slider.value) * 1_000);
   }
 
-  /**
-   * @param {number} atUs
-   * @param {(us: number) => string} format
-   */
   #describe(atUs, format) {
     const { begin_us, end_us } = this.#state;
     const age = end_us - atUs;
@@ -157,11 +137,7 @@ export class TimeBar {
     return `${verb} ${format(atUs)} UTC, ${atUs < begin_us ? "before the beginning of the log" : distance}.`;
   }
 
-  /**
-   * Choose a moment with the slider. It is shown as soon as the view has shown the previous one.
-   *
-   * @param {number} atUs
-   */
+  /** Choose a moment with the slider. It is shown as soon as the view has shown the previous one. */
   #choose(atUs) {
     this.#pendingUs = Math.round(Math.min(this.#state.end_us, Math.max(this.#state.begin_us, atUs)));
     this.show();
@@ -179,7 +155,6 @@ export class TimeBar {
     this.#moment.set(atUs, { isNew: this.#moment.atUs === null });
   }
 
-  /** @param {KeyboardEvent} event */
   #onKey(event) {
     if (event.altKey || event.ctrlKey || event.metaKey) return;
     const { begin_us, end_us } = this.#state;
@@ -198,24 +173,24 @@ export class TimeBar {
     };
     if (!(event.key in keys)) return;
     event.preventDefault();
-    this.#choose(keys[/** @type {keyof keys} */ (event.key)]);
+    this.#choose(keys[event.key]);
   }
 
   #stepButtons() {
-    const step = (/** @type {"before"|"after"} */ direction) => {
+    const step = (direction) => {
       const from = this.#moment.atUs ?? this.#state.end_us + 1;
       const marker = this.#markers[direction](from);
       if (marker) this.#moment.set(marker.at_us, { isNew: true });
       else this.#showProblem(direction === "before" ? "There is no earlier marker." : "There is no later marker.");
     };
-    const create = (/** @type {"before"|"after"} */ direction, /** @type {string} */ arrow, /** @type {string} */ label) =>
+    const create = (direction, arrow, label) =>
       h("button", { type: "button", class: "button", title: label, "aria-label": label, onclick: () => step(direction) }, arrow);
     return h("span", { class: "steps" }, create("before", "⇤", "Previous marker"), create("after", "⇥", "Next marker"));
   }
 
   #createForm() {
-    const entry = /** @type {HTMLInputElement} */ (this.#entry);
-    const submit = (/** @type {Event} */ event) => {
+    const entry = this.#entry;
+    const submit = (event) => {
       event.preventDefault();
       const { begin_us, end_us } = this.#state;
       const atUs = parseTime(entry.value, this.#moment.atUs ?? end_us);
@@ -237,7 +212,7 @@ export class TimeBar {
     return h("button", { type: "button", class: "button compare", onclick: compare }, "Compare with …");
   }
 
-  /** @param {string} message "" hides the previous one */
+  /** message: "" hides the previous one */
   #showProblem(message) {
     put(this.#problem, "hidden", !message);
     setText(this.#problem, message);

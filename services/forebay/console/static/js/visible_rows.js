@@ -1,8 +1,6 @@
 /**
  * The rows of a long table. Only rows in or near the visible part of the page are elements, because each update of a row
  * takes time for layout and painting. Padding takes the place of the other rows.
- *
- * @module visible_rows
  */
 
 import { put, reconcile, setStyle } from "./dom.js";
@@ -12,17 +10,14 @@ const ROWS_MIN = 10; // also of a table outside of the visible part, so that the
 const SHORT_ROWS = 40; // a table with at most so many rows has an element for each
 const ROW_PX = 28; // height of a row before one was measured
 
-/**
- * @template T
- */
 export class VisibleRows {
-  /** @type {HTMLElement} */ #table;
-  /** @type {HTMLElement} */ #body;
-  /** @type {(item: T) => string|number} */ #key;
-  /** @type {() => Element} */ #create;
-  /** @type {(row: Element, item: T) => void} */ #update = () => {};
-  /** @type {WeakMap<Element, string|number>} */ #keys = new WeakMap(); // key of the item of each row
-  /** @type {T[]} */ #items = [];
+  #table;
+  #body;
+  #key;
+  #create;
+  #update = () => {};
+  #keys = new WeakMap(); // key of the item of each row
+  #items = [];
   #first = 0; // index of the first item with an element
   #last = 0; // index after the last one
   #rowPx = ROW_PX;
@@ -30,11 +25,9 @@ export class VisibleRows {
   #listening = new AbortController();
 
   /**
-   * @param {object} options
-   * @param {HTMLElement} options.table
-   * @param {HTMLElement} options.body `tbody` of the table, of `display: block`
-   * @param {(item: T) => string|number} options.key identifies an item across updates; no two items have the same key
-   * @param {() => Element} options.create creates an empty row
+   * options.body: `tbody` of the table, of `display: block`
+   * options.key: identifies an item across updates; no two items have the same key
+   * options.create: creates an empty row
    */
   constructor({ table, body, key, create }) {
     this.#table = table;
@@ -49,9 +42,7 @@ export class VisibleRows {
 
   /**
    * Show other items.
-   *
-   * @param {T[]} items
-   * @param {(row: Element, item: T) => void} update fills a row, also one that is scrolled into view later
+   * update: fills a row, also one that is scrolled into view later
    */
   show(items, update) {
     this.#items = items;
@@ -60,7 +51,6 @@ export class VisibleRows {
     this.#render(this.#range());
   }
 
-  /** Stop following the visible part. */
   dispose() {
     this.#listening.abort();
   }
@@ -70,13 +60,11 @@ export class VisibleRows {
     if (range[0] !== this.#first || range[1] !== this.#last) this.#render(range);
   }
 
-  /** @param {boolean} isPrinting */
   #print(isPrinting) {
     this.#isPrinting = isPrinting;
     this.#move();
   }
 
-  /** @returns {[first: number, last: number]} items in or near the visible part */
   #range() {
     const count = this.#items.length;
     if (this.#isPrinting || count <= SHORT_ROWS) return [0, count];
@@ -92,14 +80,13 @@ export class VisibleRows {
     return focused < 0 ? [first, last] : [Math.min(first, focused), Math.max(last, focused + 1)];
   }
 
-  /** @returns {number} index of the item whose row contains the focus, which must remain an element; otherwise -1 */
+  /** Returns index of the item whose row contains the focus, which must remain an element; otherwise -1 */
   #focusedIndex() {
     const row = document.activeElement?.closest("tr");
     const key = row && this.#keys.get(row);
     return key === undefined || key === null ? -1 : this.#items.findIndex((item) => this.#key(item) === key);
   }
 
-  /** @param {[first: number, last: number]} range */
   #render([first, last]) {
     this.#first = first;
     this.#last = last;

@@ -1,28 +1,18 @@
-/**
- * The actions of an operator: their fields, and the event that each of them writes, in words.
- *
- * @module views/action_kinds
- */
+/** The actions of an operator: their fields, and the event that each of them writes, in words. */
 
 import { h } from "../dom.js";
 import { counted } from "../format.js";
 
 /**
- * @typedef {object} FormSource
- * @property {any} status the GroupStatus now
- * @property {any} info the ConsoleInfo
- * @property {import("./actions.js").Subject} subject what the user chose before
- *
- * @typedef {object} ActionForm
- * @property {{label: string, input: HTMLElement, hint?: string}[]} fields
- * @property {() => {body?: object, problem?: string}} read returns the body of the request, or what is wrong
- *
- * @typedef {object} ActionKind
- * @property {string} name name in the address of the endpoint
- * @property {string} title
- * @property {string} about the effect, in words
- * @property {(source: FormSource) => ActionForm} createForm
- * @property {(body: any, group: string) => {topic: string, type: string, text: string}} event
+ * FormSource
+ * - status: the GroupStatus now
+ * - info: the ConsoleInfo
+ * - subject: what the user chose before
+ * ActionForm
+ * - read: returns the body of the request, or what is wrong
+ * ActionKind
+ * - name: name in the address of the endpoint
+ * - about: the effect, in words
  */
 
 const THRESHOLDS = {
@@ -32,17 +22,16 @@ const THRESHOLDS = {
 };
 const OFF = "off";
 
-/** @type {ActionKind[]} */
 export const ACTIONS = [
   {
     name: "drain-worker",
     title: "Drain a worker",
     about: "The worker gets no new requests, finishes those that it has, and leaves. It does not come back by itself.",
     createForm({ status, subject }) {
-      const workers = status.workers.filter((/** @type {any} */ one) => one.state !== "draining");
-      const busy = (/** @type {any} */ one) => one.ranks.reduce((/** @type {number} */ sum, /** @type {any} */ rank) => sum + rank.active_requests, 0);
-      const label = (/** @type {any} */ one) => `${one.worker_id}: ${one.state}, pool ${one.pool}, ${counted(busy(one), "active request")}`;
-      const input = select("worker", workers.map((/** @type {any} */ one) => [one.worker_id, label(one)]), subject.worker);
+      const workers = status.workers.filter((one) => one.state !== "draining");
+      const busy = (one) => one.ranks.reduce((sum, rank) => sum + rank.active_requests, 0);
+      const label = (one) => `${one.worker_id}: ${one.state}, pool ${one.pool}, ${counted(busy(one), "active request")}`;
+      const input = select("worker", workers.map((one) => [one.worker_id, label(one)]), subject.worker);
       return {
         fields: [{ label: "Worker", input }],
         read: () => (input.value ? { body: { worker_ids: [input.value] } } : { problem: "There is no worker to drain." }),
@@ -81,14 +70,14 @@ export const ACTIONS = [
     about: "The policy selects the worker of each request. The change is valid until the next change or a new configuration of the pool.",
     createForm({ status, info, subject }) {
       const input = poolSelect(status, subject);
-      const policy = select("policy", info.policies.map((/** @type {string} */ one) => [one, one]));
+      const policy = select("policy", info.policies.map((one) => [one, one]));
       return {
         fields: [
           { label: "Pool", input },
           { label: "Policy", input: policy },
         ],
         read() {
-          const now = status.pools.find((/** @type {any} */ one) => one.pool === input.value)?.policy;
+          const now = status.pools.find((one) => one.pool === input.value)?.policy;
           if (now === policy.value) return { problem: `The pool ${input.value} already routes by ${now}. Choose another policy.` };
           return { body: { pool: input.value, mode: policy.value } };
         },
@@ -127,7 +116,7 @@ export const ACTIONS = [
     about: "A drained pool gets no new requests. Requests that its workers have finish there.",
     createForm({ status, subject }) {
       const input = poolSelect(status, subject);
-      const isDrained = (/** @type {string} */ name) => status.pools.find((/** @type {any} */ one) => one.pool === name)?.drained;
+      const isDrained = (name) => status.pools.find((one) => one.pool === name)?.drained;
       const drained = select("drained", [["true", "drain: no new requests"], ["false", "end the drain: requests again"]]);
       const suggest = () => (drained.value = String(!isDrained(input.value)));
       input.addEventListener("change", suggest);
@@ -150,27 +139,23 @@ export const ACTIONS = [
 
 /**
  * Return the outcome of an action in sentences.
- *
- * @param {any} result response of the ingress, or the steps of a size
- * @returns {string[]}
+ * result: response of the ingress, or the steps of a size
  */
 export function outcomeOf({ outcomes, steps, pools, ...settings }) {
   if (outcomes) {
-    return outcomes.map((/** @type {any} */ one) => {
+    return outcomes.map((one) => {
       const message = one.message ? `: ${one.message}` : "";
       return `${one.worker_id}: ${one.status.replaceAll("_", " ")}${message}`;
     });
   }
-  if (steps) return steps.map((/** @type {any} */ one) => one.text);
+  if (steps) return steps.map((one) => one.text);
   if (pools) {
-    return pools.map((/** @type {any} */ one) => `pool ${one.pool}: policy ${one.policy}${one.drained ? ", drained" : ", gets new requests"}`);
+    return pools.map((one) => `pool ${one.pool}: policy ${one.policy}${one.drained ? ", drained" : ", gets new requests"}`);
   }
   return Object.entries(settings).map(([name, value]) => `${name}: ${value ?? OFF}`);
 }
 
-/** @param {{name: string, label: string, input: HTMLInputElement}[]} inputs */
 function readThresholds(inputs) {
-  /** @type {Object<string, number|null>} */
   const body = {};
   for (const { name, label, input } of inputs) {
     const given = input.value.trim();
@@ -182,31 +167,17 @@ function readThresholds(inputs) {
   return Object.keys(body).length ? { body } : { problem: "Nothing is changed. Enter at least one threshold." };
 }
 
-/**
- * @param {any} status
- * @param {import("./actions.js").Subject} subject
- */
 function poolSelect(status, subject) {
-  const label = (/** @type {any} */ one) => `${one.pool}: ${one.role}, policy ${one.policy}${one.drained ? ", drained" : ""}`;
-  return select("pool", status.pools.map((/** @type {any} */ one) => [one.pool, label(one)]), subject.pool);
+  const label = (one) => `${one.pool}: ${one.role}, policy ${one.policy}${one.drained ? ", drained" : ""}`;
+  return select("pool", status.pools.map((one) => [one.pool, label(one)]), subject.pool);
 }
 
-/**
- * @param {string} name
- * @param {[string, string][]} options values and labels
- * @param {string} [value]
- * @returns {HTMLSelectElement}
- */
 function select(name, options, value) {
   const known = options.some(([one]) => one === value) ? { value } : {};
   const props = { id: `action-${name}`, ...known };
-  return /** @type {HTMLSelectElement} */ (h("select", props, options.map(([one, label]) => h("option", { value: one }, label))));
+  return h("select", props, options.map(([one, label]) => h("option", { value: one }, label)));
 }
 
-/**
- * @param {Object<string, any>} props
- * @returns {HTMLInputElement}
- */
 function field(props) {
-  return /** @type {HTMLInputElement} */ (h("input", { autocomplete: "off", spellcheck: "false", ...props }));
+  return h("input", { autocomplete: "off", spellcheck: "false", ...props });
 }

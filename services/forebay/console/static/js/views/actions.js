@@ -1,8 +1,6 @@
 /**
  * A dialog with which an operator changes the running system. It shows the event that will be written, requires the
  * operator's name, the admin token and a confirmation, and shows the outcome. The token is never stored.
- *
- * @module views/actions
  */
 
 import { h, put, replace, setText } from "../dom.js";
@@ -10,30 +8,19 @@ import { sentence } from "../format.js";
 import { ACTIONS, outcomeOf } from "./action_kinds.js";
 
 /**
- * @typedef {object} Subject
- * @property {string} [action] one of `ACTIONS`
- * @property {string} [worker]
- * @property {string} [pool]
+ * Subject
+ * - action: one of `ACTIONS`
  */
 
 /**
  * Create a button that opens the dialog.
- *
- * @param {import("../views.js").Context} context
- * @param {Subject} [subject] what the action changes
- * @param {string} [label]
+ * subject: what the action changes
  */
 export function actionButton(context, subject = {}, label = "Actions") {
   const onclick = () => openActions(context, subject);
   return h("button", { type: "button", class: "button", "aria-haspopup": "dialog", onclick }, label);
 }
 
-/**
- * Open the dialog.
- *
- * @param {import("../views.js").Context} context
- * @param {Subject} [subject]
- */
 export function openActions(context, subject = {}) {
   new ActionDialog(context, subject).open();
 }
@@ -42,9 +29,9 @@ export function openActions(context, subject = {}) {
 let lastOperator = "";
 
 class ActionDialog {
-  /** @type {import("../views.js").Context} */ #context;
-  /** @type {Subject} */ #subject;
-  /** @type {HTMLDialogElement} */ #dialog;
+  #context;
+  #subject;
+  #dialog;
   #kind;
   #fields = h("div", { class: "action-fields" });
   #about = h("p", { class: "soft" });
@@ -57,14 +44,10 @@ class ActionDialog {
   #write = h("button", { type: "button", class: "button primary", onclick: () => this.#execute() }, "Write this event");
   #back = h("button", { type: "button", class: "button", onclick: () => this.#show(this.#enter) }, "Back");
   #outcome = h("div", { role: "status" });
-  /** @type {any} */ #status = null;
-  /** @type {import("./action_kinds.js").ActionForm|null} */ #form = null;
+  #status = null;
+  #form = null;
   #closed = new AbortController();
 
-  /**
-   * @param {import("../views.js").Context} context
-   * @param {Subject} subject
-   */
   constructor(context, subject) {
     this.#context = context;
     this.#subject = subject;
@@ -77,7 +60,7 @@ class ActionDialog {
     this.#operator = h("input", { ...props, id: "action-operator", autocomplete: "name", value: lastOperator });
     const secret = { type: "password", required: true, autocomplete: "off", pattern: "[!-~]+", maxlength: 4096 };
     this.#token = h("input", { ...secret, id: "action-token", title: "visible ASCII characters without spaces" });
-    const onsubmit = (/** @type {Event} */ event) => {
+    const onsubmit = (event) => {
       event.preventDefault();
       this.#confirm();
     };
@@ -101,7 +84,7 @@ class ActionDialog {
       past && h("p", { class: "notes" }, past),
       h("div", { class: "row" }, this.#write, this.#back),
     );
-    this.#dialog = /** @type {HTMLDialogElement} */ (
+    this.#dialog = (
       h(
         "dialog",
         { class: "actions", "aria-labelledby": "actions-title", onclose: () => this.#onClose() },
@@ -127,12 +110,12 @@ class ActionDialog {
 
   #onClose() {
     this.#closed.abort();
-    /** @type {HTMLInputElement} */ (this.#token).value = "";
+    this.#token.value = "";
     this.#dialog.remove();
   }
 
   get #action() {
-    const name = /** @type {HTMLSelectElement} */ (this.#kind).value;
+    const name = this.#kind.value;
     return ACTIONS.find((one) => one.name === name) ?? ACTIONS[0];
   }
 
@@ -145,7 +128,7 @@ class ActionDialog {
   }
 
   #confirm() {
-    const operator = /** @type {HTMLInputElement} */ (this.#operator).value.trim();
+    const operator = this.#operator.value.trim();
     const { body = null, problem = "The status of the system is not known yet." } = this.#form?.read() ?? {};
     if (!body || !operator) {
       this.#report(body ? "Enter your name. It is written to the log with the event." : problem);
@@ -164,7 +147,7 @@ class ActionDialog {
 
   async #execute() {
     const { body } = this.#form?.read() ?? {};
-    const headers = { "x-forebay-admin-token": /** @type {HTMLInputElement} */ (this.#token).value };
+    const headers = { "x-forebay-admin-token": this.#token.value };
     put(this.#write, "disabled", true);
     put(this.#back, "disabled", true);
     setText(this.#outcome, "Waiting for the effect…");
@@ -187,7 +170,7 @@ class ActionDialog {
     }
   }
 
-  /** @param {HTMLElement|null} step the form, the review, or neither */
+  /** step: the form, the review, or neither */
   #show(step) {
     put(this.#enter, "hidden", step !== this.#enter);
     put(this.#review, "hidden", step !== this.#review);
@@ -196,23 +179,17 @@ class ActionDialog {
     if (step === this.#enter) this.#kind.focus();
   }
 
-  /** @param {string} message */
   #report(message) {
     setText(this.#problem, sentence(message));
     put(this.#problem, "hidden", false);
   }
 }
 
-/**
- * @param {string} label
- * @param {HTMLElement} input an element with an ID
- * @param {string} [hint]
- */
+/** input: an element with an ID */
 function field(label, input, hint) {
   return h("div", { class: "field" }, h("label", { for: input.id }, label), input, hint && h("span", { class: "soft" }, hint));
 }
 
-/** @param {unknown} error */
 function messageOf(error) {
   return error instanceof Error ? error.message : String(error);
 }

@@ -1,8 +1,6 @@
 /**
  * The comparison of two moments. The first one is parameter `a` of the fragment. The second one is parameter `b`, or the
  * moment of the time slider without it.
- *
- * @module views/comparison
  */
 
 import { h, put, setText } from "../dom.js";
@@ -12,7 +10,6 @@ import { Table } from "../table.js";
 
 const LIVE_INTERVAL_MS = 2_000; // the state of two moments takes up to a second to derive
 
-/** @type {[name: string, label: string][]} */
 const TOTALS = [
   ["workers", "workers"],
   ["ready", "ready workers"],
@@ -25,7 +22,7 @@ const TOTALS = [
 
 /** Two moments, their totals, and their differences in sentences. */
 export class Comparison {
-  /** @type {HTMLElement} */ element;
+  element;
   #context;
   #a;
   #b;
@@ -37,7 +34,6 @@ export class Comparison {
   #readMs = -LIVE_INTERVAL_MS;
   #shown = "";
 
-  /** @param {import("../views.js").Context} context */
   constructor(context) {
     this.#context = context;
     this.#a = createInput("first moment");
@@ -64,7 +60,7 @@ export class Comparison {
     this.#result.append(this.#totals.element, this.#changes.element);
     const form = h(
       "form",
-      { class: "filters", onsubmit: (/** @type {Event} */ event) => this.#submit(event) },
+      { class: "filters", onsubmit: (event) => this.#submit(event) },
       h("label", {}, "From", this.#a, h("button", { type: "button", class: "button", onclick: () => this.#take("a") }, "Shown moment")),
       h("label", {}, "To", this.#b, h("button", { type: "button", class: "button", onclick: () => this.#take("b") }, "Shown moment")),
       h("button", { type: "submit", class: "button primary" }, "Compare"),
@@ -72,7 +68,6 @@ export class Comparison {
     this.element = section("Compare two moments", form, this.#problem, this.#summary, this.#result);
   }
 
-  /** @param {AbortSignal} signal */
   async refresh(signal) {
     const { api, moment, state } = this.#context;
     const a = timeOf(moment.route.params.a);
@@ -89,7 +84,7 @@ export class Comparison {
     const isDue = performance.now() - this.#readMs >= LIVE_INTERVAL_MS;
     if (key === this.#shown && !(isLive && isDue)) return;
     if (key !== this.#shown) setText(this.#summary, "Comparing …");
-    const other = b ?? moment.atUs ?? /** @type {any} */ (state()).end_us;
+    const other = b ?? moment.atUs ?? state().end_us;
     const found = await api.get("v1/console/compare", { a_us: a, b_us: other }, signal);
     if (signal.aborted) return;
     this.#shown = key;
@@ -99,10 +94,8 @@ export class Comparison {
   }
 
   /**
-   * @param {any} found MomentComparison
-   * @param {number} a
-   * @param {number} b
-   * @param {boolean} isFollowing whether the second moment is the one of the time slider
+   * found: MomentComparison
+   * isFollowing: whether the second moment is the one of the time slider
    */
   #showResult({ a: earlier, b: later, changes, omitted }, a, b, isFollowing) {
     const [from, to] = a <= b ? [a, b] : [b, a];
@@ -113,39 +106,30 @@ export class Comparison {
     const hint = isFollowing ? " Move the time slider to compare with another moment." : "";
     const span = `${duration(to - from)}, from ${format(from)} to ${format(to)} UTC`;
     setText(this.#summary, `${count} in ${span}.${further}${hint}`);
-    const owner = (/** @type {any} */ one) => `${one.owner_id || "unknown"}, epoch ${whole(one.owner_epoch)}`;
+    const owner = (one) => `${one.owner_id || "unknown"}, epoch ${whole(one.owner_epoch)}`;
     this.#totals.update([
       { label: "owner", before: owner(earlier), after: owner(later) },
       ...TOTALS.map(([name, label]) => ({ label, before: number(earlier[name]), after: number(later[name]) })),
     ]);
-    this.#changes.update(changes.map((/** @type {any} */ change, /** @type {number} */ at) => ({ ...change, key: at })));
+    this.#changes.update(changes.map((change, at) => ({ ...change, key: at })));
   }
 
-  /**
-   * @param {number|null} a
-   * @param {number|null} b
-   */
   #showTimes(a, b) {
     put(this.#a, "value", a === null ? "" : dateTime(a));
     put(this.#b, "value", b === null ? "" : dateTime(b));
   }
 
-  /**
-   * Use the moment that the page shows as one of the two moments.
-   *
-   * @param {"a"|"b"} which
-   */
+  /** Use the moment that the page shows as one of the two moments. */
   #take(which) {
     const { moment, state, navigate } = this.#context;
-    navigate("time", "", { ...moment.route.params, [which]: moment.atUs ?? /** @type {any} */ (state()).end_us });
+    navigate("time", "", { ...moment.route.params, [which]: moment.atUs ?? state().end_us });
   }
 
-  /** @param {Event} event */
   #submit(event) {
     event.preventDefault();
     const { moment, state, navigate } = this.#context;
-    const nearUs = moment.atUs ?? /** @type {any} */ (state()).end_us;
-    const typed = [this.#a, this.#b].map((input) => /** @type {HTMLInputElement} */ (input).value.trim());
+    const nearUs = moment.atUs ?? state().end_us;
+    const typed = [this.#a, this.#b].map((input) => input.value.trim());
     const [a, b] = typed.map((value) => (value ? parseTime(value, nearUs) : null));
     const wrong = typed.find((value, at) => value && [a, b][at] === null) ?? (typed[0] ? undefined : "");
     put(this.#problem, "hidden", wrong === undefined);
@@ -154,12 +138,10 @@ export class Comparison {
   }
 }
 
-/** @param {string} placeholder */
 function createInput(placeholder) {
   return h("input", { type: "text", class: "moment-entry", placeholder, autocomplete: "off", spellcheck: "false" });
 }
 
-/** @param {string|undefined} param */
 function timeOf(param) {
   return /^\d{1,16}$/.test(param ?? "") ? Number(param) : null;
 }

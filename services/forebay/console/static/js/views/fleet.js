@@ -1,8 +1,4 @@
-/**
- * The fleet at the chosen moment: problems, metrics, pools, workers, the owner and its input topics.
- *
- * @module views/fleet
- */
+/** The fleet at the chosen moment: problems, metrics, pools, workers, the owner and its input topics. */
 
 import { h, put, reconcile, replace, setText } from "../dom.js";
 import { compact, counted, dateTime, duration, percent, sentence, whole } from "../format.js";
@@ -13,18 +9,12 @@ import { WorkerTable } from "./fleet_workers.js";
 
 const PROBLEMS_MAX = 8; // the rest can be opened
 
-/**
- * Create the view.
- *
- * @param {import("../views.js").Context} context
- * @returns {import("../views.js").View}
- */
 export function create(context) {
   return new Fleet(context);
 }
 
 class Fleet {
-  /** @type {HTMLElement} */ element;
+  element;
   #context;
   #headline = h("h1");
   #problems = h("ul");
@@ -39,9 +29,8 @@ class Fleet {
   #pools;
   #workers;
   #topics = createTopics();
-  /** @type {HTMLElement[]} */ #details; // empty before the first decision
+  #details; // empty before the first decision
 
-  /** @param {import("../views.js").Context} context */
   constructor(context) {
     this.#context = context;
     this.#charts = new FleetCharts(context);
@@ -59,7 +48,6 @@ class Fleet {
     );
   }
 
-  /** @param {AbortSignal} signal */
   async refresh(signal) {
     const { api, moment } = this.#context;
     const [fleet] = await Promise.all([
@@ -82,10 +70,9 @@ class Fleet {
     this.#workers.dispose();
   }
 
-  /** @param {string[]} problems */
   #showProblems(problems) {
     put(this.#notes, "hidden", !problems.length);
-    const show = (/** @type {Element} */ list, /** @type {string[]} */ texts) =>
+    const show = (list, texts) =>
       reconcile(list, texts, (text) => text, (text) => h("li", {}, sentence(text)));
     show(this.#problems, problems.slice(0, PROBLEMS_MAX));
     show(this.#furtherProblems, problems.slice(PROBLEMS_MAX));
@@ -93,9 +80,8 @@ class Fleet {
     setText(this.#further.children[0], counted(problems.length - PROBLEMS_MAX, "further problem"));
   }
 
-  /** @param {any} status GroupStatus */
   #showHint(status) {
-    const routed = status.pools.reduce((/** @type {number} */ sum, /** @type {any} */ pool) => sum + pool.routed, 0);
+    const routed = status.pools.reduce((sum, pool) => sum + pool.routed, 0);
     const key = status.owner.epoch < 0 ? "no owner" : routed + status.requests.in_flight ? "" : "no request";
     if (key === this.#hintKey) return;
     this.#hintKey = key;
@@ -104,13 +90,13 @@ class Fleet {
   }
 
   /**
-   * @param {any} status GroupStatus
-   * @param {any[]} activities WorkerActivity of each worker
+   * status: GroupStatus
+   * activities: WorkerActivity of each worker
    */
   #showSummary(status, activities) {
-    const ranks = status.workers.flatMap((/** @type {any} */ worker) => worker.ranks);
-    const total = (/** @type {string} */ name) =>
-      ranks.reduce((/** @type {number} */ sum, /** @type {any} */ rank) => sum + (rank[name] ?? 0), 0);
+    const ranks = status.workers.flatMap((worker) => worker.ranks);
+    const total = (name) =>
+      ranks.reduce((sum, rank) => sum + (rank[name] ?? 0), 0);
     const used = total("kv_blocks_used");
     const blocks = total("kv_blocks_total");
     const phases = Object.entries(status.requests.by_phase).map(([phase, count]) => `${whole(Number(count))} ${phase}`);
@@ -132,19 +118,16 @@ class Fleet {
 
 /**
  * Return the state of the system as a sentence.
- *
- * @param {any} status GroupStatus
- * @param {string[]} problems
+ * status: GroupStatus
  */
 function headline(status, problems) {
   const found = problems.length ? `, ${counted(problems.length, "problem")}` : "";
   if (!status.ready) return `Not ready for requests${found}.`;
-  const ready = status.workers.filter((/** @type {any} */ worker) => worker.state === "ready").length;
+  const ready = status.workers.filter((worker) => worker.state === "ready").length;
   const workers = ready === status.workers.length ? counted(ready, "worker") : `${whole(ready)} of ${counted(status.workers.length, "worker")}`;
   return `Ready: ${workers}, ${counted(status.requests.in_flight, "request")} in flight${found || ", no problems"}.`;
 }
 
-/** @param {any} status GroupStatus */
 function ownerSentence({ owner, group }) {
   if (owner.epoch < 0) return `No router has owned group ${group} yet.`;
   const since = owner.since_us === null ? "" : ` since ${dateTime(owner.since_us)} UTC`;
@@ -153,29 +136,24 @@ function ownerSentence({ owner, group }) {
     true: owner.heartbeat_age_s === null ? "It runs." : `Its newest heartbeat is ${duration(owner.heartbeat_age_s * 1e6)} old.`,
     false: "It sends no heartbeats any more.",
     null: "A log does not show whether it still runs.",
-  }[/** @type {"true"|"false"|"null"} */ (String(owner.alive))];
+  }[String(owner.alive)];
   const names = owner.standbys?.join(", ");
   const standbys = owner.standbys === null ? "" : names ? ` Standbys: ${names}.` : " It has no standby.";
   return `${name} owns group ${group} in epoch ${whole(owner.epoch)}${since}. ${alive}${standbys}`;
 }
 
-/** @param {any[]} workers */
 function workerStates(workers) {
   const counts = new Map();
   for (const { state } of workers) counts.set(state, (counts.get(state) ?? 0) + 1);
   return [...counts].map(([state, count]) => `${whole(count)} ${state}`).join(", ") || "none";
 }
 
-/**
- * @param {any[]} activities
- * @param {number} tokens number of their first tokens
- */
+/** tokens: number of their first tokens */
 function hitRate(activities, tokens) {
   if (!tokens) return "no hit rate";
   return `${percent(activities.reduce((sum, one) => sum + one.hit_rate * one.first_tokens, 0) / tokens)} mean hit rate`;
 }
 
-/** @param {any} info ConsoleInfo */
 function hintToServe({ kind, source }) {
   const start =
     kind === "kafka"
@@ -194,7 +172,6 @@ function sendCommand() {
   return [h("p", {}, "Send first requests:"), commandLine("forebay trace 'synthetic:requests=60,rate=6'")];
 }
 
-/** @param {string} path */
 function quoted(path) {
   return /^[\w@%+=:,./-]+$/.test(path) ? path : `'${path.replaceAll("'", `'\\''`)}'`;
 }

@@ -1,8 +1,4 @@
-/**
- * Charts of the minutes before the chosen moment.
- *
- * @module views/fleet_charts
- */
+/** Charts of the minutes before the chosen moment. */
 
 import { LineChart } from "../charts.js";
 import { h, put } from "../dom.js";
@@ -13,9 +9,8 @@ const WINDOWS = [5, 15]; // minutes
 const POINTS = 100;
 const LIVE_INTERVAL_MS = 1_000; // an interval of the charts takes at least three seconds
 
-/** Charts of load, latency and failures. */
 export class FleetCharts {
-  /** @type {HTMLElement} */ element;
+  element;
   #context;
   #minutes = WINDOWS[0];
   #buttons;
@@ -23,10 +18,8 @@ export class FleetCharts {
   #shown = ""; // moment and window of the values in the charts
   #shownMs = 0;
 
-  /** @param {import("../views.js").Context} context */
   constructor(context) {
     this.#context = context;
-    /** @type {(value: number|null) => string} */
     const perSecond = (value) => (value === null ? number(null) : `${number(value)}/s`);
     const percentiles = [{ name: "p50", colour: 0 }, { name: "p95", colour: 1, isDashed: true }];
     this.#charts = [
@@ -55,17 +48,13 @@ export class FleetCharts {
     );
   }
 
-  /**
-   * Show the minutes before the chosen moment. While the page is live, read them once per second.
-   *
-   * @param {AbortSignal} [signal]
-   */
+  /** Show the minutes before the chosen moment. While the page is live, read them once per second. */
   async refresh(signal) {
     const { api, moment, state } = this.#context;
     const key = `${moment.atUs} ${this.#minutes}`;
     const age = performance.now() - this.#shownMs;
     if (key === this.#shown && (moment.atUs !== null || age < LIVE_INTERVAL_MS)) return;
-    const range = chartRange(/** @type {any} */ (state()), moment.atUs, this.#minutes * MINUTE_US);
+    const range = chartRange(state(), moment.atUs, this.#minutes * MINUTE_US);
     const series = await api.get("v1/console/series", { ...range, points: POINTS }, signal);
     if (signal?.aborted) return;
     this.#shown = key;
@@ -75,7 +64,6 @@ export class FleetCharts {
     }
   }
 
-  /** @param {number} minutes */
   #choose(minutes) {
     this.#minutes = minutes;
     this.#markChosen();
@@ -89,10 +77,7 @@ export class FleetCharts {
 
 /**
  * Return the span of the charts. It ends at the moment, and ends at a whole interval, so that the last value is complete.
- *
- * @param {{begin_us: number, end_us: number}} state CatalogState
- * @param {number|null} atUs
- * @param {number} windowUs
+ * state: CatalogState
  */
 function chartRange({ begin_us, end_us }, atUs, windowUs) {
   const end = atUs ?? end_us;

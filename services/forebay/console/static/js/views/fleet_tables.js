@@ -1,8 +1,4 @@
-/**
- * Tables of pools and input topics.
- *
- * @module views/fleet_tables
- */
+/** Tables of pools and input topics. */
 
 import { put } from "../dom.js";
 import { percent, whole } from "../format.js";
@@ -56,18 +52,14 @@ export function createTopics() {
 
 /**
  * Show a state in a cell.
- *
- * @param {HTMLElement} cell
- * @param {string} state determines shape and colour
- * @param {string} [label]
+ * state: determines shape and colour
  */
 export function fillBadge(cell, state, label = state) {
   if (!cell.firstElementChild) cell.append(badge());
-  updateBadge(/** @type {Element} */ (cell.firstElementChild), state, label);
+  updateBadge(cell.firstElementChild, state, label);
   put(cell, "data-state", state);
 }
 
-/** @param {any} pool PoolStatus */
 function canary({ canary_of, canary_share }) {
   return canary_of === null ? "" : `${percent(canary_share)} of ${canary_of}`;
 }

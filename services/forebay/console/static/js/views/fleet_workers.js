@@ -1,8 +1,4 @@
-/**
- * The table of workers and ranks, with a filter.
- *
- * @module views/fleet_workers
- */
+/** The table of workers and ranks, with a filter. */
 
 import { h, printable, put, reconcile, setText } from "../dom.js";
 import { compact, counted, duration, percent, whole } from "../format.js";
@@ -11,18 +7,16 @@ import { meter, updateMeter } from "../parts.js";
 import { Table } from "../table.js";
 import { fillBadge } from "./fleet_tables.js";
 
-/** The workers of a group. */
 export class WorkerTable {
-  /** @type {HTMLElement} */ element;
-  /** @type {any[]} */ #rows = [];
-  /** @type {number|null} */ #atUs = null; // moment of the rows
+  element;
+  #rows = [];
+  #atUs = null; // moment of the rows
   #context;
   #table;
   #search;
   #state = h("select", { onchange: () => this.#show() });
   #count = h("span", { class: "soft", role: "status" });
 
-  /** @param {import("../views.js").Context} context */
   constructor(context) {
     this.#context = context;
     this.#search = h("input", { type: "search", placeholder: "name, pool, role or engine", oninput: () => this.#show() });
@@ -38,15 +32,14 @@ export class WorkerTable {
 
   /**
    * Show other workers.
-   *
-   * @param {any} status GroupStatus
-   * @param {any[]} activities WorkerActivity of each worker
+   * status: GroupStatus
+   * activities: WorkerActivity of each worker
    */
   update(status, activities) {
     this.#atUs = this.#context.moment.atUs;
     const activity = new Map(activities.map((one) => [one.worker_id, one]));
-    this.#rows = status.workers.flatMap((/** @type {any} */ worker) =>
-      worker.ranks.map((/** @type {any} */ rank) => ({
+    this.#rows = status.workers.flatMap((worker) =>
+      worker.ranks.map((rank) => ({
         key: `${worker.worker_id}/${rank.rank}`,
         name: worker.ranks.length > 1 ? `${worker.worker_id}/${rank.rank}` : worker.worker_id,
         worker,
@@ -54,16 +47,16 @@ export class WorkerTable {
         activity: activity.get(worker.worker_id) ?? { hit_rate: null, ttft_p50_us: null },
       })),
     );
-    const states = ["", ...new Set(status.workers.map((/** @type {any} */ worker) => worker.state))];
-    const chosen = /** @type {HTMLSelectElement} */ (this.#state).value;
+    const states = ["", ...new Set(status.workers.map((worker) => worker.state))];
+    const chosen = this.#state.value;
     if (chosen && !states.includes(chosen)) states.push(chosen);
     reconcile(this.#state, states, (state) => state, (state) => h("option", { value: state }, state || "all"));
     this.#show();
   }
 
   #show() {
-    const wanted = /** @type {HTMLInputElement} */ (this.#search).value.trim().toLowerCase();
-    const state = /** @type {HTMLSelectElement} */ (this.#state).value;
+    const wanted = this.#search.value.trim().toLowerCase();
+    const state = this.#state.value;
     const shown = this.#rows.filter(({ name, worker }) => {
       const texts = [printable(name), worker.pool, worker.role, worker.engine, ...worker.loras];
       return (!state || worker.state === state) && texts.some((text) => text.toLowerCase().includes(wanted));
@@ -77,18 +70,15 @@ export class WorkerTable {
     this.#table.dispose();
   }
 
-  /** @returns {import("../table.js").Column<any>[]} */
   #columns() {
-    /** @type {(id: string, label: string, title: string, value: (row: any) => number|null, text?: (value: any) => string) => any} */
     const numeric = (id, label, title, value, text = whole) => ({
       id,
       label,
       title,
-      text: (/** @type {any} */ row) => text(value(row)),
+      text: (row) => text(value(row)),
       order: value,
       isDescendingFirst: true,
     });
-    /** @type {(id: string, value: (row: any) => string) => any} */
     const textual = (id, value) => ({ id, label: id, isText: true, text: value, order: value });
     return [
       { ...textual("worker", ({ name }) => name), fill: (cell, row) => this.#fillName(cell, row) },
@@ -107,37 +97,27 @@ export class WorkerTable {
     ];
   }
 
-  /**
-   * @param {HTMLElement} cell
-   * @param {any} row
-   */
   #fillName(cell, { name, worker }) {
     if (!cell.firstElementChild) cell.append(h("a", { class: "name" }));
-    const link = /** @type {Element} */ (cell.firstElementChild);
+    const link = cell.firstElementChild;
     setText(link, name);
     put(link, "href", linkTo("requests", "", { worker: worker.worker_id }, this.#atUs));
     put(link, "title", `Requests of ${worker.worker_id}, engine ${worker.engine || "unknown"}${loras(worker)}`);
   }
 }
 
-/** @param {any} worker WorkerStatus */
 function loras({ loras: names }) {
   return names.length ? `, LoRA adapters ${names.join(", ")}` : "";
 }
 
-/** @param {any} row */
 function occupancy({ rank }) {
   return rank.kv_blocks_used === null || !rank.kv_blocks_total ? null : rank.kv_blocks_used / rank.kv_blocks_total;
 }
 
-/**
- * @param {HTMLElement} cell
- * @param {any} row
- */
 function fillOccupancy(cell, row) {
   if (!cell.firstElementChild) cell.append(meter());
   const { kv_blocks_used: used, kv_blocks_total: total } = row.rank;
   const label = `${used === null ? "unknown" : compact(used)} of ${compact(total)}`;
-  updateMeter(/** @type {Element} */ (cell.firstElementChild), occupancy(row) ?? 0, label);
+  updateMeter(cell.firstElementChild, occupancy(row) ?? 0, label);
   put(cell, "title", `${used === null ? "unknown" : whole(used)} of ${whole(total)} KV blocks`);
 }

@@ -1,20 +1,8 @@
-/**
- * A dialog with one decoded record of the log.
- *
- * @module views/record_dialog
- */
+/** A dialog with one decoded record of the log. */
 
 import { h, put, setText } from "../dom.js";
 import { isAbort } from "../api.js";
 
-/**
- * Create a button that shows a record of the log.
- *
- * @param {import("../api.js").Api} api
- * @param {string} topic
- * @param {number} offset
- * @returns {HTMLElement}
- */
 export function recordButton(api, topic, offset) {
   const label = `Record ${offset} of topic ${topic}`;
   return h(
@@ -24,16 +12,11 @@ export function recordButton(api, topic, offset) {
   );
 }
 
-/**
- * @param {import("../api.js").Api} api
- * @param {string} topic
- * @param {number} offset
- */
 async function showRecord(api, topic, offset) {
   const closed = new AbortController();
   const content = h("pre", { tabindex: 0, "aria-label": "Record" }, "Reading the record…");
   const close = h("button", { type: "button", class: "button", onclick: () => dialog.close() }, "Close");
-  const dialog = /** @type {HTMLDialogElement} */ (
+  const dialog = (
     h(
       "dialog",
       { class: "record", "aria-labelledby": "record-title", onclose: () => closed.abort() },

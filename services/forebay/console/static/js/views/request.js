@@ -1,8 +1,4 @@
-/**
- * One request: what happened to it, when, where and why.
- *
- * @module views/request
- */
+/** One request: what happened to it, when, where and why. */
 
 import { ApiError, isAbort } from "../api.js";
 import { h, put, reconcile, replace, setText } from "../dom.js";
@@ -18,19 +14,13 @@ import { counterfactualList, excluded, routingSection } from "./routing.js";
 const OTHERS_SHOWN = 5;
 const EXPLAIN_EVERY_MS = 1_000; // an explanation derives the request again, which costs more than a row of a list
 
-/**
- * Create the view.
- *
- * @param {import("../views.js").Context} context
- * @returns {import("../views.js").View}
- */
 export function create(context) {
   return new RequestView(context);
 }
 
 class RequestView {
-  /** @type {HTMLElement} */ element;
-  /** @type {import("../views.js").Context} */ #context;
+  element;
+  #context;
   #back = h("a", {}, "← All requests");
   #badge = badge();
   #id = h("code", { class: "request-id" });
@@ -48,14 +38,13 @@ class RequestView {
   #what = h("div", { "aria-live": "polite" });
   #changes = section("What would have changed the selection", this.#what);
   #trust = h("div", { class: "soft trust" });
-  /** @type {any} */ #explanation = null;
-  /** @type {any} */ #row = null;
-  /** @type {HTMLElement} */ #body;
+  #explanation = null;
+  #row = null;
+  #body;
   #explainedMs = -Infinity;
   #isCompared = false; // whether the counterfactuals were read
   #shownFor = "";
 
-  /** @param {import("../views.js").Context} context */
   constructor(context) {
     this.#context = context;
     this.#body = h(
@@ -83,7 +72,6 @@ class RequestView {
     );
   }
 
-  /** @param {AbortSignal} signal */
   async refresh(signal) {
     const { api, moment, state } = this.#context;
     const { argument, params } = moment.route;
@@ -112,10 +100,6 @@ class RequestView {
 
   dispose() {}
 
-  /**
-   * @param {number|string|null} number
-   * @param {AbortSignal} signal
-   */
   async #readRow(number, signal) {
     try {
       return number === null ? null : await this.#context.api.get(`v1/console/requests/${number}`, {}, signal);
@@ -125,18 +109,13 @@ class RequestView {
     }
   }
 
-  /**
-   * Read what would have changed the selection.
-   *
-   * @param {AbortSignal} signal
-   */
   async #compare(signal) {
     const { request_id, routings } = this.#explanation;
-    const query = { request_id, routing: routings.map((/** @type {any} */ one) => one.offset) };
+    const query = { request_id, routing: routings.map((one) => one.offset) };
     if (!this.#what.firstChild) setText(this.#what, "Evaluating other settings…");
     try {
       const found = await this.#context.api.get("v1/console/counterfactuals", query, signal);
-      replace(this.#what, found.map((/** @type {any} */ one) => counterfactualList(one, found.length > 1)));
+      replace(this.#what, found.map((one) => counterfactualList(one, found.length > 1)));
     } catch (error) {
       if (signal.aborted || isAbort(error)) return;
       replace(this.#what, h("p", { class: "problem" }, error instanceof Error ? error.message : String(error)));
@@ -144,10 +123,6 @@ class RequestView {
     this.#isCompared = true;
   }
 
-  /**
-   * @param {string} id
-   * @param {string} message
-   */
   #showMissing(id, message) {
     setText(this.#id, id);
     setText(this.#title, "This request cannot be explained.");
@@ -179,7 +154,6 @@ class RequestView {
     replace(this.#trust, trustNotes(explanation).map((note) => h("p", {}, note)));
   }
 
-  /** @param {any} explanation */
   #showNotes({ request_id, earlier_uses, others, divergence }) {
     const notes = [];
     const { atUs } = this.#context.moment;
@@ -191,7 +165,7 @@ class RequestView {
     }
     if (others?.length) {
       const count = others.length === 1 ? "Another request has" : `${others.length} other requests have`;
-      const links = others.slice(0, OTHERS_SHOWN).map((/** @type {string} */ id, /** @type {number} */ at) => [
+      const links = others.slice(0, OTHERS_SHOWN).map((id, at) => [
         at ? ", " : "",
         h("a", { href: linkTo("requests", "", { q: id }, atUs) }, id),
       ]);
@@ -201,11 +175,6 @@ class RequestView {
     replace(this.#notes, h("ul", {}, notes.map((note) => h("li", {}, note))));
   }
 
-  /**
-   * @param {any} explanation
-   * @param {number} endUs
-   * @param {number|null} atUs
-   */
   #showCourse(explanation, endUs, atUs) {
     const course = courseOf(explanation, endUs);
     const sinceUs = explanation.submitted?.now_us;
@@ -215,12 +184,8 @@ class RequestView {
     else replace(this.#chart);
   }
 
-  /**
-   * @param {any} explanation
-   * @param {number|null} atUs
-   */
   #showEntries(explanation, atUs) {
-    const isLater = (/** @type {any} */ entry) => atUs !== null && (entry.now_us === null || entry.now_us > atUs);
+    const isLater = (entry) => atUs !== null && (entry.now_us === null || entry.now_us > atUs);
     reconcile(
       this.#entries,
       explanation.timeline,
@@ -240,28 +205,18 @@ class RequestView {
 
 /**
  * Show a section with this content, or hide it without content.
- *
- * @param {HTMLElement} element a section whose first child is its heading
- * @param {HTMLElement|null} content
+ * element: a section whose first child is its heading
  */
 function show(element, content) {
   put(element, "hidden", !content);
   if (content) replace(element, element.firstElementChild, content);
 }
 
-/**
- * @param {any} explanation
- * @param {string} what
- */
 function entryList({ timeline }, what) {
-  const found = timeline.filter((/** @type {any} */ entry) => entry.what === what);
-  return found.length ? h("ul", {}, found.map((/** @type {any} */ entry) => h("li", {}, entry.text))) : null;
+  const found = timeline.filter((entry) => entry.what === what);
+  return found.length ? h("ul", {}, found.map((entry) => h("li", {}, entry.text))) : null;
 }
 
-/**
- * @param {any} entry
- * @param {any} explanation
- */
 function entryText(entry, explanation) {
   const isPending = entry.now_us === null && explanation.state !== "submitted";
   return `${entry.text}${isPending ? " (on the log, not in the journal yet)" : ""}${entry.counted ? "" : " (no effect)"}`;

@@ -1,8 +1,4 @@
-/**
- * Charts of one request: its course over time, and the parts of its TTFT.
- *
- * @module views/request_chart
- */
+/** Charts of one request: its course over time, and the parts of its TTFT. */
 
 import { h } from "../dom.js";
 import { duration, percent } from "../format.js";
@@ -15,15 +11,12 @@ const PARTS = { ...PHASES, decode: "network and first decode step" };
 
 /**
  * Create the chart of a course.
- *
- * @param {import("../request_lanes.js").Course} course
- * @param {{shownUs: number|null, isActive: boolean}} options `shownUs`: the chosen moment, in microseconds since the
+ * options: `shownUs`: the chosen moment, in microseconds since the
  *   submission; null for the live state
- * @returns {HTMLElement}
  */
 export function courseChart(course, { shownUs, isActive }) {
   const { lanes, totalUs, firstTokenUs } = course;
-  const share = (/** @type {number} */ us) => Math.min(1, us / totalUs).toFixed(5);
+  const share = (us) => Math.min(1, us / totalUs).toFixed(5);
   const lines = [];
   if (firstTokenUs !== null) lines.push(line("first", share(firstTokenUs), `first token ${duration(firstTokenUs)}`));
   if (shownUs !== null && shownUs > 0 && shownUs < totalUs) lines.push(line("shown", share(shownUs), "shown moment"));
@@ -51,12 +44,6 @@ export function courseChart(course, { shownUs, isActive }) {
   );
 }
 
-/**
- * Create the bar and the table of the parts of a TTFT.
- *
- * @param {Object<string, number>} partsUs
- * @returns {HTMLElement}
- */
 export function ttftParts(partsUs) {
   const parts = Object.entries(partsUs);
   const total = parts.reduce((sum, [, us]) => sum + us, 0) || 1;
@@ -76,7 +63,7 @@ export function ttftParts(partsUs) {
           "li",
           { "data-phase": part },
           h("i", { "aria-hidden": "true" }),
-          PARTS[/** @type {keyof typeof PARTS} */ (part)] ?? part,
+          PARTS[part] ?? part,
           h("b", {}, ` ${duration(us)}`),
           h("span", { class: "soft" }, ` ${percent(us / total)}`),
         ),
@@ -85,39 +72,22 @@ export function ttftParts(partsUs) {
   );
 }
 
-/**
- * @param {import("../phases.js").Span} span
- * @param {(us: number) => string} share
- */
 function bar(span, share) {
   const title = `${span.label}: ${duration(span.toUs - span.fromUs)}`;
   const style = { "--from": share(span.fromUs), "--share": share(span.toUs - span.fromUs) };
   return h("span", { class: "bar-span", "data-phase": span.phase, title, style }, h("span", {}, span.label));
 }
 
-/**
- * @param {string} kind
- * @param {string} from
- * @param {string} label
- */
 function line(kind, from, label) {
   const side = Number(from) > 0.6 ? "left" : "right";
   return h("span", { class: "course-line", "data-kind": kind, "data-side": side, style: { "--from": from } }, h("span", {}, label));
 }
 
-/**
- * @param {number} totalUs
- * @returns {number[]}
- */
 function ticks(totalUs) {
   const step = roundUp(totalUs / TICKS);
   return Array.from({ length: Math.floor(totalUs / step) + 1 }, (_, at) => at * step).filter((us) => us <= 0.97 * totalUs);
 }
 
-/**
- * @param {import("../request_lanes.js").Course} course
- * @param {boolean} isActive
- */
 function spoken({ lanes, totalUs, firstTokenUs }, isActive) {
   const parts = lanes.flatMap((lane) =>
     lane.spans.map((span) => ({

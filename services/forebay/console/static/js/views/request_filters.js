@@ -1,8 +1,4 @@
-/**
- * Filters of the list of requests. They are kept in the address.
- *
- * @module views/request_filters
- */
+/** Filters of the list of requests. They are kept in the address. */
 
 import { h, put, reconcile } from "../dom.js";
 
@@ -13,15 +9,8 @@ const STATES = ["submitted", "queued", "encode", "prefill", "decode", "waiting",
 const SUGGESTIONS_MAX = 500;
 const TYPING_MS = 300; // a filter applies after a pause in typing
 
-/**
- * Create the form of the filters.
- *
- * @param {import("../views.js").Context} context
- */
 export function createFilters(context) {
-  /** @type {ReturnType<typeof setTimeout>|undefined} */
   let timer;
-  /** @type {Set<string>} */
   const known = new Set();
   const workers = h("datalist", { id: "request-workers" });
   const fields = {
@@ -47,7 +36,6 @@ export function createFilters(context) {
     workers,
   );
 
-  /** @param {Event} event */
   function onsubmit(event) {
     event.preventDefault();
     apply();
@@ -60,7 +48,7 @@ export function createFilters(context) {
 
   function apply() {
     clearTimeout(timer);
-    const { q, model, worker, state, slow_ms, failed } = /** @type {Object<string, HTMLInputElement>} */ (fields);
+    const { q, model, worker, state, slow_ms, failed } = fields;
     const params = {
       q: q.value.trim(),
       model: model.value.trim(),
@@ -73,7 +61,7 @@ export function createFilters(context) {
   }
 
   function clear() {
-    /** @type {HTMLFormElement} */ (element).reset();
+    element.reset();
     context.moment.navigate("requests", "", {}, { isNew: false });
     fields.q.focus();
   }
@@ -84,7 +72,6 @@ export function createFilters(context) {
     element,
     createReset: reset,
 
-    /** Whether a filter is set. */
     get isActive() {
       return isActive();
     },
@@ -100,11 +87,6 @@ export function createFilters(context) {
       put(clearing, "hidden", !isActive());
     },
 
-    /**
-     * Add suggestions for the filter by worker.
-     *
-     * @param {string[]} names
-     */
     suggestWorkers(names) {
       if (known.size < SUGGESTIONS_MAX) for (const name of names) known.add(name);
       reconcile(workers, [...known].sort(), (name) => name, (name) => h("option", { value: name }));

@@ -1,8 +1,4 @@
-/**
- * Rows of the list of requests.
- *
- * @module views/request_rows
- */
+/** Rows of the list of requests. */
 
 import { h, printable, put, reconcile, setStyle, setText } from "../dom.js";
 import { clock, dateTime, duration, percent, whole } from "../format.js";
@@ -11,18 +7,16 @@ import { badge, updateBadge } from "../parts.js";
 import { hasEnded, phasesOfRow, roundUp } from "../phases.js";
 
 /**
- * @typedef {object} RowView
- * @property {import("../moment.js").Moment} moment
- * @property {string} group model of the group, which is not repeated in each row
- * @property {number} endUs time until which active requests are shown
- * @property {number} scaleUs duration that fills the width of the last column
- * @property {Set<number>} departed rows that no longer match the filters
+ * RowView
+ * - group: model of the group, which is not repeated in each row
+ * - endUs: time until which active requests are shown
+ * - scaleUs: duration that fills the width of the last column
+ * - departed: rows that no longer match the filters
  */
 
 const ID_CHARS_MAX = 34;
 const ID_HEAD = 12; // characters before the omitted middle
 
-/** @type {{id: string, label: string, isText?: boolean, title?: string}[]} */
 export const COLUMNS = [
   { id: "when", label: "Submitted", isText: true, title: "When the owner applied the submission, UTC" },
   { id: "request", label: "Request", isText: true },
@@ -36,17 +30,11 @@ export const COLUMNS = [
   { id: "life", label: "Phases", isText: true, title: "Queue (hatched), prefill, decode. All bars have the same scale." },
 ];
 
-/**
- * Return the duration that fills the width of the bars: a round number that is at least the longest duration.
- *
- * @param {object[]} rows
- * @param {number} endUs
- */
+/** Return the duration that fills the width of the bars: a round number that is at least the longest duration. */
 export function scaleOf(rows, endUs) {
   return roundUp(Math.max(1_000, ...rows.map((row) => (row.ended_us ?? endUs) - row.submitted_us)));
 }
 
-/** Create an empty row. */
 export function createRow() {
   const cells = COLUMNS.map((column) => h("td", { role: "cell", class: `${column.id}${column.isText ? " t" : ""}`, "data-label": column.label }));
   const [, request, phase, , prompt, , , , , life] = cells;
@@ -57,13 +45,6 @@ export function createRow() {
   return h("tr", { role: "row" }, cells);
 }
 
-/**
- * Show a request in a row.
- *
- * @param {Element} element
- * @param {object} row
- * @param {RowView} view
- */
 export function updateRow(element, row, { moment, group, endUs, scaleUs, departed }) {
   const [when, request, phase, where, prompt, ttft, output, itl, total, life] = element.children;
   const isDeparted = departed.has(row.number);
@@ -87,20 +68,12 @@ export function updateRow(element, row, { moment, group, endUs, scaleUs, departe
   updateLife(life.children[0], row, endUs, scaleUs);
 }
 
-/**
- * Return an ID whose middle is left out if it is long. IDs of one client often differ only at their end.
- *
- * @param {string} id
- */
+/** Return an ID whose middle is left out if it is long. IDs of one client often differ only at their end. */
 function abbreviated(id) {
   const shown = printable(id);
   return shown.length <= ID_CHARS_MAX ? shown : `${shown.slice(0, ID_HEAD)}…${shown.slice(ID_HEAD + 1 - ID_CHARS_MAX)}`;
 }
 
-/**
- * @param {object} row
- * @param {string} group
- */
 function detailsOf(row, group) {
   const found = [];
   if (row.model !== group) found.push(row.model);
@@ -109,17 +82,10 @@ function detailsOf(row, group) {
   return found.join(", ");
 }
 
-/** @param {object} row */
 function reasonOf(row) {
   return row.state === "finished" && row.reason === "stop" ? "" : row.reason;
 }
 
-/**
- * @param {Element} life
- * @param {object} row
- * @param {number} endUs
- * @param {number} scaleUs
- */
 function updateLife(life, row, endUs, scaleUs) {
   put(life, "data-open", hasEnded(row.state) ? null : "true");
   reconcile(

@@ -1,8 +1,4 @@
-/**
- * Sentences about one request, in the words of `forebay replay explain`.
- *
- * @module views/request_words
- */
+/** Sentences about one request, in the words of `forebay replay explain`. */
 
 import { counted, dateTime, duration, whole } from "../format.js";
 import { selectedName } from "../request_lanes.js";
@@ -21,9 +17,7 @@ const STATES = {
 
 /**
  * Return what happened to a request, where, and how long it took.
- *
- * @param {any} explanation
- * @param {number} nowUs the newest time of the log
+ * nowUs: the newest time of the log
  */
 export function headline(explanation, nowUs) {
   const { ending } = explanation;
@@ -33,7 +27,7 @@ export function headline(explanation, nowUs) {
     const sinceUs = explanation.submitted?.now_us;
     const age = sinceUs ? `, ${duration(Math.max(0, nowUs - sinceUs))} after the submission` : "";
     const tokens = explanation.output_tokens ? `, ${counted(explanation.output_tokens, "output token")} so far` : "";
-    const known = STATES[/** @type {keyof typeof STATES} */ (explanation.state)] ?? explanation.state;
+    const known = STATES[explanation.state] ?? explanation.state;
     return `${known}${last && explanation.state !== "waiting" ? where : ""}${age}${tokens}.`;
   }
   if (ending.state === "answered") return `Route query: would be routed to ${last ? selectedName(last) : "no worker"}.`;
@@ -47,7 +41,6 @@ export function headline(explanation, nowUs) {
   return `${name}${reason}${place}${after}${attempts}${text}`;
 }
 
-/** @param {any} explanation */
 function results({ ending, first_token }) {
   const tokens = ending.output_tokens === null ? "" : `: ${counted(ending.output_tokens, "output token")}`;
   const us = first_token?.ttft_us;
@@ -57,17 +50,13 @@ function results({ ending, first_token }) {
 
 /**
  * Return facts about the submission as names and values.
- *
- * @param {any} explanation
- * @param {any} row the RequestRow; null if it is unknown
- * @returns {[string, string][]}
+ * row: the RequestRow; null if it is unknown
  */
 export function submissionFacts(explanation, row) {
   const { submitted, first_token } = explanation;
   if (!submitted) return [];
-  /** @type {[string, string][]} */
   const facts = [["Model", submitted.model]];
-  const pools = new Set(explanation.routings.map((/** @type {any} */ one) => one.pool));
+  const pools = new Set(explanation.routings.map((one) => one.pool));
   if (submitted.lora_name) facts.push(["Adapter", submitted.lora_name]);
   if (pools.size) facts.push([pools.size === 1 ? "Pool" : "Pools", [...pools].join(", ")]);
   facts.push(["Prompt", `${counted(submitted.prompt_tokens, "token")} in ${counted(submitted.full_blocks, "full block")}`]);
@@ -84,7 +73,6 @@ export function submissionFacts(explanation, row) {
   return facts;
 }
 
-/** @param {any} first */
 function cachedText({ cached_tokens, predicted_tokens, transferred_bytes }) {
   if (transferred_bytes) return `${whole(cached_tokens)} prompt tokens not computed on the decode worker`;
   const expected = predicted_tokens === null ? "" : `; the router expected ${whole(predicted_tokens)}`;
@@ -93,10 +81,9 @@ function cachedText({ cached_tokens, predicted_tokens, transferred_bytes }) {
 
 const PLACES = { host: "host memory", disk: "disk", store: "the shared store" };
 
-/** @param {any} first */
 function loadedText({ sources, loads_us, saved_us }) {
   const loads = Object.entries(loads_us).map(([tier, us]) => {
-    const place = PLACES[/** @type {keyof typeof PLACES} */ (tier)];
+    const place = PLACES[tier];
     return `${counted(sources[tier] ?? 0, "token")} from ${place} in ${duration(us)}`;
   });
   if (saved_us === null) return loads.join(", ");
@@ -104,21 +91,12 @@ function loadedText({ sources, loads_us, saved_us }) {
   return `${loads.join(", ")}; ${duration(Math.abs(saved_us))} ${compared} than by computing them`;
 }
 
-/**
- * Return a setting or a hint as text.
- *
- * @param {unknown} value
- */
+/** Return a setting or a hint as text. */
 export function valueText(value) {
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 
-/**
- * Return sentences about how far the explanation can be trusted.
- *
- * @param {any} explanation
- * @returns {string[]}
- */
+/** Return sentences about how far the explanation can be trusted. */
 export function trustNotes({ divergence, derived_from, derived_to, timeline, unverified }) {
   const skipped = Object.entries(unverified).map(([name, count]) => `Not verified: ${count} ${name}.`);
   if (divergence) {

@@ -1,8 +1,6 @@
 /**
  * The list of requests at the chosen moment, newest first. While a user points at the list, has focus in it, has
  * scrolled down or has paused it, no row moves: rows are updated in place, and a button shows how many are new.
- *
- * @module views/requests
  */
 
 import { h, put, replace, setText } from "../dom.js";
@@ -17,20 +15,14 @@ const PAGE = 50; // rows of a page, all of which may be new four times per secon
 const ROWS_MAX = 500; // as many as the server returns at once, to update all of them
 const ANNOUNCE_MS = 15_000; // a screen reader would otherwise speak all the time
 
-/**
- * Create the view.
- *
- * @param {import("../views.js").Context} context
- * @returns {import("../views.js").View}
- */
 export function create(context) {
   return new RequestList(context);
 }
 
 class RequestList {
-  /** @type {HTMLElement} */ element;
-  /** @type {import("../views.js").Context} */ #context;
-  /** @type {ReturnType<typeof createFilters>} */ #filters;
+  element;
+  #context;
+  #filters;
   #body = h("tbody", { role: "rowgroup" });
   #box;
   #visible;
@@ -41,10 +33,10 @@ class RequestList {
   #spoken = h("p", { class: "unseen", role: "status" });
   #problem = h("p", { class: "problem", role: "alert", hidden: true });
   #top = h("div");
-  /** @type {IntersectionObserver} */ #observer;
-  /** @type {object[]} */ #rows = [];
-  /** @type {Set<number>} */ #departed = new Set(); // rows on the page that no longer match the filters
-  /** @type {number|null} */ #nextBefore = null;
+  #observer;
+  #rows = [];
+  #departed = new Set(); // rows on the page that no longer match the filters
+  #nextBefore = null;
   #shown = ""; // filters and moment of the rows
   #isPaused = false;
   #isPointedAt = false;
@@ -53,7 +45,6 @@ class RequestList {
   #isLoading = false;
   #announcedMs = 0;
 
-  /** @param {import("../views.js").Context} context */
   constructor(context) {
     this.#context = context;
     this.#filters = createFilters(context);
@@ -86,7 +77,6 @@ class RequestList {
     );
   }
 
-  /** @param {AbortSignal} signal */
   async refresh(signal) {
     const { atUs, route } = this.#context.moment;
     const wanted = JSON.stringify([atUs, FILTERS.map((name) => route.params[name] ?? "")]);
@@ -110,22 +100,12 @@ class RequestList {
     );
   }
 
-  /**
-   * Read a page of requests that match the filters.
-   *
-   * @param {object} params
-   * @param {AbortSignal} [signal]
-   */
   #read(params, signal) {
     const { atUs, route } = this.#context.moment;
     const filters = Object.fromEntries(FILTERS.map((name) => [name, route.params[name]]));
     return this.#context.api.get("v1/console/requests", { limit: PAGE, at_us: atUs, ...filters, ...params }, signal);
   }
 
-  /**
-   * @param {string} wanted
-   * @param {AbortSignal} [signal]
-   */
   async #readNewest(wanted, signal) {
     const page = await this.#read({}, signal);
     this.#shown = wanted;
@@ -137,16 +117,11 @@ class RequestList {
     this.#render();
   }
 
-  /**
-   * Update the rows of the list, and count the rows that are not in the list yet.
-   *
-   * @param {AbortSignal} signal
-   */
   async #readUpdates(signal) {
     const page = await this.#read({}, signal);
     const first = this.#rows[0]?.number ?? -1;
-    const fresh = page.requests.filter((/** @type {any} */ row) => row.number > first).length;
-    const known = new Map(page.requests.map((/** @type {any} */ row) => [row.number, row]));
+    const fresh = page.requests.filter((row) => row.number > first).length;
+    const known = new Map(page.requests.map((row) => [row.number, row]));
     if (this.#rows.some((row) => !hasEnded(row.state) && !known.has(row.number))) {
       const same = await this.#read({ before: first + 1, limit: Math.min(ROWS_MAX, this.#rows.length) }, signal);
       for (const row of same.requests) known.set(row.number, row);
@@ -195,10 +170,7 @@ class RequestList {
     setText(this.#pause, this.#isPaused ? "Paused" : "Pause");
   }
 
-  /**
-   * @param {number} count
-   * @param {boolean} isMore whether there are more than `count`
-   */
+  /** isMore: whether there are more than `count` */
   #showCount(count, isMore) {
     put(this.#fresh, "hidden", count === 0);
     if (count === 0) return;
@@ -235,33 +207,22 @@ class RequestList {
     );
   }
 
-  /** @param {unknown} error */
   #report(error) {
     setText(this.#problem, sentence(error instanceof Error ? error.message : String(error)));
     put(this.#problem, "hidden", false);
   }
 }
 
-/**
- * @param {object[]} rows
- * @param {boolean} isLast
- */
 function summaryOf(rows, isLast) {
   const span = `submitted from ${clock(rows[rows.length - 1].submitted_us)} to ${clock(rows[0].submitted_us)} UTC`;
   return `${counted(rows.length, "request")}, ${span}${isLast ? "; there are no older ones" : ""}`;
 }
 
-/**
- * Move the focus to the previous or the next request.
- *
- * @param {HTMLElement} body
- * @param {KeyboardEvent} event
- */
 function moveFocus(body, event) {
   const step = { ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling" }[event.key];
   const row = document.activeElement?.closest("tr");
   if (!step || !row || !body.contains(row) || event.altKey || event.ctrlKey || event.metaKey) return;
-  const other = /** @type {any} */ (row)[step];
+  const other = row[step];
   if (!other) return;
   event.preventDefault();
   other.querySelector("a").focus();

@@ -1,8 +1,6 @@
 /**
  * One routing decision: the reason in words, the cost of each candidate as bars and as a table, the excluded ranks, and
  * what would have changed the selection.
- *
- * @module views/routing
  */
 
 import { h, replace } from "../dom.js";
@@ -18,18 +16,11 @@ const NAMES_SHOWN = 6; // excluded ranks per reason
 const SENT = { encode: "Encode sent to", prefill: "Prefill sent to", decode: "Decode sent to", aggregated: "Sent to" };
 const BLOCKS = new Intl.NumberFormat("en-US", { maximumFractionDigits: 2 });
 
-/**
- * Create the section of a routing decision.
- *
- * @param {any} routing
- * @param {import("../api.js").Api} api
- * @returns {HTMLElement}
- */
 export function routingSection(routing, api) {
   const measure = measureOf(routing);
   const order = orderOf(routing);
   const bars = h("div", { class: "cost-bars" });
-  const show = (/** @type {number} */ count) => replace(bars, measure && costBars(routing, order, measure, count, show));
+  const show = (count) => replace(bars, measure && costBars(routing, order, measure, count, show));
   show(CANDIDATES_SHOWN);
   return h(
     "section",
@@ -46,13 +37,11 @@ export function routingSection(routing, api) {
 
 /**
  * Create the list of changes that would have changed a selection.
- *
- * @param {any} found Counterfactuals
- * @param {boolean} isTitled whether the list names its decision, because the request has several
- * @returns {HTMLElement}
+ * found: Counterfactuals
+ * isTitled: whether the list names its decision, because the request has several
  */
 export function counterfactualList({ changes, notes, selected, stage, attempt }, isTitled) {
-  const item = (/** @type {any} */ one) => {
+  const item = (one) => {
     const isSame = !one.selected || one.selected === selected;
     return h(
       "li",
@@ -66,19 +55,13 @@ export function counterfactualList({ changes, notes, selected, stage, attempt },
     {},
     isTitled && h("h3", {}, `${stage} on ${selected}, attempt ${attempt}`),
     changes.length ? h("ul", { class: "changes" }, changes.map(item)) : h("p", {}, "No single change selects another worker."),
-    notes.map((/** @type {string} */ note) => h("p", { class: "soft" }, note)),
+    notes.map((note) => h("p", { class: "soft" }, note)),
   );
 }
 
-/**
- * Create the list of ranks that were not candidates, grouped by reason; null if there are none.
- *
- * @param {any[]} ranks
- * @returns {HTMLElement|null}
- */
+/** Create the list of ranks that were not candidates, grouped by reason; null if there are none. */
 export function excluded(ranks) {
   if (!ranks.length) return null;
-  /** @type {Map<string, string[]>} */
   const byText = new Map();
   for (const { seen, text } of ranks) byText.set(text, [...(byText.get(text) ?? []), `${seen.worker_id}/${seen.rank}`]);
   const items = [...byText].map(([text, names]) => {
@@ -88,28 +71,21 @@ export function excluded(ranks) {
   return h("div", { class: "excluded" }, h("h4", {}, "Excluded ranks"), h("ul", {}, items));
 }
 
-/** @param {any} routing */
 function titleOf(routing) {
   const name = selectedName(routing);
   if (!routing.attempt) return `Would be routed to ${name}`;
   const waited = routing.waited_us ? ` after ${duration(routing.waited_us)} in the queue` : "";
   const attempt = routing.attempt > 1 ? `Attempt ${routing.attempt}: ` : "";
-  const sent = SENT[/** @type {keyof typeof SENT} */ (routing.stage)] ?? "Sent to";
+  const sent = SENT[routing.stage] ?? "Sent to";
   return `${attempt}${attempt ? sent[0].toLowerCase() + sent.slice(1) : sent} ${name}${waited}`;
 }
 
-/**
- * @param {any} routing
- * @param {number[]} order
- * @param {import("../routing_costs.js").Measure} measure
- * @param {number} count number of candidates to show
- * @param {(count: number) => void} show
- */
+/** count: number of candidates to show */
 function costBars(routing, order, measure, count, show) {
   const { candidates, winner, runner_up } = routing;
   const first = order.slice(0, count);
   const shown = first.includes(winner) ? first : [...first.slice(0, -1), winner];
-  const total = (/** @type {any} */ one) => sum(measure.partsOf(one));
+  const total = (one) => sum(measure.partsOf(one));
   const most = Math.max(...shown.map((at) => total(candidates[at]) + measure.creditOf(candidates[at])), 1e-9);
   const rows = shown.map((at) => {
     const one = candidates[at];
@@ -118,7 +94,7 @@ function costBars(routing, order, measure, count, show) {
     const mark = at === winner ? "★ selected" : at === runner_up ? "runner-up" : "";
     const terms = parts.map((part) => `${BLOCKS.format(part.value)} ${PART_NAMES[part.kind]}`);
     if (credit) terms.push(`${BLOCKS.format(credit)} less for cached blocks`);
-    const share = (/** @type {number} */ value) => ({ "--share": (value / most).toFixed(5) });
+    const share = (value) => ({ "--share": (value / most).toFixed(5) });
     return h(
       "tr",
       { class: at === winner ? "winner" : null },
@@ -158,30 +134,19 @@ function costBars(routing, order, measure, count, show) {
   ];
 }
 
-/** @param {import("../routing_costs.js").CostPart[]} parts */
 function sum(parts) {
   return parts.reduce((total, part) => total + part.value, 0);
 }
 
-/**
- * @param {any} routing
- * @param {number} at
- */
 function nameOf({ candidates }, at) {
   const { worker_id, rank } = candidates[at].seen;
-  return candidates.some((/** @type {any} */ one) => one.seen.rank) ? `${worker_id}/${rank}` : worker_id;
+  return candidates.some((one) => one.seen.rank) ? `${worker_id}/${rank}` : worker_id;
 }
 
-/**
- * Create the table of all cost terms. Terms that are zero for all candidates are left out.
- *
- * @param {any} routing
- * @param {number[]} order
- */
+/** Create the table of all cost terms. Terms that are zero for all candidates are left out. */
 function termsTable(routing, order) {
   const { candidates, winner, runner_up } = routing;
-  const has = (/** @type {(one: any) => any} */ value) => candidates.some((/** @type {any} */ one) => value(one));
-  /** @type {[string, string, (one: any) => number, ((value: number) => string)?][]} */
+  const has = (value) => candidates.some((one) => value(one));
   const columns = [
     ["cost", "Cost", (one) => one.cost],
     ["prefill", "Prefill", (one) => one.prefill_blocks],
@@ -204,15 +169,15 @@ function termsTable(routing, order) {
   );
   const table = new Table({
     label: "Cost terms of the candidates, in KV blocks",
-    key: (/** @type {number} */ at) => at,
+    key: (at) => at,
     columns: [
       { id: "name", label: "Candidate", isText: true, text: (at) => nameOf(routing, at), order: (at) => nameOf(routing, at) },
       { id: "mark", label: "", isText: true, text: (at) => (at === winner ? "★ selected" : at === runner_up ? "runner-up" : "") },
       ...columns.map(([id, label, value, format]) => ({
         id,
         label,
-        text: (/** @type {number} */ at) => (format ?? BLOCKS.format)(value(candidates[at])),
-        order: (/** @type {number} */ at) => value(candidates[at]),
+        text: (at) => (format ?? BLOCKS.format)(value(candidates[at])),
+        order: (at) => value(candidates[at]),
       })),
     ],
   });
@@ -220,7 +185,6 @@ function termsTable(routing, order) {
   return table.element;
 }
 
-/** @param {any} routing */
 function settings({ mode, config, overridden }) {
   const names = Object.keys(config);
   const overrides = overridden.length ? `, of which the request overrode ${overridden.join(", ")}` : "";

@@ -1,7 +1,5 @@
 /**
  * The planner at the chosen moment: its state, the sizes of the pools, observed and expected load, and its decisions.
- *
- * @module views/scaling
  */
 
 import { LineChart } from "../charts.js";
@@ -15,19 +13,13 @@ const READ_EVERY_MS = 2_000; // a planner decides every few seconds at most
 const DECISIONS_SHOWN = 50;
 const POINTS = 200; // of a chart
 
-/**
- * Create the view.
- *
- * @param {import("../views.js").Context} context
- * @returns {import("../views.js").View}
- */
 export function create(context) {
   return new ScalingView(context);
 }
 
 class ScalingView {
-  /** @type {HTMLElement} */ element;
-  /** @type {import("../views.js").Context} */ #context;
+  element;
+  #context;
   #title = h("h1", {}, "Scaling");
   #about = h("p", { class: "soft" });
   #problems = h("div", { class: "notes", hidden: true });
@@ -38,12 +30,11 @@ class ScalingView {
   #more = h("button", { type: "button", class: "button", onclick: () => this.#showAll() }, "Show all decisions");
   #empty = h("div");
   #body;
-  /** @type {any} */ #view = null;
+  #view = null;
   #limit = DECISIONS_SHOWN;
   #shown = "";
   #readMs = -Infinity;
 
-  /** @param {import("../views.js").Context} context */
   constructor(context) {
     this.#context = context;
     this.#body = h(
@@ -58,7 +49,6 @@ class ScalingView {
     this.element = h("div", { class: "view scaling-view" }, this.#title, this.#about, this.#empty, this.#body);
   }
 
-  /** @param {AbortSignal} signal */
   async refresh(signal) {
     const { api, moment } = this.#context;
     const wanted = String(moment.atUs);
@@ -89,7 +79,7 @@ class ScalingView {
     setText(this.#title, titleOf(status));
     setText(this.#about, `Planner ${status.planner_id} since ${dateTime(status.since_us)} UTC, newest record ${dateTime(status.newest_us)} UTC.`);
     put(this.#problems, "hidden", status.problems.length === 0);
-    replace(this.#problems, h("ul", {}, status.problems.map((/** @type {string} */ one) => h("li", {}, one))));
+    replace(this.#problems, h("ul", {}, status.problems.map((one) => h("li", {}, one))));
     replace(this.#facts, factList(factsOf(status)));
     reconcile(
       this.#pools,
@@ -107,12 +97,11 @@ class ScalingView {
   }
 }
 
-/** @type {WeakMap<Element, PoolCard>} */
 const cards = new WeakMap();
 
 /** A pool: its size, its demand, and charts of both. */
 class PoolCard {
-  /** @type {HTMLElement} */ element;
+  element;
   #size = h("b");
   #sizeText = h("span");
   #facts = h("div");
@@ -126,10 +115,6 @@ class PoolCard {
     series: [{ name: "observed", colour: 0 }, { name: "forecast", colour: 1, isDashed: true }],
   });
 
-  /**
-   * @param {any} status a ScaledPoolStatus
-   * @param {import("../views.js").Context} context
-   */
   constructor({ group, pool, role }, context) {
     const name = h("h3", {}, pool, h("span", { class: "soft" }, ` ${role} pool of ${group}`));
     const act = context.info.can_act && actionButton(context, { action: "pool-size", pool }, "Set the size");
@@ -144,8 +129,8 @@ class PoolCard {
   }
 
   /**
-   * @param {any} pool a ScaledPoolStatus
-   * @param {any[]} points PoolPoints, oldest first
+   * pool: a ScaledPoolStatus
+   * points: PoolPoints, oldest first
    */
   update(pool, points) {
     setText(this.#size, pool.size === null ? "–" : counted(pool.size, "worker"));
@@ -153,7 +138,7 @@ class PoolCard {
     setText(this.#sizeText, `between ${whole(pool.min_size)} and ${whole(pool.max_size)}${manual}`);
     replace(this.#facts, factList(poolFacts(pool)));
     const { fromUs, intervalUs, at } = resampled(points);
-    const values = (/** @type {string} */ field) => at.map((one) => (one < 0 ? null : points[one][field]));
+    const values = (field) => at.map((one) => (one < 0 ? null : points[one][field]));
     this.#sizes.update({ fromUs, intervalUs, values: [values("size"), values("ready")] });
     this.#load.update({ fromUs, intervalUs, values: [values("requests_per_s"), values("forecast_per_s")] });
   }
@@ -162,9 +147,6 @@ class PoolCard {
 /**
  * Return equal intervals over the time of points, each with the number of its newest point. A value lasts until the
  * next point.
- *
- * @param {any[]} points
- * @returns {{fromUs: number, intervalUs: number, at: number[]}}
  */
 function resampled(points) {
   if (!points.length) return { fromUs: 0, intervalUs: 1, at: [] };
@@ -187,7 +169,6 @@ function noPlanner() {
   );
 }
 
-/** @param {any} status */
 function titleOf(status) {
   const pools = counted(status.pools.length, "pool");
   if (status.stopped_us !== null) return `The planner has stopped. It scaled ${pools}.`;
@@ -196,13 +177,8 @@ function titleOf(status) {
   return `The planner is active. It scales ${pools}.`;
 }
 
-/**
- * @param {any} status
- * @returns {[string, string][]}
- */
 function factsOf(status) {
   const method = status.method === "throughput" ? `${status.method}, equations ${status.equations}` : status.method;
-  /** @type {[string, string][]} */
   const facts = [
     ["Method", method],
     ["Predictor", status.predictor],
@@ -217,12 +193,7 @@ function factsOf(status) {
   return facts;
 }
 
-/**
- * @param {any} pool
- * @returns {[string, string][]}
- */
 function poolFacts(pool) {
-  /** @type {[string, string][]} */
   const facts = [];
   if (pool.ready !== null) {
     facts.push(["Now", `${whole(pool.ready)} ready${pool.draining ? `, ${whole(pool.draining)} draining` : ""}, ${whole(pool.queued)} queued`]);
@@ -235,19 +206,16 @@ function poolFacts(pool) {
   return facts;
 }
 
-/** @param {number|null} ms */
 function us(ms) {
   return ms === null ? null : ms * 1_000;
 }
 
-/** @param {any} demand */
 function demandText({ requests_per_s, isl, osl, kv_hit_rate }) {
   const lengths = isl === null ? "" : `, ${whole(isl)} prompt and ${whole(osl)} output tokens`;
   const cached = kv_hit_rate === null ? "" : `, ${percent(kv_hit_rate)} cached`;
   return `${number(requests_per_s)} requests/s${lengths}${cached}`;
 }
 
-/** @param {any} open */
 function openItem({ pool, size, decision, since_us, overdue }) {
   const late = overdue ? h("span", { "data-tone": "bad" }, " ▲ overdue") : "";
   return h("li", {}, `${pool} shall have ${counted(size, "worker")} since ${dateTime(since_us)} UTC (decision ${decision})`, late);

@@ -1,8 +1,4 @@
-/**
- * One decision of the planner, in words.
- *
- * @module views/scaling_decision
- */
+/** One decision of the planner, in words. */
 
 import { h, put, reconcile, replace, setText } from "../dom.js";
 import { dateTime, whole } from "../format.js";
@@ -42,7 +38,6 @@ const REASONS = {
   budget_below_minimum: "The GPU budget does not suffice for the smallest sizes of all pools.",
 };
 
-/** Create an empty item. */
 export function decisionItem() {
   return h(
     "li",
@@ -56,20 +51,17 @@ export function decisionItem() {
 
 /**
  * Show a decision in an item.
- *
- * @param {Element} item
- * @param {any} decision a DecisionEntry
- * @param {import("../api.js").Api} api
+ * decision: a DecisionEntry
  */
 export function updateDecision(item, decision, api) {
   const [when, outcome, choices, record] = item.children;
-  const [tone, name, text] = OUTCOMES[/** @type {keyof typeof OUTCOMES} */ (decision.outcome)] ?? ["soft", decision.outcome, ""];
+  const [tone, name, text] = OUTCOMES[decision.outcome] ?? ["soft", decision.outcome, ""];
   const isDifferent = decision.verification === "different";
   setText(when, dateTime(decision.at_us));
   put(outcome, "data-tone", isDifferent ? "bad" : tone);
   put(outcome, "title", text);
   setText(outcome, isDifferent ? `${name}, does not follow from the records` : name);
-  const replies = decision.replies.filter((/** @type {any} */ one) => one.message);
+  const replies = decision.replies.filter((one) => one.message);
   reconcile(
     choices,
     [...decision.pools, ...replies],
@@ -80,7 +72,6 @@ export function updateDecision(item, decision, api) {
   if (!record.firstChild) record.append(recordButton(api, "scaling", decision.offset));
 }
 
-/** @param {any} entry a PoolEntry */
 function choice({ group, pool, from_size, to_size, proposed, reason, reached }) {
   const isChanged = from_size !== to_size;
   const size = isChanged ? `${whole(from_size)} → ${whole(to_size)}` : `stays at ${whole(to_size)}`;
@@ -90,6 +81,6 @@ function choice({ group, pool, from_size, to_size, proposed, reason, reached }) 
     ...(reached === null || reached === to_size ? [] : [`reached ${whole(reached)}`]),
   ];
   const more = notes.length ? ` (${notes.join(", ")})` : "";
-  const why = REASONS[/** @type {keyof typeof REASONS} */ (reason)] ?? reason;
+  const why = REASONS[reason] ?? reason;
   return [h("b", {}, `${arrow}${group}/${pool} ${size}`), `${more}: `, h("span", { class: "soft" }, why)];
 }

@@ -1,8 +1,4 @@
-/**
- * The time axis: markers as a table, and the comparison of two moments.
- *
- * @module views/time
- */
+/** The time axis: markers as a table, and the comparison of two moments. */
 
 import { h, put, reconcile, setText } from "../dom.js";
 import { counted, dateTime, whole } from "../format.js";
@@ -16,19 +12,13 @@ import { Comparison } from "./comparison.js";
 const MARKERS_MAX = 500;
 const LIVE_INTERVAL_MS = 2_000;
 
-/**
- * Create the view.
- *
- * @param {import("../views.js").Context} context
- * @returns {import("../views.js").View}
- */
 export function create(context) {
   return new Time(context);
 }
 
 class Time {
-  /** @type {HTMLElement} */ element;
-  /** @type {import("../markers.js").Marker[]} */ #markers = [];
+  element;
+  #markers = [];
   #context;
   #comparison;
   #kind = h("select", { onchange: () => this.#show() });
@@ -37,7 +27,6 @@ class Time {
   #table;
   #readMs = -LIVE_INTERVAL_MS;
 
-  /** @param {import("../views.js").Context} context */
   constructor(context) {
     this.#context = context;
     this.#comparison = new Comparison(context);
@@ -67,17 +56,15 @@ class Time {
     );
   }
 
-  /** @param {AbortSignal} signal */
   async refresh(signal) {
     await Promise.all([this.#refreshMarkers(signal), this.#comparison.refresh(signal)]);
   }
 
   dispose() {}
 
-  /** @param {AbortSignal} signal */
   async #refreshMarkers(signal) {
     const { api, state } = this.#context;
-    const { end_us } = /** @type {any} */ (state());
+    const { end_us } = state();
     if (performance.now() - this.#readMs >= LIVE_INTERVAL_MS) {
       const range = { from_us: 0, to_us: end_us + 1, limit: MARKERS_MAX };
       const { markers } = await api.get("v1/console/markers", range, signal);
@@ -89,36 +76,28 @@ class Time {
 
   #show() {
     const kinds = ["", ...new Set(this.#markers.map(({ kind }) => kind))];
-    const kind = /** @type {HTMLSelectElement} */ (this.#kind).value;
+    const kind = this.#kind.value;
     if (kind && !kinds.includes(kind)) kinds.push(kind);
     reconcile(this.#kind, kinds, (one) => one, (one) => h("option", { value: one }, one ? kindOf(one).label : "all"));
-    const wanted = /** @type {HTMLInputElement} */ (this.#search).value.trim().toLowerCase();
+    const wanted = this.#search.value.trim().toLowerCase();
     const shown = this.#markers.filter((one) => (!kind || one.kind === kind) && one.text.toLowerCase().includes(wanted));
     const all = this.#markers.length;
     setText(this.#count, shown.length === all ? counted(all, "marker") : `${whole(shown.length)} of ${counted(all, "marker")}`);
     this.#table.update(shown);
   }
 
-  /**
-   * @param {HTMLElement} cell
-   * @param {import("../markers.js").Marker} marker
-   */
   #fillTime(cell, marker) {
     if (!cell.firstElementChild) cell.append(h("a", { class: "num" }));
-    const link = /** @type {Element} */ (cell.firstElementChild);
+    const link = cell.firstElementChild;
     const { moment, state } = this.#context;
     const { view, argument, params } = moment.route;
-    const atUs = Math.max(marker.at_us, /** @type {any} */ (state()).begin_us); // the oldest moment that can be shown
+    const atUs = Math.max(marker.at_us, state().begin_us); // the oldest moment that can be shown
     setText(link, dateTime(marker.at_us));
     put(link, "href", linkTo(view, argument, params, atUs));
     put(link, "aria-current", moment.atUs === atUs ? "time" : null);
   }
 }
 
-/**
- * @param {HTMLElement} cell
- * @param {import("../markers.js").Marker} marker
- */
 function fillKind(cell, { kind }) {
   if (cell.getAttribute("data-kind") === kind) return;
   put(cell, "data-kind", kind);

@@ -1,7 +1,5 @@
 /**
  * What if: the recorded history compared with another policy or other settings, by the code of `forebay replay diff`.
- *
- * @module views/whatif
  */
 
 import { isAbort } from "../api.js";
@@ -15,47 +13,36 @@ const POLL_MS = 400;
 const SETTINGS_MAX = 16;
 const SEPARATOR = "; "; // between settings in the address
 
-/**
- * The newest comparison. It continues while another view is shown.
- *
- * @type {{job: string, status: any}|null}
- */
+/** The newest comparison. It continues while another view is shown. */
 let newest = null;
 
-/**
- * Create the view.
- *
- * @param {import("../views.js").Context} context
- * @returns {import("../views.js").View}
- */
 export function create(context) {
   return new WhatIfView(context);
 }
 
 class WhatIfView {
-  /** @type {HTMLElement} */ element;
-  /** @type {import("../views.js").Context} */ #context;
+  element;
+  #context;
   #from;
   #to;
   #policy;
   #settings = h("div", { class: "settings" });
   #start = h("button", { type: "submit", class: "button primary" }, "Compare");
   #problem = h("p", { class: "problem", role: "alert", hidden: true });
-  #bar = /** @type {HTMLProgressElement} */ (h("progress", { "aria-label": "Progress of the comparison" }));
+  #bar = h("progress", { "aria-label": "Progress of the comparison" });
   #done = h("span", { class: "num", role: "status" });
   #progress;
   #result = h("div", { "aria-live": "polite" });
-  /** @type {ReturnType<typeof setTimeout>|undefined} */ #timer;
+  #timer;
   #isDisposed = false;
 
-  /** @param {import("../views.js").Context} context */
   constructor(context) {
     this.#context = context;
     const { params } = context.moment.route;
     const [fromUs, toUs] = this.#lastMinutes();
     this.#from = h("input", { type: "text", name: "from", value: params.from ?? dateTime(fromUs), spellcheck: "false" });
     this.#to = h("input", { type: "text", name: "to", value: params.to ?? dateTime(toUs), spellcheck: "false" });
-    const policies = context.info.policies.map((/** @type {string} */ one) => h("option", { value: one }, one));
+    const policies = context.info.policies.map((one) => h("option", { value: one }, one));
     const props = { name: "policy", value: params.policy ?? "" };
     this.#policy = h("select", props, h("option", { value: "" }, "as recorded"), policies);
     for (const one of (params.set ?? "").split(SEPARATOR).filter(Boolean)) this.#addSetting(one);
@@ -85,9 +72,9 @@ class WhatIfView {
   }
 
   #form() {
-    const button = (/** @type {string} */ label, /** @type {() => void} */ onclick) =>
+    const button = (label, onclick) =>
       h("button", { type: "button", class: "button", onclick }, label);
-    const onsubmit = (/** @type {Event} */ event) => {
+    const onsubmit = (event) => {
       event.preventDefault();
       this.#run();
     };
@@ -117,14 +104,13 @@ class WhatIfView {
     );
   }
 
-  /** @returns {[number, number]} the five minutes before the chosen moment */
+  /** Returns the five minutes before the chosen moment */
   #lastMinutes() {
     const { begin_us, end_us } = this.#context.state();
     const toUs = this.#context.moment.atUs ?? end_us;
     return [Math.max(begin_us, toUs - MINUTES_US), toUs];
   }
 
-  /** @param {[number, number]} span */
   #setSpan([fromUs, toUs]) {
     put(this.#from, "value", dateTime(fromUs));
     put(this.#to, "value", dateTime(toUs));
@@ -132,8 +118,7 @@ class WhatIfView {
 
   /**
    * Add a row for a setting.
-   *
-   * @param {string} given PATH=VALUE
+   * given: PATH=VALUE
    */
   #addSetting(given) {
     const at = given.indexOf("=");
@@ -151,7 +136,6 @@ class WhatIfView {
     return row;
   }
 
-  /** @returns {string[]} the settings as PATH=VALUE, without empty rows */
   #sets() {
     return [...this.#settings.children]
       .map((row) => [...row.querySelectorAll("input")].map((input) => input.value.trim()))
@@ -162,8 +146,8 @@ class WhatIfView {
   async #run() {
     const { api, moment, state } = this.#context;
     const { begin_us, end_us } = state();
-    const [from, to] = [this.#from, this.#to].map((input) => /** @type {HTMLInputElement} */ (input).value);
-    const policy = /** @type {HTMLSelectElement} */ (this.#policy).value;
+    const [from, to] = [this.#from, this.#to].map((input) => input.value);
+    const policy = this.#policy.value;
     const sets = this.#sets();
     const [fromUs, toUs] = [parseTime(from, end_us), parseTime(to, end_us)];
     if (fromUs === null || toUs === null) {
@@ -191,11 +175,6 @@ class WhatIfView {
     }
   }
 
-  /**
-   * Show the progress of a job until it ends.
-   *
-   * @param {string} job
-   */
   async #follow(job) {
     clearTimeout(this.#timer);
     try {
@@ -211,7 +190,6 @@ class WhatIfView {
     }
   }
 
-  /** @param {any} status */
   #showStatus({ state, done = 0, total = 0, report, error }) {
     const isRunning = state === "running";
     put(this.#progress, "hidden", !isRunning);
@@ -236,14 +214,12 @@ class WhatIfView {
     }
   }
 
-  /** @param {string} message */
   #report(message) {
     setText(this.#problem, sentence(message));
     put(this.#problem, "hidden", false);
   }
 }
 
-/** @param {unknown} error */
 function messageOf(error) {
   return error instanceof Error ? error.message : String(error);
 }

@@ -1,8 +1,4 @@
-/**
- * The result of a comparison: a DiffReport, in the words of `forebay replay diff`.
- *
- * @module views/whatif_report
- */
+/** The result of a comparison: a DiffReport, in the words of `forebay replay diff`. */
 
 import { LineChart } from "../charts.js";
 import { h } from "../dom.js";
@@ -14,20 +10,13 @@ import { Table } from "../table.js";
 const EXACT = new Intl.NumberFormat("en-US", { maximumFractionDigits: 4 });
 
 /**
- * @typedef {object} Figure
- * @property {string} name
- * @property {number|null} history
- * @property {number|null} alternative
- * @property {(value: number|null) => string} format
- * @property {-1|0|1} better sign of a change for the better; 0 if a change is neither better nor worse
+ * Figure
+ * - better: sign of a change for the better; 0 if a change is neither better nor worse
  */
 
 /**
  * Create the element of a report.
- *
- * @param {any} report
- * @param {number|null} atUs the chosen moment, which links keep
- * @returns {HTMLElement}
+ * atUs: the chosen moment, which links keep
  */
 export function reportElement(report, atUs) {
   if (report.divergence) {
@@ -40,7 +29,7 @@ export function reportElement(report, atUs) {
     { class: "whatif-result" },
     h("h2", { class: "result-title" }, titleOf(report)),
     h("p", { class: "soft" }, `${report.alternative}: ${size}, verified against the journal.`),
-    report.idle.map((/** @type {string} */ one) => h("p", {}, `No change by ${one}: equal to the recorded configuration.`)),
+    report.idle.map((one) => h("p", {}, `No change by ${one}: equal to the recorded configuration.`)),
     Object.entries(report.unverified).map(([name, count]) => h("p", {}, `Not verified: ${count} ${name}.`)),
     !report.identical && h("p", {}, overlapText(report.overlap)),
     figureTable(figuresOf(report)),
@@ -48,11 +37,10 @@ export function reportElement(report, atUs) {
     charts(report),
     report.most.length > 0 && section("Moved requests with the largest change of overlap", movedTable(report.most, atUs)),
     report.ranks.length > 0 && section("Workers", rankTable(report.ranks)),
-    report.notes.length > 0 && h("div", { class: "notes" }, h("ul", {}, report.notes.map((/** @type {string} */ one) => h("li", {}, one)))),
+    report.notes.length > 0 && h("div", { class: "notes" }, h("ul", {}, report.notes.map((one) => h("li", {}, one)))),
   );
 }
 
-/** @param {any} report */
 function titleOf({ identical, moved, history }) {
   if (!history.decisions) return "There are no decisions in this span.";
   if (identical) return "All decisions are equal.";
@@ -60,7 +48,6 @@ function titleOf({ identical, moved, history }) {
   return `${whole(moved.moved)} of ${counted(moved.compared, "request")}${share} would have gone to another worker.`;
 }
 
-/** @param {any} overlap */
 function overlapText({ won, lost, later_won }) {
   const host = won.host || lost.host ? `, ${whole(won.host)} and ${whole(lost.host)} in host memory` : "";
   const disk = won.disk || lost.disk ? `, ${whole(won.disk)} and ${whole(lost.disk)} on disk` : "";
@@ -69,22 +56,15 @@ function overlapText({ won, lost, later_won }) {
   return `Overlap: ${whole(won.device)} blocks won and ${whole(lost.device)} lost on devices${host}${disk}${store}.${later}`;
 }
 
-/**
- * Return the figures of both sides.
- *
- * @param {any} report
- * @returns {Figure[]}
- */
 function figuresOf({ history, other }) {
-  /** @type {Figure[]} */
   const figures = [];
   const add = (
-    /** @type {string} */ name,
-    /** @type {(side: any) => number|null} */ value,
-    /** @type {-1|0|1} */ better,
-    /** @type {(value: number|null) => string} */ format = whole,
+    name,
+    value,
+    better,
+    format = whole,
   ) => figures.push({ name, history: value(history), alternative: value(other), format, better });
-  const either = (/** @type {(side: any) => any} */ value) => value(history) || value(other);
+  const either = (value) => value(history) || value(other);
   add("Attempts sent to workers", (side) => side.routed, 0);
   add("Prefix reuse, predicted", (side) => side.reuse, 1, percent);
   add("Prompt tokens to compute", (side) => side.prompt_tokens - side.cached_tokens, -1);
@@ -110,7 +90,6 @@ function figuresOf({ history, other }) {
   return figures;
 }
 
-/** @param {Figure[]} figures */
 function figureTable(figures) {
   const rows = figures.map((figure) => {
     const [text, tone] = changeOf(figure);
@@ -129,12 +108,6 @@ function figureTable(figures) {
   return h("div", { class: "scroll", role: "region", "aria-label": "Figures side by side", tabindex: 0 }, table);
 }
 
-/**
- * Return a change in words, and its tone.
- *
- * @param {Figure} figure
- * @returns {[string, string|null]}
- */
 function changeOf({ history, alternative, format, better }) {
   if (history === alternative || history === null || alternative === null) return ["", null];
   const sign = Math.sign(alternative - history);
@@ -145,10 +118,6 @@ function changeOf({ history, alternative, format, better }) {
   return sign === better ? [`${text}, better`, "good"] : [`${text}, worse`, "bad"];
 }
 
-/**
- * @param {any} report
- * @param {number|null} atUs
- */
 function forkCards({ fork, before_fork }, atUs) {
   const there = fork.alternative.there;
   const before = percent(before_fork);
@@ -171,16 +140,11 @@ function forkCards({ fork, before_fork }, atUs) {
   );
 }
 
-/**
- * Return the rank of an outcome, whose fields at their default are left out.
- *
- * @param {any} found
- */
+/** Return the rank of an outcome, whose fields at their default are left out. */
 function placeOf({ worker_id, rank = 0 }) {
   return `${worker_id}/${rank}`;
 }
 
-/** @param {any} found */
 function outcome(found) {
   const words = {
     routed: [`Sent to ${placeOf(found)}`, found.terms ? termsText(found.terms) : ""],
@@ -189,11 +153,10 @@ function outcome(found) {
     rejected: ["Rejected", found.reason],
     aborted: ["Aborted", found.reason],
   };
-  const [title, text] = words[/** @type {keyof typeof words} */ (found.decision)] ?? [found.decision, ""];
+  const [title, text] = words[found.decision] ?? [found.decision, ""];
   return [h("p", { class: "outcome" }, title), text && h("p", { class: "soft" }, text)];
 }
 
-/** @param {any} terms */
 function termsText({ cost, prefill_blocks = 0, overlap_credit = 0, decode_blocks = 0, active_requests = 0, eviction_cost = 0, ...overlap }) {
   const { device_overlap = 0, host_overlap = 0, disk_overlap = 0, store_overlap = 0 } = overlap;
   const parts = [
@@ -208,14 +171,13 @@ function termsText({ cost, prefill_blocks = 0, overlap_credit = 0, decode_blocks
   return `cost ${EXACT.format(cost)}: ${parts.join(", ")}; ${device_overlap} cached blocks on the device${more}${store}`;
 }
 
-/** @param {any} report */
 function charts({ series, interval_s, fork }) {
   if (!fork || series.length < 2) return null;
   const sides = [{ name: "history", colour: 0 }, { name: "alternative", colour: 1, isDashed: true }];
   const fromUs = fork.at_us - fork.after_s * 1e6 + series[0].after_s * 1e6;
-  const chart = (/** @type {string} */ title, /** @type {string} */ field, /** @type {(value: number|null) => string} */ format) => {
+  const chart = (title, field, format) => {
     const made = new LineChart({ title, series: sides, format });
-    const values = [field, `other_${field}`].map((name) => series.map((/** @type {any} */ one) => one[name]));
+    const values = [field, `other_${field}`].map((name) => series.map((one) => one[name]));
     made.update({ fromUs, intervalUs: interval_s * 1e6, values });
     return made.element;
   };
@@ -225,15 +187,11 @@ function charts({ series, interval_s, fork }) {
   );
 }
 
-/**
- * @param {any[]} moved
- * @param {number|null} atUs
- */
 function movedTable(moved, atUs) {
-  const gain = (/** @type {any} */ one) => one.other_overlap - one.overlap;
+  const gain = (one) => one.other_overlap - one.overlap;
   const table = new Table({
     label: "Moved requests with the largest change of overlap",
-    key: (/** @type {any} */ one) => one.request_id,
+    key: (one) => one.request_id,
     columns: [
       {
         id: "request",
@@ -260,11 +218,10 @@ function movedTable(moved, atUs) {
   return table.element;
 }
 
-/** @param {any[]} ranks */
 function rankTable(ranks) {
   const table = new Table({
     label: "Attempts per worker",
-    key: (/** @type {any} */ one) => `${one.worker_id}/${one.rank}`,
+    key: (one) => `${one.worker_id}/${one.rank}`,
     sortedBy: "worker",
     columns: [
       { id: "worker", label: "Worker", isText: true, text: (one) => `${one.worker_id}/${one.rank}`, order: (one) => `${one.worker_id}/${one.rank}` },
@@ -283,12 +240,6 @@ function rankTable(ranks) {
   return table.element;
 }
 
-/**
- * Return the link to the newest request with an ID.
- *
- * @param {string} id
- * @param {number|null} atUs
- */
 function linkToId(id, atUs) {
   return linkTo("requests", "by-id", { id }, atUs);
 }
