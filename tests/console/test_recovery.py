@@ -10,7 +10,6 @@ import pytest
 
 from forebay.console import feed
 from forebay.console.feed import StateFeed
-from forebay.console.paths import catalog_path
 from forebay.events.topics import DECISIONS
 from forebay.ingress.errors import ApiError
 from forebay.replay.at_time import seek_record
@@ -28,7 +27,7 @@ async def test_a_catalog_that_was_deleted_is_built_anew(tmp_path: Path) -> None:
     settings = console_settings(Path(shutil.copy(LOGS / "lost-workers.rec", tmp_path)))
     async with console_client(settings) as client:
         before = await body(client, "/v1/console/requests")
-        catalog_path(settings).unlink()
+        settings.catalog_path.unlink()
         state = await until(client, lambda state: state["error"])
         assert "deleted" in state["error"]
         state = await until(client, lambda state: state["is_complete"])
@@ -62,7 +61,7 @@ async def test_a_log_that_was_replaced_is_read_from_the_beginning(tmp_path: Path
         await until(client, lambda state: state["end_offset"] == end and not state["error"])
         assert comparable(await body(client, "/v1/console/moment", offset=end - 1)) == expected != comparable(before)
         with (
-            closing(Store.read(catalog_path(console_settings(log)))) as store,
+            closing(Store.read(console_settings(log).catalog_path)) as store,
             closing(SqliteLog.open(log, readonly=True)) as opened,
         ):
             await store.require_log(opened, 0)
@@ -74,7 +73,7 @@ async def test_a_catalog_of_the_previous_log_is_not_used(tmp_path: Path) -> None
     settings = console_settings(log)
     async with console_client(settings) as client:
         offset = (await body(client, "/v1/console"))["state"]["end_offset"] - 1
-    path = catalog_path(settings)
+    path = settings.catalog_path
     with path.with_name(path.name + ".lock").open("rb") as lock:  # so that the console cannot build it anew
         fcntl.flock(lock, fcntl.LOCK_EX)
         async with console_client(settings) as client:

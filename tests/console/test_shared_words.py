@@ -4,8 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from forebay.cli.policies.alternative import FIELDS
-from forebay.console.pages import STATIC
+from forebay.console.app import STATIC
 from forebay.replay.scaling.decisions import OUTCOMES, REASONS
 
 
@@ -17,15 +16,11 @@ def texts(path: Path, constant: str) -> list[str]:
     return [key or json.loads(f'"{text}"') for key, text in parts]
 
 
-def test_a_comparison_suggests_every_field() -> None:
-    assert texts(STATIC / "js/router_fields.js", "FIELDS") == list(FIELDS)
-
-
 def test_reasons_of_the_planner_have_the_same_sentences() -> None:
-    shown = texts(STATIC / "js/views/scaling_decision.js", "REASONS")
+    shown = texts(STATIC / "js/views/scaling.js", "REASONS")
     assert dict(zip(shown[::2], shown[1::2], strict=True)) == REASONS
 
 
 def test_outcomes_of_the_planner_have_the_same_sentences() -> None:
-    shown = texts(STATIC / "js/views/scaling_decision.js", "OUTCOMES")
+    shown = texts(STATIC / "js/views/scaling.js", "OUTCOMES")
     assert dict(zip(shown[::4], shown[3::4], strict=True)) == OUTCOMES

@@ -1,22 +1,53 @@
-"""The HTTP application of a console: its page, and the endpoints that the page uses."""
+"""The HTTP application of a console: its page, and the endpoints that the page uses.
 
+The files of the page load nothing from the network. They need no token, because they contain nothing about the system.
+The page reads the token from the fragment of its address, which browsers do not send.
+"""
+
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import FileResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forebay.console.actions import add_actions
 from forebay.console.console import Console
-from forebay.console.pages import PageHeaders, add_pages
-from forebay.console.routes_catalog import add_catalog_routes
-from forebay.console.routes_derived import add_derived_routes
-from forebay.console.routes_what_if import add_what_if_routes
+from forebay.console.routes import add_routes
 from forebay.ingress.errors import ApiError, internal_error, invalid
 from forebay.ingress.http.api_key import ApiKeyGuard
 from forebay.ingress.http.origin_guard import OriginGuard
 from forebay.transport.base import LogError
+
+STATIC = Path(__file__).parent / "static"
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = (
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-cache"),
+)
+
+
+class PageHeaders:
+    """ASGI middleware that adds the content security policy and related headers to every response."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *HEADERS]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
 
 
 def build_console_app(console: Console, hosts: frozenset[str] | None) -> FastAPI:
@@ -30,12 +61,16 @@ def build_console_app(console: Console, hosts: frozenset[str] | None) -> FastAPI
     app.add_middleware(OriginGuard, hosts=hosts, origins=frozenset(), on_rejected=_ignore)
     app.add_middleware(PageHeaders)
     _add_errors(app)
-    add_catalog_routes(app, console)
-    add_derived_routes(app, console)
-    add_what_if_routes(app, console)
+    add_routes(app, console)
     settings = console.settings
     add_actions(app, settings.ingress_url, settings.source.kafka, settings.group)
-    add_pages(app)
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        """Return the page."""
+        return FileResponse(STATIC / "index.html", media_type="text/html")
+
+    app.mount("/static", StaticFiles(directory=STATIC))
     return app
 
 

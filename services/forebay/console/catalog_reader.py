@@ -12,7 +12,6 @@ from typing import TypeVar
 import msgspec
 
 from forebay import runtime
-from forebay.console.paths import catalog_path
 from forebay.console.settings import ConsoleSettings
 from forebay.ingress.errors import ApiError
 from forebay.replay.catalog import markers, requests, series
@@ -46,7 +45,7 @@ class CatalogReader:
 
     def __init__(self, settings: ConsoleSettings) -> None:
         self.failure = ""
-        self._path = catalog_path(settings)
+        self._path = settings.catalog_path
         self._lock = asyncio.Lock()
 
     async def state(self) -> CatalogState:

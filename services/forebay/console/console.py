@@ -42,6 +42,7 @@ class ConsoleInfo(msgspec.Struct, frozen=True, kw_only=True):
         is_live: whether the log may grow.
         can_act: whether operators can change the system here.
         policies: router modes that a what-if comparison accepts.
+        fields: paths of the router configuration that it can change.
         state: how far the catalog has followed the log.
     """
 
@@ -52,6 +53,7 @@ class ConsoleInfo(msgspec.Struct, frozen=True, kw_only=True):
     is_live: bool
     can_act: bool
     policies: list[str]
+    fields: tuple[str, ...]
     state: CatalogState
 
 
@@ -113,6 +115,7 @@ class Console:
             is_live=settings.is_live,
             can_act=settings.can_act,
             policies=[*BUILT_IN, *settings.source.policies],
+            fields=settings.fields,
             state=await self.catalog.state(),
         )
 

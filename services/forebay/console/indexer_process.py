@@ -10,7 +10,6 @@ from collections.abc import Callable
 import msgspec
 
 from forebay.console.log_file import LogFile
-from forebay.console.paths import catalog_path
 from forebay.console.settings import ConsoleSettings
 from forebay.ingress.child_process import ChildConnection
 from forebay.ingress.explain_worker import opened_log
@@ -45,7 +44,7 @@ async def _follow(settings: ConsoleSettings, on_begin: Callable[[], object]) -> 
     custom, partition = load_policies(settings.source.policies), settings.partition
     file = LogFile(settings.source)
     async with opened_log(settings.source) as log:
-        store = await Store.open(catalog_path(settings), log, partition, SCHEMAS)
+        store = await Store.open(settings.catalog_path, log, partition, SCHEMAS)
         on_begin()
         try:
             follower = Follower(log, partition, store, new_observers, custom=custom)

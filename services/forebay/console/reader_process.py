@@ -22,7 +22,6 @@ from forebay.console.messages import (
     ReadScaling,
     ReadStatus,
 )
-from forebay.console.paths import catalog_path
 from forebay.console.settings import ConsoleSettings
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.names import unknown_name
@@ -192,7 +191,7 @@ async def _respond(
     try:
         log = await current.get()
         # The catalog is opened for each message, because the indexer may rebuild it.
-        with closing(Store.read(catalog_path(settings))) as store:
+        with closing(Store.read(settings.catalog_path)) as store:
             if settings.source.path is not None:
                 await store.require_log(log, settings.partition)
             found = await Reader(settings, log, store, custom).answer(reading)

@@ -1,10 +1,12 @@
 """Settings of a console process."""
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from forebay.ingress.explain_worker import LogSource
+from forebay.replay.catalog.store import path_beside, path_of_brokers
 
 SourceKind = Literal["file", "recording", "kafka"]
 
@@ -19,6 +21,7 @@ class ConsoleSettings(msgspec.Struct, frozen=True, kw_only=True):
         certfile: certificate of the server as a PEM file; None for HTTP without TLS.
         keyfile: private key of the certificate; None if `certfile` contains it.
         token: token that clients must send.
+        fields: paths of the router configuration that a what-if comparison can change.
         ingress_url: address of an ingress with an admin API, which executes actions; empty if there is none.
     """
 
@@ -35,6 +38,7 @@ class ConsoleSettings(msgspec.Struct, frozen=True, kw_only=True):
     keyfile: str | None
     token: str
     ingress_url: str
+    fields: tuple[str, ...] = ()
 
     @property
     def is_live(self) -> bool:
@@ -45,3 +49,12 @@ class ConsoleSettings(msgspec.Struct, frozen=True, kw_only=True):
     def can_act(self) -> bool:
         """Whether operators can change the system through this console."""
         return bool(self.ingress_url)
+
+    @property
+    def catalog_path(self) -> Path:
+        folder = None if self.cache_dir is None else Path(self.cache_dir)
+        if self.source.path is not None:
+            return path_beside(Path(self.source.path), self.partition, folder)
+        kafka = self.source.kafka
+        assert kafka is not None, "a source is a file or Kafka"
+        return path_of_brokers(kafka.bootstrap, kafka.namespace, self.partition, folder)

@@ -15,6 +15,7 @@ from forebay.events.topics import DECISIONS
 from forebay.replay.catalog import checkpoints, gaps
 from forebay.replay.catalog.follow import Follower
 from forebay.replay.catalog.mentions import MentionTable
+from forebay.replay.catalog.observer import CatalogObserver
 from forebay.replay.catalog.store import SIZE_MAX, Store
 from forebay.replay.read_only import ReadOnlyLog
 from forebay.replay.recorded import RecordedStep
@@ -53,7 +54,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(work)
 
 
-class Noted:
+class Noted(CatalogObserver):
     """Observer whose table has a row per call."""
 
     schema: ClassVar[str] = "CREATE TABLE noted (number INTEGER PRIMARY KEY, what TEXT, offset INTEGER);"
@@ -77,12 +78,6 @@ class Noted:
 
     def on_recorded(self, step: RecordedStep) -> None:
         self.rows.append(("recorded", step.offset))
-
-    def on_reread(self, step: RecordedStep) -> None:
-        """Do nothing."""
-
-    def resume(self, world: World) -> None:
-        """Do nothing."""
 
     def clear_unrecorded(self) -> None:
         self.unrecorded.clear()

@@ -16,6 +16,7 @@ from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import bar
 from forebay.cli.console.command import ConsoleOptions
 from forebay.cli.policies.allowed import allowed_policies
+from forebay.cli.policies.alternative import FIELDS
 from forebay.console.console import Console
 from forebay.console.server import listening_socket, serve_console, tls_of
 from forebay.console.settings import ConsoleSettings, SourceKind
@@ -69,6 +70,7 @@ def beside(log: Path, group: str, port: int, ingress_url: str, policies: tuple[s
         keyfile=None,
         token=console_token(None),
         ingress_url=ingress_url,
+        fields=tuple(FIELDS),
     )
 
 
@@ -123,6 +125,7 @@ async def settings_of(recording: Recording, options: ConsoleOptions) -> ConsoleS
         keyfile=_text(options.ssl_keyfile),
         token=console_token(options.token_file),
         ingress_url=_checked_url(options.ingress),
+        fields=tuple(FIELDS),
     )
 
 

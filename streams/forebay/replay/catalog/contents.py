@@ -39,6 +39,7 @@ from forebay.replay.catalog import markers, series
 from forebay.replay.catalog.catalog_request import COLUMNS, CatalogRequest, Row
 from forebay.replay.catalog.marker_text import SettingsEvent
 from forebay.replay.catalog.markers import MarkerRecorder
+from forebay.replay.catalog.observer import CatalogObserver
 from forebay.replay.catalog.series import MetricRecorder
 from forebay.replay.recorded import RecordedStep
 
@@ -60,8 +61,8 @@ CREATE TABLE contents (id INTEGER PRIMARY KEY, now_us INTEGER);
 _MARKS = ", ".join("?" * len(COLUMNS))
 
 
-class ContentsObserver:
-    """`CatalogObserver` of requests, markers and metrics.
+class ContentsObserver(CatalogObserver):
+    """Observer of requests, markers and metrics.
 
     Most events are KV events and load reports, for which no handler is registered.
     """
@@ -102,7 +103,6 @@ class ContentsObserver:
         self._markers.open(connection, world)
 
     def resume(self, world: World) -> None:
-        """Continue with derived records after recorded ones."""
         self._now_us = max(self._now_us, world.now_us)
         self._follow_active(world)
         self._markers.resume(world)
@@ -119,7 +119,6 @@ class ContentsObserver:
     def on_applied(
         self, topic: str, event: InputEvent | None, now_us: int, decisions: Sequence[AnyDecision], world: World
     ) -> None:
-        """Observe an input event that a journal record counts."""
         handler = self._handlers.get(type(event))
         if handler is not None:
             handler(event, now_us, decisions, world)
@@ -180,13 +179,11 @@ class ContentsObserver:
                 self._lose(event, self._now_us)
 
     def clear_unrecorded(self) -> None:
-        """Forget all events after the newest journal record."""
         if self._unrecorded:
             self._unrecorded.clear()
             self._is_unrecorded_changed = True
 
     def on_unrecorded(self, topic: str, offset: int, event: InputEvent | None, at_us: int) -> None:
-        """Observe an event after the newest journal record."""
         at_us = max(at_us, self._now_us)
         match event:
             case RequestSubmitted() if self._shown(event.request_id) is None:
@@ -202,7 +199,6 @@ class ContentsObserver:
                         self._show(request).wait(at_us)
 
     def write(self, connection: sqlite3.Connection) -> None:
-        """Write all changes since the last call."""
         _insert(connection, "requests", (one.row() for one in self._changed.values()))
         self._changed.clear()
         if self._is_unrecorded_changed:

@@ -19,6 +19,7 @@ from forebay.events.decisions import JournalRecord
 from forebay.events.request_ids import aliases_of
 from forebay.events.requests import RequestSubmitted, RouteQueried
 from forebay.events.topics import REQUESTS
+from forebay.replay.catalog.observer import CatalogObserver
 from forebay.replay.catalog.store import Store
 from forebay.replay.explain.find import Mentions, RequestRecord
 from forebay.replay.recorded import RecordedStep
@@ -28,7 +29,7 @@ FOUND_MAX = 10_000  # newest mentions of one ID
 END_MAX = 1 << 62
 
 
-class MentionTable:
+class MentionTable(CatalogObserver):
     """Observer that notes which journal records are about which request ID."""
 
     schema: ClassVar[str] = """
@@ -72,18 +73,6 @@ class MentionTable:
                 self._add(event.request_id, step.offset, is_submission=True)
         if isinstance(step.record, RequestRecord):
             self._add(step.record.request_id, step.offset, is_submission=False)
-
-    def on_reread(self, step: RecordedStep) -> None:
-        """Do nothing, because the rows have all mentions."""
-
-    def resume(self, world: World) -> None:
-        """Do nothing, because mentions do not depend on the world."""
-
-    def clear_unrecorded(self) -> None:
-        """Do nothing, because no journal record is about a later event."""
-
-    def on_unrecorded(self, topic: str, offset: int, event: InputEvent | None, at_us: int) -> None:
-        """Do nothing, because no journal record is about a later event."""
 
     def write(self, connection: sqlite3.Connection) -> None:
         """Write the newest row, and begin another one if it is full."""

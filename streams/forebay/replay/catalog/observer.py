@@ -12,7 +12,7 @@ once a journal record counts them, and only then they enter metrics.
 
 import sqlite3
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from forebay.core.step import AnyDecision, InputEvent
 from forebay.core.world import World
@@ -20,11 +20,8 @@ from forebay.events.decisions import JournalRecord
 from forebay.replay.recorded import RecordedStep
 
 
-class CatalogObserver(Protocol):
-    """Fills tables of a catalog from the events and decisions of a log.
-
-    The pass calls `open` once, then for each journal record `on_applied` per consumed event and clock run, and
-    `on_record` for the record itself. It calls `write` between two journal records, as often as it commits.
+class CatalogObserver:
+    """Fills tables of a catalog from the events and decisions of a log. It must not change the world.
 
     Attributes:
         schema: statements that create the tables and indexes, executed once on a new catalog.
@@ -33,14 +30,7 @@ class CatalogObserver(Protocol):
     schema: ClassVar[str]
 
     def open(self, connection: sqlite3.Connection, world: World) -> None:
-        """Load what a pass needs that continues after the committed rows.
-
-        Args:
-            connection: connection to the catalog, whose tables exist. They are empty for a new catalog.
-            world: state at the committed position, or at the beginning of a new catalog. The log may begin with a
-                snapshot, so requests may be active there. Observers must not change the world.
-        """
-        ...
+        """Load what a pass needs that continues after the committed rows, in the state `world`."""
 
     def on_applied(
         self, topic: str, event: InputEvent | None, now_us: int, decisions: Sequence[AnyDecision], world: World
@@ -50,62 +40,43 @@ class CatalogObserver(Protocol):
         Args:
             topic: name of the input topic, or `forebay.core.step.CLOCK` for an opened run.
             event: the event; None for a clock run and for a record that does not decode.
-            now_us: the owner's clock in microseconds.
             decisions: decisions that the event leads to. Each comes again through `on_record` once it is journaled.
             world: state after the event. `world.view[topic] - 1` is the event's offset.
         """
-        ...
 
     def on_record(self, offset: int, record: JournalRecord, world: World) -> None:
-        """Observe a valid journal record, after the events that it consumes.
-
-        Args:
-            record: the record, which was derived again and is equal, or an ownership claim.
-        """
-        ...
+        """Observe a journal record that was derived again, or a claim, after the events that the record consumes."""
 
     def on_recorded(self, step: RecordedStep) -> None:
-        """Observe a journal record of an owner with other decision rules, with its events.
-
-        There is no world, because only a program with these rules can derive it.
-        """
-        ...
+        """Observe a journal record of an owner with other decision rules, whose world only these rules can derive."""
 
     def on_reread(self, step: RecordedStep) -> None:
         """Observe a record again whose rows are in the catalog: after a restart, for what the rows do not have."""
-        ...
 
     def resume(self, world: World) -> None:
         """Continue with derived records after recorded ones, in this world."""
-        ...
 
     def clear_unrecorded(self) -> None:
         """Forget all events of `on_unrecorded`. The pass calls this before it reports the events of a new tail."""
-        ...
 
     def on_unrecorded(self, topic: str, offset: int, event: InputEvent | None, at_us: int) -> None:
-        """Observe an event after the newest journal record, in append order.
+        """Observe an event after the newest journal record, in append order; None if it does not decode.
 
-        No world is passed, because decisions that do not exist yet must not be shown. The pass may leave out events
-        of the topics of KV events and load reports, and may stop after any number of events.
+        The pass may leave out KV events and load reports, and may stop after any number of events.
 
         Args:
-            event: the event; None if it does not decode.
             at_us: when the event was appended to the log, in microseconds of Unix time.
         """
-        ...
 
     def write(self, connection: sqlite3.Connection) -> None:
         """Write all changes since the last call, in the transaction that the caller commits with its position."""
-        ...
 
     def remove_before(self, connection: sqlite3.Connection, offset: int, now_us: int) -> None:
         """Remove the oldest rows, because the catalog has reached its maximum size.
 
-        The caller commits the removal. Rows about requests that have not ended stay.
+        Rows about requests that have not ended stay.
 
         Args:
             offset: remove rows about journal records before this offset.
             now_us: remove rows about earlier times, on the owner's clock in microseconds.
         """
-        ...

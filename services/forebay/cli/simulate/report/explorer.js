@@ -107,29 +107,7 @@ function showRequests({ labels, colours, explained, explorer }) {
   function details(at) {
     const longest = Math.max(1, ...runs.map((of) => of.last[at]));
     const sides = element("div", { class: "sides" }, ...runs.map((of, which) => side(of, which, at, longest)));
-    return element("div", {}, element("p", { class: "story" }, story(at)), sides);
-  }
-
-  // Summary of a request under the selected run, and its differences under the other runs.
-  function story(at) {
-    const mine = run(), label = labels[number("run")];
-    const sentences = [`Request ${count.format(rows[at] + 1)}, ${count.format(prompt[at])} prompt and ${count.format(output[at])} output tokens.`];
-    if (!there(mine, at)) sentences.push(`It never arrived under ${label}.`);
-    else if (failed(mine, at)) sentences.push(`It failed under ${label}: ${reason(mine, at)}.`);
-    else sentences.push(`Under ${label} it was ${prefiller(mine, at) ? `prefilled by ${prefiller(mine, at)} and decoded by ${worker(mine, at)}` : `routed to ${worker(mine, at)}`}. ${count.format(mine.cached_tokens[at])} of its prompt tokens were cached, and its TTFT was ${time(mine.first[at])}.`);
-    runs.forEach((of, which) => {
-      if (of === mine) return;
-      if (!there(of, at)) sentences.push(`It never arrived under ${labels[which]}.`);
-      else if (failed(of, at)) sentences.push(`It failed under ${labels[which]}.`);
-      else {
-        const where = of.worker[at] === mine.worker[at] && worker(of, at) === worker(mine, at) ? "was also routed" : "was routed";
-        const us = mine.first[at] === NONE ? 0 : of.first[at] - mine.first[at];
-        const waited = mine.first[at] === NONE ? `its TTFT was ${time(of.first[at])}`
-          : us ? `its TTFT was ${time(Math.abs(us))} ${us > 0 ? "higher" : "lower"}` : "its TTFT was the same";
-        sentences.push(`Under ${labels[which]} it ${where} to ${worker(of, at)} and ${waited}.`);
-      }
-    });
-    return sentences.join(" ");
+    return element("div", {}, sides);
   }
 
   function side(of, which, at, longest) {

@@ -1,19 +1,14 @@
 /** Requests to the console's HTTP endpoints. */
 
-import { readEvents } from "./event_stream.js";
-
 const TOKEN_KEY = "forebay-console-token";
 const RETRY_MIN_MS = 500;
 const RETRY_MAX_MS = 10_000; // a console that was started again is found within this time
+const BUFFER_MAX = 1_000_000; // characters; an event of the console has a few hundred
 const SILENCE_MAX_MS = 15_000; // the server sends an event at least every 5 s
 
 /** An error reply of the console, or no reply. */
 export class ApiError extends Error {
-  /**
-   * message: the server's message
-   * status: HTTP status; 0 if the console cannot be reached
-   * code: the server's error code
-   */
+  /** status: HTTP status; 0 if the console cannot be reached */
   constructor(message, status, code = "") {
     super(message);
     this.name = "ApiError";
@@ -70,12 +65,12 @@ export class Api {
       let timer = setTimeout(() => silence.abort(), SILENCE_MAX_MS);
       try {
         const response = await this.#fetch("v1/console/events", {}, { signal: both });
-        await readEvents(response, (name, data) => {
+        await readEvents(response, (data) => {
           clearTimeout(timer);
           timer = setTimeout(() => silence.abort(), SILENCE_MAX_MS);
           wait = RETRY_MIN_MS;
           onConnection(true);
-          if (name === "state") onState(JSON.parse(data));
+          if (data) onState(JSON.parse(data));
         });
       } catch (error) {
         if (error instanceof ApiError && error.status === 401) return;
@@ -116,4 +111,20 @@ async function errorOf(response) {
   const body = await response.json().catch(() => null);
   const message = body?.error?.message ?? `the console replied with HTTP status ${response.status}`;
   return new ApiError(message, response.status, body?.error?.code ?? "");
+}
+
+/** Read events until the response ends. `EventSource` cannot send the header with the token. */
+async function readEvents(response, onEvent) {
+  if (!response.body) return;
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let buffer = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    buffer = (buffer + value).replaceAll("\r\n", "\n");
+    const events = buffer.split("\n\n");
+    buffer = events.pop() ?? "";
+    if (buffer.length > BUFFER_MAX) throw new TypeError("an event of the console is too long");
+    for (const event of events) onEvent(event.match(/^data: (.*)$/m)?.[1]);
+  }
 }

@@ -5,11 +5,61 @@ import { replace } from "./dom.js";
 import { clock } from "./format.js";
 import { Frame } from "./frame.js";
 import { linkTo, Moment, takeToken } from "./moment.js";
-import { Pacer } from "./pacer.js";
 import { TimeBar } from "./time_bar.js";
 import { VIEWS } from "./views.js";
 
+const INTERVAL_MS = 250; // at most four runs per second, which is as often as the server reports a new state
 const RETRY_MS = 2_000;
+
+/** Runs an asynchronous function, never twice at once, and not before `INTERVAL_MS` have passed since its last start. */
+class Pacer {
+  #run;
+  #running = null;
+  #timer;
+  #isRequested = false;
+  #startedMs = -INTERVAL_MS;
+
+  /** run: must not throw, and should stop when the signal is aborted */
+  constructor(run) {
+    this.#run = run;
+  }
+
+  /** Returns whether a run is in progress or due */
+  get isBusy() {
+    return this.#running !== null || this.#timer !== undefined;
+  }
+
+  /** Run after the run in progress, if any. Several requests lead to one run. */
+  request() {
+    this.#isRequested = true;
+    if (!this.#running) this.#schedule(INTERVAL_MS - (performance.now() - this.#startedMs));
+  }
+
+  /** Abort the run in progress, if any, and run again at once, because its result is not needed any more. */
+  restart() {
+    this.#running?.abort();
+    this.#isRequested = true;
+    this.#schedule(0);
+  }
+
+  #schedule(waitMs) {
+    clearTimeout(this.#timer);
+    this.#timer = setTimeout(() => this.#start(), Math.max(0, waitMs));
+  }
+
+  async #start() {
+    this.#timer = undefined;
+    if (!this.#isRequested) return;
+    const running = new AbortController();
+    this.#running = running;
+    this.#isRequested = false;
+    this.#startedMs = performance.now();
+    await this.#run(running.signal);
+    if (this.#running !== running) return; // another run has replaced this one
+    this.#running = null;
+    if (this.#isRequested) this.request();
+  }
+}
 
 class App {
   #view = null;
@@ -118,11 +168,11 @@ class App {
   }
 
   async #create(entry, load, shown) {
-    this.#view?.dispose();
+    this.#view?.dispose?.();
     this.#view = null;
-    const { create } = await load();
+    const { View } = await load();
     if (shown !== this.#shown) return; // another view was chosen meanwhile
-    this.#view = create(this.#context);
+    this.#view = new View(this.#context);
     this.frame.hideError();
     replace(this.frame.main, this.#view.element);
     scrollTo(0, 0);
@@ -147,7 +197,7 @@ class App {
     const atUs = this.moment.atUs;
     if (!view) return;
     try {
-      await view.refresh(signal);
+      await view.refresh?.(signal);
       if (signal.aborted) return;
       this.frame.hideError();
       this.frame.setMissing(false);

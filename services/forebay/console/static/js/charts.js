@@ -14,12 +14,10 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
 
 /**
  * A line chart with a title, the newest values, and the values under the pointer or the keyboard's cursor.
- * title: name of the chart
  * series: name, colour (number of a curve colour), isDashed, and isStepped for a value that lasts until the next one
  * format: returns the text for a value with its unit
  */
 export class LineChart {
-  element;
   #title;
   #series;
   #format;

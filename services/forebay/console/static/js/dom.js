@@ -6,7 +6,6 @@ const UNPRINTABLE = /[^\P{C}\n\t]|[\p{Zl}\p{Zp}]/gu;
 const PLAIN = /^[ -~]*$/; // most texts, for which the slower search is not needed
 const PROPERTIES = new Set(["value", "checked", "disabled", "hidden", "open", "selected", "indeterminate"]);
 
-
 /** Escape characters that cannot be seen or that change the text direction, as `forebay` does on a terminal. */
 export function printable(value) {
   const shown = String(value);

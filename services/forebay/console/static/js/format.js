@@ -10,7 +10,6 @@ const INTEGERS = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 const SHORT = new Intl.NumberFormat("en-US", { maximumSignificantDigits: 3 });
 const COMPACT = new Intl.NumberFormat("en-US", { notation: "compact", maximumSignificantDigits: 3 });
 
-
 const isAbsent = (value) => value === null || value === undefined || Number.isNaN(value);
 
 /** Return a whole number with thousands separators: "12,031". */
@@ -44,20 +43,14 @@ export function sentence(message) {
   return `${begin}${message.slice(1)}${/[.!?]$/.test(message) ? "" : "."}`;
 }
 
-/**
- * Return a share as a percentage: "20.3%".
- * share: from 0 to 1
- */
+/** Return a share as a percentage: "20.3%". */
 export function percent(share) {
   if (isAbsent(share)) return NONE;
   const value = 100 * share;
   return `${value === 0 || value === 100 || value >= 99.95 ? value.toFixed(0) : value.toFixed(1)}%`;
 }
 
-/**
- * Return a duration with three significant digits: "850 µs", "276 ms", "1.69 s", "12 min 3 s", "2 h 5 min".
- * us: microseconds
- */
+/** Return a duration with three significant digits: "850 µs", "276 ms", "1.69 s", "12 min 3 s", "2 h 5 min". */
 export function duration(us) {
   if (isAbsent(us)) return NONE;
   const value = us;

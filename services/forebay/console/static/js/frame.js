@@ -9,10 +9,6 @@ const LAG_MAX_S = 5; // a larger lag is a problem
 const LAG_SHOWN_S = 0.3; // a smaller lag is the interval at which the console reads the log
 
 export class Frame {
-  /**
-   * options.onToken: receives the token that the user entered
-   * options.onRetry: called if the user wants to read the view again after an error
-   */
   constructor({ moment, timeBar, onToken, onRetry }) {
     this.moment = moment;
     this.timeBar = timeBar;
@@ -103,10 +99,6 @@ export class Frame {
     put(this.main, "data-missing", isMissing);
   }
 
-  /**
-   * Show the form for the token.
-   * isWrong: whether the console rejected a token
-   */
   requestToken(isWrong) {
     put(this.tokenForm, "hidden", false);
     const hint = "The console printed a token when it started. Enter it, or open the printed address.";

@@ -10,7 +10,6 @@ const LEAVE_MS = 200; // for moving the pointer from the marker to its text
 
 /** A row of markers. It is one stop of the Tab key; arrow keys move between markers. */
 export class MarkerTrack {
-  element;
   #onChoose;
   #onResize;
   #row = h("div", { class: "track-row" });
@@ -20,10 +19,6 @@ export class MarkerTrack {
   #width = 0;
   #pin = h("span", { class: "track-pin", hidden: true, title: "First moment of the comparison" }, "A");
 
-  /**
-   * onChoose: called with the time of a marker that the user chose
-   * onResize: called when another number of markers fits
-   */
   constructor(onChoose, onResize) {
     this.#onChoose = onChoose;
     this.#onResize = onResize;
@@ -34,10 +29,7 @@ export class MarkerTrack {
     this.#bubble.addEventListener("pointerenter", () => clearTimeout(this.#leaving));
   }
 
-  /**
-   * Show other markers.
-   * pinUs: first moment of a comparison
-   */
+  /** pinUs: first moment of a comparison */
   update(markers, beginUs, endUs, pinUs) {
     const places = Math.max(1, this.#width / MARKER_PX);
     this.#clusters = clusters(markers, beginUs, endUs, places);

@@ -6,7 +6,6 @@ import { counted } from "./format.js";
 const MARKERS_MAX = 500; // the server merges more into these; a wide screen has room for 100
 const RELOAD_MS = 3_000;
 
-
 /** Kinds of markers, most important first. Of several markers at one place, the most important kind is drawn. */
 export const KINDS = {
   worker_lost: { label: "worker lost", tone: "bad", path: "M2 0L6 4L10 0L12 2L8 6L12 10L10 12L6 8L2 12L0 10L4 6L0 2Z" },
@@ -45,11 +44,7 @@ export function textOf(marker) {
  * - share: place on the axis, from 0 to 1
  */
 
-/**
- * Merge markers that would overlap.
- * markers: in order of time
- * places: number of markers that fit on the axis
- */
+/** Merge markers that would overlap. */
 export function clusters(markers, beginUs, endUs, places) {
   const span = Math.max(1, endUs - beginUs);
   const found = [];
@@ -78,10 +73,7 @@ export class MarkerList {
     this.#onChange = onChange;
   }
 
-  /**
-   * Read the markers if the log has grown since they were read.
-   * state: CatalogState
-   */
+  /** Read the markers if the log has grown since they were read. */
   async update({ begin_us, end_us }) {
     const isDue = performance.now() - this.#readMs >= RELOAD_MS;
     if (this.#isReading || !isDue || end_us === this.#shownEndUs || end_us === 0) return;

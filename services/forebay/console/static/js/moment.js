@@ -49,11 +49,7 @@ export class Moment {
     return { view: view || "fleet", argument: decoded(rest.join("/")), params };
   }
 
-  /**
-   * Show another moment.
-   * atUs: null for the live state
-   * options: whether the Back button returns to the previous moment
-   */
+  /** atUs: null for the live state */
   set(atUs, { isNew = false } = {}) {
     if (atUs === this.atUs) return;
     const { view, argument, params } = this.route;
@@ -64,10 +60,6 @@ export class Moment {
     this.set(null, { isNew: true });
   }
 
-  /**
-   * Show another view at the same moment.
-   * options: whether the Back button returns to the previous view
-   */
   navigate(view, argument = "", params = {}, { isNew = true } = {}) {
     this.#go(linkTo(view, argument, params, this.atUs), isNew);
   }
@@ -95,7 +87,6 @@ export class Moment {
 /**
  * Return the fragment of a page, for the `href` of a link.
  * params: null, undefined and "" are left out
- * atUs: moment; null for the live state
  */
 export function linkTo(view, argument = "", params = {}, atUs = null) {
   const query = new URLSearchParams();

@@ -28,10 +28,6 @@ export function badge(state) {
   return element;
 }
 
-/**
- * Show another state in a badge.
- * state: determines shape and colour
- */
 export function updateBadge(element, state, label = state) {
   const [tone, shape] = STATES[state] ?? ["soft", "○"];
   put(element, "data-tone", tone);
@@ -44,10 +40,7 @@ export function meter() {
   return h("span", { class: "meter" }, h("span", { class: "meter-bar", "aria-hidden": "true" }), h("span"));
 }
 
-/**
- * Show another value in a bar that `meter` created.
- * share: from 0 to 1
- */
+/** Show another value in a bar that `meter` created. */
 export function updateMeter(element, share, label) {
   const bounded = Math.min(1, Math.max(0, share || 0));
   setStyle(element.children[0], "background-size", `${(100 * bounded).toFixed(1)}% 100%`);

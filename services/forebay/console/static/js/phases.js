@@ -1,12 +1,5 @@
 /** Phases of a request: their names, and the time that a request spent in each. */
 
-/**
- * Phase
- * Span
- * - fromUs: microseconds since the submission
- * - label: what happened, for readers who do not see the chart
- */
-
 export const PHASES = {
   queue: "in the queue",
   encode: "encode",
@@ -25,7 +18,6 @@ export function hasEnded(state) {
 /**
  * Return the phases of a request in a list. A list has no stages, so everything between the routing decision and the
  * first token counts as prefill.
- * row: a RequestRow
  * nowUs: time until which an active request is shown
  */
 export function phasesOfRow(row, nowUs) {

@@ -2,13 +2,7 @@
 
 import { PHASES } from "./phases.js";
 
-/**
- * Lane
- * - name: `router`, or the worker with its rank
- * Course
- * - totalUs: microseconds from the submission to the end, or until now
- * - firstTokenUs: microseconds from the submission to the first token; null without one
- */
+// A course has lanes, each with a name (`router` or a worker rank), spans and marks. Times count from the submission.
 
 const PHASE_OF_STAGE = { encode: "encode", prefill: "prefill", decode: "transfer", aggregated: "prefill" };
 const FAILURES = { worker_lost: "lost", not_encoded: "failed", not_prefilled: "failed", not_transferred: "failed" };
@@ -80,10 +74,6 @@ export function courseOf(explanation, nowUs) {
   return { lanes, totalUs, firstTokenUs };
 }
 
-/**
- * routing: the routing decision of the entry, if any
- * first: timing of the first token, if any
- */
 function follow(follower, entry, routing, first) {
   const atUs = entry.after_us;
   if (entry.what === "submitted") follower.enter("router", "queue", atUs);

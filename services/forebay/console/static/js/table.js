@@ -8,9 +8,6 @@ const ROWS_MAX = 500; // more rows would take over 50 ms to lay out, unless only
 
 /**
  * Column
- * - label: heading
- * - title: explanation of the heading
- * - isText: whether the values are texts, which are aligned to the left
  * - text: content of the cell
  * - fill: updates the cell instead, for content other than text; the
  *   cell is empty the first time
@@ -19,7 +16,6 @@ const ROWS_MAX = 500; // more rows would take over 50 ms to lay out, unless only
  */
 
 export class Table {
-  element;
   #columns;
   #key;
   #body;
@@ -31,7 +27,6 @@ export class Table {
   #isDescending;
 
   /**
-   * options.label: accessible name of the table
    * options.key: identifies a row across updates
    * options.sortedBy: ID of the column that sorts the rows at first; otherwise they keep their order
    * options.longClass: for a table that may have many rows: a CSS class that sets `--tracks`, the grid

@@ -13,7 +13,6 @@ const SHORT_US = 30_000_000; // the ends of a shorter log are shown with millise
 const MARKERS_MS = 1_000; // markers move slowly while the log grows
 
 export class TimeBar {
-  element;
   /** shown above the view while the moment is in the past */ strip;
   #moment;
   #isBusy;

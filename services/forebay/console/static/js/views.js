@@ -1,30 +1,10 @@
 /**
  * The views of the console, in the order of the navigation.
  *
- * A module of a view exports `create(context)`, which returns a `View`.
- */
-
-/**
- * Context
- * - moment: the chosen moment and the route
- * - info: the ConsoleInfo of the console
- * - state: returns the newest CatalogState
- * - navigate: shows another view at the same moment
- */
-
-/**
- * View
- * - refresh: reads and shows the data of the chosen moment. It runs at
- *   most four times per second and never twice at once. The signal is aborted if another moment is chosen meanwhile.
- * - dispose: stops timers and running work
- */
-
-/**
- * ViewEntry
- * - name: first part of the fragment
- * - title: name in the navigation
- * - loadOne: for a fragment with an argument, for example
- *   `#/requests/17`
+ * A module of a view exports a class `View`. Its constructor receives `api`, `moment` (the chosen moment and the route),
+ * `info` (ConsoleInfo), `state` (returns the newest CatalogState) and `navigate`. Its field `element` is shown.
+ * `refresh(signal)` reads and shows the data of the chosen moment. It runs at most four times per second and never twice
+ * at once, and its signal is aborted if another moment is chosen meanwhile. `dispose()` stops timers and running work.
  */
 
 export const VIEWS = [
@@ -33,7 +13,7 @@ export const VIEWS = [
     name: "requests",
     title: "Requests",
     load: () => import("./views/requests.js"),
-    loadOne: () => import("./views/request.js"),
+    loadOne: () => import("./views/request.js"), // with an argument, as in #/requests/17
   },
   { name: "time", title: "Time", load: () => import("./views/time.js") },
   { name: "what-if", title: "What if", load: () => import("./views/whatif.js") },

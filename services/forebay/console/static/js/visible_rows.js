@@ -27,7 +27,6 @@ export class VisibleRows {
   /**
    * options.body: `tbody` of the table, of `display: block`
    * options.key: identifies an item across updates; no two items have the same key
-   * options.create: creates an empty row
    */
   constructor({ table, body, key, create }) {
     this.#table = table;
@@ -40,10 +39,7 @@ export class VisibleRows {
     addEventListener("afterprint", () => this.#print(false), { signal });
   }
 
-  /**
-   * Show other items.
-   * update: fills a row, also one that is scrolled into view later
-   */
+  /** update: fills a row, also one that is scrolled into view later */
   show(items, update) {
     this.#items = items;
     this.#update = update;

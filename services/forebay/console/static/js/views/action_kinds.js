@@ -5,8 +5,6 @@ import { counted } from "../format.js";
 
 /**
  * FormSource
- * - status: the GroupStatus now
- * - info: the ConsoleInfo
  * - subject: what the user chose before
  * ActionForm
  * - read: returns the body of the request, or what is wrong
@@ -137,10 +135,6 @@ export const ACTIONS = [
   },
 ];
 
-/**
- * Return the outcome of an action in sentences.
- * result: response of the ingress, or the steps of a size
- */
 export function outcomeOf({ outcomes, steps, pools, ...settings }) {
   if (outcomes) {
     return outcomes.map((one) => {

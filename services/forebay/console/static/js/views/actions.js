@@ -7,15 +7,7 @@ import { h, put, replace, setText } from "../dom.js";
 import { sentence } from "../format.js";
 import { ACTIONS, outcomeOf } from "./action_kinds.js";
 
-/**
- * Subject
- * - action: one of `ACTIONS`
- */
-
-/**
- * Create a button that opens the dialog.
- * subject: what the action changes
- */
+/** subject: what the action changes */
 export function actionButton(context, subject = {}, label = "Actions") {
   const onclick = () => openActions(context, subject);
   return h("button", { type: "button", class: "button", "aria-haspopup": "dialog", onclick }, label);

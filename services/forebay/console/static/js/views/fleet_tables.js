@@ -50,10 +50,6 @@ export function createTopics() {
   });
 }
 
-/**
- * Show a state in a cell.
- * state: determines shape and colour
- */
 export function fillBadge(cell, state, label = state) {
   if (!cell.firstElementChild) cell.append(badge());
   updateBadge(cell.firstElementChild, state, label);

@@ -8,7 +8,6 @@ import { Table } from "../table.js";
 import { fillBadge } from "./fleet_tables.js";
 
 export class WorkerTable {
-  element;
   #rows = [];
   #atUs = null; // moment of the rows
   #context;
@@ -30,11 +29,6 @@ export class WorkerTable {
     );
   }
 
-  /**
-   * Show other workers.
-   * status: GroupStatus
-   * activities: WorkerActivity of each worker
-   */
   update(status, activities) {
     this.#atUs = this.#context.moment.atUs;
     const activity = new Map(activities.map((one) => [one.worker_id, one]));

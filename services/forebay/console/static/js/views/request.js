@@ -14,12 +14,7 @@ import { counterfactualList, excluded, routingSection } from "./routing.js";
 const OTHERS_SHOWN = 5;
 const EXPLAIN_EVERY_MS = 1_000; // an explanation derives the request again, which costs more than a row of a list
 
-export function create(context) {
-  return new RequestView(context);
-}
-
-class RequestView {
-  element;
+export class View {
   #context;
   #back = h("a", {}, "← All requests");
   #badge = badge();
@@ -97,8 +92,6 @@ class RequestView {
     }
     if (!this.#isCompared && this.#explanation?.routings.length) await this.#compare(signal);
   }
-
-  dispose() {}
 
   async #readRow(number, signal) {
     try {

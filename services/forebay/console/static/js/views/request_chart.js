@@ -10,7 +10,6 @@ const MARKS = { lost: "✕", failed: "✕", event: "▲" };
 const PARTS = { ...PHASES, decode: "network and first decode step" };
 
 /**
- * Create the chart of a course.
  * options: `shownUs`: the chosen moment, in microseconds since the
  *   submission; null for the live state
  */

@@ -15,12 +15,7 @@ const PAGE = 50; // rows of a page, all of which may be new four times per secon
 const ROWS_MAX = 500; // as many as the server returns at once, to update all of them
 const ANNOUNCE_MS = 15_000; // a screen reader would otherwise speak all the time
 
-export function create(context) {
-  return new RequestList(context);
-}
-
-class RequestList {
-  element;
+export class View {
   #context;
   #filters;
   #body = h("tbody", { role: "rowgroup" });

@@ -5,7 +5,6 @@
 import { isAbort } from "../api.js";
 import { h, put, replace, setText } from "../dom.js";
 import { counted, dateTime, parseTime, percent, sentence } from "../format.js";
-import { FIELDS } from "../router_fields.js";
 import { reportElement } from "./whatif_report.js";
 
 const MINUTES_US = 5 * 60_000_000;
@@ -16,12 +15,7 @@ const SEPARATOR = "; "; // between settings in the address
 /** The newest comparison. It continues while another view is shown. */
 let newest = null;
 
-export function create(context) {
-  return new WhatIfView(context);
-}
-
-class WhatIfView {
-  element;
+export class View {
   #context;
   #from;
   #to;
@@ -64,8 +58,6 @@ class WhatIfView {
     if (newest) this.#follow(newest.job);
   }
 
-  async refresh() {}
-
   dispose() {
     this.#isDisposed = true;
     clearTimeout(this.#timer);
@@ -97,7 +89,7 @@ class WhatIfView {
         h("label", {}, "Policy ", this.#policy),
         this.#settings,
         button("Add a setting", () => this.#addSetting("").querySelector("input")?.focus()),
-        h("datalist", { id: "router-fields" }, FIELDS.map((one) => h("option", { value: one }))),
+        h("datalist", { id: "router-fields" }, this.#context.info.fields.map((one) => h("option", { value: one }))),
       ),
       this.#problem,
       h("div", { class: "row" }, this.#start),
@@ -116,10 +108,6 @@ class WhatIfView {
     put(this.#to, "value", dateTime(toUs));
   }
 
-  /**
-   * Add a row for a setting.
-   * given: PATH=VALUE
-   */
   #addSetting(given) {
     const at = given.indexOf("=");
     const [path, value] = at < 0 ? [given, ""] : [given.slice(0, at), given.slice(at + 1)];

@@ -9,15 +9,7 @@ import { Table } from "../table.js";
 
 const EXACT = new Intl.NumberFormat("en-US", { maximumFractionDigits: 4 });
 
-/**
- * Figure
- * - better: sign of a change for the better; 0 if a change is neither better nor worse
- */
-
-/**
- * Create the element of a report.
- * atUs: the chosen moment, which links keep
- */
+/** atUs: the chosen moment, which links keep */
 export function reportElement(report, atUs) {
   if (report.divergence) {
     const { offset, reason } = report.divergence;
