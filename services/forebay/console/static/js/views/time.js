@@ -137,7 +137,7 @@ class Comparison {
       key: (change) => change.key,
       columns: [
         { id: "kind", label: "kind", isText: true, text: (change) => change.kind, order: (change) => change.kind },
-        { id: "text", label: "change", isText: true, text: (change) => change.text },
+        { id: "subject", label: "change", isText: true, text: (change) => change.subject },
         { id: "before", label: "earlier", isText: true, text: (change) => change.before },
         { id: "after", label: "later", isText: true, text: (change) => change.after },
       ],
