@@ -141,7 +141,7 @@ class ByHeart:
 
 def read_days(path: str, trace: Trace) -> tuple[list[Turn], list[Turn]]:
     """Return the requests of both days. Both begin at time 0."""
-    turns = list(open_workload([path], WorkloadOptions(speed=1 / trace.stretch)).turns())
+    turns = list(open_workload(path, WorkloadOptions(speed=1 / trace.stretch)).turns())
     half_us = turns[-1].at_us // 2
     days: tuple[list[Turn], list[Turn]] = ([], [])
     for turn in turns[:: trace.keep]:

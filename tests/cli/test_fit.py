@@ -11,8 +11,8 @@ from forebay.cli.app import app
 from forebay.cli.common import extras
 from forebay.engine_model.timing import LinearTiming
 from forebay.events.control import RouterConfig
-from forebay.simulate.mooncake import MooncakeRow
 from forebay.simulate.profiles.profile import EngineSizes, load_profile
+from forebay.simulate.workloads.rows import MooncakeRow
 from tests.replay.recorded import write
 from tests.replay.simulated import BLOCK, played
 from tests.simulate.traces import conversations

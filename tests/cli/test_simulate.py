@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from forebay.cli.app import app
-from forebay.simulate.mooncake import MooncakeRow
+from forebay.simulate.workloads.rows import MooncakeRow
 from tests.cli.in_process import forebay
 from tests.harness import fork_server
 from tests.simulate.traces import conversations, write
@@ -133,7 +133,7 @@ def test_invalid_arguments_give_one_error_line(tmp_path: Path, arguments: list[s
     [
         *((option, str((1 << 31) + 1)) for option in ("--kv-blocks", "--block-size", "--max-num-batched-tokens")),
         *((option, "inf") for option in ("--mtbf-s", "--repair-s", "--cold-start-s", "--lease-ttl-s")),
-        *((option, "inf") for option in ("--duration-s", "--session-spacing-s")),
+        ("--duration-s", "inf"),
     ],
 )
 def test_numbers_have_bounds(option: str, value: str) -> None:

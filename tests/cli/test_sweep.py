@@ -17,9 +17,9 @@ from forebay.cli.app import app
 from forebay.cli.simulate.options import FleetOptions, ShapeOptions
 from forebay.cli.simulate.simulations import Work, run_all
 from forebay.cli.simulate.sweep_axes import BLIND_MODES, COST_SETTINGS, OF_FLEET, OF_SHAPE, axes_of, combinations
-from forebay.simulate.mooncake import MooncakeRow
 from forebay.simulate.pareto import costs
 from forebay.simulate.settings import ROUTER_SETTINGS
+from forebay.simulate.workloads.rows import MooncakeRow
 from tests.cli.up import FOREBAY
 from tests.simulate.traces import conversations, write
 

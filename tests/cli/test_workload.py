@@ -105,7 +105,7 @@ def test_devices_are_not_overwritten(tmp_path: Path) -> None:
     [
         (["show", "none.jsonl"], "cannot be read"),
         (["show", "synthetic:rate=x"], "rate"),
-        (["show", "synthetic:", "synthetic:"], "only runs of one format"),
+        (["show", "synthetic:", "--columns", "when=x"], "unknown field 'when'"),
         (["convert", "synthetic:requests=3", "-o", "."], "is not a regular file"),
         (["convert", "synthetic:requests=3", "-o", "nowhere/at/all"], "cannot be written (No such file or directory)"),
     ],

@@ -7,7 +7,7 @@ import pytest
 
 from forebay.cli.simulate import simulations
 
-PRELOADED = ["forebay.cli.simulate.command", "forebay.cli.simulate.fidelity_command", "forebay.cli.simulate.sweep"]
+PRELOADED = ["forebay.cli.simulate.command", "forebay.cli.simulate.against", "forebay.cli.simulate.sweep"]
 
 
 def fork_from_a_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forebay.simulate.mooncake import BLOCK_TOKENS
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import WorkloadOptions
+from forebay.simulate.workloads.rows import BLOCK_TOKENS
 from infra.kafka.kafka import tail
 from tests.harness.cluster import Cluster, Ownership, ProcessError, remove_topics
 from tests.harness.demos import demo, positive

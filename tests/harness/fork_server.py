@@ -40,7 +40,7 @@ MODULES = (
     "forebay.cli.processes.embedded",
     "forebay.cli.processes.ingress_process",
     "forebay.cli.processes.router_process",
-    "forebay.cli.simulate.fidelity_command",
+    "forebay.cli.simulate.against",
     "forebay.cli.trace.run",
     "forebay.ingress.http.app",
     "forebay.ingress.http.server",

@@ -19,13 +19,13 @@ from forebay.events.topics import CONTROL, DECISIONS, FLEET, REQUESTS, Topic
 from forebay.events.versions import EVENTS_VERSION
 from forebay.simulate.arrivals import Arrival, ListedArrivals
 from forebay.simulate.cluster import NO_TRANSFER, SimulatedCluster
-from forebay.simulate.mooncake import BLOCK_TOKENS, MooncakeRow
 from forebay.simulate.rank import EngineRank
 from forebay.simulate.resumed import NO_TIERS
 from forebay.simulate.settings import PoolRole, Transfer
 from forebay.simulate.tiers.fleet import TierFleet, store_name
 from forebay.simulate.tiers.settings import FleetTiers
 from forebay.simulate.workload import sequence_hashes
+from forebay.simulate.workloads.rows import BLOCK_TOKENS, MooncakeRow
 from tests.replay.recorded import MemoryLog
 from tests.simulate.traces import turn_of
 

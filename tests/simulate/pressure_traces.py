@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal
 
-from forebay.simulate.mooncake import BLOCK_TOKENS, MooncakeRow
+from forebay.simulate.workloads.rows import BLOCK_TOKENS, MooncakeRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,13 +11,13 @@ from forebay.core.routing.policies import BUILT_IN
 from forebay.engine_model.timing import decode_us, prefill_us
 from forebay.events.base import unpack_u64
 from forebay.events.control import QueueClass, QueueConfig, RouterConfig
-from forebay.simulate.mooncake import BLOCK_TOKENS, MooncakeRow
 from forebay.simulate.outcome import FAILURES_SHOWN, SimulationOutcome, summary
 from forebay.simulate.rank import LOAD_INTERVAL_US
 from forebay.simulate.reading import open_workload
 from forebay.simulate.settings import PolicySpecUnusable, engine_config, one_pool, policy
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.workload import WorkloadOptions, sequence_hashes
+from forebay.simulate.workloads.rows import BLOCK_TOKENS, MooncakeRow
 from tests.simulate.policies import CUSTOM
 from tests.simulate.traces import Rows, conversations, turn_of
 

@@ -5,8 +5,8 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from forebay.simulate.mooncake import BLOCK_TOKENS, MooncakeRow
 from forebay.simulate.workload import Survey, Turn
+from forebay.simulate.workloads.rows import BLOCK_TOKENS, MooncakeRow
 
 SEED = 20_261
 

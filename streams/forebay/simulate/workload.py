@@ -61,9 +61,7 @@ class WorkloadOptions(msgspec.Struct, frozen=True, kw_only=True):
         prefix_roots: number of copies of all shared prefixes, among which the sessions are divided. Different copies
             share no blocks with each other.
         prompt_multiplier: factor for the lengths of the parts of prompts that no other prompt shares.
-        session_spacing_s: seconds between the starts of consecutive sessions, for workloads of recorded agent runs.
-            None keeps the recorded starts.
-        tokenizer: path of a tokenizer.json, for workloads of text. None counts 4 characters as one token.
+        columns: columns of a table, as `--columns` takes them; None for a known format.
         by_model: send each request to the model that it names. Otherwise all requests go to the only model.
         skip_bad_rows: skip and count rows that cannot be played. Otherwise the first such row raises
             `WorkloadUnusable`.
@@ -75,8 +73,7 @@ class WorkloadOptions(msgspec.Struct, frozen=True, kw_only=True):
     prefix_multiplier: float = 1.0
     prefix_roots: int = 1
     prompt_multiplier: float = 1.0
-    session_spacing_s: float | None = None
-    tokenizer: str | None = None
+    columns: str | None = None
     by_model: bool = False
     skip_bad_rows: bool = False
     seed: int = 0

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from forebay.cli.common.option_groups import spread
-from forebay.cli.simulate.against_options import AgainstOptions
 from forebay.cli.simulate.options import (
+    AgainstOptions,
     AttainOption,
     FleetOptions,
     JsonOption,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from forebay.cli.policies.allowed import require_policy
+from forebay.cli.policies.allowed import AllowPolicyOption, require_policy
 from forebay.cli.simulate.tier_options import with_tier_sizes
 from forebay.events.control import DisaggConfig, RouterConfig
 from forebay.events.names import unknown_name
@@ -52,10 +52,10 @@ DEATH = re.compile(r"(?P<worker>.+)@(?P<at>\d+(\.\d+)?)(\+(?P<back>\d+(\.\d+)?))
 
 WORKLOAD = typer.Argument(
     metavar="WORKLOAD",
-    help="A file, a folder of runs, several runs, or synthetic:SETTINGS. See docs/workloads.md.",
+    help="A file, or synthetic:SETTINGS. See docs/workloads.md.",
 )
-WorkloadArgument = Annotated[list[str], WORKLOAD]
-OptionalWorkloadArgument = Annotated[list[str] | None, WORKLOAD]
+WorkloadArgument = Annotated[str, WORKLOAD]
+OptionalWorkloadArgument = Annotated[str | None, WORKLOAD]
 PoliciesOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -198,22 +198,37 @@ class ShapeOptions:
         float,
         typer.Option(min=0.001, max=1e3, help="Multiply the lengths of the unshared parts of prompts by this number."),
     ] = 1.0
-    session_spacing_s: Annotated[
-        float | None,
-        typer.Option(min=0, max=TIME_S_MAX, help="Seconds between the starts of consecutive runs."),
-    ] = None
-    tokenizer: Annotated[
-        str | None, typer.Option(help="tokenizer.json for text workloads; by default 4 characters are one token.")
-    ] = None
-    by_model: Annotated[
-        bool,
+    columns: Annotated[
+        str | None,
         typer.Option(
-            "--by-model", help="Send each request to the model that it names. Default: one model gets all requests."
+            metavar="FIELD=NAME,…", help="Columns of a table: time, prompt, output; optionally session, model."
         ),
-    ] = False
+    ] = None
     skip_bad_rows: Annotated[
         bool, typer.Option("--skip-bad-rows", help="Skip and count unusable rows instead of failing.")
     ] = False
+
+
+@dataclass(frozen=True, slots=True)
+class AgainstOptions:
+    """Options of `forebay simulate` that compare a simulation with a recording."""
+
+    against: Annotated[
+        Path | None,
+        typer.Option(help="Simulate this recording with its own fleet and requests, and report the error."),
+    ] = None
+    speedup: Annotated[
+        float,
+        typer.Option(min=1e-6, max=1e6, help="With --against: `forebay up --speedup` of the recorded mock engines."),
+    ] = 1.0
+    fail_above: Annotated[
+        str | None,
+        typer.Option(
+            help="With --against: exit 1 if an error exceeds its bound: ttft=10,itl=15,e2e=10 (% of p50 and p90), "
+            "reuse=1 (percentage points), load=5 (%)."
+        ),
+    ] = None
+    allow_policy: AllowPolicyOption = None
 
 
 def settings_of(fleet: FleetOptions) -> Settings:
@@ -317,8 +332,7 @@ def router_of(text: str) -> RouterConfig:
 def workload_options(shape: ShapeOptions, seed: int, *, models: int = 1) -> WorkloadOptions:
     """Return the workload options. If the fleet has several `models`, each request goes to the model that it names."""
     fields = asdict(shape)
-    requests_max, by_model = fields.pop("requests"), fields.pop("by_model") or models > 1
-    return WorkloadOptions(requests_max=requests_max, by_model=by_model, seed=seed, **fields)
+    return WorkloadOptions(requests_max=fields.pop("requests"), by_model=models > 1, seed=seed, **fields)
 
 
 def slo_of(text: str | None, attain: float | None) -> Slo | None:

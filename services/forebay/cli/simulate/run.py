@@ -20,9 +20,9 @@ from forebay.cli.common.errors import BROKEN, complain, fail
 from forebay.cli.common.survey import print_survey, survey_lines
 from forebay.cli.common.terminal import in_markup, printable, results
 from forebay.cli.planner.planner_file import PlannerFile
-from forebay.cli.simulate.against_options import AgainstOptions
 from forebay.cli.simulate.options import (
     US_PER_S,
+    AgainstOptions,
     AttainOption,
     FleetOptions,
     JsonOption,
@@ -71,21 +71,22 @@ def run_simulate(
 ) -> None:
     """Run `forebay simulate`. command.py documents its options."""
     if recorded.against is not None:
-        from forebay.cli.simulate.fidelity_command import compare_with_recording  # noqa: PLC0415 - takes 0.5 s, rarely needed
+        from forebay.cli.simulate.against import compare_with_recording  # noqa: PLC0415 - takes 0.5 s, rarely needed
 
         others = {
             "a workload": workload is not None,
+            "--policy": policies is not None,
             "--slo": slo is not None,
             "--attain": attain is not None,
             "--planner": planner is not None,
             "--report": report is not None,
         }
-        compare_with_recording(recorded, fleet, shape, policies or (), others, json=json)
+        compare_with_recording(recorded, fleet, shape, others, json=json)
         return
     if not workload:
         fail("no workload given; give one, or a recording with --against")
     if recorded != AgainstOptions():
-        fail("--speedup, --repeat and --fail-above require --against")
+        fail("--speedup, --fail-above and --allow-policy require --against")
     if report is not None:
         require_report(report)
     began_s = time.monotonic()
@@ -131,7 +132,7 @@ class _Plan:
 
 
 def _plan(
-    workload: Sequence[str],
+    workload: str,
     fleet: FleetOptions,
     shape: ShapeOptions,
     policies: Sequence[str] | None,
@@ -162,7 +163,7 @@ def _plan(
             name=name,
             settings=settings,
             router=router,
-            workload=tuple(workload),
+            workload=workload,
             options=options,
             requests=survey.requests,
             planner=planner,

@@ -42,7 +42,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: name of the simulation for progress and reports.
-        workload: names of the workload, as `open_workload` takes them. The process that plays the workload opens it.
+        workload: name of the workload, which the process that plays it opens.
         requests: expected number of requests, for the progress bar.
         planner: planner that sizes the pools; None for no planner.
     """
@@ -50,7 +50,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     settings: Settings
     router: RouterConfig
-    workload: tuple[str, ...]
+    workload: str
     options: WorkloadOptions = WorkloadOptions()
     requests: int = 0
     planner: PlannerFile | None = None

@@ -128,7 +128,7 @@ def _objectives(given: Sequence[str] | None, slo: Slo | None, find_capacity: boo
     return list(CAPACITY_COSTS) if find_capacity else [*COSTS, *(("goodput_per_s",) if slo else ())]
 
 
-def _jobs(workload: Sequence[str], todo: Sequence[Combination], find_capacity: bool) -> tuple[list[Job], Survey, str]:
+def _jobs(workload: str, todo: Sequence[Combination], find_capacity: bool) -> tuple[list[Job], Survey, str]:
     """Check every combination, and return the jobs, the survey of the first workload, and its name.
 
     Raises:
@@ -159,7 +159,7 @@ def _jobs(workload: Sequence[str], todo: Sequence[Combination], find_capacity: b
                 name=one.name,
                 settings=one.fleet,
                 router=one.router,
-                workload=tuple(workload),
+                workload=workload,
                 options=options,
                 requests=surveys[shape].requests,
             )

@@ -16,19 +16,20 @@ from forebay.cli.common.survey import print_survey
 from forebay.cli.common.terminal import bar, in_markup, results
 from forebay.cli.simulate.options import JsonOption, ShapeOptions, workload_options
 from forebay.simulate.reading import open_workload
-from forebay.simulate.workload import Survey, Turn, Workload, WorkloadOptions, WorkloadUnusable
-from forebay.simulate.workloads.rows import WorkloadHeader
+from forebay.simulate.workload import Turn, Workload, WorkloadOptions, WorkloadUnusable
+from forebay.simulate.workloads.rows import WorkloadHeader, encode_workload
 from forebay.simulate.workloads.statistics import WorkloadStatistics, workload_statistics
-from forebay.simulate.workloads.writing import encode_workload
 
+MODELS = 2  # keep the model names of the requests
 SPREADS = ("prompt_tokens", "output_tokens", "delay_s")
 SHOWN = ("mean", "p50", "p90", "p99", "max")
 
 
-def run_show(*, sources: list[str], shape: ShapeOptions, seed: int, json: JsonOption) -> None:
+def run_show(*, name: str, shape: ShapeOptions, seed: int, json: JsonOption) -> None:
     """Run `forebay workload show`. workload_command.py documents its options."""
     with _explained():
-        workload, survey = _opened(sources, workload_options(shape, seed))
+        workload = open_workload(name, workload_options(shape, seed, models=MODELS))
+        survey = workload.survey()
         found = workload_statistics(_watched(workload, survey.requests, "read"), workload.block_tokens)
     print_survey(survey)
     if json:
@@ -38,15 +39,16 @@ def run_show(*, sources: list[str], shape: ShapeOptions, seed: int, json: JsonOp
         _show(workload.name, found)
 
 
-def run_convert(*, sources: list[str], out: Path, shape: ShapeOptions, seed: int) -> None:
+def run_convert(*, name: str, out: Path, shape: ShapeOptions, seed: int) -> None:
     """Run `forebay workload convert`. workload_command.py documents its options."""
-    options = workload_options(shape, seed)
+    options = workload_options(shape, seed, models=MODELS)
     if out.exists() and not out.is_file():  # replacing a device would turn it into a file
         fail(f"{out}: is not a regular file; choose another name")
     with _explained():
-        workload, survey = _opened(sources, options)
+        workload = open_workload(name, options)
+        survey = workload.survey()
         # The header has no name, so that tables show the current name of the file.
-        header = WorkloadHeader(block_tokens=workload.block_tokens, source=_source(sources, options))
+        header = WorkloadHeader(block_tokens=workload.block_tokens, source=_source(name, options))
         part = out.with_name(f"{out.name}.part")
         try:
             with part.open("wb") as file:
@@ -68,25 +70,20 @@ def _explained() -> Iterator[None]:
         fail(str(error))
 
 
-def _opened(sources: list[str], options: WorkloadOptions) -> tuple[Workload, Survey]:
-    workload = open_workload(sources, options)
-    return workload, workload.survey()
-
-
 def _watched(workload: Workload, total: int, done: str) -> Iterable[Turn]:
     """Yield the requests of a workload with a progress bar on stderr."""
     with bar(TextColumn(done), MofNCompleteColumn(), TimeElapsedColumn()) as progress:
         yield from progress.track(workload.turns(), total=total)
 
 
-def _source(sources: list[str], options: WorkloadOptions) -> str:
-    """Return a description of a file's origin: names without folders, and the options that are not defaults."""
-    plain = WorkloadOptions()
+def _source(name: str, options: WorkloadOptions) -> str:
+    """Return a description of a file's origin: its name without folders, and the options that are not defaults."""
+    plain = WorkloadOptions(by_model=True)
     changed = {
         name: value for name in options.__struct_fields__ if (value := getattr(options, name)) != getattr(plain, name)
     }
-    names = [one if one.startswith("synthetic:") else Path(one).name for one in sources]
-    return " ".join([*names, *(f"{name}={value}" for name, value in changed.items())])
+    known = name if name.startswith("synthetic:") else Path(name).name
+    return " ".join([known, *(f"{name}={value}" for name, value in changed.items())])
 
 
 def _show(name: str, found: WorkloadStatistics) -> None:

@@ -6,15 +6,7 @@ from typing import Annotated
 import typer
 
 from forebay.cli.common.option_groups import spread
-from forebay.cli.simulate.options import INT_MAX, JsonOption, ShapeOptions
-
-SourcesArgument = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="WORKLOAD", help="A file, a folder of runs, several runs, or synthetic:SETTINGS. See docs/workloads.md."
-    ),
-]
-
+from forebay.cli.simulate.options import INT_MAX, JsonOption, ShapeOptions, WorkloadArgument
 
 SeedOption = Annotated[int, typer.Option(min=0, max=INT_MAX, help="Random seed for sampling.")]
 
@@ -24,17 +16,17 @@ app = typer.Typer(name="workload", help="Inspect and convert workloads.", no_arg
 
 @app.command("show")
 @spread
-def show(sources: SourcesArgument, shape: ShapeOptions, seed: SeedOption = 0, json: JsonOption = False) -> None:
+def show(workload: WorkloadArgument, shape: ShapeOptions, seed: SeedOption = 0, json: JsonOption = False) -> None:
     """Show requests, rate, lengths, sessions, and the prefix reuse of an unbounded cache."""
     from forebay.cli.simulate.workload import run_show  # noqa: PLC0415
 
-    run_show(sources=sources, shape=shape, seed=seed, json=json)
+    run_show(name=workload, shape=shape, seed=seed, json=json)
 
 
 @app.command("convert")
 @spread
 def convert(
-    sources: SourcesArgument,
+    workload: WorkloadArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="Path of the file to write.")],
     shape: ShapeOptions,
     seed: SeedOption = 0,
@@ -42,4 +34,4 @@ def convert(
     """Write a workload, transformed by the options, to a file in forebay's own format."""
     from forebay.cli.simulate.workload import run_convert  # noqa: PLC0415
 
-    run_convert(sources=sources, out=out, shape=shape, seed=seed)
+    run_convert(name=workload, out=out, shape=shape, seed=seed)

@@ -8,28 +8,44 @@ takes about 130 bytes per row. The second pass emits the rows in that order.
 
 import mmap
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
-from forebay.simulate.mooncake import BLOCK_TOKENS, Milliseconds, MooncakeRow, OutputTokens, PromptTokens
 from forebay.simulate.workload import Turn, WorkloadUnusable
-from forebay.simulate.workloads.lines import lines
 from forebay.simulate.workloads.source import (
     BLOCK_ID_MAX,
     NOT_JSON,
+    OUTPUT_TOKENS_MAX,
+    PROMPT_TOKENS_MAX,
+    TIME_MS_MAX,
     US_PER_MS,
     BlockId,
     RowErrors,
+    lines,
     require_readable,
-    too_many_ids,
 )
 
+BLOCK_TOKENS = 512  # of Mooncake's traces, which were published with its paper (FAST '25)
 FORMAT = "forebay.workload"
 VERSION = 1
 BLOCK_TOKENS_MAX = 1 << 20
 LINKS = (b'"delay"', b'"after"', b'"session_id"', b'"id"')  # rows without these fields have no dependencies
+
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=TIME_MS_MAX)]
+PromptTokens = Annotated[int, msgspec.Meta(ge=1, le=PROMPT_TOKENS_MAX)]
+OutputTokens = Annotated[int, msgspec.Meta(ge=1, le=OUTPUT_TOKENS_MAX)]
+
+
+class MooncakeRow(msgspec.Struct, frozen=True, gc=False):
+    """One request of a Mooncake trace, with the field names of the trace."""
+
+    timestamp: Milliseconds
+    input_length: PromptTokens
+    output_length: OutputTokens
+    hash_ids: list[BlockId]
 
 
 class WorkloadHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +112,7 @@ class RowFile:
         errors.file, errors.unit = str(self._path), "line"
         if _mentions(self._path, LINKS):
             return self._linked(errors)
-        return self._stream(errors) if self._header else self._plain(errors)
+        return self._stream(errors)
 
     def _rows(self) -> Iterator[tuple[int, int, bytes]]:
         found = lines(self._path)
@@ -104,31 +120,10 @@ class RowFile:
             next(found)
         return found
 
-    def _plain(self, errors: RowErrors) -> Iterator[Turn]:
-        """Yield rows with Mooncake's four fields."""
-        decode = msgspec.json.Decoder(MooncakeRow).decode
-        number = 0
-        for errors.row, _, line in self._rows():
-            try:
-                row = decode(line)
-            except NOT_JSON as error:
-                errors.report(str(error))
-                continue
-            if reason := self._misnamed(row.hash_ids, row.input_length):
-                errors.report(reason)
-                continue
-            yield Turn(
-                number=number,
-                prompt_tokens=row.input_length,
-                output_tokens=row.output_length,
-                block_ids=tuple(row.hash_ids),
-                at_us=round(row.timestamp * US_PER_MS),
-            )
-            number += 1
-
     def _stream(self, errors: RowErrors) -> Iterator[Turn]:
-        """Yield rows of forebay's format without dependencies."""
-        decode = msgspec.json.Decoder(LinkedRow).decode
+        """Yield rows without dependencies."""
+        kind: type[LinkedRow | MooncakeRow] = LinkedRow if self._header else MooncakeRow
+        decode = msgspec.json.Decoder(kind).decode
         number = 0
         for errors.row, _, line in self._rows():
             try:
@@ -181,8 +176,10 @@ class RowFile:
         """Return why a prompt of `tokens` tokens cannot have these block ids; empty if it can."""
         if len(ids) * self.block_tokens < tokens and (ids or self._header is None):
             return f"{len(ids)} hash ids cover fewer than {tokens} tokens"
-        if reason := too_many_ids(len(ids), tokens, self.block_tokens):
-            return reason
+        most = -(-tokens // self.block_tokens)
+        if len(ids) > most:
+            size = self.block_tokens
+            return f"got {len(ids)} hash ids for {tokens} tokens; at most {most} of {size} tokens each are possible"
         if ids and max(ids) > BLOCK_ID_MAX:
             return f"the hash id {max(ids)} exceeds 64 bits"
         return ""
@@ -250,26 +247,22 @@ class _Plan:
         return self._good[number] if 0 <= number < len(self._good) else -1
 
 
-def _timeless(row: LinkedRow) -> str:
+def _timeless(row: LinkedRow | MooncakeRow) -> str:
     if row.timestamp is None:
         return "Object missing required field `timestamp`: it depends on no earlier row"
-    if row.delay:
+    if isinstance(row, LinkedRow) and row.delay:
         return f"got a delay of {row.delay} ms, but there is no earlier response that it could depend on"
     return ""
 
 
-def _turn(row: LinkedRow, number: int, after: tuple[int, ...]) -> Turn:
-    return Turn(
-        number=number,
-        prompt_tokens=row.input_length,
-        output_tokens=row.output_length,
-        block_ids=row.hash_ids,
-        at_us=round((row.timestamp or 0) * US_PER_MS),
-        after=after,
-        delay_us=round((row.delay or 0) * US_PER_MS),
-        session_id=row.session_id,
-        model=row.model,
+def _turn(row: LinkedRow | MooncakeRow, number: int, after: tuple[int, ...]) -> Turn:
+    turn = Turn(
+        number, row.input_length, row.output_length, tuple(row.hash_ids), round((row.timestamp or 0) * US_PER_MS)
     )
+    if isinstance(row, MooncakeRow):
+        return turn
+    delay_us = round((row.delay or 0) * US_PER_MS)
+    return msgspec.structs.replace(turn, after=after, delay_us=delay_us, session_id=row.session_id, model=row.model)
 
 
 def _header(path: Path) -> WorkloadHeader:
@@ -298,3 +291,29 @@ def _mentions(path: Path, needles: tuple[bytes, ...]) -> bool:
                 return any(text.find(needle) >= 0 for needle in needles)
     except (OSError, ValueError) as error:
         raise WorkloadUnusable(f"{path}: cannot be read ({error})") from error
+
+
+def encode_workload(turns: Iterable[Turn], header: WorkloadHeader) -> Iterator[bytes]:
+    """Yield the lines of a workload file: the header, then one line per request. Errors of `turns` propagate."""
+    encode = msgspec.json.Encoder().encode
+    yield encode(header) + b"\n"
+    for turn in turns:
+        yield encode(_row(turn)) + b"\n"
+
+
+def _row(turn: Turn) -> LinkedRow:
+    return LinkedRow(
+        timestamp=_ms(turn.at_us) if turn.at_us or not turn.after else None,
+        input_length=turn.prompt_tokens,
+        output_length=turn.output_tokens,
+        hash_ids=turn.block_ids,
+        after=turn.after,
+        delay=_ms(turn.delay_us) if turn.delay_us else None,
+        session_id=turn.session_id,
+        model=turn.model,
+    )
+
+
+def _ms(us: int) -> float:
+    """Return milliseconds, as an integer if possible. A float is precise: 100 years have fewer than 2**53 us."""
+    return us // US_PER_MS if us % US_PER_MS == 0 else us / US_PER_MS

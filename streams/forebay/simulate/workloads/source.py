@@ -20,7 +20,35 @@ NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # all err
 BlockId = Annotated[int, msgspec.Meta(ge=0)]
 BLOCK_ID_MAX = (1 << 64) - 1
 
-PositionedTurns = list[tuple[int | str, Turn]]  # requests, each with its position in the file
+LINE_BYTES_MAX = 64 << 20  # a prompt of maximum length has a few megabytes of text
+BOM = b"\xef\xbb\xbf"
+
+
+def lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Yield line number (from 1), byte offset and stripped content of each line that is not blank.
+
+    Raises:
+        WorkloadUnusable: the file cannot be read or is not text.
+    """
+    try:
+        with path.open("rb") as file:
+            at = 0
+            number = 0
+            while line := file.readline(LINE_BYTES_MAX):
+                number += 1
+                if number == 1:
+                    if b"\0" in line:
+                        raise WorkloadUnusable(f"{path}: is not UTF-8 text")
+                    if line.startswith(BOM):
+                        at, line = len(BOM), line[len(BOM) :]
+                if len(line) == LINE_BYTES_MAX:
+                    raise WorkloadUnusable(f"{path}, line {number}: the line is longer than {LINE_BYTES_MAX >> 20} MiB")
+                text = line.strip()
+                if text:
+                    yield number, at, text
+                at += len(line)
+    except OSError as error:
+        raise WorkloadUnusable(f"{path}: cannot be read ({error.strerror})") from error
 
 
 class RowErrors:
@@ -93,13 +121,6 @@ def require_readable(path: Path) -> Path:
             return path
     except (OSError, ValueError) as error:  # ValueError: an invalid file name
         raise WorkloadUnusable(f"{path}: cannot be read ({getattr(error, 'strerror', error)})") from error
-
-
-def too_many_ids(ids: int, tokens: int, block_tokens: int) -> str:
-    """Return why a prompt cannot have this many block ids; empty if it can."""
-    most = -(-tokens // block_tokens)
-    reason = f"got {ids} hash ids for {tokens} tokens; at most {most} of {block_tokens} tokens each are possible"
-    return reason if ids > most else ""
 
 
 def invalid_lengths(prompt_tokens: int, output_tokens: int) -> str:
