@@ -105,7 +105,7 @@ JOBS: dict[str, Job] = {
     "simulate": command("simulate", "trace.jsonl", "--json", "--workers", "4"),
     "simulate with prefill workers and faults": command(
         *("simulate", "trace.jsonl", "--json", *FLEET, "--delays", "kafka"),
-        *("--mtbf-s", "2", "--repair-s", "1", "--lease-ttl-s", "1"),
+        *("--kill", "mock-1@1+1", "--lease-ttl-s", "1"),
     ),
     "sweep": command("sweep", "trace.jsonl", *SWEEP, "--json", "--slo", "ttft=80"),
 }

@@ -42,10 +42,9 @@ def test_a_recording_becomes_a_profile(tmp_path: Path) -> None:
         block_size=BLOCK, kv_blocks=16_384, max_num_seqs=256, max_num_batched_tokens=8192
     )
     assert (profile.name, profile.source) == ("mock, fitted", "fitted to run.db")
-    for text in ("TTFT p50 / p90 of", "ITL p50 / p90 of", "on 2 ranks of mock", "(prefill_token)"):
+    for text in ("TTFT of requests outside", "ITL of requests outside", "on 2 ranks of mock", "(prefill_token)"):
         assert text in result.stderr
         assert text in out.read_text()
-    assert "the workers' clocks contradict the owner's clock" in result.stderr  # no worker reported times
 
 
 def test_a_profile_on_stdout_can_be_loaded(tmp_path: Path) -> None:

@@ -107,7 +107,6 @@ def test_oversized_requests_are_named_and_exit_1(tmp_path: Path) -> None:
         (["--slo", "ttft"], "--slo ttft: invalid objective 'ttft'"),
         (["--attain", "0.5"], "--attain requires --slo"),
         (["--kill", "mock-8@1"], "--kill mock-8@1: unknown worker 'mock-8'; workers are: mock-0 to mock-7"),
-        (["--mtbf-s", "0.5"], "--mtbf-s: got 0.5; must be 0 or at least 1 s"),
         (
             ["--delays", "carrier-pigeon"],
             "--delays: unknown delay profile 'carrier-pigeon'; delay profiles are: none, embedded, kafka",
@@ -132,7 +131,7 @@ def test_invalid_arguments_give_one_error_line(tmp_path: Path, arguments: list[s
     ("option", "value"),
     [
         *((option, str((1 << 31) + 1)) for option in ("--kv-blocks", "--block-size", "--max-num-batched-tokens")),
-        *((option, "inf") for option in ("--mtbf-s", "--repair-s", "--cold-start-s", "--lease-ttl-s")),
+        *((option, "inf") for option in ("--cold-start-s", "--lease-ttl-s")),
         ("--duration-s", "inf"),
     ],
 )

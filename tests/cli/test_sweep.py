@@ -1,7 +1,5 @@
 """`forebay sweep`: combinations, Pareto-optimal runs, capacity search and shutdown."""
 
-import csv
-import io
 import json
 import os
 import signal
@@ -131,16 +129,6 @@ def test_cheapest_settings_attain_the_slo_with_every_seed(trace: Path) -> None:
     assert broken.exit_code == 1
 
 
-def test_csv_has_columns_for_settings_and_metrics(trace: Path) -> None:
-    run = sweep(trace, *SIX, "--csv", "--slo", "ttft=80")
-    rows = list(csv.DictReader(io.StringIO(run.stdout)))
-    assert len(rows) == 6
-    settings = {(row["policy"], row["set.workers"], row["set.temperature"]) for row in rows}
-    assert ("round-robin", "2", "") in settings
-    assert ("kv", "1", "0.5") in settings
-    assert all(float(row["ttft_ms.p90"]) > 0 and float(row["goodput_per_s"]) >= 0 for row in rows)
-
-
 def test_missed_attainment_exits_1(trace: Path) -> None:
     run = sweep(trace, *SIX, "--slo", "ttft=0.001", "--attain", "0.5")
     assert run.exit_code == 1
@@ -194,22 +182,7 @@ def test_capacity_search_reports_unlimited_and_zero_capacity(trace: Path) -> Non
     assert " none " in run.stdout
     assert run.stdout.count("(missed)") == 1
     assert "kv: no rate meets the SLO: at nearly zero load, " in run.stdout
-    assert "have prompts that are too long for a TTFT of 0.001 ms, even on an idle worker: " in run.stdout
-
-
-def test_capacity_search_explains_an_slo_that_no_rate_meets(tmp_path: Path) -> None:
-    rows = [MooncakeRow(3_000 * (number // 4), 512, 3, [number]) for number in range(16)]
-    path = write(tmp_path / "stamps.jsonl", rows)
-    options = ["--policy", "kv", "--workers", "1", "--find-capacity", "--json"]
-    run = sweep(path, *options, "--slo", "ttft=20")
-    assert run.exit_code == 1
-    (one,) = json.loads(run.stdout)["runs"]
-    assert len(one["capacity"]["steps"]) == 1
-    (cause,) = one["capacity"]["causes"]
-    assert (cause["cause"], cause["requests"]) == ("shared_arrival", 16)
-    assert "up to 4 at one time" in cause["text"]
-    (met,) = runs_of(path, *options[:-1], "--slo", "ttft=1e6")
-    assert met["capacity"]["causes"] == []
+    assert "requests that meet each limit: ttft 0.00%; 0 failed" in run.stdout
 
 
 def test_a_killed_run_keeps_the_results_of_others() -> None:
@@ -260,10 +233,7 @@ def test_ending_a_sweep_ends_its_processes(trace: Path, number: signal.Signals) 
         (["--set", "workers=1", "--set", "workers=2"], "workers is varied twice"),
         (["--set", "worker=1"], "unknown setting 'worker'; did you mean workers"),
         (["--set", "workers=0"], "--set workers=0: must be from 1 to 4096"),
-        (["--set", "workers=two"], "--set workers=two: expected type int; separate single values by commas"),
-        (["--set", "workers=4-8"], "--set workers=4-8: expected type int; write 4,5,6,7,8\n"),
-        (["--set", "workers=8-4"], "separate single values by commas, as in 4,5,6\n"),
-        (["--set", "workers=1-500"], "separate single values by commas, as in 4,5,6\n"),
+        (["--set", "workers=two"], "--set workers=two: expected type int; separate values by commas"),
         (["--set", "workers=1, 1"], "duplicate value"),
         (["--set", "temperature=-1", "--policy", "kv"], "temperature"),
         (["--set", "temperature=1", "--policy", "kv:temperature=2"], "temperature is in both --policy"),
@@ -279,7 +249,6 @@ def test_ending_a_sweep_ends_its_processes(trace: Path, number: signal.Signals) 
         (["--objective", "beauty"], "--objective: unknown metric 'beauty'; metrics are: ttft_ms.mean"),
         (["--objective", "attained"], "--objective attained requires --slo"),
         (["--objective", "capacity_per_s"], "--objective capacity_per_s requires --find-capacity"),
-        (["--json", "--csv"], "--json and --csv cannot be combined"),
     ],
 )
 def test_invalid_sweeps_give_one_error_line_before_any_run(trace: Path, arguments: list[str], reason: str) -> None:

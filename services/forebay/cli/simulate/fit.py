@@ -1,28 +1,27 @@
 """`forebay fit`: fit an engine profile to a recording."""
 
 import asyncio
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from rich.progress import TextColumn, TimeElapsedColumn
 
 from forebay.cli.common.errors import explained, fail
-from forebay.cli.common.extras import require_extra
 from forebay.cli.common.recording import GroupOption, Recording
-from forebay.cli.common.terminal import bar
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.replay.verify import shown_progress
-from forebay.cli.simulate.engine_runs import EngineRuns, engine_runs
 from forebay.cli.simulate.profile import OutOption, write_profile
 from forebay.core.routing.policies import CustomPolicies
+from forebay.events.fleet import WorkerJoined, WorkerSpec
+from forebay.events.snapshots import WorkerState
 from forebay.ingress.errors import Unusable
+from forebay.replay.diff.handover import RecordedRequest
+from forebay.replay.observed import ObservedHistory, observe_history
 from forebay.replay.policies import require_allowed
 from forebay.replay.verify.verify import OnProgress
+from forebay.simulate.profiles.fitting import EngineRun, FitImpossible, ObservedRequest, TimingFit, fit
 from forebay.simulate.profiles.profile import EngineSizes, Profile
 from forebay.transport.sqlite.log import SqliteLog
-
-if TYPE_CHECKING:
-    from forebay.simulate.profiles.fitting import FitError, TimingFit
 
 OF = {
     "step": "per step",
@@ -37,81 +36,108 @@ OF = {
 
 def run_fit(*, log: Path, out: OutOption, pool: str, group: GroupOption, allow_policy: AllowPolicyOption) -> None:
     """Run `forebay fit`. fit_command.py documents its options."""
-    require_extra("fit", "forebay fit", "numpy", "scipy")
     if out is not None and out.exists() and log.exists() and out.samefile(log):
         fail(f"{out}: --out names the recording itself; choose another file")
     with explained():
         custom = allowed_policies(allow_policy)
         with shown_progress() as on_progress:
-            engines = asyncio.run(_read(Recording(log=log, group=group), pool, on_progress, custom))
-        found = _fitted(engines)
-    write_profile(_profile(engines, found, log), _notes(engines, found, log.name), out)
+            history = asyncio.run(_read(Recording(log=log, group=group), on_progress, custom))
+        runs = _engine_runs(history, pool)
+        reasons = Counter(one.left_out for run in runs for one in run.requests if one.left_out)
+        left_out = [f"left out: {count} requests, reason: {reason}" for reason, count in reasons.items()]
+        try:
+            found = fit(runs)
+        except FitImpossible as error:
+            raise Unusable("; ".join([str(error), *left_out])) from None
+    spec = runs[0].spec
+    profile = Profile(
+        timing=found.timing,
+        sizes=EngineSizes(
+            block_size=spec.block_size,
+            kv_blocks=spec.kv_blocks_total,
+            max_num_seqs=spec.max_num_seqs,
+            max_num_batched_tokens=spec.max_num_batched_tokens,
+        ),
+        name=f"{spec.engine}, fitted",
+        source=f"fitted to {log.name}",
+        work_us=found.work_us,
+    )
+    title = f"fitted to {found.fitted} requests of {log.name} on {len(runs)} ranks of {spec.engine}"
+    write_profile(profile, "\n".join([title, *_lines(found), *left_out]), out)
 
 
-async def _read(recording: Recording, pool: str, on_progress: OnProgress, custom: CustomPolicies) -> EngineRuns:
+async def _read(recording: Recording, on_progress: OnProgress, custom: CustomPolicies) -> ObservedHistory:
     async with recording.opened() as (log, partition):
         if isinstance(log, SqliteLog):
             log.check()
         await require_allowed(log, partition, custom)
-        return await engine_runs(log, partition, pool, on_progress, custom)
+        history = await observe_history(log, partition, on_progress, custom)
+    if history.divergence is not None:
+        where = f"history diverges at journal offset {history.divergence.offset}: {history.divergence.reason}"
+        raise Unusable(f"{where}; run `forebay replay verify` for details")
+    return history
 
 
-def _fitted(engines: EngineRuns) -> "TimingFit":
-    """Fit the timing, with a progress bar.
+def _engine_runs(history: ObservedHistory, pool: str) -> list[EngineRun]:
+    """Return the requests of each rank of a pool, from each join of its worker.
 
     Raises:
-        Unusable: too few requests can be compared.
+        Unusable: no request went to the pool, or its workers have different sizes.
     """
-    from forebay.simulate.profiles import fitting  # noqa: PLC0415 - optional dependency that takes 1 s to load
-
-    with bar(TextColumn("engine model: {task.completed} runs"), TimeElapsedColumn()) as progress:
-        task = progress.add_task("", total=None)
-        try:
-            return fitting.fit(engines.runs, lambda done: progress.update(task, completed=done))
-        except fitting.FitImpossible as error:
-            raise Unusable(f"{error}{_why_left_out(engines)}") from None
-
-
-def _why_left_out(engines: EngineRuns) -> str:
-    reasons = [one.left_out for run in engines.runs for one in run.requests if one.left_out]
-    counted = "; ".join(f"{reasons.count(reason)}: {reason}" for reason in dict.fromkeys(reasons))
-    return f" (left out: {counted})" if counted else ""
-
-
-def _profile(engines: EngineRuns, found: "TimingFit", log: Path) -> Profile:
-    config = engines.runs[0].config
-    return Profile(
-        timing=found.timing,
-        sizes=EngineSizes(
-            block_size=config.block_size,
-            kv_blocks=config.kv_blocks_total,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-        ),
-        name=f"{engines.engine}, fitted",
-        source=f"fitted to {log.name}",
-        work_us=found.work_us,
-    )
+    joined: dict[str, list[tuple[int, WorkerSpec]]] = {}
+    for chunk in history.state:
+        if isinstance(chunk, WorkerState):
+            joined[chunk.spec.worker_id] = [(0, chunk.spec)]
+    for at_us, event in history.external_events:
+        if isinstance(event, WorkerJoined):
+            joined.setdefault(event.spec.worker_id, []).append((at_us, event.spec))
+    runs: dict[tuple[str, int, int], EngineRun] = {}
+    for one in history.requests:
+        if one.worker is None:
+            continue
+        name, rank = one.worker
+        at = bisect_right(joined[name], one.at_us, key=lambda join: join[0]) - 1
+        spec = joined[name][max(at, 0)][1]
+        runs.setdefault((name, rank, at), EngineRun(spec)).requests.append(_observed(one))
+    found = [run for run in runs.values() if not pool or run.spec.pool == pool]
+    if not found:
+        known = sorted({run.spec.pool for run in runs.values()})
+        there = f"; pools are: {', '.join(known)}" if known else ""
+        raise Unusable(f"no request was routed to a worker{f' of pool {pool!r}' if pool else ''}{there}")
+    kinds = sorted({(run.spec.pool, run.spec.engine, _sizes(run.spec)) for run in found})
+    if len(kinds) > 1:
+        kinds_text = "; ".join(f"{name}: {engine} with {sizes}" for name, engine, sizes in kinds)
+        raise Unusable(f"workers differ in engine or cache or batch size; choose a pool with --pool ({kinds_text})")
+    return found
 
 
-def _notes(engines: EngineRuns, found: "TimingFit", name: str) -> str:
+def _observed(one: RecordedRequest) -> ObservedRequest:
+
+    left_out = ""
+    if one.in_flight or one.attempts > 1:
+        left_out = "continued on another worker, or in flight at the beginning"
+    elif one.prefiller is not None:
+        left_out = "prefilled by another worker"
+    elif not one.output_tokens or not one.first_us:
+        left_out = "cancelled, failed, without output or unfinished"
+    return ObservedRequest(
+        one.at_us, one.prompt_tokens, one.output_tokens or 1, one.cached_tokens, one.first_us, one.last_us,
+        one.cancelled_us, left_out,
+    )  # fmt: skip
+
+
+def _sizes(spec: WorkerSpec) -> str:
+    cache = f"{spec.kv_blocks_total} blocks of {spec.block_size} tokens"
+    return f"{cache}, {spec.max_num_seqs} sequences, {spec.max_num_batched_tokens} tokens per step"
+
+
+def _lines(found: TimingFit) -> Sequence[str]:
     """Return a summary of the fit for the user."""
-    lines = [f"fitted to {found.fitted} requests of {name} on {len(engines.runs)} ranks of {engines.engine}"]
-    lines += [f"  {one.value:14.6g} us  +- {one.error:<10.3g}  {OF[one.name]} ({one.name})" for one in found.estimates]
-    lines += [_error_line("TTFT", found.ttft)]
-    if found.itl is not None:
-        lines += [_error_line("ITL", found.itl)]
-    lines += [f"left out: {count} requests, reason: {reason}" for reason, count in found.left_out.items()]
-    if engines.lost:
-        lines += [f"{engines.lost} workers were lost during the recording; their requests in flight are left out"]
-    if engines.clocks_differ:
-        lines += ["the workers' clocks contradict the owner's clock, so times are those at which the owner read events"]
-    return "\n".join([*lines, *(f"warning: {one}" for one in found.warnings)])
-
-
-def _error_line(name: str, error: "FitError") -> str:
-    recorded, modelled = (f"{times[0]:.2f} / {times[1]:.2f}" for times in (error.recorded_ms, error.modelled_ms))
-    return (
-        f"{name} p50 / p90 of {error.requests} requests outside the fitted set: recorded {recorded} ms, "
-        f"modelled {modelled} ms; errors of single requests {error.p50:.1%} / {error.p90:.1%}"
-    )
+    estimates = [
+        f"  {one.value:14.6g} us  +- {one.error:<10.3g}  {OF[one.name]} ({one.name})" for one in found.estimates
+    ]
+    errors = [
+        f"{name} of requests outside the fitted set: errors p50 / p90 {p50:.1%} / {p90:.1%}"
+        for name, (p50, p90) in found.errors.items()
+    ]
+    return [*estimates, *errors, *(f"warning: {one}" for one in found.warnings)]

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from forebay.cli.common.extras import require_extra
 from forebay.cli.common.recording import GroupOption
 from forebay.cli.policies.allowed import AllowPolicyOption
 from forebay.cli.simulate.profile import OutOption
@@ -21,6 +22,7 @@ def fit(
 
     The profile is a file for `--engine-profile`. Errors of the fit are printed on stderr and written to the file.
     """
+    require_extra("fit", "forebay fit", "numpy", "scipy")
     from forebay.cli.simulate.fit import run_fit  # noqa: PLC0415
 
     run_fit(log=log, out=out, pool=pool, group=group, allow_policy=allow_policy)

@@ -43,7 +43,7 @@ WORKERS = 8
 US_PER_S = 1_000_000
 INT_MAX = (1 << 63) - 1
 AS_CONFIGURED = "as configured"
-LIFE = ("mtbf_s", "repair_s", "cold_start_s", "lease_ttl_s")
+LIFE = ("cold_start_s", "lease_ttl_s")
 TRANSFER = ("kv_bytes_per_token", "kv_transfer_bandwidth", "kv_transfer_latency_us")
 SIZES = ("block_size", "kv_blocks", "max_num_seqs", "max_num_batched_tokens")
 OF_POOLS = ("workers", "prefill_workers", "decode_workers", "engine_profile", *SIZES)
@@ -120,14 +120,6 @@ class FleetOptions:
         typer.Option(
             metavar="WORKER@S[+S]", help="Kill WORKER at second S, and start a replacement S seconds later. Repeatable."
         ),
-    ] = None
-    mtbf_s: Annotated[
-        float | None,
-        typer.Option(min=0, max=TIME_S_MAX, help="Mean seconds between failures per worker.", show_default="never"),
-    ] = None
-    repair_s: Annotated[
-        float | None,
-        typer.Option(min=0, max=TIME_S_MAX, help="Seconds from a failure to the replacement.", show_default="60"),
     ] = None
     cold_start_s: Annotated[
         float | None,

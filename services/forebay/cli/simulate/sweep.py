@@ -1,7 +1,6 @@
 """`forebay sweep`: simulate one workload on every combination of settings, and mark the Pareto-optimal runs."""
 
 import json as jsonlib
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -34,14 +33,13 @@ from forebay.cli.simulate.options import (
 )
 from forebay.cli.simulate.simulations import Job, OnDone, Work, play, reason, run_all, run_metrics, simulate_metrics
 from forebay.cli.simulate.sweep_axes import Combination, axes_of, combinations
-from forebay.cli.simulate.sweep_view import as_csv, attaining, show
+from forebay.cli.simulate.sweep_view import attaining, show
 from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable
 from forebay.simulate.capacity import SpeedTrial, search
 from forebay.simulate.pareto import OBJECTIVES, costs, optimal
 from forebay.simulate.reading import open_workload
 from forebay.simulate.slo import Slo, requests_per_s
-from forebay.simulate.unattainable import MissCause, miss_causes
 from forebay.simulate.workload import Survey, Workload, WorkloadOptions, WorkloadUnusable
 
 STEPS_EXPECTED = 10  # simulations per capacity search, for progress
@@ -65,14 +63,11 @@ def run_sweep(
     find_capacity: bool,
     objectives: list[str] | None,
     json: JsonOption,
-    csv: bool,
 ) -> None:
     """Run `forebay sweep`. sweep_command.py documents its options."""
     try:
         objectives_slo = slo_of(slo, attain)
         wanted = _objectives(objectives, objectives_slo, find_capacity)
-        if json and csv:
-            raise ValueError("--json and --csv cannot be combined")
         settings = settings_of(fleet)
         todo = combinations(policies_of(policies, settings), axes_of(sets or ()), fleet, shape)
         require_routers([one.router for one in todo], settings.pools)
@@ -96,8 +91,6 @@ def run_sweep(
     }
     if json:
         typer.echo(jsonlib.dumps(result))
-    elif csv:
-        sys.stdout.write(as_csv(runs))
     else:
         show(name, result)
     print_survey(survey)
@@ -200,16 +193,12 @@ def _work(job: Job, slo: Slo | None, attain: float, find_capacity: bool) -> Work
 def _capacity_of(job: Job, slo: Slo, attain: float, on_done: OnDone) -> Metrics:
     """Return the metrics at the highest rate that meets the SLO, or at nearly zero load if no rate does."""
     tried: dict[float, Metrics] = {}
-    causes: list[MissCause] = []
 
     def measure(speed: float) -> SpeedTrial:
         at_speed = msgspec.structs.replace(job, options=msgspec.structs.replace(job.options, speed=speed))
         before = len(tried) * job.requests
         outcome = play(at_speed, lambda done: on_done(before + done))
         tried[speed] = one = run_metrics(at_speed, outcome, slo)
-        if len(tried) == 1 and one["attained"] < attain:  # at nearly zero load
-            groups = [group for pool in job.settings.pools for group in pool.groups]
-            causes.extend(miss_causes(outcome, slo, list(dict.fromkeys(group.profile for group in groups))))
         return SpeedTrial(
             speed=speed,
             requests_per_s=requests_per_s(outcome),
@@ -222,7 +211,7 @@ def _capacity_of(job: Job, slo: Slo, attain: float, on_done: OnDone) -> Metrics:
     return {
         **tried[min(tried) if best is None else best.speed],
         "capacity_per_s": 0.0 if best is None else best.requests_per_s,
-        "capacity": {**msgspec.to_builtins(found), "causes": msgspec.to_builtins(causes), "attain": attain},
+        "capacity": {**msgspec.to_builtins(found), "attain": attain},
     }
 
 

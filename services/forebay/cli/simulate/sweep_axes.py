@@ -21,8 +21,6 @@ from forebay.events.names import unknown_name
 from forebay.simulate.settings import ROUTER_SETTINGS, PolicySpecUnusable, Settings, WorkerGroup, validate_settings
 
 RUNS_MAX = 1_000
-RANGE = re.compile(r"(?P<first>\d{1,9})\s*(-|\.\.|:)\s*(?P<last>\d{1,9})")
-RANGE_WRITTEN_MAX = 12  # longest range that an error message lists
 POOL_SETTING = re.compile(r"pool\.(?P<pool>.+?)(\.(?P<group>\d+))?\.(?P<size>[a-z_]+)")
 ENGINE_SIZES = {
     "block_size": "block_size",
@@ -195,21 +193,12 @@ def _converted(name: str, text: str, kind: type[Any], bounds: Any = None) -> Any
     try:
         value = msgspec.convert(text, kind, strict=False)
     except msgspec.ValidationError:
-        raise ValueError(f"--set {name}={text}: expected type {kind.__name__}; {_written_out(text)}") from None
+        raise ValueError(f"--set {name}={text}: expected type {kind.__name__}; separate values by commas") from None
     low, high = getattr(bounds, "min", None), getattr(bounds, "max", None)
     if (low is not None and not value >= low) or (high is not None and not value <= high):
         limits = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"--set {name}={text}: must be {limits}")
     return value
-
-
-def _written_out(text: str) -> str:
-    """Return a hint on how to write the values that a text appears to mean."""
-    span = RANGE.fullmatch(text)
-    values = range(int(span["first"]), int(span["last"]) + 1) if span else range(0)
-    if 1 < len(values) <= RANGE_WRITTEN_MAX:
-        return f"write {','.join(map(str, values))}"
-    return "separate single values by commas, as in 4,5,6"
 
 
 def _require_known(name: str, text: str) -> None:

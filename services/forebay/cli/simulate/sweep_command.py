@@ -38,7 +38,6 @@ def sweep(
         typer.Option("--objective", metavar="METRIC", help="Metric for Pareto optimality. Repeatable."),
     ] = None,
     json: JsonOption = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values on stdout.")] = False,
 ) -> None:
     """Simulate every combination of settings, and mark the Pareto-optimal ones.
 
@@ -58,5 +57,4 @@ def sweep(
         find_capacity=find_capacity,
         objectives=objectives,
         json=json,
-        csv=csv,
     )

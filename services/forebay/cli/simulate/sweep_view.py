@@ -1,7 +1,5 @@
-"""Output of a sweep: a table on the terminal, and CSV."""
+"""Output of a sweep: a table on the terminal."""
 
-import csv
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,17 +47,6 @@ def show(name: str, result: Metrics) -> None:
     typer.echo(f"digest of all decisions, equal for equal runs: {result['digest']}")
 
 
-def as_csv(runs: Sequence[Metrics]) -> str:
-    """Return CSV with one row per run: the varied settings, then every metric. Metrics that are lists are omitted."""
-    rows = [dict(_flat(run)) for run in runs]
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
 def attaining(runs: Sequence[Metrics], dead: Sequence[Metrics], attain: float) -> dict[str, list[Metrics]]:
     """Return the combinations that attain the SLO with every seed: their runs by name without the seed.
 
@@ -78,14 +65,6 @@ def _unseeded(run: Metrics) -> str:
     return ", ".join([run["policy"], *(f"{name}={value}" for name, value in run["set"].items() if name != "seed")])
 
 
-def _flat(figures: Metrics, path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in figures.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{path}{name}.")
-        elif not isinstance(value, list | tuple):
-            yield path + name, value
-
-
 def _rate(capacity: Metrics) -> tuple[str, str]:
     """Return request rate and speed of the result of a capacity search, as text."""
     step = capacity["step"]
@@ -101,20 +80,19 @@ def _loaded(run: Metrics) -> str:
     return "/".join(f"{shares.get(tier, 0.0):.3f}" for tier in ("host", "disk", "store"))
 
 
-def _cause_lines(run: Metrics) -> Iterator[str]:
+def _limit_lines(run: Metrics) -> Iterator[str]:
     """Yield why the search found no rate, or no limit; nothing if it found the highest rate."""
     capacity = run["capacity"]
     if capacity["answer"] == "always":
         speed = f"{capacity['step']['speed']:.4g} times its pace"
         yield f"{run['name']}: no limit found: the SLO is met with the workload at {speed}, the end of the search;"
         yield "  use a workload with more requests, because this one may end before queues grow"
-    if capacity["answer"] != "never":
-        return
-    (idle,) = capacity["steps"]
-    rate = f"{idle['requests_per_s']:.3g} requests/s, {idle['attained']:.2%} of the requests meet the SLO"
-    yield f"{run['name']}: no rate meets the SLO: at nearly zero load, {rate}, and {capacity['attain']:.2%} must"
-    for cause in capacity["causes"]:
-        yield f"  {cause['requests']} requests {cause['text']}"
+    if capacity["answer"] == "never":
+        (idle,) = capacity["steps"]
+        rate = f"{idle['requests_per_s']:.3g} requests/s, {idle['attained']:.2%} of the requests meet the SLO"
+        each = ", ".join(f"{name} {share:.2%}" for name, share in run["attained_each"].items())
+        yield f"{run['name']}: no rate meets the SLO: at nearly zero load, {rate}, and {capacity['attain']:.2%} must"
+        yield f"  requests that meet each limit: {each}; {run['failed']} failed; equal arrival times always overlap"
 
 
 def _summary_lines(result: Metrics, searched: bool) -> Iterator[str]:
@@ -129,7 +107,7 @@ def _summary_lines(result: Metrics, searched: bool) -> Iterator[str]:
             )
             odd = "" if run["capacity"]["monotone"] else "; attainment was higher at a higher rate than at a lower one"
             yield f"{run['name']}: tried {tried}{odd}"
-            yield from _cause_lines(run)
+            yield from _limit_lines(run)
     elif attain is not None:
         seeded = any("seed" in run["set"] for run in runs)
         attained = attaining(runs, result["dead"], attain)
