@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from forebay.events.control import DisaggConfig, RouterConfig
-from forebay.simulate.fleet_file import FleetDescription, FleetUnusable, load_fleet
+from forebay.simulate.fleet_file import FleetUnusable, load_fleet
 from forebay.simulate.settings import (
     DELAYS,
     Delay,
@@ -79,7 +79,7 @@ gpus = 2
 """
 
 
-def load(folder: Path, text: str) -> FleetDescription:
+def load(folder: Path, text: str) -> Settings:
     (folder / "fast.toml").write_text(PROFILE)
     (folder / "fleet.toml").write_text(text)
     return load_fleet(folder / "fleet.toml")
@@ -94,7 +94,7 @@ def test_file_defines_disaggregated_pools_and_transfers(tmp_path: Path) -> None:
     assert fleet.pools[1].router == RouterConfig(disagg=DisaggConfig(policy="classic"))
     assert fleet.transfer == Transfer(kv_bytes_per_token=200_000, kv_transfer_bandwidth=12.5, kv_transfer_latency_us=40)
     assert fleet.transfer.lasts_us(1) == 16
-    assert load(tmp_path, "pools = [{workers = [{count = 1}]}]").transfer is None
+    assert load(tmp_path, "pools = [{workers = [{count = 1}]}]").transfer == Transfer()
 
 
 def test_file_defines_fleet_and_life_cycle(tmp_path: Path) -> None:
@@ -114,16 +114,10 @@ def test_file_defines_fleet_and_life_cycle(tmp_path: Path) -> None:
         faults=(WorkerFault(worker="mock-1", at_us=1_500_000, back_us=3_000_000),),
         starts=(WorkerStart(at_us=2_000_000, pool="large", count=2),),
     )
-    settings = Settings(pools=fleet.pools, delays=fleet.delays, life=fleet.life)
     turns = [turn(number, 300, model="ab"[number % 2], at_us=number * 400_000) for number in range(20)]
-    outcome = Simulation(settings, policy("round-robin")).run(Turns(*turns), lambda _: None)
+    outcome = Simulation(fleet, policy("round-robin")).run(Turns(*turns), lambda _: None)
     assert [one.failure for one in outcome.requests] == [""] * 20
     assert {decision.mode for decision in outcome.routed.values()} == {"kv", "round-robin"}
-
-
-def test_absent_tables_are_none(tmp_path: Path) -> None:
-    fleet = load(tmp_path, "[[pools]]\nworkers = [{count = 3}]")
-    assert (fleet.delays, fleet.life, fleet.pools[0].name) == (None, None, "default")
 
 
 def test_each_hop_may_have_its_own_delay(tmp_path: Path) -> None:

@@ -35,8 +35,7 @@ S = 1_000_000
 
 def settings(folder: Path, text: str) -> Settings:
     (folder / "fleet.toml").write_text(text)
-    fleet = load_fleet(folder / "fleet.toml")
-    return Settings(pools=fleet.pools, rules=fleet.rules)
+    return load_fleet(folder / "fleet.toml")
 
 
 def run(folder: Path, text: str, *turns: Any) -> SimulationOutcome:

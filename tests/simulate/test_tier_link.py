@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.simulate.tiers.link import SharedLink
-from forebay.simulate.tiers.store import SharedStore
+from forebay.simulate.tiers.rank_tiers import SharedStore
 from tests.depth import examples
 
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
-from heapq import heappop
+from heapq import heappop, heappush
 
 from msgspec import structs
 
@@ -42,13 +42,30 @@ from forebay.simulate.delays import NO_HOPS, Hop, Hops
 from forebay.simulate.outcome import EXPLAINED_MAX, RequestOutcomes, UtilizationTimeline
 from forebay.simulate.rank import LOAD_INTERVAL_US, EngineRank
 from forebay.simulate.requests import SimulatedRequest
-from forebay.simulate.scheduled_events import EventQueue
 from forebay.simulate.settings import Transfer
 from forebay.simulate.timeline import Recorder
 from forebay.simulate.transfers import LEASE_US, TransferResult, Transfers
 
 OnArrived = Callable[[int], object]
 NO_TRANSFER = Transfer()
+ScheduledEvent = tuple[int, int, Callable[[], object]]
+
+
+class EventQueue(list[ScheduledEvent]):
+    """Heap of actions scheduled for virtual times. Actions of one time run in insertion order."""
+
+    def __init__(self) -> None:
+        super().__init__([(FOREVER_US, 0, _never)])
+        self._put = 0
+
+    def put(self, at_us: int, action: Callable[[], object]) -> None:
+        """Schedule an action at `at_us`."""
+        self._put += 1
+        heappush(self, (at_us, self._put, action))
+
+
+def _never() -> None:
+    raise AssertionError("the sentinel of the event queue ran")
 
 
 class SimulatedCluster:

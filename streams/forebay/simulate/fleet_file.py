@@ -52,17 +52,6 @@ class FleetUnusable(ValueError):
     """Invalid fleet file; the text names the file, the key and the reason."""
 
 
-class FleetDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of a fleet file. A table that the file lacks is None, so the command-line options apply instead."""
-
-    pools: tuple[PoolSettings, ...]
-    delays: Delays | None = None
-    life: LifeCycleSettings | None = None
-    transfer: Transfer | None = None
-    tiers: FleetTiers | None = None
-    rules: RoutedPools = RoutedPools()
-
-
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
 
@@ -135,9 +124,9 @@ class _Drain(_Table, frozen=True, kw_only=True):
 
 class _File(_Table, frozen=True, kw_only=True):
     pools: tuple[_Pool, ...]
-    delays: str | _Delays | None = None
-    life: _LifeCycle | None = None
-    transfer: Transfer | None = None
+    delays: str | _Delays = _Delays()
+    life: _LifeCycle = _LifeCycle()
+    transfer: Transfer = Transfer()
     tiers: FleetTiers | None = None
     faults: tuple[_Fault, ...] = ()
     starts: tuple[_Start, ...] = ()
@@ -151,8 +140,10 @@ class _KeyUnusable(Exception):
         super().__init__(f"{where}: {reason}" if where else reason)
 
 
-def load_fleet(path: Path) -> FleetDescription:
-    """Read a fleet file. Paths of engine profiles are relative to the folder of the file.
+def load_fleet(path: Path) -> Settings:
+    """Read a fleet file. Tables that it lacks have their default values.
+
+    Paths of engine profiles are relative to the folder of the file.
 
     Raises:
         FleetUnusable: the file cannot be read or a key is invalid.
@@ -168,15 +159,7 @@ def load_fleet(path: Path) -> FleetDescription:
         _require_known(raw, _File, "")
         described = msgspec.convert(raw, _File)
         fleet = _fleet(described, path.parent)
-        validate_settings(
-            Settings(
-                pools=fleet.pools,
-                life=fleet.life or LifeCycleSettings(),
-                transfer=fleet.transfer or Transfer(),
-                tiers=fleet.tiers,
-                rules=fleet.rules,
-            )
-        )
+        validate_settings(fleet)
     except msgspec.ValidationError as error:
         raise FleetUnusable(f"{path}: {in_terms_of_keys(str(error))}") from error
     except SettingsUnusable as error:
@@ -208,7 +191,7 @@ def worker_group(profile: Profile, count: int, gpus: float | None = None, **size
     )
 
 
-def _fleet(described: _File, folder: Path) -> FleetDescription:
+def _fleet(described: _File, folder: Path) -> Settings:
     pools = tuple(
         PoolSettings(
             name=pool.name,
@@ -221,21 +204,18 @@ def _fleet(described: _File, folder: Path) -> FleetDescription:
         )
         for at, pool in enumerate(described.pools)
     )
-    life = None
-    if described.life is not None or described.faults or described.starts:
-        life = LifeCycleSettings(
-            **msgspec.structs.asdict(described.life or _LifeCycle()),
+    require_unique(described.models)
+    return Settings(
+        pools=pools,
+        delays=_delays(described.delays),
+        life=LifeCycleSettings(
+            **msgspec.structs.asdict(described.life),
             faults=tuple(map(_fault, described.faults)),
             starts=tuple(
                 WorkerStart(at_us=round(one.at_s * US_PER_S), pool=one.pool, group=one.group, count=one.count)
                 for one in described.starts
             ),
-        )
-    require_unique(described.models)
-    return FleetDescription(
-        pools=pools,
-        delays=_delays(described.delays),
-        life=life,
+        ),
         transfer=described.transfer,
         tiers=described.tiers,
         rules=RoutedPools(models=described.models, changes=tuple(_changes(described))),
@@ -298,9 +278,7 @@ def _require_known(table: dict[str, Any], kind: type[msgspec.Struct], where: str
         raise _KeyUnusable("", unknown)
 
 
-def _delays(described: str | _Delays | None) -> Delays | None:
-    if described is None:
-        return None
+def _delays(described: str | _Delays) -> Delays:
     if isinstance(described, str):
         if described not in DELAYS:
             raise _KeyUnusable("delays", unknown_name("delay profile", described, DELAYS))

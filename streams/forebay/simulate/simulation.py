@@ -36,8 +36,7 @@ from forebay.simulate.settings import (
     validate_settings,
     worker_id,
 )
-from forebay.simulate.tiers.fleet import store_name
-from forebay.simulate.tiers.traffic import tier_traffic
+from forebay.simulate.tiers.fleet import store_name, tier_traffic
 from forebay.simulate.worker_processes import US_PER_S, WorkerProcesses
 from forebay.simulate.workload import Turn, Workload, sequence_hashes
 

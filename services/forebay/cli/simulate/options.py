@@ -1,19 +1,18 @@
 """Options shared by `forebay simulate` and `forebay sweep`: the fleet, the workload's shape and the policies."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import typer
 
 from forebay.cli.policies.allowed import AllowPolicyOption, require_policy
-from forebay.cli.simulate.tier_options import with_tier_sizes
 from forebay.events.control import DisaggConfig, RouterConfig
 from forebay.events.names import unknown_name
-from forebay.simulate.fleet_file import FleetDescription, load_fleet, worker_group
+from forebay.simulate.fleet_file import load_fleet, worker_group
 from forebay.simulate.profiles.profile import MOCKER, SIZE_MAX, load_profile
 from forebay.simulate.settings import (
     DELAYS,
@@ -24,7 +23,6 @@ from forebay.simulate.settings import (
     WORKERS_MAX,
     Delay,
     Delays,
-    LifeCycleSettings,
     PoolRole,
     PoolSettings,
     Settings,
@@ -35,7 +33,15 @@ from forebay.simulate.settings import (
     validate_settings,
 )
 from forebay.simulate.slo import Slo, parse_slo
-from forebay.simulate.tiers.settings import BANDWIDTH_MAX
+from forebay.simulate.tiers.settings import (
+    BANDWIDTH_MAX,
+    DiskTier,
+    FleetTiers,
+    HostTier,
+    StoreTier,
+    TierModel,
+    WorkerTiers,
+)
 from forebay.simulate.workload import Workload, WorkloadOptions
 
 POLICIES = ("kv", "round-robin")
@@ -49,6 +55,8 @@ SIZES = ("block_size", "kv_blocks", "max_num_seqs", "max_num_batched_tokens")
 OF_POOLS = ("workers", "prefill_workers", "decode_workers", "engine_profile", *SIZES)
 FAULT = re.compile(r"faults\[(?P<at>\d+)\]")
 DEATH = re.compile(r"(?P<worker>.+)@(?P<at>\d+(\.\d+)?)(\+(?P<back>\d+(\.\d+)?))?", re.ASCII)
+
+Tier = TypeVar("Tier", bound=TierModel)
 
 WORKLOAD = typer.Argument(
     metavar="WORKLOAD",
@@ -229,32 +237,31 @@ def settings_of(fleet: FleetOptions) -> Settings:
     Raises:
         ValueError: an option or the file is invalid; the text names the option.
     """
-    described = _described(fleet)
+    settings = _described(fleet)
     if fleet.delays is not None and fleet.delays not in DELAYS:
         raise ValueError(f"--delays: {unknown_name('delay profile', fleet.delays, DELAYS)}")
-    life = described.life or LifeCycleSettings()
-    life_options, transfer_options = (
+    faults = len(settings.life.faults)
+    life, transfer = (
         {name: value for name in names if (value := getattr(fleet, name)) is not None} for names in (LIFE, TRANSFER)
     )
-    settings = Settings(
-        pools=described.pools,
-        delays=(described.delays or Delays()) if fleet.delays is None else DELAYS[fleet.delays],
-        life=msgspec.structs.replace(life, faults=(*life.faults, *map(_fault, fleet.kill or ())), **life_options),
-        transfer=msgspec.structs.replace(described.transfer or Transfer(), **transfer_options),
-        tiers=described.tiers,
-        rules=described.rules,
+    life["faults"] = (*settings.life.faults, *map(_fault, fleet.kill or ()))
+    settings = msgspec.structs.replace(
+        settings,
+        delays=settings.delays if fleet.delays is None else DELAYS[fleet.delays],
+        life=msgspec.structs.replace(settings.life, **life),
+        transfer=msgspec.structs.replace(settings.transfer, **transfer),
         timeout_s=fleet.timeout_s,
         seed=fleet.seed,
     )
-    settings = with_tier_sizes(settings, fleet.kv_host_size, fleet.kv_disk_size, fleet.kv_store_size)
+    settings = _with_tier_sizes(settings, fleet.kv_host_size, fleet.kv_disk_size, fleet.kv_store_size)
     try:
         validate_settings(settings)
     except SettingsUnusable as error:
-        raise ValueError(f"{_flag(error.where, fleet, len(life.faults))}: {error.reason}") from None
+        raise ValueError(f"{_flag(error.where, fleet, faults)}: {error.reason}") from None
     return settings
 
 
-def _described(fleet: FleetOptions) -> FleetDescription:
+def _described(fleet: FleetOptions) -> Settings:
     """Return the fleet from the file, or from the options.
 
     Raises:
@@ -273,8 +280,7 @@ def _described(fleet: FleetOptions) -> FleetDescription:
         if count
     )
     # A fitted profile has measured the latency from the router to the engine, too.
-    delays = Delays(work=Delay(fixed_us=profile.work_us)) if profile.work_us else None
-    return FleetDescription(pools=pools, delays=delays)
+    return Settings(pools=pools, delays=Delays(work=Delay(fixed_us=profile.work_us)))
 
 
 def _counts(fleet: FleetOptions) -> tuple[tuple[str, PoolRole, int], ...]:
@@ -437,3 +443,49 @@ def _flag(where: str, fleet: FleetOptions, faults: int) -> str:
     if where.startswith("tiers."):
         return f"{fleet.file or fleet.engine_profile}: {where}"
     return f"{fleet.file or ('--workers' if fleet.decode_workers is None else '--decode-workers')}: {where}"
+
+
+def _with_tier_sizes(settings: Settings, host: str | None, disk: str | None, store: str | None) -> Settings:
+    """Return settings with other sizes of the tiers. None leaves a size unchanged; other properties stay as they are.
+
+    Raises:
+        ValueError: a size is invalid; the text names the option.
+    """
+    if host is disk is store is None:
+        return settings
+    tiers = settings.tiers or FleetTiers()
+    tiers = msgspec.structs.replace(
+        tiers,
+        host=_sized("--kv-host-size", HostTier, tiers.host, host),
+        disk=_sized("--kv-disk-size", DiskTier, tiers.disk, disk),
+        store=_sized("--kv-store-size", StoreTier, tiers.store, store),
+    )
+    pools = tuple(
+        msgspec.structs.replace(
+            pool,
+            groups=tuple(
+                msgspec.structs.replace(group, tiers=_own_tiers(group.tiers, host, disk)) for group in pool.groups
+            ),
+        )
+        for pool in settings.pools
+    )
+    return msgspec.structs.replace(settings, pools=tuple(pools), tiers=tiers)
+
+
+def _own_tiers(tiers: WorkerTiers | None, host: str | None, disk: str | None) -> WorkerTiers | None:
+    """Return the tiers of an engine profile with the sizes of the options."""
+    if tiers is None:
+        return None
+    return WorkerTiers(
+        host=tiers.host and _sized("--kv-host-size", HostTier, tiers.host, host),
+        disk=tiers.disk and _sized("--kv-disk-size", DiskTier, tiers.disk, disk),
+    )
+
+
+def _sized(option: str, kind: Callable[..., Tier], tier: Tier | None, size: str | None) -> Tier | None:
+    if size is None:
+        return tier
+    try:
+        return kind(size=size) if tier is None else msgspec.structs.replace(tier, size=size)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None

@@ -1,13 +1,14 @@
 """Tiers of all workers of a simulation: one shared store per model, host memory and a disk per rank."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from forebay.engine_model.model import EngineConfig
 from forebay.kv_tiers.manager import LowerTier
+from forebay.simulate.outcome import TierTraffic
 from forebay.simulate.tiers.link import Scheduler, SharedLink
-from forebay.simulate.tiers.rank_tiers import SimulatedTiers, TierPlan
+from forebay.simulate.tiers.rank_tiers import SharedStore, SimulatedTiers, TierPlan
 from forebay.simulate.tiers.settings import BYTES_PER_US, FleetTiers, TierModel
-from forebay.simulate.tiers.store import SharedStore
 
 
 class TierFleet:
@@ -67,3 +68,15 @@ class TierFleet:
 def store_name(tiers: FleetTiers, model: str) -> str:
     """Return the name of the shared store of a model (`WorkerSpec.kv_store`); empty if there is none."""
     return f"store of {model}" if tiers.store is not None and tiers.store.blocks(1) else ""
+
+
+def tier_traffic(tiers: Sequence[SimulatedTiers]) -> TierTraffic | None:
+    """Return the totals over all ranks; None if no rank has tiers."""
+    if not tiers:
+        return None
+    loaded, written, skipped = Counter[str](), Counter[str](), Counter[str]()
+    for one in tiers:
+        loaded += one.loaded_blocks
+        written += one.written_blocks
+        skipped += one.counters
+    return TierTraffic(dict(sorted(loaded.items())), dict(sorted(written.items())), dict(sorted(skipped.items())))

@@ -7,7 +7,7 @@ shared store has. If another rank has removed them since, the load of these bloc
 """
 
 from array import array
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -20,11 +20,39 @@ from forebay.kv_tiers.costs import CostModel
 from forebay.kv_tiers.decisions import leading_runs
 from forebay.kv_tiers.manager import Loading, LowerTier, TierManager, TierRun, TierSet, Write
 from forebay.simulate.tiers.link import Scheduler, SharedLink
-from forebay.simulate.tiers.store import SharedStore
 
 TICK_US = 600_000_000  # the offload filter forgets as fast as that of KVBM
 COSTS_INTERVAL_US = 10_000_000  # as on live workers
 LOWER_TIERS: tuple[LowerTier, ...] = ("host", "disk", "store")
+
+
+class SharedStore:
+    """Blocks of a shared store. If it is full, the blocks that were not used for the longest time leave first."""
+
+    def __init__(self, blocks: int) -> None:
+        self._limit = blocks
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._blocks
+
+    def use(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+
+    def add(self, keys: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Add blocks, in prompt order. Return those that are new, and those that had to leave."""
+        new = {key: None for key in keys if key not in self._blocks}
+        for key in reversed(keys):  # the last block of a prompt leaves first
+            self._blocks[key] = None
+            self._blocks.move_to_end(key)
+        removed = [self._blocks.popitem(last=False)[0] for _ in range(len(self._blocks) - self._limit)]
+        gone = set(removed)
+        return [key for key in new if key not in gone], [key for key in removed if key not in new]
 
 
 class BlockChange(NamedTuple):
