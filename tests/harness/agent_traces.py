@@ -9,8 +9,7 @@ is a sub-agent. Its `t` is its end, and it began `duration_ms` earlier, when the
 answered. It runs in parallel with its parent, whose next request waits for all sub-agents before it.
 
 LMCache (github.com/LMCache/lmcache-agent-trace): unordered JSON lines of timestamp (us), input, output (text) and
-session_id. A call arrives at its recorded time, but not before the response to the previous call of its session. Four
-characters count as one token. The id of a block is a hash of the text up to its end.
+session_id. A call arrives at its recorded time, but not before the response to the previous call of its session.
 """
 
 import argparse

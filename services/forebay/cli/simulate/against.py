@@ -37,8 +37,7 @@ from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
 from forebay.events.snapshots import WorkerState
 from forebay.events.topics import CONTROL, FLEET, REQUESTS
 from forebay.ingress.errors import Unusable
-from forebay.replay.diff.handover import RecordedRequest
-from forebay.replay.observed import ObservedHistory, observe_history
+from forebay.replay.observed import ObservedHistory, RecordedRequest, observe_history
 from forebay.replay.policies import require_allowed
 from forebay.simulate.arrivals import Arrival
 from forebay.simulate.outcome import (

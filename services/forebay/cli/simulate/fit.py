@@ -15,8 +15,7 @@ from forebay.core.routing.policies import CustomPolicies
 from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.snapshots import WorkerState
 from forebay.ingress.errors import Unusable
-from forebay.replay.diff.handover import RecordedRequest
-from forebay.replay.observed import ObservedHistory, observe_history
+from forebay.replay.observed import ObservedHistory, RecordedRequest, observe_history
 from forebay.replay.policies import require_allowed
 from forebay.replay.verify.verify import OnProgress
 from forebay.simulate.profiles.fitting import EngineRun, FitImpossible, ObservedRequest, TimingFit, fit
