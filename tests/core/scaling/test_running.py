@@ -164,6 +164,18 @@ def test_a_change_whose_outcome_is_unknown_counts_with_its_larger_size() -> None
     assert [one.to_size for one in loop.decide().pools] == [2, 6]
 
 
+def test_workers_that_came_and_went_since_the_observation_count() -> None:
+    pool, other = scaled("a", max_size=8), scaled("b", max_size=8)
+    loop = Loop(PlannerSettings(pools=(pool, other), gpu_budget=8, **FAST))
+    loop.observe(*(PoolObserved(group=GROUP, pool=name, ready=2) for name in ("a", "b")))
+    for size in (6, 2):
+        loop.set_size(pool, size)
+        loop.decide()
+        loop.reply()
+    loop.forecast(PoolDemand(group=GROUP, pool="b", requests_per_s=6.0, isl=1_000, osl=0))
+    assert [(made.pool, made.to_size) for made in loop.decide().pools] == [("a", 2), ("b", 2)]
+
+
 def poisson(draw: random.Random, mean: float) -> int:
     """Return a Poisson number, as the arrivals of an interval have it."""
     if mean > 60:
