@@ -103,7 +103,7 @@ def test_help_of_a_service_lists_options_in_sections() -> None:
     [
         ("record", "[LOG] OUT", "--last DURATION"),
         ("worker", "", "--drain-s SECONDS"),
-        ("simulate", "[WORKLOAD]...", "--workers N"),
+        ("simulate", "[WORKLOAD]", "--workers N"),
         ("status", "[LOG]", "--kafka HOST:PORT"),
     ],
 )

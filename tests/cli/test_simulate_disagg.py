@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from forebay.cli.app import app
 from forebay.cli.simulate.options import FleetOptions, ShapeOptions
 from forebay.cli.simulate.sweep_axes import axes_of, combinations
+from tests.cli.report_page import Page
 from tests.replay.disagg_history import COUNT, history
 from tests.simulate.traces import conversations, write
 
@@ -76,11 +77,11 @@ def test_table_and_report_show_roles(trace: Path) -> None:
     assert "2 prefill workers and 1 decode workers" in run.stdout
     for text in ("remote", "transfer"):
         assert text in run.stdout
-    text = page.read_text()
-    assert "2 prefill workers (mocker" in text
-    assert "1 decode worker (mocker" in text
-    assert "mock-1 (prefill)" in text
-    assert "load to the prefill workers" in text
+    parsed = Page(page.read_text())
+    assert "2 prefill workers (mocker" in parsed.text
+    assert "1 decode worker (mocker" in parsed.text
+    assert "load to the prefill workers" in parsed.text
+    assert "mock-1 (prefill)" in str(parsed.charts)
 
 
 def test_workers_of_both_pools_can_die(trace: Path) -> None:

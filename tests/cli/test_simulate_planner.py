@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.cli.in_process import forebay
+from tests.cli.report_page import Page
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -84,9 +85,9 @@ def test_the_report_shows_the_planner(planner: Path, tmp_path: Path) -> None:
     run = forebay(*COMMAND, str(planner), "--report", str(report))
     assert run.returncode == 0, run.stderr
     assert "GPU hours" in run.stdout
-    page = report.read_text()
-    assert "workers by the planner" in page
-    assert "SLO attainment, by arrival" in page
+    page = Page(report.read_text())
+    assert "workers by the planner" in str(page.charts)
+    assert "SLO attainment, by arrival" in str(page.charts)
 
 
 @pytest.mark.parametrize(

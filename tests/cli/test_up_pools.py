@@ -64,22 +64,22 @@ def complete(up: Up, prompt: str, name: str = "") -> str:
     return POOL_OF[response.json()["forebay"]["worker"]]
 
 
-def choice(up: Up, name: str) -> tuple[str, str, list[tuple[str, str]]]:
-    """Return pool, reason and skipped pools of the explained choice for a request."""
+def choice(up: Up, name: str) -> str:
+    """Return the explanation of the choice of a pool for a request."""
     explained = httpx.get(f"{up.url}/v1/requests/{name}/explain", timeout=60).json()
-    (found,) = explained["pools"]
-    return found["pool"], found["reason"], [(one["pool"], one["reason"]) for one in found.get("skipped", [])]
+    (text,) = [entry["text"] for entry in explained["timeline"] if entry["what"] == "pool_chosen"]
+    return str(text)
 
 
 def test_requests_follow_the_grid_a_canary_and_a_drain_and_nothing_is_lost(tmp_path: Path, rules: Path) -> None:
     log = tmp_path / "log.db"
     with running(*pools(log), "--pool-routing", str(rules)) as up, ThreadPoolExecutor(4) as threads:
         assert (complete(up, SHORT, "by-grid"), complete(up, LONG)) == ("short", "long")
-        assert choice(up, "by-grid") == ("short", "grid", [])
+        assert choice(up, "by-grid").startswith("pool short: the grid names short")
 
         control(up, "pools", "--pool", "long", "--base", "short", "--share", "1")
         assert complete(up, SHORT, "by-canary") == "long"
-        assert choice(up, "by-canary") == ("long", "canary", [])
+        assert choice(up, "by-canary").startswith("pool long: long is a canary of short")
         control(up, "pools", "--pool", "long", "--base", "short", "--share", "0.5")
         assert {complete(up, SHORT) for _ in range(40)} == {"short", "long"}  # all in one: 1 in 10**12
         control(up, "pools", "--pool", "long", "--end")
@@ -90,7 +90,8 @@ def test_requests_follow_the_grid_a_canary_and_a_drain_and_nothing_is_lost(tmp_p
         until(up, lambda status: in_flight(status, "mock-0") == 3)
         control(up, "drain", "short")
         assert complete(up, SHORT, "by-drain") == "long"
-        assert choice(up, "by-drain") == ("long", "grid", [("short", "drained")])
+        assert choice(up, "by-drain").startswith("pool long: the grid names short")
+        assert "; short is drain" in choice(up, "by-drain")
         control(up, "power", "resume", "--pool", "short")
         assert [one.result() for one in waiting] == ["short"] * 3
         control(up, "drain", "short", "--end")

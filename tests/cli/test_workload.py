@@ -105,7 +105,8 @@ def test_devices_are_not_overwritten(tmp_path: Path) -> None:
     [
         (["show", "none.jsonl"], "cannot be read"),
         (["show", "synthetic:rate=x"], "rate"),
-        (["show", "synthetic:", "--columns", "when=x"], "unknown field 'when'"),
+        (["show", "synthetic:", "--columns", "time=x"], "a generated workload has no columns"),
+        (["show", "none.csv", "--columns", "when=x"], "unknown field 'when'"),
         (["convert", "synthetic:requests=3", "-o", "."], "is not a regular file"),
         (["convert", "synthetic:requests=3", "-o", "nowhere/at/all"], "cannot be written (No such file or directory)"),
     ],

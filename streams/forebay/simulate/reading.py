@@ -33,6 +33,8 @@ def open_workload(name: str, options: WorkloadOptions) -> Workload:
 def _source(name: str, options: WorkloadOptions) -> WorkloadSource:
     form, colon, rest = name.partition(":")
     if form == "synthetic" and colon:
+        if options.columns is not None:
+            raise WorkloadUnusable("--columns: a generated workload has no columns; leave the option out")
         return Synthetic(rest, options.seed)
     path = Path(rest if colon and form in FORMATS else name)
     if options.columns is not None:

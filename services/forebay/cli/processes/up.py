@@ -17,7 +17,6 @@ from forebay.cli.common.times import size, span_us
 from forebay.cli.console.command import PORT as CONSOLE_PORT
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.policies.router_options import router_options
-from forebay.cli.processes.engines import mock_connector
 from forebay.cli.processes.http_options import HttpOptions
 from forebay.cli.processes.options import (
     DrainOption,
@@ -32,7 +31,6 @@ from forebay.cli.processes.up_models import ModelsOptions, WorkerOptions, choose
 from forebay.events.control import DisaggConfig, Role, RouterConfig
 from forebay.ingress.errors import Unusable
 from forebay.transport.base import LogSync
-from forebay.workers.kv_transfer.api import NIXL
 
 if TYPE_CHECKING:
     from forebay.console.settings import ConsoleSettings
@@ -250,5 +248,8 @@ def _prefill_place(model: EmbeddedModel, disagg: DisaggConfig) -> str:
     last = "; requests that they cannot compute are rejected" if disagg.enforce else ""
     how = ""
     if engine.is_mock:
+        from forebay.cli.processes.engines import mock_connector  # noqa: PLC0415 - --help does not wait for engines
+        from forebay.workers.kv_transfer.api import NIXL  # noqa: PLC0415
+
         how = ", KV transfer by nixl" if mock_connector() == NIXL else ", KV transfer in modelled time without NIXL"
     return f"by prefill workers{which}{how}{last}"
