@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 from unittest import mock
 
 from vllm import LLM, SamplingParams
@@ -22,10 +22,10 @@ from vllm.config import KVTransferConfig
 
 from forebay.workers.engines.vllm.tiers import connector as connector_module
 from forebay.workers.engines.vllm.tiers.configuration import TierConfig, connector
-from forebay.workers.kv_tiers import rank_tiers
-from forebay.workers.kv_tiers.block_stores import BlockStore
-from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
-from forebay.workers.kv_tiers.stores import open_store
+from forebay.workers.kv_tiers import offload_manager
+from forebay.workers.kv_tiers.block_store import BlockStore
+from forebay.workers.kv_tiers.identity import BlockName
+from forebay.workers.kv_tiers.offload_manager import open_store
 from tests.benchmarks.bench_vllm_tiers import ARGUMENTS, BLOCK, LENGTHS
 from tests.harness.models.make_tiny_model import VOCABULARY
 
@@ -51,10 +51,10 @@ class SlowStore:
         return results
 
 
-def open_slowly(delay_s: float, place: str | Path, identity: KvIdentity, **options: Any) -> BlockStore:
+def open_slowly(delay_s: float, tier: Literal["disk", "store"], *arguments: Any) -> BlockStore:
     """Open a store. Reads of a shared store take `delay_s` seconds longer per block."""
-    store = open_store(place, identity, **options)
-    return cast("BlockStore", SlowStore(store, delay_s)) if options["shared"] and delay_s else store
+    store = open_store(tier, *arguments)
+    return cast("BlockStore", SlowStore(store, delay_s)) if tier == "store" and delay_s else store
 
 
 class Engine:
@@ -62,7 +62,7 @@ class Engine:
 
     def __init__(self, model: Path, config: TierConfig, delay_ms: float) -> None:
         transfer = KVTransferConfig(**connector(config), kv_load_failure_policy="recompute")
-        with mock.patch.object(rank_tiers, "open_store", partial(open_slowly, delay_ms / 1e3)):
+        with mock.patch.object(offload_manager, "open_store", partial(open_slowly, delay_ms / 1e3)):
             self._llm = LLM(
                 str(model),
                 block_size=BLOCK,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from forebay.workers.kv_tiers.directory_layout import QUARANTINE
+from forebay.workers.kv_tiers.block_store import QUARANTINE
 from tests.harness.s3 import FaultyS3
 
 SUFFIX = ".kv"

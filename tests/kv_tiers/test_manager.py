@@ -256,17 +256,17 @@ def test_blocks_that_cannot_be_saved_are_evicted_and_counted() -> None:
 
 def test_a_paused_tier_is_passed() -> None:
     one = manager(limits(), limits(), limits())
-    one.pause("disk")
+    one.set_paused("disk", paused=True)
     assert fill(one) == [("device", "host", tuple(PROMPT)), ("host", "store", tuple(PROMPT))]
-    one.resume("disk")
+    one.set_paused("disk", paused=False)
     assert fill(one) == [("host", "disk", tuple(PROMPT))]
-    one.pause("host")
+    one.set_paused("host", paused=True)
     assert one.prefetch(PROMPT, 0) == []
 
 
 def test_a_tier_that_does_not_exist_has_no_blocks() -> None:
     one = manager(disk=limits())
-    one.pause("host")
+    one.set_paused("host", paused=True)
     one.add("host", PROMPT)
     one.remove("host", PROMPT)
     assert (one.count("host"), one.used("host"), one.holds("host", 0), one.pinned("host")) == (0, 0, False, 0)

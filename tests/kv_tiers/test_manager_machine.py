@@ -181,10 +181,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(tier=tier_names, paused=st.booleans())
     def pause(self, tier: LowerTier, paused: bool) -> None:
-        if paused:
-            self.manager.pause(tier)
-        else:
-            self.manager.resume(tier)
+        self.manager.set_paused(tier, paused=paused)
 
     @precondition(lambda self: len(self.numbers) >= BUSY)
     @rule()

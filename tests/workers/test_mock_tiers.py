@@ -9,8 +9,8 @@ import pytest
 from forebay.events.base import array_u64
 from forebay.events.control import Command
 from forebay.workers.engine import EngineError
-from forebay.workers.kv_tiers.host_memory import HostMemory
 from forebay.workers.kv_tiers.settings import TierSettings
+from forebay.workers.kv_tiers.transfers import HostMemory
 from tests.harness.tier_faults import SUFFIX
 from tests.workers.pictures import shown
 from tests.workers.tiered import (

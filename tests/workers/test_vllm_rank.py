@@ -20,7 +20,7 @@ from forebay.workers.engines.vllm.tiers.prompt_names import PromptNames
 from forebay.workers.engines.vllm.tiers.rank import VllmRank
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
 from forebay.workers.kv_tiers.metrics import TierCounters
-from forebay.workers.kv_tiers.rank_tiers import LoadResult
+from forebay.workers.kv_tiers.transfers import LoadResult
 from tests.depth import examples
 
 SIZE = 2
@@ -66,13 +66,11 @@ class Tiers:
 
         self.copies.append(copy)
 
-    def offer(
-        self, names: Sequence[BlockName], block: Callable[[int], memoryview], done: Callable[[int], None]
-    ) -> None:
+    def offer(self, names: Sequence[BlockName], block: Callable[[int], memoryview], done: Callable[[], None]) -> None:
         def copy(is_ok: bool) -> None:
             if is_ok:
                 self.stored.update({name.key: bytes(block(at)) for at, name in enumerate(names)})
-            self.ended.append(partial(done, 0))
+            self.ended.append(done)
 
         self.copies.append(copy)
 

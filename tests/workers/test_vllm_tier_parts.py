@@ -15,7 +15,7 @@ from forebay.workers.engines.vllm.core import engine_arguments
 from forebay.workers.engines.vllm.tiers.configuration import TierConfig, children, unsupported
 from forebay.workers.engines.vllm.tiers.prompt_names import PromptNames
 from forebay.workers.engines.vllm.tiers.reports import TierReport
-from forebay.workers.kv_tiers.identity import KvIdentity, block_keys, media_by_block
+from forebay.workers.kv_tiers.identity import KeyChain, KvIdentity, media_by_block
 from forebay.workers.kv_tiers.metrics import TierCounters
 from forebay.workers.kv_tiers.settings import TierSettings
 
@@ -43,7 +43,7 @@ def test_names_do_not_depend_on_how_tokens_arrive(step: int) -> None:
     media = media_by_block(
         [(one.identifier, one.mm_position.offset, one.mm_position.length) for one in features], BLOCK
     )
-    keys = block_keys(IDENTITY, packed, salt="t", adapter="d", media=media)
+    keys = KeyChain(IDENTITY, salt="t", adapter="d").extend(None, packed, media)
     objects = {0: [mm_hash("00ff" * 16)], 1: [mm_hash("00ff" * 16)], 2: [mm_hash("00ff" * 16)], 4: [mm_hash("clip")]}
     hashes = unpack_u64(sequence_hashes(packed, BLOCK, hash_seed("l", "t"), objects))
     assert [one.key for one in grown.names] == keys

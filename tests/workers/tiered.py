@@ -20,8 +20,8 @@ from forebay.workers.engine import Cleared, EngineBatch
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.kv import KvSettings
 from forebay.workers.engines.mock.tiers import MockTiers
-from forebay.workers.kv_tiers import rank_tiers, stores
-from forebay.workers.kv_tiers.block_stores import BlockStore
+from forebay.workers.kv_tiers import offload_manager
+from forebay.workers.kv_tiers.block_store import BlockStore
 from forebay.workers.kv_tiers.identity import BlockName
 from forebay.workers.kv_tiers.settings import TierSettings
 from tests.workers.conftest import VOCABULARY, until
@@ -94,11 +94,8 @@ class FlippingStore:
 def flipped_bytes(monkeypatch: pytest.MonkeyPatch) -> Flips:
     """Return the bytes that every store flips in each read: number of the block, and offset in it. None at first."""
     found: Flips = []
-
-    def opened(*args: Any, **changes: Any) -> Any:
-        return FlippingStore(stores.open_store(*args, **changes), found)
-
-    monkeypatch.setattr(rank_tiers, "open_store", opened)
+    open_store = offload_manager.open_store
+    monkeypatch.setattr(offload_manager, "open_store", lambda *args: FlippingStore(open_store(*args), found))
     return found
 
 

@@ -259,13 +259,11 @@ class TierManager(Generic[Key]):
         content = self._find(tier)
         return 0 if content is None else len(content.pinned)
 
-    def pause(self, tier: LowerTier) -> None:
-        """Begin no writes into a tier; blocks that it lacks pass it on their way down."""
-        self._set_paused(tier, paused=True)
-
-    def resume(self, tier: LowerTier) -> None:
-        """Begin writes into a tier again."""
-        self._set_paused(tier, paused=False)
+    def set_paused(self, tier: LowerTier, *, paused: bool) -> None:
+        """Begin no writes into a tier while it is paused; blocks that it lacks pass it on their way down."""
+        content = self._find(tier)
+        if content is not None:
+            content.paused = paused
 
     def clear(self, tiers: Collection[LowerTier] = ("host", "disk", "store")) -> None:
         """Remove all blocks of some tiers, and all pins and frequencies. Writes in flight to these tiers are lost."""
@@ -318,11 +316,6 @@ class TierManager(Generic[Key]):
     def _pin(self, tier: TierContent[Key], keys: Iterable[Key]) -> None:
         if self._pins and tier.name != "store":
             tier.pin(key for key in keys if key in self._pins)
-
-    def _set_paused(self, name: LowerTier, *, paused: bool) -> None:
-        tier = self._find(name)
-        if tier is not None:
-            tier.paused = paused
 
     def _filters(self, tier: TierContent[Key]) -> bool:
         return tier.limits.filter and (tier.name != "disk" or self._tiers[0].name == "host")

@@ -11,8 +11,13 @@ import boto3
 from moto.server import ThreadedMotoServer
 
 SILENT = -1
-BUCKET = "kv-blocks"
-KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test-secret", "AWS_DEFAULT_REGION": "us-east-1"}
+BUCKET = "kv-stores"  # not that of other tests, because all servers of a process have the same content
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test-secret",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
 
 
 @contextlib.contextmanager
@@ -25,7 +30,15 @@ def moto() -> Iterator[str]:
         client(f"http://{host}:{port}").create_bucket(Bucket=BUCKET)
         yield f"http://{host}:{port}"
     finally:
+        clear_bucket(f"http://{host}:{port}")
         server.stop()
+
+
+def clear_bucket(endpoint: str) -> None:
+    bucket = client(endpoint)
+    for page in bucket.get_paginator("list_objects_v2").paginate(Bucket=BUCKET):
+        for one in page.get("Contents", ()):
+            bucket.delete_object(Bucket=BUCKET, Key=one["Key"])
 
 
 def client(endpoint: str) -> Any:

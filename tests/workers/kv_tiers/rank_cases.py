@@ -10,12 +10,13 @@ from typing import Any
 from forebay.engine_model.steps import CacheChange, StoreChange, Stored
 from forebay.kv_tiers.manager import TierRun
 from forebay.runtime.system import SystemRuntime
-from forebay.workers.kv_tiers import rank_tiers, stores
-from forebay.workers.kv_tiers.block_file import file_bytes
-from forebay.workers.kv_tiers.block_stores import BlockStore
+from forebay.workers.kv_tiers import offload_manager
+from forebay.workers.kv_tiers.block_format import file_bytes
+from forebay.workers.kv_tiers.block_store import BlockStore
 from forebay.workers.kv_tiers.identity import BlockName
-from forebay.workers.kv_tiers.rank_tiers import LoadResult, RankTiers
+from forebay.workers.kv_tiers.offload_manager import OffloadManager
 from forebay.workers.kv_tiers.settings import TierSettings
+from forebay.workers.kv_tiers.transfers import LoadResult
 from tests.workers.kv_tiers.store_cases import BLOCK_BYTES, content, identity, name_of
 
 WAIT_S = 50.0
@@ -56,15 +57,18 @@ class DrivenRank:
 
     def __init__(self, given: TierSettings, **options: Any) -> None:
         self._woken = threading.Event()
-        self.tiers = RankTiers(given, identity(), wake=self._woken.set, **options)
+        self.tiers = OffloadManager(given, identity(), wake=self._woken.set, **options)
         self.tiers.open()
         self.offers: list[int] = []
+        self._offered = 0
         self.held: dict[str, set[int]] = {"host": set(), "disk": set(), "store": set()}
         self.apply(*self.tiers.content())
 
     def offer(self, numbers: Sequence[int]) -> None:
+        self._offered += 1
         names = [name_of(number) for number in numbers]
-        self.tiers.offer(names, lambda at: memoryview(content(numbers[at])), self.offers.append)
+        ended = partial(self.offers.append, self._offered)
+        self.tiers.offer(names, lambda at: memoryview(content(numbers[at])), ended)
 
     def offload(self, numbers: Sequence[int]) -> None:
         """Offer blocks, and wait until all writes have ended."""
@@ -180,11 +184,11 @@ class FaultyStore:
 def inject(monkeypatch: Any) -> list[FaultyStore]:
     """Put a `FaultyStore` in front of each store that is opened from now on. Return the list that collects them."""
     opened: list[FaultyStore] = []
-    opening = stores.open_store
+    opening = offload_manager.open_store
 
-    def open_store(*args: Any, **options: Any) -> Any:
-        opened.append(FaultyStore(opening(*args, **options)))
+    def open_store(*args: Any) -> Any:
+        opened.append(FaultyStore(opening(*args)))
         return opened[-1]
 
-    monkeypatch.setattr(rank_tiers, "open_store", open_store)
+    monkeypatch.setattr(offload_manager, "open_store", open_store)
     return opened

@@ -2,16 +2,21 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from forebay.workers.kv_tiers.block_file import file_name
-from forebay.workers.kv_tiers.block_stores import BlockStore, IoKind
-from forebay.workers.kv_tiers.directory_store import DirectoryStore
+from forebay.workers.kv_tiers.block_format import file_path
+from forebay.workers.kv_tiers.block_store import BlockStore
+from forebay.workers.kv_tiers.disk import DirectoryStore
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
+from forebay.workers.kv_tiers.object_store import ObjectStore
+from forebay.workers.kv_tiers.settings import IoKind
+from tests.workers.kv_tiers.buckets import BUCKET, client
 
 BLOCK_BYTES = 5_000  # not a multiple of a page
 DEADLINE_S = 50.0
 QUOTA = 1 << 30
+URL = f"s3://{BUCKET}/some/prefix"
 
 
 def identity(model: str = "model", block_bytes: int = BLOCK_BYTES, **changes: str) -> KvIdentity:
@@ -63,9 +68,54 @@ def open_directory(
 
 
 def path_of(root: Path, number: int, who: KvIdentity | None = None) -> Path:
-    file = file_name(name_of(number))
-    return root / (who or identity()).short_digest / file[:2] / file
+    return root / (who or identity()).short_digest / file_path(name_of(number))
 
 
 def inventory(store: BlockStore) -> set[BlockName]:
     return {name for page in store.inventory() for name in page}
+
+
+@dataclass
+class Place:
+    """A directory or a bucket for stores that are shared, and its files.
+
+    Attributes:
+        endpoint: server of the bucket; empty for a directory.
+    """
+
+    root: Path
+    io: IoKind
+    endpoint: str
+
+    def open(self, who: KvIdentity | None = None, quota: int = QUOTA) -> BlockStore:
+        who = who or identity()
+        if self.endpoint:
+            return ObjectStore(URL, who, quota_bytes=quota, io=self.io, endpoint=self.endpoint)
+        return open_directory(self.root, io=self.io, shared=True, quota=quota, who=who)
+
+    def path(self, number: int) -> str:
+        return f"{identity().short_digest}/{file_path(name_of(number))}"
+
+    def paths(self) -> set[str]:
+        if self.endpoint:
+            found = client(self.endpoint).list_objects_v2(Bucket=BUCKET)["Contents"]
+            return {one["Key"].removeprefix("some/prefix/") for one in found}
+        return {str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file()}
+
+    def get(self, path: str) -> bytes:
+        if self.endpoint:
+            return bytes(client(self.endpoint).get_object(Bucket=BUCKET, Key=f"some/prefix/{path}")["Body"].read())
+        return (self.root / path).read_bytes()
+
+    def put(self, path: str, data: bytes) -> None:
+        if self.endpoint:
+            client(self.endpoint).put_object(Bucket=BUCKET, Key=f"some/prefix/{path}", Body=data)
+        else:
+            (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+            (self.root / path).write_bytes(data)
+
+    def delete(self, path: str) -> None:
+        if self.endpoint:
+            client(self.endpoint).delete_object(Bucket=BUCKET, Key=f"some/prefix/{path}")
+        else:
+            (self.root / path).unlink()

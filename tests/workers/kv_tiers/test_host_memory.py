@@ -1,6 +1,6 @@
 """Slots of host memory are reused only after the last transfer that reads them."""
 
-from forebay.workers.kv_tiers.host_memory import HostMemory
+from forebay.workers.kv_tiers.transfers import HostMemory
 from tests.workers.kv_tiers.store_cases import BLOCK_BYTES, content, name_of
 
 

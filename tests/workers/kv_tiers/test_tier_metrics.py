@@ -1,14 +1,10 @@
-"""Metrics of KV tiers, and pauses of stores that fail."""
+"""Metrics of KV tiers."""
 
 from collections import Counter
 
-import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from forebay import runtime
-from forebay.runtime.system import SystemRuntime
 from forebay.workers.kv_tiers.metrics import TierCounters, TierMetrics
-from forebay.workers.kv_tiers.pause import FIRST_S, LONGEST_S, Pause
 
 
 def exported(*ranks: TierCounters) -> list[str]:
@@ -61,37 +57,3 @@ def test_metrics_have_the_names_of_kvbm() -> None:
     assert {line.split("{")[0] for line in lines if line.startswith("kvbm_")} == {
         line.split()[2] for line in lines if line.startswith("# TYPE kvbm_")
     }
-
-
-class Clock(SystemRuntime):
-    """Runtime whose monotonic clock is set by a test."""
-
-    now_s = 1000.0
-
-    def monotonic_ns(self) -> int:
-        return round(self.now_s * 1e9)
-
-
-def test_pauses_double_until_a_success() -> None:
-    clock, pause = Clock(), Pause("the store")
-    with runtime.use(clock):
-        lengths = []
-        for _ in range(9):
-            pause.observe(["failed", "deadline"])
-            began_s = clock.now_s
-            while pause.active():
-                clock.now_s += FIRST_S
-            lengths.append(clock.now_s - began_s)
-        assert lengths == [1, 2, 4, 8, 16, 32, LONGEST_S, LONGEST_S, LONGEST_S]
-        pause.observe(["failed", ""])
-        assert not pause.active()
-        pause.observe(["denied"])
-        clock.now_s += FIRST_S
-        assert not pause.active()
-
-
-@pytest.mark.parametrize("results", [[], [""], ["missing"], ["failed", "missing"], ["corrupt"], ["full"]])
-def test_a_store_that_answers_does_not_pause(results: list[str]) -> None:
-    pause = Pause("the store")
-    pause.observe(results)
-    assert not pause.active()

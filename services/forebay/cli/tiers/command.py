@@ -28,27 +28,17 @@ def _root() -> None:
 
 
 @app.command("list")
-def list_identities(place: PlaceArgument, endpoint: EndpointOption = "", json: JsonOption = False) -> None:
-    """List the identities in a store, with the model, the rank and the layout of their blocks.
+def list_identities(
+    place: PlaceArgument, endpoint: EndpointOption = "", identity: IdentityOption = "", json: JsonOption = False
+) -> None:
+    """List the identities in a store: model, rank and layout, blocks by the time of last use, bad files in quarantine.
 
-    Workers share blocks if all of this is equal. Blocks of an identity that no worker has any more are useless.
+    Workers share blocks if model, rank and layout are equal. Blocks of an identity that no worker has any more are
+    useless. In a bucket, the time of last use is that of the write, because S3 does not record reads.
     """
     from forebay.cli.tiers.run import run_list  # noqa: PLC0415
 
-    run_list(place=place, endpoint=endpoint, json=json)
-
-
-@app.command("stats")
-def stats(
-    place: PlaceArgument, endpoint: EndpointOption = "", identity: IdentityOption = "", json: JsonOption = False
-) -> None:
-    """Show blocks and bytes by the time of last use, and the bad files in quarantine, of each identity.
-
-    In a bucket, the time is that of the write, because S3 does not record reads.
-    """
-    from forebay.cli.tiers.run import run_stats  # noqa: PLC0415
-
-    run_stats(place=place, endpoint=endpoint, identity=identity, json=json)
+    run_list(place=place, endpoint=endpoint, identity=identity, json=json)
 
 
 @app.command("verify")

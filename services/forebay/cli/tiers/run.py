@@ -1,4 +1,7 @@
-"""`forebay tiers`: list, verify and purge stored KV blocks."""
+"""`forebay tiers`: list, verify and purge the blocks of all identities in a store.
+
+Workers may use the store at the same time. They notice removed blocks as misses.
+"""
 
 import sys
 import time
@@ -6,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,76 +20,60 @@ from rich.table import Table
 from forebay.cli.common.errors import BROKEN, complain, explained, fail
 from forebay.cli.common.terminal import bar, counted, in_markup, printable, results
 from forebay.cli.common.times import span_us
-from forebay.workers.engine import EngineError
-from forebay.workers.kv_tiers.directory_layout import TEMPORARY_AGE_S
-from forebay.workers.kv_tiers.identity import KvIdentity
-from forebay.workers.kv_tiers.store_survey import (
-    FoundFile,
-    StorePlace,
-    file_problem,
-    open_place,
-    quarantine_reason,
+from forebay.workers.kv_tiers.block_format import BAD_REASONS, BlockFormat, file_path, parse_file_name
+from forebay.workers.kv_tiers.block_store import (
+    IDENTITY_FILE,
+    QUARANTINE,
+    TEMPORARY_AGE_S,
+    Storage,
+    StorageError,
+    StoredFile,
+    store_id_of,
 )
+from forebay.workers.kv_tiers.disk import Directory
+from forebay.workers.kv_tiers.identity import KvIdentity
+from forebay.workers.kv_tiers.object_store import Bucket
 
 THREADS = 8  # files that `verify` reads at a time; buckets respond slowly
-AGES = (("under 1h", 3600.0), ("1h to 1d", 86_400.0), ("1d to 7d", 604_800.0), ("over 7d", float("inf")))
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+AGES = (("under 1h", 3600.0), ("1h to 1d", 86_400.0), ("1d to 7d", 604_800.0), ("over 7d", float("inf")))
 WEIGHTS_CHARS = 12  # of the digest of the weights in a table; --json has all
 BAD_SHOWN = 20  # bad files that `verify` prints; --json has all
 
 
-def run_list(*, place: str, endpoint: str, json: bool) -> None:
+def run_list(*, place: str, endpoint: str, identity: str, json: bool) -> None:
     """Run `forebay tiers list`. command.py documents its options."""
-    with explained():
-        store = open_place(place, endpoint)
-        rows = [(name, found, _total(store, name)) for name, found in store.identities().items()]
-    if json:
-        for name, found, (blocks, size) in rows:
-            line = {"identity": name, "blocks": blocks, "bytes": size, "meaning": found}
-            typer.echo(msgspec.json.encode(line))
-        return
-    table = Table("identity", "model", "rank", "layout", "tokens", "block", "weights", "blocks", "size", box=None)
-    for name, found, (blocks, size) in (row for row in rows if row[2][0]):
-        table.add_row(name, *map(in_markup, _meaning(found)), str(blocks), size_text(size))
-    results().print(table)
-    empty = sum(not blocks for *_, (blocks, _) in rows)
-    without = f", {empty} without blocks" if empty else ""
-    total = size_text(sum(size for *_, (_, size) in rows))
-    typer.echo(printable(f"store {store.store_id}: {_identities(len(rows))}{without}, {total}"))
-
-
-def run_stats(*, place: str, endpoint: str, identity: str, json: bool) -> None:
-    """Run `forebay tiers stats`. command.py documents its options."""
     now_s = time.time()
     with explained():
-        store = open_place(place, endpoint)
-        found = {name: _stats(store, name, now_s) for name in _selected(store, identity)}
+        store = _open(place, endpoint)
+        rows = {name: (found, _stats(store, name, now_s)) for name, found in _selected(store, identity).items()}
     if json:
-        for name, one in found.items():
-            typer.echo(msgspec.json.encode({"identity": name, **one}))
+        for name, (found, one) in rows.items():
+            typer.echo(msgspec.json.encode({"identity": name, "meaning": found, **one}))
         return
-    ages = [text for text, _ in AGES]
-    table = Table("identity", "blocks", "size", *ages, "newest", "oldest", "quarantine", box=None)
-    for name, one in found.items():
+    columns = ("identity", "model", "rank", "layout", "tokens", "block", "weights", "blocks", "size", "used ago", "bad")
+    table = Table(*columns, box=None)
+    for name, (found, one) in rows.items():
+        ages = [_age_text(one[key]) for key in ("newest_s", "oldest_s")]
         bad = ", ".join(f"{count} {reason}" for reason, count in sorted(one["quarantine"].items()))
-        table.add_row(
-            name,
-            str(one["blocks"]),
-            size_text(one["bytes"]),
-            *(size_text(size) for size in one["bytes_by_age"].values()),
-            _age_text(one["newest_s"]),
-            _age_text(one["oldest_s"]),
-            bad or "-",
-        )
+        if one["blocks"] or bad:
+            used = " to ".join(dict.fromkeys(ages))  # the newest and the oldest block
+            size = size_text(one["bytes"])
+            table.add_row(name, *map(in_markup, _meaning(found)), str(one["blocks"]), size, used, bad or "-")
     results().print(table)
+    empty = sum(not one["blocks"] for _, one in rows.values())
+    without = f", {empty} without blocks" if empty else ""
+    total = size_text(sum(one["bytes"] for _, one in rows.values()))
+    counts = f"{len(rows)} identit{'y' if len(rows) == 1 else 'ies'}"
+    typer.echo(printable(f"store {store_id_of(store)}: {counts}{without}, {total}"))
 
 
 def run_verify(*, place: str, endpoint: str, identity: str, quarantine: bool, json: bool) -> None:
     """Run `forebay tiers verify`. command.py documents its options."""
-    bad: list[tuple[FoundFile, str]] = []
+    bad: list[tuple[StoredFile, str]] = []
     good, moved = 0, 0
     with explained():
-        store = open_place(place, endpoint)
+        store = _open(place, endpoint)
         identities = _selected(store, identity)
         blocks = [file for name in identities for file in _files(store, name) if file.kind == "block"]
         for file, reason in _verified(store, identities, blocks):
@@ -93,11 +81,11 @@ def run_verify(*, place: str, endpoint: str, identity: str, quarantine: bool, js
             if reason and reason != "missing":
                 bad.append((file, reason))
                 if quarantine and identities[file.identity] is not None:  # otherwise, the file may be good
-                    store.quarantine(file, reason)
+                    store.move(file.path, f"{file.identity}/{QUARANTINE}/{reason}-{file.name}")
                     moved += 1
     for file, reason in bad if json else bad[:BAD_SHOWN]:
-        where = f"{file.identity}/{file.folder}/{file.name}"
-        typer.echo(msgspec.json.encode({"file": where, "reason": reason}) if json else f"{reason:<10} {where}")
+        line = {"file": file.path, "reason": reason}
+        typer.echo(msgspec.json.encode(line) if json else f"{reason:<10} {file.path}")
     if json:
         typer.echo(msgspec.json.encode({"blocks": good + len(bad), "bad": len(bad)}))
     elif len(bad) > BAD_SHOWN:
@@ -116,7 +104,7 @@ def run_purge(*, place: str, endpoint: str, identity: str, older_than: str, ever
         fail("give --all, or --identity and --older-than, to select what is removed")
     before_s = time.time() - span_us("--older-than", older_than) / 1e6 if older_than else float("inf")
     with explained():
-        store = open_place(place, endpoint)
+        store = _open(place, endpoint)
         files = [file for name in _selected(store, identity) for file in _files(store, name) if _is_old(file, before_s)]
         blocks = sum(file.kind == "block" for file in files)
         what = f"{counted(blocks, 'block')} and {counted(len(files) - blocks, 'other file')}"
@@ -125,7 +113,7 @@ def run_purge(*, place: str, endpoint: str, identity: str, older_than: str, ever
             if not sys.stdin.isatty():
                 fail(f"{what} would be removed from {printable(place)}; confirm with --yes")
             typer.confirm(f"Remove {what} from {printable(place)}?", abort=True)
-        store.remove(files)
+        store.delete([file.path for file in files])
     typer.echo(f"removed {what}")
 
 
@@ -138,22 +126,41 @@ def size_text(size: float) -> str:
     return f"{size:.0f}{unit}" if unit == "B" else f"{size:.1f}{unit}"
 
 
-def _selected(store: StorePlace, digits: str) -> Mapping[str, KvIdentity | None]:
+def _open(place: str, endpoint: str) -> Storage:
+    """Return the files of a store. Unlike a worker, this creates nothing and takes no lock."""
+    store = Bucket(place, endpoint) if place.startswith("s3://") else Directory(Path(place))
+    store_id_of(store)  # raises EngineError if there is no store
+    return store
+
+
+def _selected(store: Storage, digits: str) -> Mapping[str, KvIdentity | None]:
     """Return the identities whose names begin with these digits. If there are none, the command ends."""
     known = store.identities()
-    found = {name: one for name, one in known.items() if name.startswith(digits)}
+    found = {name: _identity(store, name) for name in known if name.startswith(digits)}
     if digits and not found:
         have = f"it has {', '.join(known)}" if known else "it has none"
         fail(f"--identity {digits}: the store has no such identity; {have}")
     return found
 
 
-def _files(store: StorePlace, identity: str) -> Iterator[FoundFile]:
-    for page in store.files(identity):
+def _identity(store: Storage, name: str) -> KvIdentity | None:
+    """Return the identity of a folder; None if its description is damaged or missing."""
+    try:
+        return msgspec.json.decode(store.get(f"{name}/{IDENTITY_FILE}"), type=KvIdentity)
+    except msgspec.MsgspecError:
+        return None
+    except StorageError as error:
+        if error.reason != "missing":
+            raise
+        return None
+
+
+def _files(store: Storage, identity: str) -> Iterator[StoredFile]:
+    for page in store.pages(identity):
         yield from page
 
 
-def _is_old(file: FoundFile, before_s: float) -> bool:
+def _is_old(file: StoredFile, before_s: float) -> bool:
     """Return whether `purge` removes a file. Files that forebay did not write are kept, and so are current writes."""
     match file.kind:
         case "block" | "quarantined":
@@ -164,50 +171,55 @@ def _is_old(file: FoundFile, before_s: float) -> bool:
             return False
 
 
-def _total(store: StorePlace, identity: str) -> tuple[int, int]:
-    sizes = [file.bytes for file in _files(store, identity) if file.kind == "block"]
-    return len(sizes), sum(sizes)
-
-
-def _stats(store: StorePlace, identity: str, now_s: float) -> dict[str, Any]:
+def _stats(store: Storage, identity: str, now_s: float) -> dict[str, Any]:
     ages = {text: 0 for text, _ in AGES}
     quarantined: Counter[str] = Counter()
-    blocks, temporary, size = 0, 0, 0
     used_s: list[float] = []
     for file in _files(store, identity):
         if file.kind == "quarantined":
-            quarantined[quarantine_reason(file)] += 1
-        elif file.kind == "temporary":
-            temporary += 1
+            reason = file.name.partition("-")[0]
+            quarantined[reason if reason in BAD_REASONS else "unknown"] += 1
         elif file.kind == "block":
-            blocks += 1
-            size += file.bytes
             age_s = max(0.0, now_s - file.used_s)
             used_s.append(age_s)
             ages[next(text for text, limit_s in AGES if age_s < limit_s)] += file.bytes
     return {
-        "blocks": blocks,
-        "bytes": size,
+        "blocks": len(used_s),
+        "bytes": sum(ages.values()),
         "bytes_by_age": ages,
         "newest_s": min(used_s, default=None),
         "oldest_s": max(used_s, default=None),
         "quarantine": dict(quarantined),
-        "temporary": temporary,
     }
 
 
+def _problem(store: Storage, file: StoredFile, identity: KvIdentity | None) -> str:
+    """Read the file of a block, and return why it is bad: one of `BAD_REASONS`, or `missing`; an empty text if good.
+
+    Args:
+        identity: identity of its folder; None if that is not known, which makes every block foreign.
+    """
+    name = parse_file_name(file.name)
+    assert name is not None
+    if identity is None or file.path != f"{identity.short_digest}/{file_path(name)}":
+        return "foreign"
+    form = BlockFormat(identity)
+    try:
+        content = store.get(file.path, form.file_bytes)
+    except StorageError as error:
+        if error.reason == "missing":  # it was removed meanwhile
+            return "missing"
+        raise
+    return form.problem(memoryview(content), name)
+
+
 def _verified(
-    store: StorePlace, identities: Mapping[str, KvIdentity | None], blocks: list[FoundFile]
-) -> Iterator[tuple[FoundFile, str]]:
+    store: Storage, identities: Mapping[str, KvIdentity | None], blocks: list[StoredFile]
+) -> Iterator[tuple[StoredFile, str]]:
     """Yield each block, and why it is bad. Blocks that were removed meanwhile are `missing`."""
 
-    def check(file: FoundFile) -> tuple[FoundFile, str]:
-        try:
-            return file, file_problem(store, file, identities[file.identity])
-        except FileNotFoundError:
-            return file, "missing"
-        except OSError as error:
-            raise EngineError(f"cannot read {file.name}: {error.strerror}") from error
+    def check(file: StoredFile) -> tuple[StoredFile, str]:
+        return file, _problem(store, file, identities[file.identity])
 
     columns = (
         TextColumn("verifying"),
@@ -242,14 +254,10 @@ def _meaning(identity: KvIdentity | None) -> tuple[str, ...]:
     )
 
 
-def _identities(count: int) -> str:
-    return f"{count} identit{'y' if count == 1 else 'ies'}"
-
-
 def _age_text(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     for unit, size in (("d", 86_400), ("h", 3600), ("m", 60)):
         if seconds >= size:
-            return f"{seconds / size:.0f}{unit} ago"
-    return f"{seconds:.0f}s ago"
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"

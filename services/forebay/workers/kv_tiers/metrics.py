@@ -6,10 +6,11 @@ KVBM's names abbreviate the tiers. In an offload, `d2h` is device to host, `h2d`
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 OFFLOADS = {
@@ -26,25 +27,18 @@ HIT_RATES = {"host": "host", "disk": "disk", "store": "object"}
 class TierCounters(msgspec.Struct, kw_only=True):
     """What a rank counts about its tiers: counters since the start of the engine, and gauges of the current state.
 
-    Tiers are `device`, `host`, `disk` and `store`.
+    Tiers are `device`, `host`, `disk` and `store`. Mappings are by tier, except that offloaded blocks are by source and
+    tier, misses and write failures by tier and reason, prefetched blocks by source, and skipped blocks by reason.
 
     Attributes:
         matched_tokens: prompt tokens that were loaded from tiers instead of being computed.
-        offloaded_blocks: blocks that were written, by source and tier.
-        offloaded_bytes: bytes of these blocks, by tier.
-        onboarded_blocks: blocks that were loaded into device memory, by tier.
-        onboarded_bytes: bytes of these blocks, by tier.
-        prefetched_blocks: blocks that were copied to the host tier for a waiting request, by source.
-        load_us: total duration of these loads in microseconds, by tier.
-        misses: blocks that a tier was expected to have but could not be read, by tier and reason.
-        write_failures: blocks that were not written, by tier and reason.
-        skipped: blocks that were not offloaded, by reason: the tier was full or busy, or the filter rejected them. The
+        prefetched_blocks: blocks that were copied to the host tier for a waiting request.
+        misses: blocks that a tier was expected to have but could not be read.
+        skipped: blocks that were not offloaded, because the tier was full or busy, or the filter rejected them. The
             reason `pin` counts blocks that were not pinned, because too many are.
         rejected_blocks: blocks in tiers that were computed, because that was expected to be faster than loading them.
-        evicted: blocks that were removed to make room, by tier.
-        resident_bytes: bytes of these blocks, by tier.
         pinned_blocks: blocks in host memory and on disk that are not evicted because a request has pinned them.
-        hit_rates: share of the blocks of recent prompts that were found in a tier, by tier.
+        hit_rates: share of the blocks of recent prompts that were found in a tier.
     """
 
     matched_tokens: int = 0
@@ -73,152 +67,83 @@ class TierMetrics(Collector):
         self._worker_id = worker_id
         self._ranks = ranks
 
-    def collect(self) -> Iterator[Metric]:
-        counters = [([self._worker_id, str(rank)], read()) for rank, read in sorted(self._ranks.items())]
-        for name, help_text, kind, value in _KVBM:
-            metric = Metric(f"kvbm_{name}", help_text, kind)
-            for (worker_id, rank), one in counters:
-                metric.add_sample(f"kvbm_{name}", {"worker_id": worker_id, "rank": rank}, value(one))
-            yield metric
-        for name, help_text, labels, values in _OWN:
-            family = CounterMetricFamily(f"forebay_tier_{name}", help_text, labels=["worker_id", "rank", *labels])
-            for own, one in counters:
-                for key, count in sorted(values(one).items()):
-                    family.add_metric([*own, *key], count)
-            yield family
-        for name, help_text, gauges in _GAUGES:
-            gauge = GaugeMetricFamily(f"forebay_tier_{name}", help_text, labels=["worker_id", "rank", "tier"])
-            for own, one in counters:
-                for tier, count in sorted(gauges(one).items()):
-                    gauge.add_metric([*own, tier], count)
-            yield gauge
+    def collect(self) -> Iterable[Metric]:
+        metrics: dict[str, Metric] = {}
+        for rank, read in sorted(self._ranks.items()):
+            for row in (*_kvbm_rows(counters := read()), *_forebay_rows(counters)):
+                metric = metrics.setdefault(row.name, Metric(row.name, row.help, row.kind))
+                for key, value in sorted(row.values.items()):
+                    labels = dict(zip(row.labels, (key,) if isinstance(key, str) else key, strict=True))
+                    name = f"{row.name}_total" if row.kind == "counter" else row.name
+                    metric.add_sample(name, {"worker_id": self._worker_id, "rank": str(rank), **labels}, value)
+        return metrics.values()
 
 
-Values = Callable[[TierCounters], Mapping[tuple[str, ...], float]]
+class _Row(NamedTuple):
+    """Values of one metric of one rank, by the values of its labels."""
+
+    name: str
+    help: str
+    kind: str
+    values: Mapping[Any, float]
+    labels: tuple[str, ...] = ()
 
 
-def _by_tier(values: Callable[[TierCounters], Mapping[str, float]]) -> Values:
-    return lambda one: {(tier,): count for tier, count in values(one).items()}
+def _kvbm_rows(one: TierCounters) -> Iterator[_Row]:
+    def row(name: str, text: str, value: float, kind: str = "unknown") -> _Row:
+        return _Row(f"kvbm_{name}", text, kind, {(): value})
+
+    def of_store(values: Mapping[tuple[str, str], int]) -> int:
+        return sum(count for (tier, _), count in values.items() if tier == "store")
+
+    yield row("matched_tokens", "Tokens loaded from tiers instead of being computed.", one.matched_tokens)
+    for route, name in OFFLOADS.items():
+        source, tier = route
+        yield row(f"offload_blocks_{name}", f"Blocks offloaded from {source} to {tier}.", one.offloaded_blocks[route])
+    for tier, name in ONBOARDS.items():
+        yield row(f"onboard_blocks_{name}", f"Blocks onboarded from {tier} to device.", one.onboarded_blocks[tier])
+    yield row("offload_bytes_object", "Bytes offloaded to the shared store.", one.offloaded_bytes["store"])
+    yield row("onboard_bytes_object", "Bytes onboarded from the shared store.", one.onboarded_bytes["store"])
+    text = "Blocks that could not be read from the shared store."
+    yield row("object_read_failures", text, of_store(one.misses))
+    text = "Blocks that could not be written to the shared store."
+    yield row("object_write_failures", text, of_store(one.write_failures))
+    for tier, name in HIT_RATES.items():
+        text = f"Share of the blocks of recent prompts found in {tier}."
+        yield row(f"{name}_cache_hit_rate", text, one.hit_rates.get(tier, 0.0), "gauge")
 
 
-def _by_pair(values: Callable[[TierCounters], Mapping[tuple[str, str], float]]) -> Values:
-    return lambda one: {(*pair,): count for pair, count in values(one).items()}
-
-
-def _offload(route: tuple[str, str]) -> Callable[[TierCounters], float]:
-    return lambda one: one.offloaded_blocks[route]
-
-
-def _onboard(tier: str) -> Callable[[TierCounters], float]:
-    return lambda one: one.onboarded_blocks[tier]
-
-
-def _hit_rate(tier: str) -> Callable[[TierCounters], float]:
-    return lambda one: one.hit_rates.get(tier, 0.0)
-
-
-def _failures(values: Mapping[tuple[str, str], int]) -> int:
-    return sum(count for (tier, _), count in values.items() if tier == "store")
-
-
-# Name without the prefix, help, type of the metric, value. Counters have no suffix, so their type is not `counter`.
-_KVBM: tuple[tuple[str, str, str, Callable[[TierCounters], float]], ...] = (
-    (
-        "matched_tokens",
-        "Tokens loaded from tiers instead of being computed.",
-        "unknown",
-        lambda one: one.matched_tokens,
-    ),
-    *(
-        (f"offload_blocks_{name}", f"Blocks offloaded from {route[0]} to {route[1]}.", "unknown", _offload(route))
-        for route, name in OFFLOADS.items()
-    ),
-    *(
-        (f"onboard_blocks_{name}", f"Blocks onboarded from {tier} to device.", "unknown", _onboard(tier))
-        for tier, name in ONBOARDS.items()
-    ),
-    (
-        "offload_bytes_object",
-        "Bytes offloaded to the shared store.",
-        "unknown",
-        lambda one: one.offloaded_bytes["store"],
-    ),
-    (
-        "onboard_bytes_object",
-        "Bytes onboarded from the shared store.",
-        "unknown",
-        lambda one: one.onboarded_bytes["store"],
-    ),
-    (
-        "object_read_failures",
-        "Blocks that could not be read from the shared store.",
-        "unknown",
-        lambda one: _failures(one.misses),
-    ),
-    (
-        "object_write_failures",
-        "Blocks that could not be written to the shared store.",
-        "unknown",
-        lambda one: _failures(one.write_failures),
-    ),
-    *(
-        (f"{name}_cache_hit_rate", f"Share of the blocks of recent prompts found in {tier}.", "gauge", _hit_rate(tier))
-        for tier, name in HIT_RATES.items()
-    ),
-)
-
-_OWN: tuple[tuple[str, str, tuple[str, ...], Values], ...] = (
-    (
-        "offloaded_blocks",
-        "Blocks offloaded, by source and tier.",
-        ("source", "tier"),
-        _by_pair(lambda one: one.offloaded_blocks),
-    ),
-    ("offloaded_bytes", "Bytes offloaded, by tier.", ("tier",), _by_tier(lambda one: one.offloaded_bytes)),
-    ("onboarded_blocks", "Blocks onboarded, by tier.", ("tier",), _by_tier(lambda one: one.onboarded_blocks)),
-    ("onboarded_bytes", "Bytes onboarded, by tier.", ("tier",), _by_tier(lambda one: one.onboarded_bytes)),
-    (
-        "prefetched_blocks",
-        "Blocks copied to the host tier for waiting requests, by source.",
-        ("tier",),
-        _by_tier(lambda one: one.prefetched_blocks),
-    ),
-    ("loads", "Completed loads, by tier.", ("tier",), _by_tier(lambda one: one.loads)),
-    (
-        "load_seconds",
-        "Total duration of completed loads, by tier.",
-        ("tier",),
-        _by_tier(lambda one: {tier: us / 1e6 for tier, us in one.load_us.items()}),
-    ),
-    (
-        "misses",
-        "Blocks that could not be read, by tier and reason.",
-        ("tier", "reason"),
-        _by_pair(lambda one: one.misses),
-    ),
-    (
-        "write_failures",
-        "Blocks that could not be written, by tier and reason.",
-        ("tier", "reason"),
-        _by_pair(lambda one: one.write_failures),
-    ),
-    (
-        "skipped_blocks",
-        "Blocks not offloaded or not pinned, by reason.",
-        ("reason",),
-        _by_tier(lambda one: one.skipped),
-    ),
-    (
-        "rejected_blocks",
-        "Blocks in tiers that were computed, because loading them was expected to be slower.",
-        (),
-        lambda one: {(): one.rejected_blocks},
-    ),
-    ("evicted_blocks", "Blocks removed to make room, by tier.", ("tier",), _by_tier(lambda one: one.evicted)),
-)
-
-_GAUGES: tuple[tuple[str, str, Callable[[TierCounters], Mapping[str, float]]], ...] = (
-    ("resident_blocks", "Blocks in a tier.", lambda one: one.resident_blocks),
-    ("resident_bytes", "Bytes of the blocks in a tier.", lambda one: one.resident_bytes),
-    ("pinned_blocks", "Blocks in a tier that requests have pinned.", lambda one: one.pinned_blocks),
-)
+def _forebay_rows(one: TierCounters) -> Iterator[_Row]:
+    seconds = {tier: us / 1e6 for tier, us in one.load_us.items()}
+    tier, route, reason = ("tier",), ("source", "tier"), ("tier", "reason")
+    rejected = "Blocks in tiers that were computed, because loading them was expected to be slower."
+    for row in (
+        _Row("offloaded_blocks", "Blocks offloaded, by source and tier.", "counter", one.offloaded_blocks, route),
+        _Row("offloaded_bytes", "Bytes offloaded, by tier.", "counter", one.offloaded_bytes, tier),
+        _Row("onboarded_blocks", "Blocks onboarded, by tier.", "counter", one.onboarded_blocks, tier),
+        _Row("onboarded_bytes", "Bytes onboarded, by tier.", "counter", one.onboarded_bytes, tier),
+        _Row(
+            "prefetched_blocks",
+            "Blocks copied to the host tier for waiting requests, by source.",
+            "counter",
+            one.prefetched_blocks,
+            tier,
+        ),
+        _Row("loads", "Completed loads, by tier.", "counter", one.loads, tier),
+        _Row("load_seconds", "Total duration of completed loads, by tier.", "counter", seconds, tier),
+        _Row("misses", "Blocks that could not be read, by tier and reason.", "counter", one.misses, reason),
+        _Row(
+            "write_failures",
+            "Blocks that could not be written, by tier and reason.",
+            "counter",
+            one.write_failures,
+            reason,
+        ),
+        _Row("skipped_blocks", "Blocks not offloaded or not pinned, by reason.", "counter", one.skipped, ("reason",)),
+        _Row("rejected_blocks", rejected, "counter", {(): one.rejected_blocks}),
+        _Row("evicted_blocks", "Blocks removed to make room, by tier.", "counter", one.evicted, tier),
+        _Row("resident_blocks", "Blocks in a tier.", "gauge", one.resident_blocks, tier),
+        _Row("resident_bytes", "Bytes of the blocks in a tier.", "gauge", one.resident_bytes, tier),
+        _Row("pinned_blocks", "Blocks in a tier that requests have pinned.", "gauge", one.pinned_blocks, tier),
+    ):
+        yield row._replace(name=f"forebay_tier_{row.name}")

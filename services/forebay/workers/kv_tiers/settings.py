@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from forebay.workers.kv_tiers.block_stores import IoKind
+IoKind = Literal["nixl", "plain"]
 
 DISK_BYTES = 100 * 10**9
 STORE_BYTES = 1000 * 10**9

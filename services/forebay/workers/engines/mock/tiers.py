@@ -8,7 +8,8 @@ tier served a wrong byte. Loads run in real time while the engine computes other
 A block consists of one 8-byte word, repeated: the beginning of its key, which contains everything that the KV of a real
 engine depends on. The modelled engine has no bytes, so a block is written when it is offered to a tier.
 
-`RankTiers` decides and moves. This module names blocks, makes their bytes, and checks what each request has loaded.
+`OffloadManager` decides and moves. This module names blocks, makes their bytes, and checks what each request has
+loaded.
 """
 
 from collections import Counter
@@ -34,8 +35,9 @@ from forebay.kv_tiers.decisions import TierRun, leading_runs
 from forebay.workers.engine import CacheChange
 from forebay.workers.kv_tiers.identity import BlockName, KeyChain, KvIdentity, media_by_block
 from forebay.workers.kv_tiers.metrics import TierCounters
-from forebay.workers.kv_tiers.rank_tiers import LoadResult, RankTiers
+from forebay.workers.kv_tiers.offload_manager import OffloadManager
 from forebay.workers.kv_tiers.settings import TierSettings
+from forebay.workers.kv_tiers.transfers import LoadResult
 
 if TYPE_CHECKING:
     from forebay.workers.kv_transfer.api import Array
@@ -191,14 +193,14 @@ class MockTiers:
         self._block_bytes = 0
         self._speedup = speedup
         self._identity: KvIdentity | None = None
-        self._opened: RankTiers | None = None
+        self._opened: OffloadManager | None = None
         self._known: KnownBlocks | None = None
         self._prompts: dict[str, _Prompt] = {}
         self._loads = 0  # number of loads so far
         self._on_loaded: OnLoaded = lambda *_: False
 
     @property
-    def tiers(self) -> RankTiers:
+    def tiers(self) -> OffloadManager:
         """The tiers, after `open`."""
         assert self._opened is not None
         return self._opened
@@ -238,7 +240,7 @@ class MockTiers:
         )
         self._known = KnownBlocks(KeyChain(self._identity))
         self._on_loaded = on_loaded
-        opened = RankTiers(self._settings, self._identity, wake=wake, owner=f"worker {spec.worker_id}")
+        opened = OffloadManager(self._settings, self._identity, wake=wake, owner=f"worker {spec.worker_id}")
         opened.open()
         self._opened = opened
 

@@ -40,8 +40,8 @@ from forebay.workers.engines.vllm.transfer import PREFILL, PREFILL_SAMPLING, KvT
 from forebay.workers.kv_events.resident import ResidentBlocks
 from forebay.workers.kv_events.vllm_wire import VllmDecoder
 from forebay.workers.kv_events.zmq_feed import KvFeed, KvSource
+from forebay.workers.kv_tiers.identity import default_cache, weights_digest
 from forebay.workers.kv_tiers.metrics import TierCounters, TierMetrics
-from forebay.workers.kv_tiers.weight_digests import default_cache, model_digest
 from forebay.workers.runtime.rank_buffer import RankBuffer
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class VllmEngine(ModelEngine):
                 raise EngineError("KV tiers cannot be combined with kv_transfer_config in --engine-args")
             # Otherwise, on a CPU, vLLM's scheduler and worker run in different processes, and cannot share the tiers.
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-            weights = await runtime.offload(model_digest, settings.model, default_cache())
+            weights = await runtime.offload(weights_digest, settings.model, default_cache())
             tiers = TierConfig(settings.tiers, weights, settings.dp_start_rank, spec.worker_id, sockets / TIER_ERROR)
         arguments = engine_arguments(settings, kv_events=spec.kv_events, sockets=sockets, tiers=tiers)
         environment = side_channel(settings)

@@ -38,9 +38,8 @@ from forebay.workers.engines.vllm.tiers.configuration import (
 from forebay.workers.engines.vllm.tiers.device_memory import DeviceMemory
 from forebay.workers.engines.vllm.tiers.events import cache_events
 from forebay.workers.engines.vllm.tiers.rank import VllmRank
-from forebay.workers.kv_tiers.identity import KvIdentity
-from forebay.workers.kv_tiers.rank_tiers import RankTiers
-from forebay.workers.kv_tiers.weight_digests import adapter_digest, default_cache, model_digest
+from forebay.workers.kv_tiers.identity import KvIdentity, default_cache, weights_digest
+from forebay.workers.kv_tiers.offload_manager import OffloadManager
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -123,7 +122,7 @@ class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs witho
         with self._reported():
             memory = DeviceMemory(kv_caches, self._kv_cache_config.num_blocks)
             identity = identity_of(self._vllm_config, self._config, self._kv_cache_config, memory)
-            tiers = RankTiers(
+            tiers = OffloadManager(
                 self._config.of_rank(self._vllm_config.parallel_config.data_parallel_index),
                 identity,
                 wake=wake.set,
@@ -255,7 +254,7 @@ class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs witho
             return ""
         known = (lora.lora_int_id, lora.lora_path)
         if known not in self._adapters:
-            self._adapters[known] = adapter_digest(Path(lora.lora_path))
+            self._adapters[known] = weights_digest(Path(lora.lora_path))
         return self._adapters[known]
 
 
@@ -290,7 +289,7 @@ def identity_of(
     if dtype == "auto":
         dtype = str(model.dtype).removeprefix("torch.")
     return KvIdentity(
-        weights=config.weights or model_digest(Path(model.model), default_cache()),
+        weights=config.weights or weights_digest(Path(model.model), default_cache()),
         tp_rank=0,
         tp_size=1,
         layout=f"vllm {vllm.__version__} {','.join(sorted(attention))} {memory.layout}{changes}",

@@ -27,7 +27,8 @@ from forebay.workers.engines.vllm.tiers.configuration import RequestHints
 from forebay.workers.engines.vllm.tiers.prompt_names import PromptNames
 from forebay.workers.engines.vllm.tiers.reports import TierReport
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
-from forebay.workers.kv_tiers.rank_tiers import LoadResult, RankTiers
+from forebay.workers.kv_tiers.offload_manager import OffloadManager
+from forebay.workers.kv_tiers.transfers import LoadResult
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class VllmRank:
     """
 
     def __init__(
-        self, tiers: RankTiers, memory: Memory, identity: KvIdentity, wake: threading.Event, copier: Executor
+        self, tiers: OffloadManager, memory: Memory, identity: KvIdentity, wake: threading.Event, copier: Executor
     ) -> None:
         self.tiers = tiers
         self.skipped = 0
@@ -359,7 +360,7 @@ class VllmRank:
         """Whether the end of copies will free blocks that no request uses."""
         return self._referenced > 0
 
-    def _on_offered(self, offer: _Offer, _number: int) -> None:
+    def _on_offered(self, offer: _Offer) -> None:
         assert self._pool is not None
         self._referenced -= len(offer.block_ids)
         # In reverse order, so that vLLM evicts the end of a prompt first.

@@ -1,4 +1,4 @@
-"""Tiers of one worker rank: host memory, disk and shared store.
+"""Offload and onboard the KV blocks of one worker rank, to and from host memory, disk and shared store.
 
 Theory of operation. The tier manager decides, and threads move bytes. All methods are called on one thread, which never
 waits for a transfer. A thread that has ended a transfer calls `wake`, and the owner then calls `poll`, which applies
@@ -6,8 +6,11 @@ the end of the transfers. A tier that fails is suspended: its blocks are not mat
 it is tried again.
 """
 
+import logging
+import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -19,24 +22,28 @@ from forebay.kv_tiers.decisions import leading_runs
 from forebay.kv_tiers.hit_rates import HitRates
 from forebay.kv_tiers.manager import TierLimits, TierManager, TierRun, TierSet, Write
 from forebay.workers.engine import EngineError
-from forebay.workers.kv_tiers.block_file import file_bytes
-from forebay.workers.kv_tiers.host_memory import HostMemory
+from forebay.workers.kv_tiers.block_format import file_bytes
+from forebay.workers.kv_tiers.block_store import BlockStore
+from forebay.workers.kv_tiers.disk import DirectoryStore, NetworkDirectoryStore, may_hang
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
 from forebay.workers.kv_tiers.metrics import TierCounters
-from forebay.workers.kv_tiers.rank_places import RankPlaces, hashes
-from forebay.workers.kv_tiers.settings import TierSettings
-from forebay.workers.kv_tiers.stores import open_store
-from forebay.workers.kv_tiers.tier_loads import LoadResult, TierLoads
-from forebay.workers.kv_tiers.tier_writes import Blocks, OfferedBlocks, TierWrites
-from forebay.workers.kv_tiers.transfer_lanes import TransferLanes
+from forebay.workers.kv_tiers.object_store import ObjectStore
+from forebay.workers.kv_tiers.settings import IoKind, TierSettings
+from forebay.workers.kv_tiers.transfers import (
+    Blocks,
+    HostMemory,
+    LoadResult,
+    OfferedBlocks,
+    TierTransfers,
+    TransferLanes,
+    hashes,
+)
 
-__all__ = ["LoadResult", "RankTiers"]
+LOG = logging.getLogger(__name__)
 
 TIERS: tuple[LowerTier, ...] = ("host", "disk", "store")
-OWN_TIERS: tuple[Literal["host", "disk"], ...] = (
-    "host",
-    "disk",
-)  # in the order of their speed; the shared store belongs to no worker
+OWN_TIERS: tuple[Literal["host", "disk"], ...] = ("host", "disk")  # the shared store belongs to no worker
+STORES: tuple[Literal["disk", "store"], ...] = ("disk", "store")
 KNOWN_MAX = 1_000_000  # blocks of the shared store that a rank remembers, about 300 bytes each
 WRITE_BYTES = 2 << 30  # in flight to one tier: a prompt of 12,000 tokens of a large model; a disk writes it in a second
 WRITES_MAX = 1024  # blocks, if they are small
@@ -45,7 +52,11 @@ UNPIN_S = 1.0  # between two searches for pins that have ended
 TICK_S = 600.0  # as in KVBM, a block must be offered twice within ten minutes to pass the filter
 
 
-class RankTiers:
+def _nothing() -> None:
+    """Do nothing: nobody waits for the end of an offer."""
+
+
+class OffloadManager:
     """Tiers of one rank.
 
     Args:
@@ -75,16 +86,16 @@ class RankTiers:
         tiers = _tier_set(settings, identity, reports_evictions=reports_evictions)
         self._manager: TierManager[BlockName] = TierManager(tiers)
         host = HostMemory(tiers.host.blocks, identity.block_bytes) if tiers.host else None
-        self._places = RankPlaces(identity.block_bytes, host)
-        seconds = settings.read_s
-        self._loads = TierLoads(
-            self._manager, self._places, self._lanes, self.costs, block_size=identity.block_size, read_s=seconds
+        self._transfers = TierTransfers(
+            self._manager,
+            identity,
+            host,
+            self._lanes,
+            self.costs,
+            read_s=settings.read_s,
+            write_s=settings.write_s,
         )
-        self._writes = TierWrites(self._manager, self._places, self._lanes, read_s=seconds, write_s=settings.write_s)
-        self._paused: set[LowerTier] = set()
         self._tick_s = self._unpin_s = runtime.monotonic_s()
-        self._offers = 0
-        self._load_number = 0
 
     def open(self) -> None:
         """Open disk and shared store, and list their blocks. This blocks.
@@ -93,30 +104,30 @@ class RankTiers:
             EngineError: a tier cannot be opened.
         """
         try:
-            if self._settings.disk is not None:
-                self._open("disk", self._settings.disk, self._settings.disk_bytes, shared=False)
-            if self._settings.store:
-                self._open("store", self._settings.store, self._settings.store_bytes, shared=True)
+            for tier in STORES:
+                if getattr(self._settings, tier):
+                    store = open_store(tier, self._settings, self._identity, self._owner)
+                    self._transfers.add_store(tier, store)
         except EngineError:
             self.close()
             raise
-        for tier, store in self._places.stores.items():
+        for name, store in self._transfers.stores.items():
             for page in store.inventory():
-                self._manager.add(tier, page)
-                if tier == "disk":  # its size was reduced
-                    self._writes.remove([name for name in page if not self._manager.holds("disk", name)])
+                self._manager.add(name, page)
+                if name == "disk":  # its size was reduced
+                    self._transfers.remove_files([one for one in page if not self._manager.holds("disk", one)])
         self._manager.changes()  # the worker announces `content` when it joins
 
     def close(self) -> None:
         """Drop the transfers that have not begun, wait for those in progress, and close disk and store."""
         self._lanes.close()
-        for store in self._places.stores.values():
+        for store in self._transfers.stores.values():
             store.close()
 
     @property
     def store_name(self) -> str:
         """Name of the shared store for the router; empty without one."""
-        store = self._places.stores.get("store")
+        store = self._transfers.stores.get("store")
         return "" if store is None else store.name
 
     @property
@@ -136,11 +147,11 @@ class RankTiers:
             Runs for `load`, valid until the next call of `poll`.
         """
         self._refresh()
-        if self._loads.full:
+        if self._transfers.full:
             return []
         runs = self._usable(names, begin, hinted)
         blocks = self.costs.worthwhile(cached_tokens, runs, self._identity.block_size)
-        self._places.counters.rejected_blocks += sum(run.blocks for run in runs) - blocks
+        self._transfers.counters.rejected_blocks += sum(run.blocks for run in runs) - blocks
         return leading_runs(runs, blocks)
 
     def load(
@@ -150,38 +161,30 @@ class RankTiers:
         runs: Sequence[TierRun],
         into: Sequence[memoryview],
         done: Callable[[LoadResult], None],
-    ) -> int:
+    ) -> None:
         """Load blocks that `match` has found.
 
         Args:
             begin: index of the first block to load.
             into: writable memory for each block. It belongs to the load until `done` is called.
             done: called by `poll` when all transfers have ended.
-
-        Returns:
-            Number of the load.
         """
-        self._load_number += 1
         self._believe(names, begin, runs)
-        self._loads.begin(names, begin, runs, into, done)
-        return self._load_number
+        self._transfers.load(names, begin, runs, into, done)
 
-    def offer(self, names: Sequence[BlockName], block: Blocks, done: Callable[[int], None] | None = None) -> None:
+    def offer(self, names: Sequence[BlockName], block: Blocks, done: Callable[[], None] = _nothing) -> None:
         """Offload blocks that device memory has stored or used again.
 
         Args:
             names: full blocks of a prompt, in order.
             block: memory of each block, or a function that returns the memory of the block with an index, and is called
                 on another thread. It is only used for the blocks that are copied.
-            done: called with the number of the offer when the memory of all blocks may be reused: at once if none is
-                copied, otherwise by `poll`.
+            done: called when the memory of all blocks may be reused: at once if none is copied, otherwise by `poll`.
         """
         self._refresh()
         self._begin_offer(self._manager.offer(names), names, block, done)
 
-    def device_evicts(
-        self, names: Sequence[BlockName], block: Blocks, done: Callable[[int], None] | None = None
-    ) -> None:
+    def device_evicts(self, names: Sequence[BlockName], block: Blocks, done: Callable[[], None] = _nothing) -> None:
         """Offload blocks that device memory is about to evict, if tiers are written on eviction. See `offer`."""
         self._refresh()
         self._begin_offer(self._manager.device_evicts(names), names, block, done)
@@ -194,13 +197,13 @@ class RankTiers:
             hinted: number of leading blocks that the router expects in the tiers or in device memory.
         """
         self._refresh()
-        if self._places.host is None:
+        if self._transfers.host is None:
             return
         runs = self._usable(names, begin, hinted)
         blocks = self.costs.worthwhile(begin * self._identity.block_size, runs, self._identity.block_size)
         if blocks:
             self._believe(names, begin, leading_runs(runs, blocks))
-            self._writes.begin(self._manager.prefetch(names[: begin + blocks], begin))
+            self._transfers.write(self._manager.prefetch(names[: begin + blocks], begin))
 
     def pin(self, names: Sequence[BlockName], seconds: int) -> None:
         """Keep the blocks of a prompt in host memory and on disk for some time, once they are there.
@@ -227,8 +230,8 @@ class RankTiers:
                 cache.append(Stored(None, hashes(stored), tier))
             else:
                 cache.append(Removed(hashes(removed), tier))
-        store = self._places.store_changes[:]
-        self._places.store_changes.clear()
+        store = self._transfers.store_changes[:]
+        self._transfers.store_changes.clear()
         return cache, store
 
     def content(self) -> tuple[list[CacheChange], list[StoreChange]]:
@@ -246,9 +249,9 @@ class RankTiers:
         """Remove all blocks of host memory and disk. The shared store keeps its blocks."""
         host, disk = self._manager.resident("host"), self._manager.resident("disk")
         self._manager.clear(OWN_TIERS)
-        if self._places.host is not None:
-            self._places.host.remove(host)
-        self._writes.remove(disk)
+        if self._transfers.host is not None:
+            self._transfers.host.remove(host)
+        self._transfers.remove_files(disk)
 
     def observe_request(self, total_blocks: int, device_blocks: int, loaded: Mapping[LowerTier, int]) -> None:
         """Count a request for the hit rates, once its prompt has been computed."""
@@ -257,15 +260,17 @@ class RankTiers:
 
     def counters(self) -> TierCounters:
         self._refresh()
-        counters = self._places.counters
+        counters = self._transfers.counters
         counted = self._manager.counters
         for reason in ("filter", "full", "busy", "pin"):
             counters.skipped[reason] = counted[f"skipped_{reason}"]
         for tier in OWN_TIERS:
             counters.evicted[tier] = counted[f"evicted_{tier}"]
         counters.evicted["store"] = 0  # the manager only forgets them
-        counters.evicted.update(self._places.quota_evicted)
-        present = [tier for tier in TIERS if tier in self._places.stores or (tier == "host" and self._places.host)]
+        counters.evicted.update(self._transfers.quota_evicted)
+        present = [
+            tier for tier in TIERS if tier in self._transfers.stores or (tier == "host" and self._transfers.host)
+        ]
         counters.resident_blocks = {tier: self._manager.count(tier) for tier in present}
         counters.resident_bytes = {
             tier: blocks * self._identity.block_bytes for tier, blocks in counters.resident_blocks.items()
@@ -274,22 +279,9 @@ class RankTiers:
         counters.hit_rates = {tier: self._hit_rates.rate(tier) for tier in ("device", *present)}
         return counters
 
-    def _open(self, tier: LowerTier, place: str | Path, quota_bytes: int, *, shared: bool) -> None:
-        settings = self._settings
-        store = open_store(
-            place,
-            self._identity,
-            quota_bytes=quota_bytes,
-            shared=shared,
-            io=settings.io,
-            owner=self._owner,
-            endpoint=settings.store_endpoint if shared else "",
-        )
-        self._places.add_store(tier, store)
-
     def _usable(self, names: Sequence[BlockName], begin: int, hinted: int) -> list[TierRun]:
         """Return where the blocks from index `begin` on are, up to the first block in a suspended tier."""
-        reads = self._places.reads
+        reads = self._transfers.reads
         hinted = min(hinted, len(names))
         runs: list[TierRun] = []
         at = begin
@@ -326,26 +318,18 @@ class RankTiers:
         writes: list[Write[BlockName]],
         names: Sequence[BlockName],
         block: Blocks,
-        done: Callable[[int], None] | None,
+        done: Callable[[], None],
     ) -> None:
-        self._offers += 1
-        ended = partial(done, self._offers) if done is not None else _nothing
         if any(write.source == "device" for write in writes):
-            self._writes.begin(writes, OfferedBlocks(block, {name: at for at, name in enumerate(names)}, ended))
+            self._transfers.write(writes, OfferedBlocks(block, {name: at for at, name in enumerate(names)}, done))
         else:
-            self._writes.begin(writes)
-            ended()
+            self._transfers.write(writes)
+            done()
 
     def _refresh(self) -> None:
         """Pause and resume the writes of suspended tiers, end pins, and let the frequencies of blocks decay."""
-        for tier, health in self._places.writes.items():
-            suspended = health.suspended()
-            if suspended and tier not in self._paused:
-                self._paused.add(tier)
-                self._manager.pause(tier)
-            elif not suspended and tier in self._paused:
-                self._paused.discard(tier)
-                self._manager.resume(tier)
+        for tier, health in self._transfers.writes.items():
+            self._manager.set_paused(tier, paused=health.suspended())
         now_s = runtime.monotonic_s()
         if now_s - self._unpin_s >= UNPIN_S:
             self._unpin_s = now_s
@@ -353,6 +337,38 @@ class RankTiers:
         if now_s - self._tick_s >= TICK_S:
             self._tick_s = now_s
             self._manager.tick()
+
+
+def open_store(
+    tier: Literal["disk", "store"], settings: TierSettings, identity: KvIdentity, owner: str = ""
+) -> BlockStore:
+    """Open the disk tier or the shared store, which is created if necessary.
+
+    Args:
+        owner: name of this worker, for the error of another worker that uses the same disk tier.
+
+    Raises:
+        EngineError: the store cannot be opened. The message tells why and what to do.
+        PackageMissing: a package that the store needs is not installed.
+    """
+    io = settings.io or _default_io()
+    place, quota = settings.store, settings.store_bytes
+    if tier == "store" and place.startswith("s3://"):
+        return ObjectStore(place, identity, quota_bytes=quota, io=io, endpoint=settings.store_endpoint)
+    root = Path(place)
+    if tier == "disk":
+        assert settings.disk is not None
+        root, quota = settings.disk, settings.disk_bytes
+    owner = owner or f"process {os.getpid()} on {socket.gethostname()}"
+    kind = NetworkDirectoryStore if may_hang(root) else DirectoryStore
+    return kind(root, identity, quota_bytes=quota, io=io, shared=tier == "store", owner=owner)
+
+
+def _default_io() -> IoKind:
+    if find_spec("nixl_cu12") is not None and find_spec("numpy") is not None:
+        return "nixl"
+    LOG.info("KV blocks are moved by plain I/O, because NIXL is not installed")
+    return "plain"
 
 
 def _tier_set(settings: TierSettings, identity: KvIdentity, *, reports_evictions: bool) -> TierSet:
@@ -373,7 +389,3 @@ def _tier_set(settings: TierSettings, identity: KvIdentity, *, reports_evictions
         limits[tier] = TierLimits(blocks=total // block, write=write, filter=tier != "host" and settings.filters)
     writes_max = min(WRITES_MAX, max(WRITES_MIN, WRITE_BYTES // size))
     return TierSet(host=limits.get("host"), disk=limits.get("disk"), store=limits.get("store"), writes_max=writes_max)
-
-
-def _nothing() -> None:
-    """Do nothing: nobody waits for the end of an offer."""

@@ -1,4 +1,4 @@
-"""Directories with KV blocks: concurrent users, crashes, full disks, missing permissions, and quotas."""
+"""Directories with KV blocks: concurrent users, crashes, full disks, permissions, and file systems that hang."""
 
 import contextlib
 import os
@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from forebay.workers.engine import EngineError
-from forebay.workers.kv_tiers.block_file import file_bytes
-from forebay.workers.kv_tiers.block_stores import IoKind
-from forebay.workers.kv_tiers.directory_layout import TEMPORARY_AGE_S
-from forebay.workers.kv_tiers.stores import open_store
+from forebay.workers.kv_tiers.block_format import file_bytes
+from forebay.workers.kv_tiers.block_store import TEMPORARY_AGE_S
+from forebay.workers.kv_tiers.disk import HANGING_MAX, NetworkDirectoryStore, may_hang
+from forebay.workers.kv_tiers.offload_manager import open_store
+from forebay.workers.kv_tiers.settings import IoKind, TierSettings
 from tests.workers.kv_tiers.store_cases import (
     BLOCK_BYTES,
     QUOTA,
@@ -40,36 +40,12 @@ MIB = 1 << 20
 LARGE = 300_000  # bytes of a block; 30 of them are moved by two threads
 
 
-@pytest.fixture(params=["plain", "nixl"])
-def io(request: pytest.FixtureRequest) -> IoKind:
-    if request.param == "nixl":
-        pytest.importorskip("nixl_cu12")
-    kind: IoKind = request.param
-    return kind
-
-
 def files(root: Path) -> list[Path]:
     return sorted(root.rglob("*.kv"))
 
 
 def temporaries(root: Path) -> list[Path]:
     return sorted(root.rglob("*.tmp"))
-
-
-def test_blocks_survive_a_restart(tmp_path: Path, io: IoKind) -> None:
-    store = open_directory(tmp_path, io=io)
-    assert write(store, range(200)) == [""] * 200
-    assert store.stats.write_bytes == 200 * BLOCK_BYTES
-    name = store.name
-    store.close()
-    store = open_directory(tmp_path, io=io)
-    assert store.name == name
-    assert inventory(store) == set(names(200))
-    assert (store.stats.blocks, store.stats.bytes) == (200, 200 * BLOCK_BYTES)
-    check_read(store, range(200))
-    assert store.stats.read_blocks == 200
-    assert read(store, [200])[0] == ["missing"]
-    assert store.stats.read_misses == {"missing": 1}
 
 
 def test_large_calls_are_moved_by_two_threads(tmp_path: Path, io: IoKind) -> None:
@@ -82,41 +58,12 @@ def test_large_calls_are_moved_by_two_threads(tmp_path: Path, io: IoKind) -> Non
     assert all(found[place] == content(place, LARGE) for place in range(30) if place != 7)
 
 
-def test_a_block_is_written_once(tmp_path: Path) -> None:
-    store = open_directory(tmp_path)
-    assert write(store, [1, 1, 2]) == [""] * 3
-    assert write(store, [1, 2, 3]) == [""] * 3
-    assert store.stats.write_blocks == 3
-    assert store.stats.write_skipped == 3
-    check_read(store, [1, 2, 3])
-
-
-def test_removed_blocks_are_missing(tmp_path: Path) -> None:
-    store = open_directory(tmp_path)
-    write(store, range(4))
-    store.remove([name_of(1), name_of(9)])
-    assert read(store, [0, 1])[0] == ["", "missing"]
-    assert (store.stats.removed, store.stats.blocks, store.take_evicted()) == (1, 3, [])
-
-
-def test_identities_share_a_directory_without_sharing_blocks(tmp_path: Path) -> None:
-    other = identity("another model")
-    one, two = open_directory(tmp_path, shared=True), open_directory(tmp_path, shared=True, who=other)
-    write(one, [1])
-    assert read(two, [1])[0] == ["missing"]
-    assert one.name != two.name
-    assert one.name.split("-")[0] == two.name.split("-")[0]
-    described = (tmp_path / other.short_digest / "identity.json").read_bytes()
-    assert msgspec.json.decode(described, type=type(other)) == other
-
-
 def test_no_block_is_moved_after_the_deadline(tmp_path: Path) -> None:
     store = open_directory(tmp_path)
     write(store, [1])
     memory = [memoryview(bytearray(BLOCK_BYTES))]
     assert store.read([name_of(1)], memory, 0.0) == ["deadline"]
     assert store.write([(name_of(2), memory[0])], 0.0) == ["deadline"]
-    assert store.stats.write_failures == {"deadline": 1}
 
 
 # --- Users of one directory
@@ -231,7 +178,6 @@ def test_a_full_disk_fails_writes_and_keeps_what_it_has(tmp_path: Path, io: IoKi
         store = open_directory(disk, io=io, who=who)
         results = write(store, range(6), LARGE)
         assert set(results) == {"", "full"}
-        assert store.stats.write_failures == {"full": results.count("full")}
         assert temporaries(disk) == []
         kept = [number for number, result in enumerate(results) if not result]
         check_read(store, kept, LARGE)
@@ -307,9 +253,6 @@ def test_a_removed_store_is_not_created_again(tmp_path: Path, io: IoKind) -> Non
     assert not (tmp_path / "store").exists()
 
 
-# --- Quotas
-
-
 def test_the_least_recently_used_blocks_leave_first(tmp_path: Path) -> None:
     store = open_directory(tmp_path, quota=10 * FILE, shared=True)
     write(store, range(10))
@@ -323,84 +266,121 @@ def test_the_least_recently_used_blocks_leave_first(tmp_path: Path) -> None:
     assert name_of(2) in evicted
     assert evicted.isdisjoint({name_of(0), name_of(1), name_of(10)})
     assert inventory(store) == set(names(11)) - evicted
-    assert store.stats.evicted == len(evicted)
     assert store.take_evicted() == []
-
-
-def test_other_identities_and_bad_files_count(tmp_path: Path) -> None:
-    old = identity("old model")
-    store = open_directory(tmp_path, who=old)
-    write(store, range(8))
-    for number in range(8):
-        os.utime(path_of(tmp_path, number, old), (number, number))
-    path_of(tmp_path, 0, old).write_bytes(b"x" * FILE)
-    assert read(store, [0])[0] == ["corrupt"]
-    store.close()
-    store = open_directory(tmp_path, quota=10 * FILE)
-    write(store, range(100, 105))
-    assert inventory(store) == {name_of(number) for number in range(100, 105)}
-    assert store.take_evicted() == []  # they are of another identity
-    assert not list(tmp_path.glob("*/quarantine/*"))  # it went first
-    assert sum(path.stat().st_size for path in files(tmp_path)) <= 10 * FILE
-
-
-def test_several_writers_keep_one_quota(tmp_path: Path) -> None:
-    limit = 40 * FILE
-    stores = [open_directory(tmp_path, quota=limit, shared=True) for _ in range(3)]
-
-    def fill(number: int) -> None:
-        for place in range(100):
-            assert write(stores[number], [1000 * number + place]) == [""]
-
-    with ThreadPoolExecutor(len(stores)) as threads:
-        list(threads.map(fill, range(3)))
-    left = inventory(stores[0])
-    # Each writer counts again after a sixteenth of the quota, and all may have skipped a count of another one.
-    assert 30 <= len(left) <= 40 + len(stores) * (40 // 16 + 1)
-    evicted = {name for store in stores for name in store.take_evicted()}
-    written = {name_of(1000 * number + place) for number in range(3) for place in range(100)}
-    assert evicted == written - left
-    check_read(stores[1], [number for number in range(3000) if name_of(number) in left])
 
 
 # --- Opening
 
 
-def test_a_store_of_a_newer_version_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "store.json").write_bytes(b'{"format_version":99,"store_id":"x"}')
-    with pytest.raises(EngineError, match="format 99, and this version of forebay reads formats up to 1"):
-        open_directory(tmp_path)
-
-
-def test_another_directory_with_a_store_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "store.json").write_bytes(b"[]")
-    with pytest.raises(EngineError, match=r"is not a store of KV blocks: store\.json does not decode"):
-        open_directory(tmp_path)
-
-
-def test_a_colliding_identity_is_refused(tmp_path: Path) -> None:
-    open_directory(tmp_path).close()
-    path = tmp_path / identity().short_digest / "identity.json"
-    path.write_bytes(msgspec.json.encode(identity("other")))
-    with pytest.raises(EngineError, match="has KV of another identity"):
-        open_directory(tmp_path)
-    path.write_bytes(b"{")
-    with pytest.raises(EngineError, match="does not decode"):
-        open_directory(tmp_path)
-    path.write_bytes(msgspec.json.encode(identity()))
-    open_directory(tmp_path).close()  # the lock was released
-
-
 def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(EngineError, match=r"cannot use .*file for KV blocks"):
-        open_store(tmp_path / "file", identity(), quota_bytes=QUOTA, shared=False)
+        open_store("disk", TierSettings(disk=tmp_path / "file"), identity())
 
 
 def test_the_default_io_moves_blocks(tmp_path: Path) -> None:
-    store = open_store(tmp_path, identity(), quota_bytes=QUOTA, shared=False)
+    given = TierSettings(disk=tmp_path)
+    store = open_store("disk", given, identity())
     assert write(store, [1]) == [""]
     check_read(store, [1])
     with pytest.raises(EngineError, match=f"process {os.getpid()} on "):
-        open_store(tmp_path, identity(), quota_bytes=QUOTA, shared=False)
+        open_store("disk", given, identity())
     store.close()
+
+
+# --- File systems that hang. A FIFO stands for such a file: to open it blocks until somebody writes to it.
+
+
+MOUNTS = """\
+/dev/vda / ext4 rw,relatime 0 0
+server:/export /mnt/my\\040share nfs4 rw 0 0
+tmpfs /mnt/my\\040share/local tmpfs rw 0 0
+s3fs /mnt/fuse fuse.s3fs rw 0 0
+"""
+
+
+def open_guarded(root: Path) -> NetworkDirectoryStore:
+    return NetworkDirectoryStore(root, identity(), quota_bytes=QUOTA, io="plain", shared=True, owner="")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> NetworkDirectoryStore:
+    return open_guarded(tmp_path)
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, store: NetworkDirectoryStore) -> Iterator[Path]:
+    """Return the file of block 1, which hangs during the test."""
+    write(store, range(3))
+    path = path_of(tmp_path, 1)
+    path.unlink()
+    os.mkfifo(path)
+    yield path
+    while True:  # release the threads
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError:  # nobody waits any more
+            return
+
+
+def test_a_file_system_that_works_is_used_as_others(store: NetworkDirectoryStore) -> None:
+    assert write(store, range(5)) == [""] * 5
+    check_read(store, range(5))
+    assert inventory(store) == set(names(5))
+    store.remove([name_of(1)])
+    assert inventory(store) == set(names(5)) - {name_of(1)}
+    assert store.take_evicted() == []
+    store.close()
+
+
+def test_large_guarded_calls_are_moved_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay.workers.kv_tiers.disk.GUARDED_BYTES", 3 * BLOCK_BYTES)
+    store = open_guarded(tmp_path)
+    assert write(store, range(10)) == [""] * 10
+    check_read(store, range(10))
+    assert store.read([name_of(1)], [memoryview(bytearray(BLOCK_BYTES))], 0.0) == ["deadline"]
+
+
+def test_a_call_that_hangs_ends_at_its_deadline(store: NetworkDirectoryStore, hanging: Path) -> None:
+    memory = [bytearray(BLOCK_BYTES) for _ in range(2)]
+    assert hanging.is_fifo()
+    assert store.read([name_of(0), name_of(1)], [memoryview(one) for one in memory], 0.1) == ["deadline"] * 2
+    assert memory == [bytes(BLOCK_BYTES)] * 2
+    check_read(store, [0, 2])
+
+
+@pytest.mark.slow
+def test_threads_that_hang_are_bounded(store: NetworkDirectoryStore, hanging: Path) -> None:
+    memory = [memoryview(bytearray(BLOCK_BYTES))]
+    assert hanging.is_fifo()
+    for _ in range(HANGING_MAX):
+        assert store.read([name_of(1)], memory, 0.05) == ["deadline"]
+    assert store.read([name_of(0)], memory, 0.05) == ["deadline"], "no thread is left for it"
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("/", False),
+        ("/srv/x", False),
+        ("/mnt/my share", True),
+        ("/mnt/my share/kv", True),
+        ("/mnt/my share/local/kv", False),
+        ("/mnt/my", False),
+        ("/mnt/fuse/bucket", True),
+    ],
+)
+def test_network_file_systems_are_recognized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, found: bool
+) -> None:
+    (tmp_path / "mounts").write_text(MOUNTS)
+    monkeypatch.setattr("forebay.workers.kv_tiers.disk.MOUNTS", tmp_path / "mounts")
+    assert may_hang(Path(path)) is found
+
+
+def test_a_shared_directory_on_the_network_is_guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = TierSettings(store=str(tmp_path / "store"))
+    assert not isinstance(open_store("store", given, identity()), NetworkDirectoryStore)
+    (tmp_path / "mounts").write_text(f"server:/export {tmp_path} nfs4 rw 0 0\n")
+    monkeypatch.setattr("forebay.workers.kv_tiers.disk.MOUNTS", tmp_path / "mounts")
+    assert isinstance(open_store("store", given, identity()), NetworkDirectoryStore)

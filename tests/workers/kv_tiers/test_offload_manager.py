@@ -11,7 +11,7 @@ from forebay.events.progress import OnboardedTokens
 from forebay.kv_tiers.manager import TierRun
 from forebay.workers.engine import EngineError
 from forebay.workers.kv_tiers.metrics import TierCounters
-from forebay.workers.kv_tiers.rank_tiers import RankTiers
+from forebay.workers.kv_tiers.offload_manager import OffloadManager
 from tests.workers.kv_tiers.rank_cases import DrivenRank, ShiftedClock, inject, rank, settings
 from tests.workers.kv_tiers.store_cases import BLOCK_BYTES, content, identity, name_of
 
@@ -265,7 +265,7 @@ def test_a_tier_without_room_for_a_block_is_an_error(tier: str, tmp_path: Path) 
     changed = {"host_bytes": 100} if tier == "host" else {"disk_bytes": 5_000}
     fields = {name: getattr(given, name) for name in given.__slots__} | changed
     with pytest.raises(EngineError, match=f"a {tier} tier of .* bytes has no room for one KV block of"):
-        RankTiers(type(given)(**fields), identity(), wake=lambda: None)
+        OffloadManager(type(given)(**fields), identity(), wake=lambda: None)
 
 
 def test_hit_rates_count_requests(tmp_path: Path) -> None:

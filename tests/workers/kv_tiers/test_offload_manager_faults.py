@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 
 from forebay import runtime
 from forebay.kv_tiers.manager import TierRun
-from forebay.workers.kv_tiers.rank_tiers import LoadResult
 from forebay.workers.kv_tiers.settings import TierSettings
+from forebay.workers.kv_tiers.transfers import LoadResult
 from tests.workers.kv_tiers.rank_cases import DrivenRank, FaultyStore, ShiftedClock, inject, rank, settings
 from tests.workers.kv_tiers.store_cases import BLOCK_BYTES, content, name_of
 
@@ -251,7 +252,7 @@ def test_a_source_that_raises_ends_the_offer(tmp_path: Path) -> None:
         raise RuntimeError(f"no block {at}")
 
     with rank(settings(tmp_path, host=16)) as one:
-        one.tiers.offer([name_of(number) for number in PROMPT], memory, one.offers.append)
+        one.tiers.offer([name_of(number) for number in PROMPT], memory, partial(one.offers.append, 1))
         one.settle()
         assert (one.offers, one.held["host"]) == ([1], set())
         one.offload(range(16))

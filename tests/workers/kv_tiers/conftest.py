@@ -1,0 +1,42 @@
+"""Ways to move blocks, and places for stores of KV blocks: directories, and buckets of an S3 server."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forebay.workers.kv_tiers.settings import IoKind
+from tests.workers.kv_tiers.buckets import KEYS, clear_bucket, moto
+from tests.workers.kv_tiers.store_cases import Place
+
+
+@pytest.fixture(params=["plain", "nixl"])
+def io(request: pytest.FixtureRequest) -> IoKind:
+    if request.param == "nixl":
+        pytest.importorskip("nixl_cu12")
+    kind: IoKind = request.param
+    return kind
+
+
+@pytest.fixture(scope="package")
+def server() -> Iterator[str]:
+    with moto() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in KEYS.items():
+        monkeypatch.setenv(name, text)
+
+
+@pytest.fixture
+def endpoint(server: str, keys: None) -> str:
+    """Return the S3 server, with an empty bucket."""
+    clear_bucket(server)
+    return server
+
+
+@pytest.fixture(params=["directory", "bucket"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, io: IoKind) -> Place:
+    return Place(tmp_path, io, request.getfixturevalue("endpoint") if request.param == "bucket" else "")
