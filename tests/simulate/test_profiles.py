@@ -151,7 +151,7 @@ def test_any_file_is_a_profile_or_rejected(
     ("name", "more"),
     [
         ("h900", ""),
-        ("h100", '. For the GPU h100-sxm write a profile with kind = "roofline" .*: see docs/engine-profiles.md'),
+        ("h100", '. For the GPU h100-sxm write a profile with kind = "roofline" .*: see docs/simulate.md'),
     ],
 )
 def test_a_missing_profile_is_rejected(name: str, more: str) -> None:

@@ -1,4 +1,4 @@
-"""Engine profiles: the values of `--engine`, and the format of profile files. See docs/engine-profiles.md.
+"""Engine profiles: the values of `--engine`, and the format of profile files. See docs/simulate.md.
 
 A profile defines the step times of an engine and, optionally, its sizes.
 """
@@ -114,7 +114,7 @@ def load_profile(name: str) -> Profile:
         reason = f"unknown engine profile {name!r}; use {MOCKER!r} or the path of a profile file"
         if gpus := gpus_like(name):
             reason += f'. For the GPU {" or ".join(gpus)} write a profile with kind = "roofline" and a model: '
-            reason += "see docs/engine-profiles.md"
+            reason += "see docs/simulate.md"
         raise ProfileUnusable(reason)
     try:
         raw = msgspec.toml.decode(read_file(path))

@@ -24,7 +24,7 @@ Microseconds = Annotated[float, msgspec.Meta(ge=0.0)]
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Efficiencies and overheads of an engine that no data sheet states.
 
-    The defaults are round numbers, not measurements. docs/engine-profiles.md shows their effect.
+    The defaults are round numbers, not measurements. docs/simulate.md shows their effect.
 
     Attributes:
         compute: share of the GPU's FLOPS on the data sheet that large matrix products reach.
