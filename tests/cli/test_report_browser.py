@@ -3,11 +3,9 @@
 Without Chromium these tests are skipped with the reason, or fail if FOREBAY_REQUIRE_BROWSER=1.
 """
 
-import asyncio
 import io
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,11 @@ from PIL import Image
 from playwright.sync_api import Browser, Dialog, expect
 
 from forebay.cli.simulate.report.page import write_report
-from forebay.events.control import RouterConfig
 from forebay.simulate.slo import Slo
 from tests.cli.outcomes import run
 from tests.cli.report_page import HOSTILE, Page
 from tests.harness import fork_server
 from tests.harness.browser import Opened, opened
-from tests.replay.recorded import write as write_log
-from tests.replay.simulated import played
 from tests.simulate.traces import conversations, write
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("browser")]
@@ -209,24 +204,3 @@ def test_a_report_without_responses_has_no_errors(tmp_path: Path, browser: Brows
         drawn(found)
         expect(found.page.locator("h1")).to_have_text("No request completed.")
         assert cells(found, 7) == ["failed"] * 4
-
-
-@pytest.mark.slow
-def test_charts_of_a_comparison_are_drawn_and_saved(tmp_path: Path, browser: Browser) -> None:
-    log, path = tmp_path / "run.db", tmp_path / "page.html"
-    history = played(conversations(sessions=6, turns=4), RouterConfig(), workers=8)
-    with ThreadPoolExecutor(1) as thread:  # the browser's loop runs in this one
-        thread.submit(asyncio.run, write_log(history.log, log)).result()
-    command = ("replay", "diff", str(log), "--policy", "round-robin", "--report", str(path))
-    done = fork_server.run(*command, timeout_s=PATIENCE_S)
-    assert done.returncode == 0, done.stderr
-    with opened(path, browser) as found:
-        drawn(found)
-        there = found.page.evaluate(DRAWN)
-        assert set(there) == {"overlap", "load", "series"}
-        assert all(panel["colours"] > 5 for panels in there.values() for panel in panels)
-        assert found.page.evaluate("charts.load.x.names") == [f"w{number}/0" for number in range(8)]
-        with found.page.expect_download() as download:
-            found.page.click("[data-png=series]")
-        assert Path(download.value.path()).read_bytes().startswith(b"\x89PNG")
-        assert found.errors == []

@@ -19,12 +19,12 @@ from tests.replay.recorder import Recorder, fleet
 LOGS = Path(__file__).parents[1] / "logs"
 WORKERS = [f"gpu-node-{number}.rack-17.cluster.example.com-12345" for number in range(3)]
 REQUESTS = [f"chatcmpl-{number:032x}" for number in range(6)]
-LINES = re.compile("[\u2500-\u257f]+")  # frames of tables, whose lengths differ
+IGNORED = re.compile(r"[\u2500-\u257f]+|\d+ s ago")  # frames of tables, whose lengths differ, and passing seconds
 WIDE = 2_000
 
 
 def words(text: str) -> Counter[str]:
-    return Counter(LINES.sub(" ", text).split())
+    return Counter(IGNORED.sub(" ", text).split())
 
 
 def routed(**router: Any) -> Recorder:

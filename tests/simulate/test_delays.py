@@ -109,7 +109,7 @@ def test_measured_delays_match_the_configured_ones(name: str) -> None:
     turns = [turn(number, 408, at_us=number * S) for number in range(2_000)]
     found = run(DELAYS[name], *turns, workers=4).requests
     extra_ms = sorted((one.first_us - one.arrived_us - prefill_us(408)) / 1e3 for one in found)
-    # TTFT at one connection, as measured in docs/performance.md with zero-latency engines.
+    # TTFT at one connection, as measured with zero-latency engines.
     assert extra_ms[1_000] == pytest.approx({"none": 0.0, "embedded": 1.37, "kafka": 9.0}[name], abs=0.5)
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,14 @@ from tests.workers.hosted import HOSTED_SPEC, INSPECT, LINE, PATIENCE_S, VARIABL
 ROOT = Path(__file__).parents[2]
 
 
+def await_end(pids: Sequence[int]) -> None:
+    """Wait until processes have ended. A killed process is still there for a moment."""
+    ends_s = time.monotonic() + PATIENCE_S
+    while still_running(pids):
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
+
+
 async def test_engines_share_nothing_of_their_processes() -> None:
     async with driven(hosted(settings()), HOSTED_SPEC) as one, driven(hosted(settings()), HOSTED_SPEC) as other:
         first, second = await asyncio.gather(one.engine.command(INSPECT), other.engine.command(INSPECT))
@@ -30,7 +39,7 @@ async def test_engines_share_nothing_of_their_processes() -> None:
             await engine.check()
             (metric,) = [metric for collector in engine.collectors() for metric in collector.collect()]
             assert metric.samples[0].value == int(pid)
-    assert not still_running([int(pid) for pid in (*first[1:], *second[1:])])
+    await_end([int(pid) for pid in (*first[1:], *second[1:])])
 
 
 @pytest.mark.parametrize(
@@ -77,7 +86,7 @@ async def test_a_killed_engine_is_reported_and_leaves_nothing(victim: int) -> No
                 await one.until(lambda: False)
         else:
             await one.engine.check()
-    assert not still_running(pids)
+    await_end(pids)
 
 
 async def test_calls_end_when_the_engine_dies() -> None:
@@ -162,7 +171,4 @@ def test_no_process_is_left_when_the_worker_is_killed(arguments: dict[str, str],
                 break
         assert still_running(started) == started
         worker.kill()
-    ends_s = time.monotonic() + PATIENCE_S
-    while still_running(started):
-        assert time.monotonic() < ends_s
-        time.sleep(0.01)
+    await_end(started)

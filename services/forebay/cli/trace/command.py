@@ -12,9 +12,7 @@ CONCURRENCY_MAX = 4_000  # a system that falls behind delays the trace instead o
 
 
 def trace(
-    workload: Annotated[
-        str, typer.Argument(help="A file, a folder of runs, or synthetic:SETTINGS. See docs/workloads.md.")
-    ],
+    workload: Annotated[str, typer.Argument(help="A file, or synthetic:SETTINGS. See docs/workloads.md.")],
     speed: Annotated[
         float,
         typer.Option(min=0.001, max=1e6, help="Divide the times between arrivals by this number. Think times stay."),
