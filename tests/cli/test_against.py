@@ -215,6 +215,10 @@ def test_a_diverging_log_is_not_compared(recording: Path, tmp_path: Path) -> Non
         (("--against", "REC", "--fail-above", "tpot=3"), "--fail-above tpot=3: unknown metric 'tpot'; metrics are:"),
         (("--against", "REC", "--policy", "kv"), "--policy cannot be combined with --against"),
         (("--against", "REC", "--engine-profile", "none.toml"), "unknown engine profile 'none.toml'"),
+        (
+            ("--against", "REC", "--kv-transfer-bandwidth", 2),
+            "the recording has no KV transfers; omit the --kv-transfer-*",
+        ),
         (("--against", "nowhere.rec"), "nowhere.rec: no such log file; check the path"),
         (("--against", "BROKEN"), "broken.rec: is not a forebay log"),
     ],

@@ -110,6 +110,8 @@ def test_error_for_an_unreachable_target_gives_the_reason(system: tuple[Up, Path
         (("power", "pause", "--lora", "x"), "unknown option '--lora'"),
         (("power", "wake-up", "--level", "2"), "--level requires sleep"),
         (("power", "sleep", "--level", "3"), "expected a number less than or equal to 2, got 3"),
+        (("policy", "--disagg-policy", "never", "--active-decode-blocks-threshold", "0.9"), "with two commands"),
+        (("pools", "--routing", "x", "--pool", "p", "--base", "b", "--share", "1"), "with two commands"),
         (("power", "dream"), "unknown value 'dream'; values are: sleep, wake-up, pause, resume"),
     ):
         code, out, err = control(up, *arguments)

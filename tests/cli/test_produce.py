@@ -33,6 +33,13 @@ def test_a_line_becomes_a_request_that_the_ingress_validates(
     assert ProduceRun("run").encode_request(7, line) == (request_id, path, body)
 
 
+@pytest.mark.parametrize("wrong", ["a b/!", "", None, 7, "x" * 129])
+def test_an_invalid_id_is_rejected(wrong: object, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit):
+        ProduceRun().encode_request(3, msgspec.json.encode({"request_id": wrong}))
+    assert capsys.readouterr().err.startswith(f"forebay: line 3: invalid request_id {wrong!r}; use 1 to 128 letters")
+
+
 def test_a_duplicate_id_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     run = ProduceRun()
     run.encode_request(1, b'{"request_id":"mine"}')

@@ -16,11 +16,9 @@ from forebay.core.state.index_digest import IndexTally
 from forebay.core.state.index_scan import ScannedBlocks
 from forebay.core.state.prefix_index import TIERS, IndexPart, Overlap, PrefixIndex
 from forebay.core.state.store_sets import StoreSets
-from forebay.core.step import claim
 from forebay.events.base import pack_u64, unpack_u64
 from forebay.events.fleet import WorkerLost
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared, StoreBlocksAdded, StoreBlocksRemoved, Tier
-from forebay.events.metrics import TierCost, TierCosts, TierCostsMeasured
 from forebay.events.snapshots import IndexChanges, SnapshotChunk
 from forebay.events.tier_parts import StoreBlocks, StoreDropped
 from tests.core.worlds import PROMPTS, Driver, joined, pool, request
@@ -376,19 +374,3 @@ def test_a_scan_without_changes_records_none() -> None:
     scan = index.begin_scan()
     assert [type(one) for one in scan.advance(1_000)] == [StoreBlocks]
     assert index.end_scan() == []
-
-
-def tiered_history(events_version: int) -> Driver:
-    """A history with everything that owners of version 1 do not know, and a decision that does not depend on it."""
-    drive = Driver()
-    claim(drive.world, 0, (), events_version)
-    drive("control", pool(tier_credit="measured", shared_cache_hit_weight=0.1))
-    for slot, name in enumerate("ab"):
-        drive("fleet", joined(name, slot, kv_store="s" if name == "a" else ""))
-    drive("requests", request("r", PROMPTS[1]))
-    costs = TierCosts(prefill_block_us=9.0, tiers=(TierCost(tier="store", fixed_us=1.0, block_us=2.0),))
-    drive("metrics", TierCostsMeasured(worker_id="a", worker_epoch=drive.epoch("a"), costs=costs))
-    for worker in "ab":
-        drive("kv-events", added("s", PROMPTS[0], worker))
-    drive("kv-events", removed("s", PROMPTS[0][5:], "b"))
-    return drive

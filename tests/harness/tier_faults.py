@@ -81,8 +81,3 @@ class BlockDamage:
             return content
         at = self._rng.randrange(len(content))
         return content[:at] + bytes([content[at] ^ (1 << self._rng.randrange(8))]) + content[at + 1 :]
-
-
-def blocks_in(folder: Path) -> int:
-    """Return the number of block files in a directory, without the quarantine."""
-    return sum(QUARANTINE not in file.parts for file in folder.rglob(f"*{SUFFIX}"))

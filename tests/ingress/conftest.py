@@ -212,9 +212,6 @@ class Scene:
         return any(found.startswith(line) for found in generate_latest(self.registry).decode().splitlines())
 
 
-SceneMaker = Callable[..., Any]
-
-
 @functools.cache
 def default_model() -> Model:
     """Return the default model, which takes 60 ms to load."""

@@ -157,6 +157,18 @@ def test_invalid_columns_are_named(tmp_path: Path, columns: str, reason: str) ->
         open_workload(str(tmp_path / "x.csv"), WorkloadOptions(columns=columns)).survey()
 
 
+def test_json_lines_may_have_any_numbers_nulls_and_bad_lines(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text(
+        '{"t": 0.30000000000000004, "in": 2, "out": 3, "who": null}\n'
+        "garbage,line\n"
+        '{"t": 1e0, "in": 4, "out": 5, "who": "b"}\n'
+    )
+    options = WorkloadOptions(columns="time=t,prompt=in,output=out,session=who", skip_bad_rows=True)
+    workload = open_workload(str(tmp_path / "x.jsonl"), options)
+    assert [(one.at_us, one.session_id) for one in workload.turns()] == [(0, ""), (700_000, "b")]
+    assert workload.survey().skipped == 1
+
+
 @given(text=st.binary(max_size=60), header=st.booleans(), skip=st.booleans())
 def test_any_table_is_played_or_rejected(
     tmp_path_factory: pytest.TempPathFactory, text: bytes, header: bool, skip: bool

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import threading
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -17,6 +18,7 @@ from aiokafka.errors import KafkaError
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
 from forebay.ingress.kafka_api.request import CHAT_PATH, TEXT_PATH
+from forebay.ingress.openai.requests import REQUEST_ID
 from forebay.transport.base import LogError
 from forebay.transport.kafka.consumer import DenseConsumer
 from forebay.transport.kafka.errors import explain
@@ -40,14 +42,18 @@ class ProduceRun:
     errors: int = 0
 
     def encode_request(self, number: int, line: bytes) -> tuple[str, str, bytes]:
-        """Return request id, path and body of line `number`. The ingress reports what is wrong with them."""
-        request_id, path = f"{self.run_id}-{number}", CHAT_PATH
+        """Return request id, path and body of line `number`. The ingress reports what is wrong with the body."""
+        request_id: Any = f"{self.run_id}-{number}"
+        path = CHAT_PATH
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             content: Any = msgspec.json.decode(line)
             if isinstance(content, dict):
                 path = TEXT_PATH if "prompt" in content else CHAT_PATH
                 if "request_id" in content:
-                    request_id, line = str(content.pop("request_id")), msgspec.json.encode(content)
+                    request_id, line = content.pop("request_id"), msgspec.json.encode(content)
+        if not isinstance(request_id, str) or not REQUEST_ID.fullmatch(request_id):
+            allowed = "use 1 to 128 letters, digits, dots, dashes or underscores"
+            fail(f"line {number}: invalid request_id {request_id!r}; {allowed}")
         if request_id in self.pieces:
             fail(f"line {number}: duplicate request_id {request_id!r}")
         self.pieces[request_id] = []
@@ -95,28 +101,39 @@ async def _produce(file: BinaryIO, settings: KafkaSettings, run: ProduceRun, wai
     )
     try:
         async with contextlib.AsyncExitStack() as stack:
-            for client in (producer, consumer):
+            for client in (producer,) if wait_s is None else (producer, consumer):
                 await start_whole(client.start, client.stop)
                 stack.push_async_callback(client.stop)
-            topic = settings.topic(OPENAI_RESPONSES.name)
-            places = [TopicPartition(topic, number) for number in await producer.partitions_for(topic)]
-            consumer.assign(places)
-            await consumer.seek_to_end(*places)
             is_sent = asyncio.Event()
-            collecting = asyncio.create_task(_collect(consumer, run, is_sent))
-            stack.callback(collecting.cancel)
-            async for number, line in _lines(file):
-                request_id, path, body = run.encode_request(number, line)
-                headers = [("request-id", request_id.encode()), ("path", path.encode())]
-                await producer.send(settings.topic(OPENAI_REQUESTS.name), body, request_id.encode(), headers=headers)
-            await producer.flush()
+            if wait_s is not None:
+                topic = settings.topic(OPENAI_RESPONSES.name)
+                places = [TopicPartition(topic, number) for number in await producer.partitions_for(topic)]
+                consumer.assign(places)
+                await consumer.seek_to_end(*places)
+                collecting = asyncio.create_task(_collect(consumer, run, is_sent))
+                stack.callback(collecting.cancel)
+            await _send(file, producer, settings.topic(OPENAI_REQUESTS.name), run)
             is_sent.set()
             if wait_s is not None and run.waiting:
                 await asyncio.wait([collecting], timeout=wait_s)
-            if collecting.done():
-                collecting.result()
+                if collecting.done():
+                    collecting.result()
     except (KafkaError, OSError) as error:
         raise LogError(f"Kafka at {settings.bootstrap} failed: {explain(error)}") from error
+
+
+async def _send(file: BinaryIO, producer: AIOKafkaProducer, topic: str, run: ProduceRun) -> None:
+    """Send every line. Raises KafkaError as soon as a request could not be delivered."""
+    unconfirmed: deque[asyncio.Future[Any]] = deque()
+    async for number, line in _lines(file):
+        request_id, path, body = run.encode_request(number, line)
+        headers = [("request-id", request_id.encode()), ("path", path.encode())]
+        unconfirmed.append(await producer.send(topic, body, request_id.encode(), headers=headers))
+        while unconfirmed and unconfirmed[0].done():
+            unconfirmed.popleft().result()
+    await producer.flush()
+    for confirmation in unconfirmed:
+        await confirmation
 
 
 async def _collect(consumer: DenseConsumer, run: ProduceRun, is_sent: asyncio.Event) -> None:

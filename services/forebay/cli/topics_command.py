@@ -51,8 +51,8 @@ def list_topics(
     With --lag, lists the readers instead: the commits of consumer groups, and the journals of owners and standbys.
     After the table, one line per group names its owner and its standby routers.
     """
-    if lag and source.kafka is None:
-        fail("--lag requires --kafka")
+    if lag and (source.kafka is None or log is not None):
+        fail("--lag requires --kafka, and no log file")
     from forebay.cli.topics import run_lag, run_list_topics  # noqa: PLC0415
 
     if lag:

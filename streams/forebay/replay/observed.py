@@ -43,8 +43,6 @@ class RecordedRequest:
         cancelled_us: when the client disconnected; 0 if it did not.
         cached_tokens: prompt tokens cached on the rank that computed the prompt.
         output_tokens: number of output tokens; None if history did not finish the request.
-        stamped_us: wall clock of the ingress at submission; 0 if unknown.
-        first_stamped_us: wall clock of the worker at the first token; 0 if unknown.
         prefiller: worker ID and rank that computed the prompt for `worker`; None if `worker` computed it.
         prefilled_us: when the router received the prefill result; 0 if it received none.
         kept_bytes: size of the KV that the prefill worker kept, in bytes; 0 if unknown.
@@ -70,8 +68,6 @@ class RecordedRequest:
     cancelled_us: int = 0
     cached_tokens: int = 0
     output_tokens: int | None = None
-    stamped_us: int = 0
-    first_stamped_us: int = 0
     prefiller: tuple[str, int] | None = None
     prefills: int = 0
     prefilled_us: int = 0
@@ -159,7 +155,7 @@ class _HistoryCollector:
                 request.prefilled_us, request.kept_bytes = now_us, event.prefilled.bytes
                 request.cached_tokens, request.onboarded = event.prefilled.cached_tokens, event.onboarded
             case FirstTokenEmitted() if not request.first_us:
-                request.first_us, request.first_stamped_us = now_us, event.at_us
+                request.first_us = now_us
                 request.transferred_bytes, request.transfer_us = event.transferred_bytes, event.transfer_us
                 if request.prefiller is None:
                     request.cached_tokens, request.onboarded = event.cached_tokens, event.onboarded
@@ -245,7 +241,6 @@ def _submitted(event: RequestSubmitted, now_us: int) -> RecordedRequest:
         event.routing,
         event.lora_name,
         in_flight=False,
-        stamped_us=event.at_us,
     )
 
 

@@ -108,8 +108,8 @@ class Delays(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # Source: medians and 99th percentiles, measured once for one request at a time on an idle system. Each pair is modelled
-# as a fixed time plus an exponential tail: tail = (p99 - p50) / 3.91, fixed = p50 - 0.69 * tail. KV events and metrics use the latency of progress. HTTP, tokenization and
-# SSE are part of `submit`. Embedded: the first token in the HTTP table; its four log records take 26 us each.
+# as a fixed time plus an exponential tail: tail = (p99 - p50) / 3.91, fixed = p50 - 0.69 * tail. KV events and metrics
+# use the latency of progress. HTTP, tokenization and SSE are part of `submit`.
 DELAYS = {
     "none": Delays(),
     "embedded": Delays(

@@ -86,9 +86,3 @@ def test_an_advisory_decision_is_not_executed() -> None:
     planner = VirtualPlanner(settings(advisory=True), last_value)
     assert sizes(planner.plan(busy(600, 1), 10 * S)) == [6]
     assert sizes(planner.plan(busy(600, 1), 20 * S)) == [6]
-
-
-def test_an_interval_may_have_another_length_than_that_of_the_settings() -> None:
-    planner = VirtualPlanner(settings(), last_value)
-    assert sizes(planner.plan(busy(600, 1), 60 * S, interval_s=60.0)) == [1]
-    assert planner.state.history[-1].interval_s == 60

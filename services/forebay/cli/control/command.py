@@ -212,6 +212,8 @@ def pools(
         fail("--base and --share are required, or --end to end the canary")
     if not pool and (end or base or share is not None):
         fail("--base, --share and --end require --pool POOL")
+    if routing is not None and pool:
+        fail("change grids and canaries with two commands, because each is one record on the log")
     client = ingress.client()
     rules = None
     if routing is not None:
@@ -305,6 +307,8 @@ def policy(
         rules = _change_pools(client, ingress, "policy", {"pool": pool, "mode": mode})
         _show_pools(rules, json=ingress.json)
         return
+    if all(changes.values()):
+        fail("change busy thresholds and disaggregation with two commands, because each is one record on the log")
     is_change = any(changes.values())
     if not is_change and all(one["role"] != "decode" for one in client.call("/v1/pools", "pools")["pools"]):
         del changes[disagg.PATH]

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from forebay.cli.common.errors import fail
 from forebay.cli.common.option_groups import spread
 from forebay.cli.common.recording import KafkaSource, LogArgument
 from forebay.cli.common.times import TIMES_HELP
@@ -35,6 +36,8 @@ def list_letters(
     from forebay.cli.dead_letters.run import run_list, run_show  # noqa: PLC0415
 
     if letter:
+        if topic or reason or start or end:
+            fail("--letter shows one letter; omit --topic, --reason, --from and --to")
         run_show(source=source, log=log, letter=letter, json=json)
     else:
         run_list(source=source, log=log, topic=topic, reason=reason, start=start, end=end, limit=limit, json=json)

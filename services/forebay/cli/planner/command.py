@@ -119,7 +119,8 @@ def set_size(
     """
     if bool(pool) == (pause is not None) or bool(pool) != bool(size):
         fail("expected GROUP/POOL and its size, --pause or --resume")
-    if size not in ("", AUTO) and not (size.isdecimal() and size.isascii() and int(size) <= SIZE_MAX):
+    is_number = size.isdecimal() and size.isascii() and len(size) <= len(str(SIZE_MAX))
+    if size not in ("", AUTO) and not (is_number and int(size) <= SIZE_MAX):
         fail(f"N: expected {AUTO} or a number from 0 to {SIZE_MAX}, got {size}")
     from forebay.cli.planner.operator import execute  # noqa: PLC0415
 

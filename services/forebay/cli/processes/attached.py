@@ -373,8 +373,6 @@ def _tokenizer_of(info: ServerInfo, options: EngineOptions, url: str) -> Path:
     )
 
 
-logger = logging.getLogger(__name__)
-
 ANNOUNCEMENT_TTL_MS = 6_000
 CHECK_S = 5.0
 CHECKS = 3  # consecutive checks: a takeover takes six seconds, and an owner reads the leases twice per second

@@ -1,7 +1,6 @@
 """The system of `forebay up`: log, leases, owner, workers and ingress on one event loop of one process."""
 
 import asyncio
-import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -43,8 +42,6 @@ from forebay.workers.runtime.lease_keeper import LeaseKeeper
 from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.metrics import WorkerMetrics
 from forebay.workers.runtime.worker import Worker
-
-logger = logging.getLogger(__name__)
 
 CONSOLE = "forebay.cli.console.beside"
 END_S = 10.0  # seconds until the process is ended by force after a second signal; a stop takes about one

@@ -39,11 +39,6 @@ class Workers:
     def count(self) -> int:
         return sum(self.aggregated.values()) + self.prefill + self.decode
 
-    @property
-    def is_disaggregated(self) -> bool:
-        """Whether prefill workers may compute the prompts."""
-        return self.decode > 0
-
     def places(self, engine: "EngineChoice", used: Counter[str] | None = None) -> "dict[str, WorkerPlace]":
         """Return the role and the pool of each worker by its id.
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from forebay.cli.profiler.profile_file import GridPoint, LeftOut, MeasuredProfile, ProfileSettings
-from forebay.cli.trace.stream import StreamedResponse
+from forebay.cli.trace.stream import StreamedResponse, streaming_body
 from forebay.events.scaling import DecodePoint, PrefillPoint
 
 TOKEN_IDS = range(16, 240)  # in the vocabulary of every model, and above the special tokens of most
@@ -51,10 +51,11 @@ class ProfiledWorker:
             PointImpossible: the system rejects the request, or does not respond in time.
             MeasurementFailed: the system does not serve requests.
         """
+        body = streaming_body(output_tokens, {**self._fields, "prompt": prompt})
         response = StreamedResponse(output_tokens)
         try:
             async with asyncio.timeout(self._timeout_s):
-                failure = await response.follow(self._client, self._url, {**self._fields, "prompt": prompt}, {})
+                failure = await response.follow(self._client, self._url, body, {})
         except TimeoutError:
             raise PointImpossible(f"no complete response within {self._timeout_s:g} s") from None
         if failure is None:

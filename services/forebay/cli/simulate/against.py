@@ -177,10 +177,10 @@ def _compared(
         raise Unusable("no recorded request finished, so no response length is known; use a longer recording")
     median = max(1, round(statistics.median(finished)))
     specs = _specs(history)
-    transfer = replace(
-        _recorded_transfer(history.requests, specs),
-        **{name: value for name in TRANSFER if (value := getattr(fleet, name)) is not None},
-    )
+    given = {name: value for name in TRANSFER if (value := getattr(fleet, name)) is not None}
+    if given.keys() - {TRANSFER[0]} and all(spec.role != "prefill" for spec in specs):
+        raise Unusable("the recording has no KV transfers; omit the --kv-transfer-* options")
+    transfer = replace(_recorded_transfer(history.requests, specs), **given)
     group = settings.pools[0].groups[0]
     run = partial(
         _resumed,

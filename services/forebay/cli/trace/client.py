@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -16,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from forebay.cli.common.api_key import VARIABLE
 from forebay.cli.common.failures import Failure, FailureCounts, advice, status_failure
 from forebay.cli.trace.pace import Pace
-from forebay.cli.trace.stream import StreamedResponse
+from forebay.cli.trace.stream import StreamedResponse, streaming_body
 from forebay.simulate.workload import Turn, Workload
 from forebay.simulate.workloads.prompts import prompt
 
@@ -200,12 +199,12 @@ class _Player:
             async with asyncio.TaskGroup() as group:
                 for turn in self._workload.turns():
                     self._ended.append(asyncio.get_running_loop().create_future())
-                    fields = None  # a dependent request waits in its own task, without blocking the others
+                    body = None  # a dependent request waits in its own task, without blocking the others
                     if not turn.after:
-                        fields = self._fields(turn)
+                        body = self._body(turn)
                         await self._until(turn.at_us / 1e6)
                         await self._acquire()
-                    group.create_task(self._send_due(turn, fields))
+                    group.create_task(self._send_due(turn, body))
         finally:
             watch.cancel()
             pace.lasted_s = self._now_s()
@@ -226,15 +225,15 @@ class _Player:
         self._outcome.pace.delayed += self._room.locked()
         await self._room.acquire()
 
-    async def _send_due(self, turn: Turn, fields: dict[str, Any] | None) -> None:
-        """Send a request. `fields` is None for a dependent request, which first waits for others."""
+    async def _send_due(self, turn: Turn, body: bytes | None) -> None:
+        """Send a request. `body` is None for a dependent request, which first waits for others."""
         due_s = turn.at_us / 1e6
-        if fields is None:
+        if body is None:
             answered_s = await asyncio.gather(*(self._ended[one] for one in turn.after))
             due_s = max(due_s, max(answered_s) + turn.delay_us / 1e6)
             await self._until(due_s)
             await self._acquire()
-            fields = self._fields(turn)
+            body = self._body(turn)
         outcome, pace = self._outcome, self._outcome.pace
         number, outcome.sent = outcome.sent, outcome.sent + 1
         sent_s = self._now_s()
@@ -244,7 +243,7 @@ class _Player:
             pace.due_s.append(due_s)
             pace.sent_s.append(sent_s)
         try:
-            failure, first_token_ms = await self._send(turn, fields)
+            failure, first_token_ms = await self._send(turn, body)
         finally:
             self._room.release()
         if failure is None:
@@ -254,10 +253,11 @@ class _Player:
         self._ended[turn.number].set_result(self._now_s())
         self._on_end()
 
-    def _fields(self, turn: Turn) -> dict[str, Any]:
-        return {"model": self._model, "prompt": prompt(turn, self._workload.block_tokens)}
+    def _body(self, turn: Turn) -> bytes:
+        fields = {"model": self._model, "prompt": prompt(turn, self._workload.block_tokens)}
+        return streaming_body(turn.output_tokens, fields)
 
-    async def _send(self, turn: Turn, fields: dict[str, Any]) -> tuple[Failure | None, float]:
+    async def _send(self, turn: Turn, body: bytes) -> tuple[Failure | None, float]:
         """Send a request, again while its group has no owner. Return the failure, or None and the time to first token.
 
         Latencies count from the first attempt.
@@ -265,10 +265,10 @@ class _Player:
         url = self._urls[turn.number % len(self._urls)]
         headers = {"x-request-id": f"trace-{self._run}-{turn.number}"}
         response = StreamedResponse(turn.output_tokens)
-        failure = await response.follow(self._client, url, fields, headers)
+        failure = await response.follow(self._client, url, body, headers)
         while response.retry_s is not None and time.perf_counter() < response.sent_s + RETRY_S:
             await asyncio.sleep(response.retry_s)
-            failure = await response.follow(self._client, url, fields, headers)
+            failure = await response.follow(self._client, url, body, headers)
         self._outcome.add(response, is_complete=failure is None)
         return failure, response.ttft_ms
 

@@ -53,19 +53,12 @@ class StreamedResponse:
         return (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
     async def follow(
-        self, client: httpx.AsyncClient, url: str, fields: Mapping[str, Any], headers: Mapping[str, str]
+        self, client: httpx.AsyncClient, url: str, body: bytes, headers: Mapping[str, str]
     ) -> Failure | None:
-        """Send a request with these fields and follow its stream to the end. Return the failure, or None."""
-        body = {
-            **fields,
-            "max_tokens": self.output_tokens,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        """Send the body of a request and follow its stream to the end. Return the failure, or None."""
         self.status, self.retry_s = 0, None
         try:
-            return await self._follow(client, f"{url}/v1/completions", msgspec.json.encode(body), headers)
+            return await self._follow(client, f"{url}/v1/completions", body, headers)
         except httpx.HTTPError as error:
             return transport_failure(error, streaming=self.status == httpx.codes.OK)
         except (ValueError, LookupError, TypeError, AttributeError) as error:  # an event that is not of OpenAI's API
@@ -115,6 +108,15 @@ class StreamedResponse:
             self.computed_by = served.get("prefill", {}).get("worker", self.worker)
         self.last_s = self.ended_s
         self.first_s = self.first_s or self.ended_s
+
+
+def streaming_body(output_tokens: int, fields: Mapping[str, Any]) -> bytes:
+    """Return the body of a request with these fields and `output_tokens` streamed tokens.
+
+    Encode it before the request is due, because a long prompt takes milliseconds.
+    """
+    fixed = {"max_tokens": output_tokens, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    return msgspec.json.encode({**fields, **fixed})
 
 
 def transport_failure(error: httpx.HTTPError, *, streaming: bool) -> Failure:

@@ -315,7 +315,8 @@ class BlockStore(ABC):
     def _quarantine(self, name: BlockName, reason: str) -> None:
         path, folder = self._path(name), f"{self._folder}/{QUARANTINE}"
         try:
-            if sum(len(page) for page in self._storage.pages(folder)) < QUARANTINE_MAX:
+            has_room = sum(len(page) for page in self._storage.pages(folder)) < QUARANTINE_MAX
+            if has_room:
                 self._storage.move(path, f"{folder}/{reason}-{path.rpartition('/')[2]}")
             else:
                 self._storage.delete([path])
@@ -323,7 +324,8 @@ class BlockStore(ABC):
             if error.reason != "missing":  # another reader was faster
                 self._warn("cannot move the %s file %s to the quarantine: %s", reason, path, error)
             return
-        self._warn("the block %s is %s; it counts as a miss and was moved to the quarantine", path, reason)
+        what = "moved to the quarantine" if has_room else "deleted, because the quarantine is full"
+        self._warn("the block %s is %s; it counts as a miss and was %s", path, reason, what)
         self._forget([name])
 
     def _forget(self, names: Sequence[BlockName]) -> None:

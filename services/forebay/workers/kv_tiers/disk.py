@@ -384,8 +384,7 @@ class NetworkDirectoryStore(DirectoryStore):
 
     Theory of operation. A system call on such a file system may block for ever, and nothing can cancel it. Therefore a
     call runs on a thread of its own, with memory of its own, and the caller waits only until the deadline. Threads that
-    hang are bounded; while all hang, the store is not used. Blocks of calls that were given up are missing in the
-    statistics until the calls end.
+    hang are bounded; while all hang, the store is not used.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -29,7 +29,6 @@ from forebay.workers.engine import EngineError
 LOG = logging.getLogger(__name__)
 
 KEY_VERSION = 1
-KEY_BYTES = 32  # of SHA-256
 SHORT_HEX = 16  # digits of an identity digest in names of folders and stores
 NO_MEDIA: Mapping[int, Sequence[str]] = {}
 

@@ -42,11 +42,6 @@ class TierSettings:
     write_s: float = 30.0
 
     @property
-    def enabled(self) -> bool:
-        """Return whether the rank has any tier besides device memory."""
-        return bool(self.host_bytes or self.disk or self.store)
-
-    @property
     def filters(self) -> bool:
         """Return whether disk and store accept only blocks that were used at least twice."""
         return bool(self.host_bytes) if self.filter is None else self.filter

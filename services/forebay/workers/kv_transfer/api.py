@@ -71,7 +71,6 @@ class Stats(msgspec.Struct, kw_only=True):
         retries: additional reads of blocks with a wrong checksum.
         corrupt: blocks that had a wrong checksum.
         failed: number of failed fetches by reason (`REASONS`).
-        offered_bytes: bytes of offered blocks.
         freed: number of ended offers by reason (`FreeReason`).
         in_flight: fetches in progress now.
         in_flight_bytes: bytes of the fetches in progress.
@@ -88,7 +87,6 @@ class Stats(msgspec.Struct, kw_only=True):
     cancelled: int = 0
     failed: dict[str, int] = msgspec.field(default_factory=dict)
     offered: int = 0
-    offered_bytes: int = 0
     freed: dict[str, int] = msgspec.field(default_factory=dict)  # by FreeReason
     in_flight: int = 0
     in_flight_bytes: int = 0

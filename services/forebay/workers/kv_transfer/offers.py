@@ -139,7 +139,6 @@ class KvOffers:
         self._arena.words[held.word] = held.generation
         self._held[held.request_id] = self._by_generation[held.generation] = held
         self._stats.offered += 1
-        self._stats.offered_bytes += len(held.slots) * self._arena.block_bytes
         self._stats.held_offers += 1
         self._stats.held_blocks += len(held.slots)
         if self._timer is None:

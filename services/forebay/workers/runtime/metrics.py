@@ -1,4 +1,4 @@
-"""Prometheus metrics of workers, computed from their counters at each scrape."""
+"""Prometheus metrics of workers, computed from their counters at each scrape, and the probes `/ready` and `/live`."""
 
 from collections.abc import Iterator
 from itertools import accumulate, chain

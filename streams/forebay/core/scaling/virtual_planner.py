@@ -1,4 +1,4 @@
-"""Planner in virtual time: the rules of the planner without a log, for simulation and replay.
+"""Planner in virtual time: the rules of the planner without a log, for simulation.
 
 It writes the records that a planner with the same observations would write, and applies them in that order. Each of its
 decisions counts as executed at once, as if the actuator replied without delay. After such a reply the planner decides
@@ -41,15 +41,12 @@ class VirtualPlanner:
         state: the state after the records so far.
     """
 
-    def __init__(
-        self, settings: PlannerSettings, forecast: Forecast, at_us: int = 0, simulate: SimulateSizes | None = None
-    ) -> None:
+    def __init__(self, settings: PlannerSettings, forecast: Forecast, simulate: SimulateSizes | None = None) -> None:
         """Claim a topic without records.
 
         Args:
             forecast: returns the forecast for the next interval, from the observations of the state, oldest first, and
                 the offset of the newest one.
-            at_us: present time in microseconds.
             simulate: simulates a forecast. Method `simulate` needs it.
 
         Raises:
@@ -61,22 +58,17 @@ class VirtualPlanner:
         self.settings = settings
         self._forecast = forecast
         self._simulate = simulate
-        claim = PlannerClaimed(planner_id="virtual", rules_version=RULES_VERSION, settings=settings, at_us=at_us)
+        claim = PlannerClaimed(planner_id="virtual", rules_version=RULES_VERSION, settings=settings)
         self._append(claim)
 
-    def plan(
-        self, pools: tuple[PoolObserved, ...], at_us: int, interval_s: float | None = None
-    ) -> list[ScalingDecided]:
+    def plan(self, pools: tuple[PoolObserved, ...], at_us: int) -> list[ScalingDecided]:
         """Observe the pools, forecast their demand, and decide their sizes until no size changes any more.
 
         Args:
             pools: observations of the last interval.
             at_us: end of the interval in microseconds.
-            interval_s: length of the interval in seconds; None for that of the settings.
         """
-        observed = ScalingObserved(
-            planner_epoch=EPOCH, at_us=at_us, interval_s=interval_s or self.settings.interval_s, pools=pools
-        )
+        observed = ScalingObserved(planner_epoch=EPOCH, at_us=at_us, interval_s=self.settings.interval_s, pools=pools)
         offset = self._append(observed)
         for pool in pools:
             self.state.sizes.setdefault((pool.group, pool.pool), pool.ready)

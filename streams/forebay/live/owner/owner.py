@@ -175,7 +175,7 @@ class Owner:
 
         Raises:
             OwnershipLost: Another owner claimed the group meanwhile.
-            LogError: The log cannot be followed; see `forebay.live.owner.owner`.
+            LogError: The log cannot be followed; see `recover`.
         """
         settings = self._settings
         end = await self._log.end(DECISIONS.name, settings.partition)

@@ -84,7 +84,7 @@ class TableFile:
         number = 0
         began_us: int | None = None
         for row in self._rows(errors):
-            time, prompt, output = (str(row[self._columns[field]]) for field in REQUIRED)
+            time, prompt, output = (_text(row[self._columns[field]]) for field in REQUIRED)
             at_us = _time_us(time)
             if at_us is None or not (WHOLE.fullmatch(prompt) and WHOLE.fullmatch(output)):
                 errors.report(f"got {time},{prompt},{output}; expected a timestamp or seconds, and two integers")
@@ -100,7 +100,7 @@ class TableFile:
                 errors.report(f"the timestamp {time} is more than 100 years after that of the first row")
                 continue
             session, model = (
-                str(row[name]) if (name := self._columns.get(field)) is not None else ""
+                str(value) if (value := row.get(self._columns.get(field, ""))) is not None else ""
                 for field in ("session", "model")
             )
             yield Turn(
@@ -116,8 +116,11 @@ class TableFile:
     def _rows(self, errors: RowErrors) -> Iterator[Mapping[str, Any]]:
         """Yield the rows that have all columns."""
         header: list[str] | None = None
+        is_json: bool | None = None
         for errors.row, _, line in lines(self._path):
-            if header is None and not line.startswith(b"{"):
+            if is_json is None:
+                is_json = line.startswith(b"{")
+            if header is None and not is_json:
                 header = _fields(line) or []
                 if missing := [name for name in self._columns.values() if name not in header]:
                     raise WorkloadUnusable(f"{self._path}, line 1: {unknown_name('column', missing[0], header)}")
@@ -151,6 +154,10 @@ def _fields(line: bytes) -> list[str] | None:
         return next(csv.reader([line.decode()], strict=True))
     except (UnicodeDecodeError, csv.Error, StopIteration):
         return None
+
+
+def _text(value: object) -> str:
+    return f"{value:.9f}" if isinstance(value, float) else str(value)
 
 
 def _time_us(text: str) -> int | None:

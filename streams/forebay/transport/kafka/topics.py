@@ -1,7 +1,6 @@
 """Create the topics on the broker with their configuration, and check the existing topics."""
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,8 +27,6 @@ from forebay.transport.kafka.errors import error_of, explain, is_transient
 from forebay.transport.kafka.settings import REQUEST_MS, KafkaSettings, KafkaUnreachable, KafkaUnusable
 from forebay.transport.kafka.start import start_whole
 from forebay.transport.kafka.writer import HEADROOM_BYTES, RECORD_BYTES_MAX
-
-logger = logging.getLogger(__name__)
 
 KNOWN_POLL_S = 0.05
 MINUTE_MS = 60_000

@@ -315,7 +315,6 @@ class ModelledKv(MockKv):
         descriptor = pack_u64([seen, self._stats.offered]) + self._agent.encode()
         self._leases[request_id] = lease, blocks, descriptor
         self._stats.offered += 1
-        self._stats.offered_bytes += size
         self._stats.held_offers += 1
         self._stats.held_blocks += blocks
         return self._prefilled(item, descriptor, size)

@@ -4,7 +4,6 @@ vLLM creates two connectors per rank: one for its scheduler, one for its worker.
 they share the tiers of the rank, so tensor and pipeline parallelism are not supported.
 """
 
-import logging
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
 
 CHANGES = ("quantization", "hf_overrides", "load_format")
 RANKS: dict[str, VllmRank] = {}  # ranks of the engines in this process, by engine id
