@@ -109,6 +109,6 @@ async def test_a_command_to_a_dying_worker_fails(cluster: Cluster, client: httpx
     assert answer.status_code == 502
     found = [(one["worker_id"], one["status"]) for one in answer.json()["outcomes"]]
     assert found == [("w1", "left"), ("w2", "done")]
-    assert await control(cluster, "wake-up", "--worker", "w2") == (0, {"w2": "done"})
+    assert await control(cluster, "power", "wake-up", "--worker", "w2") == (0, {"w2": "done"})
     report = await cluster.verify()
     assert (report["divergence"], report["verified"]) == (None, report["decisions"])

@@ -90,9 +90,6 @@ def test_every_view_shows_the_live_system(system: ConsoleSystem, browser: Browse
         joined = page.get_by_role("table", name="Markers")
         for name in (*WORKERS, owner):
             expect(joined).to_contain_text(name)
-        go(page, "/cache")
-        expect(main).to_contain_text(f"all {REQUESTS + 1} requests")
-        expect(main.get_by_role("listitem").filter(has_text=f"{ROUNDS + 1} requests").first).to_be_visible()
         go(page, "/scaling")
         expect(page.get_by_role("heading", level=1)).to_have_text("The planner is active. It scales 1 pool.")
         expect(page.get_by_role("banner")).to_contain_text("up to date")
