@@ -168,7 +168,7 @@ async def count_topics(settings: KafkaSettings) -> TopicCounts:
     missing = [topic.name for topic in FIXED_TOPICS if topic.name not in partitions]
     if missing:
         names = ", ".join(settings.topic(name) for name in missing)
-        command = "create" if len(missing) == len(FIXED_TOPICS) else "upgrade"
+        command = "create" if len(missing) == len(FIXED_TOPICS) else "create --upgrade"
         raise KafkaUnusable(f"{settings.bootstrap} has no topic {names}; run `forebay topics {command}`")
     _require_equal(settings, partitions, [topic.name for topic in CONTROL_TOPICS])
     if partitions[GROUPS.name] != 1:
