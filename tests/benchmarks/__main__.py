@@ -10,12 +10,9 @@ NAMES = (
     "log-sync",
     "hop",
     "http",
-    "gateways",
-    "models",
     "owner",
     "kafka",
     "kafka-api",
-    "shadow",
     "replay",
     "simulate",
     "simulate-table",
@@ -23,13 +20,11 @@ NAMES = (
     "disagg",
     "kv-transfer",
     "tiers",
-    "tier-manager",
     "vllm-tiers",
     "overload",
     "attached",
     "planner",
     "console",
-    "console-page",
 )
 BENCHMARKS = {name: f"tests.benchmarks.bench_{name.replace('-', '_')}" for name in NAMES}
 

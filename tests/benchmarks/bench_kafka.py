@@ -2,8 +2,7 @@
 
 forebay is two routers, an ingress and four mock workers, each a process, on a running Kafka and Redis. Dynamo, load and
 cases are those of `http`. Each round uses its own topics. They are removed after every decision on them has been
-verified; the exit code is 1 if one could not be. With --flood only forebay is measured: time to first token with and
-without eight busy engines' events in the same control partition.
+verified; the exit code is 1 if one could not be.
 """
 
 import argparse
@@ -17,16 +16,16 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forebay.events.topics import KV_EVENTS, METRICS, TOKENS
+from forebay.events.topics import TOKENS
 from forebay.transport.base import LogError
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
-from forebay.transport.kafka.topics import TopicPlan, create_topics
+from forebay.transport.kafka.topics import TopicPlan
 from tests.benchmarks import bench_hop, bench_http, hops
 from tests.benchmarks.bench_http import (
     FAST,
@@ -41,10 +40,6 @@ from tests.benchmarks.bench_http import (
     medians,
     print_cases,
 )
-from tests.benchmarks.flood import POOL as FLOOD_POOL
-from tests.benchmarks.flood import WORKERS as FLOOD_WORKERS
-from tests.benchmarks.flood import flood, leases_held
-from tests.benchmarks.profiles import print_profiles, profiled
 from tests.harness.cluster import Cluster, remove_topics
 from tests.harness.processes import ProcessError
 
@@ -57,7 +52,6 @@ HOP_CASES = (ONE, MANY)
 FLOOR, LOG = "requests", "log"  # clients of the benchmark `hop`: bare requests, and `KafkaLog`
 HOPS_PER_REQUEST = 5  # the four passes through the log before the first token, and the owner's append to its journal
 IDLE_S = 20.0
-PROFILED = 6_000  # requests while services are profiled
 WARM_UP = 50  # unmeasured requests, as in the load client
 PLAN = TopicPlan(groups=1, slots=16, replies=1, kafka_api=1)
 KINDS = {"r": "router", "w": "worker", "i": "ingress"}  # by the first letter of a name
@@ -69,19 +63,12 @@ class System:
 
     Attributes:
         also: NAME=PID of further processes that belong to it, such as the broker.
-        epochs: epochs of the workers, by name.
     """
 
     cluster: Cluster
     url: str
     also: list[str]
     worker_ports: list[int]
-    epochs: dict[str, int]
-
-    @property
-    def settings(self) -> KafkaSettings:
-        """Return the settings of its Kafka and namespace."""
-        return self.cluster.settings
 
     @property
     def pids(self) -> str:
@@ -101,43 +88,32 @@ class Run:
 
     Attributes:
         results: output of the load client.
-        states_per_s: records per second of `kv-events` and `metrics` that the owner applied.
         hops: p50 and p99 of each hop, in ms.
     """
 
     results: list[dict[str, Any]] = field(default_factory=list)
-    states_per_s: list[float] = field(default_factory=list)
     hops: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
 
 @asynccontextmanager
-async def forebay(
-    args: argparse.Namespace, verified: Verified, *, flooded: bool = False, speedup: str = FAST
-) -> AsyncIterator[System]:
-    """Run forebay on fresh topics, and verify its decisions afterwards.
-
-    `flooded` adds the members whose events the flood writes.
-    """
+async def forebay(args: argparse.Namespace, verified: Verified, *, speedup: str = FAST) -> AsyncIterator[System]:
+    """Run forebay on fresh topics, and verify its decisions afterwards."""
     namespace = f"bench-{uuid.uuid4().hex[:8]}"
     model = _model_options(args)
     sizes = ("--kv-blocks", "65536", "--max-num-seqs", "512", "--max-num-batched-tokens", "65536")
     engine = ("--speedup", speedup, *sizes)
     names = [f"w{number}" for number in range(WORKERS)]
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as members:
+    with tempfile.TemporaryDirectory() as folder:
         try:
             async with Cluster(args.kafka, args.redis, namespace, Path(folder), PLAN) as cluster:
-                if flooded:
-                    await create_topics(cluster.settings, PLAN, [FLOOD_POOL])
-                    members.enter_context(leases_held(args.redis, namespace, MODEL))
                 for name in ("r1", "r2"):
                     cluster.router(name)
                 ports = list(range(METRICS_PORT, METRICS_PORT + WORKERS))
                 for name, port in zip(names, ports, strict=True):
                     cluster.worker(name, *model, *engine, "--metrics-port", str(port))
                 url = cluster.ingress("i1", *model)
-                await cluster.until_serving(WORKERS + len(FLOOD_WORKERS) * flooded, MODEL)
-                epochs = {name: worker.worker_epoch for name, worker in (await cluster.members(MODEL)).items()}
-                yield System(cluster, url, args.also, ports, epochs)
+                await cluster.until_serving(WORKERS, MODEL)
+                yield System(cluster, url, args.also, ports)
                 cluster.processes.check()
                 verified.add(await cluster.verify(MODEL))
         finally:
@@ -150,17 +126,12 @@ def _model_options(args: argparse.Namespace) -> tuple[str, ...]:
 
 async def run_case(args: argparse.Namespace, system: System, case: str, run: Run) -> None:
     """Run one case on forebay, and measure its hops if requested."""
-    log = await KafkaLog.open(system.settings)
+    log = await KafkaLog.open(system.cluster.settings)
     try:
         before = await hops.place(log, PLAN.slots)
         counted = _counted(system)
         # The event loop is blocked meanwhile, so this process sends no requests to the broker.
-        began_s = time.monotonic()
         run.results.append(load(system.url, system.pids, ALL_CASES[case]))
-        took_s = time.monotonic() - began_s
-        after = await hops.place(log, PLAN.slots)
-        applied = sum(after.view.get(topic.name, 0) - before.view.get(topic.name, 0) for topic in (KV_EVENTS, METRICS))
-        run.states_per_s.append(applied / took_s)
         if case in HOP_CASES:
             found = {hop: _p50_p99(values) for hop, values in (await hops.hops(log, before, WARM_UP)).items() if values}
             for hop, (earlier, later) in zip(
@@ -373,62 +344,11 @@ def _ttft(results: list[dict[str, Any]], part: str) -> float:
     return float(statistics.median(result["ttft_ms"][part] for result in results))
 
 
-async def flooding(args: argparse.Namespace) -> None:
-    """Measure time to first token at one connection, without and with the flood."""
-    calm, flooded, verified = Run(), Run(), Verified()
-    for number in range(args.rounds):
-        sys.stderr.write(f"round {number + 1} of {args.rounds}\n")
-        async with forebay(args, verified, flooded=True) as system:
-            epochs = {name: epoch for name, epoch in system.epochs.items() if name in FLOOD_WORKERS}
-            await run_case(args, system, ONE, Run())  # discarded, because the first run of fresh processes is slower
-            if number % 2:
-                await run_case(args, system, ONE, calm)
-            with flood(system.settings, epochs):
-                await run_case(args, system, ONE, flooded)
-            if not number % 2:
-                await run_case(args, system, ONE, calm)
-    print("| TTFT at 1 connection | p50 ms | p99 ms |")
-    print("|---|---|---|")
-    rows = {part: (_ttft(calm.results, part), _ttft(flooded.results, part)) for part in ("p50", "p99")}
-    for name, at in (("without the flood", 0), ("with it", 1)):
-        print(f"| {name} | {rows['p50'][at]:.2f} | {rows['p99'][at]:.2f} |")
-    applied = [f"{statistics.median(run.states_per_s):.0f}" for run in (calm, flooded)]
-    print(f"| difference | {rows['p50'][1] - rows['p50'][0]:+.2f} | {rows['p99'][1] - rows['p99'][0]:+.2f} |")
-    print(f"\nKV events and load reports applied by the owner per second: {applied[0]} without, {applied[1]} with it")
-    runs = {"without the flood": calm, "with it": flooded}
-    print_cpu(runs)
-    print_hops(runs)
-    print(f"\n{verified}")
-    verified.check()
-
-
-async def profiling(args: argparse.Namespace) -> None:
-    """Profile the ingress, the owner and one worker at 64 connections."""
-    verified = Verified()
-    with tempfile.TemporaryDirectory() as folder:
-        async with forebay(args, verified) as system:
-            load(system.url, system.pids, ALL_CASES[MANY])  # the first run of fresh processes is slower
-            owner = await system.cluster.owner(MODEL)
-            assert owner is not None
-            names = {"ingress": "i1", "owner": owner, "worker": "w0"}
-            pids = {kind: system.cluster.processes[name].process.pid for kind, name in names.items()}
-            with profiled(args.profile, pids, Path(folder)) as found:
-                result = load(system.url, system.pids, [*ALL_CASES[MANY], "--requests", str(PROFILED)])
-    print_profiles(found)
-    print(f"\n{MANY}: {result['requests_per_s']:.0f} requests/s while profiled")
-    print(verified)
-    verified.check()
-
-
 def main() -> None:
     """Measure, and print tables with medians of the rounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kafka", required=True, help="host:port; topics of its own are created and removed")
     parser.add_argument("--redis", required=True, help="redis://host:port")
-    parser.add_argument(
-        "--flood", action="store_true", help="measure the effect of busy engines on time to first token"
-    )
-    parser.add_argument("--profile", metavar="PYSPY", help="profile forebay's services with this program `py-spy`")
     parser.add_argument(
         "--also", action="append", default=[], help="NAME=PID of further processes to measure, such as the broker"
     )
@@ -437,10 +357,10 @@ def main() -> None:
     parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "forebay-peers")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    if args.peers is None and not args.flood and not args.profile:
+    if args.peers is None:
         raise SystemExit("set FOREBAY_PEERS to the folder with dynamo.sh")
     try:
-        asyncio.run(profiling(args) if args.profile else flooding(args) if args.flood else compare(args))
+        asyncio.run(compare(args))
     except (LogError, ProcessError) as error:
         raise SystemExit(str(error)) from None
 

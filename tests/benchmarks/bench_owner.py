@@ -16,10 +16,9 @@ import time
 import uuid
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from statistics import median
 from typing import Any
 
 import msgspec
@@ -43,8 +42,6 @@ from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, create_topics
 from forebay.transport.redis.leases import embedded_leases
-from tests.benchmarks.following_console import following_console
-from tests.benchmarks.sampling import Sampler
 from tests.harness.cluster import remove_topics
 
 MODEL, POOL = "bench", "default"
@@ -132,10 +129,7 @@ class Workers:
 
 
 class OwnerUsage(msgspec.Struct, frozen=True):
-    """The resource usage of the owner's process. `shares` has its CPU time by group, if profiled."""
-
     cpu_s: float
-    shares: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +176,13 @@ class RunResult:
 # --- the owner's process ----------------------------------------------------------------------------------------------
 
 
-def serve(settings: KafkaSettings, workers: int, profile: bool, driver: Connection) -> None:
+def serve(settings: KafkaSettings, workers: int, driver: Connection) -> None:
     """Own the group: send None once all workers are admitted, receive the ends of the inputs, and send the usage."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings, workers, profile, driver))
+        runner.run(_serve(settings, workers, driver))
 
 
-async def _serve(settings: KafkaSettings, workers: int, profile: bool, driver: Connection) -> None:
+async def _serve(settings: KafkaSettings, workers: int, driver: Connection) -> None:
     leases = embedded_leases()
     for number in range(workers):
         spec = WorkerSpec(
@@ -208,12 +202,11 @@ async def _serve(settings: KafkaSettings, workers: int, profile: bool, driver: C
     running = asyncio.create_task(owner.run())
     await _until(running, lambda: _ready(owner) == workers)
     driver.send(None)
-    sampler, began_s = Sampler(), time.process_time()
-    with sampler if profile else nullcontext():
-        await _until(running, driver.poll)
-        ends: dict[str, int] = driver.recv()
-        await _until(running, lambda: all(owner.world.view.get(topic, 0) >= end for topic, end in ends.items()))
-    driver.send(OwnerUsage(time.process_time() - began_s, sampler.shares()))
+    began_s = time.process_time()
+    await _until(running, driver.poll)
+    ends: dict[str, int] = driver.recv()
+    await _until(running, lambda: all(owner.world.view.get(topic, 0) >= end for topic, end in ends.items()))
+    driver.send(OwnerUsage(time.process_time() - began_s))
     await owner.stop()
     await running
     owner.drop()
@@ -232,11 +225,11 @@ def _ready(owner: Owner) -> int:
 
 
 @contextmanager
-def owner_process(settings: KafkaSettings, workers: int, *, profile: bool) -> Iterator["OwnerProcess"]:
+def owner_process(settings: KafkaSettings, workers: int) -> Iterator["OwnerProcess"]:
     """Run the owner process until its workers are admitted, and end it after the body."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=serve, args=(settings, workers, profile, there), daemon=True)
+    process = context.Process(target=serve, args=(settings, workers, there), daemon=True)
     process.start()
     assert process.pid is not None
     there.close()  # so that this process notices its end
@@ -367,37 +360,17 @@ def _draft(topic: Topic, event: Event) -> Draft:
     return Draft(topic.name, 0, encode(topic, event))
 
 
-async def measure(
-    bootstrap: str, workers: int, requests: int, *, profile: bool = False, has_console: bool = False
-) -> RunResult:
-    """Measure one run on its own topics, which are removed afterwards, with or without a console that follows it."""
+async def measure(bootstrap: str, workers: int, requests: int) -> RunResult:
+    """Measure one run on its own topics, which are removed afterwards."""
     namespace = f"bench-{uuid.uuid4().hex[:8]}"
     plan = TopicPlan(groups=1, slots=workers, replies=1, kafka_api=1)
     settings = KafkaSettings(bootstrap, namespace)
     try:
         await create_topics(settings, plan, [POOL])
-        with owner_process(settings, workers, profile=profile) as owner:
-            async with following_console(settings, MODEL) if has_console else nullcontext():
-                return await drive(settings, owner, workers, requests)
+        with owner_process(settings, workers) as owner:
+            return await drive(settings, owner, workers, requests)
     finally:
         await remove_topics(bootstrap, namespace)
-
-
-def compare_console(bootstrap: str, workers: int, requests: int, pairs: int) -> None:
-    """Measure pairs of runs, without and with a console, in alternating order, and print a table with the ratios."""
-    print(f"{workers} workers, {requests} requests\n")
-    print("| pair | decisions/s | with a console | ratio | CPU us/decision | with a console | ratio |")
-    print("|---|---|---|---|---|---|---|", flush=True)
-    speeds, costs = [], []
-    for number in range(pairs):
-        order = (False, True) if number % 2 == 0 else (True, False)
-        found = {one: asyncio.run(measure(bootstrap, workers, requests, has_console=one)) for one in order}
-        alone, followed = found[False], found[True]
-        speeds.append(followed.decisions_per_s / alone.decisions_per_s)
-        costs.append(followed.cpu_us / alone.cpu_us)
-        speed = f"{alone.decisions_per_s:.0f} | {followed.decisions_per_s:.0f} | {speeds[-1]:.3f}"
-        print(f"| {number + 1} | {speed} | {alone.cpu_us:.0f} | {followed.cpu_us:.0f} | {costs[-1]:.3f} |", flush=True)
-    print(f"\nmedian ratio: decisions/s {median(speeds):.3f}, CPU {median(costs):.3f}")
 
 
 def main() -> None:
@@ -408,20 +381,12 @@ def main() -> None:
         "--workers", default="8,64,512", help="numbers of workers, separated by commas (default %(default)s)"
     )
     parser.add_argument("--requests", type=int, default=20_000, help="requests per run (default %(default)s)")
-    parser.add_argument("--profile", action="store_true", help="also print the owner's CPU time by group")
-    parser.add_argument(
-        "--console-pairs", type=int, metavar="N", help="measure N pairs of runs instead, without and with a console"
-    )
     args = parser.parse_args()
     runs = []
-    if args.console_pairs:
-        for workers in (int(number) for number in args.workers.split(",")):
-            compare_console(args.kafka, workers, args.requests, args.console_pairs)
-        return
     for workers in (int(number) for number in args.workers.split(",")):
         sys.stderr.write(f"{workers} workers\n")
         try:
-            runs.append(asyncio.run(measure(args.kafka, workers, args.requests, profile=args.profile)))
+            runs.append(asyncio.run(measure(args.kafka, workers, args.requests)))
         except LogError as error:
             raise SystemExit(str(error)) from None
     print(f"seed {SEED}, {args.requests} requests of {PROMPT_TOKENS} tokens, {SHARED_TOKENS} shared by {PREFIXES}\n")
@@ -431,12 +396,6 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for run in runs:
         print(run.row())
-    if args.profile:
-        print(f"\n| share of CPU | {' | '.join(f'{run.workers} workers' for run in runs)} |")
-        print(f"|---{'|---' * len(runs)}|")
-        groups = {group: None for run in runs for group in run.spent.shares}
-        for group in groups:
-            print(f"| {group} | {' | '.join(f'{run.spent.shares.get(group, 0.0):.1%}' for run in runs)} |")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Measure the KV tiers of real vLLM on a CPU, with a random model. Runs in `.venv-engines`.
 
 The parts are: `working-set`, prompts that need four times the KV memory, with different tiers; `restart`, the same
-prompts after the engine was killed; `crossover`, loading against computing, by prefix length; `shared`, two workers and
-one bucket; `corrupt`, bit flips in every file of the disk tier. Every answer is compared with that of the same engine
-without tiers and without prefix caching. The bucket is a moto server.
+prompts after the engine was killed; `shared`, two workers and one bucket; `corrupt`, bit flips in every file of the
+disk tier. Every answer is compared with that of the same engine without tiers and without prefix caching. The bucket is
+a moto server.
 """
 
 import argparse
@@ -28,15 +28,13 @@ import msgspec
 
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.engine import VllmEngine
-from forebay.workers.engines.vllm.tiers.configuration import TierConfig
 from forebay.workers.kv_tiers.settings import TierSettings
 from tests.engines.driven import Driven, driven
 from tests.engines.vllm_settings import ENVIRONMENT, SPEC
 from tests.harness.models.make_tiny_model import VOCABULARY
 from tests.harness.s3_process import s3_server, use_credentials
 
-PARTS = ("working-set", "restart", "crossover", "shared", "corrupt")
-LENGTHS = (64, 128, 256, 512, 1024, 2048, 4000)
+PARTS = ("working-set", "restart", "shared", "corrupt")
 BLOCK = 32
 KV_BLOCKS = 140  # 4,480 tokens
 PROMPT_TOKENS, OUTPUT_TOKENS = 2_000, 8
@@ -48,7 +46,6 @@ ARGUMENTS: dict[str, Any] = {
     "max_model_len": 4_352,
     "max_num_batched_tokens": 8_192,
 }
-SLOW_BLOCK_MS = 22.0  # about as long as computing a block of a prompt of 1,500 tokens
 BUCKET = "kv-blocks"
 
 
@@ -246,27 +243,6 @@ def block_bytes(model: Path) -> int:
     return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head * BLOCK * 4)
 
 
-def crossover(model: Path, root: Path, bucket: str, repeats: int) -> dict[str, Any]:
-    """Run `crossover_of` for each tier in a process of its own."""
-    cases = {
-        "host": TierSettings(host_bytes=1 << 31),
-        "disk": TierSettings(disk=root / "crossover", disk_bytes=1 << 34),
-        "store": TierSettings(store=f"s3://{BUCKET}/crossover", store_endpoint=bucket),
-    }
-    cases["slow store"] = replace(cases["store"], store=str(root / "slow-store"), store_endpoint="", read_s=60.0)
-    found = {}
-    for name, tiers in cases.items():
-        request = json.dumps(TierConfig(tiers).encode())
-        delay_ms = SLOW_BLOCK_MS if name == "slow store" else 0.0
-        module = "tests.benchmarks.vllm_tiers_crossover"
-        command = [sys.executable, "-m", module, str(model), request, str(repeats), str(delay_ms)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(done.stderr)
-        found[name] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def main() -> None:
     """Run the parts of the command line and print their measurements."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -275,7 +251,6 @@ def main() -> None:
         "--model", type=Path, help="model directory; by default a model is made in a temporary directory"
     )
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds over the working set")
-    parser.add_argument("--repeats", type=int, default=5, help="measurements per prefix length and way")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     use_credentials()
@@ -290,7 +265,6 @@ def main() -> None:
         runs: dict[str, Callable[[], Any]] = {
             "working-set": lambda: asyncio.run(working_set(model, root, bucket, arguments.rounds)),
             "restart": lambda: asyncio.run(restart(model, root)),
-            "crossover": lambda: crossover(model, root, bucket, arguments.repeats),
             "shared": lambda: asyncio.run(shared(model, bucket)),
             "corrupt": lambda: asyncio.run(corrupt(model, root)),
         }
