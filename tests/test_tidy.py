@@ -22,7 +22,7 @@ FUNCTION_LINES_MAX = 70  # what fits on a screen
 SURFACE = (
     "schemas/forebay/events",
     "streams/forebay/core/step.py",
-    "streams/forebay/core/routing/policies/base.py",
+    "streams/forebay/core/routing/policy.py",
     "streams/forebay/transport/base.py",
     "services/forebay/workers/engine.py",
     "services/forebay/workers/pipeline.py",

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.routing.policies.round_robin import RoundRobin
+from forebay.core.routing.policies import RoundRobin
 from forebay.core.scaling.decide import decide
 from forebay.core.step import AnyDecision
 from forebay.events.codec import decode

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from forebay.cli.simulate.planned import size_changes
 from tests.cli.in_process import forebay
 from tests.cli.report_page import Page
+from tests.core.scaling.records import decided
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -105,3 +107,15 @@ def test_a_planner_that_cannot_be_used_ends_the_command(planner: Path, pool: str
     assert len(run.stderr.strip().splitlines()) == 1
     assert str(planner) in run.stderr
     assert message in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "reversals"),
+    [
+        ([], 0, 0),
+        ([[(1, 3), (3, 5), (5, 5)]], 1, 0),  # decisions of one interval count as one change
+        ([[(1, 3)], [(3, 3)], [(3, 4)], [(4, 2)], [(2, 2)], [(2, 1)], [(1, 6)]], 5, 2),
+    ],
+)
+def test_size_changes_and_their_reversals(sizes: list[list[tuple[int, int]]], changes: int, reversals: int) -> None:
+    assert size_changes([[decided(0, 0, *one) for one in interval] for interval in sizes]) == (changes, reversals)

@@ -47,8 +47,7 @@ from forebay.events.metrics import LoadReported, TierCost, TierCosts, TierCostsM
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRouting, PoolRoutingConfigured
 from forebay.events.progress import FirstTokenEmitted, OutputGrown, PrefillFinished, RequestFailed, RequestFinished
 from forebay.events.requests import NO_HINTS, RequestCancelled, RoutingHints
-from forebay.events.snapshots import Booking, Chunk, IndexChanges, SnapshotChunk, WorldState
-from forebay.events.tier_parts import StoreDropped
+from forebay.events.snapshots import Booking, Chunk, IndexChanges, SnapshotChunk, StoreDropped, WorldState
 from forebay.events.topics import SNAPSHOTS
 from forebay.events.transfer import Prefilled
 from tests.core.pool_rules import one_cell

@@ -20,8 +20,7 @@ from forebay.events.control import (
     PoolConfigured,
     QueueConfig,
 )
-from forebay.events.decisions import RequestHeld, RequestRejected
-from forebay.events.prefill import PrefillPlace
+from forebay.events.decisions import PrefillPlace, RequestHeld, RequestRejected
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RouterOverride, RoutingHints
 from tests.core.disaggregated import ask, isl, lost, prefilled, progress_fields, rule, stored

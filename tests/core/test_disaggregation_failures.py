@@ -7,9 +7,8 @@ import pytest
 
 from forebay.core.phases import Phase
 from forebay.events.control import DisaggConfig, DisaggregationSet
-from forebay.events.decisions import CommandTarget, KvReleased, RequestAborted, RequestRouted
+from forebay.events.decisions import CommandTarget, KvReleased, PrefillPlace, RequestAborted, RequestRouted
 from forebay.events.fleet import WorkerDraining, WorkerRecovered, WorkerSuspect
-from forebay.events.prefill import PrefillPlace
 from forebay.events.progress import (
     EncodeFinished,
     FirstTokenEmitted,

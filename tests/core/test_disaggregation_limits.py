@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from forebay.events.control import BusyThresholds, DisaggConfig, DisaggregationSet, QueueConfig
-from forebay.events.prefill import PrefillPlace
+from forebay.events.decisions import PrefillPlace
 from forebay.events.progress import EncodeFinished, FirstTokenEmitted, PrefillFailed, TransferFailed
 from forebay.events.requests import RequestCancelled, RoutingHints
 from tests.core.disaggregated import ask, isl, lost, prefilled, progress_fields, stored

@@ -19,8 +19,7 @@ from forebay.core.state.store_sets import StoreSets
 from forebay.events.base import pack_u64, unpack_u64
 from forebay.events.fleet import WorkerLost
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared, StoreBlocksAdded, StoreBlocksRemoved, Tier
-from forebay.events.snapshots import IndexChanges, SnapshotChunk
-from forebay.events.tier_parts import StoreBlocks, StoreDropped
+from forebay.events.snapshots import IndexChanges, SnapshotChunk, StoreBlocks, StoreDropped
 from tests.core.worlds import PROMPTS, Driver, joined, pool, request
 from tests.depth import examples
 

@@ -8,8 +8,8 @@ import pytest
 from forebay.core.restore import restore
 from forebay.core.routing.cost import CostTable
 from forebay.core.state.prefix_index import NO_OVERLAP, Overlap
+from forebay.core.state.rank_load import rates_of
 from forebay.core.state.roster import Roster
-from forebay.core.state.tier_rates import rates_of
 from forebay.core.world import World
 from forebay.events.base import pack_u64
 from forebay.events.codec import decode, encode

@@ -7,8 +7,11 @@ import msgspec
 from hypothesis import strategies as st
 
 from forebay.core.block_hashes import extend_chain
+from forebay.core.restore import restore
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.state.active_request import ActiveRequest
+from forebay.core.state.pool_registry import PoolEvent
+from forebay.core.state.prefix_index import TIERS
 from forebay.core.step import AnyDecision, InputEvent, claim, open_run, step
 from forebay.core.world import World
 from forebay.events.base import pack_u32, pack_u64
@@ -25,6 +28,7 @@ from forebay.events.control import (
     RouterConfig,
     WorkerCommanded,
 )
+from forebay.events.decisions import JournalRecord, RequestRouted
 from forebay.events.fleet import (
     OwnershipAnnounced,
     WorkerDraining,
@@ -34,8 +38,10 @@ from forebay.events.fleet import (
     WorkerSpec,
     WorkerSuspect,
 )
+from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared, StoreBlocksAdded, StoreBlocksRemoved
 from forebay.events.media import Encoded, Media
-from forebay.events.metrics import LoadReported
+from forebay.events.metrics import LoadReported, TierCost, TierCosts, TierCostsMeasured
+from forebay.events.pools import GridPool, PoolCanarySet, PoolDrainSet, PoolGrid, PoolRouting, PoolRoutingConfigured
 from forebay.events.progress import (
     AttemptRejected,
     CommandDone,
@@ -61,8 +67,6 @@ from forebay.events.requests import (
 )
 from forebay.events.transfer import Prefilled
 from forebay.events.versions import EVENTS_VERSION
-from tests.core.pool_rules import pool_rule
-from tests.core.tier_events import STORES, tier_event
 
 BLOCK = 4
 LEASE_US = 500_000
@@ -78,6 +82,8 @@ PREFILLED = Prefilled(
     worker_id="p", worker_epoch=0, model="m", connector="nixl", descriptor=b"there", tokens=10, lease_us=LEASE_US
 )
 PROMPTS = [extend_chain(None, [family * 100 + at for at in range(8)]) for family in range(3)]
+STORES = ("", "s", "t")
+ONE_EACH = QueueConfig(run_ahead=0.0)  # with max_num_seqs 1, a worker runs one request and queues none
 FACTS: dict[str, type[WorkerLost | WorkerSuspect | WorkerRecovered | WorkerDraining]] = {
     "lose": WorkerLost,
     "suspect": WorkerSuspect,
@@ -169,6 +175,23 @@ def prefill_pool(**router: Any) -> PoolConfigured:
 
 def prefiller(worker_id: str, slot: int = 0, **changes: Any) -> WorkerJoined:
     return joined(worker_id, slot, pool="prefillers", role="prefill", **changes)
+
+
+def pool_of(name: str, role: Any = "aggregated", block_size: int = BLOCK, **router: Any) -> PoolConfigured:
+    """A pool whose workers `worker_of` run one request each."""
+    config = RouterConfig(**{"queue": ONE_EACH, **router})
+    return PoolConfigured(pool=name, model="m", block_size=block_size, role=role, router=config)
+
+
+def worker_of(pool: str, role: Any = "aggregated", slot: int = 0, **changes: Any) -> WorkerJoined:
+    return joined(f"w-{pool}", slot, **{"pool": pool, "role": role, "max_num_seqs": 1, **changes})
+
+
+def one_cell(*names: str, **changes: Any) -> PoolGrid:
+    """A grid with one cell, which names the first pool. Each further pool is faster than the one before it."""
+    pools = tuple(GridPool(pool=name, priority=-at) for at, name in enumerate(names))
+    fields: dict[str, Any] = {"isl_max": 100, "target_max_ms": 100.0, "pools": pools, "cells": ((names[0],),)}
+    return PoolGrid(**{**fields, **changes})
 
 
 def prefilled_by(worker_id: str, worker_epoch: int, **changes: Any) -> Prefilled:
@@ -277,41 +300,119 @@ class Driver:
             self("fleet", prefiller(name, slot))
         return self
 
+    def pools(self, *names: str, role: Any = "aggregated", **router: Any) -> Self:
+        """Add pools of the model m, each with one worker `w-NAME` that runs one request."""
+        for name in names:
+            self("control", pool_of(name, role, **router))
+            self("fleet", worker_of(name, role))
+        return self
+
+    def rules(self, *grids: PoolGrid, retry: bool = False) -> list[Any]:
+        return self("control", PoolRoutingConfigured(model="m", routing=PoolRouting(grids=grids, retry=retry)))
+
+    def drain(self, pool: str, *, drained: bool = True) -> list[Any]:
+        return self("control", PoolDrainSet(model="m", pool=pool, drained=drained))
+
+    def canary(self, pool: str, base: str, share: float = 1.0) -> None:
+        self("control", PoolCanarySet(model="m", pool=pool, base=base, share=share))
+
+    def ask(self, name: str = "r", blocks: Iterable[int] = PROMPTS[0], **changes: Any) -> Any:
+        """Submit a request and return what was decided about it. Names of routing hints are its hints."""
+        hints = {key: changes.pop(key) for key in list(changes) if key in RoutingHints.__struct_fields__}
+        if hints:
+            changes["routing"] = RoutingHints(**hints)
+        return self("requests", request(name, blocks, **changes))[-1]
+
+    def query(self, name: str = "q", blocks: Iterable[int] = (), **changes: Any) -> Any:
+        (answered,) = self("requests", query(name, blocks, **changes))
+        return answered
+
+    def cancel(self, name: str = "r") -> list[Any]:
+        return self("requests", RequestCancelled(request_id=name))
+
+    def emit(self, kind: Any, routed: RequestRouted, **fields: Any) -> list[Any]:
+        """Apply a progress event of the worker to which a request was routed."""
+        return self("progress", kind(**{**ids_of(routed), **fields}))
+
+    def finish(self, routed: RequestRouted, **fields: Any) -> list[Any]:
+        return self.emit(RequestFinished, routed, **{"finish_reason": "stop", **fields})
+
+    def encoded(self, routed: RequestRouted) -> list[Any]:
+        return self.emit(EncodeFinished, routed, encoded=ENCODED)
+
+    def prefilled(self, routed: RequestRouted, **changes: Any) -> list[Any]:
+        kept = prefilled_by(routed.worker_id, routed.worker_epoch, **changes)
+        return self.emit(PrefillFinished, routed, prefilled=kept)
+
+    def fact(self, kind: Any, worker_id: str, **fields: Any) -> list[Any]:
+        """Apply an event of the topic `fleet` about a worker in its epoch."""
+        return self("fleet", kind(owner_epoch=0, worker_id=worker_id, worker_epoch=self.epoch(worker_id), **fields))
+
+    def lose(self, worker_id: str, **fields: Any) -> list[Any]:
+        return self.fact(WorkerLost, worker_id, **fields)
+
+    def stored(self, worker_id: str, blocks: Iterable[int], seq: int = 1, **changes: Any) -> list[Any]:
+        """Apply the KV event of blocks that a worker has stored."""
+        fields: dict[str, Any] = {"worker_epoch": self.epoch(worker_id), "seq": seq, **changes}
+        return self("kv-events", BlocksStored(worker_id=worker_id, sequence_hashes=pack_u64(blocks), **fields))
+
+    def report(self, worker_id: str, running: int = 1, waiting: int = 0, used: int = 0, **changes: Any) -> list[Any]:
+        """Apply a load report of a worker."""
+        load: dict[str, Any] = {"running": running, "waiting": waiting, "kv_blocks_used": used, "kv_blocks_total": 64}
+        fields = {"worker_id": worker_id, "worker_epoch": self.epoch(worker_id), **load, **changes}
+        return self("metrics", LoadReported(**fields))
+
+    def copy(self) -> "Driver":
+        """Return a driver of the world restored from a snapshot, whose digest is that of the original."""
+        self.world.take_consumed()  # a snapshot is taken between journal records
+        copied = Driver(restore(self.world.snapshot()))
+        assert copied.world.digest() == self.world.digest()
+        copied.now_us = self.now_us
+        return copied
+
     def epoch(self, worker_id: str) -> int:
         worker = self.world.fleet.get(worker_id)
         return 0 if worker is None else worker.worker_epoch
 
 
+def ids_of(routed: RequestRouted) -> dict[str, Any]:
+    """Return the fields by which a worker names the request that was routed to it."""
+    names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
+    return {name: getattr(routed, name) for name in names}
+
+
+class Recorded:
+    """The events of a history, given out as journal records consume them."""
+
+    def __init__(self, applied: Iterable[Applied]) -> None:
+        self._left: dict[str, list[InputEvent | None]] = {}
+        for topic, event, _ in applied:
+            self._left.setdefault(topic, []).append(event)
+
+    def events_of(self, record: JournalRecord) -> dict[str, list[InputEvent | None]]:
+        taken: dict[str, list[InputEvent | None]] = {}
+        for run in record.consumed:
+            if run.count:
+                left = self._left[run.topic]
+                taken.setdefault(run.topic, []).extend(left[: run.count])
+                del left[: run.count]
+        return taken
+
+
+TWICE = ("stored", "command", "obey", "in_store", "prefilled", "rules", "media", "encoded")
+ONCE = (
+    *sorted(PROGRESS_KINDS - set(TWICE)),
+    *("busy", "query", "removed", "cleared", "report", "cancel", "wait", "decline", "not_in_store", "costs"),
+    *("join", "lose", "suspect", "recover", "drain", "announce", "garbage", "pool", "again", "disagg"),
+    *("join_prefiller", "lose_prefiller", "join_other", "lose_other", "join_encoder", "lose_encoder"),
+)
+ACTIONS = ("request",) * 5 + TWICE * 2 + ONCE
+
+
 @st.composite
 def actions(draw: st.DrawFn) -> tuple[str, Any]:
     """One thing that may happen; names and numbers are filled in from the world as it is then."""
-    kind = draw(
-        st.sampled_from(
-            ["request"] * 5
-            + [
-                "first",
-                "finish",
-                "fail",
-                "reject",
-                "grow",
-                "busy",
-                "query",
-                "stored",
-                "stored",
-                "removed",
-                "cleared",
-                "report",
-                "cancel",
-                "wait",
-            ]
-            + ["command", "command", "obey", "obey", "decline"]
-            + ["in_store", "in_store", "not_in_store", "costs"]
-            + ["join", "lose", "suspect", "recover", "drain", "announce", "garbage", "pool", "again"]
-            + ["disagg", "prefilled", "prefilled", "not_prefilled", "join_prefiller", "lose_prefiller"]
-            + ["rules", "rules", "join_other", "lose_other"]
-            + ["media", "media", "encoded", "encoded", "not_encoded", "not_fetched", "join_encoder", "lose_encoder"]
-        )
-    )
+    kind = draw(st.sampled_from(ACTIONS))
     numbers = draw(st.tuples(st.integers(0, 9), st.integers(0, 8), st.integers(0, 2)))
     return kind, numbers
 
@@ -386,29 +487,17 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
         case "stored" | "removed" | "cleared" | "in_store" | "not_in_store" | "costs":
             drive(*tier_event(kind, (worker, epoch, number + 1), blocks, first))
         case "report":
-            report = LoadReported(
-                worker_id=worker, worker_epoch=epoch, running=first, waiting=0, kv_blocks_used=1, kv_blocks_total=9
-            )
-            drive("metrics", report)
+            drive.report(worker, first, used=1, kv_blocks_total=9)
         case "cancel":
-            drive("requests", RequestCancelled(request_id=one.submitted.request_id if one else "nobody"))
+            drive.cancel(one.submitted.request_id if one else "nobody")
         case "wait":
             drive.wait(first * 1_000)
         case "join":
             odd = bool(first % 2)
-            drive(
-                "fleet",
-                joined(
-                    worker,
-                    third,
-                    dp_size=1 + odd,
-                    dp_start_rank=3 * odd,
-                    kv_events=first != 4,
-                    kv_store=STORES[depth % 3],
-                ),
-            )
+            ranks = {"dp_size": 1 + odd, "dp_start_rank": 3 * odd}
+            drive("fleet", joined(worker, third, **ranks, kv_events=first != 4, kv_store=STORES[depth % 3]))
         case "lose" | "suspect" | "recover" | "drain":
-            drive("fleet", FACTS[kind](owner_epoch=0, worker_id=worker, worker_epoch=epoch))
+            drive.fact(FACTS[kind], worker)
         case "announce":
             drive("fleet", OwnershipAnnounced(owner_epoch=0))
         case "garbage":
@@ -426,12 +515,51 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
             pass
 
 
+def tier_event(kind: str, position: tuple[str, int, int], blocks: list[int], first: int) -> tuple[str, InputEvent]:
+    """Return an event of a worker in an epoch and with a number, with its topic."""
+    worker, epoch, seq = position
+    of_store: dict[str, Any] = {"store": STORES[1 + first % 2], "worker_id": worker}
+    of_cache: dict[str, Any] = {"worker_id": worker, "worker_epoch": epoch, "seq": seq}
+    match kind:
+        case "costs":
+            store = TierCost(tier="store", fixed_us=100.0 * first, block_us=20.0)
+            tiers = (store, TierCost(tier="host", fixed_us=5.0, block_us=1.0))
+            costs = TierCosts(prefill_block_us=40.0 * (first % 4), tiers=tiers[: first % 3])
+            return "metrics", TierCostsMeasured(worker_id=worker, worker_epoch=epoch, costs=costs)
+        case "in_store":
+            return "kv-events", StoreBlocksAdded(**of_store, sequence_hashes=pack_u64(blocks))
+        case "not_in_store":
+            stale = first > 4
+            return "kv-events", StoreBlocksRemoved(**of_store, sequence_hashes=pack_u64(blocks[first:]), stale=stale)
+        case "cleared":
+            return "kv-events", CacheCleared(**of_cache)
+        case "removed":
+            return "kv-events", BlocksRemoved(**of_cache, sequence_hashes=pack_u64(blocks[:2]))
+    parent, tier = blocks[first] if first < len(blocks) else None, TIERS[first % 3]
+    hashes = pack_u64(blocks[first:])
+    return "kv-events", BlocksStored(**of_cache, sequence_hashes=hashes, parent_hash=parent, tier=tier)
+
+
+def pool_rule(first: int, depth: int, third: int) -> PoolEvent:
+    """A rule for the choice of pools of the model m."""
+    names = ("default", "other", "prefillers")
+    if first < 4:
+        order = ("default", "other") if depth % 2 else ("other", "default")
+        prefill = one_cell("prefillers", "more", role="prefill") if depth < 4 else one_cell("more", role="prefill")
+        grids = (one_cell(*order), one_cell(*order, role="decode"), prefill)[: 1 + third]
+        return PoolRoutingConfigured(model="m", routing=PoolRouting(grids=grids, retry=first % 2 == 0))
+    if first < 7:
+        base = ("", "default", "other")[third]
+        return PoolCanarySet(model="m", pool="other" if base == "default" else "default", base=base, share=depth / 8)
+    return PoolDrainSet(model="m", pool=names[third], drained=depth % 2 == 0)
+
+
 def disaggregate(drive: Driver, kind: str, first: int, depth: int, third: int) -> None:
     """A prefill worker comes, perhaps before its pool, or goes; or prompts are computed elsewhere from now on."""
     name = PREFILLERS[third % 2]
     match kind:
         case "lose_prefiller":
-            drive("fleet", WorkerLost(owner_epoch=0, worker_id=name, worker_epoch=drive.epoch(name)))
+            drive.lose(name)
         case "join_prefiller":
             if first < 5:
                 drive("control", prefill_pool(**CONFIGS[depth]))
@@ -447,7 +575,7 @@ def other_pools(drive: Driver, kind: str, first: int, third: int) -> None:
     role: Any = "prefill" if third == 2 else ("decode" if first % 4 == 0 else "aggregated")
     name, where = ("o", "more") if role == "prefill" else ("n", "other")
     if kind == "lose_other":
-        drive("fleet", WorkerLost(owner_epoch=0, worker_id=name, worker_epoch=drive.epoch(name)))
+        drive.lose(name)
         return
     drive("control", PoolConfigured(pool=where, model="m", block_size=BLOCK, role=role))
     drive("fleet", joined(name, first, pool=where, role=role, max_num_seqs=1))
@@ -457,7 +585,7 @@ def encoders(drive: Driver, kind: str, first: int, third: int) -> None:
     """An encode worker comes, perhaps before its pool, or goes."""
     name = ENCODERS[third % 2]
     if kind == "lose_encoder":
-        drive("fleet", WorkerLost(owner_epoch=0, worker_id=name, worker_epoch=drive.epoch(name)))
+        drive.lose(name)
         return
     if first == 0:
         drive("control", encode_pool())

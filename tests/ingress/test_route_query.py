@@ -7,8 +7,7 @@ import pytest
 
 from forebay.core.block_hashes import hash_seed, sequence_hashes
 from forebay.events.base import pack_u32, unpack_u64
-from forebay.events.decisions import CostTerms, ScoredCandidate
-from forebay.events.prefill import PrefillPlace
+from forebay.events.decisions import CostTerms, PrefillPlace, ScoredCandidate
 from forebay.events.request_ids import client_id_of
 from forebay.events.requests import RouteQueried
 from forebay.events.tokens import ResponseError, RouteResponse

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from forebay.events.control import DisaggConfig, DisaggregationSet, QueueConfig
-from forebay.events.prefill import PrefillPlace
+from forebay.events.decisions import PrefillPlace
 from forebay.events.progress import (
     FirstTokenEmitted,
     PrefillFailed,

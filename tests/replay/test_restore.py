@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forebay.core.routing.policies.round_robin import RoundRobin
+from forebay.core.routing.policies import RoundRobin
 from forebay.events.codec import encode
 from forebay.events.control import (
     BusyThresholds,

@@ -163,7 +163,6 @@ class RouterConfig(Part, frozen=True, kw_only=True):
     """Routing configuration of a pool. Names, defaults and meanings are those of Dynamo's router configuration.
 
     Attributes:
-        mode: router mode, or the dotted path of a custom policy class.
         selection_policy: how the cost combines prefill blocks and decode blocks: `default` adds them, `lmetric`
             multiplies them.
         overlap_score_credit: prefill blocks that the cost is reduced by per block cached on the device.
@@ -235,12 +234,8 @@ class PoolConfigured(Event, tag="control.pool_configured", frozen=True, kw_only=
     computes prompts for the `decode` pool of its model with the same block size, which generates the responses.
 
     Attributes:
-        pool: name of the pool.
-        model: model that the pool serves.
-        block_size: tokens per KV block.
         router: routing configuration.
         attempts_max: number of attempts at a request. The owner aborts a request after it has lost this many workers.
-        at_us: wall clock of the writer in microseconds.
         role: stage of requests that the pool computes.
     """
 
@@ -264,7 +259,6 @@ class BusyThresholdsSet(Event, tag="control.busy_thresholds_set", frozen=True, k
 
     Attributes:
         thresholds: new busy thresholds.
-        operator: name of the operator.
     """
 
     model: Annotated[Name, MODEL]
@@ -280,7 +274,6 @@ class DisaggregationSet(Event, tag="control.disaggregation_set", frozen=True, kw
 
     Attributes:
         disagg: new disaggregation settings.
-        operator: name of the operator.
     """
 
     model: Annotated[Name, MODEL]
@@ -293,10 +286,6 @@ class PolicySet(Event, tag="control.policy_set", frozen=True, kw_only=True):
     """An operator changed the policy that selects the workers of a pool's requests.
 
     The change is valid until the next change or `PoolConfigured`.
-
-    Attributes:
-        mode: router mode, or the dotted path of a custom policy class.
-        operator: name of the operator.
     """
 
     model: Annotated[Name, MODEL]
@@ -310,15 +299,11 @@ class WorkerCommanded(Event, tag="control.worker_commanded", frozen=True, kw_onl
     """An operator gives a command to workers of a model. The owner writes the outcomes to the reply slot.
 
     Attributes:
-        command_id: id of the command.
         model: model whose workers get the command.
-        command: what the workers are to do.
-        reply_slot: partition of the topic `tokens` for the outcomes.
         timeout_us: microseconds on the owner's clock after which a worker without a response has timed out.
         pool: pool whose workers get the command; empty for all pools of the model.
         worker_ids: workers that get the command; empty for all workers of the pools.
         nonce: distinguishes commands with the same id. A redelivered event has the same nonce.
-        at_us: wall clock of the writer in microseconds.
         operator: name of the operator; empty for commands that an ingress sends by itself.
     """
 

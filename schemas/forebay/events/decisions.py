@@ -11,7 +11,6 @@ import msgspec
 from forebay.events.base import Checksum, Count, Digest, Event, Name, Part
 from forebay.events.control import Action
 from forebay.events.pools import PoolChoice
-from forebay.events.prefill import PrefillPlace
 from forebay.events.privacy import (
     CHUNKS,
     DROPPED,
@@ -65,8 +64,6 @@ class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
         owner_nonce: random text. All records of the owner repeat it.
         previous_nonce: `owner_nonce` of the previous owner; empty if there is none.
         owner_id: id of the owner.
-        core_version: version of the decision rules.
-        at_us: the owner's wall clock in microseconds.
         policies: custom policies that the owner's operator allowed. The owner rejects requests of a pool that uses
             another custom policy.
         seal: offset of the previous owner's `sealed` record, if it was the last valid record; otherwise -1.
@@ -127,6 +124,47 @@ class ScoredCandidate(Part, frozen=True, kw_only=True):
     terms: CostTerms
 
 
+PrefillReason = Literal[
+    "always",
+    "never",
+    "long_prompt",
+    "short_prompt",
+    "uncached_prompt",
+    "prefill_idle",
+    "prefill_busy",
+    "decode_busy",
+    "no_prefill_worker",
+    "failed",
+    "begun",
+]
+
+
+class PrefillPlace(Part, frozen=True, kw_only=True):
+    """Where the prompt of a decode pool's request is computed, and why.
+
+    Attributes:
+        remote: whether the prefill pool computes the prompt; otherwise the decode worker does.
+        reason: `always` and `never`: the policy has this name. `long_prompt`, `short_prompt`: by the policy's limits of
+            length. `uncached_prompt`: the prompt is short, but the decode worker has cached too small a share of it.
+            `prefill_idle`, `decode_busy`: load sends the prompt to the prefill pool. `prefill_busy`: the prefill pool
+            is too busy, so the decode worker computes the prompt. `no_prefill_worker`: no prefill worker is available.
+            `failed`: earlier attempts failed, so the last attempt uses no other worker. `begun`: earlier attempts have
+            emitted tokens, and the decode worker only continues the response.
+        uncached_tokens: prompt tokens that the selected decode worker would compute; null if not checked.
+        prefill_waiting: requests that wait at the prefill pool's workers. Of the requests of each worker, one counts as
+            running and all others count as waiting. Null if not checked.
+        prefill_busy: whether the selected prefill worker is above `prefill_busy_threshold`; null if not checked.
+        decode_busy: whether the selected decode worker is above `decode_busy_threshold`; null if not checked.
+    """
+
+    remote: bool
+    reason: PrefillReason
+    uncached_tokens: Count | None = None
+    prefill_waiting: Count | None = None
+    prefill_busy: bool | None = None
+    decode_busy: bool | None = None
+
+
 Stage = Literal["aggregated", "encode", "prefill", "decode"]
 
 
@@ -138,21 +176,13 @@ class RequestRouted(Decision, tag="request.routed", frozen=True, kw_only=True):
     computes the prompt and generates the response.
 
     Attributes:
-        request_id: id of the request.
         attempt: attempt at this stage, from 1. `aggregated` and `decode` share one count. The attempt of an encoding is
             never lower than an earlier attempt at the response.
-        pool: pool of the worker.
-        worker_id: id of the worker.
-        worker_epoch: epoch of the worker.
-        slot: partition of the pool's work topic that the worker reads.
-        rank: rank of the worker.
-        mode: router mode or policy class that selected the rank.
         candidates: number of candidates.
         table_digest: digest of the cost table, see `forebay.core.routing.cost`.
         terms: cost of the selected rank.
         ties: number of candidates with the lowest cost.
         runner_up: candidate with the lowest cost apart from the selected one; null if there is no other candidate.
-        stage: stage to compute.
         waited_us: time in the router's queue, in microseconds.
         earlier_attempts: number of attempts at other stages.
         prefill: where the prompt of a decode pool's request is computed, and why; null in other pools.
@@ -184,7 +214,6 @@ class RequestHeld(Decision, tag="request.held", frozen=True, kw_only=True):
     """The owner queues a request, because every eligible rank has no room or too many prompt tokens to compute.
 
     Attributes:
-        request_id: id of the request.
         pool: pool that serves the request.
         queue_class: queue class in which the request waits.
         uncached_tokens: prompt tokens that even the rank with the largest overlap must compute.
@@ -233,11 +262,8 @@ class RouteAnswered(Decision, tag="route.answered", frozen=True, kw_only=True):
 
     Attributes:
         request_id: id of the query.
-        reply_slot: partition of the topic `tokens` for the response.
         reason: why no rank may take the request; null if one may.
-        message: explanation of the reason.
         pool: pool of the selected rank.
-        mode: router mode or policy class that selected the rank.
         choice: selected rank; null if no rank may take the request.
         candidates: all candidates with their costs.
         table_digest: digest of the cost table; null if no rank may take the request.
@@ -269,10 +295,6 @@ class CacheResyncRequested(Decision, tag="cache.resync_requested", frozen=True, 
     """The owner has missed KV events of a rank, so it orders the worker to re-announce the rank's cache.
 
     Attributes:
-        pool: pool of the worker.
-        worker_id: id of the worker.
-        worker_epoch: epoch of the worker.
-        slot: partition of the pool's work topic that the worker reads.
         rank: rank whose events are missing.
         expected_seq: sequence number of the first missing event.
         found_seq: sequence number of the event that arrived instead.
@@ -292,7 +314,6 @@ class RequestRejected(Decision, tag="request.rejected", frozen=True, kw_only=Tru
 
     Attributes:
         reason: why no worker may take the request.
-        message: explanation of the reason, for the caller.
         pools: as in `RequestRouted`.
     """
 
@@ -317,15 +338,10 @@ class RequestAborted(Decision, tag="request.aborted", frozen=True, kw_only=True)
     """The owner aborts a request that it had accepted.
 
     Attributes:
-        request_id: id of the request.
-        reply_slot: partition of the topic `tokens` for the error.
         reason: why the owner aborts the request.
-        message: explanation of the reason.
         attempt: highest attempt so far, of any stage.
         pool: pool of `worker_id`, or of the request if no worker has it.
         worker_id: worker that must stop its work for the request; empty if no worker has the request.
-        worker_epoch: epoch of that worker.
-        slot: partition of the pool's work topic that this worker reads.
         status: HTTP status of the worker that rejected the request (`prefill_refused`, `worker_refused`); otherwise 0.
         code: error code from that worker; otherwise empty.
         retry_after_s: seconds after which that worker takes requests again; 0 if it did not say.
@@ -357,7 +373,6 @@ class KvReleased(Decision, tag="request.kv_released", frozen=True, kw_only=True)
     """The owner orders a prefill worker to free the KV of a prompt, because no worker will fetch it.
 
     Attributes:
-        request_id: id of the request.
         attempt: attempt in which the prefill worker computed the KV.
         holder: worker that keeps the KV.
         reason: `worker_lost`: the worker that was to fetch the KV was lost. `not_fetched`: that worker could not fetch
@@ -387,12 +402,8 @@ class CommandSent(Decision, tag="command.sent", frozen=True, kw_only=True):
     """The owner sends an operator's command to workers, or rejects it for all workers.
 
     Attributes:
-        command_id: id of the command.
-        reply_slot: partition of the topic `tokens` for the outcomes.
-        action: what the workers are to do.
         targets: workers that get the command; empty if the owner rejects it.
         reason: why the owner rejects the command; null if it sends the command.
-        message: explanation of the reason.
     """
 
     command_id: Annotated[Name, REQUEST_ID]
@@ -408,9 +419,6 @@ class CommandOutcome(Part, frozen=True, kw_only=True):
     """Outcome of an operator's command at one worker.
 
     Attributes:
-        worker_id: id of the worker.
-        worker_epoch: epoch of the worker.
-        pool: pool of the worker.
         status: `pending`: the worker has not responded yet. `done`: the engine executed the command. `refused`: the
             engine refused it. `left`: the worker was lost. `timed_out`: the worker did not respond in time.
         loras: adapters that the worker has loaded after the command.
@@ -429,7 +437,6 @@ class CommandEnded(Decision, tag="command.ended", frozen=True, kw_only=True):
     """An operator's command has an outcome at every worker that got it.
 
     Attributes:
-        action: what the workers were to do.
         outcomes: outcome at each worker.
     """
 
@@ -457,12 +464,7 @@ class SnapshotTaken(_Snapshot, tag="snapshot.taken", frozen=True, kw_only=True):
     The `Advanced` record right before `journal_offset` has the digest of the same state. It seals the snapshot.
 
     Attributes:
-        first_offset: offset of the first chunk on `snapshots`.
-        chunks: number of chunks.
         digest: digest of the state.
-        journal_offset: the state includes all journal records before this offset.
-        core_version: version of the decision rules.
-        snapshot_id: random text that all chunks of the snapshot have.
         checksum: as in `Sealed`; null if the writer did not record it.
     """
 
@@ -477,12 +479,7 @@ class Sealed(_Snapshot, tag="sealed", frozen=True, kw_only=True):
     continue from the snapshot alone, also with other decision rules.
 
     Attributes:
-        first_offset: offset of the first chunk on `snapshots`.
-        chunks: number of chunks.
         digest: digest of the state under the rules of `core_version`.
-        journal_offset: the state includes all journal records before this offset.
-        core_version: version of the decision rules.
-        snapshot_id: random text that all chunks of the snapshot have.
         checksum: XXH3 128-bit hash, as 32 hex digits, of the values of the chunk records in order. A program with other
             decision rules checks the snapshot by it.
     """

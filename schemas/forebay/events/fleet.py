@@ -23,15 +23,11 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
     """Capabilities and limits of a worker, as the worker announces them.
 
     Attributes:
-        worker_id: id of the worker.
-        model: model that the worker serves.
-        block_size: tokens per KV block.
         kv_blocks_total: KV blocks per rank.
         max_num_seqs: maximum number of running sequences per rank.
         max_num_batched_tokens: token budget of one engine step.
         pool: pool that the worker belongs to.
         dp_size: number of data-parallel ranks.
-        engine: name of the engine.
         dp_start_rank: number of the worker's first rank.
         taints: labels that requests may require, prefer or avoid.
         loras: adapters that are loaded.
@@ -74,7 +70,6 @@ class WorkerLease(Part, frozen=True, kw_only=True):
     """Content of a worker's lease, encoded as msgpack.
 
     Attributes:
-        spec: capabilities and limits of the worker.
         draining: whether the worker is draining.
     """
 
@@ -97,10 +92,7 @@ class WorkerJoined(FleetEvent, tag="fleet.worker_joined", frozen=True, kw_only=T
 
     Attributes:
         owner_epoch: epoch of the owner that wrote the event.
-        at_us: wall clock in microseconds.
-        spec: capabilities and limits of the worker.
         lease: incarnation; a new process with the same worker id has another incarnation.
-        slot: partition of the pool's work topic that the worker reads.
         from_offset: first offset that the worker reads in that partition.
         lease_ttl_ms: duration of the lease in milliseconds, for a later owner that does not find the lease; 0 if
             unknown.
@@ -181,8 +173,6 @@ class OwnershipAnnounced(FleetEvent, tag="fleet.owner_claimed", frozen=True, kw_
     Readers ignore later fleet events of lower epochs.
 
     Attributes:
-        owner_epoch: epoch of the owner.
-        at_us: wall clock in microseconds.
         events_version: version of the event types that the owner can read.
     """
 

@@ -13,7 +13,6 @@ class GroupPlaced(Event, tag="group.placed", frozen=True, kw_only=True):
     valid.
 
     Attributes:
-        group: name of the group.
         partition: number of the partition that the group uses in all control topics.
     """
 

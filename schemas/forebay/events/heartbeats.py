@@ -13,7 +13,6 @@ class RouterHeartbeat(Event, tag="router.heartbeat", frozen=True, kw_only=True):
     `owner_epoch` is lower than the highest epoch they have seen: a newer owner has replaced it.
 
     Attributes:
-        group: name of the group.
         router_id: name of the router.
         role: owner or standby of the group.
         owner_epoch: epoch of the owner. For a standby, the newest epoch that it has read, or -1 if it has read none.
@@ -22,7 +21,6 @@ class RouterHeartbeat(Event, tag="router.heartbeat", frozen=True, kw_only=True):
             standby.
         ready_prefill: ready prefill workers in the owner's fleet; 0 from a standby.
         ready_decode: ready decode workers in the owner's fleet; 0 from a standby.
-        at_us: the router's wall clock in microseconds.
         policies: custom policies that the owner may run.
         preferred: whether the consumer group assigned the partition to this standby, so that it claims before others.
         released: whether the owner has sealed its journal and decides no more, so that a standby may claim at once.

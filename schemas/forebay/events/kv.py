@@ -30,14 +30,9 @@ class BlocksStored(KvEvent, tag="kv.blocks_stored", frozen=True, kw_only=True):
     """One tier of a cache has stored blocks.
 
     Attributes:
-        worker_id: id of the worker.
-        worker_epoch: epoch of the worker.
         seq: sequence number, consecutive per (worker, rank).
-        rank: rank of the worker.
         sequence_hashes: hashes of the blocks in prompt order, as packed u64.
         parent_hash: sequence hash of the block before the first of these blocks; null if they start a prompt.
-        engine_hashes: the engine's own hashes, as packed u64; empty if they are the same.
-        tier: tier of the cache.
     """
 
     sequence_hashes: Annotated[bytes, HASHES]
@@ -82,10 +77,8 @@ class StoreBlocksAdded(StoreKvEvent, tag="kv.store_blocks_added", frozen=True, k
     """A shared store has blocks: a worker wrote them, or found them there.
 
     Attributes:
-        store: name of the shared store, as in `WorkerSpec.kv_store`.
         worker_id: worker that reports the blocks.
         sequence_hashes: hashes of the blocks, as packed u64, in any order.
-        at_us: the worker's wall clock in microseconds.
     """
 
 
@@ -93,10 +86,8 @@ class StoreBlocksRemoved(StoreKvEvent, tag="kv.store_blocks_removed", frozen=Tru
     """A shared store no longer has blocks: a worker removed them, or did not find them there.
 
     Attributes:
-        store: name of the shared store, as in `WorkerSpec.kv_store`.
         worker_id: worker that reports the blocks.
         sequence_hashes: hashes of the blocks, as packed u64, in any order.
-        at_us: the worker's wall clock in microseconds.
         stale: whether the worker expected the blocks and did not find them, or found them unusable.
     """
 

@@ -45,7 +45,6 @@ class Encoded(Part, frozen=True, kw_only=True):
     Attributes:
         descriptor: location of the tensor, in a format that only the transfer layer reads.
         shape: dimensions of the tensor.
-        dtype: element type.
         checksum: XXH3-64 over the XXH3-64 values of the transferred blocks, in order, each as little-endian u64.
     """
 

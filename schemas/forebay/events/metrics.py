@@ -10,18 +10,7 @@ from forebay.events.privacy import SystemName
 
 
 class LoadReported(Event, tag="load.reported", frozen=True, kw_only=True):
-    """Number of requests and use of the cache of one rank, reported at most ten times a second.
-
-    Attributes:
-        worker_id: id of the worker.
-        worker_epoch: epoch of the worker.
-        running: requests that the engine is computing.
-        waiting: requests queued in the engine.
-        kv_blocks_used: KV blocks in use.
-        kv_blocks_total: KV blocks of the rank.
-        rank: rank of the worker.
-        at_us: the worker's wall clock in microseconds.
-    """
+    """Number of requests and use of the cache of one rank, reported at most ten times a second."""
 
     worker_id: SystemName
     worker_epoch: Count
@@ -68,11 +57,7 @@ class TierCostsMeasured(Event, tag="metrics.tier_costs", frozen=True, kw_only=Tr
     """Measured costs of loading and computing blocks at one rank.
 
     Attributes:
-        worker_id: id of the worker.
-        worker_epoch: epoch of the worker.
         costs: measured durations.
-        rank: rank of the worker.
-        at_us: the worker's wall clock in microseconds.
     """
 
     worker_id: SystemName

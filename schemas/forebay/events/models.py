@@ -87,7 +87,6 @@ class ModelStored(Event, tag="model.stored", frozen=True, kw_only=True):
         model: name of the model for which the card was stored first.
         card: the card.
         stored: location of each content.
-        at_us: wall clock in microseconds.
     """
 
     model: SystemName
@@ -116,7 +115,6 @@ class AliasTarget(Part, frozen=True, kw_only=True):
     """One model behind an alias.
 
     Attributes:
-        model: name of the model.
         weight: share of the requests, relative to the other targets.
     """
 
@@ -131,8 +129,6 @@ class AliasSet(Event, tag="model.alias_set", frozen=True, kw_only=True):
         alias: name that requests use.
         targets: the models; empty to remove the alias.
         fallback: model that gets the requests while no target has a ready worker; empty for none.
-        operator: name of the operator.
-        at_us: wall clock in microseconds.
     """
 
     alias: SystemName

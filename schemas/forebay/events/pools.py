@@ -25,7 +25,6 @@ class GridPool(Part, frozen=True, kw_only=True):
     """Pool of a grid.
 
     Attributes:
-        pool: name of the pool.
         priority: speed of the pool. A pool with a lower number is faster.
     """
 
@@ -39,7 +38,6 @@ class PriorityOverride(Part, frozen=True, kw_only=True):
     Attributes:
         min_priority: lowest priority of the range.
         max_priority: highest priority of the range.
-        pool: name of the pool.
     """
 
     min_priority: Priority
@@ -138,7 +136,6 @@ class PoolCanarySet(Event, tag="control.pool_canary_set", frozen=True, kw_only=T
         pool: name of the canary.
         base: pool that gives requests to the canary; empty to end this.
         share: share of these requests, from 0 to 1.
-        operator: name of the operator.
     """
 
     model: Annotated[Name, MODEL]
@@ -157,7 +154,6 @@ class PoolDrainSet(Event, tag="control.pool_drain_set", frozen=True, kw_only=Tru
 
     Attributes:
         drained: whether the pool gets no new requests.
-        operator: name of the operator.
     """
 
     model: Annotated[Name, MODEL]
@@ -175,7 +171,6 @@ class SkippedPool(Part, frozen=True, kw_only=True):
     """Pool that the owner preferred to the selected one, but did not use.
 
     Attributes:
-        pool: name of the pool.
         reason: `unknown`: the model has no pool of this name and role. `drained`: the pool gets no new requests.
             `block_size`: its blocks have another size than those of the model's other pools. `no_workers`: no worker of
             it is ready. `no_eligible_worker`: no ready worker meets the request's conditions. `busy`: all eligible

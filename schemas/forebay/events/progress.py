@@ -49,12 +49,6 @@ class FirstTokenEmitted(ProgressEvent, tag="progress.first_token_emitted", froze
     """The worker has computed the prompt and generated the first token.
 
     Attributes:
-        request_id: id of the request.
-        attempt: attempt of the worker.
-        worker_id: id of the worker.
-        worker_epoch: epoch of the worker.
-        owner_epoch: epoch of the owner that sent the work item.
-        at_us: the worker's wall clock in microseconds.
         cached_tokens: prompt tokens that this worker did not compute.
         transferred_bytes: bytes of KV fetched from a prefill worker; 0 if the engine does not report them.
         transfer_us: microseconds from the first request for KV to the last check of fetched blocks; 0 if not reported.
@@ -115,12 +109,6 @@ class AttemptRejected(ProgressEvent, tag="progress.attempt_rejected", frozen=Tru
     another worker.
 
     Attributes:
-        request_id: id of the request.
-        attempt: attempt of the worker.
-        worker_id: id of the worker.
-        worker_epoch: epoch of the worker.
-        owner_epoch: epoch of the owner that sent the work item.
-        at_us: the worker's wall clock in microseconds.
         error: why it was rejected, for the client if no other worker takes the request.
         status: HTTP status for the client in this case.
         code: error code for the client in this case.
@@ -181,13 +169,6 @@ class PrefillFailed(ProgressEvent, tag="progress.prefill_failed", frozen=True, k
     is at fault and the owner does not retry it.
 
     Attributes:
-        request_id: id of the request.
-        attempt: attempt of the worker.
-        worker_id: id of the worker.
-        worker_epoch: epoch of the worker.
-        owner_epoch: epoch of the owner that sent the work item.
-        at_us: the worker's wall clock in microseconds.
-        error: what failed.
         status: HTTP status of the error.
         code: error code, as in an error response.
     """
@@ -246,12 +227,7 @@ class EngineFailed(Event, tag="progress.engine_failed", frozen=True, kw_only=Tru
     The owner reports the loss of the worker separately, on `fleet`.
 
     Attributes:
-        worker_id: id of the worker.
-        pool: pool of the worker.
-        engine: name of the engine.
-        error: what failed.
         worker_epoch: epoch of the worker; null if it had not joined yet.
-        at_us: the worker's wall clock in microseconds.
     """
 
     worker_id: SystemName

@@ -184,26 +184,19 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
     """A valid request that is ready to be routed.
 
     Attributes:
-        request_id: id of the request.
-        model: model that the request names.
         token_ids: prompt tokens, as packed u32.
         sequence_hashes: one u64 per full block of `token_ids`, as computed by `forebay.core.block_hashes`. They depend
             on `lora_name` and `cache_namespace`, too. Hashes of blocks with placeholder tokens also depend on the
             hashes of the images and videos.
-        reply_slot: partition of the topic `tokens` for the response.
         timeout_us: microseconds after which the request expires. They count from the moment when the owner applies this
             event, on the owner's clock.
         tie_seed: seed for tie-breaking and sampling: xxh3_64 of the nonce as little-endian u64.
-        sampling: sampling parameters.
         nonce: distinguishes requests with the same id. A redelivered event has the same nonce. The HTTP ingress draws
             it at random; for the Kafka API it is a hash of partition and offset.
         reply_from: first offset of the reply slot that may have a record of the response.
-        ingress_id: id of the ingress.
         at_us: the ingress's wall clock in microseconds, for display and latency metrics only.
         lora_name: adapter that the worker must have loaded; empty for none.
         cache_namespace: requests share cached blocks only if they have the same value.
-        routing: routing hints of the client.
-        task: whether to generate a response or an embedding.
         withheld_tokens: number of prompt tokens that an anonymized recording leaves out of `token_ids`.
         media: images and videos, in prompt order.
         ingress_incarnation: incarnation of the ingress whose HTTP client waits; empty if the request outlives its
@@ -257,7 +250,6 @@ class RequestCancelled(Event, tag="request.cancelled", frozen=True, kw_only=True
 
     Attributes:
         reason: who cancelled the request, or how.
-        at_us: the ingress's wall clock in microseconds.
     """
 
     request_id: Annotated[Name, REQUEST_ID]
@@ -270,11 +262,7 @@ class RouteQueried(Event, tag="request.route_queried", frozen=True, kw_only=True
 
     Attributes:
         request_id: id of the query.
-        sequence_hashes: sequence hashes of the prompt blocks, as packed u64.
         tie_seed: seed for tie-breaking and sampling, derived from a random nonce.
-        at_us: the ingress's wall clock in microseconds.
-        lora_name: adapter; empty for none.
-        routing: routing hints of the client.
     """
 
     request_id: Annotated[Name, REQUEST_ID]

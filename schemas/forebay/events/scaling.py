@@ -54,8 +54,6 @@ class PoolScaling(Part, frozen=True, kw_only=True):
     """Limits and profile of one pool that the planner scales.
 
     Attributes:
-        group: name of the group.
-        pool: name of the pool.
         role: stage of requests that the workers of the pool compute.
         min_size: lowest number of workers.
         max_size: highest number of workers.
@@ -126,7 +124,6 @@ class PlannerRecord(Event, frozen=True, kw_only=True):
 
     Attributes:
         planner_epoch: epoch of the planner, which is the offset of its claim.
-        at_us: the planner's wall clock in microseconds.
     """
 
     planner_epoch: int = -1
@@ -140,7 +137,6 @@ class PlannerClaimed(PlannerRecord, tag="planner.claimed", frozen=True, kw_only=
         planner_epoch: always -1; the offset of this record is the new planner epoch.
         planner_id: name of the planner.
         rules_version: version of the rules by which decisions derive.
-        at_us: the planner's wall clock in microseconds.
         settings: settings of the planner.
     """
 
@@ -157,9 +153,6 @@ class WorkerObserved(Part, frozen=True, kw_only=True):
     """Load of one worker at the end of an interval, and its speed during the interval.
 
     Attributes:
-        worker_id: id of the worker.
-        running: requests that the engine computes.
-        waiting: requests that wait in the engine.
         prefill_tokens: uncached prompt tokens that the worker has not computed yet.
         kv_tokens: tokens in KV blocks in use.
         kv_tokens_max: tokens of all KV blocks.
@@ -181,8 +174,6 @@ class PoolObserved(Part, frozen=True, kw_only=True):
     """Demand, latency and size of one pool in one interval.
 
     Attributes:
-        group: name of the group.
-        pool: name of the pool.
         ready: workers that are ready.
         draining: workers that drain.
         requests: requests that arrived. A request that was rejected for lack of workers counts, too.
@@ -226,8 +217,6 @@ class PoolDemand(Part, frozen=True, kw_only=True):
     """Expected demand of one pool.
 
     Attributes:
-        group: name of the group.
-        pool: name of the pool.
         requests_per_s: requests per second.
         isl: mean prompt tokens per request.
         osl: mean output tokens per request.
@@ -260,8 +249,6 @@ class SimulatedSize(Part, frozen=True, kw_only=True):
     """Simulation of the forecast with one size of a pool.
 
     Attributes:
-        group: name of the group.
-        pool: name of the pool.
         size: number of workers.
         attained: share of the requests that met both targets.
     """
@@ -312,8 +299,6 @@ class PoolDecision(Part, frozen=True, kw_only=True):
     """Decision about one pool.
 
     Attributes:
-        group: name of the group.
-        pool: name of the pool.
         from_size: size before.
         to_size: size from now on.
         proposed: size that the method proposed, before limits and guards.
@@ -354,8 +339,6 @@ class ReachedSize(Part, frozen=True, kw_only=True):
     """Size that an actuator reached.
 
     Attributes:
-        group: name of the group.
-        pool: name of the pool.
         size: number of workers that run or start.
     """
 
@@ -368,11 +351,8 @@ class ScalingApplied(Event, tag="scaling.applied", frozen=True, kw_only=True):
     """An actuator executed a decision for its pools. Other actuators reply for the other pools of the decision.
 
     Attributes:
-        decision: offset of the decision.
-        actuator: name of the actuator.
         pools: sizes that its pools reached. Another size than the decided one tells the planner that the rest failed.
         message: why a size was not reached; empty if all were.
-        at_us: the actuator's wall clock in microseconds.
     """
 
     decision: Count
@@ -383,12 +363,7 @@ class ScalingApplied(Event, tag="scaling.applied", frozen=True, kw_only=True):
 
 
 class RefusedPool(Part, frozen=True, kw_only=True):
-    """Pool whose size an actuator did not change.
-
-    Attributes:
-        group: name of the group.
-        pool: name of the pool.
-    """
+    """Pool whose size an actuator did not change."""
 
     group: SystemName
     pool: SystemName
@@ -398,13 +373,10 @@ class ScalingRefused(Event, tag="scaling.refused", frozen=True, kw_only=True):
     """An actuator did not execute a decision for its pools.
 
     Attributes:
-        decision: offset of the decision.
-        actuator: name of the actuator.
         pools: its pools, whose sizes stay as they were.
         reason: `stale`: the planner had not applied all records before the decision. `failed`: nothing could be
             changed.
         message: description of the cause.
-        at_us: the actuator's wall clock in microseconds.
     """
 
     decision: Count
@@ -419,11 +391,7 @@ class PoolSizeSet(Event, tag="scaling.pool_size_set", frozen=True, kw_only=True)
     """An operator sets the size of a pool, or releases it to the planner.
 
     Attributes:
-        group: name of the group.
-        pool: name of the pool.
         size: number of workers; null to release the pool.
-        operator: name of the operator.
-        at_us: wall clock in microseconds.
     """
 
     group: SystemName
@@ -438,8 +406,6 @@ class PlannerPaused(Event, tag="planner.paused", frozen=True, kw_only=True):
 
     Attributes:
         paused: whether the planner is paused from now on.
-        operator: name of the operator.
-        at_us: wall clock in microseconds.
     """
 
     paused: bool

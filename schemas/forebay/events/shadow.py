@@ -22,7 +22,6 @@ class ShadowStarted(Event, tag="shadow.started", frozen=True, kw_only=True):
         alternative: description of the policy or settings that the shadow evaluates.
         alternative_digest: digest of that policy or those settings.
         from_offset: first journal offset whose decisions the shadow covers.
-        at_us: the process's wall clock in microseconds.
     """
 
     shadow: Name
@@ -41,7 +40,6 @@ class DecisionShadowed(Event, tag="shadow.decision_shadowed", frozen=True, kw_on
         shadow: name of the shadow.
         alternative_digest: digest of the policy or settings that the shadow evaluates, as in `shadow.started`.
         decision_offset: journal offset of the `RequestRouted`.
-        request_id: id of the request.
         attempt: attempt of the recorded routing.
         pool: pool of the recorded routing.
         worker_id: recorded worker.

@@ -13,6 +13,7 @@ from forebay.events.decisions import CommandOutcome, ConsumedRun, Stage
 from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import AnyKvEvent, Tier
 from forebay.events.media import Encoded
+from forebay.events.metrics import TierCosts
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.privacy import (
     CONTENT,
@@ -29,7 +30,6 @@ from forebay.events.privacy import (
     SystemName,
 )
 from forebay.events.requests import RoutingHints, Task
-from forebay.events.tier_parts import MeasuredCosts, StoreBlocks, StoreDropped
 from forebay.events.transfer import Prefilled
 
 CHUNK_HASHES_MAX = 131_072 - 64  # keeps the packed hashes of a chunk and their envelope below 1 MiB
@@ -79,15 +79,28 @@ class IndexCursor(Part, tag_field="type", tag="index_cursor", frozen=True, kw_on
     resync: bool = False
 
 
+class StoreBlocks(Part, tag_field="type", tag="store_blocks", frozen=True, kw_only=True):
+    """Blocks that one shared store has."""
+
+    store: SystemName
+    sequence_hashes: Annotated[bytes, HASHES]
+
+    def __post_init__(self) -> None:
+        require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
+
+
+class StoreDropped(Part, tag_field="type", tag="store_dropped", frozen=True, kw_only=True):
+    """Shared store that the owner removed from the prefix index while it copied the blocks, to make room for others."""
+
+    store: SystemName
+
+
 class RoutedBlocks(Part, tag_field="type", tag="routed_blocks", frozen=True, kw_only=True):
     """Blocks that the owner assumes to be cached, because a prompt with them was routed to this (worker, rank).
 
     Attributes:
-        worker_id: id of the worker.
-        rank: rank of the worker.
         due_us: when the assumption ends, on the owner's clock in microseconds.
         predicted: whether KV events of the rank will confirm the blocks; false if the rank sends no KV events.
-        sequence_hashes: hashes of the blocks, as packed u64.
         computed: whether the rank has reported that it computed a prompt with these blocks.
     """
 
@@ -106,7 +119,6 @@ class WorkerState(Part, tag_field="type", tag="worker_state", frozen=True, kw_on
     """One worker of the fleet.
 
     Attributes:
-        spec: capabilities and limits of the worker.
         lease: incarnation of the worker, as in `WorkerJoined`.
         from_offset: first offset that the worker reads in its partition of the work topic.
         phase: state of its life cycle (`forebay.core.state.fleet.WorkerPhase`).
@@ -142,7 +154,6 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
     """One active request. Its prompt is in its `RequestSubmitted`.
 
     Attributes:
-        request_id: id of the request.
         phase: phase of the request (`forebay.core.phases`).
         content: hash of the content.
         due_us: deadline on the owner's clock, in microseconds.
@@ -174,9 +185,6 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
         prefill_pool: pool that a grid or canary chose for its last remote prefill; empty if there was none.
         rejected_by: workers that have rejected an attempt at it, in order.
         tie_seed: seed for tie-breaking and sampling.
-        lora_name: adapter; empty for none.
-        routing: routing hints of the client.
-        task: whether to generate a response or an embedding.
     """
 
     request_id: Annotated[Name, REQUEST_ID]
@@ -247,14 +255,8 @@ class Booking(Part, tag_field="type", tag="booking", frozen=True, kw_only=True):
     """Load that one routed request puts on one (worker, rank).
 
     Attributes:
-        request_id: id of the request.
-        worker_id: id of the worker.
-        rank: rank of the worker.
         prefill_tokens: uncached prompt tokens; 0 after the first output token.
-        sequence_hashes: hashes of the prompt blocks, as packed u64.
-        prompt_tokens: length of the prompt.
         reuse: whether the request shares prompt blocks with other requests of the rank.
-        output_tokens: output tokens so far.
         expected_output_tokens: expected length of the response; 0 if unknown.
     """
 
@@ -273,14 +275,7 @@ class Booking(Part, tag_field="type", tag="booking", frozen=True, kw_only=True):
 
 
 class Reported(Part, tag_field="type", tag="reported", frozen=True, kw_only=True):
-    """The newest load report of one (worker, rank).
-
-    Attributes:
-        running: requests that the engine is computing.
-        waiting: requests queued in the engine.
-        kv_blocks_used: KV blocks in use.
-        kv_blocks_total: KV blocks of the rank.
-    """
+    """The newest load report of one (worker, rank)."""
 
     worker_id: SystemName
     rank: Count
@@ -288,6 +283,18 @@ class Reported(Part, tag_field="type", tag="reported", frozen=True, kw_only=True
     waiting: Count
     kv_blocks_used: Count
     kv_blocks_total: Count
+
+
+class MeasuredCosts(Part, tag_field="type", tag="measured_costs", frozen=True, kw_only=True):
+    """The newest measured costs of one (worker, rank).
+
+    Attributes:
+        costs: measured durations of loading and computing blocks.
+    """
+
+    worker_id: SystemName
+    rank: Count
+    costs: TierCosts
 
 
 class ComputedTokens(Part, tag_field="type", tag="computed_tokens", frozen=True, kw_only=True):
@@ -374,7 +381,6 @@ class CommandState(Part, tag_field="type", tag="command_state", frozen=True, kw_
     Attributes:
         nonce: distinguishes commands with the same id.
         offset: offset of the `WorkerCommanded` on `control`.
-        command: what the workers are to do.
         outcomes: outcome at each worker so far.
     """
 
@@ -428,7 +434,6 @@ class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only
         view: per input topic, the next offset to apply, as `count`.
         pools: configuration of each pool.
         turns: number of routed requests per pool.
-        owner_epoch: epoch of the owner.
         fleet_epoch: highest owner epoch in the applied events of `fleet`.
         seq: sequence number of the next decision.
         busy: busy thresholds that an operator changed.

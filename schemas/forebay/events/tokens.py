@@ -11,8 +11,7 @@ request know this number, because only they read `requests`, `control` and `work
 from typing import Literal
 
 from forebay.events.base import U32_BYTES, Count, Event, Name, Part, require_packed
-from forebay.events.decisions import CommandOutcome, ScoredCandidate, Stage
-from forebay.events.prefill import PrefillPlace
+from forebay.events.decisions import CommandOutcome, PrefillPlace, ScoredCandidate, Stage
 
 
 class Usage(Part, frozen=True, kw_only=True):
@@ -83,7 +82,6 @@ class TokenChunk(Part, frozen=True, kw_only=True):
     """New output tokens of one request.
 
     Attributes:
-        request_id: id of the request.
         attempt: attempt in which the worker generated the tokens.
         first_index: position of the first token of this chunk in the whole output, from 0.
         token_ids: tokens, as packed u32.
@@ -113,7 +111,6 @@ class TokensEmitted(Event, tag="tokens.emitted", frozen=True, kw_only=True):
 
     Attributes:
         chunks: new output tokens; one item per request and engine step.
-        at_us: the worker's wall clock in microseconds.
     """
 
     worker_id: Name
@@ -188,7 +185,6 @@ class RouteResponse(Event, tag="tokens.route_told", frozen=True, kw_only=True):
     Attributes:
         request_id: id of the query.
         pool: pool of the selected rank.
-        mode: router mode that selected the rank.
         choice: selected rank; null if no rank may take the request.
         candidates: all candidates with their costs.
         would_wait: whether the owner would queue the request.

@@ -19,7 +19,6 @@ class KvLayout(Part, frozen=True, kw_only=True):
 
     Attributes:
         connector: transport: `nixl` or `tcp` of forebay, or the name of an engine's own connector.
-        dtype: element type.
         block_bytes: bytes of one block over all layers and all tensor-parallel parts.
         layers: number of layers; 0 if the engine does not report it.
     """
@@ -35,7 +34,6 @@ class Prefilled(Part, frozen=True, kw_only=True):
 
     Attributes:
         worker_id: worker that keeps the KV.
-        worker_epoch: epoch of that worker.
         model: model that computed the prompt.
         connector: transport to fetch the blocks, as in `KvLayout`.
         descriptor: location of the blocks, in a format that only the connector reads.

@@ -38,7 +38,6 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
     computes that KV and keeps it for another worker. In the stage `encode` it only encodes the images and videos.
 
     Attributes:
-        request_id: id of the request.
         attempt: attempt at the stage.
         owner_epoch: epoch of the owner that sent the item.
         worker_epoch: epoch of the addressed worker.
@@ -47,15 +46,10 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
         rank: rank that runs the item.
         token_ids: prompt tokens, followed by `output_tokens` output tokens, as packed u32.
         sequence_hashes: hashes of the full prompt blocks, as packed u64.
-        reply_slot: partition of the topic `tokens` for the response.
-        sampling: sampling parameters.
         reply_from: first offset of the reply slot that may have output of an earlier attempt, as in `RequestSubmitted`.
-        lora_name: adapter; empty for none.
         cache_namespace: requests share cached blocks only if they have the same value.
         priority: for engines that order their own queue; a higher value goes first.
         report_output: whether the worker sends `OutputGrown`.
-        task: whether to generate a response or an embedding.
-        stage: stage to compute.
         media: images and videos of the prompt; without content if `encoded` is set.
         encoded: location of the embeddings to fetch; null if there are none.
         prefilled: location of the KV to fetch; null if there is none.

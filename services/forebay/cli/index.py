@@ -18,8 +18,7 @@ from forebay.core.state.prefix_index import PrefixIndex
 from forebay.events.base import U64_BYTES
 from forebay.events.kv import BlocksStored, StoreBlocksAdded, Tier
 from forebay.events.names import unknown_name
-from forebay.events.snapshots import IndexBlocks
-from forebay.events.tier_parts import StoreBlocks
+from forebay.events.snapshots import IndexBlocks, StoreBlocks
 from forebay.events.topics import DECISIONS
 from forebay.live.router.standby import Standby
 from forebay.replay.policies import require_allowed

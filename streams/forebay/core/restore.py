@@ -20,16 +20,18 @@ from forebay.events.snapshots import (
     IndexChanges,
     IndexCursor,
     IngressState,
+    MeasuredCosts,
     QueueTurns,
     Remembered,
     Reported,
     RequestState,
     RoutedBlocks,
     Sessions,
+    StoreBlocks,
+    StoreDropped,
     WorkerState,
     WorldState,
 )
-from forebay.events.tier_parts import MeasuredCosts, StoreBlocks, StoreDropped
 
 
 def restore(chunks: Iterable[Chunk], custom: CustomPolicies = ONLY_BUILT_IN) -> World:

@@ -18,7 +18,6 @@ from forebay.core.dispatch import (
     submit,
 )
 from forebay.core.execute import abort, release_kv
-from forebay.core.foreign_progress import is_foreign
 from forebay.core.phases import BEFORE_FIRST_TOKEN, Phase
 from forebay.core.routing.policies import BUILT_IN
 from forebay.core.state.active_request import ActiveRequest
@@ -78,7 +77,9 @@ from forebay.events.progress import (
 from forebay.events.requests import RequestCancelled, RequestEvent, RequestSubmitted, RouteQueried
 from forebay.events.versions import may_write
 
-__all__ = ["CLOCK", "CONSUMED_RUNS_MAX", "AnyDecision", "InputEvent", "advance", "claim", "open_run", "step"]
+__all__ = [
+    "CLOCK", "CONSUMED_RUNS_MAX", "AnyDecision", "InputEvent", "advance", "claim", "is_member", "open_run", "step",
+]  # fmt: skip
 
 CLOCK = "clock"  # pseudo topic of a run without events, in which only time passes
 SERVER_ERROR = 500  # with an HTTP status from 500 on, the request is not at fault
@@ -288,6 +289,33 @@ def _progress(world: World, event: RequestProgress) -> list[AnyDecision]:
         case _:
             assert_never(event)
     return drain_queues(world)
+
+
+def is_foreign(world: World, event: RequestProgress) -> bool:
+    """Return whether a worker reports on a request that the owner never sent to it.
+
+    Late progress of an earlier worker is normal, because a lost worker does not know immediately that it was replaced.
+    Foreign progress is a fault: two workers read the same slot of a work topic, or a worker ran an item that was
+    addressed to another worker.
+
+    If the owner cannot know this, the result is False. This is the case for requests that have ended, and for attempts
+    from before the snapshot that the world was restored from. Progress of an unknown request is foreign only if the
+    worker is in the fleet. Otherwise the owner may have forgotten the request's id since the worker left.
+    """
+    request = world.requests.get(event.request_id)
+    if request is not None:
+        if len(request.sent) < request.attempt + request.encodings + request.prefills:
+            return False
+        return (event.attempt, event.worker_id, event.worker_epoch) not in request.sent
+    if world.requests.known_content(event.request_id) is not None:
+        return False
+    return is_member(world, event.worker_id, event.worker_epoch)
+
+
+def is_member(world: World, worker_id: str, worker_epoch: int) -> bool:
+    """Return whether a worker is in the fleet in this epoch."""
+    worker = world.fleet.get(worker_id)
+    return worker is not None and worker.worker_epoch == worker_epoch
 
 
 def _descriptor_fault(world: World, request: ActiveRequest, event: PrefillFinished) -> str | None:

@@ -23,8 +23,7 @@ from forebay.events.control import PoolConfigured
 from forebay.events.fleet import WorkerFact, WorkerJoined, WorkerLost, WorkerSpec
 from forebay.events.kv import Tier
 from forebay.events.requests import RequestSubmitted
-from forebay.events.snapshots import Chunk, IndexBlocks, IndexCursor, WorkerState
-from forebay.events.tier_parts import StoreBlocks, StoreDropped
+from forebay.events.snapshots import Chunk, IndexBlocks, IndexCursor, StoreBlocks, StoreDropped, WorkerState
 from forebay.events.topics import FLEET
 from forebay.events.versions import EVENTS_VERSION
 from forebay.simulate.arrivals import Arrival, ListedArrivals

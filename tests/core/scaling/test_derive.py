@@ -2,8 +2,8 @@
 
 import pytest
 
-from forebay.core.scaling.basis import DecodeNeed, LoadSignal, PrefillNeed, SimulatedAttainment
 from forebay.core.scaling.decide import PoolSizing, decide, derive, gpus_before_budget
+from forebay.core.scaling.proposal import DecodeNeed, LoadSignal, PrefillNeed, SimulatedAttainment
 from forebay.core.scaling.state import PlannerState
 from forebay.events.scaling import PlannerPaused, PoolScaling, SimulatedSize, SizesSimulated
 from tests.core.scaling import profiles

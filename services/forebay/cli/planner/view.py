@@ -8,8 +8,8 @@ from forebay.cli.common.scaling_lines import verification_lines
 from forebay.cli.common.terminal import counted, printable
 from forebay.cli.replay.at_view import span, titled_table
 from forebay.cli.status_view import recent_time
-from forebay.core.scaling.basis import DecodeNeed, LoadSignal, PrefillNeed, SimulatedAttainment
 from forebay.core.scaling.decide import MethodProposal
+from forebay.core.scaling.proposal import DecodeNeed, LoadSignal, PrefillNeed, SimulatedAttainment
 from forebay.events.scaling import PlannerSettings, PoolDemand, PoolObserved, PoolScaling
 from forebay.replay.scaling.decisions import (
     REASONS,

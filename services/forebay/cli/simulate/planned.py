@@ -1,13 +1,12 @@
 """Metrics of a simulation with a planner: sizes, GPU hours and SLO attainment of each interval."""
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from forebay.cli.planner.planner_file import PlannerFile, read_planner_file
-from forebay.core.scaling.changes import size_changes
-from forebay.events.scaling import DemandForecast, SimulatedSize
+from forebay.events.scaling import DemandForecast, ScalingDecided, SimulatedSize
 from forebay.planner.predictors import predictor
 from forebay.planner.simulation import simulated_sizes
 from forebay.simulate.outcome import SimulationOutcome
@@ -64,10 +63,10 @@ def planned_metrics(outcome: SimulationOutcome, slo: Slo) -> dict[str, Any]:
         if at < len(ends_us):
             requests[at] += 1
             met[at] += is_met
-    found = size_changes(one.decisions for one in outcome.planned)
+    changes, reversals = size_changes(one.decisions for one in outcome.planned)
     return {
-        "changes": found.changes,
-        "reversals": found.reversals,
+        "changes": changes,
+        "reversals": reversals,
         "intervals": [
             {
                 "end_s": one.at_us / US_PER_S,
@@ -86,3 +85,26 @@ def planned_metrics(outcome: SimulationOutcome, slo: Slo) -> dict[str, Any]:
             for at, one in enumerate(outcome.planned)
         ],
     }
+
+
+def size_changes(intervals: Iterable[Iterable[ScalingDecided]]) -> tuple[int, int]:
+    """Return how often the decisions change the size of a pool, and how often a change reverses the previous one.
+
+    Args:
+        intervals: decisions of each interval. Those of one interval continue each other, so they count as one.
+    """
+    changes = reversals = 0
+    grew: dict[tuple[str, str], bool] = {}
+    for decisions in intervals:
+        sizes: dict[tuple[str, str], tuple[int, int]] = {}
+        for decided in decisions:
+            for pool in decided.pools:
+                key = pool.group, pool.pool
+                first, _ = sizes.get(key, (pool.from_size, 0))
+                sizes[key] = first, pool.to_size
+        for key, (first, last) in sizes.items():
+            if first != last:
+                changes += 1
+                reversals += grew.get(key, last > first) != (last > first)
+                grew[key] = last > first
+    return changes, reversals

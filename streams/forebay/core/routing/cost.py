@@ -23,9 +23,8 @@ from xxhash import xxh3_64
 
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.state.prefix_index import NO_OVERLAP, Overlap
-from forebay.core.state.rank_load import UNKNOWN_BLOCKS, RankLoad
+from forebay.core.state.rank_load import NO_RATES, UNKNOWN_BLOCKS, RankLoad, credit_blocks
 from forebay.core.state.roster import Roster
-from forebay.core.state.tier_rates import NO_RATES, credit_blocks
 from forebay.events.control import RouterConfig
 from forebay.events.decisions import CostTerms, ScoredCandidate
 from forebay.events.requests import TaintWeight

@@ -15,7 +15,7 @@ from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.roster import Roster
 from forebay.core.world import World
 from forebay.events.control import DisaggConfig, PoolConfigured
-from forebay.events.prefill import PrefillPlace, PrefillReason
+from forebay.events.decisions import PrefillPlace, PrefillReason
 
 
 def locate_prompt(world: World, pool: PoolConfigured, request: ActiveRequest, roster: Roster) -> StageCandidates | Plan:

@@ -12,9 +12,8 @@ from forebay.core.routing.eligibility import Ineligible
 from forebay.core.state.roster import CandidateRank, Roster
 from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.events.control import PoolConfigured, RouterConfig
-from forebay.events.decisions import ScoredCandidate, Stage
+from forebay.events.decisions import PrefillPlace, ScoredCandidate, Stage
 from forebay.events.pools import PoolChoice
-from forebay.events.prefill import PrefillPlace
 
 
 @dataclass(frozen=True, slots=True, eq=False)

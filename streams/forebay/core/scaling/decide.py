@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from forebay.core.scaling import budget, load, throughput
-from forebay.core.scaling.basis import SimulatedAttainment
-from forebay.core.scaling.proposal import Proposal
+from forebay.core.scaling.proposal import Proposal, SimulatedAttainment
 from forebay.core.scaling.state import PlannerState, overdue
 from forebay.events.scaling import (
     PlannerSettings,

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from forebay.core.scaling.basis import LoadSignal
 from forebay.core.scaling.interpolation import decode_itl_ms, prefill_speed, uncached
-from forebay.core.scaling.proposal import SIZE_MAX, Proposal
+from forebay.core.scaling.proposal import SIZE_MAX, LoadSignal, Proposal
 from forebay.events.scaling import PlannerSettings, PoolObserved, PoolScaling, Reason, WorkerObserved
 
 LATENCY_MS_MAX = 86_400_000.0  # a day; a longer latency is a fault of the measurement

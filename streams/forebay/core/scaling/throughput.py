@@ -14,9 +14,8 @@ Source: Dynamo's throughput scaling, 1.6.1 for the equations `plain` and 0.x for
 
 from math import ceil, inf
 
-from forebay.core.scaling.basis import DecodeNeed, PrefillNeed
 from forebay.core.scaling.interpolation import decode_capacity, decode_itl_ms, prefill_speed, uncached
-from forebay.core.scaling.proposal import SIZE_MAX, Proposal
+from forebay.core.scaling.proposal import SIZE_MAX, DecodeNeed, PrefillNeed, Proposal
 from forebay.events.scaling import PlannerSettings, PoolDemand, PoolObserved, PoolScaling, Reason
 
 # Lowest share for method `both`, which uses the result as a lower bound, and `down_sensitivity` for the load. A low

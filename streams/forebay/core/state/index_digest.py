@@ -21,8 +21,7 @@ from forebay.events.kv import (
     StoreEvent,
     Tier,
 )
-from forebay.events.snapshots import IndexBlocks, IndexChanges, IndexCursor
-from forebay.events.tier_parts import StoreBlocks, StoreDropped
+from forebay.events.snapshots import IndexBlocks, IndexChanges, IndexCursor, StoreBlocks, StoreDropped
 
 
 class IndexTally:

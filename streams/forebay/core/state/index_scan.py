@@ -15,8 +15,7 @@ import msgspec
 from forebay.core.state.block_sets import RUN_BLOCKS_MAX, BlockSets, Cursor, split_bits
 from forebay.events.base import U64_BYTES, pack_u64
 from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared, KvEvent
-from forebay.events.snapshots import IndexBlocks, IndexChanges
-from forebay.events.tier_parts import StoreBlocks, StoreDropped
+from forebay.events.snapshots import IndexBlocks, IndexChanges, StoreBlocks, StoreDropped
 
 SCAN_CHUNK_HASHES = 16_384  # 128 KiB: a chunk is copied, encoded and written in one call
 PIECE_BYTES = SCAN_CHUNK_HASHES * U64_BYTES  # maximum of hashes per event in `IndexChanges`; larger events are split

@@ -23,14 +23,12 @@ from msgspec.structs import astuple
 
 from forebay.core.state.block_sets import as_block_array
 from forebay.core.state.holder_bits import HolderKey
-from forebay.core.state.rank_load import TIGHT_SHARE, TURNOVER_STEPS, UNKNOWN_BLOCKS, RankLoad
-from forebay.core.state.tier_rates import NO_RATES, rates_of
+from forebay.core.state.rank_load import NO_RATES, TIGHT_SHARE, TURNOVER_STEPS, UNKNOWN_BLOCKS, RankLoad, rates_of
 from forebay.core.state_machine import digest_of, plain
 from forebay.events.base import U64_BYTES, U64_MASK, pack_u64, unpack_u64
 from forebay.events.kv import LowerTier
 from forebay.events.metrics import LoadReported, TierCosts
-from forebay.events.snapshots import Booking, ComputedTokens, Reported
-from forebay.events.tier_parts import MeasuredCosts
+from forebay.events.snapshots import Booking, ComputedTokens, MeasuredCosts, Reported
 
 BLOCK_UNITS = 1 << 16  # finer than any difference that matters to a cost
 _ONE = 1 << 64  # one request in a node's counter; the bits below hold the sum of the requests' tickets

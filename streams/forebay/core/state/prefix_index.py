@@ -34,8 +34,7 @@ from forebay.events.kv import (
     StoreEvent,
     Tier,
 )
-from forebay.events.snapshots import IndexBlocks, IndexChanges, IndexCursor
-from forebay.events.tier_parts import StoreBlocks, StoreDropped
+from forebay.events.snapshots import IndexBlocks, IndexChanges, IndexCursor, StoreBlocks, StoreDropped
 
 TIERS: tuple[Tier, ...] = get_args(Tier)
 STORE = "store"  # name of the shared stores among the sources of a scan

@@ -1,10 +1,10 @@
 """Load of one worker rank, and what the costs of its candidates need to know about its cache."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.state.tier_rates import NO_RATES, TierRates
 from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import LowerTier
 from forebay.events.metrics import TierCosts
@@ -13,6 +13,11 @@ from forebay.events.snapshots import Reported
 TURNOVER_STEPS = 4  # a rank remembers when it was sent each quarter of its cache; finer steps change selections little
 TIGHT_SHARE = 4  # a cache with less than a quarter free is tight; lower would make more decisions look at every cache
 UNKNOWN_BLOCKS = 1 << 62  # more than any cache has
+
+# Blocks that could be computed in the fixed duration of a load, and in the duration per loaded block.
+TierRates = Mapping[LowerTier, tuple[float, float]]
+
+NO_RATES: TierRates = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -84,3 +89,26 @@ class RankLoad:
 def kv_blocks_of(spec: WorkerSpec) -> int:
     """Return the KV blocks of each rank of a worker; `UNKNOWN_BLOCKS` if the worker sends no KV events."""
     return spec.kv_blocks_total if spec.kv_events else UNKNOWN_BLOCKS
+
+
+def rates_of(costs: TierCosts) -> TierRates:
+    """Return the rates of each measured tier; nothing while the cost of computing a block is unknown."""
+    computed_us = costs.prefill_block_us
+    if not computed_us:
+        return NO_RATES
+    return {one.tier: (one.fixed_us / computed_us, one.block_us / computed_us) for one in costs.tiers}
+
+
+def credit_blocks(rates: TierRates, tier: LowerTier, blocks: float, weight: float) -> float:
+    """Return how many blocks of computation it saves to load blocks from a tier, at least 0.
+
+    Args:
+        blocks: number of blocks to load, above 0.
+        weight: blocks saved per loaded block if the tier has not been measured.
+    """
+    rate = rates.get(tier)
+    if rate is None:
+        return weight * blocks
+    fixed, each = rate
+    saved = blocks - (fixed + blocks * each)
+    return saved if saved > 0.0 else 0.0

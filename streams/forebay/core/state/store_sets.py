@@ -13,7 +13,7 @@ from forebay.core.state.holder_bits import HolderBits
 from forebay.core.state_machine import digest_of
 from forebay.events.base import array_u64
 from forebay.events.kv import StoreBlocksAdded, StoreEvent
-from forebay.events.tier_parts import StoreBlocks
+from forebay.events.snapshots import StoreBlocks
 
 STORES_MAX = 64  # stores of a group in use at the same time; each lookup visits all of them
 STORE_BLOCKS_MAX = 1 << 23  # blocks of all stores: about 800 MB of memory

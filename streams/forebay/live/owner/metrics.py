@@ -17,8 +17,7 @@ from prometheus_client.registry import Collector
 
 from forebay.core.phases import Phase
 from forebay.core.state.prefix_index import APPLIED
-from forebay.events.decisions import Stage
-from forebay.events.prefill import PrefillReason
+from forebay.events.decisions import PrefillReason, Stage
 from forebay.live.owner.owner import Owner
 from forebay.live.owner.ttft_metrics import BUCKETS_S, DurationHistogram
 from forebay.live.router.placement import GroupPlacement

@@ -17,8 +17,7 @@ import msgspec
 from forebay.core.restore import restore
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.world import World
-from forebay.events.snapshots import Chunk, IndexBlocks
-from forebay.events.tier_parts import StoreBlocks
+from forebay.events.snapshots import Chunk, IndexBlocks, StoreBlocks
 from forebay.events.topics import DECISIONS, SNAPSHOTS
 from forebay.replay.at import LOST_MAX
 from forebay.replay.moment import LossFacts

@@ -15,8 +15,7 @@ from forebay.core.routing.eligibility import Ineligible, filter_eligible, is_bus
 from forebay.core.routing.evaluation import find_overlaps
 from forebay.core.routing.plan import Plan
 from forebay.core.routing.planner import find_options
-from forebay.core.routing.policies import BUILT_IN
-from forebay.core.routing.policies.power_of_two import draw_two
+from forebay.core.routing.policies import BUILT_IN, draw_two
 from forebay.core.routing.selection import softmax_weights
 from forebay.core.routing.stages import as_prefill_request
 from forebay.core.state.fleet import FleetWorker, WorkerPhase

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import msgspec
 
 from forebay.core.ttft_parts import Part
+from forebay.events.decisions import PrefillPlace
 from forebay.events.kv import LowerTier
-from forebay.events.prefill import PrefillPlace
 from forebay.events.requests import RequestSubmitted, RouteQueried
 from forebay.replay.spans import OtherSpan
 from forebay.replay.verify.divergence import DivergenceReport

@@ -6,6 +6,7 @@ from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import (
     KvReleased,
     OwnerClaimed,
+    PrefillPlace,
     RequestAborted,
     RequestHeld,
     RequestRejected,
@@ -14,7 +15,6 @@ from forebay.events.decisions import (
 )
 from forebay.events.fleet import WorkerDraining, WorkerFact, WorkerRecovered, WorkerSuspect
 from forebay.events.pools import PoolChoice, SkipReason
-from forebay.events.prefill import PrefillPlace
 from forebay.events.progress import (
     AttemptRejected,
     EncodeFailed,

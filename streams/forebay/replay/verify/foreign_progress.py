@@ -10,8 +10,7 @@ from typing import get_args
 
 import msgspec
 
-from forebay.core.foreign_progress import is_member
-from forebay.core.step import AnyDecision, InputEvent
+from forebay.core.step import AnyDecision, InputEvent, is_member
 from forebay.events.decisions import CommandSent, RequestAborted, RequestRejected, RequestRouted
 from forebay.events.progress import CommandDone, CommandRefused, RequestFailed, RequestFinished, RequestProgress
 from forebay.events.requests import RequestSubmitted
