@@ -14,7 +14,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from forebay.ingress.readiness import NO_PREFILL_WORKER
+from forebay.ingress.group import NO_PREFILL_WORKER
 from tests import dashboard
 from tests.cli.in_process import forebay
 from tests.cli.up import ADMIN, Up, running, verified

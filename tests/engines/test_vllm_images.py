@@ -19,8 +19,7 @@ import pytest_asyncio
 from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
 from forebay.events.base import pack_u32, unpack_u64
 from forebay.events.work import WorkItem
-from forebay.ingress.media.refs import FetchedMedia, MediaRef
-from forebay.ingress.media.tokens import MediaTokens, media_tokens_of
+from forebay.ingress.media.tokens import FetchedMedia, MediaRef, MediaTokens, media_tokens_of
 from forebay.workers.engines.vllm.engine import VllmEngine
 from forebay.workers.runtime.media_feed import MediaEngine
 from tests.engines.driven import Answer, Driven, driven

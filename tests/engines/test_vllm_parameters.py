@@ -4,7 +4,7 @@ from importlib import import_module
 
 import pytest
 
-from forebay.ingress.http.tokenization import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from forebay.ingress.http.queries import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.fields import Body
 from forebay.ingress.openai.requests import ChatBody, StreamOptions, TextBody

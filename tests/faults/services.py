@@ -12,12 +12,12 @@ from forebay.engine_model.model import EngineConfig
 from forebay.events.control import RouterConfig
 from forebay.events.fleet import WorkerSpec
 from forebay.events.topics import TOKENS
+from forebay.ingress.group import Readiness
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.kafka_api.api import KafkaApi
-from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
+from forebay.ingress.kafka_api.shared import KafkaApiMetrics
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
-from forebay.ingress.readiness import Readiness
 from forebay.ingress.served import OneModel
 from forebay.ingress.settings import IngressSettings
 from forebay.live.router.router import Router, RouterSettings

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from forebay.ingress.errors import Unusable
-from forebay.ingress.http.cors import allowed_origins
+from forebay.ingress.http.origin_guard import allowed_origins
 from tests.ingress.conftest import make_scene
 
 PAGE = "https://app.example"

@@ -17,11 +17,11 @@ from prometheus_client import CollectorRegistry
 
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.events.progress import FirstTokenEmitted
+from forebay.ingress.child_process import CALLERS_MAX
 from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.http.app import build_app
 from forebay.ingress.served import OneModel
-from forebay.ingress.shared_child import CALLERS_MAX
 from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Explanation
 from forebay.transport.kafka.settings import KafkaSettings

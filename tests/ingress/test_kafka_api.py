@@ -11,13 +11,11 @@ from forebay.events.codec import decode
 from forebay.events.requests import RequestSubmitted, RoutingHints
 from forebay.events.topics import FIXED_TOPICS, OPENAI_RESPONSES, TOKENS
 from forebay.ingress.errors import ApiError, Unusable
-from forebay.ingress.http.body_limits import BodyLimits
-from forebay.ingress.kafka_api.request import ReplyAddress, address, body_of, nonce_of, slot_of
+from forebay.ingress.http.body import BodyLimits
+from forebay.ingress.kafka_api.request import ReplyAddress, ReplyTopics, address, body_of, nonce_of, slot_of
 from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, ResponseRecord, WindowEntry
-from forebay.ingress.kafka_api.topics import ReplyTopics
 from forebay.ingress.openai.requests import ChatBody, TextBody
-from forebay.ingress.parsers.composer import Composer
-from forebay.ingress.parsers.text import TextAssembler
+from forebay.ingress.parsers.composer import Composer, TextAssembler
 from forebay.ingress.response_fold import CompletionFold, was_rejected
 from forebay.ingress.settings import IngressSettings
 from forebay.transport.base import Draft, Record

@@ -13,9 +13,8 @@ from forebay.events.request_ids import aliases_of
 from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.ingress.errors import ApiError
 from forebay.ingress.kafka_api import partition as partition_module
-from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
 from forebay.ingress.kafka_api.partition import PartitionServer
-from forebay.ingress.kafka_api.shared import SharedState
+from forebay.ingress.kafka_api.shared import KafkaApiMetrics, SharedState
 from forebay.ingress.parsers.deltas import OutputDelta
 from forebay.ingress.served import OneModel
 from forebay.transport.base import Record

@@ -17,7 +17,7 @@ from forebay.events.media import MEDIA_BYTES_MAX
 from forebay.ingress.errors import ApiError
 from forebay.ingress.media import fetch as media
 from forebay.ingress.media.fetch import MediaFetcher, is_public
-from forebay.ingress.media.refs import FetchedMedia, MediaRef, MediaSettings
+from forebay.ingress.media.tokens import FetchedMedia, MediaRef, MediaSettings
 from tests.system import until
 
 MP4 = b"\x00\x00\x00\x18ftypmp42" + bytes(20)

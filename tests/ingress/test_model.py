@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from forebay.ingress.errors import ApiError
 from forebay.ingress.model import DEFAULT_MODEL, Decoder, Model, ModelUnusable, word_token_ids
-from forebay.ingress.parsers.text import TextAssembler
+from forebay.ingress.parsers.composer import TextAssembler
 from forebay.ingress.token_bytes import BYTE_OF
 from tests.harness.models.make_default_model import files
 

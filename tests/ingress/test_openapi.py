@@ -8,7 +8,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from forebay.ingress.http.origin_guard import UNCHECKED
-from forebay.ingress.http.tokenization import TokenizeTextBody
+from forebay.ingress.http.queries import TokenizeTextBody
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.requests import TextBody
 from tests.ingress.conftest import ADMIN_TOKEN, MODULE_LOOP, NAME, Scene, make_scene

@@ -22,8 +22,7 @@ from forebay.events.tokens import (
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.requests import TextBody
-from forebay.ingress.parsers.composer import Composer
-from forebay.ingress.parsers.text import TextAssembler
+from forebay.ingress.parsers.composer import Composer, TextAssembler
 from forebay.ingress.response_fold import CompletionFold, EmbeddingFold
 
 MODEL = Model(DEFAULT_MODEL)

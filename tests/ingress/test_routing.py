@@ -17,9 +17,8 @@ from forebay.events.requests import RequestSubmitted, RouterOverride, RoutingHin
 from forebay.events.topics import REQUESTS
 from forebay.ingress.errors import ApiError, Unusable
 from forebay.ingress.openai.fields import parse
-from forebay.ingress.openai.nvext import Nvext
+from forebay.ingress.openai.nvext import ROUTING_HEADERS, Nvext, routing_headers, routing_of
 from forebay.ingress.openai.requests import TextBody
-from forebay.ingress.openai.routing_hints import ROUTING_HEADERS, routing_headers, routing_of
 from forebay.ingress.settings import IngressSettings
 from tests.depth import examples
 from tests.ingress.conftest import MODULE_LOOP, NAME, Scene, make_scene

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from forebay import runtime
 from forebay.ingress.errors import ApiError
 from forebay.ingress.http.app import build_app
-from forebay.ingress.http.status import SHARED_S, SharedReader, StatusReader
+from forebay.ingress.http.queries import SHARED_S, SharedReader, StatusReader
 from forebay.ingress.served import OneModel
 from forebay.replay.status import GroupStatus, owner_status
 from tests.harness.fake_runtime import FakeRuntime

@@ -14,8 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from forebay.events.base import unpack_u32
 from forebay.ingress.errors import ApiError
-from forebay.ingress.http.body import BodyMemory
-from forebay.ingress.http.body_limits import SMALL_BYTES, BodyLimits
+from forebay.ingress.http.body import SMALL_BYTES, BodyLimits, BodyMemory
 from forebay.ingress.kafka_api.request import body_of
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.token_bytes import BYTE_OF, text_chars_max

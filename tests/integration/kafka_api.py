@@ -23,7 +23,7 @@ from forebay.events.tokens import ResponseEnded, TokenChunk, TokenEvent, TokensE
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES, REQUESTS, TOKENS
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.kafka_api.api import KafkaApi
-from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
+from forebay.ingress.kafka_api.shared import KafkaApiMetrics
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.served import OneModel

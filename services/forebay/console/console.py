@@ -19,9 +19,8 @@ from forebay.console.messages import ReadStatus
 from forebay.console.settings import ConsoleSettings, SourceKind
 from forebay.core.routing.policies import BUILT_IN
 from forebay.events.names import unknown_name
-from forebay.ingress.child_process import ChildProcess
+from forebay.ingress.child_process import ChildProcess, SharedChild
 from forebay.ingress.errors import invalid
-from forebay.ingress.shared_child import SharedChild
 from forebay.replay.catalog.facts import CatalogState, WorkerActivity
 from forebay.replay.status import GroupStatus
 

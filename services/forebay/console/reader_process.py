@@ -27,9 +27,8 @@ from forebay.core.routing.policies import CustomPolicies
 from forebay.events.names import unknown_name
 from forebay.events.request_ids import aliases_of
 from forebay.events.topics import DECISIONS, INPUTS
-from forebay.ingress.child_process import ChildConnection
+from forebay.ingress.child_process import ChildConnection, ChildResponse
 from forebay.ingress.explain_worker import LogSource, opened_log
-from forebay.ingress.shared_child import ChildResponse
 from forebay.replay.at import NoSuchRecord, Position
 from forebay.replay.at_time import last_time
 from forebay.replay.catalog import requests

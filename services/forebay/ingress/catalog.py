@@ -24,10 +24,9 @@ from forebay.events.request_ids import client_id_of
 from forebay.ingress.admission import FullPool
 from forebay.ingress.errors import ApiError, Unusable, model_required
 from forebay.ingress.front import Front
-from forebay.ingress.group import GroupClient
+from forebay.ingress.group import GroupClient, Readiness
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.model_cards import open_model
-from forebay.ingress.readiness import Readiness
 from forebay.ingress.served import ServedModel, card_of
 from forebay.transport.base import LogError
 from forebay.transport.directory import Directory

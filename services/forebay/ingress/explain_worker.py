@@ -11,8 +11,7 @@ from contextlib import asynccontextmanager, closing
 
 import msgspec
 
-from forebay.ingress.child_process import ChildConnection
-from forebay.ingress.shared_child import ChildResponse
+from forebay.ingress.child_process import ChildConnection, ChildResponse
 from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.explain.find import UnknownRequest

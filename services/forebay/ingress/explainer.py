@@ -6,10 +6,9 @@ if it exceeds the time limit or when the ingress stops. It exits on its own if t
 
 import msgspec
 
-from forebay.ingress.child_process import ChildProcess
+from forebay.ingress.child_process import ChildProcess, SharedChild
 from forebay.ingress.errors import ApiError
 from forebay.ingress.explain_worker import AnyRequest, ExplainRequest, LogSource, StatusRequest
-from forebay.ingress.shared_child import SharedChild
 from forebay.replay.status import GroupStatus
 
 LIMIT_S = 30.0  # about ten thousand decisions after a snapshot; `forebay replay explain` has no limit

@@ -1,8 +1,7 @@
 """Parts of an ingress process that all models which it serves share."""
 
 from forebay.ingress.admission import IngressAdmission
-from forebay.ingress.http.body import BodyMemory
-from forebay.ingress.http.body_limits import VALUES_MAX, BodyLimits
+from forebay.ingress.http.body import VALUES_MAX, BodyLimits, BodyMemory
 from forebay.ingress.http.drain import IngressDrain
 from forebay.ingress.media.fetch import MediaFetcher
 from forebay.ingress.metrics import IngressMetrics

@@ -1,6 +1,8 @@
-"""Client of the group of one model: its pools, commands, adapters and responses. It needs no tokenizer."""
+"""Client of the group of one model: its readiness, pools, commands, adapters and responses. It needs no tokenizer."""
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
 
 from forebay.ingress.adapters import Adapters
 from forebay.ingress.commands import CommandClient
@@ -8,9 +10,66 @@ from forebay.ingress.errors import ApiError, no_router
 from forebay.ingress.front import Front
 from forebay.ingress.http.pool_settings import PoolConfigurator
 from forebay.ingress.metrics import IngressMetrics
-from forebay.ingress.readiness import NO_OWNER, NO_WORKER, Readiness
 from forebay.ingress.settings import IngressSettings
+from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import OwnerPresence
+
+POLL_S = 1.0  # seconds between two checks whether prompts must be computed by prefill workers
+NO_OWNER = "no router owns this model now: a failover is in progress, or Kafka does not respond; try again soon"
+NO_WORKER = "no worker is ready"
+NO_PREFILL_WORKER = "no prefill worker is ready, and decode workers must not compute prompts"
+
+
+class Readiness:
+    """Whether an ingress can serve: its group has a partition, an owner and a ready worker that generates responses.
+
+    The owner's heartbeats contain the number of ready workers per role, according to the events of `fleet` that the
+    owner has applied. If prompts must be computed by prefill workers (`enforced`), a prefill worker must be ready, too.
+    """
+
+    def __init__(self, heartbeats: OwnerPresence, directory: Directory) -> None:
+        self._heartbeats = heartbeats
+        self._directory = directory
+        self._is_enforced = False
+        self.enforced: Callable[[], Awaitable[bool]] | None = None
+
+    def __call__(self) -> bool:
+        """Return whether the ingress can serve requests now."""
+        return self._problem() is None
+
+    def why_not(self) -> str:
+        """Return the reason why the ingress cannot serve requests."""
+        return self._problem() or NO_WORKER
+
+    def partition(self) -> int | None:
+        """Return the control partition of the group; None until a router has assigned one."""
+        return self._directory.partition_of(self._heartbeats.group)
+
+    async def run(self) -> None:
+        """Read the heartbeats of the group's owner until cancelled. Raises LogError if the log fails."""
+        partition = await self._directory.placed(self._heartbeats.group)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._heartbeats.follow(partition))
+            tasks.create_task(self._look())
+
+    async def _look(self) -> None:
+        while True:
+            if self.enforced is not None:
+                with contextlib.suppress(ApiError):  # if the settings cannot be read, keep the previous ones
+                    self._is_enforced = await self.enforced()
+            await asyncio.sleep(POLL_S)
+
+    def _problem(self) -> str | None:
+        owner = self._heartbeats.owner
+        if self.partition() is None:
+            return NO_WORKER
+        if owner is None or not self._heartbeats.has_owner:
+            return NO_OWNER
+        if owner.ready_aggregated:
+            return None
+        if not owner.ready_decode:
+            return NO_WORKER
+        return NO_PREFILL_WORKER if self._is_enforced and not owner.ready_prefill else None
 
 
 class GroupClient:
@@ -87,5 +146,9 @@ class GroupClient:
     async def has_enforced_prefill(self) -> bool:
         """Return whether requests are rejected while no prefill worker is ready. Raises ApiError (503)."""
         model = self.settings.model_name
-        pools = await self.pools.disaggregation_settings()
-        return any(disagg.enforce and disagg.policy == "always" for _, served, disagg in pools if served == model)
+        pools = (await self.pools.configured()).values()
+        return any(
+            pool.model == model and pool.role == "decode" and disagg.enforce and disagg.policy == "always"
+            for pool in pools
+            for disagg in [pool.router.disagg]
+        )

@@ -17,13 +17,13 @@ from forebay.ingress.admission import POOL_FULL
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.front import Front
 from forebay.ingress.group import GroupClient
-from forebay.ingress.media.refs import MediaRef
+from forebay.ingress.media.tokens import MediaRef
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.fields import BodyT
+from forebay.ingress.openai.nvext import RoutingHeaders, routing_headers
 from forebay.ingress.openai.requests import ChatBody, TextBody
-from forebay.ingress.openai.routing_hints import RoutingHeaders, routing_headers
 from forebay.ingress.parsers.selection import ParserFactory
 from forebay.ingress.prepare import PreparedRequest, Preparer, Target, TokenizedPrompt
 from forebay.ingress.response_fold import CompletionFold

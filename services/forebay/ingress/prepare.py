@@ -24,13 +24,11 @@ from forebay.events.media import Media
 from forebay.events.requests import NO_HINTS, RequestSubmitted, RouteQueried, RoutingHints, Sampling, Task
 from forebay.ingress.chat_template import RENDERED_CHARS_MAX
 from forebay.ingress.errors import invalid
-from forebay.ingress.media.refs import FetchedMedia, MediaRef
-from forebay.ingress.media.tokens import ExpandedPrompt
+from forebay.ingress.media.tokens import ExpandedPrompt, FetchedMedia, MediaRef
 from forebay.ingress.model import Model
 from forebay.ingress.openai.embeddings import EmbeddingBody
-from forebay.ingress.openai.nvext import Nvext
+from forebay.ingress.openai.nvext import Nvext, RoutingHeaders, reject_hints, routing_of
 from forebay.ingress.openai.requests import ChatBody, CompletionBody, TextBody
-from forebay.ingress.openai.routing_hints import RoutingHeaders, reject_hints, routing_of
 from forebay.ingress.openai.sampling import PROMPT_TOKENS_MAX, SEED_MAX, sampling_of
 from forebay.ingress.parsers.composer import OutputPlan
 from forebay.ingress.parsers.selection import ParseOptions, ParserFactory

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from forebay.ingress.errors import Unusable
-from forebay.ingress.http.body_limits import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
-from forebay.ingress.kafka_api.topics import require_patterns
-from forebay.ingress.media.refs import PUBLIC_ONLY, MediaSettings
+from forebay.ingress.http.body import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
+from forebay.ingress.kafka_api.request import require_patterns
+from forebay.ingress.media.tokens import PUBLIC_ONLY, MediaSettings
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX
 from forebay.ingress.parsers.selection import AUTO
 
@@ -29,8 +29,7 @@ class IngressSettings:
         ignore_unknown_fields: whether unknown fields of request bodies have no effect. If false, they are rejected.
         loras: LoRA adapters that are always served as models, in addition to adapters that workers have loaded.
         api_keys: keys of which a client must send one to use the model; empty to serve every client.
-        cors_origins: origins whose web pages may read responses, as `forebay.ingress.http.cors.allowed_origins` returns
-            them.
+        cors_origins: origins whose web pages may read responses, from `allowed_origins`.
         admin_token: token that the admin API requires; empty for no admin API.
         tool_call_parser: `auto` (by the chat template), `none`, or the name of a parser.
         reasoning_parser: `auto` (by the chat template), `none`, or the name of a parser.

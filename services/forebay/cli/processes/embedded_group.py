@@ -19,8 +19,8 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.models import ModelCard
 from forebay.events.snapshots import IndexBlocks
 from forebay.ingress.errors import Unusable
+from forebay.ingress.group import NO_PREFILL_WORKER, NO_WORKER
 from forebay.ingress.model_cards import read_card
-from forebay.ingress.readiness import NO_PREFILL_WORKER, NO_WORKER
 from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.live.owner.start_check import CheckedLog

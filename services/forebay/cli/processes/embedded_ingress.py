@@ -17,10 +17,10 @@ from forebay.events.topics import FLEET, TOKENS
 from forebay.ingress.catalog import Catalog
 from forebay.ingress.errors import ApiError, Unusable
 from forebay.ingress.front import Front
+from forebay.ingress.group import NO_WORKER
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
-from forebay.ingress.readiness import NO_WORKER
 from forebay.ingress.served import OneModel, ServedModels
 from forebay.live.router.heartbeats import owner_heartbeat
 from forebay.transport.directory import Directory

@@ -10,8 +10,8 @@ from forebay.cli.common.admin_token import AdminTokenFileOption, required_token
 from forebay.cli.common.api_key import ApiKeyFileOption, ApiKeysOption, api_keys
 from forebay.cli.processes.options import names
 from forebay.ingress.errors import Unusable
-from forebay.ingress.http.body_limits import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
-from forebay.ingress.media.refs import MediaSettings
+from forebay.ingress.http.body import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
+from forebay.ingress.media.tokens import MediaSettings
 
 if TYPE_CHECKING:
     from forebay.ingress.http.endpoint import Endpoint
@@ -91,7 +91,7 @@ class HttpOptions:
             Unusable: The admin API has no token, or a key, an origin or a host name is invalid.
         """
         # Imported here, so that other commands do not wait for an HTTP server to load.
-        from forebay.ingress.http.cors import allowed_origins  # noqa: PLC0415
+        from forebay.ingress.http.origin_guard import allowed_origins  # noqa: PLC0415
         from forebay.ingress.settings import IngressSettings  # noqa: PLC0415
 
         return IngressSettings(

@@ -27,18 +27,18 @@ from forebay.ingress.errors import Unusable
 from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.front import Front
+from forebay.ingress.group import Readiness
 from forebay.ingress.http.app import build_app
 from forebay.ingress.http.drain import IngressDrain
 from forebay.ingress.http.endpoint import Endpoint
 from forebay.ingress.http.protocol import ConnectionLimits, connections_allowed
+from forebay.ingress.http.queries import SharedReader, StatusReader
 from forebay.ingress.http.server import build_server, serve_until_drained
-from forebay.ingress.http.status import SharedReader, StatusReader
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.kafka_api.api import KafkaApi
-from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
+from forebay.ingress.kafka_api.shared import KafkaApiMetrics
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
-from forebay.ingress.readiness import Readiness
 from forebay.ingress.served import OneModel, ServedModels
 from forebay.ingress.settings import IngressSettings
 from forebay.replay.status import GroupStatus, with_heartbeats

@@ -1,6 +1,8 @@
 """Admin API: routes that show or change settings that affect every client.
 
-Each route requires the admin token of the ingress. Without a token the ingress serves no admin API.
+They send commands to workers, change the settings of pools, and the rules by which the owner chooses the pool of a
+request. Each route requires the admin token of the ingress. Without a token the ingress serves no admin API. A change
+responds with the settings or rules after it, once it is on the log.
 """
 
 import hmac
@@ -12,66 +14,134 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import Field
 
-from forebay.events.control import BusyThresholds, DisaggConfig, DisaggPolicy
-from forebay.ingress.errors import ApiError
+from forebay import runtime
+from forebay.core.state.pool_registry import PoolEvent
+from forebay.events.control import DisaggPolicy, PolicySet
+from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolGrid, PoolRoutingConfigured
+from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.group import GroupClient
 from forebay.ingress.http.body import read_body
-from forebay.ingress.http.control_api import BODY_BYTES_MAX, COMMAND_BODIES, add_commands
+from forebay.ingress.http.control_api import BODY_BYTES_MAX, COMMAND_BODIES, OperatorField, add_commands
 from forebay.ingress.http.openapi import SETTINGS, body_of, errors
-from forebay.ingress.http.operator_name import OperatorField
-from forebay.ingress.http.pool_rules import POOL_RULE_BODIES, add_pool_rules
 from forebay.ingress.openai.fields import CheckedBody, parse
 from forebay.ingress.openai.nvext import WEIGHT_MAX
 from forebay.ingress.openai.requests import adapter_of
+from forebay.simulate.pool_routing_file import PoolRoutingUnusable, pool_routing
 
+GRIDS_MAX = 3  # one per role
 TOKENS_MAX = (1 << 63) - 1
 
+PoolName = Annotated[str, Field(min_length=1, max_length=256)]
+Tokens = Annotated[int, Field(ge=0, le=TOKENS_MAX)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0.0, le=WEIGHT_MAX, allow_inf_nan=False)]
 
-class PoolSettingsBody(CheckedBody):
-    """Request body that names a model and changes settings of its pools. Subclasses add the settings."""
+
+class PoolBody(CheckedBody):
+    """Request body that names a model and changes settings of its pools or a rule. Subclasses add these."""
 
     model: str
     operator: OperatorField = ""
 
     def changes(self) -> dict[str, Any]:
-        """Return the settings that the client sent, by field name. Fields missing in the body are left out."""
+        """Return the fields that the client sent, without the model and the operator."""
         return {name: getattr(self, name) for name in self.model_fields_set - {"model", "operator"}}
 
+    def origin(self) -> dict[str, Any]:
+        """Return the fields that the events of all changes share."""
+        return {"model": self.model, "operator": self.operator, "at_us": runtime.wall_us()}
 
-BodyT = TypeVar("BodyT", bound=PoolSettingsBody)
+
+BodyT = TypeVar("BodyT", bound=PoolBody)
 
 
-class BusyThresholdBody(PoolSettingsBody):
+class PoolRoutingBody(PoolBody):
+    """Body of POST /v1/pools/routing. It replaces all grids of the model."""
+
+    grids: Annotated[
+        tuple[dict[str, Any], ...], Field(max_length=GRIDS_MAX, description="At most one grid per role.")
+    ] = ()
+    retry: Annotated[bool, Field(description="Whether failed requests move to faster pools.")] = False
+
+    def event(self) -> PoolEvent:
+        try:
+            routing = pool_routing({"grids": [*self.grids], "retry": self.retry}, "parameter")
+        except PoolRoutingUnusable as error:
+            raise invalid(str(error), "grids") from error
+        return PoolRoutingConfigured(routing=routing, **self.origin())
+
+
+class PoolCanaryBody(PoolBody):
+    """Body of POST /v1/pools/canary. Without `base` the pool stops being a canary."""
+
+    pool: PoolName
+    base: Annotated[str, Field(max_length=256)] = ""
+    share: Fraction = 0.0
+
+    def event(self) -> PoolEvent:
+        if self.base == self.pool:
+            raise invalid(f"base is {self.base!r}; a canary gets requests of another pool", "base")
+        share = self.share if self.base else 0.0
+        return PoolCanarySet(pool=self.pool, base=self.base, share=share, **self.origin())
+
+
+class PoolDrainBody(PoolBody):
+    """Body of POST /v1/pools/drain. If `drained` is true, the pool gets no new requests."""
+
+    pool: PoolName
+    drained: bool = True
+
+    def event(self) -> PoolEvent:
+        return PoolDrainSet(pool=self.pool, drained=self.drained, **self.origin())
+
+
+class PoolPolicyBody(PoolBody):
+    """Body of POST /v1/pools/policy. The policy is valid until the next change, also for an owner that takes over."""
+
+    pool: PoolName
+    mode: Annotated[
+        str, Field(min_length=1, max_length=256, description="Router mode, or path of a class that the router allows.")
+    ]
+
+    def event(self) -> PolicySet:
+        return PolicySet(pool=self.pool, mode=self.mode, **self.origin())
+
+
+class BusyThresholdBody(PoolBody):
     """Body of POST /busy_threshold. A missing field keeps its current value; null disables the threshold."""
 
-    active_decode_blocks_threshold: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
-    active_prefill_tokens_threshold: Annotated[int, Field(ge=0, le=TOKENS_MAX)] | None = None
-    active_prefill_tokens_threshold_frac: Annotated[float, Field(ge=0.0, le=WEIGHT_MAX, allow_inf_nan=False)] | None = (
-        None
-    )
+    active_decode_blocks_threshold: Fraction | None = None
+    active_prefill_tokens_threshold: Tokens | None = None
+    active_prefill_tokens_threshold_frac: Weight | None = None
 
 
-class DisaggregationBody(PoolSettingsBody):
+class DisaggregationBody(PoolBody):
     """Body of POST /disaggregation. A missing field keeps its current value; null disables a busy threshold."""
 
     policy: DisaggPolicy = "always"
-    max_local_prefill_length: Annotated[int, Field(ge=0, le=TOKENS_MAX)] = 0
+    max_local_prefill_length: Tokens = 0
     max_prefill_queue_size: Annotated[int, Field(ge=1, le=TOKENS_MAX)] = 1
-    eff_isl_threshold: Annotated[int, Field(ge=0, le=TOKENS_MAX)] = 0
-    eff_isl_ratio_threshold: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] = 0.0
-    prefill_busy_threshold: Annotated[float, Field(ge=0.0, le=WEIGHT_MAX, allow_inf_nan=False)] | None = None
-    decode_busy_threshold: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
+    eff_isl_threshold: Tokens = 0
+    eff_isl_ratio_threshold: Fraction = 0.0
+    prefill_busy_threshold: Weight | None = None
+    decode_busy_threshold: Fraction | None = None
     enforce: bool = False
 
 
-BODIES = (*COMMAND_BODIES, BusyThresholdBody, DisaggregationBody, *POOL_RULE_BODIES)
+RuleBody = PoolRoutingBody | PoolCanaryBody | PoolDrainBody | PoolPolicyBody
+BODIES = (
+    *COMMAND_BODIES,
+    BusyThresholdBody,
+    DisaggregationBody,
+    PoolRoutingBody,
+    PoolCanaryBody,
+    PoolDrainBody,
+    PoolPolicyBody,
+)
 
 
 def add_admin(app: FastAPI, ingress: GroupClient) -> None:
-    """Add the routes of the admin API to `app`: commands to workers and settings of pools.
-
-    Each route requires the admin token in `ingress.settings.admin_token`.
-    """
+    """Add the routes of the admin API to `app`. Each requires the token in `ingress.settings.admin_token`."""
 
     async def require_model(request: Request) -> None:
         for name in request.query_params.getlist("model"):  # an ingress of several models has removed the parameter
@@ -79,51 +149,84 @@ def add_admin(app: FastAPI, ingress: GroupClient) -> None:
 
     router = APIRouter(dependencies=[Depends(_token_check(ingress.settings.admin_token)), Depends(require_model)])
     add_commands(router, ingress)
-    add_pool_rules(router, ingress)
-    pools = ingress.pools
+    _add_rules(router, ingress)
+    _add_settings(router, ingress)
+    app.routes.extend(router.routes)  # not `include_router`, which hides the methods of each path
 
-    async def read_settings(request: Request, kind: type[BodyT]) -> BodyT:
-        body = parse(kind, await read_body(request, BODY_BYTES_MAX))
-        adapter_of(body.model, ingress.settings.model_name, ())
-        return body
+
+async def _read(request: Request, kind: type[BodyT], ingress: GroupClient) -> BodyT:
+    body = parse(kind, await read_body(request, BODY_BYTES_MAX))
+    adapter_of(body.model, ingress.settings.model_name, ())
+    return body
+
+
+def _add_rules(router: APIRouter, ingress: GroupClient) -> None:
+    async def rules() -> dict[str, Any]:
+        model = ingress.settings.model_name
+        routing, pools = await ingress.pools.rules(model)
+        listed = [
+            {
+                "pool": name,
+                "role": found.pool.role,
+                "block_size": found.pool.block_size,
+                "policy": found.pool.router.mode,
+                "drained": found.is_drained,
+                "canary": None if found.canary is None else {"base": found.canary.base, "share": found.canary.share},
+            }
+            for name, found in pools.items()
+        ]
+        return {"model": model, "retry": routing.retry, "grids": [*map(_plain, routing.grids)], "pools": listed}
+
+    @router.get("/v1/pools", responses=errors(401))
+    async def list_rules() -> dict[str, Any]:
+        """Return the pools of the model, and the rules by which requests are routed to them."""
+        return await rules()
+
+    def add(path: str, kind: type[RuleBody], text: str) -> None:
+        @router.post(path, description=text, openapi_extra=body_of(kind), responses=errors(*SETTINGS))
+        async def route(request: Request) -> dict[str, Any]:
+            body = await _read(request, kind, ingress)
+            await ingress.pools.set_rule(body.event())
+            return await rules()
+
+    add("/v1/pools/routing", PoolRoutingBody, "Replace the grids by which requests are routed to pools.")
+    add("/v1/pools/canary", PoolCanaryBody, "Route a share of the requests of one pool to another pool, or end this.")
+    add("/v1/pools/policy", PoolPolicyBody, "Change the policy that selects the workers of a pool's requests.")
+    add("/v1/pools/drain", PoolDrainBody, "Route no new requests to a pool, or end this.")
+
+
+def _add_settings(router: APIRouter, ingress: GroupClient) -> None:
+    pools = ingress.pools
 
     @router.get("/busy_threshold", responses=errors(401))
     async def list_thresholds() -> dict[str, Any]:
         """Return the busy thresholds of each pool."""
-        found = await pools.busy_thresholds()
-        return {"thresholds": [{**_plain(model, busy), "pool": pool} for pool, model, busy in found]}
+        found = (await pools.configured()).values()
+        return {"thresholds": [{"model": one.model, **_plain(one.router.busy), "pool": one.pool} for one in found]}
 
     @router.post("/busy_threshold", openapi_extra=body_of(BusyThresholdBody), responses=errors(*SETTINGS))
     async def set_thresholds(request: Request) -> dict[str, Any]:
         """Change the busy thresholds of a model, or return them if the body sets none."""
-        body = await read_settings(request, BusyThresholdBody)
-        changes = body.changes()
-        busy = await (
-            pools.set_busy_thresholds(body.model, changes, body.operator)
-            if changes
-            else pools.busy_threshold_of(body.model)
-        )
-        return _plain(body.model, busy)
+        body = await _read(request, BusyThresholdBody, ingress)
+        if changes := body.changes():
+            await pools.set_busy_thresholds(body.model, changes, body.operator)
+        return {"model": body.model, **_plain(await pools.busy_thresholds(body.model))}
 
     @router.get("/disaggregation", responses=errors(401))
     async def list_disaggregation() -> dict[str, Any]:
         """Return for each decode pool which prompts prefill workers compute."""
-        found = await pools.disaggregation_settings()
-        return {"disaggregation": [{**_plain(model, disagg), "pool": pool} for pool, model, disagg in found]}
+        found = [one for one in (await pools.configured()).values() if one.role == "decode"]
+        settings = [{"model": one.model, **_plain(one.router.disagg), "pool": one.pool} for one in found]
+        return {"disaggregation": settings}
 
     @router.post("/disaggregation", openapi_extra=body_of(DisaggregationBody), responses=errors(*SETTINGS))
     async def set_disaggregation(request: Request) -> dict[str, Any]:
         """Change which prompts of a model prefill workers compute, or return the settings if the body sets none."""
-        body = await read_settings(request, DisaggregationBody)
-        changes = body.changes()
-        pool, disagg = await (
-            pools.set_disaggregation(body.model, changes, body.operator)
-            if changes
-            else pools.disaggregation(body.model)
-        )
-        return {**_plain(body.model, disagg), "pool": pool}
-
-    app.routes.extend(router.routes)  # not `include_router`, which hides the methods of each path
+        body = await _read(request, DisaggregationBody, ingress)
+        if changes := body.changes():
+            await pools.set_disaggregation(body.model, changes, body.operator)
+        pool = await pools.disaggregation(body.model)
+        return {"model": body.model, **_plain(pool.router.disagg), "pool": pool.pool}
 
 
 def _token_check(token: str) -> Callable[..., Awaitable[None]]:
@@ -136,12 +239,16 @@ def _token_check(token: str) -> Callable[..., Awaitable[None]]:
             text = "the admin API requires a token; send the header 'Authorization: Bearer TOKEN'"
             raise ApiError(401, "admin_token_missing", text)
         if not hmac.compare_digest(given.credentials.encode("latin-1"), expected):
-            raise ApiError(
-                403, "admin_token_wrong", "the admin token is wrong; send the token that the ingress was started with"
-            )
+            text = "the admin token is wrong; send the token that the ingress was started with"
+            raise ApiError(403, "admin_token_wrong", text)
 
     return require_token
 
 
-def _plain(model: str, settings: BusyThresholds | DisaggConfig) -> dict[str, Any]:
-    return {"model": model, **msgspec.structs.asdict(settings)}
+def _plain(settings: msgspec.Struct) -> dict[str, Any]:
+    """Return all fields, including those with default values."""
+    plain = msgspec.structs.asdict(settings)
+    if isinstance(settings, PoolGrid):
+        for name in ("pools", "overrides"):
+            plain[name] = [*map(_plain, plain[name])]
+    return plain

@@ -25,16 +25,21 @@ from forebay.ingress.http.admin import add_admin
 from forebay.ingress.http.api_key import ApiKeyGuard
 from forebay.ingress.http.body import request_id_of
 from forebay.ingress.http.completions import CompletionRoutes, complete, error_response
-from forebay.ingress.http.cors import Cors
 from forebay.ingress.http.drain import DrainMiddleware
 from forebay.ingress.http.embedding_response import EmbeddingResponse
 from forebay.ingress.http.openapi import RUNS, body_of, describe, errors, streamed, text
-from forebay.ingress.http.origin_guard import OriginGuard
+from forebay.ingress.http.origin_guard import Cors, OriginGuard
 from forebay.ingress.http.pages import add_pages
-from forebay.ingress.http.queries import add_explain, add_route_query
-from forebay.ingress.http.status import SharedReader, StatusOf, StatusReader, add_status
-from forebay.ingress.http.tokenization import BODIES as TOKENIZATION_BODIES
-from forebay.ingress.http.tokenization import add_tokenization
+from forebay.ingress.http.queries import BODIES as TOKENIZATION_BODIES
+from forebay.ingress.http.queries import (
+    SharedReader,
+    StatusOf,
+    StatusReader,
+    add_explain,
+    add_route_query,
+    add_status,
+    add_tokenization,
+)
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.response_fold import EmbeddingFold

@@ -12,18 +12,35 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from forebay import runtime
 from forebay.events.control import LORA_CHANGES, Action, Command
 from forebay.events.decisions import CommandOutcome
-from forebay.events.names import NameInvalid, require_adapter, unknown_name
+from forebay.events.names import NAME_CHARS_MAX, NameInvalid, require_adapter, unknown_name
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.group import GroupClient
 from forebay.ingress.http.body import client_id, read_body
 from forebay.ingress.http.openapi import COMMANDS, body_of, errors
-from forebay.ingress.http.operator_name import OperatorField
 from forebay.ingress.openai.fields import CheckedBody, Neutral, parse
+
+
+def _require_printable(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError(f"it has the unprintable characters {name[:64]!r}; use printable characters only")
+    return name
+
+
+OperatorField = Annotated[
+    str,
+    Field(
+        max_length=NAME_CHARS_MAX,
+        description="Name of the operator, for the log.",
+        json_schema_extra={"pattern": "^[ -~]*$"},
+    ),
+    AfterValidator(_require_printable),
+]
+
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
 TIMEOUT_S = 60.0  # long enough to read an adapter from a disk

@@ -9,8 +9,7 @@ from forebay import runtime
 from forebay.events.request_ids import part_id
 from forebay.ingress.access_log import add_fields
 from forebay.ingress.errors import ApiError, deadline_exceeded
-from forebay.ingress.http.parts import PartRunner
-from forebay.ingress.http.response import TIMED_OUT, wait_for_disconnect
+from forebay.ingress.http.response import TIMED_OUT, PartRunner, wait_for_disconnect
 from forebay.ingress.ingress import GRACE_S, Ingress
 from forebay.ingress.prepare import PreparedRequest
 from forebay.ingress.response_fold import EmbeddingFold

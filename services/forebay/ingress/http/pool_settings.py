@@ -6,7 +6,7 @@ changes a setting. So `PoolConfigurator` reads the new records before each resul
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from forebay.events.control import (
     BusyThresholds,
     BusyThresholdsSet,
     ControlEvent,
-    DisaggConfig,
     DisaggregationSet,
     PolicySet,
     PoolConfigured,
@@ -40,16 +39,9 @@ REFRESH_S = 5.0  # a pool keeps its block size until all its workers are replace
 
 @dataclass(frozen=True, slots=True)
 class ListedPool:
-    """A pool of a model, with the rules that name it.
+    """A pool of a model, with the rules that name it."""
 
-    Attributes:
-        block_size: tokens per KV block.
-        policy: router mode, or the dotted path of a custom policy class.
-    """
-
-    role: Role
-    block_size: int
-    policy: str
+    pool: PoolConfigured
     is_drained: bool
     canary: PoolCanarySet | None
 
@@ -72,8 +64,6 @@ class PoolConfigurator:
         self._on_undecodable = on_undecodable
         self.allowed_policies: Callable[[], Collection[str] | None] = lambda: None
         self._position = 0
-        self._pools: dict[str, tuple[str, BusyThresholds]] = {}
-        self._disagg: dict[str, tuple[str, DisaggConfig]] = {}
         self._block_sizes: dict[str, int] = {}
         self._configured: dict[str, PoolConfigured] = {}
         self._modes: dict[str, str] = {}  # router mode that `PoolConfigured` set, by pool
@@ -81,40 +71,23 @@ class PoolConfigurator:
         self._refreshed_s = -REFRESH_S
         self._lock = asyncio.Lock()
 
-    async def busy_thresholds(self) -> list[tuple[str, str, BusyThresholds]]:
-        """Return (pool, model, busy thresholds) for each pool, sorted by pool.
+    async def configured(self) -> dict[str, PoolConfigured]:
+        """Return the configuration of each pool by name, with the changes of operators. Raises ApiError (503)."""
+        partition = self._find_partition()
+        if partition is not None:
+            async with self._lock:
+                await self._catch_up(partition)
+        return dict(sorted(self._configured.items()))
 
-        Raises:
-            ApiError: 503 if the log fails.
-        """
-        await self._refresh()
-        return [(pool, *self._pools[pool]) for pool in sorted(self._pools)]
+    async def disaggregation(self, model: str) -> PoolConfigured:
+        """Return the decode pool of a model. Raises ApiError: 409 if it has none, 503 if the log fails."""
+        await self.configured()
+        return self._decode_pool(model)
 
-    async def disaggregation_settings(self) -> list[tuple[str, str, DisaggConfig]]:
-        """Return (decode pool, model, disaggregation settings) for each decode pool, sorted by pool.
-
-        Raises:
-            ApiError: 503 if the log fails.
-        """
-        await self._refresh()
-        return [(pool, *self._disagg[pool]) for pool in sorted(self._disagg)]
-
-    async def disaggregation(self, model: str) -> tuple[str, DisaggConfig]:
-        """Return the decode pool of a model and its disaggregation settings.
-
-        Raises:
-            ApiError: 409 if the model has no decode pool, 503 if the log fails.
-        """
-        await self._refresh()
-        return self._disagg_of(model)
-
-    async def busy_threshold_of(self, model: str) -> BusyThresholds:
-        """Return the busy thresholds of a model. All are disabled while no pool serves the model.
-
-        Raises:
-            ApiError: 503 if the log fails.
-        """
-        return next((busy for _, served, busy in await self.busy_thresholds() if served == model), BusyThresholds())
+    async def busy_thresholds(self, model: str) -> BusyThresholds:
+        """Return the busy thresholds of a model. All are disabled while no pool serves the model."""
+        await self.configured()
+        return next((pool.router.busy for pool in self._pools_of(model)), BusyThresholds())
 
     async def block_size(self, model: str) -> int:
         """Return the number of tokens per KV block of a model. The value may be up to `REFRESH_S` seconds old.
@@ -123,73 +96,49 @@ class PoolConfigurator:
             ApiError: 503 while no pool serves the model, or if the log fails.
         """
         if runtime.monotonic_s() - self._refreshed_s >= REFRESH_S or model not in self._block_sizes:
-            await self._refresh()
+            await self.configured()
         if model not in self._block_sizes:
             raise _no_pool(model)
         return self._block_sizes[model]
 
-    async def set_busy_thresholds(
-        self, model: str, changes: Mapping[str, float | None], operator: str = ""
-    ) -> BusyThresholds:
-        """Change busy thresholds of a model, and return all its thresholds after the change.
-
-        Args:
-            changes: new value per threshold; None disables the threshold. Thresholds without a value are kept.
+    async def set_busy_thresholds(self, model: str, changes: Mapping[str, float | None], operator: str = "") -> None:
+        """Change busy thresholds of a model; None disables a threshold.
 
         Raises:
             ApiError: 503 if no router or pool serves the model, or the log fails.
         """
-        partition = self._require_partition(model)
-        async with self._lock:
-            await self._catch_up(partition)
-            if all(served != model for served, _ in self._pools.values()):
+
+        def event() -> ControlEvent:
+            pools = self._pools_of(model)
+            if not pools:
                 raise _no_pool(model)
-            current = next(self._pools[pool][1] for pool in sorted(self._pools) if self._pools[pool][0] == model)
-            event = BusyThresholdsSet(
-                model=model,
-                thresholds=msgspec.structs.replace(current, **changes),
-                at_us=runtime.wall_us(),
-                operator=operator,
-            )
-            await self._append(partition, event)
-        return await self.busy_threshold_of(model)
+            thresholds = msgspec.structs.replace(pools[0].router.busy, **changes)
+            return BusyThresholdsSet(model=model, thresholds=thresholds, at_us=runtime.wall_us(), operator=operator)
 
-    async def set_disaggregation(
-        self, model: str, changes: Mapping[str, Any], operator: str = ""
-    ) -> tuple[str, DisaggConfig]:
-        """Change disaggregation settings of a model, and return its decode pool and all settings after the change.
+        await self._change(model, event)
 
-        Args:
-            changes: new value per field of `DisaggConfig`. Fields without a value are kept.
+    async def set_disaggregation(self, model: str, changes: Mapping[str, Any], operator: str = "") -> None:
+        """Change fields of the `DisaggConfig` of a model.
 
         Raises:
             ApiError: 409 if the model has no decode pool, 503 if no router serves the model or the log fails.
         """
-        partition = self._require_partition(model)
-        async with self._lock:
-            await self._catch_up(partition)
-            disagg = msgspec.structs.replace(self._disagg_of(model)[1], **changes)
-            event = DisaggregationSet(model=model, disagg=disagg, at_us=runtime.wall_us(), operator=operator)
-            await self._append(partition, event)
-        return await self.disaggregation(model)
+
+        def event() -> ControlEvent:
+            disagg = msgspec.structs.replace(self._decode_pool(model).router.disagg, **changes)
+            return DisaggregationSet(model=model, disagg=disagg, at_us=runtime.wall_us(), operator=operator)
+
+        await self._change(model, event)
 
     async def rules(self, model: str) -> tuple[PoolRouting, dict[str, ListedPool]]:
-        """Return how the owner chooses the pool of a request, and the rules for each pool of a model, by its name.
-
-        Raises:
-            ApiError: 503 if the log fails.
-        """
-        await self._refresh()
+        """Return how the owner chooses the pool of a request, and the rules for each pool of a model, by its name."""
+        await self.configured()
         registry = self._registry
         canaries = {canary.pool: canary for canary in registry.canaries(model)}
-        pools = {
-            name: ListedPool(
-                pool.role, pool.block_size, pool.router.mode, registry.is_drained(model, name), canaries.get(name)
-            )
-            for name, pool in sorted(self._configured.items())
-            if pool.model == model
+        pools = {pool.pool: pool for pool in self._pools_of(model)}
+        return registry.routing_of(model), {
+            name: ListedPool(pool, registry.is_drained(model, name), canaries.get(name)) for name, pool in pools.items()
         }
-        return registry.routing_of(model), pools
 
     async def set_rule(self, event: PoolEvent | PolicySet) -> None:
         """Append a rule for the choice of pools, or the policy of a pool, to the log.
@@ -198,11 +147,24 @@ class PoolConfigurator:
             ApiError: 404 if the rule names an unknown pool, or a policy that the owner cannot run, 503 if no router
                 serves the model or the log fails.
         """
-        partition = self._require_partition(event.model)
+
+        def checked() -> ControlEvent:
+            self._require_known(event)
+            return event
+
+        await self._change(event.model, checked)
+
+    async def _change(self, model: str, event: Callable[[], ControlEvent]) -> None:
+        """Append an event that depends on the current configuration."""
+        partition = self._find_partition()
+        if partition is None:
+            raise no_router(model)
         async with self._lock:
             await self._catch_up(partition)
-            self._require_known(event)
-            await self._append(partition, event)
+            try:
+                await self._log.append([Draft(CONTROL.name, partition, encode(CONTROL, event()))])
+            except LogError as error:
+                raise _unavailable(error) from error
 
     def _require_policy(self, mode: str) -> None:
         """Raise ApiError (404) if the owner cannot run a policy."""
@@ -234,37 +196,21 @@ class PoolConfigurator:
                 named = [("pool", event.pool, None)]
             case PoolDrainSet(drained=True):
                 named = [("pool", event.pool, None)]
-        pools = [pool for _, pool in sorted(self._configured.items()) if pool.model == event.model]
+        pools = self._pools_of(event.model)
         for param, name, role in named:
             known = [pool.pool for pool in pools if role in (None, pool.role)]
             if name not in known:
                 kind = f"{role} pool" if role else "pool"
                 raise ApiError(404, "unknown_pool", unknown_name(kind, name, known), param)
 
-    def _disagg_of(self, model: str) -> tuple[str, DisaggConfig]:
-        pools = (pool for pool in sorted(self._disagg) if self._disagg[pool][0] == model)
-        found = next(((pool, self._disagg[pool][1]) for pool in pools), None)
+    def _pools_of(self, model: str) -> list[PoolConfigured]:
+        return [pool for _, pool in sorted(self._configured.items()) if pool.model == model]
+
+    def _decode_pool(self, model: str) -> PoolConfigured:
+        found = next((pool for pool in self._pools_of(model) if pool.role == "decode"), None)
         if found is None:
             raise ApiError(409, "not_disaggregated", f"{model} is not disaggregated: it has no decode pool")
         return found
-
-    def _require_partition(self, model: str) -> int:
-        partition = self._find_partition()
-        if partition is None:
-            raise no_router(model)
-        return partition
-
-    async def _refresh(self) -> None:
-        partition = self._find_partition()
-        if partition is not None:
-            async with self._lock:
-                await self._catch_up(partition)
-
-    async def _append(self, partition: int, event: ControlEvent) -> None:
-        try:
-            await self._log.append([Draft(CONTROL.name, partition, encode(CONTROL, event))])
-        except LogError as error:
-            raise _unavailable(error) from error
 
     async def _catch_up(self, partition: int) -> None:
         log, topic = self._log, CONTROL.name
@@ -289,9 +235,9 @@ class PoolConfigurator:
         allowed = self.allowed_policies()
         if allowed is None:
             return
-        for name, pool in self._configured.items():
+        for name, pool in list(self._configured.items()):
             if pool.router.mode not in BUILT_IN and pool.router.mode not in allowed:
-                self._configured[name] = pool.with_mode(self._modes[name])
+                self._update([pool], mode=self._modes[name])
 
     def _apply_record(self, value: bytes) -> None:
         try:
@@ -305,24 +251,21 @@ class PoolConfigurator:
             case PoolConfigured():
                 self._configured[event.pool] = event
                 self._modes[event.pool] = event.router.mode
-                self._pools[event.pool] = (event.model, event.router.busy)
                 if event.role in ("aggregated", "decode"):
                     self._block_sizes[event.model] = event.block_size
-                self._disagg.pop(event.pool, None)
-                if event.role == "decode":
-                    self._disagg[event.pool] = (event.model, event.router.disagg)
             case BusyThresholdsSet():
-                for pool, (model, _) in self._pools.items():
-                    if model == event.model:
-                        self._pools[pool] = (model, event.thresholds)
+                self._update(self._pools_of(event.model), busy=event.thresholds)
             case DisaggregationSet():
-                for pool, (model, _) in self._disagg.items():
-                    if model == event.model:
-                        self._disagg[pool] = (model, event.disagg)
+                self._update(self._pools_of(event.model), disagg=event.disagg)
             case PolicySet() if event.pool in self._configured:
-                self._configured[event.pool] = self._configured[event.pool].with_mode(event.mode)
+                self._update([self._configured[event.pool]], mode=event.mode)
             case PoolRoutingConfigured() | PoolCanarySet() | PoolDrainSet():
                 self._registry.apply(event)
+
+    def _update(self, pools: Sequence[PoolConfigured], **changes: Any) -> None:
+        for pool in pools:
+            router = msgspec.structs.replace(pool.router, **changes)
+            self._configured[pool.pool] = msgspec.structs.replace(pool, router=router)
 
 
 def _no_pool(model: str) -> ApiError:

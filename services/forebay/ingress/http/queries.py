@@ -1,18 +1,28 @@
-"""Routes that return where a request would be routed (route query), and explain how a request was routed."""
+"""Routes that generate nothing: route queries, explanations, the status of the group, and the tokenizer."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from pydantic import model_validator
 
+from forebay import runtime
 from forebay.events.request_ids import client_id_of
-from forebay.ingress.errors import invalid
+from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.group import GroupClient
 from forebay.ingress.http.body import request_id_of
-from forebay.ingress.http.openapi import QUERIES, body_of, errors
+from forebay.ingress.http.openapi import BODY_ERRORS, QUERIES, body_of, errors, json_of
+from forebay.ingress.openai.fields import CheckedBody
 from forebay.ingress.openai.render import route_of
 from forebay.ingress.openai.requests import ChatBody, TextBody
+from forebay.ingress.openai.sampling import TokenIds
 from forebay.ingress.served import ServedModels
+from forebay.replay.status import GroupStatus
 
 
 class _Kind(msgspec.Struct):
@@ -97,3 +107,136 @@ def kind_of(raw: bytes) -> type[ChatBody] | type[TextBody]:
     if found.prompt is msgspec.UNSET:
         raise invalid("the body has neither messages nor a prompt; give one of them", "messages")
     return TextBody
+
+
+SHARED_S = 1.0  # a derivation takes about a second of CPU time, so scripts that poll cost at most about half a core
+
+StatusReader = Callable[[], Awaitable[GroupStatus]]  # may raise ApiError or LogError
+StatusOf = Callable[[str], Awaitable[GroupStatus]]  # the same for the model of this name
+
+
+class SharedReader:
+    """Reads a status that is expensive to derive, at most once at a time.
+
+    Concurrent calls share one derivation. For `SHARED_S` seconds after it, later calls get the same status. An error is
+    raised to the calls that wait for it, and the next call derives again.
+    """
+
+    def __init__(self, derive: StatusReader) -> None:
+        self._derive = derive
+        self._derivation: asyncio.Task[GroupStatus] | None = None
+        self._shared_until_s = 0.0
+
+    async def read(self) -> GroupStatus:
+        """Return the status. Raises the errors of `derive`."""
+        derivation = self._derivation
+        if derivation is None or (derivation.done() and runtime.monotonic_s() >= self._shared_until_s):
+            derivation = self._derivation = asyncio.create_task(self._run(), name="status")
+        return await asyncio.shield(derivation)  # a client that disconnects must not end the other calls
+
+    async def _run(self) -> GroupStatus:
+        status = await self._derive()
+        self._shared_until_s = runtime.monotonic_s() + SHARED_S
+        return status
+
+
+def add_status(app: FastAPI, read: StatusReader | None) -> None:
+    """Add `GET /v1/status` to `app`.
+
+    Args:
+        read: returns the status; with None the route responds with 501.
+    """
+
+    @app.get("/v1/status", responses={**json_of(GroupStatus), **errors(501, 504)})
+    async def status() -> Response:
+        """Return the status of the model: owner, workers, requests and topics."""
+        if read is None:
+            raise ApiError(501, "not_recorded", "this server has no log from which it could derive a status")
+        return Response(msgspec.json.encode(await read()), media_type="application/json")
+
+
+CHARS_PER_TOKEN = 4  # decoding a token takes about as long as encoding this much text
+
+
+class TokenizeChatBody(ChatBody):
+    """Body of POST /tokenize with `messages`. Other fields of a chat are accepted; `model` is optional."""
+
+    model: str = ""
+    return_token_strs: bool | None = None
+
+
+class TokenizeTextBody(TextBody):
+    """Body of POST /tokenize with a `prompt`. Other fields of a completion are accepted; `model` is optional."""
+
+    model: str = ""
+    return_token_strs: bool | None = None
+
+    @classmethod
+    def describe(cls, schema: dict[str, Any]) -> None:
+        """Add to the JSON schema that there is one prompt, which may be empty."""
+        super().describe(schema)
+        kinds = schema["properties"]["prompt"]["anyOf"]
+        one_prompt = [kind for kind in kinds if kind.get("items", {}).get("type") not in ("string", "array")]
+        schema["properties"]["prompt"] = {
+            "anyOf": [{key: kind[key] for key in kind if key not in ("minLength", "minItems")} for kind in one_prompt]
+        }
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> "TokenizeTextBody":
+        if isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int):
+            raise invalid("prompt is a list of prompts; send one request per prompt", "prompt")
+        return self
+
+
+class DetokenizeBody(CheckedBody):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+BODIES = (TokenizeChatBody, TokenizeTextBody, DetokenizeBody)
+
+
+def add_tokenization(app: FastAPI, models: ServedModels) -> None:
+    """Add `POST /tokenize` and `POST /detokenize` to `app`."""
+    front = models.front
+    responses = errors(*BODY_ERRORS, 404)
+
+    @app.post("/tokenize", openapi_extra=body_of(TokenizeChatBody, TokenizeTextBody), responses=responses)
+    async def tokenize(request: Request) -> dict[str, Any]:
+        """Return the tokens of a text, or of a chat after the chat template."""
+        with front.bodies.reader() as reader:
+            raw = await reader.read(request)
+            await front.admission.turn()
+            body: TokenizeChatBody | TokenizeTextBody
+            if kind_of(raw) is ChatBody:
+                body = front.parse(TokenizeChatBody, raw)
+            else:
+                body = front.parse(TokenizeTextBody, raw)
+            ingress, name = await models.only(body.model)
+            model = ingress.model
+            token_ids = await ingress.tokenize(body, name)
+        names = [model.tokenizer.id_to_token(one) for one in token_ids] if body.return_token_strs else None
+        return {
+            "count": len(token_ids),
+            "max_model_len": model.context_tokens,
+            "tokens": token_ids,
+            "token_strs": names,
+        }
+
+    @app.post("/detokenize", openapi_extra=body_of(DetokenizeBody), responses=responses)
+    async def detokenize(request: Request) -> dict[str, str]:
+        """Return the text of tokens, including special tokens."""
+        with front.bodies.reader() as reader:
+            raw = await reader.read(request)
+            await front.admission.turn()
+            body = front.parse(DetokenizeBody, raw)
+            ingress, name = await models.only(body.model or "")
+            await ingress.resolve_adapter(name)
+            model = ingress.model
+            if body.tokens and (highest := max(body.tokens)) >= model.vocabulary_size:
+                text = f"token id {highest} is not in the vocabulary; ids must be below {model.vocabulary_size}"
+                raise invalid(text, "tokens")
+            decode = partial(model.tokenizer.decode, body.tokens, skip_special_tokens=False)
+            return {"prompt": await ingress.tokenizer_pool.run(decode, CHARS_PER_TOKEN * len(body.tokens))}

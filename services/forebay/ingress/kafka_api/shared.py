@@ -1,16 +1,50 @@
-"""State that all partitions of `openai-requests` which one ingress serves share."""
+"""State and metrics that all partitions of `openai-requests` which one ingress serves share."""
 
 import asyncio
 
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
 from forebay import runtime
 from forebay.ingress.errors import ApiError
-from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
-from forebay.ingress.kafka_api.topics import ReplyTopics
+from forebay.ingress.kafka_api.request import ReplyTopics
 from forebay.ingress.served import ServedModel, ServedModels
 from forebay.transport.base import LogError
 from forebay.transport.kafka.group import KafkaGroup
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.replies import KafkaReplies
+
+
+class KafkaApiMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "forebay_kafka_api_requests",
+            "completed requests by outcome: answered, error, malformed",
+            ("outcome",),
+            registry=registry,
+        )
+        self.malformed = Counter(
+            "forebay_kafka_api_malformed",
+            "records that are not a valid request, by error code",
+            ("reason",),
+            registry=registry,
+        )
+        self.repeated = Counter(
+            "forebay_kafka_api_repeated",
+            "responses of another ingress that were sent again after a takeover",
+            registry=registry,
+        )
+        self.undeliverable = Counter(
+            "forebay_kafka_api_undeliverable",
+            "responses that could not be written to their reply-topic",
+            registry=registry,
+        )
+        self.in_flight = Gauge(
+            "forebay_kafka_api_in_flight", "submitted requests without a complete response", registry=registry
+        )
+        self.partitions = Gauge(
+            "forebay_kafka_api_partitions", "partitions of openai-requests that this ingress reads", registry=registry
+        )
+
 
 IN_FLIGHT_MAX = 1_024  # per ingress: enough to keep many engines busy, few enough to hold in memory
 PLACE_S = 0.1  # poll interval while the model has no control partition or no owner

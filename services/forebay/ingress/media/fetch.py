@@ -25,7 +25,7 @@ import httpx
 from forebay import runtime
 from forebay.events.media import MEDIA_BYTES_MAX
 from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.media.refs import FetchedMedia, MediaRef, MediaSettings
+from forebay.ingress.media.tokens import FetchedMedia, MediaRef, MediaSettings
 
 IMAGE_FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 MULTI_PICTURE = "MPO"  # as Pillow names a JPEG with further pictures, which many phones take; the first one counts

@@ -1,4 +1,4 @@
-"""Expand the placeholders of images and videos in a prompt to as many tokens as the engine uses for them.
+"""Images and videos of requests, and the expansion of their placeholders to as many tokens as the engine uses.
 
 The config.json of a model contains the placeholder token (`image_token_id` or `image_token_index`) and the number of
 tokens per image (`mm_tokens_per_image` or `image_seq_length`), for example for LLaVA and Gemma 3. Videos have similar
@@ -13,7 +13,55 @@ from typing import Any
 
 from forebay.events.media import Media, MediaKind
 from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.media.refs import FetchedMedia, MediaRef
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSettings:
+    """Hosts from which images and videos may be fetched. Hosts with public addresses are always allowed.
+
+    Attributes:
+        allow_hosts: lower-case host names whose addresses may be private.
+        allow_private: whether the addresses of all hosts may be private, for tests and labs.
+    """
+
+    allow_hosts: tuple[str, ...] = ()
+    allow_private: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRef:
+    """Reference to an image or a video in the body of a request.
+
+    Attributes:
+        kind: `image` or `video`.
+        url: http, https or data URL.
+        where: path of the URL in the body, for error messages.
+    """
+
+    kind: MediaKind
+    url: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedMedia:
+    """A fetched image or video.
+
+    Attributes:
+        kind: `image` or `video`.
+        mime: MIME type, detected from the bytes.
+        content: the bytes.
+        digest: SHA-256 of the bytes, in hex.
+    """
+
+    kind: MediaKind
+    mime: str
+    content: bytes
+    digest: str
+
+
+PUBLIC_ONLY = MediaSettings()
+
 
 TOKEN_NAMES: dict[MediaKind, tuple[str, ...]] = {
     "image": ("image_token_id", "image_token_index"),

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from forebay.events.names import unknown_name
 from forebay.events.requests import StructuredOutput
 from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.media.refs import MediaRef
+from forebay.ingress.media.tokens import MediaRef
 from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, describe_non_empty, reject_extra
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, WORKER_ID, Nvext
 from forebay.ingress.openai.sampling import JsonObject, SamplingFields, TokenIds

@@ -228,3 +228,11 @@ def _string(text: str) -> str | None:
         return msgspec.json.decode(text, type=str, strict=True)
     except (msgspec.MsgspecError, ValueError):
         return None
+
+
+def split_at_overlap(text: str, tag: str) -> tuple[str, str]:
+    """Split a text into the part that cannot belong to `tag`, and its longest suffix that may begin the tag."""
+    for length in range(min(len(text), len(tag) - 1), 0, -1):
+        if text.endswith(tag[:length]):
+            return text[:-length], text[-length:]
+    return text, ""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import msgspec
 
 from forebay.events.tokens import TokenLogprob
-from forebay.ingress.model import Model
+from forebay.ingress.model import Decoder, Model
+from forebay.ingress.parsers.call_scanner import split_at_overlap
 from forebay.ingress.parsers.deltas import EMPTY_DELTA, DecodedLogprob, OutputDelta, Parser, merge_deltas
 from forebay.ingress.parsers.selection import ParseOptions, ParserFactory
-from forebay.ingress.parsers.text import TextAssembler
 from forebay.ingress.token_bytes import TokenBytes
 
 LOGPROB_MIN = -9999.0  # OpenAI's value for a probability near zero; JSON has no minus infinity
@@ -48,6 +48,41 @@ class OutputPlan:
         text = TextAssembler(model.decoder(visible), self.stops)
         logprobs = None if self.logprobs is None else (model.token_bytes, self.logprobs)
         return Composer(text, parser, logprobs, self.echo)
+
+
+class TextAssembler:
+    """Detokenizes one response and detects stop strings. Text that may begin a stop string is buffered.
+
+    Attributes:
+        stopped: whether a stop string was found. The text after it is dropped.
+    """
+
+    __slots__ = ("_decoder", "_held", "_stops", "stopped")
+
+    def __init__(self, decoder: Decoder, stops: Sequence[str]) -> None:
+        self._decoder = decoder
+        self._stops = stops
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token_ids: list[int]) -> str:
+        """Decode the next tokens, and return the text that cannot be a part of a stop string."""
+        text = self._decoder.push(token_ids)
+        if not self._stops:
+            return text
+        text = self._held + text
+        cuts = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        if cuts:
+            self.stopped = True
+            self._held = ""
+            return text[: min(cuts)]
+        output, self._held = min(split_at_overlap(text, stop) for stop in self._stops)
+        return output
+
+    def finish(self) -> str:
+        """Return the text that was buffered until the end of the response."""
+        held, self._held = self._held, ""
+        return held
 
 
 class Composer:

@@ -13,9 +13,8 @@ from enum import Enum, auto
 
 from xxhash import xxh3_128_hexdigest
 
-from forebay.ingress.parsers.call_scanner import NAME, SPACE, CallScanner, Status, ValueScanner
+from forebay.ingress.parsers.call_scanner import NAME, SPACE, CallScanner, Status, ValueScanner, split_at_overlap
 from forebay.ingress.parsers.deltas import OutputDelta, ToolCallDelta, merge_deltas
-from forebay.ingress.parsers.text import split_at_overlap
 
 THINK, END_THINK = "<think>", "</think>"
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
