@@ -44,11 +44,10 @@ class Encoder(Protocol):
     def encode_all(self, media: Sequence[Media]) -> "Array":
         """Return the embeddings of all images and videos of a request, in order.
 
+        Raises MediaUnusable if an image or video is invalid.
+
         Returns:
             Array of shape [placeholder tokens of all media, width].
-
-        Raises:
-            MediaUnusable: an image or video is invalid.
         """
 
 
@@ -56,7 +55,6 @@ class EncodeEngine:
     """Engine of an encode worker: encodes the images and videos of requests, and keeps the embeddings for readers.
 
     Args:
-        encoder: model that computes the embeddings.
         arena_bytes: size of the memory for kept embeddings.
         lease_s: seconds for which embeddings are kept that nobody fetches.
     """
@@ -77,8 +75,7 @@ class EncodeEngine:
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
         """Load the encoder, and return the spec of the worker. The KV sizes in the spec have no meaning.
 
-        Raises:
-            EngineError: NIXL or the encoder cannot be loaded.
+        Raises EngineError if NIXL or the encoder cannot be loaded.
         """
         load_nixl()
         self._worker_id = spec.worker_id

@@ -98,9 +98,8 @@ class EngineProcess:
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
         """Start the process and the engine, and return the spec of the worker with the engine's actual sizes.
 
-        Raises:
-            EngineError: the engine cannot start, or has not started in time. The message contains the last line of the
-                engine's log, unless the engine itself reported the cause.
+        Raises EngineError if the engine cannot start, or has not started in time. The message contains the last line of
+        the engine's log, unless the engine itself reported the cause.
         """
         self._process, self._log, connection = _spawn()
         self._reader, self._writer = await asyncio.open_connection(sock=connection)

@@ -18,7 +18,6 @@ class KeptKv:
         """Add a request whose KV the engine keeps.
 
         Args:
-            lease_s: seconds for which the KV is kept.
             engine_id: id of the request in the engine; empty if it has no other id there.
         """
         self._expire()
@@ -56,14 +55,10 @@ class Unfetchable(ValueError):
 def fetchable(prefilled: Prefilled | None, connector: str, model: str, prompt_tokens: int) -> Prefilled:
     """Return the KV descriptor of a request, if this worker can fetch the KV.
 
-    Args:
-        prefilled: descriptor in the work item; None if it has none.
-        connector: name of this worker's connector.
-        model: name of this worker's model.
-        prompt_tokens: number of prompt tokens of the request, all of which the KV must cover.
+    Raises Unfetchable if there is no descriptor, or it is for another connector, model or prompt length.
 
-    Raises:
-        Unfetchable: there is no descriptor, or it is for another connector, model or prompt length.
+    Args:
+        prompt_tokens: number of prompt tokens of the request, all of which the KV must cover.
     """
     if prefilled is None:
         raise Unfetchable("the request has no KV descriptor")
@@ -81,15 +76,7 @@ def offered(
 ) -> Prefilled:
     """Return the descriptor of KV that this worker has computed and keeps, as a field of an event.
 
-    Args:
-        model: name of this worker's model.
-        connector: name of this worker's connector.
-        descriptor: the connector's description of the KV, as bytes.
-        tokens: number of tokens that the KV covers.
-        lease_s: seconds for which the KV is kept.
-
-    Raises:
-        Unfetchable: `descriptor` is longer than `DESCRIPTOR_BYTES_MAX`.
+    Raises Unfetchable if `descriptor` is longer than `DESCRIPTOR_BYTES_MAX`.
     """
     if len(descriptor) > DESCRIPTOR_BYTES_MAX:
         size = len(descriptor)

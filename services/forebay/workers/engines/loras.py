@@ -45,8 +45,7 @@ class Loras:
     def offered(self, name: str, directory: str) -> LoraAdapter | None:
         """Return the adapter that the engine must load for a command; None if it is already loaded.
 
-        Raises:
-            EngineRefused: the directory contains no adapter, or the name is in use for another directory.
+        Raises EngineRefused if the directory contains no adapter, or the name is in use for another directory.
         """
         if not name or not directory:
             raise EngineRefused("lora_name and lora_path are both required to load an adapter")
@@ -82,10 +81,8 @@ class Loras:
     def removing(self, name: str) -> Iterator[LoraAdapter]:
         """Return a context in which the engine unloads an adapter. The adapter is no longer registered in it.
 
-        If the engine raises EngineRefused in the context, the adapter is registered again.
-
-        Raises:
-            EngineRefused: the adapter is not loaded.
+        If the engine raises EngineRefused in the context, the adapter is registered again. Raises EngineRefused if the
+        adapter is not loaded.
         """
         if (adapter := self._loaded.pop(name, None)) is None:
             known = ", ".join(self._loaded) or "none"

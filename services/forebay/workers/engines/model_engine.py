@@ -81,12 +81,7 @@ class RankCache(Protocol):
 class GeneratedResponse:
     """Response to one request, whose output tokens it passes to the buffer of the request's rank.
 
-    Args:
-        rank: buffer of the rank that runs the request.
-
     Attributes:
-        prompt_tokens: number of prompt tokens.
-        tokens: number of output tokens so far.
         cached_tokens: number of prompt tokens in the engine's cache; 0 before the first token.
         lease: timeout of a decode request until its first token, because its KV may be gone later; None for others.
     """
@@ -134,7 +129,6 @@ class ModelEngine(ABC):
     Attributes:
         METRICS: prefixes of the names of the engine's own metrics.
         EXPERIMENTAL: why this adapter is experimental; empty if it is not.
-        TAKES_MEDIA: whether the engine accepts images and videos.
     """
 
     NAME: ClassVar[str]
@@ -224,11 +218,10 @@ class ModelEngine(ABC):
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
         """Start the engine, load the configured LoRA adapters, and run a first prompt on each rank.
 
+        Raises EngineError if the model directory is invalid, or the engine cannot start.
+
         Returns:
             The spec of the worker, with the actual sizes of the started engine.
-
-        Raises:
-            EngineError: the model directory is invalid, or the engine cannot start.
         """
         if self.EXPERIMENTAL:
             logger.warning("the %s engine is experimental: %s", self.NAME, self.EXPERIMENTAL)
@@ -423,8 +416,7 @@ class ModelEngine(ABC):
     async def check(self) -> None:
         """Check the engine. If it is idle, run a small request from time to time (health request).
 
-        Raises:
-            EngineError: the engine is dead, or the health request failed.
+        Raises EngineError if the engine is dead, or the health request failed.
         """
         if self._dead.is_set() or self._is_dead():
             raise EngineError(self._death())
@@ -550,9 +542,7 @@ class ModelEngine(ABC):
         """Execute a command after all earlier ones, and return the names of the loaded adapters.
 
         The command `sleep` waits until requests in flight have ended. Requests that arrive later wait for `wake_up`.
-
-        Raises:
-            EngineRefused: the engine does not support the command, or cannot execute it now.
+        Raises EngineRefused if the engine does not support the command, or cannot execute it now.
         """
         async with self._commands:
             match command.action:
@@ -654,7 +644,6 @@ class Clearing:
 
     Args:
         clear: clears the cache. If a clearing is requested while it runs, it runs once more.
-        on_fault: called with an exception of `clear`.
 
     Attributes:
         task: the running task, None if no clearing runs.
@@ -692,8 +681,7 @@ class Clearing:
 def check_model(settings: EngineSettings) -> None:
     """Check that the model directory exists and has a configuration and readable weights.
 
-    Raises:
-        EngineError: the directory cannot be used. The message tells why.
+    Raises EngineError if the directory cannot be used. The message tells why.
     """
     directory = settings.model
     if not directory.is_dir():

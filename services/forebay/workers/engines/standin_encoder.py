@@ -47,8 +47,7 @@ class StandInEncoder:
     def encode(self, media: Media) -> "Array":
         """Return the embeddings of one image or video, of shape [placeholder tokens, WIDTH].
 
-        Raises:
-            MediaUnusable: the image is invalid.
+        Raises MediaUnusable if the image is invalid.
         """
         import numpy as np  # noqa: PLC0415 - an extra
 
@@ -61,9 +60,7 @@ class StandInEncoder:
     def encode_all(self, media: Sequence[Media]) -> "Array":
         """Return the embeddings of several images and videos, in order, of shape [placeholder tokens, WIDTH].
 
-        Raises:
-            MediaUnusable: an image is invalid.
-            EngineError: numpy or Pillow is not installed.
+        Raises MediaUnusable if an image is invalid, EngineError if numpy or Pillow is not installed.
         """
         self.load()
         import numpy as np  # noqa: PLC0415 - an extra

@@ -70,9 +70,6 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         token_ids: prompt tokens, with the output tokens of earlier attempts at their end.
         text: the prompt as text, for a server that accepts no token ids; empty for the others.
-        sampling: sampling parameters for the remaining output.
-        lora_name: adapter; empty for the base model.
-        cache_salt: salt of the server's cache; empty for none.
         request_id: id of the request at the server; no two requests in flight have the same.
         transfer: vLLM's `kv_transfer_params`; None without KV transfer.
     """
@@ -126,7 +123,6 @@ class Prefill(msgspec.Struct, frozen=True):
     Attributes:
         transfer: vLLM's `kv_transfer_params`; None if the server keeps no KV.
         cached_tokens: number of prompt tokens in the server's cache; None if the server does not report it.
-        finish_reason: why the response ended.
     """
 
     transfer: dict[str, Any] | None
@@ -139,9 +135,6 @@ _DECODER = msgspec.json.Decoder(_Completion)
 
 class Completions:
     """Completions API of one server.
-
-    Args:
-        model: name of the base model in the server's API.
 
     Attributes:
         returns_logprobs: whether log probabilities name token ids.
@@ -161,11 +154,7 @@ class Completions:
     async def probe(self, prompt: list[int], text: str) -> None:
         """Run a small request, and find out whether the server accepts and returns token ids.
 
-        Args:
-            prompt: prompt tokens.
-
-        Raises:
-            EngineError: the server does not serve the request.
+        Raises EngineError if the server does not serve the request.
         """
         sampling = Sampling(max_tokens=1, temperature=0.0)
         call = Call(token_ids=prompt, text=text, sampling=sampling, request_id="forebay-probe")
@@ -193,9 +182,8 @@ class Completions:
     async def generate(self, call: Call) -> AsyncGenerator[Delta, None]:
         """Run a request, and yield its output until its end. Closing the iterator aborts the request.
 
-        Raises:
-            Rejected: the server responded with an error, or does not support a parameter of the request.
-            StreamCut: the connection failed, or the response is unreadable.
+        Raises Rejected if the server responded with an error, or does not support a parameter of the request, StreamCut
+        if the connection failed, or the response is unreadable.
         """
         while True:
             body, is_over = self.body(call, stream=True), False
@@ -279,10 +267,8 @@ class Completions:
     async def prefill(self, call: Call) -> Prefill:
         """Compute a prompt whose KV another server fetches. `call` has its `transfer`, and asks for one token.
 
-        Raises:
-            Rejected: the server responded with an error.
-            StreamCut: the response is unreadable.
-            EngineError: the server cannot be reached.
+        Raises Rejected if the server responded with an error, StreamCut if the response is unreadable, EngineError if
+        the server cannot be reached.
         """
         found = await self._post(call, _headers(call))
         if (choice := found.choice) is None:

@@ -54,12 +54,8 @@ class AttachedSettings:
     """Address and properties of a server, and the tokenizer of its model.
 
     Attributes:
-        url: base address of the server, for example `http://host:8000`.
-        info: what the server publishes about itself.
         encode: returns the tokens of a text, without the special tokens around a prompt.
-        decode: returns the text of tokens.
         context_tokens: context length of the model, for servers that do not publish it.
-        api_key: key for the server's API; empty for none.
         kv_events: sockets of the server's KV events; None if it publishes none.
         allow_shared_cache: whether the server gets requests with a cache namespace, even if it cannot separate them.
     """
@@ -96,7 +92,6 @@ class AttachedEngine(ModelEngine):
 
     Args:
         settings: settings of the engine. `model` is a directory with the tokenizer; weights are not needed.
-        attached: address and properties of the server.
     """
 
     NAME = "attached server"
@@ -118,11 +113,10 @@ class AttachedEngine(ModelEngine):
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
         """Connect to the server, and run a small request.
 
+        Raises EngineError if the server cannot be reached, or does not serve the model.
+
         Returns:
             The spec of the worker, with the sizes of the server.
-
-        Raises:
-            EngineError: the server cannot be reached, or does not serve the model.
         """
         self._worker_id = spec.worker_id
         await self._launch(spec)
@@ -210,8 +204,7 @@ class AttachedEngine(ModelEngine):
     async def check(self) -> None:
         """Check that the server is healthy and still serves the model. If it is idle, run a request from time to time.
 
-        Raises:
-            EngineError: the server does not respond, is not healthy, or serves another model.
+        Raises EngineError if the server does not respond, is not healthy, or serves another model.
         """
         if self._dead.is_set():
             raise EngineError(self._death())

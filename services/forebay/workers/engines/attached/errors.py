@@ -29,9 +29,7 @@ class Rejected(Exception):
     """The server responded with an error, or forebay cannot send the request to it.
 
     Attributes:
-        error: the error for the client.
         may_move: whether another server may accept the request.
-        body: body of the server's response; empty if there is none.
     """
 
     def __init__(self, error: ResponseError, *, may_move: bool = False, body: bytes = b"") -> None:
@@ -93,11 +91,7 @@ def clipped(text: str) -> str:
 
 
 def rejection(url: str, status: int, body: bytes, retry_after: str = "") -> Rejected:
-    """Return the exception for an error response of a server.
-
-    Args:
-        retry_after: value of the header `Retry-After`; empty if there is none.
-    """
+    """Return the exception for an error response of a server."""
     text, after_s = message_of(body), _seconds(retry_after)
     if status in OPERATOR:
         hint = "denied access; set --upstream-api-key-file" if status in UNAUTHORIZED else f"responded with {status}"
@@ -120,7 +114,6 @@ def error_in(url: str, data: bytes, *, is_error: bool = False) -> Rejected | Non
     """Return the exception for an error that a server sent with status 200, None if the data are no error.
 
     Args:
-        data: body of the response, or data of an event of its stream.
         is_error: whether the server says that it is an error, in the type of the event.
     """
     found = _decoded(data) or _Body()

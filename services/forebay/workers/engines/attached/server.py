@@ -74,11 +74,10 @@ def sample_lines(metrics: str, names: Sequence[str]) -> Iterator[str]:
 def read_load(metrics: str) -> ServerLoad | None:
     """Return the load in the metrics of vLLM, SGLang or TensorRT-LLM. Samples of several engines are added up.
 
+    Raises MetricsUnreadable if the metrics are malformed, or have none of the known names.
+
     Returns:
         None if TensorRT-LLM has run no iteration since the previous call.
-
-    Raises:
-        MetricsUnreadable: the metrics are malformed, or have none of the known names.
     """
     if metrics.startswith(JSON_LIST):
         return _load_of_iterations(metrics)
@@ -139,9 +138,7 @@ class ListedModel(msgspec.Struct, frozen=True):
     """Entry of `/v1/models`. Servers add further fields.
 
     Attributes:
-        owned_by: name of the server's program.
         root: model directory or name on the Hugging Face Hub; None if the server does not publish it.
-        parent: base model of an adapter; None for a base model.
         max_model_len: context length in tokens; None if the server does not publish it.
     """
 
@@ -165,11 +162,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Properties that a server publishes about itself.
 
     Attributes:
-        model: name of the base model in the server's API.
         root: model directory or name on the Hugging Face Hub, as the server knows it; empty if unknown.
-        context_tokens: context length; None if unknown.
-        block_size: tokens per KV block; None if unknown.
-        kv_blocks: number of KV blocks; None if unknown.
         loras: loaded adapters, with their directories on the server.
     """
 
@@ -256,15 +249,7 @@ class SseDecoder:
 
 
 class UpstreamServer:
-    """Client of one server. Use it on one event loop, and close it.
-
-    Args:
-        url: base address, for example `http://host:8000`.
-        api_key: key for the server's API; empty for none.
-
-    Attributes:
-        url: base address, without a slash at its end.
-    """
+    """Client of one server. Use it on one event loop, and close it."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
         self.url = url.rstrip("/")
@@ -284,17 +269,15 @@ class UpstreamServer:
     async def get(self, path: str) -> tuple[int, bytes]:
         """Return status and body of a small resource.
 
-        Raises:
-            EngineError: the server cannot be reached, or does not reply within `REPLY_S`.
+        Raises EngineError if the server cannot be reached, or does not reply within `REPLY_S`.
         """
         return await self._request("GET", path, None, REPLY_S)
 
     async def post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> bytes:
         """Return the body of the response to a request that is not a stream.
 
-        Raises:
-            Rejected: the server responded with an error.
-            EngineError: the server cannot be reached, or does not reply within `COMMAND_S`.
+        Raises Rejected if the server responded with an error, EngineError if the server cannot be reached, or does not
+        reply within `COMMAND_S`.
         """
         status, content = await self._request("POST", path, body, COMMAND_S, headers)
         if status >= 400:
@@ -326,9 +309,8 @@ class UpstreamServer:
     ) -> AsyncIterator[AsyncIterator[ServerEvent]]:
         """Send a request, and yield the events of its stream. Leaving the context aborts the request.
 
-        Raises:
-            Rejected: the server responded with an error before the stream began.
-            StreamCut: the connection failed.
+        Raises Rejected if the server responded with an error before the stream began, StreamCut if the connection
+        failed.
         """
         try:
             async with self._session.post(self.url + path, json=body, headers=headers) as response:
@@ -355,8 +337,7 @@ class UpstreamServer:
     async def models(self) -> list[ListedModel]:
         """Return the entries of `/v1/models`.
 
-        Raises:
-            EngineError: the server cannot be reached, or its response is not a list of models.
+        Raises EngineError if the server cannot be reached, or its response is not a list of models.
         """
         status, body = await self.get("/v1/models")
         if status != 200:
@@ -380,11 +361,10 @@ class UpstreamServer:
     async def describe(self, name: str = "") -> ServerInfo:
         """Return what the server publishes about itself.
 
+        Raises EngineError if the server cannot be reached, or serves no such model.
+
         Args:
             name: name of the model; empty for the server's first base model.
-
-        Raises:
-            EngineError: the server cannot be reached, or serves no such model.
         """
         models = await self.models()
         bases = [one for one in models if not one.parent]

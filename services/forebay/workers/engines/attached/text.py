@@ -20,9 +20,6 @@ Decode = Callable[[Sequence[int]], str]
 class TextEncoder:
     """Encodes the output text of one response.
 
-    Args:
-        decode: decodes tokens.
-
     Attributes:
         inexact: number of pieces whose tokens do not decode to exactly their text.
     """

@@ -39,14 +39,7 @@ class _TransferParams(msgspec.Struct):
 
 
 def offer(item: WorkItem, worker_id: str, model: str, params: Mapping[str, Any]) -> Prefilled:
-    """Return the descriptor of KV that a server keeps.
-
-    Args:
-        params: `kv_transfer_params` of the response.
-
-    Raises:
-        Unfetchable: the parameters are unknown.
-    """
+    """Return the descriptor of KV that a server keeps. Raises Unfetchable if the parameters are unknown."""
     try:
         msgspec.convert(params, _TransferParams)
     except msgspec.ValidationError as error:
@@ -58,8 +51,7 @@ def offer(item: WorkItem, worker_id: str, model: str, params: Mapping[str, Any])
 def fetch_params(prefilled: Prefilled | None, model: str, prompt_tokens: int) -> dict[str, Any]:
     """Return the `kv_transfer_params` with which a server fetches the KV of a prompt.
 
-    Raises:
-        Unfetchable: the descriptor is missing, invalid, or for another connector, model or prompt.
+    Raises Unfetchable if the descriptor is missing, invalid, or for another connector, model or prompt.
     """
     known = fetchable(prefilled, CONNECTOR, model, prompt_tokens)
     try:

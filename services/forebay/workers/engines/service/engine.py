@@ -61,11 +61,7 @@ class _Execution:
 
 
 class ServiceEngine:
-    """Engine that runs requests on one instance of a service class. It has one rank.
-
-    Args:
-        service: the decorated class and its endpoints.
-    """
+    """Engine that runs requests on one instance of a service class. It has one rank."""
 
     def __init__(self, service: Service, settings: EngineSettings) -> None:
         self._service = service
@@ -93,8 +89,7 @@ class ServiceEngine:
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
         """Create the instance of the service, await its `start` hook, and return the spec of the worker.
 
-        Raises:
-            EngineError: the settings or the tokenizer are invalid, or the service cannot start.
+        Raises EngineError if the settings or the tokenizer are invalid, or the service cannot start.
         """
         name = self._service.name
         if spec.dp_size != 1:
@@ -181,8 +176,7 @@ class ServiceEngine:
     async def command(self, command: Command) -> tuple[str, ...]:
         """Await the service's endpoint for a command, and return the names of the loaded adapters.
 
-        Raises:
-            EngineRefused: the service has no endpoint for the command, or the endpoint raised an exception.
+        Raises EngineRefused if the service has no endpoint for the command, or the endpoint raised an exception.
         """
         if command.action != "list_loras":
             try:

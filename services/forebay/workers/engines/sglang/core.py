@@ -38,14 +38,10 @@ ENGINE_LOCK = threading.Lock()  # a process can run only one engine
 
 
 def engine_arguments(settings: EngineSettings, sources: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the keyword arguments of SGLang's `Engine`.
+    """Return the keyword arguments of SGLang's `Engine`. Raises EngineError if SGLang does not support the settings.
 
     Args:
         settings: settings of the engine; its `arguments` override all others.
-        sources: configuration of KV events, from `own_sources`; None for no KV events.
-
-    Raises:
-        EngineError: SGLang does not support the settings.
     """
     block_size = settings.arguments.get("page_size", settings.block_size)
     if settings.kv_blocks is not None and block_size is None:
@@ -85,14 +81,12 @@ def engine_arguments(settings: EngineSettings, sources: Mapping[str, Any] | None
 def own_sources(dp_size: int, sockets: Path) -> dict[str, Any]:
     """Return the configuration of SGLang's KV events, `kv_events_config`.
 
-    KV events contain prompts, so other users of the machine must not be able to read them. A single rank therefore
-    uses sockets in a private directory. SGLang supports several ranks only with TCP; they use loopback.
+    KV events contain prompts, so other users of the machine must not be able to read them. A single rank therefore uses
+    sockets in a private directory. SGLang supports several ranks only with TCP; they use loopback. Raises EngineError
+    if no ports are free.
 
     Args:
         dp_size: number of ranks; each needs two TCP ports if there are several.
-
-    Raises:
-        EngineError: no ports are free.
     """
     if dp_size == 1:
         endpoints = (f"ipc://{sockets}/events", f"ipc://{sockets}/replay")
@@ -105,11 +99,7 @@ def own_sources(dp_size: int, sockets: Path) -> dict[str, Any]:
 def kv_sources(arguments: Mapping[str, Any], ranks: Sequence[int]) -> dict[int, KvSource]:
     """Return for each rank where this worker reads the KV events, from SGLang's arguments; empty without KV events.
 
-    Args:
-        arguments: keyword arguments of `Engine`.
-
-    Raises:
-        EngineError: the configuration of KV events is invalid.
+    Raises EngineError if the configuration of KV events is invalid.
     """
     try:
         config = json.loads(arguments.get("kv_events_config") or "{}")
@@ -142,14 +132,7 @@ def _free_ports(count: int) -> int:
 
 
 class SglangCore:
-    """Starts, watches and stops one SGLang `Engine` and its processes.
-
-    Args:
-        on_death: called when a process of the engine reports a failure.
-
-    Attributes:
-        engine: the engine; None before its start and after its end.
-    """
+    """Starts, watches and stops one SGLang `Engine` and its processes."""
 
     def __init__(self, on_death: Callable[[], None]) -> None:
         self.engine: Any = None
@@ -162,14 +145,10 @@ class SglangCore:
         self._signalled = False
 
     async def start(self, arguments: dict[str, Any], on_fault: Callable[[BaseException], None]) -> Any:
-        """Start and return the engine.
+        """Start and return the engine. Raises EngineError if the engine cannot start, or this process already runs one.
 
         Args:
-            arguments: keyword arguments of `Engine`.
             on_fault: called with an exception that ends SGLang's response loop.
-
-        Raises:
-            EngineError: the engine cannot start, or this process already runs one.
         """
         if not ENGINE_LOCK.acquire(blocking=False):
             raise EngineError("a process can run only one SGLang engine: start each worker in its own process")

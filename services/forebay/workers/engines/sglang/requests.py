@@ -62,11 +62,7 @@ def structured_argument(structured: StructuredOutput) -> tuple[str, str]:
 def choice_regex(text: str) -> str:
     """Return a regular expression that matches exactly the strings of a list.
 
-    Args:
-        text: JSON list of strings, from a structured output of kind `choice`.
-
-    Raises:
-        ValueError: the text is not a JSON list of strings, or the list is empty.
+    Raises ValueError if the text is not a JSON list of strings, or the list is empty.
     """
     try:
         choices = msgspec.json.decode(text, type=list[str])
@@ -85,12 +81,7 @@ def logprob_arguments(sampling: Sampling) -> dict[str, Any]:
 
 
 def token_logprobs(meta: Mapping[str, Any], top: int) -> tuple[TokenLogprob, ...]:
-    """Return the log probability of each output token in a chunk of SGLang.
-
-    Args:
-        meta: field `meta_info` of the chunk.
-        top: number of most likely tokens to include per position, in descending order.
-    """
+    """Return the log probability of each output token in a chunk of SGLang."""
     likeliest: Sequence[Any] = meta.get("output_top_logprobs") or ()
     converted = []
     for at, (logprob, _, _) in enumerate(meta["output_token_logprobs"]):
@@ -108,11 +99,7 @@ def token_logprobs(meta: Mapping[str, Any], top: int) -> tuple[TokenLogprob, ...
 
 
 def abort_error(reason: Mapping[str, Any]) -> ResponseError:
-    """Return the error for a request that SGLang aborted.
-
-    Args:
-        reason: SGLang's `finish_reason` of type `abort`.
-    """
+    """Return the error for a request that SGLang aborted."""
     return status_error(reason.get("status_code"), reason.get("message") or "no reason given")
 
 
@@ -134,7 +121,6 @@ def engine_priority(priority: int, arguments: Mapping[str, Any]) -> int | None:
     """Return the priority of a request for SGLang; None if SGLang does not schedule by priority.
 
     Args:
-        priority: priority of the request; higher values run sooner.
         arguments: SGLang's arguments, which determine whether higher or lower values run sooner there.
     """
     if not arguments.get("enable_priority_scheduling"):

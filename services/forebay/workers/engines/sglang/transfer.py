@@ -24,7 +24,6 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """Descriptor of the KV of one request: the address of the prefill engine, and the room number.
 
     Attributes:
-        host: host of the prefill engine's bootstrap server.
         room: number that identifies the request. Modulo the number of ranks it is the rank of the prefill engine.
     """
 
@@ -38,24 +37,14 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def new_room(rank: int, dp_size: int) -> int:
-    """Return a random room number for a request on one rank.
-
-    Args:
-        rank: index of the rank in the engine, from 0.
-    """
+    """Return a random room number for a request on one rank."""
     return secrets.randbits(ROOM_BITS) // dp_size * dp_size + rank
 
 
 def rendezvous(prefilled: Prefilled | None, model: str, prompt_tokens: int) -> Rendezvous:
     """Return the decoded KV descriptor of a request.
 
-    Args:
-        prefilled: descriptor in the work item; None if it has none.
-        model: name of this worker's model.
-        prompt_tokens: number of prompt tokens, all of which the KV must cover.
-
-    Raises:
-        Unfetchable: there is no descriptor, it cannot be decoded, or it is for another model or prompt length.
+    Raises Unfetchable if there is no descriptor, it cannot be decoded, or it is for another model or prompt length.
     """
     packed = fetchable(prefilled, CONNECTOR, model, prompt_tokens).descriptor
     try:

@@ -60,10 +60,8 @@ def _present(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
     """Return the keyword arguments of TensorRT-LLM's `SamplingParams`, except `guided_decoding`.
 
-    The engine does not detokenize and gets no stop strings, because the ingress handles text.
-
-    Raises:
-        ValueError: TensorRT-LLM does not support a parameter.
+    The engine does not detokenize and gets no stop strings, because the ingress handles text. Raises ValueError if
+    TensorRT-LLM does not support a parameter.
     """
     if sampling.logit_bias:
         raise ValueError("the TensorRT-LLM engine does not support logit_bias")
@@ -94,11 +92,7 @@ def guided_arguments(structured: StructuredOutput) -> dict[str, Any]:
 
 
 def engine_priority(priority: int) -> float:
-    """Return the priority of a request for TensorRT-LLM, a number between 0 and 1; higher values run sooner.
-
-    Args:
-        priority: priority of the request. Values far beyond a thousand, or minus a thousand, have almost equal results.
-    """
+    """Return the priority of a request for TensorRT-LLM, a number between 0 and 1; higher values run sooner."""
     return DEFAULT_PRIORITY * (1.0 + priority / (1.0 + abs(priority)))
 
 

@@ -23,11 +23,7 @@ LOGPROBS = "first_gen_log_probs"
 def descriptor(params: Any) -> bytes:
     """Return the KV descriptor of a computed prompt, as bytes.
 
-    Args:
-        params: `DisaggregatedParams` of the prefill worker's result.
-
-    Raises:
-        Unfetchable: TensorRT-LLM returned no such object, or it cannot be encoded.
+    Raises Unfetchable if TensorRT-LLM returned no such object, or it cannot be encoded.
     """
     if not is_dataclass(params) or isinstance(params, type):
         raise Unfetchable("TensorRT-LLM returned no disaggregated_params")
@@ -47,14 +43,7 @@ def transfer_fields(
 ) -> dict[str, Any]:
     """Return the fields of the decode worker's `DisaggregatedParams`.
 
-    Args:
-        prefilled: descriptor in the work item; None if it has none.
-        model: name of this worker's model.
-        prompt_tokens: number of prompt tokens, all of which the KV must cover.
-        logprob: constructs TensorRT-LLM's `Logprob` from a log probability and a rank.
-
-    Raises:
-        Unfetchable: there is no descriptor, it cannot be decoded, or it is for another model or prompt length.
+    Raises Unfetchable if there is no descriptor, it cannot be decoded, or it is for another model or prompt length.
     """
     packed = fetchable(prefilled, CONNECTOR, model, prompt_tokens).descriptor
     try:

@@ -26,13 +26,7 @@ def sampling_params(
 ) -> SamplingParams:
     """Return vLLM's sampling parameters of a request; vLLM then returns only new tokens with each output.
 
-    Args:
-        sampling: sampling parameters of the work item.
-        transfer: `kv_transfer_params` to offer or fetch KV; None for no KV transfer.
-        hints: for the KV tiers; None without them.
-
-    Raises:
-        ValueError, VLLMError: vLLM rejects a parameter.
+    Raises ValueError or VLLMError if vLLM rejects a parameter.
     """
     arguments = sampling_arguments(sampling)
     extra: dict[str, Any] = {}

@@ -40,7 +40,6 @@ def engine_arguments(
         settings: settings of the engine; its `arguments` override all others.
         sockets: private directory for the sockets of KV events, because these contain prompts. vLLM supports several
             ranks only with TCP.
-        tiers: configuration of the KV tiers; None for none.
     """
     arguments: dict[str, Any] = {
         "model": str(settings.model),
@@ -100,11 +99,9 @@ def side_channel(settings: EngineSettings) -> dict[str, str]:
     """Reserve the address at which vLLM's NIXL connector listens, and return vLLM's environment variables for it.
 
     The host is the first of these that is set: `settings.kv_host`, vLLM's environment variables, `settings.near_host`.
-    The port is the one in vLLM's environment variable, otherwise a free port. Anyone who can connect to the address
-    can read the KV cache. The result is empty if the role of the worker needs no KV transfers.
-
-    Raises:
-        EngineError: the ports are in use. vLLM itself would wait for ever.
+    The port is the one in vLLM's environment variable, otherwise a free port. Anyone who can connect to the address can
+    read the KV cache. The result is empty if the role of the worker needs no KV transfers. Raises EngineError if the
+    ports are in use. vLLM itself would wait for ever.
     """
     if settings.role not in KV_ROLES:
         return {}
@@ -130,11 +127,7 @@ def require_nixl(settings: EngineSettings) -> None:
 
 
 class VllmCore:
-    """Starts and stops one `AsyncLLM` of vLLM and its processes.
-
-    Attributes:
-        llm: the engine; None before its start and after its end.
-    """
+    """Starts and stops one `AsyncLLM` of vLLM and its processes."""
 
     def __init__(self) -> None:
         self.llm: Any = None
@@ -142,15 +135,10 @@ class VllmCore:
         self._built: asyncio.Future[Any] | None = None
 
     async def start(self, arguments: dict[str, Any], stat_logger: Any, environment: Mapping[str, str]) -> Any:
-        """Start and return the engine.
+        """Start and return the engine. Raises EngineError if the engine cannot start. The message tells why.
 
         Args:
-            arguments: keyword arguments of `AsyncEngineArgs`.
             stat_logger: constructs vLLM's `StatLoggerBase` for each rank.
-            environment: additional environment variables of its processes, from `side_channel`.
-
-        Raises:
-            EngineError: the engine cannot start. The message tells why.
         """
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         # A forked child would share locks and sockets with threads that exist only in the worker.

@@ -212,8 +212,7 @@ class VllmEngine(ModelEngine):
     async def command(self, command: Command) -> tuple[str, ...]:
         """Execute a command, and return the names of the loaded adapters. `clear_kv_blocks` also clears the tiers.
 
-        Raises:
-            EngineRefused: vLLM does not support the command, or cannot execute it now.
+        Raises EngineRefused if vLLM does not support the command, or cannot execute it now.
         """
         if command.action == "clear_kv_blocks" and self._settings.tiers is not None:
             await self._call("collective_rpc", "forebay_clear_tiers")

@@ -40,10 +40,6 @@ class KvLeases:
     def forebay_release(self, kept: list[str], within_s: float) -> int:
         """Shorten the leases of kept KV. A reader can still renew them.
 
-        Args:
-            kept: vLLM's ids of the requests.
-            within_s: maximum seconds until the leases end.
-
         Returns:
             Number of the requests whose KV is still kept.
         """

@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 class MediaRefused(ValueError):
-    """The engine cannot process the images or videos of a request.
-
-    Attributes:
-        error: error for the client.
-    """
+    """The engine cannot process the images or videos of a request."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -38,13 +34,10 @@ class MediaRefused(ValueError):
 async def engine_prompt(llm: Any, item: WorkItem, embeddings: "Array | None") -> dict[str, Any]:
     """Return the prompt of a request in vLLM's format.
 
-    Args:
-        llm: the `AsyncLLM`.
-        embeddings: embeddings of the media, of shape [placeholder tokens, width]; None if vLLM encodes the media.
+    Raises MediaRefused if the engine cannot process the media, ValueError if vLLM's processor rejects the prompt.
 
-    Raises:
-        MediaRefused: the engine cannot process the media.
-        ValueError: vLLM's processor rejects the prompt.
+    Args:
+        embeddings: embeddings of the media, of shape [placeholder tokens, width]; None if vLLM encodes the media.
     """
     token_ids = unpack_u32(item.token_ids)
     if not item.media:
@@ -80,12 +73,7 @@ def _as_tensors(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def collapsed(token_ids: Sequence[int], media: Sequence[Media]) -> list[int]:
-    """Return a prompt with one placeholder token per image or video.
-
-    Args:
-        token_ids: the prompt, with all placeholder tokens.
-        media: the images and videos, in the order of the prompt.
-    """
+    """Return a prompt with one placeholder token per image or video."""
     found: list[int] = []
     end = 0
     for one in media:
@@ -113,8 +101,7 @@ def embedded_prompt(item: WorkItem, embeddings: "Array") -> dict[str, Any]:
 def raw_prompt(item: WorkItem) -> dict[str, Any]:
     """Return the fields of vLLM's `TokensPrompt` for a request with images that vLLM encodes itself.
 
-    Raises:
-        MediaUnusable: an image is invalid.
+    Raises MediaUnusable if an image is invalid.
     """
     return _prompt(item, {"image": [_image(one) for one in item.media]})
 

@@ -33,7 +33,6 @@ class Logprob(Protocol):
     """Log probability of one token at one position, with the fields of vLLM's `Logprob`.
 
     Attributes:
-        logprob: natural logarithm of the probability.
         rank: position of the token when all tokens are ordered by probability, 1 for the most likely token.
     """
 
@@ -83,7 +82,6 @@ def engine_priority(priority: int, scheduling_policy: str) -> int:
     """Return the priority of a request for vLLM, where lower values run sooner.
 
     Args:
-        priority: priority of the request; higher values run sooner.
         scheduling_policy: vLLM's scheduling policy. Only `priority` uses priorities; others get 0, as vLLM requires.
     """
     return -priority if scheduling_policy == "priority" else 0
@@ -92,13 +90,7 @@ def engine_priority(priority: int, scheduling_policy: str) -> int:
 def token_logprobs(
     token_ids: Sequence[int], places: Sequence[Mapping[int, Logprob]], top: int
 ) -> tuple[TokenLogprob, ...]:
-    """Return the log probability of each output token.
-
-    Args:
-        token_ids: ids of the output tokens.
-        places: for each output token, vLLM's log probabilities of the tokens at its position, by token id.
-        top: number of most likely tokens to include per position, in descending order.
-    """
+    """Return the log probability of each output token."""
     converted = []
     for token_id, place in zip(token_ids, places, strict=True):
         ranked = sorted((one.rank, other, one.logprob) for other, one in place.items() if one.rank is not None)

@@ -57,11 +57,7 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvTransfers:
-    """Creates and reads the KV descriptors of one vLLM engine.
-
-    Args:
-        kept: receives the requests whose KV vLLM keeps for other workers.
-    """
+    """Creates and reads the KV descriptors of one vLLM engine."""
 
     def __init__(self, model: str, kept: KeptKv) -> None:
         self._model = model
@@ -75,11 +71,7 @@ class KvTransfers:
     async def start(self, llm: Any, worker_id: str) -> KvLayout | None:
         """Read the configuration of a started engine, and return its KV layout; None if it has no KV connector.
 
-        Args:
-            llm: the `AsyncLLM`.
-
-        Raises:
-            EngineError: forebay cannot transfer KV with the configuration of the connector.
+        Raises EngineError if forebay cannot transfer KV with the configuration of the connector.
         """
         config = llm.vllm_config
         transfers = [extra for name, extra in children(config.kv_transfer_config) if name != TIERS]
@@ -118,12 +110,10 @@ class KvTransfers:
     def offer(self, item: WorkItem, transfer_params: Mapping[str, Any], age_s: float) -> Prefilled:
         """Return the descriptor of KV that vLLM has computed and keeps.
 
-        Args:
-            transfer_params: `kv_transfer_params` of vLLM's output.
-            age_s: seconds since vLLM computed the prompt.
+        Raises Unfetchable if the parameters are unknown, or too little of the lease is left.
 
-        Raises:
-            Unfetchable: the parameters are unknown, or too little of the lease is left.
+        Args:
+            age_s: seconds since vLLM computed the prompt.
         """
         left_s = self._lease_s - age_s
         # vLLM's core uses this clock too, because it runs on this machine.
@@ -165,22 +155,14 @@ class KvTransfers:
             logger.warning("unneeded KV is kept until its lease ends: %s", one_line(error))
 
     def lease_s(self, prefilled: Prefilled | None) -> float | None:
-        """Return the maximum seconds from a decode request to its first token; None if it fetches no KV.
-
-        Args:
-            prefilled: descriptor of the KV that the request fetches; None if it fetches none.
-        """
+        """Return the maximum seconds from a decode request to its first token; None if it fetches no KV."""
         return None if prefilled is None else prefilled.lease_us / 1e6 + UNREAD_S
 
     def fetch_params(self, prefilled: Prefilled | None, prompt_tokens: int) -> dict[str, Any]:
         """Return vLLM's `kv_transfer_params` with which it fetches the KV of a prompt.
 
-        Args:
-            prefilled: descriptor in the work item; None if it has none.
-            prompt_tokens: number of prompt tokens, all of which the KV must cover.
-
-        Raises:
-            Unfetchable: this vLLM has no KV connector, or the descriptor is missing, invalid or for another prompt.
+        Raises Unfetchable if this vLLM has no KV connector, or the descriptor is missing, invalid or for another
+        prompt.
         """
         if self._llm is None:
             raise Unfetchable("vLLM has no KV connector: start this worker with --role decode")
@@ -190,14 +172,7 @@ class KvTransfers:
 def transfer_params(prefilled: Prefilled | None, model: str, prompt_tokens: int, block_size: int) -> dict[str, Any]:
     """Return vLLM's `kv_transfer_params` with which it fetches the KV of a prompt.
 
-    Args:
-        prefilled: descriptor in the work item; None if it has none.
-        model: name of this worker's model.
-        prompt_tokens: number of prompt tokens, all of which the KV must cover.
-        block_size: tokens per KV block.
-
-    Raises:
-        Unfetchable: the descriptor is missing, invalid, or for another model or prompt.
+    Raises Unfetchable if the descriptor is missing, invalid, or for another model or prompt.
     """
     known, params = _read(fetchable(prefilled, CONNECTOR, model, prompt_tokens))
     if (tokens := known.remote_num_tokens) != prompt_tokens:

@@ -14,11 +14,7 @@ KEYS_AND_VALUES = 2
 class DeviceMemory:
     """Copies blocks out of the KV cache and into it. Thread-safe for different blocks.
 
-    Args:
-        layers: the tensors of the KV cache, by name of the layer.
-
     Attributes:
-        block_bytes: bytes of a payload.
         layout: order of the bytes of a block, for `KvIdentity.layout`. It does not depend on the number of blocks.
 
     Raises:
@@ -88,13 +84,7 @@ def block_rows(name: str, tensor: torch.Tensor, blocks: int) -> tuple[Sequence[t
     """Return views of a tensor of the KV cache as bytes, each of shape [blocks, bytes per block], and their layout.
 
     The layout consists of the sizes of the dimensions in memory order, per block, and the order of the dimensions.
-
-    Args:
-        name: name of the layer, for the error message.
-        tensor: the tensor. Its dimensions may be permuted.
-
-    Raises:
-        ValueError: the bytes of a block are not contiguous within the tensor, or within its keys and its values.
+    Raises ValueError if the bytes of a block are not contiguous within the tensor, or within its keys and its values.
     """
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     stored = tensor.permute(order)

@@ -9,23 +9,14 @@ from forebay.workers.kv_tiers.identity import BlockName, KeyChain, KvIdentity, m
 
 
 class PlaceholderSpan(Protocol):
-    """Placeholder tokens of an image, video or sound: vLLM's `PlaceholderRange`.
-
-    Attributes:
-        offset: index of the first token.
-        length: number of tokens.
-    """
+    """Placeholder tokens of an image, video or sound: vLLM's `PlaceholderRange`."""
 
     offset: int
     length: int
 
 
 class Feature(Protocol):
-    """An image, video or sound of a request: vLLM's `MultiModalFeatureSpec`.
-
-    Attributes:
-        mm_position: its placeholder tokens.
-    """
+    """An image, video or sound of a request: vLLM's `MultiModalFeatureSpec`."""
 
     identifier: str
     mm_position: PlaceholderSpan
@@ -35,10 +26,7 @@ class PromptNames:
     """Names of the blocks of one request, extended while the request generates tokens.
 
     Args:
-        salt: salt of the request; empty for none.
-        lora_name: name of the LoRA adapter, on which the sequence hashes depend; empty without an adapter.
         adapter: digest of the LoRA adapter, on which the block keys depend; empty without an adapter.
-        features: images, videos and sounds of the prompt.
 
     Attributes:
         names: names of the full blocks so far, from the first block of the prompt.

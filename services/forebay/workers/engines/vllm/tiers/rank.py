@@ -103,7 +103,6 @@ class VllmRank:
     """Tiers of one rank of vLLM.
 
     Args:
-        wake: is set when copies have ended.
         copier: executor of copies into the KV cache, closed with this object.
 
     Attributes:
@@ -142,11 +141,7 @@ class VllmRank:
         self._pool = pool
 
     def add(self, request: Any, hints: RequestHints, adapter: str) -> None:
-        """Add a request that waits.
-
-        Args:
-            adapter: digest of its LoRA adapter; empty without an adapter.
-        """
+        """Add a request that waits."""
         names = PromptNames(
             self._identity,
             salt=request.cache_salt or "",
@@ -183,11 +178,7 @@ class VllmRank:
         return computed_tokens + tokens >= len(self._prompt(one)) * self._block_size
 
     def allocated(self, request_id: str, block_ids: Sequence[int], tokens: int) -> None:
-        """Begin the load that `match` has planned, or nothing if `tokens` is 0.
-
-        Args:
-            tokens: tokens to load.
-        """
+        """Begin the load that `match` has planned, or nothing if `tokens` is 0."""
         one = self._requests.get(request_id)
         if one is None:
             return

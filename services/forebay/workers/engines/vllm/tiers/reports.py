@@ -18,8 +18,6 @@ class TierReport(msgspec.Struct, frozen=True):
 
     Attributes:
         onboarded: tokens that were loaded since the previous report, by id of the request on the log.
-        costs: measured durations of loads and prefills.
-        counters: counters since the start of the engine.
     """
 
     onboarded: dict[str, tuple[OnboardedTokens, ...]]
