@@ -1,8 +1,8 @@
 """Set-up shared by the tests of engine adapters with stand-ins."""
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -24,6 +24,7 @@ SPEC = WorkerSpec(
 )  # before the engine reports its sizes
 
 Backend = TypeVar("Backend")
+Start = Callable[..., AbstractAsyncContextManager[Driven]]
 
 
 def model_directory(folder: Path) -> Path:
@@ -37,6 +38,24 @@ def lora_directory(folder: Path) -> Path:
     folder.mkdir()
     (folder / "adapter_config.json").write_text("{}")
     return folder
+
+
+def standin_settings(folder: Path) -> EngineSettings:
+    return EngineSettings(
+        model=model_directory(folder / "model"), model_name="m", block_size=BLOCK_SIZE, kv_blocks=KV_BLOCKS
+    )
+
+
+def starter(make: Callable[[EngineSettings], Engine], settings: EngineSettings) -> Start:
+    """Return a function that runs an engine with these settings. Further keyword arguments are the engine's own."""
+
+    @asynccontextmanager
+    async def start(spec: WorkerSpec = SPEC, role: Any = "aggregated", **arguments: Any) -> AsyncIterator[Driven]:
+        engine = make(replace(settings, role=role, arguments=arguments))
+        async with driven(engine, msgspec.structs.replace(spec, block_size=BLOCK_SIZE)) as one:
+            yield one
+
+    return start
 
 
 async def reported(one: Driven, blocks: set[int], rank: int = 0) -> None:

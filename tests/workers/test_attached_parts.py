@@ -10,11 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from forebay.events.requests import Sampling, StructuredOutput
-from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
-from forebay.workers.engines.attached.engine import interrupted, limited, remaining, why_not_continued
-from forebay.workers.engines.attached.errors import message_of, rejection
+from forebay.workers.engines.attached.errors import message_of
 from forebay.workers.engines.attached.server import MetricsUnreadable, ServerLoad, read_load, vllm_cache_sizes
 from forebay.workers.engines.attached.text import HELD_CHARS_MAX, TextEncoder
 from forebay.workers.engines.attached.transfer import CONNECTOR, HALF_LEASE_S, fetch_params, offer
@@ -131,59 +128,6 @@ def test_cache_sizes_of_vllm(labels: str, sizes: tuple[int | None, int | None]) 
 )
 def test_message_of_an_error(body: bytes, message: str) -> None:
     assert message_of(body) == message
-
-
-@pytest.mark.parametrize(
-    ("status", "known", "code"),
-    [
-        (400, 400, "invalid_request"),
-        (404, 404, "invalid_request"),
-        (422, 422, "invalid_request"),
-        (401, 502, "engine_error"),
-        (403, 502, "engine_error"),
-        (429, 429, "engine_overloaded"),
-        (503, 503, "engine_overloaded"),
-        (500, 502, "engine_error"),
-        (307, 502, "engine_error"),
-        (204, 502, "engine_error"),
-    ],
-)
-def test_errors_of_a_server(status: int, known: int, code: str) -> None:
-    error = rejection("http://a", status, b'{"error": "why"}').error
-    assert (error.status, error.code) == (known, code)
-    assert "why" in error.message
-    assert ("--upstream-api-key-file" in error.message) == (status in (401, 403))
-
-
-# Responses that are cut
-
-
-def test_what_a_continuation_may_still_generate() -> None:
-    sampling = Sampling(max_tokens=10, min_tokens=6)
-    for room, most, least in ((20, 10, 6), (8, 8, 6), (4, 4, 4)):
-        one = limited(sampling, room)
-        assert (one.max_tokens, one.min_tokens) == (most, least)
-    for done, most, least in ((0, 10, 6), (4, 6, 2), (8, 2, 0), (10, 1, 0)):
-        one = remaining(sampling, done)
-        assert (one.max_tokens, one.min_tokens) == (most, least)
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, ""),
-        ({"repetition_penalty": 1.5, "seed": 1, "logprobs": 2}, ""),  # counts the prompt, too
-        ({"presence_penalty": -0.5}, "penalties"),
-        ({"frequency_penalty": 0.5}, "penalties"),
-        ({"structured": StructuredOutput(kind="json_object")}, "structured"),
-    ],
-)
-def test_why_a_response_cannot_continue(changes: dict[str, Any], reason: str) -> None:
-    found = why_not_continued(Sampling(max_tokens=1, **changes))
-    assert reason in found
-    assert bool(reason) == bool(found)
-    error = interrupted(3, "because")
-    assert (error.status, error.message) == (502, "the response was interrupted after 3 output tokens: because")
 
 
 # Tokens of a text
@@ -307,26 +251,8 @@ def test_unknown_parameters_of_a_server_are_not_offered(changes: dict[str, Any])
         offer(item(), "w", "m", PARAMS | changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"connector": "nixl"}, "transferred by nixl"),
-        ({"model": "other"}, "of model other"),
-        ({"tokens": 5}, "covers 5 tokens, the prompt has 6"),
-        ({"descriptor": b"{"}, "cannot decode"),
-        ({"descriptor": b"[" * 100_000}, "cannot decode"),
-        ({"descriptor": b"{}"}, "cannot decode"),
-        ({"descriptor": msgspec.json.encode(PARAMS | {"remote_num_tokens": 5})}, "covers 5 tokens, the prompt has 6"),
-    ],
-)
-def test_descriptors_that_cannot_be_fetched(changes: dict[str, Any], message: str) -> None:
-    kept = msgspec.structs.replace(offer(item(), "w", "m", PARAMS), **changes)
-    with pytest.raises(Unfetchable) as error:
+def test_kv_of_another_length_is_not_fetched() -> None:
+    packed = msgspec.json.encode(PARAMS | {"remote_num_tokens": 5})
+    kept = msgspec.structs.replace(offer(item(), "w", "m", PARAMS), descriptor=packed)
+    with pytest.raises(Unfetchable, match="covers 5 tokens, the prompt has 6"):
         fetch_params(kept, "m", 6)
-    assert message in str(error.value)
-
-
-def test_a_request_without_a_descriptor_cannot_fetch() -> None:
-    nothing: Prefilled | None = None
-    with pytest.raises(Unfetchable, match="no KV descriptor"):
-        fetch_params(nothing, "m", 6)

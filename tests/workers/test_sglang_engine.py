@@ -5,8 +5,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,36 +22,22 @@ from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.sglang.core import engine_arguments, kv_sources
 from forebay.workers.engines.sglang.engine import SglangEngine
 from forebay.workers.engines.sglang.requests import sampling_arguments
-from tests.engines.driven import Driven, driven
 from tests.workers.conftest import until
-from tests.workers.engine_setup import PROMPT, SPEC, lora_directory, model_directory, reported
+from tests.workers.engine_setup import PROMPT, SPEC, Start, lora_directory, reported, standin_settings, starter
 from tests.workers.standins import sglang_standin
 from tests.workers.standins.little import answer_of
 from tests.workers.standins.sglang_standin import Engine, PauseGenerationReqInput, TokenizerManager
-
-Start = Callable[..., AbstractAsyncContextManager[Driven]]
 
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineSettings:
     sglang_standin.install(monkeypatch)
-    return EngineSettings(model=model_directory(tmp_path / "model"), model_name="m", block_size=4, kv_blocks=32)
+    return standin_settings(tmp_path)
 
 
 @pytest.fixture
 def started(settings: EngineSettings) -> Start:
-    @asynccontextmanager
-    async def start(**arguments: Any) -> AsyncIterator[Driven]:
-        role = arguments.pop("role", settings.role)
-        changed = EngineSettings(**{**_fields(settings), "role": role, "arguments": arguments})
-        async with driven(SglangEngine(changed), msgspec.structs.replace(SPEC, block_size=4)) as one:
-            yield one
-
-    return start
-
-
-def _fields(settings: EngineSettings) -> dict[str, Any]:
-    return {name: getattr(settings, name) for name in EngineSettings.__slots__}
+    return starter(SglangEngine, settings)
 
 
 def manager() -> TokenizerManager:
@@ -352,7 +337,7 @@ async def test_a_node_that_is_not_the_first_never_registers(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Engine, "child", True)
-    engine = SglangEngine(EngineSettings(**{**_fields(settings), "arguments": {"node_rank": 1, "nnodes": 2}}))
+    engine = SglangEngine(replace(settings, arguments={"node_rank": 1, "nnodes": 2}))
     starting = asyncio.create_task(engine.start(SPEC))
     try:
         await until(lambda: Engine.made is not None)
@@ -410,27 +395,14 @@ def test_sampling_arguments() -> None:
         logit_bias=(TokenBias(token_id=5, bias=-1.5),),
         min_tokens=2,
         stop_token_ids=(1, 2),
+        structured=StructuredOutput(kind="regex", text="a+"),
     )
     arguments = sampling_arguments(sampling)
     assert set(arguments) <= sglang_standin.SAMPLING_PARAMS
     assert arguments["top_k"] == -1 and arguments["logit_bias"] == {"5": -1.5}
     assert (arguments["max_new_tokens"], arguments["min_new_tokens"]) == (9, 2)
     assert (arguments["sampling_seed"], arguments["stop_token_ids"]) == (3, [1, 2])
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "wanted"),
-    [
-        ("json_object", "", {"json_schema": '{"type": "object"}'}),
-        ("json_schema", '{"type": "string"}', {"json_schema": '{"type": "string"}'}),
-        ("regex", "a+", {"regex": "a+"}),
-        ("grammar", "root ::= x", {"ebnf": "root ::= x"}),
-        ("choice", '["a.b", "c|d"]', {"regex": r"(a\.b|c\|d)"}),
-    ],
-)
-def test_structured_output_arguments(kind: Any, text: str, wanted: dict[str, str]) -> None:
-    arguments = sampling_arguments(Sampling(max_tokens=1, structured=StructuredOutput(kind=kind, text=text)))
-    assert {name: arguments[name] for name in ("json_schema", "regex", "ebnf") if name in arguments} == wanted
+    assert arguments["regex"] == "a+"
 
 
 def test_arguments(settings: EngineSettings) -> None:
@@ -438,9 +410,9 @@ def test_arguments(settings: EngineSettings) -> None:
     assert (arguments["page_size"], arguments["max_total_tokens"]) == (4, 128)
     assert "kv_events_config" not in arguments and "dp_size" not in arguments
     with pytest.raises(EngineError, match="--block-size"):
-        engine_arguments(EngineSettings(**{**_fields(settings), "block_size": None}), None)
+        engine_arguments(replace(settings, block_size=None), None)
     with pytest.raises(EngineError, match="encode"):
-        engine_arguments(EngineSettings(**{**_fields(settings), "role": "encode"}), None)
+        engine_arguments(replace(settings, role="encode"), None)
 
 
 def test_kv_event_sources_come_from_the_arguments_of_sglang() -> None:

@@ -15,23 +15,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.events.base import pack_u32
 from forebay.events.decisions import Stage
 from forebay.events.fleet import WorkerSpec
-from forebay.events.requests import Sampling
 from forebay.events.tokens import ResponseError
 from forebay.events.transfer import DESCRIPTOR_BYTES_MAX, KvLayout, Prefilled
-from forebay.events.work import WorkItem
-from forebay.workers.engine import EngineBatch, EngineError, KvEngine
+from forebay.workers.engine import EngineError, KvEngine
 from forebay.workers.engines import model_engine
 from forebay.workers.engines.kv_descriptor import Unfetchable
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm import core as vllm_core
 from forebay.workers.engines.vllm import transfer as vllm_transfer
 from forebay.workers.engines.vllm.core import VllmCore, require_nixl
-from forebay.workers.engines.vllm.engine import VllmEngine
+from forebay.workers.engines.vllm.engine import CANARY_ID, VllmEngine
 from forebay.workers.engines.vllm.extension import KvLeases
 from forebay.workers.engines.vllm.transfer import CONNECTOR, EXPIRES, transfer_params
+from tests.engines.driven import Answer, Driven, driven
 from tests.workers.conftest import until
 
 SPEC = WorkerSpec(worker_id="w", model="m", block_size=1, kv_blocks_total=1, max_num_seqs=1, max_num_batched_tokens=1)
@@ -100,7 +98,9 @@ class Llm:
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
         self.requested.append(params)
-        if self.answer is None and request_id == "r":
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        if self.answer is None and request_id != CANARY_ID:
             try:
                 await asyncio.Event().wait()
             finally:
@@ -122,28 +122,23 @@ class Llm:
         self.cleared.set()
         return True
 
+    def report_usage(self, usage: float) -> None:
+        """Report the share of KV blocks in use, as vLLM does after a step."""
+        stats = SimpleNamespace(
+            num_running_reqs=0,
+            num_waiting_reqs=0,
+            num_skipped_waiting_reqs=0,
+            kv_cache_usage=usage,
+            kv_connector_stats=None,
+        )
+        self.make_logger(None, 0).record(stats, None)
+
 
 def output(token_ids: list[int], why: str | None, **fields: Any) -> SimpleNamespace:
     places = [{token_id: SimpleNamespace(logprob=-1.0, rank=1)} for token_id in token_ids]
     one = SimpleNamespace(token_ids=token_ids, logprobs=places, finish_reason=why)
     generated = {"kv_transfer_params": None, "metrics": None, "num_cached_tokens": 32, **fields}
     return SimpleNamespace(outputs=[one], finished=why is not None, **generated)
-
-
-def item(stage: Stage, prefilled: Prefilled | None = None) -> WorkItem:
-    return WorkItem(
-        request_id="r",
-        attempt=2,
-        owner_epoch=1,
-        worker_epoch=7,
-        rank=0,
-        token_ids=pack_u32(range(PROMPT)),
-        sequence_hashes=b"",
-        sampling=Sampling(max_tokens=9, min_tokens=4, logprobs=2),
-        reply_slot=0,
-        stage=stage,
-        prefilled=prefilled,
-    )
 
 
 def kept(**fields: Any) -> Prefilled:
@@ -157,43 +152,8 @@ def kept(**fields: Any) -> Prefilled:
     return Prefilled(**given | {"lease_us": 10_000_000, "descriptor": msgspec.json.encode(KEPT)} | fields)
 
 
-class Running:
-    """Running engine, with its batches."""
-
-    def __init__(self, engine: VllmEngine, llm: Llm, spec: WorkerSpec) -> None:
-        self.engine = engine
-        self.llm = llm
-        self.spec = spec
-        self.batches: list[EngineBatch] = []
-        self._said = asyncio.Event()
-
-    def report_usage(self, usage: float) -> None:
-        """Report the share of KV blocks in use, as vLLM does after a step."""
-        stats = SimpleNamespace(
-            num_running_reqs=0,
-            num_waiting_reqs=0,
-            num_skipped_waiting_reqs=0,
-            kv_cache_usage=usage,
-            kv_connector_stats=None,
-        )
-        self.llm.make_logger(None, 0).record(stats, None)
-
-    def publish(self, batch: EngineBatch) -> None:
-        self.batches.append(batch)
-        self._said.set()
-
-    async def end(self, one: WorkItem) -> Any:
-        """Run a request and return its end."""
-        self.batches.clear()
-        self.engine.submit(one)
-        async with asyncio.timeout(20):
-            while True:
-                for batch in self.batches:
-                    for ends in (batch.prefilled, batch.not_fetched, batch.failed, batch.finished):
-                        if ends:
-                            return ends[0]
-                self._said.clear()
-                await self._said.wait()
+async def run(one: Driven, stage: Stage, prefilled: Prefilled | None = None) -> Answer:
+    return await one.ask(range(PROMPT), 9, stage=stage, prefilled=prefilled, min_tokens=4, logprobs=2)
 
 
 @pytest.fixture
@@ -202,7 +162,7 @@ def llm() -> Llm:
 
 
 @contextlib.asynccontextmanager
-async def running(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
+async def running(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Driven]:
     async def start(_: VllmCore, arguments: Any, logger: Any, channel: Any) -> Llm:
         llm.make_logger = logger
         return llm
@@ -218,14 +178,8 @@ async def running(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ru
     monkeypatch.setattr(vllm_core, "find_spec", lambda name: name)
     monkeypatch.setitem(sys.modules, "forebay.workers.engines.vllm.calls", calls)
     engine = VllmEngine(EngineSettings(model=Path("/m"), model_name="m", role="prefill"))
-    one = Running(engine, llm, await engine.start(SPEC))
-    task = asyncio.create_task(engine.run(one.publish))
-    try:
+    async with driven(engine, SPEC) as one:
         yield one
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await engine.stop()
 
 
 async def test_layout_covers_all_tensor_parallel_workers(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,26 +193,22 @@ async def test_prompt_is_offered_with_its_remaining_lease(llm: Llm, monkeypatch:
     async with running(llm, monkeypatch) as one:
         computed = SimpleNamespace(last_token_ts=time.monotonic() - 4.0)
         llm.answer = output([5], "length", kv_transfer_params=TOLD, metrics=computed)
-        generated = (await one.end(item("prefill"))).prefilled
-        assert (generated.worker_id, generated.worker_epoch, generated.model, generated.connector) == (
-            "w",
-            7,
-            "m",
-            CONNECTOR,
-        )
-        assert (generated.tokens, generated.bytes) == (PROMPT, 2 * 2_000)
-        assert 10.0 < generated.lease_us / 1e6 <= 11.0, "20 s, 4 of which are over, and in 5 it is not read"
+        offered = (await run(one, "prefill")).prefilled
+        assert offered is not None
+        assert (offered.worker_id, offered.worker_epoch, offered.model, offered.connector) == ("w", 1, "m", CONNECTOR)
+        assert (offered.tokens, offered.bytes) == (PROMPT, 2 * 2_000)
+        assert 10.0 < offered.lease_us / 1e6 <= 11.0, "20 s, 4 of which are over, and in 5 it is not read"
         sampling, transfer = llm.requested[-1]
         assert (sampling.max_tokens, sampling.min_tokens, sampling.logprobs) == (1, 0, None)
         assert transfer == {"do_remote_decode": True, "do_remote_prefill": False}
-        reported = msgspec.json.decode(generated.descriptor)
+        reported = msgspec.json.decode(offered.descriptor)
         assert 15.0 < reported.pop(EXPIRES) - time.perf_counter() <= 16.0
         assert reported == {name: value for name, value in KEPT.items() if name != EXPIRES} | {
             "remote_block_ids": [[4, 5]]
         }
 
         llm.answer = output([6], "length")
-        assert (await one.end(item("decode", generated))).output_tokens == 1
+        assert (await run(one, "decode", offered)).tokens == [6]
         sampling, transfer = llm.requested[-1]
         assert (sampling.max_tokens, sampling.logprobs) == (9, 2)
         assert (transfer["do_remote_prefill"], transfer["remote_block_ids"]) == (True, [[4, 5]])
@@ -280,40 +230,54 @@ async def test_unusable_transfer_parameters_fail_the_prefill(
     async with running(llm, monkeypatch) as one:
         computed = SimpleNamespace(last_token_ts=time.monotonic() - age_s)
         llm.answer = output([5], "length", kv_transfer_params=TOLD | fields, metrics=computed)
-        error = (await one.end(item("prefill"))).error
-        assert error.status == 500
-        assert fragment in error.message
+        error = (await run(one, "prefill")).error
+        assert error is not None and error.status == 500 and fragment in error.message
 
 
-async def test_prefill_without_kv_and_aborted_prefill_fail(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("stage", "answer", "status"),
+    [
+        ("prefill", ([5], "length"), 501),  # without KV
+        ("prefill", ([], "abort"), 503),
+        ("aggregated", ([], "error"), 500),
+    ],
+)
+async def test_outputs_that_are_errors(
+    stage: Stage, answer: tuple[list[int], str], status: int, llm: Llm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running(llm, monkeypatch) as one:
-        assert (await one.end(item("prefill"))).error.status == 501
-        llm.answer = output([], "abort")
-        assert (await one.end(item("prefill"))).error.status == 503
-
-
-async def test_failed_load_is_not_fetched(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running(llm, monkeypatch) as one:
+        llm.answer = output(*answer)
+        error = (await run(one, stage)).error
+        assert error is not None and error.status == status
         llm.answer = output([], "error")
-        assert "could not load" in (await one.end(item("decode", kept()))).error
-        assert (await one.end(item("aggregated"))).error.status == 500
+        failed = await run(one, "decode", kept())
+        assert failed.not_fetched is not None and "could not load" in failed.not_fetched
         assert not any(batch.first_tokens for batch in one.batches)
+
+
+async def test_unexpected_exception_fails_only_its_request(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(llm, monkeypatch) as one:
+        llm.answer = AttributeError("'list' object has no attribute 'get'")
+        error = (await run(one, "aggregated")).error
+        assert error is not None and error.message == str(llm.answer)
+        llm.answer = output([5], "length")
+        assert (await run(one, "aggregated")).tokens == [5]
+        await one.engine.check()
 
 
 async def test_response_after_the_lease_is_discarded(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_transfer, "UNREAD_S", 0.0)
     async with running(llm, monkeypatch) as one:
         llm.answer = None
-        assert "before the lease" in (await one.end(item("decode", kept(lease_us=1_000)))).error
+        late = await run(one, "decode", kept(lease_us=1_000))
+        assert late.not_fetched is not None and "before the lease" in late.not_fetched
         async with asyncio.timeout(20):
             await llm.abandoned.wait()
             await llm.cleared.wait()  # what came late may be in the cache
 
 
-async def test_response_may_outlast_the_lease_after_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = Llm()
+async def test_response_may_outlast_the_lease_after_its_first_token(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
     leases: list[asyncio.Timeout] = []
-    began = asyncio.Event()
     limited = asyncio.timeout
 
     def timeout(delay_s: float | None) -> asyncio.Timeout:
@@ -326,14 +290,12 @@ async def test_response_may_outlast_the_lease_after_its_first_token(monkeypatch:
         assert [lease.when() is None for lease in leases] == [False]
         yield output([5], None)
         assert [lease.when() for lease in leases] == [None], "the first token is there"
-        began.set()
         yield output([6], "length")
 
     async with running(llm, monkeypatch) as one:
         monkeypatch.setattr(llm, "generate", generate)
         monkeypatch.setattr(asyncio, "timeout", timeout)
-        assert (await one.end(item("decode", kept()))).output_tokens == 2
-        assert began.is_set()
+        assert (await run(one, "decode", kept())).tokens == [5, 6]
 
 
 async def test_releases_and_drops_are_passed_to_vllm(
@@ -341,13 +303,14 @@ async def test_releases_and_drops_are_passed_to_vllm(
 ) -> None:
     async with running(llm, monkeypatch) as one:
         llm.answer = output([5], "length", kv_transfer_params=TOLD)
-        await one.end(item("prefill"))
-        one.report_usage(0.5)
+        assert isinstance(one.engine, VllmEngine)
+        first = (await run(one, "prefill")).item.request_id
+        llm.report_usage(0.5)
         assert one.engine.kept() == 1
         before = len(llm.calls)
         one.engine.release("another")
-        one.engine.cancel("r")
-        one.engine.release("r")
+        one.engine.cancel(first)
+        one.engine.release(first)
         one.engine.drop(kept())
         one.engine.drop(kept(model="other"))
         await until(lambda: len(llm.calls) == before + 2 and "of model other" in caplog.text)
@@ -358,20 +321,21 @@ async def test_releases_and_drops_are_passed_to_vllm(
         assert (params["do_remote_prefill"], params["remote_block_ids"]) == (True, [[4, 5]])
         assert one.engine.kept() == 0
 
-        await one.end(item("prefill"))
-        one.report_usage(0.5)
+        second = (await run(one, "prefill")).item.request_id
+        llm.report_usage(0.5)
         llm.broken = VLLMError("no such method")
-        one.engine.release("r")
+        one.engine.release(second)
         await until(lambda: "no such method" in caplog.text)
 
 
 async def test_kept_until_no_block_is_in_use(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(llm, monkeypatch) as one:
         llm.answer = output([5], "length", kv_transfer_params=TOLD)
-        await one.end(item("prefill"))
-        one.report_usage(0.5)
+        await run(one, "prefill")
+        assert isinstance(one.engine, VllmEngine)
+        llm.report_usage(0.5)
         assert one.engine.kept() == 1
-        one.report_usage(0.0)
+        llm.report_usage(0.0)
         assert one.engine.kept() == 0
 
 
@@ -403,12 +367,6 @@ async def test_prefill_and_decode_roles_need_nixl(monkeypatch: pytest.MonkeyPatc
     require_nixl(EngineSettings(model=Path("/m"), model_name="m", role="decode", arguments=own))
 
 
-@given(descriptor=st.binary() | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(msgspec.json.encode))
-def test_descriptor_without_location_is_unfetchable(descriptor: bytes) -> None:
-    with pytest.raises(Unfetchable):
-        transfer_params(kept(descriptor=descriptor), "m", PROMPT, BLOCK)
-
-
 @given(
     name=st.sampled_from(sorted(KEPT)),
     value=st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.lists(st.integers())),
@@ -426,25 +384,13 @@ def test_descriptor_fields_are_validated(name: str, value: Any) -> None:
     assert (params["do_remote_prefill"], params["do_remote_decode"]) == (True, False)
 
 
-@pytest.mark.parametrize(
-    ("fields", "fragment"),
-    [
-        ({"connector": "nixl"}, "its KV is transferred by nixl"),
-        ({"model": "n"}, "its KV is of model n, this worker runs m"),
-        ({"descriptor": b"{}"}, "cannot decode"),
-    ],
-)
-def test_kv_of_other_engines_or_models_is_unfetchable(fields: dict[str, Any], fragment: str) -> None:
-    with pytest.raises(Unfetchable, match=fragment):
-        transfer_params(kept(**fields), "m", PROMPT, BLOCK)
-
-
 def test_prompts_of_other_lengths_are_not_fetched() -> None:
-    for tokens, block, fragment in ((39, BLOCK, "40 tokens"), (PROMPT, 16, "2 blocks, the prompt has 3")):
+    for prefilled, tokens, block, fragment in (
+        (kept(tokens=39), 39, BLOCK, "covers 40 tokens, the prompt has 39"),
+        (kept(), PROMPT, 16, "2 blocks, the prompt has 3"),
+    ):
         with pytest.raises(Unfetchable, match=fragment):
-            transfer_params(kept(), "m", tokens, block)
-    with pytest.raises(Unfetchable, match="the request has no KV descriptor"):
-        transfer_params(None, "m", PROMPT, BLOCK)
+            transfer_params(prefilled, "m", tokens, block)
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from forebay.kv_tiers.costs import CostModel
 from forebay.kv_tiers.manager import TierRun
 from forebay.workers.engines.vllm.tiers.configuration import RequestHints
-from forebay.workers.engines.vllm.tiers.prompt_names import PromptNames
-from forebay.workers.engines.vllm.tiers.rank import VllmRank
+from forebay.workers.engines.vllm.tiers.rank import PromptNames, VllmRank
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
 from forebay.workers.kv_tiers.metrics import TierCounters
 from forebay.workers.kv_tiers.transfers import LoadResult
@@ -170,7 +169,7 @@ class Scheduler(RuleBasedStateMachine):
         super().__init__()
         self.pool, self.memory, self.tiers = Pool(), Memory(), Tiers()
         inline: Any = SimpleNamespace(submit=lambda function, *given: function(*given), shutdown=lambda: None)
-        self.rank = VllmRank(cast("Any", self.tiers), self.memory, IDENTITY, threading.Event(), inline)
+        self.rank = VllmRank(cast("Any", self.tiers), cast("Any", self.memory), IDENTITY, threading.Event(), inline)
         self.rank.bind(cast("Any", self.pool))
         self.requests: dict[str, Request] = {}
         self.aborted: dict[str, Request] = {}  # whose load must end before their blocks are free

@@ -13,8 +13,7 @@ from forebay.events.progress import OnboardedTokens
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.core import engine_arguments
 from forebay.workers.engines.vllm.tiers.configuration import TierConfig, children, unsupported
-from forebay.workers.engines.vllm.tiers.prompt_names import PromptNames
-from forebay.workers.engines.vllm.tiers.reports import TierReport
+from forebay.workers.engines.vllm.tiers.rank import PromptNames, TierReport
 from forebay.workers.kv_tiers.identity import KeyChain, KvIdentity, media_by_block
 from forebay.workers.kv_tiers.metrics import TierCounters
 from forebay.workers.kv_tiers.settings import TierSettings

@@ -1,8 +1,14 @@
 """Create and check the descriptors of KV that an engine transfers with its own connector, such as vLLM's."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from forebay import runtime
+from forebay.events.codec import MALFORMED
 from forebay.events.transfer import DESCRIPTOR_BYTES_MAX, Prefilled
 from forebay.events.work import WorkItem
+
+Decoded = TypeVar("Decoded")
 
 
 class KeptKv:
@@ -69,6 +75,24 @@ def fetchable(prefilled: Prefilled | None, connector: str, model: str, prompt_to
     if prefilled.tokens != prompt_tokens:
         raise Unfetchable(f"its KV covers {prefilled.tokens} tokens, the prompt has {prompt_tokens}")
     return prefilled
+
+
+def decoded(
+    prefilled: Prefilled | None,
+    connector: str,
+    model: str,
+    prompt_tokens: int,
+    decode: Callable[[bytes], Decoded],
+) -> Decoded:
+    """Return the content of the KV descriptor of a request, if this worker can fetch the KV.
+
+    Raises Unfetchable as `fetchable` does, or if the descriptor cannot be decoded.
+    """
+    packed = fetchable(prefilled, connector, model, prompt_tokens).descriptor
+    try:
+        return decode(packed)
+    except MALFORMED as error:
+        raise Unfetchable(f"cannot decode the KV descriptor: {error}") from error
 
 
 def offered(

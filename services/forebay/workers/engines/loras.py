@@ -30,10 +30,12 @@ class Loras:
     Args:
         keeps_numbers: whether a name keeps its directory and number for ever, even after the adapter was unloaded.
             An engine needs this if it cannot clear its KV cache, because it finds cached blocks by number.
+        checks_directories: whether the directories are on this machine.
     """
 
-    def __init__(self, *, keeps_numbers: bool = False) -> None:
+    def __init__(self, *, keeps_numbers: bool = False, checks_directories: bool = True) -> None:
         self._keeps_numbers = keeps_numbers
+        self._checks_directories = checks_directories
         self._loaded: dict[str, LoraAdapter] = {}
         self._past: dict[str, LoraAdapter] = {}  # all adapters ever loaded: their blocks may still be cached
         self._numbers = 0
@@ -55,7 +57,7 @@ class Loras:
             raise EngineRefused(
                 f"the adapter {name} is already loaded from {known.directory}; unload it first, or use another name"
             )
-        if not (Path(directory) / CONFIG).is_file():
+        if self._checks_directories and not (Path(directory) / CONFIG).is_file():
             raise EngineRefused(f"{directory} is not an adapter: it has no {CONFIG}")
         past = self._past.get(name) if self._keeps_numbers else None
         if past is not None:

@@ -18,7 +18,7 @@ import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -39,7 +39,7 @@ from forebay.events.tokens import ResponseError, TokenLogprob
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import CacheChange, EngineError, EngineRefused, Publish, one_line
-from forebay.workers.engines.kv_descriptor import KeptKv, Unfetchable
+from forebay.workers.engines.kv_descriptor import KeptKv, Unfetchable, offered
 from forebay.workers.engines.loras import LoraAdapter, Loras
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.kv_events.zmq_feed import KvEventMetrics, KvFeed
@@ -195,15 +195,11 @@ class ModelEngine(ABC):
         """Generate a response. `transfer`, from `_transfer`, describes the KV to fetch first; None for no KV."""
 
     @abstractmethod
-    def _transfer(self, item: WorkItem, prompt_tokens: int) -> Any:
-        """Return what the engine needs to fetch the KV of a prompt.
+    def _transfer(self, item: WorkItem, prompt_tokens: int) -> tuple[Any, float]:
+        """Return what the engine needs to fetch the KV of a prompt, and the maximum seconds to the first token.
 
         Raises Unfetchable if this engine cannot fetch the KV.
         """
-
-    @abstractmethod
-    def _lease_s(self, item: WorkItem) -> float | None:
-        """Return the maximum seconds from a decode request to its first token; None for no limit."""
 
     @abstractmethod
     def _has_lora(self) -> bool: ...
@@ -234,6 +230,10 @@ class ModelEngine(ABC):
             except EngineRefused as refusal:
                 raise EngineError(f"cannot load the adapter {name}: {refusal}") from None
         await self._warm_up()
+        return await self._described(spec)
+
+    async def _described(self, spec: WorkerSpec) -> WorkerSpec:
+        """Return the spec of the worker of a started engine."""
         return msgspec.structs.replace(
             await self._sized(spec),
             tasks=self._tasks,
@@ -385,6 +385,10 @@ class ModelEngine(ABC):
     def _index(self, rank: int) -> int:
         return rank - self._settings.dp_start_rank
 
+    def _rank_at(self, index: int) -> RankBuffer | None:
+        """Return the rank with an index in the engine; None if this worker has no such rank."""
+        return self._ranks.get(index + self._settings.dp_start_rank)
+
     def _finish(self, item: WorkItem, rank: RankBuffer, why: str, tokens: tuple[int, int, int]) -> None:
         """Add the end of a response. `tokens` are the numbers of prompt, output and cached tokens."""
         if (reason := REASONS.get(why)) is not None:
@@ -494,11 +498,11 @@ class ModelEngine(ABC):
 
     async def _respond(self, item: WorkItem, prompt: Any, response: GeneratedResponse) -> None:
         """Generate a response. Report KV that cannot be fetched, or not before its lease ends."""
-        transfer: Any = None
+        transfer, lease_s = None, None
         try:
             if item.stage == "decode":
-                transfer = self._transfer(item, response.prompt_tokens)
-            async with asyncio.timeout(self._lease_s(item) if transfer is not None else None) as response.lease:
+                transfer, lease_s = self._transfer(item, response.prompt_tokens)
+            async with asyncio.timeout(lease_s) as response.lease:
                 await self._generate(prompt, response, transfer)
         except Exception as error:
             reason = self._fetch_failure(error) if item.stage == "decode" and not response.tokens else None
@@ -519,6 +523,15 @@ class ModelEngine(ABC):
     def _end_response(self, response: GeneratedResponse, reason: str) -> None:
         tokens = response.prompt_tokens, response.tokens, response.cached_tokens
         self._finish(response.item, response.rank, reason, tokens)
+
+    def _offer(
+        self, item: WorkItem, rank: RankBuffer, connector: str, descriptor: bytes, lease_s: float, cached: int = 0
+    ) -> None:
+        """Report the KV of the whole prompt, which the engine keeps for `lease_s`. Raises Unfetchable as `offered`."""
+        model, tokens = self._settings.model_name, len(item.token_ids) // U32_BYTES
+        prefilled = offered(item, self._worker_id, model, connector, descriptor, tokens=tokens, lease_s=lease_s)
+        self._kept.add(item.request_id, lease_s)
+        rank.prefilled(item, prefilled, cached)
 
     def release(self, request_id: str) -> None:
         """Forget that KV is kept for a request. The engine itself frees the KV when the lease ends."""
@@ -637,6 +650,20 @@ class PrefixedMetrics(Collector):
                 if metric.name.startswith(self._prefixes) and metric.name not in seen:
                     seen.add(metric.name)
                     yield metric
+
+
+@contextmanager
+def start_errors(engine: str) -> Iterator[None]:
+    """Turn exceptions of an engine's constructor into EngineError."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise EngineError(f"{engine} rejects these arguments: {one_line(error)}") from error
+    except Exception as error:
+        text = f"{engine} died while it started; see its log for the cause: {one_line(error)}"
+        raise EngineError(text) from error
 
 
 class Clearing:

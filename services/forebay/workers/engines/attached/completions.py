@@ -14,12 +14,12 @@ import msgspec
 
 from forebay.events.codec import MALFORMED
 from forebay.events.requests import Sampling, StructuredOutput
-from forebay.events.tokens import ResponseError, TokenLogprob, TopLogprob
+from forebay.events.tokens import ResponseError, TokenLogprob
 from forebay.workers.engine import EngineError, one_line
 from forebay.workers.engines.attached.errors import Rejected, StreamCut, error_in
 from forebay.workers.engines.attached.server import ServerEvent, ServerKind, UpstreamServer
 from forebay.workers.engines.sglang.requests import structured_argument
-from forebay.workers.engines.vllm.requests import LOGPROB_MIN, structured_arguments
+from forebay.workers.engines.vllm.requests import LOGPROB_MIN, structured_arguments, token_logprob
 
 PATH = "/v1/completions"
 TOKEN_ID = "token_id:"  # noqa: S105 - prefix of a token in vLLM's log probabilities
@@ -372,14 +372,13 @@ def _logprobs(given: Any, top: int) -> tuple[TokenLogprob, ...]:
     places = found.top_logprobs or [None] * len(found.tokens)
     converted = []
     for logprob, place in zip(found.token_logprobs, places, strict=False):
-        ranked = sorted(((_bounded(value), name) for name, value in (place or {}).items()), reverse=True)
-        likeliest = tuple(TopLogprob(token_id=_token_id(name), logprob=value) for value, name in ranked[:top])
-        converted.append(TokenLogprob(logprob=_bounded(logprob), top=likeliest))
+        ranked = sorted(((_number(value), name) for name, value in (place or {}).items()), reverse=True)
+        converted.append(token_logprob(_number(logprob), [(_token_id(name), value) for value, name in ranked[:top]]))
     return tuple(converted)
 
 
-def _bounded(logprob: float | None) -> float:
-    return LOGPROB_MIN if logprob is None else max(logprob, LOGPROB_MIN)
+def _number(logprob: float | None) -> float:
+    return LOGPROB_MIN if logprob is None else logprob
 
 
 def _token_id(name: str) -> int:

@@ -38,7 +38,7 @@ from forebay.workers.engines.attached.server import MetricsUnreadable, ServerInf
 from forebay.workers.engines.attached.text import TextEncoder
 from forebay.workers.engines.attached.transfer import HALF_LEASE_S, LAYOUT, PREFILL_PARAMS, fetch_params, offer
 from forebay.workers.engines.kv_descriptor import Unfetchable
-from forebay.workers.engines.loras import LoraAdapter
+from forebay.workers.engines.loras import LoraAdapter, Loras
 from forebay.workers.engines.model_engine import CANARY_TOKENS, GeneratedResponse, ModelEngine
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.transfer import PREFILL_SAMPLING, VLLM_LEASE_S
@@ -105,7 +105,7 @@ class AttachedEngine(ModelEngine):
         self._info = attached.info
         self._server: UpstreamServer | None = None
         self._completions: Completions | None = None
-        self._past_loras: dict[str, str] = {}
+        self._loras = Loras(keeps_numbers=True, checks_directories=False)  # the server's directories, and its cache
         self._warned = False  # of unreadable metrics
 
     # Start and stop
@@ -120,13 +120,8 @@ class AttachedEngine(ModelEngine):
         """
         self._worker_id = spec.worker_id
         await self._launch(spec)
-        return msgspec.structs.replace(
-            await self._sized(spec),
-            tasks=self._tasks,
-            loras=tuple(self._loras.loaded),
-            kv_events=bool(self._caches),
-            salts_cache=self._api.salts_cache or self._attached.allow_shared_cache,
-        )
+        salts_cache = self._api.salts_cache or self._attached.allow_shared_cache
+        return msgspec.structs.replace(await self._described(spec), salts_cache=salts_cache)
 
     async def _launch(self, spec: WorkerSpec) -> None:
         settings, info = self._settings, self._info
@@ -136,7 +131,6 @@ class AttachedEngine(ModelEngine):
         self._tasks = ("generate",)
         for number, (name, directory) in enumerate(info.loras.items(), 1):
             self._loras.add(LoraAdapter(name, number, directory))
-            self._past_loras[name] = directory
         canary = [0] * max(1, min(CANARY_TOKENS, self._context_tokens - 1))
         await self._api.probe(canary, self._attached.decode(canary) or "a")
         (rank,) = spec.ranks
@@ -416,11 +410,8 @@ class AttachedEngine(ModelEngine):
         if self._kept.pop(request_id) is not None:
             self.counts["unfetched_kv"] += 1
 
-    def _transfer(self, item: WorkItem, prompt_tokens: int) -> dict[str, Any]:
-        return fetch_params(item.prefilled, self._settings.model_name, prompt_tokens)
-
-    def _lease_s(self, item: WorkItem) -> float | None:
-        return None if item.prefilled is None else HALF_LEASE_S
+    def _transfer(self, item: WorkItem, prompt_tokens: int) -> tuple[dict[str, Any], float]:
+        return fetch_params(item.prefilled, self._settings.model_name, prompt_tokens), HALF_LEASE_S
 
     def _fetch_failure(self, error: Exception) -> str | None:
         if isinstance(error, Rejected) and error.error.status >= SERVER_ERROR and error.error.code != OVERLOADED_CODE:
@@ -438,19 +429,6 @@ class AttachedEngine(ModelEngine):
 
     def _has_lora(self) -> bool:
         return True  # otherwise the server rejects the command
-
-    async def _load_lora(self, name: str, directory: str) -> None:
-        if not name or not directory:
-            raise EngineRefused("lora_name and lora_path are both required to load an adapter")
-        if (known := self._loras.loaded.get(name)) is not None:
-            if known.directory == directory:
-                return
-            raise EngineRefused(f"the adapter {name} is already loaded from {known.directory}; unload it first")
-        if self._past_loras.get(name, directory) != directory:
-            raise EngineRefused(f"the name {name} was used for {self._past_loras[name]}: use another name")
-        await self._add_lora(LoraAdapter(name, len(self._past_loras) + 1, directory))
-        self._past_loras[name] = directory
-        self._loras.add(LoraAdapter(name, len(self._past_loras), directory))
 
     async def _add_lora(self, adapter: LoraAdapter) -> None:
         body = {"lora_name": adapter.name, "lora_path": adapter.directory}

@@ -12,10 +12,9 @@ from typing import Annotated, Any
 import msgspec
 
 from forebay.events.base import U32_BYTES
-from forebay.events.codec import MALFORMED
 from forebay.events.transfer import KvLayout, Prefilled
 from forebay.events.work import WorkItem
-from forebay.workers.engines.kv_descriptor import Unfetchable, fetchable, offered
+from forebay.workers.engines.kv_descriptor import Unfetchable, decoded, offered
 from forebay.workers.engines.vllm.transfer import PREFILL, UNREAD_S, VLLM_LEASE_S, WANTED
 
 CONNECTOR = "vllm-http"
@@ -53,12 +52,8 @@ def fetch_params(prefilled: Prefilled | None, model: str, prompt_tokens: int) ->
 
     Raises Unfetchable if the descriptor is missing, invalid, or for another connector, model or prompt.
     """
-    known = fetchable(prefilled, CONNECTOR, model, prompt_tokens)
-    try:
-        found = msgspec.json.decode(known.descriptor, type=_TransferParams)
-        params: dict[str, Any] = msgspec.json.decode(known.descriptor)
-    except MALFORMED as error:
-        raise Unfetchable(f"cannot decode the KV descriptor: {error}") from error
+    found = decoded(prefilled, CONNECTOR, model, prompt_tokens, msgspec.json.Decoder(_TransferParams).decode)
+    params = decoded(prefilled, CONNECTOR, model, prompt_tokens, msgspec.json.Decoder(dict[str, Any]).decode)
     if found.remote_num_tokens not in (None, prompt_tokens):
         raise Unfetchable(f"its KV covers {found.remote_num_tokens} tokens, the prompt has {prompt_tokens}")
     return params | WANTED

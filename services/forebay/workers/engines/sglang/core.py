@@ -25,6 +25,7 @@ from typing import Any
 
 from forebay.workers.engine import EngineError, one_line
 from forebay.workers.engines.free_ports import free_ports
+from forebay.workers.engines.model_engine import start_errors
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.kv_events.zmq_feed import KvSource
 
@@ -231,9 +232,5 @@ def _build(arguments: dict[str, Any]) -> Any:
         from sglang.srt.entrypoints.engine import Engine  # noqa: PLC0415 - takes seconds to import
     except Exception as error:  # a build for another machine may raise anything
         raise EngineError(f"cannot import SGLang: {one_line(error)}") from error
-    try:
+    with start_errors("SGLang"):
         return Engine(**arguments)
-    except (TypeError, ValueError) as error:
-        raise EngineError(f"SGLang rejects these arguments: {one_line(error)}") from error
-    except Exception as error:
-        raise EngineError(f"SGLang died while it started; see its log for the cause: {one_line(error)}") from error

@@ -2,19 +2,25 @@
 
 Theory of operation. Responses are streamed, KV events arrive over sockets, and loads are read from shared memory. An
 abort in SGLang affects all requests whose ids begin with the given text, and SGLang remembers an id until its scheduler
-has dropped the request. Each request therefore gets a new id that is no prefix of another one. If an engine spans
-several nodes, `start` returns on the first node only. On any other node it ends only with an error, so the worker of
-that node never acquires a lease.
+has dropped the request. Each request therefore gets a new id that is no prefix of another one.
+
+A prefill engine and a decode engine identify a request by a room number. The prefill engine computes a prompt only
+after the decode engine has connected with the number. The KV descriptor is therefore published as soon as the number is
+drawn, before the prompt is computed.
+
+If an engine spans several nodes, `start` returns on the first node only. On any other node it ends only with an error,
+so the worker of that node never acquires a lease.
 """
 
 import asyncio
 import itertools
 import logging
+import secrets
 import struct
 from collections.abc import Coroutine, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -22,7 +28,7 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.tokens import ResponseError, TokenLogprob
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, EngineRefused, one_line
-from forebay.workers.engines.kv_descriptor import offered
+from forebay.workers.engines.kv_descriptor import decoded
 from forebay.workers.engines.loras import LoraAdapter
 from forebay.workers.engines.model_engine import CANARY_TOKENS, DROPS_WEIGHTS, WATCH_S, GeneratedResponse, ModelEngine
 from forebay.workers.engines.settings import EngineSettings
@@ -35,14 +41,6 @@ from forebay.workers.engines.sglang.core import (
     engine_arguments,
     kv_sources,
     own_sources,
-)
-from forebay.workers.engines.sglang.transfer import (
-    CONNECTOR,
-    LEASE_S,
-    PREFILL_SAMPLING,
-    Rendezvous,
-    new_room,
-    rendezvous,
 )
 from forebay.workers.kv_events.resident import ResidentBlocks
 from forebay.workers.kv_events.sglang_wire import decode_sglang
@@ -58,6 +56,31 @@ FLUSH_EVERY_S = 0.1
 NO_TRANSFER_HOST = "2.2.2.2"  # SGLang's own placeholder for a missing prefill or decode side
 SERVER_ERROR = 500  # errors with this HTTP status or above are not the fault of the request
 IDS = itertools.count(1)
+CONNECTOR = "sglang"
+LEASE_S = 120.0  # time until the decode engine has connected, including its queue, and the prompt is computed
+PREFILL_SAMPLING = {"max_new_tokens": 1, "min_new_tokens": 0}
+ROOM_BITS = 62
+
+
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
+    """Descriptor of the KV of one request: the address of the prefill engine, and the room number.
+
+    Attributes:
+        room: number that identifies the request. Modulo the number of ranks it is the rank of the prefill engine.
+    """
+
+    host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
+    room: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+    def arguments(self) -> dict[str, str | int]:
+        """Return the arguments of SGLang's `async_generate` for this descriptor."""
+        return {"bootstrap_host": self.host, "bootstrap_port": self.port, "bootstrap_room": self.room}
+
+
+def new_room(rank: int, dp_size: int) -> int:
+    """Return a random room number for a request on one rank."""
+    return secrets.randbits(ROOM_BITS) // dp_size * dp_size + rank
 
 
 class _Aborted(Exception):
@@ -164,7 +187,7 @@ class SglangEngine(ModelEngine):
     async def _read_loads(self) -> None:
         while True:
             for load in await self._manager.get_loads():
-                rank = self._ranks.get(load.dp_rank + self._settings.dp_start_rank)
+                rank = self._rank_at(load.dp_rank)
                 if rank is not None and load.max_total_num_tokens:
                     used = load.num_used_tokens / load.max_total_num_tokens
                     rank.report(load.num_running_reqs, load.num_waiting_reqs, min(1.0, used))
@@ -224,10 +247,7 @@ class SglangEngine(ModelEngine):
         """Report the descriptor at once, because SGLang computes the prompt only after the decode worker connected."""
         room = new_room(self._index(item.rank), self._settings.dp_size)
         meet = Rendezvous(host=bootstrap_host(self._resolved), port=self._resolved[PORT], room=room)
-        model, packed, tokens = self._settings.model_name, msgspec.json.encode(meet), len(prompt)
-        prefilled = offered(item, self._worker_id, model, CONNECTOR, packed, tokens=tokens, lease_s=LEASE_S)
-        self._kept.add(item.request_id, LEASE_S)
-        rank.prefilled(item, prefilled, 0)
+        self._offer(item, rank, CONNECTOR, msgspec.json.encode(meet), LEASE_S)
         self._wake.set()
         sampling = sglang_requests.sampling_arguments(item.sampling) | PREFILL_SAMPLING
         try:
@@ -252,11 +272,9 @@ class SglangEngine(ModelEngine):
         if request_id in self._kept:
             self.cancel(request_id)
 
-    def _transfer(self, item: WorkItem, prompt_tokens: int) -> Rendezvous:
-        return rendezvous(item.prefilled, self._settings.model_name, prompt_tokens)
-
-    def _lease_s(self, _: WorkItem) -> float | None:
-        return LEASE_S
+    def _transfer(self, item: WorkItem, prompt_tokens: int) -> tuple[Rendezvous, float]:
+        decode = msgspec.json.Decoder(Rendezvous).decode
+        return decoded(item.prefilled, CONNECTOR, self._settings.model_name, prompt_tokens, decode), LEASE_S
 
     def _fetch_failure(self, error: Exception) -> str | None:
         if isinstance(error, _Aborted) and error.error.status >= SERVER_ERROR:

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from forebay.events.requests import Sampling, StructuredOutput
-from forebay.events.tokens import ResponseError, TokenLogprob, TopLogprob
+from forebay.events.tokens import ResponseError, TokenLogprob
+from forebay.workers.engines.vllm.requests import token_logprob
 
-LOGPROB_MIN = -9999.0  # replaces minus infinity, which JSON does not have
 ANY_OBJECT = '{"type": "object"}'
 
 _AS_IS = (
@@ -86,15 +86,7 @@ def token_logprobs(meta: Mapping[str, Any], top: int) -> tuple[TokenLogprob, ...
     converted = []
     for at, (logprob, _, _) in enumerate(meta["output_token_logprobs"]):
         others = (likeliest[at] if at < len(likeliest) else None) or ()
-        converted.append(
-            TokenLogprob(
-                logprob=max(logprob, LOGPROB_MIN),
-                top=tuple(
-                    TopLogprob(token_id=token_id, logprob=max(value, LOGPROB_MIN))
-                    for value, token_id, _ in others[:top]
-                ),
-            )
-        )
+        converted.append(token_logprob(logprob, [(token_id, value) for value, token_id, _ in others[:top]]))
     return tuple(converted)
 
 

@@ -4,12 +4,17 @@ Theory of operation. The adapter polls KV events and statistics, less often whil
 neither send lost KV events again nor clear its cache. If events of a rank were lost, the adapter reports the rank as
 empty, and skips blocks whose preceding block it does not know. A reset drops the requests and keeps the cache, whose
 content `held` returns.
+
+A KV descriptor contains all fields of TensorRT-LLM's `DisaggregatedParams`, unchanged, except that log probabilities
+are converted. They include the first output token: the prefill worker generated it, and the decode worker does not
+compute it again.
 """
 
 import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from importlib import import_module
 from typing import Any
 
@@ -18,11 +23,12 @@ import msgspec
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
 from forebay.events.tokens import ResponseError, TokenLogprob
+from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, one_line
-from forebay.workers.engines.kv_descriptor import Unfetchable, offered
+from forebay.workers.engines.kv_descriptor import Unfetchable, decoded
 from forebay.workers.engines.loras import LoraAdapter, Loras
-from forebay.workers.engines.model_engine import CANARY_TOKENS, GeneratedResponse, ModelEngine
+from forebay.workers.engines.model_engine import CANARY_TOKENS, GeneratedResponse, ModelEngine, start_errors
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.tensorrt_llm.requests import (
     CACHE,
@@ -32,13 +38,6 @@ from forebay.workers.engines.tensorrt_llm.requests import (
     is_refusal,
     sampling_arguments,
     step_stats,
-)
-from forebay.workers.engines.tensorrt_llm.transfer import (
-    CONNECTOR,
-    LEASE_S,
-    PREFILL_SAMPLING,
-    descriptor,
-    transfer_fields,
 )
 from forebay.workers.engines.vllm.requests import token_logprobs
 from forebay.workers.kv_events.engine_events import KvEventError
@@ -52,6 +51,10 @@ POLL_TIMEOUT_S = 0.01  # time for which the engine waits for events in one call
 POLL_EVERY_S = (0.005, 0.1)  # pause after an event, and maximum pause without events
 BACK_OFF = 1.5
 SHUTDOWN_S = 20.0
+CONNECTOR = "tensorrt-llm"
+LEASE_S = 60.0  # TensorRT-LLM's default timeout of a transfer
+PREFILL_SAMPLING: Mapping[str, Any] = {"max_tokens": 1}  # other parameters apply: it generates the first output token
+LOGPROBS = "first_gen_log_probs"
 CANARY_SAMPLING = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
@@ -180,7 +183,7 @@ class TensorRtLlmEngine(ModelEngine):
         stats = step_stats(raw)
         if stats is None:
             return
-        rank = self._ranks.get(stats.rank + self._settings.dp_start_rank)
+        rank = self._rank_at(stats.rank)
         if rank is not None and self._requests:  # after the last response, statistics are of an earlier step
             rank.report(stats.running, stats.waiting, stats.usage)
             self._wake.set()
@@ -265,24 +268,17 @@ class TensorRtLlmEngine(ModelEngine):
                 raise Unfetchable(
                     "the response ends with its first token; only a worker that also decodes can serve it"
                 )
-            packed, model = descriptor(one.disaggregated_params), self._settings.model_name
-            tokens = len(prompt)
-            prefilled = offered(item, self._worker_id, model, CONNECTOR, packed, tokens=tokens, lease_s=LEASE_S)
+            packed, cached = descriptor(one.disaggregated_params), getattr(result, "cached_tokens", 0) or 0
+            self._offer(item, rank, CONNECTOR, packed, LEASE_S, cached)
         except Unfetchable as error:
             rank.failed(item, ResponseError(status=500, code="engine_error", message=str(error)))
-            return
-        self._kept.add(item.request_id, LEASE_S)
-        rank.prefilled(item, prefilled, getattr(result, "cached_tokens", 0) or 0)
 
-    def _transfer(self, item: WorkItem, prompt_tokens: int) -> Any:
+    def _transfer(self, item: WorkItem, prompt_tokens: int) -> tuple[Any, float]:
         fields = transfer_fields(item.prefilled, self._settings.model_name, prompt_tokens, self._types.Logprob)
         try:
-            return self._types.DisaggregatedParams(**fields)
+            return self._types.DisaggregatedParams(**fields), LEASE_S
         except TypeError as error:  # another release has other fields
             raise Unfetchable(one_line(error)) from error
-
-    def _lease_s(self, _: WorkItem) -> float | None:
-        return LEASE_S
 
     def _fetch_failure(self, error: Exception) -> str | None:
         if isinstance(error, Unfetchable):
@@ -336,6 +332,41 @@ class TensorRtLlmEngine(ModelEngine):
         """Do nothing, because TensorRT-LLM loads an adapter with its first request and drops unused adapters itself."""
 
 
+def descriptor(params: Any) -> bytes:
+    """Return the KV descriptor of a computed prompt, as bytes.
+
+    Raises Unfetchable if TensorRT-LLM returned no such object, or it cannot be encoded.
+    """
+    if not is_dataclass(params) or isinstance(params, type):
+        raise Unfetchable("TensorRT-LLM returned no disaggregated_params")
+    fields = {name: value for name, value in asdict(params).items() if value is not None}
+    if places := fields.get(LOGPROBS):
+        fields[LOGPROBS] = [
+            [(token_id, one["logprob"], one.get("rank")) for token_id, one in place.items()] for place in places
+        ]
+    try:
+        return msgspec.msgpack.encode(fields)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise Unfetchable(f"cannot encode the disaggregated_params of TensorRT-LLM: {error}") from error
+
+
+def transfer_fields(
+    prefilled: Prefilled | None, model: str, prompt_tokens: int, logprob: Callable[[float, int | None], Any]
+) -> dict[str, Any]:
+    """Return the fields of the decode worker's `DisaggregatedParams`.
+
+    Raises Unfetchable if there is no descriptor, it cannot be decoded, or it is for another model or prompt length.
+    """
+
+    def decode(packed: bytes) -> dict[str, Any]:
+        fields = msgspec.msgpack.decode(packed, type=dict[str, Any])
+        if places := msgspec.convert(fields.get(LOGPROBS, []), list[list[tuple[int, float, int | None]]]):
+            fields[LOGPROBS] = [{token_id: logprob(value, rank) for token_id, value, rank in place} for place in places]
+        return fields | {"request_type": "generation_only"}
+
+    return decoded(prefilled, CONNECTOR, model, prompt_tokens, decode)
+
+
 async def _poll(read: Callable[..., AsyncIterator[Any]], handle: Callable[[Any], None]) -> None:
     """Call `read` for ever, and pass its results to `handle`. Pauses between calls grow while it returns nothing."""
     least, most = POLL_EVERY_S
@@ -354,11 +385,5 @@ def _build(arguments: dict[str, Any]) -> tuple[Any, Any]:
         types = import_module("forebay.workers.engines.tensorrt_llm.types")
     except Exception as error:  # a build for another machine may raise anything
         raise EngineError(f"cannot import TensorRT-LLM: {one_line(error)}") from error
-    try:
+    with start_errors("TensorRT-LLM"):
         return types, types.LLM(**arguments)
-    except (TypeError, ValueError) as error:
-        raise EngineError(f"TensorRT-LLM rejects these arguments: {one_line(error)}") from error
-    except Exception as error:
-        raise EngineError(
-            f"TensorRT-LLM died while it started; see its log for the cause: {one_line(error)}"
-        ) from error

@@ -35,7 +35,7 @@ from forebay.workers.engines.vllm.core import VllmCore, engine_arguments, requir
 from forebay.workers.engines.vllm.media import engine_prompt
 from forebay.workers.engines.vllm.requests import engine_priority, prompt_of, token_logprobs
 from forebay.workers.engines.vllm.tiers.configuration import CONNECTOR, RequestHints, TierConfig
-from forebay.workers.engines.vllm.tiers.reports import TierReport
+from forebay.workers.engines.vllm.tiers.rank import TierReport
 from forebay.workers.engines.vllm.transfer import PREFILL, PREFILL_SAMPLING, KvTransfers
 from forebay.workers.kv_events.resident import ResidentBlocks
 from forebay.workers.kv_events.vllm_wire import VllmDecoder
@@ -146,14 +146,14 @@ class VllmEngine(ModelEngine):
         self.llm = None
 
     def _on_step(self, engine_index: int, running: int, waiting: int, usage: float) -> None:
-        if (rank := self._ranks.get(engine_index + self._settings.dp_start_rank)) is not None:
+        if (rank := self._rank_at(engine_index)) is not None:
             rank.report(running, waiting, usage)
             self._wake.set()
 
     def _on_tiers(self, engine_index: int, encoded: bytes) -> None:
         report = TierReport.decode(encoded)
         self._onboarded.update({name: one for name, one in report.onboarded.items() if name in self._requests})
-        if (rank := self._ranks.get(engine_index + self._settings.dp_start_rank)) is not None:
+        if (rank := self._rank_at(engine_index)) is not None:
             rank.tier_costs = report.costs
             self._tier_counters[rank.rank] = report.counters
 
@@ -307,11 +307,8 @@ class VllmEngine(ModelEngine):
             return None
         return RequestHints(item.request_id, item.store_blocks, item.kv_pin_s)
 
-    def _transfer(self, item: WorkItem, prompt_tokens: int) -> dict[str, Any]:
+    def _transfer(self, item: WorkItem, prompt_tokens: int) -> tuple[dict[str, Any], float]:
         return self._transfers.fetch_params(item.prefilled, prompt_tokens)
-
-    def _lease_s(self, item: WorkItem) -> float | None:
-        return self._transfers.lease_s(item.prefilled)
 
     def _fetch_failure(self, error: Exception) -> str | None:
         if isinstance(error, TimeoutError):

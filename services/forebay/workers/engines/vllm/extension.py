@@ -17,11 +17,11 @@ class KvLeases:
     def forebay_clear_tiers(self) -> None:
         """Remove all blocks from the tiers of the rank, except from a shared store."""
         for rank in _tier_ranks():
-            rank.clear()
+            rank.tiers.clear()
 
     def forebay_store_name(self) -> str:
         """Return the name of the shared store of the rank; empty without one."""
-        return next((rank.store_name for rank in _tier_ranks()), "")
+        return next((rank.tiers.store_name for rank in _tier_ranks()), "")
 
     def forebay_block_bytes(self) -> tuple[int, int, bool]:
         """Return the size of a KV block in this process, and make reads check the lease.

@@ -3,7 +3,7 @@
 Parameters are passed on unchanged. If vLLM does not support a parameter, it rejects the request with its own message.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -94,8 +94,12 @@ def token_logprobs(
     converted = []
     for token_id, place in zip(token_ids, places, strict=True):
         ranked = sorted((one.rank, other, one.logprob) for other, one in place.items() if one.rank is not None)
-        likeliest = tuple(
-            TopLogprob(token_id=other, logprob=max(logprob, LOGPROB_MIN)) for _, other, logprob in ranked[:top]
-        )
-        converted.append(TokenLogprob(logprob=max(place[token_id].logprob, LOGPROB_MIN), top=likeliest))
+        likeliest = [(other, logprob) for _, other, logprob in ranked[:top]]
+        converted.append(token_logprob(place[token_id].logprob, likeliest))
     return tuple(converted)
+
+
+def token_logprob(logprob: float, likeliest: Iterable[tuple[int, float]]) -> TokenLogprob:
+    """Return the log probability of a token, and those of the most likely tokens at its position, by token id."""
+    top = tuple(TopLogprob(token_id=token_id, logprob=max(value, LOGPROB_MIN)) for token_id, value in likeliest)
+    return TokenLogprob(logprob=max(logprob, LOGPROB_MIN), top=top)

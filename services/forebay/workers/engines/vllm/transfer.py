@@ -13,11 +13,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from forebay.events.codec import MALFORMED
 from forebay.events.transfer import KvLayout, Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, one_line
-from forebay.workers.engines.kv_descriptor import KeptKv, Unfetchable, fetchable, offered
+from forebay.workers.engines.kv_descriptor import KeptKv, Unfetchable, decoded, offered
 from forebay.workers.engines.vllm.tiers.configuration import CONNECTOR as TIERS
 from forebay.workers.engines.vllm.tiers.configuration import children
 
@@ -148,25 +147,22 @@ class KvTransfers:
     async def drop(self, prefilled: Prefilled) -> None:
         """Notify the prefill worker that its KV is not needed. vLLM sends this message as for a rejected request."""
         try:
-            params = _read(fetchable(prefilled, CONNECTOR, self._model, prefilled.tokens))[1]
+            _, params = decoded(prefilled, CONNECTOR, self._model, prefilled.tokens, _decode)
             name = f"drop-{params['remote_request_id']}"
             await self._llm.notify_kv_transfer_request_rejected(name, params | WANTED, data_parallel_rank=0)
         except Exception as error:  # noqa: BLE001 - without it the lease ends as it would have
             logger.warning("unneeded KV is kept until its lease ends: %s", one_line(error))
 
-    def lease_s(self, prefilled: Prefilled | None) -> float | None:
-        """Return the maximum seconds from a decode request to its first token; None if it fetches no KV."""
-        return None if prefilled is None else prefilled.lease_us / 1e6 + UNREAD_S
+    def fetch_params(self, prefilled: Prefilled | None, prompt_tokens: int) -> tuple[dict[str, Any], float]:
+        """Return vLLM's `kv_transfer_params` to fetch the KV of a prompt, and the maximum seconds to the first token.
 
-    def fetch_params(self, prefilled: Prefilled | None, prompt_tokens: int) -> dict[str, Any]:
-        """Return vLLM's `kv_transfer_params` with which it fetches the KV of a prompt.
-
-        Raises Unfetchable if this vLLM has no KV connector, or the descriptor is missing, invalid or for another
-        prompt.
+        Raises Unfetchable if this vLLM has no KV connector, or as `transfer_params` does.
         """
         if self._llm is None:
             raise Unfetchable("vLLM has no KV connector: start this worker with --role decode")
-        return transfer_params(prefilled, self._model, prompt_tokens, self._block_size)
+        params = transfer_params(prefilled, self._model, prompt_tokens, self._block_size)
+        assert prefilled is not None
+        return params, prefilled.lease_us / 1e6 + UNREAD_S
 
 
 def transfer_params(prefilled: Prefilled | None, model: str, prompt_tokens: int, block_size: int) -> dict[str, Any]:
@@ -174,7 +170,7 @@ def transfer_params(prefilled: Prefilled | None, model: str, prompt_tokens: int,
 
     Raises Unfetchable if the descriptor is missing, invalid, or for another model or prompt.
     """
-    known, params = _read(fetchable(prefilled, CONNECTOR, model, prompt_tokens))
+    known, params = decoded(prefilled, CONNECTOR, model, prompt_tokens, _decode)
     if (tokens := known.remote_num_tokens) != prompt_tokens:
         raise Unfetchable(f"its KV covers {tokens} tokens, the prompt has {prompt_tokens}")
     blocks = -(-tokens // block_size)
@@ -184,9 +180,5 @@ def transfer_params(prefilled: Prefilled | None, model: str, prompt_tokens: int,
     return params | WANTED
 
 
-def _read(prefilled: Prefilled) -> tuple[TransferParams, dict[str, Any]]:
-    try:
-        known = msgspec.json.decode(prefilled.descriptor, type=TransferParams)
-        return known, msgspec.json.decode(prefilled.descriptor)
-    except MALFORMED as error:
-        raise Unfetchable(f"cannot decode the KV descriptor: {error}") from error
+def _decode(packed: bytes) -> tuple[TransferParams, dict[str, Any]]:
+    return msgspec.json.decode(packed, type=TransferParams), msgspec.json.decode(packed)

@@ -5,7 +5,7 @@ they share the tiers of the rank, so tensor and pipeline parallelism are not sup
 """
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_events import KVCacheEvent
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -26,6 +26,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from forebay import runtime
+from forebay.engine_model.steps import StoreChange, Stored
+from forebay.events.kv import Tier
+from forebay.workers.engine import CacheChange, Cleared
 from forebay.workers.engines.vllm.tiers.configuration import (
     CONNECTOR,
     HINTS,
@@ -35,8 +38,8 @@ from forebay.workers.engines.vllm.tiers.configuration import (
     unsupported,
 )
 from forebay.workers.engines.vllm.tiers.device_memory import DeviceMemory
-from forebay.workers.engines.vllm.tiers.events import cache_events
 from forebay.workers.engines.vllm.tiers.rank import VllmRank
+from forebay.workers.kv_events.engine_events import OWNER, SHARED, SHARED_STALE
 from forebay.workers.kv_tiers.identity import KvIdentity, default_cache, weights_digest
 from forebay.workers.kv_tiers.offload_manager import OffloadManager
 
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+MEDIA: dict[Tier, str] = {"host": "CPU", "disk": "DISK"}
 CHANGES = ("quantization", "hf_overrides", "load_format")
 RANKS: dict[str, VllmRank] = {}  # ranks of the engines in this process, by engine id
 
@@ -254,6 +258,46 @@ class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs witho
         if known not in self._adapters:
             self._adapters[known] = weights_digest(Path(lora.lora_path))
         return self._adapters[known]
+
+
+def cache_events(
+    changes: Sequence[CacheChange], store_changes: Sequence[StoreChange], *, block_size: int
+) -> Iterator[KVCacheEvent]:
+    """Yield changes of the rank's own tiers and of the shared store as KV events of vLLM, in order.
+
+    The events name blocks by forebay's sequence hashes and contain no tokens.
+    """
+    for change in changes:
+        assert not isinstance(change, Cleared)
+        medium = MEDIA[change.tier]
+        if isinstance(change, Stored):
+            yield _stored(change.parent, change.hashes, medium, block_size, "LOCAL")
+        else:
+            yield _removed(change.hashes, medium, "LOCAL")
+    for one in store_changes:
+        for hashes, medium in ((one.removed, SHARED), (one.stale, SHARED_STALE)):
+            if hashes:
+                yield _removed(hashes, medium, "REMOTE")
+        if one.stored:
+            yield _stored(None, one.stored, SHARED, block_size, "REMOTE")
+
+
+def _stored(parent: int | None, hashes: Sequence[int], medium: str, block_size: int, locality: str) -> KVCacheEvent:
+    return BlockStored(
+        block_hashes=list(hashes),
+        parent_block_hash=parent,
+        token_ids=[],
+        block_size=block_size,
+        lora_id=None,
+        medium=medium,
+        lora_name=None,
+        locality=locality,
+        ownership=OWNER,
+    )
+
+
+def _removed(hashes: Sequence[int], medium: str, locality: str) -> KVCacheEvent:
+    return BlockRemoved(block_hashes=list(hashes), medium=medium, locality=locality, ownership=OWNER)
 
 
 def _hints(request: "Request") -> RequestHints:

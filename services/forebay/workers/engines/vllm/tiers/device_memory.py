@@ -4,7 +4,7 @@ vLLM has one tensor per layer, with the blocks of the cache in its first dimensi
 values. A payload consists of the bytes of a block in each of these tensors, in the order of the layers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -49,35 +49,32 @@ class DeviceMemory:
     def gather(self, block: int) -> memoryview:
         """Return a copy of a block as a payload."""
         payload = torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=self._cuda)
-        if self._cuda:
-            stream = torch.cuda.Stream(self._rows[0].device)
-            if self._computed is not None:
-                stream.wait_event(self._computed)
-            with torch.cuda.stream(stream):
-                self._copy_out(block, payload)
-            stream.synchronize()
-        else:
-            self._copy_out(block, payload)
+        self._copy([(payload[part], rows[block]) for rows, part in self._layers()], self._computed)
         return memoryview(payload.numpy())
 
     def scatter(self, block: int, payload: memoryview) -> None:
         """Write a payload into a block. When this method returns, the engine may read the block."""
         source = torch.frombuffer(payload, dtype=torch.uint8)
-        if self._cuda:
-            stream = torch.cuda.Stream(self._rows[0].device)
-            with torch.cuda.stream(stream):
-                self._copy_in(block, source)
-            stream.synchronize()
-        else:
-            self._copy_in(block, source)
+        self._copy([(rows[block], source[part]) for rows, part in self._layers()])
 
-    def _copy_out(self, block: int, payload: torch.Tensor) -> None:
-        for rows, part in zip(self._rows, self._parts, strict=True):
-            payload[part].copy_(rows[block], non_blocking=True)
+    def _layers(self) -> Iterator[tuple[torch.Tensor, slice]]:
+        return zip(self._rows, self._parts, strict=True)
 
-    def _copy_in(self, block: int, payload: torch.Tensor) -> None:
-        for rows, part in zip(self._rows, self._parts, strict=True):
-            rows[block].copy_(payload[part], non_blocking=True)
+    def _copy(
+        self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], computed: "torch.cuda.Event | None" = None
+    ) -> None:
+        """Copy each second tensor to the first one, on a GPU in a stream of its own after the event `computed`."""
+        if not self._cuda:
+            for to, source in copies:
+                to.copy_(source)
+            return
+        stream = torch.cuda.Stream(self._rows[0].device)
+        if computed is not None:
+            stream.wait_event(computed)
+        with torch.cuda.stream(stream):
+            for to, source in copies:
+                to.copy_(source, non_blocking=True)
+        stream.synchronize()
 
 
 def block_rows(name: str, tensor: torch.Tensor, blocks: int) -> tuple[Sequence[torch.Tensor], str]:

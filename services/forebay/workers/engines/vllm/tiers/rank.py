@@ -16,19 +16,26 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, get_origin
+
+import msgspec
 
 from forebay import runtime
+from forebay.core.block_hashes import block_hashes, extend_chain, hash_seed, mm_hash
 from forebay.engine_model.steps import CacheChange, StoreChange
+from forebay.events.base import pack_u32
 from forebay.events.kv import LowerTier
+from forebay.events.metrics import TierCosts
 from forebay.events.progress import OnboardedTokens
 from forebay.kv_tiers.manager import TierRun
 from forebay.workers.engines.vllm.tiers.configuration import RequestHints
-from forebay.workers.engines.vllm.tiers.prompt_names import PromptNames
-from forebay.workers.engines.vllm.tiers.reports import TierReport
-from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
+from forebay.workers.kv_tiers.identity import BlockName, KeyChain, KvIdentity, media_by_block
+from forebay.workers.kv_tiers.metrics import TierCounters
 from forebay.workers.kv_tiers.offload_manager import OffloadManager
 from forebay.workers.kv_tiers.transfers import LoadResult
+
+if TYPE_CHECKING:
+    from forebay.workers.engines.vllm.tiers.device_memory import DeviceMemory
 
 logger = logging.getLogger(__name__)
 
@@ -40,25 +47,79 @@ WARM_UPS = 1  # the first prompt of an engine takes much longer than others
 MIXED_SHARE = 8  # the duration of a step is that of its prefill if other tokens are fewer than an eighth
 
 
-class Memory(Protocol):
-    """Copies blocks out of the KV cache and into it: `DeviceMemory`."""
+class TierReport(msgspec.Struct, frozen=True):
+    """Report of the tiers of one rank.
 
-    def step_launched(self) -> None:
-        """Make later calls of `gather` wait for the computations that the engine has launched so far."""
+    Attributes:
+        onboarded: tokens that were loaded since the previous report, by id of the request on the log.
+    """
 
-    def gather(self, block: int) -> memoryview:
-        """Return a copy of a block."""
+    onboarded: dict[str, tuple[OnboardedTokens, ...]]
+    costs: TierCosts
+    counters: TierCounters
 
-    def scatter(self, block: int, payload: memoryview) -> None:
-        """Write a copy into a block."""
+    def encode(self) -> bytes:
+        """Return the report as bytes."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> "TierReport":
+        """Return the report in these bytes."""
+        return msgspec.msgpack.decode(encoded, type=cls, dec_hook=_counter)
 
 
-class BlockPool(Protocol):
-    blocks: Sequence[Any]
+def _counter(kind: Any, value: Any) -> Any:
+    assert get_origin(kind) is Counter
+    return Counter(value)
 
-    def touch(self, blocks: Sequence[Any]) -> None: ...
 
-    def free_blocks(self, ordered_blocks: Sequence[Any]) -> None: ...
+class PromptNames:
+    """Names of the blocks of one request, extended while the request generates tokens.
+
+    Args:
+        adapter: digest of the LoRA adapter, on which the block keys depend; empty without an adapter.
+
+    Attributes:
+        names: names of the full blocks so far, from the first block of the prompt.
+    """
+
+    def __init__(
+        self,
+        identity: KvIdentity,
+        *,
+        salt: str = "",
+        lora_name: str = "",
+        adapter: str = "",
+        features: Sequence[Any] = (),
+    ) -> None:
+        self.names: list[BlockName] = []
+        self._block_size = identity.block_size
+        self._chain = KeyChain(identity, salt=salt, adapter=adapter)
+        self._seed = hash_seed(lora_name, salt)
+        objects = [(one.identifier, one.mm_position.offset, one.mm_position.length) for one in features]
+        self._media: Mapping[int, Sequence[str]] = media_by_block(objects, self._block_size)
+        self._mm_hashes: dict[int, list[int]] = {}
+        for identifier, first, tokens in objects:
+            for block in range(first // self._block_size, (first + tokens - 1) // self._block_size + 1):
+                self._mm_hashes.setdefault(block, []).append(mm_hash(identifier))
+
+    def extend(self, token_ids: Sequence[int]) -> list[BlockName]:
+        """Return the names of all full blocks.
+
+        Args:
+            token_ids: all tokens of the request so far: those of earlier calls, and further ones.
+        """
+        first, full = len(self.names), len(token_ids) // self._block_size
+        if full > first:
+            packed = pack_u32(token_ids[first * self._block_size : full * self._block_size])
+            parent = self.names[-1] if self.names else None
+            media = {block - first: found for block, found in self._media.items() if block >= first}
+            hashes = {block - first: found for block, found in self._mm_hashes.items() if block >= first}
+            keys = self._chain.extend(parent and parent.key, packed, media)
+            blocks = block_hashes(packed, self._block_size, self._seed, hashes)
+            chain = extend_chain(None if parent is None else parent.sequence_hash, blocks)
+            self.names += map(BlockName, keys, chain)
+        return self.names
 
 
 @dataclass(eq=False)
@@ -110,7 +171,12 @@ class VllmRank:
     """
 
     def __init__(
-        self, tiers: OffloadManager, memory: Memory, identity: KvIdentity, wake: threading.Event, copier: Executor
+        self,
+        tiers: OffloadManager,
+        memory: "DeviceMemory",
+        identity: KvIdentity,
+        wake: threading.Event,
+        copier: Executor,
     ) -> None:
         self.tiers = tiers
         self.skipped = 0
@@ -118,7 +184,7 @@ class VllmRank:
         self._identity = identity
         self._block_size = identity.block_size
         self._wake = wake
-        self._pool: BlockPool | None = None
+        self._pool: Any = None  # vLLM's `BlockPool`
         self._onboarded: dict[str, tuple[OnboardedTokens, ...]] = {}
         self._reported_s = 0.0
         self._prefills = 0
@@ -136,7 +202,7 @@ class VllmRank:
 
     # Scheduler
 
-    def bind(self, pool: BlockPool) -> None:
+    def bind(self, pool: Any) -> None:
         """Set the pool in which blocks are referenced while they are copied."""
         self._pool = pool
 
@@ -199,7 +265,6 @@ class VllmRank:
         Args:
             scheduled: number of tokens that the step computes, by vLLM's id of the request.
         """
-        assert self._pool is not None
         offers: list[_Offer] = []
         prefill: list[tuple[int, int]] = []
         for request_id, tokens in scheduled.items():
@@ -236,7 +301,6 @@ class VllmRank:
         return one.names.names[:loadable]
 
     def _reference(self, names: list[BlockName], ids: list[int]) -> _Offer | None:
-        assert self._pool is not None
         if self._referenced > len(self._pool.blocks) // 2:
             self.skipped += len(ids)
             return None
@@ -311,19 +375,10 @@ class VllmRank:
         counters.skipped["referenced"] = self.skipped
         return TierReport(onboarded, self.tiers.costs.measured(self._block_size), counters)
 
-    @property
-    def store_name(self) -> str:
-        """Name of the shared store; empty without one."""
-        return self.tiers.store_name
-
     def close(self) -> None:
         """Close the tiers, after the copies in progress."""
         self.tiers.close()
         self._copier.shutdown()
-
-    def clear(self) -> None:
-        """Remove all blocks of host memory and disk."""
-        self.tiers.clear()
 
     def take_changes(self) -> tuple[list[CacheChange], list[StoreChange]]:
         """Return the changes of the tiers and of the shared store since the last call."""
@@ -352,7 +407,6 @@ class VllmRank:
         return self._referenced > 0
 
     def _on_offered(self, offer: _Offer) -> None:
-        assert self._pool is not None
         self._referenced -= len(offer.block_ids)
         # In reverse order, so that vLLM evicts the end of a prompt first.
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(offer.block_ids)])
