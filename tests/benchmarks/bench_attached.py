@@ -167,7 +167,6 @@ async def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="rounds (default %(default)s)")
     parser.add_argument(

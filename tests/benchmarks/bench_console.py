@@ -39,12 +39,8 @@ class Pass:
     """The pass over a log.
 
     Attributes:
-        records: journal records.
         wall_s: duration in seconds.
         cpu_s: CPU time in seconds.
-        size_mib: size of the catalog.
-        checkpoints: number of checkpoints.
-        rss_mib: peak memory.
         gap_ms: longest time in which no other task of the process ran.
     """
 
@@ -66,7 +62,6 @@ class Latencies:
 
 
 def index(path: Path, catalog: Path) -> Pass:
-    """Index a log."""
     return asyncio.run(_index(path, catalog))
 
 
@@ -108,8 +103,6 @@ async def _watch(gaps: list[float]) -> None:
 
 
 def show_moments(path: Path, catalog: Path, count: int) -> Latencies:
-    """Show random moments."""
-
     async def show(log: SqliteLog, store: Store, rng: random.Random) -> None:
         await (await catalog_position(log, PARTITION, store, time_us=rng.randrange(*_span(store)))).moment()
 
@@ -117,8 +110,6 @@ def show_moments(path: Path, catalog: Path, count: int) -> Latencies:
 
 
 def explain_requests(path: Path, catalog: Path, count: int) -> Latencies:
-    """Explain random requests."""
-
     async def show(log: SqliteLog, store: Store, rng: random.Random) -> None:
         offset = rng.randrange(await log.end(REQUESTS.name, PARTITION))
         (record,) = await log.read(REQUESTS.name, PARTITION, offset, 1)
@@ -152,7 +143,6 @@ def _span(store: Store) -> tuple[int, int]:
 
 
 def row(name: str, found: Latencies) -> str:
-    """Return a line of the table."""
     cells = [name, str(len(found.wall_ms))]
     for times in (found.wall_ms, found.cpu_ms):
         p95 = statistics.quantiles(times, n=20)[-1]

@@ -110,7 +110,6 @@ async def drive(arguments: argparse.Namespace, seed: int) -> ClientLatencies:
 
 
 async def events(log: SqliteLog, topic: Topic) -> list[Any]:
-    """Return all events of a topic."""
     found: list[Any] = []
     offset, end = await log.begin(topic.name, 0), await log.end(topic.name, 0)
     while offset < end:
@@ -151,12 +150,10 @@ async def parts(path: Path) -> dict[str, list[float]]:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile of at least two values."""
     return statistics.quantiles(values, n=1000, method="inclusive")[round(share * 1000) - 1]
 
 
 def row(name: str, values: Sequence[float]) -> str:
-    """Return a line of a table."""
     shown = " | ".join(f"{quantile(values, share):.2f}" for share in (0.5, 0.9, 0.99))
     return f"| {name} | {shown} | {len(values)} |"
 

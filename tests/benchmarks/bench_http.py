@@ -45,7 +45,6 @@ class Verified:
     """The outcome of verifying the logs of all rounds.
 
     Attributes:
-        decisions: number of decisions in the logs.
         verified: number of decisions that were derived again without a difference.
         problems: what kept the others from it.
     """

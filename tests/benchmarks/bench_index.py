@@ -59,8 +59,6 @@ class Stored(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run of the benchmark in a process of its own."""
-
     workload: Path
     blocks: int
     workers: int
@@ -68,7 +66,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return the name of the case in the output."""
         return f"{self.blocks} blocks, {self.workers} workers"
 
 
@@ -196,19 +193,16 @@ def rss_of_index(records: list[bytes], workers: int) -> int:
 
 
 def packed(events: Iterable[CacheEvent]) -> list[bytes]:
-    """Return the events as encoded on the topic."""
     return [encode(topics.KV_EVENTS, event) for event in events]
 
 
 def apply_wire(index: PrefixIndex, records: Iterable[bytes]) -> None:
-    """Decode and apply each record, as the owner does."""
     for record in records:
         index.apply(decode(topics.KV_EVENTS, record))
     check(index)
 
 
 def apply(index: PrefixIndex, events: Iterable[CacheEvent]) -> None:
-    """Apply decoded events."""
     for event in events:
         index.apply(event)
     check(index)

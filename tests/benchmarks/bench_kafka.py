@@ -300,7 +300,6 @@ def targets(found: Measured) -> Iterator[tuple[str, float, float, bool]]:
 
 
 def print_targets(found: Measured) -> None:
-    """Print the targets, and whether they were reached."""
     print("\n| target | measured | limit | reached |\n|---|---:|---:|---|")
     for name, value, limit, reached in targets(found):
         print(f"| {name} | {value:.2f} | {limit:.2f} | {'yes' if reached else 'no'} |")
@@ -318,7 +317,6 @@ def print_cpu(runs: dict[str, Run]) -> None:
 
 
 def print_hops(runs: dict[str, Run]) -> None:
-    """Print the time of each hop, for the runs that measured hops."""
     runs = {name: run for name, run in runs.items() if run.hops}
     print(f"\n| hop, p50 / p99 ms | {' | '.join(runs)} |")
     print(f"|---{'|---' * len(runs)}|")

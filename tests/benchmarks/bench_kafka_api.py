@@ -46,7 +46,6 @@ async def answers(settings: KafkaSettings) -> dict[str, list[tuple[int, str, boo
 
 
 def judged(found: dict[str, list[tuple[int, str, bool, bytes]]], wanted: list[str]) -> dict[str, Any]:
-    """Return counts of the outcomes."""
     counts: Counter[str] = Counter()
     for request_id in wanted:
         records = found.get(request_id, [])

@@ -85,7 +85,6 @@ def holder(block_bytes: int, blocks: int) -> Any:
 
 
 def prefilled(offer: Offer) -> Prefilled:
-    """Return the offer as recorded in the log."""
     return Prefilled(
         worker_id="holder",
         worker_epoch=1,
@@ -179,7 +178,6 @@ async def together(transport: KvTransport, many: Sequence[Prefilled], into: Sequ
 
 
 def check(transport: KvTransport, into: Sequence[int], wanted: Sequence[int]) -> None:
-    """Check that the blocks were transferred."""
     for block, theirs in zip(into, wanted, strict=True):
         if (transport.memory.view(block) != theirs % 251).any():
             raise SystemExit("the bytes are not those offered")

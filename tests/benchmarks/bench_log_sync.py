@@ -96,8 +96,6 @@ CASES: dict[str, Callable[[SqliteLog, int, float], Awaitable[Measured]]] = {"app
 
 
 def measure(case: str, clients: int, sync: LogSync, folder: Path, seconds: float) -> Measured:
-    """Measure one case on a new log."""
-
     async def run() -> Measured:
         with tempfile.TemporaryDirectory(dir=folder) as place:
             log = SqliteLog.open(Path(place) / "log.db", sync=sync)

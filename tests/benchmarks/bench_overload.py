@@ -82,7 +82,6 @@ async def on_kafka(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of the overload (default %(default)s)")
     parser.add_argument("--cpu-bound", action="store_true", help="10,000 requests at 500/s, engines as by default")

@@ -159,7 +159,6 @@ class RunResult:
         return self.spent.cpu_s / self.decisions * 1e6
 
     def row(self) -> str:
-        """Return a line of the table."""
         count = self.decisions
         cells = (
             self.workers,
@@ -254,11 +253,9 @@ class OwnerProcess:
         os.kill(self._pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Resume the process."""
         os.kill(self._pid, signal.SIGCONT)
 
     def send(self, message: object) -> None:
-        """Send a message to the process."""
         self._pipe.send(message)
 
     def receive(self, within_s: float) -> object:

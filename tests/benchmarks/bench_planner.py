@@ -55,7 +55,6 @@ class Trace:
         keep: one of this many requests is kept.
         prefill_us: engine time per prompt token in microseconds.
         decode_us: engine time per step that decodes, and per decoding sequence.
-        slo: targets.
     """
 
     stretch: float
@@ -92,8 +91,6 @@ class Planned:
     """A planner with fixed parameters, or a schedule of sizes.
 
     Attributes:
-        method: method of the planner.
-        predictor: name of its predictor.
         interval_s: seconds between observations.
         utilization: share of the profile's throughput that the planner counts on; for method `simulate`, share of the
             targets that it simulates for.
@@ -117,7 +114,6 @@ class Result:
 
     Attributes:
         attained: share of the requests that met both targets.
-        gpu_hours: GPU hours of all workers.
         sizes: size after each step of `STEP_S` or of the planner's interval.
     """
 
@@ -360,7 +356,6 @@ def compare(name: str, path: str) -> None:
 
 
 def parameters(planned: Planned) -> str:
-    """Return the fitted parameters as text."""
     if planned.schedule:
         return ""
     parts = [f"`interval_s` {planned.interval_s:g}"]
@@ -374,7 +369,6 @@ def parameters(planned: Planned) -> str:
 
 
 def main() -> None:
-    """Run the comparison for each trace that is given."""
     parser = argparse.ArgumentParser(prog="make bench ARGS=planner", description=__doc__)
     for name in TRACES:
         parser.add_argument(f"--{name}", metavar="FILE", help=f"trace {name}")

@@ -40,8 +40,6 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One verification of a recording."""
-
     cpu_s: float
     wall_s: float
     rss_mib: float
@@ -49,7 +47,6 @@ class Round:
 
 
 def make(path: Path, shape: Shape) -> WrittenCounts:
-    """Write a recording."""
     return asyncio.run(write_recording(path, shape))
 
 
@@ -85,7 +82,6 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 
 def row(case: Case, written: WrittenCounts, size: int, rounds: list[Round]) -> str:
-    """Return a line of the table."""
     best = min(one.cpu_s for one in rounds)
     median = statistics.median(one.cpu_s for one in rounds)
     ratio = ""

@@ -36,7 +36,6 @@ class Case:
         return max(1.0, self.workers / AS_RECORDED)
 
     def ours(self, trace: Path) -> list[str]:
-        """Return our command line."""
         options = ["--workers", str(self.workers), "--speed", str(self.speed), "--requests", str(self.requests)]
         return [sys.executable, "-m", "forebay.cli", "simulate", str(trace), "--policy", "kv", "--json", *options]
 
@@ -57,7 +56,6 @@ def run(command: Sequence[str]) -> tuple[float, float]:
 
 
 def row(case: Case, ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> str:
-    """Return a line of the table."""
     cpu_s = [cpu for cpu, _ in ours]
     cells = [
         case.workers,

@@ -30,8 +30,6 @@ RUN_TIMEOUT_S = 1_800
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A fleet and a trace."""
-
     trace: Path
     workers: int
 
@@ -46,8 +44,6 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The metrics of one run of a policy."""
-
     reuse: float
     balance: float
     ttft_mean_ms: float
@@ -56,7 +52,6 @@ class Result:
 
 
 def simulated(case: Case) -> dict[str, Result]:
-    """Return our results, by policy."""
     policies = [word for policy in POLICIES for word in ("--policy", policy)]
     result = json.loads(output(case, *policies))
     return {
@@ -97,7 +92,6 @@ def replayed(case: Case, python: Path, script: Path, repeats: int) -> dict[str, 
 
 
 def rows(case: Case, ours: dict[str, Result], peers: dict[str, list[Result]]) -> Iterator[str]:
-    """Yield the table lines of one case."""
     for policy, figures in ours.items():
         if runs := peers.get(policy):
             yield f"| {case.name} | {case.workers} | {policy} | Dynamo | {shown(runs)} |"

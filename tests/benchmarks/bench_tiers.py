@@ -55,7 +55,6 @@ class Blocks:
         return [BlockName(rng.bytes(32), place) for place in range(self.count)]
 
     def check(self) -> None:
-        """Check that all blocks were read."""
         if not (self.array == self.into).all():
             raise SystemExit("the bytes read are not those written")
 
@@ -103,7 +102,6 @@ def no_checksum(_: memoryview) -> bytes:
 
 
 def identity_of(blocks: Blocks) -> KvIdentity:
-    """Return an identity with blocks of this size."""
     return KvIdentity(weights="", tp_rank=0, tp_size=1, layout="", dtype="", block_size=16, block_bytes=blocks.size)
 
 

@@ -56,7 +56,6 @@ def prompts(count: int = PROMPTS, tokens: int = PROMPT_TOKENS, seed: int = 1) ->
 
 
 def engine(model: Path, tiers: TierSettings | None, **arguments: Any) -> VllmEngine:
-    """Return an engine that is not started."""
     settings = EngineSettings(
         model=model,
         model_name="slow",
@@ -108,7 +107,6 @@ async def oracle(model: Path, wanted: Sequence[list[int]]) -> list[list[int]]:
 def summary(
     results: Sequence[dict[str, Any]], right: Sequence[list[int]], tokens: int = PROMPT_TOKENS
 ) -> dict[str, Any]:
-    """Return the measurements of requests."""
     loaded: Counter[str] = Counter()
     for one in results:
         loaded.update(one["onboarded"])

@@ -63,7 +63,6 @@ class Response:
 
     Attributes:
         sent_s: time at which the request was sent; all times are of one monotonic clock.
-        received: head and body.
         arrivals: length of `received` after each read from the socket, and time of the read.
         body_at: offset of the body, -1 before the head is complete.
     """
@@ -127,12 +126,10 @@ class Connection(asyncio.Protocol):
         self.closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
         self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's is no subclass
         self._socket = transport.get_extra_info("socket")
 
     def send(self, request: bytes) -> asyncio.Future[Response]:
-        """Send a request, and return the future of its response."""
         self._ended = asyncio.get_running_loop().create_future()
         self._response = Response(time.perf_counter())
         self._transport.write(request)

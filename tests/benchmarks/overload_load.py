@@ -44,7 +44,6 @@ class Client(asyncio.Protocol):
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the request."""
         cast(asyncio.WriteTransport, transport).write(self._request)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
@@ -90,7 +89,6 @@ def request_bytes(host: str, model: str, number: int, words: int, max_tokens: in
 
 
 async def one(address: tuple[str, int], request: bytes, due_s: float, patience_s: float, outcome: Outcome) -> None:
-    """Send a request when it is due."""
     await asyncio.sleep(due_s - time.monotonic())
     transport = None
     try:
@@ -148,7 +146,6 @@ async def offer(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(outcomes: list[Outcome], rss: list[tuple[float, int]], seconds: float) -> dict[str, Any]:
-    """Return counts and percentiles."""
     served = [one for one in outcomes if one.status == 200 and not one.trouble]
     by_code: dict[str, list[float]] = {}
     for refused in outcomes:

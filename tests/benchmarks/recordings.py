@@ -55,8 +55,6 @@ class Shape:
     """The contents of a recording.
 
     Attributes:
-        workers: number of workers, each with one rank.
-        decisions: number of routed requests.
         cached_blocks: capacity of a worker's cache.
         stored_more: additional KV events per decision, each of `TURN_BLOCKS` * `TURNS_MAX` new blocks.
         tokens: whether prompts have tokens, as in a live recording but not in an anonymised one.
@@ -85,7 +83,6 @@ async def write_recording(path: Path, shape: Shape, rate: float | None = None) -
 
     Args:
         path: path of the log.
-        shape: contents of the log.
         rate: highest number of decisions per second, as of a live system; None for no limit.
     """
     log = SqliteLog.open(path)

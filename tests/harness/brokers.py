@@ -27,14 +27,12 @@ class StoppableBroker:
         self._restarted: list[subprocess.Popen[bytes]] = []
 
     def pid(self) -> int:
-        """Return the process id of the broker."""
         pid = pid_of(self.broker.data)
         assert pid is not None, f"no broker runs in {self.broker.data}"
         return pid
 
     @property
     def runs(self) -> bool:
-        """Whether the broker runs, paused or not."""
         return pid_of(self.broker.data) is not None
 
     def pause(self) -> None:
@@ -45,7 +43,6 @@ class StoppableBroker:
             os.sched_yield()
 
     def resume(self) -> None:
-        """Resume the broker."""
         os.kill(self.pid(), signal.SIGCONT)
 
     def kill(self) -> None:

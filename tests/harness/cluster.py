@@ -54,17 +54,10 @@ class Ownership:
     """The ownership of a group by one router, as recorded in the journal; times are Kafka's, in microseconds.
 
     Attributes:
-        router: the router's id.
-        epoch: the offset of its claim.
-        claimed_us: time of the claim.
-        rules: version of its decision rules.
         seal: offset of the `sealed` record that its claim names, or -1.
-        routed: number of requests that the router routed.
         decided: number of its decisions, routings included.
         first_routed_us: time of its first routing, or None.
-        last_routed_us: time of its last routing.
         stale: number of records, which it wrote after a newer claim.
-        routed_us: times of its routings.
     """
 
     router: str
@@ -164,7 +157,6 @@ class Cluster:
         await self._exit.aclose()
 
     def router(self, name: str, *options: str, program: str = FOREBAY) -> None:
-        """Start a router."""
         self._service(program, "router", name, "--router-id", name, *options)
         self._routers.add(name)
 
@@ -182,7 +174,6 @@ class Cluster:
 
     @property
     def admin_headers(self) -> dict[str, str]:
-        """Return the headers of admin API requests."""
         return {"authorization": f"Bearer {self.admin_token}"}
 
     def kill(self, name: str, *, alone: bool = False) -> int:
@@ -193,7 +184,6 @@ class Cluster:
         return at_us
 
     def pause(self, name: str) -> None:
-        """Pause a process (SIGSTOP)."""
         self.processes.pause(name)
 
     def resume(self, name: str) -> None:

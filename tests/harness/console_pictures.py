@@ -20,7 +20,6 @@ FLEET_US = BEGINS_US + round((SUSPECT_S + 2) * SECOND_US)  # the worker is dead,
 
 
 def main() -> None:
-    """Write the pictures."""
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         log = Path("incident.rec")  # relative, because the page shows the path

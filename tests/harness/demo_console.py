@@ -30,14 +30,11 @@ BEFORE_US = 1_000_000  # the page opens this long before the worker was lost
 
 @dataclass(slots=True)
 class Result:
-    """The result of the demo."""
-
     worker: str = ""
     owner: str = ""
     problems: list[str] = field(default_factory=list)
 
     def line(self) -> str:
-        """Return the last line of the demo."""
         verdict = f"FAILED ({'; '.join(self.problems)})" if self.problems else "ok"
         return f"the console showed the loss of worker {self.worker} and the takeover from {self.owner}: {verdict}"
 
@@ -105,7 +102,6 @@ async def check(url: str, lost: dict[str, Any], takeover: dict[str, Any], result
 
 
 async def run(kafka: str, redis_url: str, folder: Path, options: argparse.Namespace, *, keep: bool) -> Result:
-    """Run the whole demo on this Kafka and Redis."""
     trace = folder / "trace.jsonl"
     write_trace(trace, SEED)
     token_file = folder / "console-token"

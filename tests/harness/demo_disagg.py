@@ -47,7 +47,6 @@ class Result:
     Attributes:
         stages: number of routings by stage; later attempts are counted separately.
         moved_bytes: bytes of KV that decode workers fetched.
-        not_moved: number of failed transfers.
     """
 
     requests: int
@@ -72,7 +71,6 @@ class Result:
             self.problems.append(f"{self.decisions} decisions were recorded and {self.verified} of them derived equal")
 
     def line(self) -> str:
-        """Return the last line of the demo."""
         verdict = f"FAILED ({'; '.join(self.problems)})" if self.problems else "ok"
         stages = ", ".join(f"{count} {stage}" for stage, count in sorted(self.stages.items()))
         return (
@@ -130,7 +128,6 @@ def start(cluster: Cluster, name: str, options: argparse.Namespace) -> None:
 
 
 async def run(kafka: str, redis_url: str, folder: Path, options: argparse.Namespace, *, keep: bool) -> Result:
-    """Run the whole demo on this Kafka and Redis."""
     trace: Path = options.trace or folder / "trace.jsonl"
     if options.trace is None:
         write_trace(trace, SEED)
@@ -155,7 +152,6 @@ async def run(kafka: str, redis_url: str, folder: Path, options: argparse.Namesp
 
 
 async def inspect_log(cluster: Cluster, result: Result) -> None:
-    """Add the results that the log records."""
     for decided in await cluster.events(DECISIONS):
         if isinstance(decided, RequestRouted):
             result.stages[decided.stage] += 1

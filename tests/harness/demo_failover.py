@@ -78,8 +78,6 @@ class Row:
 
     Attributes:
         attack: what happened to the system.
-        counts: the requests of the part.
-        measured: measurements, as text.
         problems: unmet bars and requests that suffered.
     """
 
@@ -94,7 +92,6 @@ class Row:
             self.problems.append(f"{what} is {value:.2f} s, the limit is {limit:g} s")
 
     def line(self) -> str:
-        """Return the row for the table of the report."""
         verdict = "ok" if not self.problems else f"FAILED: {'; '.join(self.problems[:3])}"
         counts = self.counts
         return (
@@ -104,8 +101,6 @@ class Row:
 
 @dataclass(slots=True)
 class Result:
-    """The result of the demo."""
-
     rows: list[Row] = field(default_factory=list)
     verified: list[tuple[int, int]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -155,7 +150,6 @@ async def part_owner(system: System, times: int) -> Row:
 
 
 async def part_stop(system: System) -> Row:
-    """Stop the owner as planned."""
     row = Row(f"owner stopped as planned {STOPS} times")
     gaps: list[float] = []
     async with system.load(DENSE_S, row.counts):
@@ -285,7 +279,6 @@ Part = Callable[[System], Awaitable[Row]]
 
 
 async def run(folder: Path, options: argparse.Namespace) -> Result:
-    """Run the chosen parts."""
     result = Result()
     systems = folder / "one", folder / "three"
     for system_folder in systems:

@@ -57,7 +57,6 @@ class Result:
             self.problems.append(f"{self.decisions} decisions were recorded and {self.verified} of them derived equal")
 
     def line(self) -> str:
-        """Return the last line of the demo."""
         resumed = "not resumed" if self.resumed_s is None else f"resumed after {self.resumed_s:.1f} s"
         verdict = f"FAILED ({'; '.join(self.problems)})" if self.problems else "ok"
         return (
@@ -144,7 +143,6 @@ def report_takeover(newest: Ownership, killed_us: int) -> float:
 
 
 def report_responses(summary: dict[str, Any], result: Result) -> None:
-    """Report the responses and add their problems to the result."""
     result.answered_once = summary["answered_once"]
     result.problems += [f"{count} times {problem}" for problem, count in summary["failures"].items()]
     if summary["answered_again"]:
@@ -159,7 +157,6 @@ def report_responses(summary: dict[str, Any], result: Result) -> None:
 
 
 async def report_progress(cluster: Cluster, requests: int, began_s: float) -> None:
-    """Report the progress periodically."""
     while True:
         await asyncio.sleep(REPORT_EVERY_S)
         owner, routed = await cluster.owner(), await cluster.routed()
@@ -167,7 +164,6 @@ async def report_progress(cluster: Cluster, requests: int, began_s: float) -> No
 
 
 async def run(kafka: str, redis_url: str, folder: Path, options: argparse.Namespace, *, keep: bool) -> Result:
-    """Run the whole demo on this Kafka and Redis."""
     trace: Path = options.trace or folder / "trace.jsonl"
     if options.trace is None:
         write_trace(trace, SEED)

@@ -67,7 +67,6 @@ class Result:
             report(f"FAILED: {problem}")
 
     def line(self) -> str:
-        """Return the last line of the demo."""
         return f"FAILED: {'; '.join(self.problems)}" if self.problems else "everything holds"
 
 
@@ -165,7 +164,6 @@ async def load(clients: StreamClients) -> dict[str, list[StreamResult]]:
 
 
 async def alias(cluster: Cluster, model: str) -> None:
-    """Move the alias to a model."""
     where = ["--kafka", cluster.settings.bootstrap, "--namespace", cluster.namespace]
     code, _ = await cluster.command("alias", "model", "alias", ALIAS, model, *where, within_s=TIMEOUT_S)
     assert code == 0, "the alias was not stored"
@@ -233,7 +231,6 @@ def write_model(directory: Path, vocabulary: int, number: int) -> Path:
 
 
 def resident_mib(cluster: Cluster, name: str) -> int:
-    """Return the resident memory of a process in MiB."""
     status = Path(f"/proc/{cluster.processes[name].process.pid}/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) >> 10
 

@@ -59,14 +59,11 @@ class Bar:
 
 @dataclass(slots=True)
 class Result:
-    """The result of the demo."""
-
     seconds: float = 0.0
     bars: list[Bar] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def add(self, text: str, limit: str, measured: str, *, holds: bool) -> None:
-        """Add a bar."""
         self.bars.append(Bar(text, limit, measured, holds))
         if not holds:
             self.problems.append(text)
@@ -79,7 +76,6 @@ class Result:
             report("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
     def line(self) -> str:
-        """Return the last line of the demo."""
         verdict = f"FAILED ({'; '.join(self.problems)})" if self.problems else "ok"
         return (
             f"{len(self.bars) - len(self.problems)} of {len(self.bars)} bars hold after {self.seconds:.0f} s: {verdict}"
@@ -95,13 +91,10 @@ class Run:
     """A running demo. Times are the wall clock in seconds.
 
     Attributes:
-        began_s: begin of the timeline.
-        loaded_s: begin of the load.
         stepped_s: when the rate rose.
         decided_s: when the largest size was decided.
         ready_s: when all workers of the largest size were members.
         claims: number of claims when the active planner was killed.
-        killed_s: when it was killed.
         dropped_s: when the rate fell.
     """
 
@@ -219,7 +212,6 @@ async def play(run: Run, seconds: float) -> None:
     """Raise and lower the rate, and kill the active planner in between.
 
     Args:
-        run: the demo.
         seconds: for which a request keeps one worker busy.
     """
     run.load.rate, run.loaded_s = LOW / seconds, time.time()
@@ -296,7 +288,6 @@ def judge(run: Run, decisions: list[RecordedDecision], result: Result) -> None:
 
 
 async def run_demo(kafka: str, redis_url: str, folder: Path, options: argparse.Namespace, *, keep: bool) -> Result:
-    """Run the whole demo on this Kafka and Redis."""
     result, began_s, namespace = Result(), time.monotonic(), f"demo-{uuid.uuid4().hex[:8]}"
     speed = ("--speedup", str(options.speedup))
     pool: dict[str, object] = {"min_size": 1, "max_size": 8, "startup_s": 10, "profile": "profile.json"}

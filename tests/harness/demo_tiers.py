@@ -39,10 +39,8 @@ class Result:
         reuse: KV loaded under load, by tier.
         restarted: KV loaded by the restarted worker.
         newcomers: KV loaded by the new workers, by the kind of their store.
-        damaged: damaged blocks by kind.
         stale: blocks that workers expected in a shared store and could not use.
         verified: number of decisions that were derived equal.
-        decisions: number of decisions.
     """
 
     exact: int = 0
@@ -75,7 +73,6 @@ class Result:
             self.problems.append(f"{self.decisions} decisions were recorded and {self.verified} of them derived equal")
 
     def line(self) -> str:
-        """Return the last line of the demo."""
         verdict = f"FAILED ({'; '.join(self.problems)})" if self.problems else "ok"
         return (
             f"{self.exact} answers exact, {len(self.wrong)} wrong; {sum(self.damaged.values())} blocks damaged, "
@@ -134,7 +131,6 @@ async def after_load(system: TierSystem, result: Result) -> None:
 
 
 async def run(kafka: str, redis_url: str, folder: Path, options: argparse.Namespace, *, keep: bool) -> Result:
-    """Run the whole demo on this Kafka and Redis."""
     result, namespace = Result(), f"demo-{uuid.uuid4().hex[:8]}"
     try:
         with faulty_s3("kv-blocks") as bucket:

@@ -53,8 +53,6 @@ class HandOff:
     """A planned stop of an owner.
 
     Attributes:
-        before: the ownership that ended.
-        after: the ownership that routed after it.
         gap_s: longest time between two consecutive routings since the stop, in seconds.
         seal: offset of the `sealed` record that the first claim after `before` names, or -1.
     """
@@ -65,7 +63,6 @@ class HandOff:
     seal: int
 
     def line(self) -> str:
-        """Return one line of the report."""
         old, new = (f"{one.router} (rules {one.rules})" for one in (self.before, self.after))
         return f"{old} to {new}: no routing for {self.gap_s:.2f} s"
 
@@ -86,7 +83,6 @@ class Result:
         changed: number of decisions of the other version that select another candidate than the rule of this tree.
         routed: number of requests that the other version routed.
         in_flight: a line for each replaced worker and ingress, with its responses in flight.
-        problems: unmet bars.
     """
 
     counts: Counts = field(default_factory=Counts)
@@ -126,7 +122,6 @@ class Result:
             self.problems.append("the changed cost rule changed no decision")
 
     def line(self) -> str:
-        """Return the measurements and the verdict."""
         counts = self.counts
         verified = ", ".join(f"version {rules}: {one} of {all_}" for rules, (one, all_) in self.verified.items())
         kept = ", ".join(f"{one} of {WARM}" for one in self.kept)
@@ -357,7 +352,6 @@ async def count_measured(cluster: Cluster, result: Result) -> None:
 
 
 async def journal_end(cluster: Cluster) -> int:
-    """Return the end of the journal."""
     partition = cluster.partition()
     assert partition is not None
     return await cluster.log.end(DECISIONS.name, partition)
@@ -397,7 +391,6 @@ async def replace(system: System, result: Result, generation: int, names: dict[s
 
 
 async def run(kafka: str, redis_url: str, folder: Path, *, keep: bool = False) -> Result:
-    """Run the whole demo on this Kafka and Redis."""
     del keep  # the namespace is new, and the broker ends with the demo unless it is the user's
     result = Result()
     other = await asyncio.to_thread(build, folder / "other")

@@ -22,8 +22,7 @@ class Verdict(Protocol):
 
     problems: list[str]
 
-    def line(self) -> str:
-        """Return the last line of the demo."""
+    def line(self) -> str: ...
 
 
 Report = Callable[[str], None]

@@ -43,7 +43,6 @@ class Counts:
     """Requests of one part, as their clients and the log saw them.
 
     Attributes:
-        sent: requests of clients.
         rejected: times that an ingress answered 503 and the client sent the request again.
         problems: a line for each request that suffered.
     """
@@ -54,11 +53,7 @@ class Counts:
 
 
 class System:
-    """A cluster, and the checks of its requests.
-
-    Attributes:
-        cluster: the processes.
-    """
+    """A cluster, and the checks of its requests."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -93,7 +88,6 @@ class System:
         return {one.name: one.process.pid for one in self.cluster.processes.running()}
 
     async def owner(self) -> str:
-        """Return the current owner."""
         owner = await self.cluster.owner()
         assert owner is not None, "no router owns the group"
         return owner
@@ -304,7 +298,6 @@ async def fleet_facts(cluster: Cluster) -> FleetFacts:
 
 @contextlib.contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Run processes that use a core each."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield

@@ -64,7 +64,6 @@ class ForkedProcess:
     """A process forked by the server, with the methods of `subprocess.Popen` that tests use.
 
     Attributes:
-        pid: process id.
         returncode: exit code, negative for a signal; None until `poll`, `wait` or `communicate` has seen the end.
         stdout: reader of the output; None if the output goes to a file.
         stderr: reader of the errors; None unless requested.
@@ -110,16 +109,13 @@ class ForkedProcess:
         return out, errors
 
     def send_signal(self, number: int) -> None:
-        """Send a signal unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
 
@@ -128,8 +124,6 @@ def _drain(stream: io.TextIOWrapper, into: io.StringIO) -> None:
 
 
 class ForkServer:
-    """The server as a process, which ends with this one."""
-
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair()
         self._channel.settimeout(START_TIMEOUT_S)
@@ -157,10 +151,8 @@ class ForkServer:
         """Start `forebay` with these arguments.
 
         Args:
-            arguments: of the command line.
             stdout: file descriptor for the output; None for a pipe.
             stderr: file descriptor for the errors, `subprocess.PIPE`, or None for the same as the output.
-            environment: replaces that of the test.
             folder: working directory; None for that of the test.
             new_session: whether the process leads a session and process group of its own.
         """

@@ -37,7 +37,6 @@ class Host:
     """A host.
 
     Attributes:
-        name: hostname.
         pid: process id of its first process.
         address: IPv4 address of its end of the cable.
         address_6: IPv6 address of its end of the cable.
@@ -91,7 +90,6 @@ class Host:
         self.run("ip", "link", "set", DEVICE, "down")
 
     def mend(self) -> None:
-        """Reconnect the cable."""
         self.run("ip", "link", "set", DEVICE, "up")
 
 

@@ -16,10 +16,8 @@ class HubStub:
     """Model on a stub of the Hub.
 
     Attributes:
-        model: ORG/NAME of the model.
         files: Its files by path.
         read: Paths of the files that were downloaded.
-        requests: Number of requests of any kind.
     """
 
     def __init__(self, model: str, files: Mapping[str, bytes], port: int) -> None:

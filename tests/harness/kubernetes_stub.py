@@ -17,12 +17,9 @@ class KubernetesStub:
     """API server.
 
     Attributes:
-        url: address of the server.
         replicas: replicas by `deployments/NAMESPACE/NAME` or `statefulsets/NAMESPACE/NAME`.
         faults: statuses of the next responses by method and object, such as `PATCH deployments/a/b`.
         replicas_max: highest number of replicas that the server accepts. It reduces higher ones.
-        requests: method and object of each request.
-        content_types: content type of each PATCH.
     """
 
     def __init__(self, replicas: Mapping[str, int], port: int) -> None:
@@ -62,7 +59,6 @@ class KubernetesStub:
         return 200, json.dumps(scale).encode()
 
     def write_kubeconfig(self, path: Path) -> None:
-        """Write a kubeconfig file for this server."""
         cluster = {"name": "stub", "cluster": {"server": self.url}}
         context = {"name": "stub", "context": {"cluster": "stub", "user": "stub"}}
         user = {"name": "stub", "user": {"token": "none"}}

@@ -133,11 +133,7 @@ def local_redis(folder: Path, host: str = HOST, port: int | None = None) -> Iter
 
 
 class StoppableRedis:
-    """Redis server that can be stopped and started empty at the same URL.
-
-    Attributes:
-        url: URL of the server.
-    """
+    """Redis server that can be stopped and started empty at the same URL."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -33,7 +33,6 @@ class Replacement(NamedTuple):
     Attributes:
         path: file, relative to the root of the tree.
         before: text that occurs once in the file.
-        after: text instead.
     """
 
     path: str

@@ -26,8 +26,7 @@ class Started(Protocol):
     """A started process: the part of `subprocess.Popen` that is used here."""
 
     @property
-    def pid(self) -> int:
-        """Process id."""
+    def pid(self) -> int: ...
 
     @property
     def returncode(self) -> int | None:
@@ -39,8 +38,7 @@ class Started(Protocol):
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end and return the exit code. Raises subprocess.TimeoutExpired."""
 
-    def kill(self) -> None:
-        """Send SIGKILL."""
+    def kill(self) -> None: ...
 
 
 # Starts a command as the leader of a process group of its own: the command, and file descriptors for stdout and stderr.
@@ -64,9 +62,7 @@ class Process:
 
     Attributes:
         name: unique among the running processes.
-        log: file of its output.
         begin: offset in bytes at which the output of this process starts in `log`.
-        ends: whether it may end by itself.
     """
 
     name: str
@@ -77,13 +73,11 @@ class Process:
     paused: bool = False
 
     def output(self) -> str:
-        """Return the output of this process so far."""
         with self.log.open("rb") as file:
             file.seek(self.begin)
             return file.read().decode(errors="replace")
 
     def last_line(self) -> str:
-        """Return the last line of its output."""
         return next(iter(reversed(self.output().splitlines())), "(nothing)")
 
     def family(self) -> list[int]:
@@ -95,7 +89,6 @@ class Process:
         return found
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process and its children."""
         os.killpg(self.process.pid, number)
 
 
@@ -148,7 +141,6 @@ class Processes:
         return at_us
 
     def pause(self, name: str) -> None:
-        """Pause the process (SIGSTOP)."""
         self._running[name].signal(signal.SIGSTOP)
         self._running[name].paused = True
 

@@ -58,11 +58,8 @@ def rule_failures(folder: Path, rules: Path, alert: str, series: Mapping[str, st
     """Evaluate the rules on series for 30 minutes, and return the complaints of promtool about the state at the end.
 
     Args:
-        folder: Folder for the file of the test.
-        rules: File with the rules.
         alert: Alert whose state is checked.
         series: Values per minute of each series, in promtool's notation.
-        fires: Whether the alert has to fire.
     """
     firing = f'count(ALERTS{{alertname="{alert}", alertstate="firing"}}) > bool 0'
     test = {
@@ -83,7 +80,6 @@ class Prometheus:
     """A running Prometheus.
 
     Attributes:
-        api: Client of its HTTP API.
         targets: The addresses that it scrapes, by job.
     """
 

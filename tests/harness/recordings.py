@@ -77,7 +77,6 @@ META_DESCRIPTIONS = {
 
 
 def chapter() -> str:
-    """Return the chapter on recordings as Markdown."""
     lines: list[str] = []
     with closing(sqlite3.connect(":memory:")) as db:
         sqlite_schema.create_meta(db, sqlite_schema.RECORDING_VERSION, {})

@@ -32,18 +32,14 @@ DENIED = (
 class QuietHandler(MotoRequestHandler):  # type: ignore[misc]  # moto has no types
     """Request handler that prints no access log."""
 
-    def log(self, *_: object) -> None:
-        """Print nothing."""
+    def log(self, *_: object) -> None: ...
 
 
 class FaultyS3:
     """An S3 server with one bucket.
 
     Attributes:
-        url: URL of the server.
-        bucket: name of the bucket.
         state: whether the server serves, denies every request, or is stopped.
-        denied: number of denied requests.
     """
 
     def __init__(self, bucket: str) -> None:
@@ -60,7 +56,6 @@ class FaultyS3:
 
     @property
     def client(self) -> Any:
-        """A new client of the server."""
         return boto3.client(
             "s3",
             endpoint_url=self.url,

@@ -25,7 +25,6 @@ READY_S = 60.0
 
 @contextmanager
 def s3_server(bucket: str) -> Iterator[str]:
-    """Run a server with one bucket, and yield its URL."""
     port = free_ports(1)
     command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -43,7 +42,6 @@ def s3_server(bucket: str) -> Iterator[str]:
 
 
 def s3_client(url: str) -> Any:
-    """Return a client of the server."""
     return boto3.client(
         "s3",
         endpoint_url=url,

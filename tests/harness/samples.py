@@ -27,7 +27,6 @@ _U64_FIELDS = {"content", "parent_hash", "tie_seed"}  # these fields use all 64 
 
 
 def event_types(topic: Topic) -> tuple[type[Event], ...]:
-    """Return the event types of a topic."""
     if topic.events is None:
         return ()
     return get_args(topic.events) or (topic.events,)

@@ -99,12 +99,10 @@ async def scaling_of(cluster: Cluster) -> AsyncIterator[Scaling]:
 
 
 def where(cluster: Cluster) -> list[str]:
-    """Return the options that select the cluster."""
     return ["--kafka", cluster.settings.bootstrap, "--namespace", cluster.namespace]
 
 
 def start_planner(cluster: Cluster, name: str, settings: Mapping[str, object], pool: Mapping[str, object]) -> None:
-    """Start a planner of the pool with these settings, active or standby."""
     file = cluster.processes.folder / f"{name}.toml"
     tables = [*_toml(settings), "[[pools]]", f'group = "{GROUP}"', f'pool = "{POOL}"', *_toml(pool)]
     file.write_text("\n".join(tables) + "\n")
@@ -145,7 +143,6 @@ class Sent:
     Attributes:
         at_s: wall clock at which it was due.
         ttft_s: seconds until its first token; None before.
-        ended: whether its response is complete.
         problem: why it failed; empty for no reason.
     """
 

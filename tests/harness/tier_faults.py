@@ -19,12 +19,7 @@ class BlockDamage:
     """Truncates, flips and deletes random blocks.
 
     Args:
-        seed: seed of the choices.
-        folders: directories with blocks.
         bucket: server with objects; None for none.
-
-    Attributes:
-        done: number of damaged blocks by kind.
     """
 
     def __init__(self, seed: int, folders: Sequence[Path], bucket: FaultyS3 | None = None) -> None:

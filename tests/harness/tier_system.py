@@ -42,7 +42,6 @@ class Conversation:
 
     Attributes:
         prompt: prompt of the next turn, with the earlier turns and answers.
-        turns: number of turns so far.
     """
 
     number: int
@@ -78,14 +77,9 @@ class TierSystem:
     """Mock workers with tiers in a cluster.
 
     Args:
-        cluster: the processes.
-        clients: clients of its ingresses.
         folder: folder for disks, the shared directory and the engine profile.
-        bucket: server of the bucket.
 
     Attributes:
-        shared: shared directory.
-        damage: damages blocks.
         wrong: a line for each answer that is not the expected one.
     """
 

@@ -72,7 +72,6 @@ def kafka(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yield the URL of a Redis shared by all tests."""
     part: contextlib.AbstractContextManager[str]
     if given := os.environ.get("FOREBAY_REDIS"):
         part = parts.given_redis(given, RUN)

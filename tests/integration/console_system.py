@@ -40,19 +40,15 @@ POOL = {"max_size": 4, "startup_s": 0}
 
 
 class LoopThread:
-    """An event loop in a thread of its own."""
-
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop, and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def close(self) -> None:
-        """End the loop and the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -71,7 +67,6 @@ class CopiedLog(ReadOnlyLog):
         return [record for record in records if record.offset >= offset][:limit]
 
     async def begin(self, topic: str, partition: int) -> int:
-        """Return the first offset."""
         return (await self._partition(topic, partition))[0]
 
     async def end(self, topic: str, partition: int) -> int:
@@ -94,8 +89,6 @@ class ConsoleSystem:
     """A running system with its console.
 
     Args:
-        cluster: the processes of the system.
-        log: its log, open.
         url: origin of the console's page.
         thread: runs the loop of `cluster` and `log`.
     """
@@ -109,7 +102,6 @@ class ConsoleSystem:
 
     @property
     def partition(self) -> int:
-        """The control partition of the group."""
         partition = self.cluster.partition()
         assert partition is not None, "the system serves"
         return partition
@@ -119,15 +111,12 @@ class ConsoleSystem:
         self._thread.run(complete(self.cluster, *numbers))
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop of the system, and return its result."""
         return self._thread.run(coroutine)
 
     def finished(self) -> int:
-        """Return the number of finished requests that the console shows."""
         return len(read(self.url, "/v1/console/requests", state="finished", limit=500)["requests"])
 
     def owner(self) -> str:
-        """Return the router that owns the group."""
         owner = self.run(self.cluster.owner())
         assert owner is not None, "the system serves"
         return owner

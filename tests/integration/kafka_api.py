@@ -133,7 +133,6 @@ class OwnerAndWorkerStub:
             assert time.monotonic() < deadline, f"{request_id} is not submitted"
 
     async def cancelled(self, request_id: str) -> bool:
-        """Return whether a request or a choice of it was cancelled."""
         return any(request_id in aliases_of(event.request_id) for event in await self.events(RequestCancelled))
 
     async def emit(self, request: RequestSubmitted, text: str, *, first: int = 0) -> int:
@@ -150,7 +149,6 @@ class OwnerAndWorkerStub:
         return first + len(token_ids)
 
     async def end(self, request: RequestSubmitted, output_tokens: int) -> None:
-        """End a response successfully."""
         usage = Usage(prompt_tokens=request.prompt_tokens, output_tokens=output_tokens)
         await self._send(
             request,
@@ -200,7 +198,6 @@ async def until(condition: Any) -> None:
 
 @asynccontextmanager
 async def opened(settings: KafkaSettings) -> AsyncIterator[KafkaLog]:
-    """Yield a log with connections of its own."""
     log = await KafkaLog.open(settings)
     try:
         yield log
@@ -212,7 +209,6 @@ async def opened(settings: KafkaSettings) -> AsyncIterator[KafkaLog]:
 async def kafka_api_server(
     settings: KafkaSettings, model: Model, name: str = "i1", *, model_name: str = NAME, timeout_s: float = 60.0
 ) -> AsyncIterator[CollectorRegistry]:
-    """Run an ingress that serves the Kafka API; yield its metrics."""
     registry = CollectorRegistry()
     async with opened(settings) as log:
         ingress_settings = IngressSettings(
@@ -237,7 +233,6 @@ async def kafka_api_server(
 
 
 async def prepare(bootstrap: str, namespace: str) -> KafkaSettings:
-    """Create the topics of a namespace."""
     settings = KafkaSettings(bootstrap, namespace)
     await create_topics(settings, PLAN, ["default"])
     return settings

@@ -69,7 +69,6 @@ def given_kafka(address: str, prefix: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def redis_container() -> Iterator[str]:
-    """Run Redis in a container and yield its URL."""
     container = RedisContainer(REDIS_IMAGE)
     with contextlib.ExitStack() as stack:
         try:

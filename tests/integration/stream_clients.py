@@ -27,7 +27,6 @@ class StreamResult:
     Attributes:
         request_id: id of the request; until the response begins, the id that the client chose.
         url: the ingress to which the request was sent.
-        ends: number of end markers received.
         problem: error that replaced or ended the response; empty for none.
     """
 
@@ -42,12 +41,10 @@ class StreamResult:
 
     @property
     def worker(self) -> str:
-        """Return the worker that finished the response."""
         return str(self.served["worker"])
 
     @property
     def attempts(self) -> int:
-        """Return the number of attempts."""
         return int(self.served["attempts"])
 
     @property
@@ -87,7 +84,6 @@ class StreamClients:
         return result
 
     async def all(self) -> None:
-        """Wait for every response."""
         await asyncio.gather(*self._tasks)
 
     async def answers(self, prompts: Sequence[list[int]], tokens: int) -> list[StreamResult]:

@@ -38,10 +38,8 @@ class System:
     """A cluster whose workers are two attached servers, a mock worker, and an attached server that returns text only.
 
     Attributes:
-        cluster: the processes.
         servers: the vLLM stand-ins, by worker id.
         plain: the server that returns text only; it serves the model `PLAIN`.
-        client: client of the ingress.
         prefill: the server that computes the prompts of `SPLIT`.
         decode: the server that generates the responses of `SPLIT`.
     """

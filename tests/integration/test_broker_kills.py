@@ -45,7 +45,6 @@ class Scene:
 
     Attributes:
         system: two routers, two workers and two ingresses. Clients of HTTP use the first ingress.
-        broker: the broker.
     """
 
     system: System

@@ -194,7 +194,6 @@ async def member(cluster: Cluster, router: str) -> bool:
 
 
 async def owner_of(cluster: Cluster) -> str:
-    """Return the current owner."""
     owner = await cluster.owner()
     assert owner is not None
     return owner
@@ -216,7 +215,6 @@ def resumed_after(owner: Ownership, since_us: int) -> float:
 
 
 async def lost(cluster: Cluster, worker: FleetWorker) -> bool:
-    """Return whether this worker epoch is lost."""
     facts = [event for event in await cluster.events(FLEET) if isinstance(event, WorkerLost)]
     return any(fact.worker_epoch == worker.worker_epoch for fact in facts)
 

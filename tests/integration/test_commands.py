@@ -62,7 +62,6 @@ async def complete(cluster: Cluster, client: httpx.AsyncClient, ingress: str, mo
 
 
 async def sent(cluster: Cluster, action: str) -> bool:
-    """Return whether a command is journalled."""
     return any(getattr(event, "action", "") == action for event in await cluster.events(DECISIONS))
 
 

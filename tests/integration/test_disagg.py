@@ -69,7 +69,6 @@ def words() -> Words:
 
 
 def submit(clients: StreamClients, count: int, tokens: int) -> list[StreamResult]:
-    """Submit new prompts."""
     return [clients.submit(prompt(next(NUMBERS), blocks=3), tokens) for _ in range(count)]
 
 
@@ -231,5 +230,4 @@ async def test_disagg_the_recording_of_these_tests_verifies(cluster: Cluster, tm
 
 
 async def begun(streams: Sequence[StreamResult]) -> bool:
-    """Return whether half of the streams have started."""
     return sum(bool(one.text) for one in streams) >= len(streams) // 2

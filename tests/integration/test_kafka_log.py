@@ -32,7 +32,6 @@ HANG_MS, HANG_S = 1_000, 4.0  # request timeout, and the time without responses
 
 @pytest.fixture
 async def settings(kafka: str, namespace: str) -> KafkaSettings:
-    """Create the topics of a namespace."""
     settings = KafkaSettings(kafka, namespace)
     await create_topics(settings, PLAN, ["default"])
     return settings

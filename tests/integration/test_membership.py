@@ -47,7 +47,6 @@ def _names(folder: Path) -> list[str]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait until the condition holds."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - Faust's callbacks set no event
             await asyncio.sleep(0.05)

@@ -275,7 +275,6 @@ async def check_accounting(cluster: Cluster, log: KafkaLog, produced: Produced) 
 
 
 def is_event(topic: Topic, record: Record) -> bool:
-    """Return whether a record decodes as an event of the topic."""
     try:
         event_of(topic, record)
     except DecodeError:
@@ -323,7 +322,6 @@ def check_tails(cluster: Cluster, produced: Produced) -> None:
 
 
 async def everything(log: KafkaLog, topic: str, partition: int) -> list[Record]:
-    """Return every record of a partition that retention has not deleted."""
     found: list[Record] = []
     at, end = await log.begin(topic, partition), await log.end(topic, partition)
     while at < end:

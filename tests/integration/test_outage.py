@@ -151,7 +151,6 @@ async def test_services_stop_on_a_signal_without_a_broker(cluster: Cluster, brok
 
 
 async def is_following(cluster: Cluster) -> bool:
-    """Return whether the shadow has started."""
     return "decisions from journal offset" in (cluster.processes.folder / "shadow.out").read_text()
 
 
@@ -161,7 +160,6 @@ async def is_ready(client: httpx.AsyncClient, status: int) -> bool:
 
 
 def log_lines(cluster: Cluster) -> dict[str, int]:
-    """Return the number of lines logged by each process."""
     return {one.name: count_lines(one.output()) for one in cluster.processes.running()}
 
 

@@ -67,7 +67,6 @@ async def cluster(
 
 
 async def newest(log: KafkaLog, cluster: Cluster, topics: Sequence[Topic]) -> Stored:
-    """Return the newest records of each partition."""
     found: Stored = {}
     for topic in topics:
         for partition in range((await partitions_of(cluster.settings)).get(topic.name, 0)):

@@ -77,7 +77,6 @@ async def stop(cluster: Cluster, name: str) -> str:
 
 
 async def shadow_events(log: KafkaLog, name: str, kind: type = DecisionShadowed) -> list[Any]:
-    """Return the events that a shadow has written."""
     found: list[Any] = []
     position, end = 0, await log.end(SHADOW.name, 0)
     while position < end:

@@ -49,7 +49,6 @@ class Planner:
         self._epoch = -1
 
     async def claim(self) -> None:
-        """Claim the topic."""
         pools = tuple(PoolScaling(group=GROUP, pool=pool) for pool in (POOL, SPARE))
         settings = PlannerSettings(pools=pools)
         self._epoch = await self._append(PlannerClaimed(planner_id="p", rules_version=RULES_VERSION, settings=settings))

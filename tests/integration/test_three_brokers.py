@@ -137,7 +137,6 @@ async def ended(clients: StreamClients, count: int, first: int = 0) -> bool:
 
 
 async def rejected(clients: StreamClients) -> bool:
-    """Return whether the ingress has rejected a request."""
     return clients.rejected > 0
 
 

@@ -71,8 +71,6 @@ async def clients(cluster: Cluster) -> AsyncIterator[StreamClients]:
 
 
 async def until_started(cluster: Cluster, results: Sequence[StreamResult]) -> None:
-    """Wait until every response has started."""
-
     async def begun() -> bool:
         return all(one.text for one in results)
 
@@ -108,7 +106,6 @@ async def ready_workers(cluster: Cluster, count: int) -> None:
 
 
 async def fact_count(cluster: Cluster, kind: type[WorkerFact], worker_id: str) -> int:
-    """Return the number of facts of a kind about a worker."""
     facts = [event for event in await cluster.events(FLEET) if isinstance(event, kind)]
     return sum(fact.worker_id == worker_id for fact in facts)
 

@@ -108,7 +108,6 @@ def files() -> dict[str, bytes]:
 
 
 def main() -> None:
-    """Write the directory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=DIRECTORY)
     out: Path = parser.parse_args().out

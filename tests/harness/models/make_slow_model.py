@@ -40,13 +40,11 @@ def model(layers: int = LAYERS) -> LlamaForCausalLM:
 
 
 def write_model(directory: Path, layers: int = LAYERS) -> None:
-    """Write the model directory."""
     model(layers).save_pretrained(directory)
     tokenizer().save_pretrained(directory)
 
 
 def write_lora(directory: Path, layers: int = LAYERS) -> None:
-    """Write the directory of a LoRA adapter for the model."""
     weights = make_tiny_model.lora(layers=layers, hidden=HIDDEN, kv_width=KV_HEADS * HIDDEN // HEADS)
     make_tiny_model.write_lora(directory, weights=weights)
 

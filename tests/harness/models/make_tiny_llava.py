@@ -57,7 +57,6 @@ def model(image_token_id: int) -> LlavaForConditionalGeneration:
 
 
 def write_model(directory: Path) -> LlavaForConditionalGeneration:
-    """Write the model directory and return the model."""
     parts = processor()
     made = model(parts.tokenizer.convert_tokens_to_ids(IMAGE))
     made.save_pretrained(directory)

@@ -87,7 +87,6 @@ def lora(
 
 
 def write_model(directory: Path) -> None:
-    """Write the model directory."""
     model().save_pretrained(directory)
     tokenizer().save_pretrained(directory)
 

@@ -59,7 +59,6 @@ def parse() -> tuple[ServerSettings, int]:
 
 
 async def serve(settings: ServerSettings, port: int) -> None:
-    """Serve until a signal."""
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
@@ -69,7 +68,6 @@ async def serve(settings: ServerSettings, port: int) -> None:
 
 
 def main() -> None:
-    """Run the server."""
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it reports each stream that a fault cuts
     asyncio.run(serve(*parse()))
 

@@ -32,7 +32,6 @@ class BlocksStored:
     """Consecutive full blocks are now cached.
 
     Attributes:
-        hashes: their hashes.
         parent: hash of the block before them; None at the beginning of a prompt.
         token_ids: their tokens.
         prefix: what they depend on besides tokens.
@@ -64,11 +63,9 @@ class Block:
     """Block of the pool.
 
     Attributes:
-        number: number of the block.
         content: hash of the tokens that it was computed for, and of all before them. It stays until the block is used
             again.
         is_cached: whether a prompt may reuse the block.
-        users: number of sequences that use it.
     """
 
     number: int
@@ -84,9 +81,7 @@ class BlockTable:
     Attributes:
         prefix: what its blocks depend on besides tokens.
         tokens: its tokens.
-        blocks: its blocks.
         hashes: hashes of its full blocks, as far as they are known.
-        cached: number of its blocks that are cached.
     """
 
     prefix: Prefix
@@ -100,12 +95,10 @@ class BlockCache:
     """Pool of KV blocks.
 
     Args:
-        total: number of blocks.
         block_size: tokens per block.
         counts_copies: whether every copy of a block is reported.
 
     Attributes:
-        total: number of blocks.
         block_size: tokens per block.
         events: changes that have not been published yet.
     """
@@ -121,7 +114,6 @@ class BlockCache:
 
     @property
     def used(self) -> int:
-        """Number of blocks that sequences use."""
         return self.total - len(self._free)
 
     def open(self, tokens: list[int], prefix: Prefix) -> BlockTable:

@@ -30,9 +30,7 @@ class Choice:
     """Response to one prompt.
 
     Attributes:
-        index: number of the prompt.
         prompt: tokens of the prompt.
-        request: request to the engine.
         text: text of the output, up to a stop string.
         token_ids: output tokens.
         cached_tokens: cached prompt tokens, as `usage` reports them.
@@ -56,13 +54,7 @@ class Completion:
     """One request to `/v1/completions`.
 
     Args:
-        settings: settings of the server.
-        model: the model.
-        engine: the engine.
-        faults: returns the present faults.
-        body: the body.
         request_id: id that the client gave; None for none.
-        model_name: name of the model or adapter in the response.
         lora: name and number of the adapter; None for none.
 
     Raises:

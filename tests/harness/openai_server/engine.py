@@ -26,7 +26,6 @@ class EngineRequest:
     """One prompt.
 
     Attributes:
-        request_id: id in the engine, which is unique.
         client_id: id that the client gave; the seed of sampling depends on it.
         prompt: tokens of the prompt.
         sampling: sampling parameters; `max_tokens` fits into the context.
@@ -77,18 +76,11 @@ class StandInEngine:
     """Engine of the stand-in.
 
     Args:
-        settings: settings of the server.
-        model: the model.
-        counters: counters to update.
-        faults: returns the present faults.
         publish: called with the changes of the cache, in order.
 
     Attributes:
-        cache: the KV blocks.
         keeper: KV that is kept for other servers; None unless the server transfers KV.
         max_model_len: maximum tokens of a prompt and its response.
-        running: number of running requests.
-        waiting: number of waiting requests.
     """
 
     def __init__(
@@ -121,7 +113,6 @@ class StandInEngine:
 
     @property
     def waiting(self) -> int:
-        """Number of waiting requests."""
         return len(self._queue)
 
     def reset_prefix_cache(self) -> bool:

@@ -29,12 +29,9 @@ class EventPublisher:
     Args:
         flavor: wire format; `vllm` or `sglang`.
         block_size: tokens per block.
-        topic: topic of the messages.
 
     Attributes:
         port: port of the PUB socket; 0 until the publisher is opened.
-        replay_port: port of the ROUTER socket.
-        batches: number of batches that were published.
         drops: whether batches are only replayed, as if they were lost on the way.
     """
 
@@ -53,14 +50,12 @@ class EventPublisher:
         self.drops = False
 
     async def open(self, port: int) -> None:
-        """Bind a port and the next one."""
         await _bind(self._pub, port)
         await _bind(self._router, port + 1)
         self.port, self.replay_port = port, port + 1
         self._serving = asyncio.create_task(self._serve())
 
     async def close(self) -> None:
-        """Close the sockets."""
         if self._serving is not None:
             self._serving.cancel()
             await asyncio.gather(self._serving, return_exceptions=True)
@@ -68,7 +63,6 @@ class EventPublisher:
         self._pub_context.destroy(linger=0)
 
     def publish(self, events: Sequence[CacheEvent]) -> None:
-        """Publish a batch."""
         encode = _vllm_event if self._flavor == "vllm" else _sglang_event
         payload = msgspec.msgpack.encode([time.time(), [encode(event, self._block_size) for event in events], 0])
         seq = self.batches.to_bytes(U64_BYTES, "big")

@@ -14,14 +14,7 @@ MALFORMED = 'vllm:num_requests_running{engine="0" 1.0\nsglang:num_running_reqs{}
 
 
 class EngineCollector(Collector):
-    """Collects the metrics of one stand-in.
-
-    Args:
-        settings: settings of the server.
-        engine: the engine.
-        counters: its counters.
-        model_name: name of the model.
-    """
+    """Collects the metrics of one stand-in."""
 
     def __init__(self, settings: ServerSettings, engine: StandInEngine, counters: Counters, model_name: str) -> None:
         self._settings = settings
@@ -30,7 +23,6 @@ class EngineCollector(Collector):
         self._model_name = model_name
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metrics."""
         yield from self._vllm() if self._settings.flavor == "vllm" else self._sglang()
 
     def _vllm(self) -> Iterable[Metric]:
@@ -80,7 +72,6 @@ class EngineCollector(Collector):
 
 
 def metrics_text(collector: EngineCollector) -> bytes:
-    """Return the metrics in the text format of Prometheus."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     return generate_latest(registry)

@@ -17,8 +17,6 @@ class ApiFailure(Exception):
     """A request is answered with an error.
 
     Args:
-        status: status of the response.
-        message: message for the client.
         kind: type of the error in the response.
         param: parameter that is wrong; None for none.
     """
@@ -37,8 +35,6 @@ def invalid(message: str, param: str, value: int | None = None) -> ApiFailure:
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream."""
-
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 

@@ -59,15 +59,12 @@ class OpenAiServer:
     Args:
         settings: settings; None for the defaults.
         port: port to listen on; 0 for a free one, which the server keeps when it is started again.
-        changes: settings to change.
 
     Attributes:
-        settings: the settings.
         faults: the present faults, which may be replaced at any time.
         counters: counters since the last start.
         engine: the engine since the last start.
         events: publisher of KV events; None if there are none.
-        port: port of the server.
     """
 
     def __init__(self, settings: ServerSettings | None = None, *, port: int = 0, **changes: Any) -> None:

@@ -15,9 +15,6 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one stand-in.
 
     Attributes:
-        model: model directory.
-        model_name: name of the model in the API.
-        flavor: server to imitate.
         block_size: tokens per KV block.
         kv_blocks: KV blocks. With vLLM one of them is never used.
         max_num_seqs: maximum number of running requests. Others wait.
@@ -25,9 +22,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         token_s: seconds per output token.
         prefill_us_per_token: microseconds to compute a prompt token that is not cached.
         chunk_tokens: maximum output tokens per chunk of a stream.
-        kv_events: whether to publish KV events.
         kv_events_port: port of the PUB socket; replays are on the next port. 0 for two free ports.
-        kv_events_topic: topic of the KV events.
         kv_transfer: whether prompts can be computed for, and fetched from, other servers.
         kv_lease_s: seconds for which the KV of a prompt is kept for another server.
         enable_lora: whether adapters can be loaded.
@@ -96,8 +91,6 @@ class Counters(msgspec.Struct, kw_only=True):
         fetched_tokens: those of them whose KV was fetched from another server.
         generated_tokens: output tokens.
         kv_offered: prompts whose KV was kept for another server.
-        kv_fetched: fetches of KV by other servers.
-        cache_resets: resets of the prefix cache.
     """
 
     requests: int = 0

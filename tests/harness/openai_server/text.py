@@ -6,12 +6,7 @@ from forebay.ingress.model import Decoder
 
 
 class StopText:
-    """Decodes output tokens, and finds stop strings.
-
-    Args:
-        decoder: decoder of the response.
-        stops: stop strings.
-    """
+    """Decodes output tokens, and finds stop strings."""
 
     def __init__(self, decoder: Decoder, stops: Sequence[str]) -> None:
         self._decoder = decoder

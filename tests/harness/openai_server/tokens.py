@@ -30,7 +30,6 @@ class Output(NamedTuple):
     """Output after one prompt.
 
     Attributes:
-        seed: seed of the words.
         position: number of output tokens that the prompt ends with.
         script: beginning of the output that is not words, without these tokens; None if there is none.
     """
@@ -84,7 +83,6 @@ class TokenSource:
         """Yield output tokens. They end after a script that is the whole output, with the model's end token.
 
         Args:
-            output: the output.
             seen: value that the seed depends on; 0 for the tokens of a mock engine.
         """
         seed, position = (output.seed + seen) & U64_MASK, output.position
@@ -100,7 +98,6 @@ class TokenSource:
             position += BATCH
 
     def is_end(self, token_id: int) -> bool:
-        """Return whether a token ends the output."""
         return token_id == self._end_id
 
     def _words_begin(self, prompt: Sequence[int]) -> int:

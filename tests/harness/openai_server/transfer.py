@@ -35,15 +35,11 @@ class KvKeeper:
     """Keeps the KV of prompts until another server has fetched it or its lease expires, and fetches KV from others.
 
     Args:
-        cache: cache with the blocks of the prompts.
-        counters: counters to update.
         lease_s: seconds for which KV is kept.
         freed: called when blocks were freed.
 
     Attributes:
         engine_id: id of this engine, which is different after a restart.
-        port: port of the server.
-        blocks: number of blocks that are kept.
     """
 
     def __init__(self, cache: BlockCache, counters: Counters, lease_s: float, freed: Callable[[], None]) -> None:
