@@ -95,6 +95,7 @@ def test_a_killed_engine_is_replaced_while_its_response_continues(tmp_path: Path
         until(lambda: not still_running(replaced))
 
 
+@pytest.mark.slow
 def test_the_only_engine_comes_back(tmp_path: Path) -> None:
     """Meanwhile its start fails once."""
     broken = tmp_path / "broken"

@@ -69,7 +69,10 @@ async def attached_engine(settings: EngineSettings) -> AsyncIterator[Engine]:
         yield await attached_to(server, settings)
 
 
-@pytest.fixture(params=[*ENGINES, ATTACHED])
+# Each test of "process" starts processes; tests of the engine process cover what differs.
+@pytest.fixture(
+    params=[pytest.param(one, marks=[pytest.mark.slow] * (one == "process")) for one in [*ENGINES, ATTACHED]]
+)
 def started(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     """Starts the engine; keyword arguments are settings."""
     sglang_standin.install(monkeypatch)

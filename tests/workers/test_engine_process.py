@@ -47,7 +47,9 @@ async def test_engines_share_nothing_of_their_processes() -> None:
     [
         ({"start": "fail"}, "the weights are broken"),
         ({"start": "exit"}, f"the process of the engine ended with code 3; the last line of its log: {LINE}"),
-        ({"start": "bug"}, "the engine failed unexpectedly: ZeroDivisionError: 1 / 0"),
+        pytest.param(
+            {"start": "bug"}, "the engine failed unexpectedly: ZeroDivisionError: 1 / 0", marks=pytest.mark.slow
+        ),
     ],
 )
 async def test_a_failed_start_has_its_cause(arguments: dict[str, Any], message: str) -> None:
@@ -58,7 +60,7 @@ async def test_a_failed_start_has_its_cause(arguments: dict[str, Any], message: 
     assert str(raised.value) == message
 
 
-@pytest.mark.parametrize("way", ["hang", "wait"])
+@pytest.mark.parametrize("way", ["hang", pytest.param("wait", marks=pytest.mark.slow)])
 async def test_a_start_that_hangs_ends_with_the_last_line_of_its_log(
     way: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,7 +77,7 @@ async def test_a_start_that_hangs_ends_with_the_last_line_of_its_log(
     assert LINE in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("victim", [1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_a_killed_engine_is_reported_and_leaves_nothing(victim: int) -> None:
     """The process of the engine dies. A process that it has started dies with it, but not the other way round."""
     async with driven(hosted(settings()), HOSTED_SPEC) as one:
@@ -98,7 +100,7 @@ async def test_calls_end_when_the_engine_dies() -> None:
             await waiting
 
 
-@pytest.mark.parametrize("way", ["fail", "bug"])
+@pytest.mark.parametrize("way", ["fail", pytest.param("bug", marks=pytest.mark.slow)])
 async def test_a_failed_check_has_its_cause(way: str) -> None:
     async with driven(hosted(settings(check=way)), HOSTED_SPEC) as one:
         with pytest.raises(EngineError, match=r"the weights are broken|ZeroDivisionError"):
@@ -115,6 +117,7 @@ async def test_an_engine_starts_again_after_its_death() -> None:
                 await one.until(lambda: False)
 
 
+@pytest.mark.slow
 async def test_log_records_have_the_level_of_the_worker(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.CRITICAL, "forebay.workers"):
         async with driven(hosted(settings(check="bug")), HOSTED_SPEC) as one:

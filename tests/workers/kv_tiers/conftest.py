@@ -37,6 +37,7 @@ def endpoint(server: str, keys: None) -> str:
     return server
 
 
-@pytest.fixture(params=["directory", "bucket"])
+# Tests of the object store cover what differs in a bucket.
+@pytest.fixture(params=["directory", pytest.param("bucket", marks=pytest.mark.slow)])
 def place(request: pytest.FixtureRequest, tmp_path: Path, io: IoKind) -> Place:
     return Place(tmp_path, io, request.getfixturevalue("endpoint") if request.param == "bucket" else "")
