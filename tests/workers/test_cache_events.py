@@ -116,10 +116,3 @@ def test_empty_cache_is_reannounced_as_cleared() -> None:
 def test_no_events_without_kv_events() -> None:
     events = CacheEvents(spec(kv_events=False), EPOCH, 0)
     assert events.announcement(0, [1]) + events.changes(0, [Stored(None, (1,))]) + events.reannouncement(0, 0) == []
-
-
-def test_ranks_have_the_numbers_of_the_spec() -> None:
-    events = CacheEvents(spec(dp_start_rank=2), EPOCH, 0)
-    assert [event.rank for event in generated(events.announcement(2, [1]))] == [2]
-    with pytest.raises(KeyError):
-        events.changes(0, [])

@@ -10,7 +10,7 @@ import pytest
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import BlocksStored, CacheCleared
-from forebay.events.progress import CommandDone, CommandRefused, RequestFailed, RequestFinished
+from forebay.events.progress import CommandDone, CommandRefused, RequestFinished
 from forebay.events.work import WorkerCommand, WorkItem
 from forebay.workers.engine import EngineError, EngineRefused
 from forebay.workers.engines.mock.engine import MockEngine
@@ -288,36 +288,3 @@ async def test_engine_continues_without_cache_after_sleep(scene: Scene) -> None:
     assert generated[0].output_tokens == 40
     chunks = [chunk for event in scene.tokens() if hasattr(event, "chunks") for chunk in event.chunks]
     assert [chunk.first_index for chunk in chunks] == sorted({chunk.first_index for chunk in chunks})
-
-
-@pytest.mark.parametrize(
-    ("sent", "error"),
-    [
-        ({"action": "load_lora", "lora_name": "x", "lora_path": "/there/is/none"}, "no such directory"),
-        ({"action": "load_lora", "lora_name": "x"}, "an adapter needs a name and a directory"),
-        ({"action": "load_lora", "lora_name": "legal", "lora_path": "/"}, "another adapter legal is already loaded"),
-        ({"action": "unload_lora", "lora_name": "x"}, "the adapter x is not loaded"),
-    ],
-    ids=str,
-)
-async def test_incompatible_adapters_are_refused(scene: Scene, sent: dict[str, Any], error: str) -> None:
-    async with scene.serving(scene.worker(loras=("legal",))) as epoch:
-        (refused,) = await reported(scene, command("c", epoch, **sent))
-        assert error in refused.error
-        (listed,) = await reported(scene, command("list", epoch))
-        assert listed.loras == ("legal",)
-
-
-async def test_loading_again_is_no_error_and_an_unloaded_adapter_is_not_served(scene: Scene, tmp_path: Path) -> None:
-    load = {"lora_name": "x", "lora_path": str(tmp_path)}
-    async with scene.serving(scene.worker()) as epoch:
-        first = await reported(
-            scene, command("c1", epoch, "load_lora", **load), command("c2", epoch, "load_lora", **load)
-        )
-        assert [one.loras for one in first] == [("x",), ("x",)]
-        await scene.send(work_item("a", list(range(8)), 2, worker_epoch=epoch, lora_name="x"))
-        await until(lambda: finished(scene) == ["a"])
-        await reported(scene, command("c3", epoch, "unload_lora", lora_name="x"))
-        await scene.send(work_item("b", list(range(8)), 2, worker_epoch=epoch, lora_name="x"))
-        await until(lambda: scene.progress(RequestFailed))
-    assert scene.progress(RequestFailed)[0].error == "the adapter x is not loaded"

@@ -7,7 +7,6 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from forebay import runtime
 from forebay.events.control import Command
 from forebay.events.kv import BlocksStored
 from forebay.events.media import Media
@@ -19,8 +18,8 @@ from forebay.workers.kv_transfer.api import REASONS
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.runtime import media_feed
 from forebay.workers.runtime.metrics import Probes, WorkerMetrics
-from tests.workers.conftest import Scene, engine_config, until, work_item
-from tests.workers.disagg import BLOCK_BYTES, PROMPT, Pair, aggregated, kv_settings, output_by, pair_of, serving, side
+from tests.workers.conftest import Scene, engine_config, until
+from tests.workers.disagg import BLOCK_BYTES, PROMPT, Pair, aggregated, kv_settings, pair_of, serving, side
 from tests.workers.pictures import Memory, hashes_with, shown
 
 KINDS = ("nixl", "modelled")
@@ -85,41 +84,6 @@ async def test_disagg_output_depends_on_every_transferred_byte(scene: Scene) -> 
         await both.idle()
     assert expected not in answers
     assert len(set(map(tuple, answers))) == len(answers)
-
-
-async def test_disagg_corrupt_bytes_are_read_again_and_then_fail(scene: Scene) -> None:
-    async with pair(scene, checksum=True) as both:
-        prefilled = await both.compute("apart")
-        bytes_of(both, 1)[3] ^= 1
-        await both.answer("apart", prefilled)
-        assert "checksums" in await both.not_fetched("apart")
-        stats = both.decode.engine.kv_stats()
-        assert (stats.corrupt, stats.retries, stats.failed) == (3, 2, {"corrupt": 1})
-        await both.idle()  # the holder is notified, so its lease does not matter
-    assert not output_by(scene, "apart")
-
-
-async def test_disagg_transient_corruption_is_corrected(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = await aggregated(scene, "alone")
-    async with pair(scene, checksum=True) as both:
-        await both.compute("first")
-        prefilled = await both.compute("apart")
-        bytes_of(both, 1)[3] ^= 1
-        await both.answer("first", await both.computed("first"))
-        await both.not_fetched("first")
-        offload = runtime.offload
-
-        async def repair_once(check: Any, *arguments: Any) -> Any:
-            wrong = await offload(check, *arguments)
-            if wrong:
-                bytes_of(both, 1)[3] ^= 1
-            return wrong
-
-        monkeypatch.setattr(runtime, "offload", repair_once)
-        await both.answer("apart", prefilled)
-        assert await both.generated("apart") == expected
-        assert both.decode.engine.kv_stats().corrupt == 4
-        await both.idle()
 
 
 async def test_disagg_cached_blocks_are_not_fetched(scene: Scene) -> None:
@@ -231,16 +195,6 @@ async def test_disagg_blocks_must_hold_whole_words(scene: Scene) -> None:
         engine = MockEngine(engine_config(), kv=kv_settings(bytes_per_token=size))
         with pytest.raises(EngineError, match="expected a multiple of 8"):
             await engine.start(spec)
-
-
-async def test_disagg_engine_that_was_stopped_keeps_nothing(scene: Scene) -> None:
-    engine = MockEngine(engine_config(), kv=kv_settings())
-    await engine.start(scene.spec(role="prefill"))
-    engine.submit(work_item("r", PROMPT, 1, stage="prefill"))
-    await engine.stop()
-    assert engine.kv is not None
-    with pytest.raises(TransferError, match="closed"):
-        engine.kv.transport.offer("r", [0])
 
 
 async def test_an_engine_of_another_role_refuses_disagg_stages(scene: Scene) -> None:

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from forebay.core.state_machine import IllegalTransition
-from forebay.workers.runtime.life_cycle import TRANSITIONS, State, Transition, WorkerLifeCycle
+from forebay.workers.runtime.life_cycle import State, Transition, WorkerLifeCycle
 
 LEGAL: dict[tuple[State, Transition], State] = {
     (State.CREATED, Transition.REGISTER): State.REGISTERED,
@@ -31,13 +31,3 @@ def test_transition_is_in_the_table_or_raises_unchanged(state: State, move: Tran
         with pytest.raises(IllegalTransition, match=f"transition {move} is not allowed in state {state}"):
             life.move(move)
         assert life.state is state
-
-
-def test_complete_life_cycle() -> None:
-    life = WorkerLifeCycle()
-    seen = [life.state]
-    for move in (Transition.REGISTER, Transition.ADMIT, Transition.PASS, Transition.STOP, Transition.LEAVE):
-        life.move(move)
-        seen.append(life.state)
-    assert seen == list(State)
-    assert set(TRANSITIONS) == set(State)

@@ -22,8 +22,7 @@ from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.scripts import (
     CHARS_MAX,
     FORMATS,
-    REASONING_WORDS,
-    CharBudget,
+    REASONING,
     OutputScripts,
     SchemaValues,
 )
@@ -106,14 +105,14 @@ TYPES = st.sampled_from(("object", "array", "integer", "number", "string"))
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_a_value_matches_its_schema(schema: Any) -> None:
     for seed in range(20):
-        value = SchemaValues(schema, seed, WORDS, CharBudget()).value()
+        value = SchemaValues(seed, WORDS).value(schema)
         Draft202012Validator(schema).validate(value)
-        assert value == SchemaValues(schema, seed, WORDS, CharBudget()).value()
+        assert value == SchemaValues(seed, WORDS).value(schema)
 
 
 def test_values_depend_on_the_seed() -> None:
     schema = {"type": "array", "items": {}, "minItems": 8}
-    assert len({str(SchemaValues(schema, seed, WORDS, CharBudget()).value()) for seed in range(20)}) > 10
+    assert len({str(SchemaValues(seed, WORDS).value(schema)) for seed in range(20)}) > 10
 
 
 @given(
@@ -121,7 +120,7 @@ def test_values_depend_on_the_seed() -> None:
     seed=st.integers(0, 9),
 )
 def test_any_json_is_accepted_as_a_schema(schema: Any, seed: int) -> None:
-    json.dumps(SchemaValues({"properties": {"a": schema}, **schema}, seed, WORDS, CharBudget()).value())
+    json.dumps(SchemaValues(seed, WORDS).value({"properties": {"a": schema}, **schema}))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +132,7 @@ def test_any_json_is_accepted_as_a_schema(schema: Any, seed: int) -> None:
     ],
 )
 def test_endless_schemas_end(schema: Any) -> None:
-    assert len(json.dumps(SchemaValues(schema, 1, WORDS, CharBudget()).value())) < 100_000
+    assert len(json.dumps(SchemaValues(1, WORDS).value(schema))) < 100_000
 
 
 LONG = {"type": "array", "minItems": 999, "items": {"type": "string", "minLength": 10_000}}
@@ -193,7 +192,7 @@ def script_of(text: str, **sampling: Any) -> tuple[str, bool] | None:
     [
         ("What is the weather?", ["get_weather"]),
         ("WEATHER, and query the table", ["get_weather", "Query"]),
-        ("List all orders", ["Query"]),
+        ("List all queries", []),
         ("Hello, get this one", []),
         ("weather</tools>\n<tools>", ["get_weather"]),
     ],
@@ -222,7 +221,7 @@ def test_reasoning_precedes_words_or_calls() -> None:
     script = script_of(prompt("Hello", enable_thinking=True))
     assert script is not None
     reasoning, tag, rest = script[0].partition("\n</think>\n\n")
-    assert (len(reasoning.split()), bool(tag), rest, script[1]) == (REASONING_WORDS, True, "", False)
+    assert (len(reasoning.split()), bool(tag), rest, script[1]) == (REASONING["minItems"], True, "", False)
     script = script_of(prompt("weather", WEATHER, reasoning_effort="low"))
     assert script is not None
     assert script[0].partition("</think>\n\n")[2].startswith("<tool_call>")

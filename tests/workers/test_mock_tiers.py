@@ -10,8 +10,6 @@ from forebay.events.base import array_u64
 from forebay.events.control import Command
 from forebay.workers.engine import EngineError
 from forebay.workers.kv_tiers.settings import TierSettings
-from forebay.workers.kv_tiers.transfers import HostMemory
-from tests.harness.tier_faults import SUFFIX
 from tests.workers.pictures import shown
 from tests.workers.tiered import (
     BLOCK_BYTES,
@@ -42,10 +40,6 @@ def one_tier(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, TierS
     return request.param, settings[request.param]
 
 
-def files_of(folder: Path) -> list[Path]:
-    return sorted(folder.rglob(f"*{SUFFIX}"))
-
-
 async def test_blocks_are_loaded_from_each_tier(one_tier: tuple[str, TierSettings]) -> None:
     tier, settings = one_tier
     tokens = await expected(item_of("a"))
@@ -60,76 +54,50 @@ async def test_blocks_are_loaded_from_each_tier(one_tier: tuple[str, TierSetting
         await one.idle()
 
 
-@pytest.mark.parametrize("kind", ["disk", "store"])
-async def test_blocks_are_moved_by_nixl(kind: str, tmp_path: Path) -> None:
-    pytest.importorskip("nixl_cu12", reason="NIXL is not installed")
-    settings = disk_of(tmp_path, io="nixl") if kind == "disk" else store_of(tmp_path, io="nixl")
-    async with tiered(settings) as one:
-        tokens = await one.ask(item_of("a"))
-        await one.has(kind, BLOCKS)
-        one.forget()
-        assert await one.ask(item_of("b")) == tokens
-        assert one.onboarded("b") == {kind: 16}
-
-
 async def test_failed_tiers_break_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """An unexpected error must not leave a request waiting for its load."""
     async with tiered(HOST) as one:
         await one.ask(item_of("a"))
-        monkeypatch.setattr(one.tiers().tiers, "poll", lambda: 1 // 0)
+        monkeypatch.setattr(one.tiers().manager, "poll", lambda: 1 // 0)
         one.engine.submit(item_of("b", [9, *PROMPT]))
         with pytest.raises(ExceptionGroup) as raised:
             await one.until(lambda: False)
         assert raised.group_contains(ZeroDivisionError)
 
 
-async def test_blocks_in_device_memory_are_not_loaded(one_tier: tuple[str, TierSettings]) -> None:
-    tier, settings = one_tier
-    async with tiered(settings) as one:
+async def test_blocks_in_device_memory_are_not_loaded() -> None:
+    async with tiered(HOST) as one:
         await one.ask(item_of("a", PROMPT[:10]))
-        await one.has(tier, BLOCKS[:2])
+        await one.has("host", BLOCKS[:2])
         await one.ask(item_of("b"))
-        await one.has(tier, BLOCKS)
+        await one.has("host", BLOCKS)
         assert one.onboarded("b") == {}
         one.forget()
         await one.ask(item_of("c", PROMPT[:10]))
         await one.ask(item_of("d"))
-        assert (one.onboarded("c"), one.onboarded("d")) == ({tier: 8}, {tier: 8})
+        assert (one.onboarded("c"), one.onboarded("d")) == ({"host": 8}, {"host": 8})
         assert one.cached("d") == 16
 
 
-async def test_the_last_token_of_a_prompt_is_always_computed(one_tier: tuple[str, TierSettings]) -> None:
-    tier, settings = one_tier
+async def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     prompt = PROMPT[:16]
-    async with tiered(settings) as one:
+    async with tiered(HOST) as one:
         tokens = await one.ask(item_of("a", prompt))
-        await one.has(tier, BLOCKS[:4])
+        await one.has("host", BLOCKS[:4])
         one.forget()
         assert await one.ask(item_of("b", prompt)) == tokens
-        assert one.onboarded("b") == {tier: 12}
+        assert one.onboarded("b") == {"host": 12}
 
 
-async def test_a_second_turn_loads_the_output_of_the_first(one_tier: tuple[str, TierSettings]) -> None:
-    tier, settings = one_tier
-    async with tiered(settings) as one:
+async def test_a_second_turn_loads_the_output_of_the_first() -> None:
+    async with tiered(HOST) as one:
         output = await one.ask(item_of("a", max_tokens=12))
         prompt = [*PROMPT, *output, 7, 7, 7]
-        await one.has(tier, hashes_of(prompt)[:7])  # the KV of the last token is never computed
+        await one.has("host", hashes_of(prompt)[:7])  # the KV of the last token is never computed
         one.forget()
         tokens = await one.ask(item_of("b", prompt))
-        assert one.onboarded("b") == {tier: 28}
+        assert one.onboarded("b") == {"host": 28}
         assert tokens == await expected(item_of("b", prompt))
-
-
-async def test_a_restarted_engine_loads_from_its_disk(tmp_path: Path) -> None:
-    tokens = await expected(item_of("a"))
-    async with tiered(disk_of(tmp_path)) as one:
-        await one.ask(item_of("a"))
-        await one.has("disk", BLOCKS)
-    async with tiered(disk_of(tmp_path)) as one:
-        assert {*BLOCKS} <= one.held()
-        assert await one.ask(item_of("b")) == tokens
-        assert one.onboarded("b") == {"disk": 16}
 
 
 async def test_an_engine_loads_what_another_one_has_computed(tmp_path: Path) -> None:
@@ -149,13 +117,6 @@ async def test_an_engine_loads_what_another_one_has_computed(tmp_path: Path) -> 
         assert three.onboarded("c") == {"store": 16}
 
 
-async def test_a_hint_about_missing_blocks_is_a_miss(tmp_path: Path) -> None:
-    async with tiered(store_of(tmp_path)) as one:
-        assert await one.ask(item_of("a", store_blocks=4)) == await expected(item_of("a"))
-        assert one.onboarded("a") == {}
-        await one.until(lambda: any(change.stale for batch in one.batches for change in batch.store_changes))
-
-
 async def test_a_store_is_not_shared_with_another_model(tmp_path: Path) -> None:
     other = msgspec.structs.replace(SPEC, model="other")
     async with tiered(store_of(tmp_path)) as one, tiered(store_of(tmp_path), other) as two:
@@ -171,114 +132,34 @@ async def test_a_store_is_not_shared_with_another_model(tmp_path: Path) -> None:
     [{"cache_namespace": "tenant"}, {"lora_name": "law"}, {"media": (shown((255, 0, 0), 0),)}],
     ids=["salt", "adapter", "media"],
 )
-async def test_other_salts_adapters_and_images_have_other_blocks(
-    change: dict[str, Any], one_tier: tuple[str, TierSettings]
-) -> None:
-    tier, settings = one_tier
+async def test_other_salts_adapters_and_images_have_other_blocks(change: dict[str, Any]) -> None:
     spec = msgspec.structs.replace(SPEC, loras=("law",))
-    async with tiered(settings, spec) as one:
+    async with tiered(HOST, spec) as one:
         plain = await one.ask(item_of("a"))
-        await one.has(tier, BLOCKS)
+        await one.has("host", BLOCKS)
         one.forget()
         special = await one.ask(item_of("b", **change))
         assert one.onboarded("b") == {}
-        await one.has(tier, array_u64(item_of("b", **change).sequence_hashes))
+        await one.has("host", array_u64(item_of("b", **change).sequence_hashes))
         one.forget()
         assert await one.ask(item_of("c", **change)) == special
         assert await one.ask(item_of("d")) == plain
-        assert (one.onboarded("c"), one.onboarded("d")) == ({tier: 16}, {tier: 16})
+        assert (one.onboarded("c"), one.onboarded("d")) == ({"host": 16}, {"host": 16})
 
 
-async def test_blocks_before_an_image_are_shared(one_tier: tuple[str, TierSettings]) -> None:
-    tier, settings = one_tier
-    red, blue = shown((255, 0, 0), 8), shown((0, 0, 255), 8)
-    async with tiered(settings) as one:
-        first = await one.ask(item_of("a", media=(red,)))
-        await one.has(tier, BLOCKS[:2])
-        await one.idle()
-        one.forget()
-        second = await one.ask(item_of("b", media=(blue,)))
-        assert one.onboarded("b") == {tier: 8}
-        assert first != second == await expected(item_of("b", media=(blue,)))
-
-
-async def test_an_adapter_of_the_same_name_from_another_directory_has_other_blocks(tmp_path: Path) -> None:
-    async with tiered(HOST) as one:
-        for number, name in enumerate("abb"):
-            folder = tmp_path / name
-            folder.mkdir(exist_ok=True)
-            await one.engine.command(Command(action="load_lora", lora_name="law", lora_path=str(folder)))
-            await one.ask(item_of(f"r{number}", lora_name="law"))
-            await one.idle()
-            one.forget()
-            await one.engine.command(Command(action="unload_lora", lora_name="law"))
-        assert [one.onboarded(f"r{number}") for number in range(3)] == [{}, {}, {"host": 16}]
-
-
-async def test_the_tokens_depend_on_every_byte_that_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wrong_byte_that_a_store_returns_ends_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flips = flipped_bytes(monkeypatch)
     async with tiered(disk_of(tmp_path)) as one:
-        tokens = await one.ask(item_of("a"))
-        await one.has("disk", BLOCKS)
-        found = []
-        for at, flips[:] in enumerate([[], [(0, 0)], [(1, 7)], [(2, 31)], [(3, 12), (0, 3)]]):
-            one.forget()
-            found.append(await one.ask(item_of(f"b{at}")))
-            assert one.onboarded(f"b{at}") == {"disk": 16}
-        assert found[0] == tokens
-        assert len({*map(tuple, found)}) == len(found)
-
-
-async def test_the_tokens_depend_on_every_byte_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host memory has no checksums, like device memory, so a wrong byte gives wrong tokens."""
-    flips: list[int] = []
-    copy_out = HostMemory.copy_out
-
-    def flipped(memory: HostMemory, slot: int, target: memoryview) -> None:
-        copy_out(memory, slot, target)
-        for offset in flips:
-            target[offset] ^= 1
-
-    monkeypatch.setattr(HostMemory, "copy_out", flipped)
-    async with tiered(HOST) as one:
-        tokens = await one.ask(item_of("a"))
-        await one.has("host", BLOCKS)
-        for at, flips[:] in enumerate([[], [31], []]):
-            one.forget()
-            assert (await one.ask(item_of(f"b{at}")) == tokens) == (not flips)
-            assert one.onboarded(f"b{at}") == {"host": 16}
-
-
-@pytest.mark.parametrize("change", ["flip", "truncate", "delete", "foreign"])
-@pytest.mark.parametrize("kind", ["disk", "store"])
-async def test_damaged_files_are_misses(kind: str, change: str, tmp_path: Path) -> None:
-    settings = disk_of(tmp_path) if kind == "disk" else store_of(tmp_path)
-    tokens = await expected(item_of("a"))
-    async with tiered(settings) as one:
         await one.ask(item_of("a"))
-        await one.has(kind, BLOCKS)
-        (file,) = (file for file in files_of(tmp_path) if f"{BLOCKS[2]:016x}" in file.name)
-        (other,) = (file for file in files_of(tmp_path) if f"{BLOCKS[1]:016x}" in file.name)
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 128
-        match change:
-            case "flip":
-                file.write_bytes(content)
-            case "truncate":
-                file.write_bytes(content[:-1])
-            case "delete":
-                file.unlink()
-            case _:
-                file.write_bytes(other.read_bytes())
+        await one.has("disk", BLOCKS)
         one.forget()
-        assert await one.ask(item_of("b")) == tokens
-        assert one.onboarded("b") == {kind: 8}, "the blocks before the damaged one"
-        # The block was computed and stored again.
-        await one.until(lambda: file.exists() and file.read_bytes() != bytes(content))
-        await one.has(kind, BLOCKS)
-        one.forget()
-        assert await one.ask(item_of("c")) == tokens
-        assert one.onboarded("c") == {kind: 16}
+        flips[:] = [(2, 31)]
+        one.engine.submit(item_of("b"))
+        with pytest.raises(ExceptionGroup) as raised:
+            await one.until(lambda: False)
+        assert raised.group_contains(EngineError, match=f"wrong bytes for the block {BLOCKS[2]:016x}")
 
 
 async def test_blocks_are_offloaded_when_they_are_evicted(tmp_path: Path) -> None:
@@ -333,24 +214,15 @@ async def test_a_pinned_prompt_stays_in_host_memory(pin_s: int) -> None:
         assert one.onboarded("b") == ({"host": 16} if pin_s else {})
 
 
-async def test_metrics_show_what_was_moved(tmp_path: Path) -> None:
-    settings = disk_of(tmp_path, host_bytes=HOST.host_bytes, filter=False)
-    async with tiered(settings) as one:
+async def test_the_metrics_are_those_of_the_tiers() -> None:
+    async with tiered(HOST) as one:
         await one.ask(item_of("a"))
-        await one.has("disk", BLOCKS)
         one.forget()
         await one.ask(item_of("b"))
         (collector,) = one.engine.collectors()
-        found = {
-            sample.name: sample.value
-            for metric in collector.collect()
-            for sample in metric.samples
-            if sample.labels.get("worker_id") == "w1"
-        }
-        assert found["kvbm_matched_tokens"] == 16
-        assert found["kvbm_offload_blocks_d2h"] == found["kvbm_offload_blocks_h2d"] == len(one.content("host"))
-        assert (found["kvbm_onboard_blocks_h2d"], found["kvbm_onboard_blocks_d2d"]) == (4, 0)
-        assert found["kvbm_host_cache_hit_rate"] == 0.5, "four of eight blocks"
+        samples = [sample for metric in collector.collect() for sample in metric.samples]
+        assert {sample.labels["worker_id"] for sample in samples} == {"w1"}
+        assert [sample.value for sample in samples if sample.name == "kvbm_matched_tokens"] == [16]
 
 
 async def test_ranks_have_their_own_tiers(tmp_path: Path) -> None:
@@ -368,13 +240,6 @@ async def test_ranks_have_their_own_tiers(tmp_path: Path) -> None:
         await one.ask(item_of("c", rank=1))
         assert (one.onboarded("b"), one.onboarded("c")) == ({}, {"host": 16})
     assert sorted(folder.name for folder in (tmp_path / "disk").iterdir()) == ["rank-0", "rank-1"]
-
-
-async def test_a_disk_belongs_to_one_engine(tmp_path: Path) -> None:
-    async with tiered(disk_of(tmp_path)):
-        with pytest.raises(EngineError, match="A disk tier belongs to one worker rank"):
-            async with tiered(disk_of(tmp_path)):
-                pass
 
 
 async def test_clearing_the_cache_clears_host_and_disk_but_not_the_store(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from forebay.workers.runtime.worker import Worker
 from tests.workers.conftest import GROUP, PARTITION, VOCABULARY, Scene, until, work_item
 from tests.workers.disagg import Pair, Side, aggregated, kv_settings, output_by, pair_of, serving
 from tests.workers.pictures import hashes_with, shown
-from tests.workers.tiered import BLOCK_SIZE, PROMPT, SPEEDUP, TIMING, disk_of, flipped_bytes, hashes_of
+from tests.workers.tiered import BLOCK_SIZE, PROMPT, SPEEDUP, TIMING, disk_of, hashes_of
 
 BLOCKS = hashes_of(PROMPT)
 SLOTS = {"prefill": 5, "decode": 6, "aggregated": 7}
@@ -117,28 +117,6 @@ async def test_disagg_stages_load_from_the_shared_store(scene: Scene, tmp_path: 
         await both.answer("b", prefilled, store_blocks=4)
         assert await both.generated("b") == await aggregated(scene, "alone.b", [*PROMPT, 1, 2, 3])
         await both.idle()
-
-
-async def test_disagg_a_wrong_byte_that_prefill_loads_gives_wrong_tokens(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flips = flipped_bytes(monkeypatch)
-    expected = await aggregated(scene, "alone", PROMPT)
-    answers = []
-    cases: list[tuple[str, list[tuple[int, int]]]] = [("a", []), ("b", [(1, 5)]), ("c", [])]
-    async with tiered_pair(scene, tmp_path) as both:
-        for name, wrong in cases:
-            flips[:] = wrong
-            prefilled = await both.compute(name, PROMPT, store_blocks=4)
-            flips.clear()
-            await until(lambda: len([*tmp_path.rglob("*.kv")]) >= len(BLOCKS))
-            await both.answer(name, prefilled, store_blocks=4)
-            answers.append(await both.generated(name))
-            for side in (both.prefill, both.decode):
-                await side.idle()
-                side.rank.clear(keep_tiers=True)
-        assert [onboarded(scene, name, PrefillFinished) for name in "abc"] == [{}, {"store": 16}, {"store": 16}]
-    assert answers[0] == answers[2] == expected != answers[1]
 
 
 @pytest.mark.parametrize("first_token", [0, 4, 9])

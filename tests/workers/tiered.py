@@ -191,7 +191,7 @@ class Tiered:
         """Wait until the engine has no request, and all blocks that were offered to tiers are written."""
         ranks = self.engine.ranks.values()
         await self.until(
-            lambda: not self.engine.requests() and not any(one.tiers and one.tiers.tiers.busy for one in ranks)
+            lambda: not self.engine.requests() and not any(one.tiers and one.tiers.manager.busy for one in ranks)
         )
 
     def forget(self) -> None:

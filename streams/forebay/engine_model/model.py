@@ -165,16 +165,15 @@ class EngineModel:
         """
         return self._loading.take_new()
 
-    def loaded(self, request_id: str, blocks: int, token_seed: int | None = None) -> bool:
+    def loaded(self, request_id: str, blocks: int) -> bool:
         """End a load of which the first `blocks` blocks have arrived. A later step computes the rest of the prompt.
 
-        `token_seed` is that of `fetched`. Returns False if no such load is in flight: its blocks were given to others.
+        Returns False if no such load is in flight: its blocks were given to others.
         """
         sequence = self._loading.end(request_id)
         if sequence is None:
             return False
         assert 0 <= blocks <= sequence.blocks - sequence.held
-        sequence.token_seed = sequence.token_seed if token_seed is None else token_seed
         self._blocks.fill(sequence, (sequence.held + blocks) * self.config.block_size)
         self._blocks.release(sequence)
         self._requeue(sequence)

@@ -1,6 +1,6 @@
 """Prometheus metrics of workers, computed from their counters at each scrape, and the probes `/ready` and `/live`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate, chain
 from typing import get_args
 
@@ -42,27 +42,13 @@ class WorkerMetrics(Collector):
 
 def _worker_metrics(worker: Worker) -> Iterator[Metric]:
     """Yield the state of a worker, its counters and its KV transfers."""
-    counters = worker.counters
-    labels = [worker.spec.worker_id]
-    member = GaugeMetricFamily(
-        "forebay_worker_member", "1 while the worker is a member of the fleet.", labels=["worker_id"]
-    )
-    member.add_metric(labels, worker.worker_epoch is not None)
-    yield member
-    state = GaugeMetricFamily(
-        "forebay_worker_state",
-        "1 for the current state of the worker, 0 for the others.",
-        labels=["worker_id", "state"],
-    )
-    for one in State:
-        state.add_metric([*labels, one], one is worker.life.state)
-    yield state
-    skipped = CounterMetricFamily(
-        "forebay_worker_items_skipped",
-        "Work items that the worker skipped, by reason.",
-        labels=["worker_id", "reason"],
-    )
-    reasons = {
+    counters, who = worker.counters, worker.spec.worker_id
+    text = "1 while the worker is a member of the fleet."
+    yield _metric(GaugeMetricFamily, "worker_member", text, who, worker.worker_epoch is not None)
+    text = "1 for the current state of the worker, 0 for the others."
+    states = {str(state): state is worker.life.state for state in State}
+    yield _metric(GaugeMetricFamily, "worker_state", text, who, states, "state")
+    skipped = {
         "dead_letter": counters.dead_letters,
         "other_epoch": counters.other_epoch,
         "other_group": counters.other_group,
@@ -72,50 +58,27 @@ def _worker_metrics(worker: Worker) -> Iterator[Metric]:
         "unknown_rank": counters.unknown_rank,
         "repeated_command": worker.commands.repeated,
     }
-    for reason, count in reasons.items():
-        skipped.add_metric([*labels, reason], count)
-    yield skipped
-    continued = CounterMetricFamily(
-        "forebay_worker_continued", "Responses continued from an earlier attempt.", labels=["worker_id"]
-    )
-    continued.add_metric(labels, counters.continued)
-    yield continued
-    reannounced = CounterMetricFamily(
-        "forebay_worker_caches_reannounced",
-        "Complete re-announcements of a rank's cache after the owner missed events.",
-        labels=["worker_id"],
-    )
-    reannounced.add_metric(labels, counters.reannounced)
-    yield reannounced
-    handed_back = CounterMetricFamily(
-        "forebay_worker_handed_back", "Requests that a drain handed over to other workers.", labels=["worker_id"]
-    )
-    handed_back.add_metric(labels, counters.handed_back)
-    yield handed_back
+    text = "Work items that the worker skipped, by reason."
+    yield _metric(CounterMetricFamily, "worker_items_skipped", text, who, skipped, "reason")
+    text = "Responses continued from an earlier attempt."
+    yield _metric(CounterMetricFamily, "worker_continued", text, who, counters.continued)
+    text = "Complete re-announcements of a rank's cache after the owner missed events."
+    yield _metric(CounterMetricFamily, "worker_caches_reannounced", text, who, counters.reannounced)
+    text = "Requests that a drain handed over to other workers."
+    yield _metric(CounterMetricFamily, "worker_handed_back", text, who, counters.handed_back)
     yield from kv_metrics(worker)
 
 
 def kv_metrics(worker: Worker) -> Iterator[Metric]:
     """Yield the current metrics of the KV transfers of a worker. There are none if its engine transfers no KV."""
-    layout = worker.spec.kv_layout
+    layout, who = worker.spec.kv_layout, worker.spec.worker_id
     if layout is None:
         return
-    labels = [worker.spec.worker_id]
-    info = GaugeMetricFamily(
-        "forebay_kv_transport_info",
-        "Transport that moves KV blocks; the value is always 1.",
-        labels=["worker_id", "transport"],
-    )
-    info.add_metric([*labels, layout.connector], 1)
-    yield info
-    if isinstance(worker.engine, KvMover):
-        stats = worker.engine.kv_stats()
-        yield from _counters(labels, stats)
-        yield _seconds(labels, stats)
-        yield from _gauges(labels, stats)
-
-
-def _counters(labels: list[str], stats: Stats) -> Iterator[Metric]:
+    text = "Transport that moves KV blocks; the value is always 1."
+    yield _metric(GaugeMetricFamily, "kv_transport_info", text, who, {layout.connector: 1}, "transport")
+    if not isinstance(worker.engine, KvMover):
+        return
+    stats = worker.engine.kv_stats()
     counted = {
         "fetches": ("KV transfers completed.", stats.fetched),
         "bytes": ("Bytes of KV fetched.", stats.bytes),
@@ -126,51 +89,52 @@ def _counters(labels: list[str], stats: Stats) -> Iterator[Metric]:
         "offers": ("Prompts whose KV was kept for another worker.", stats.offered),
     }
     for name, (text, count) in counted.items():
-        counter = CounterMetricFamily(f"forebay_kv_transfer_{name}", text, labels=["worker_id"])
-        counter.add_metric(labels, count)
-        yield counter
-    by_reason = {
-        "failures": ("Failed KV transfers, by reason.", REASONS, stats.failed),
-        "given_back": (
-            "Prompts whose KV is no longer kept, by the reason for freeing it.",
-            get_args(FreeReason),
-            stats.freed,
-        ),
-    }
-    for name, (text, reasons, counts) in by_reason.items():
-        counter = CounterMetricFamily(f"forebay_kv_transfer_{name}", text, labels=["worker_id", "reason"])
-        for reason in sorted(
-            {*reasons, *counts}
-        ):  # exported from the start, so that the first event shows as an increase
-            counter.add_metric([*labels, reason], counts.get(reason, 0))
-        yield counter
-
-
-def _seconds(labels: list[str], stats: Stats) -> Metric:
-    text = "Total time of completed fetches, including time in the queue, in seconds."
-    histogram = HistogramMetricFamily("forebay_kv_transfer_seconds", text, labels=["worker_id"])
-    counts = accumulate(stats.took.get(at, 0) for at in range(len(BUCKETS_S) + 1))
-    bounds = [*map(str, BUCKETS_S), "+Inf"]
-    histogram.add_metric(labels, list(zip(bounds, counts, strict=True)), stats.read_us / 1e6)
-    return histogram
-
-
-def _gauges(labels: list[str], stats: Stats) -> Iterator[Metric]:
+        yield _metric(CounterMetricFamily, f"kv_transfer_{name}", text, who, count)
+    # Every reason is exported from the start, so that the first event shows as an increase.
+    text = "Failed KV transfers, by reason."
+    failed = dict.fromkeys(REASONS, 0) | stats.failed
+    yield _metric(CounterMetricFamily, "kv_transfer_failures", text, who, failed, "reason")
+    text = "Prompts whose KV is no longer kept, by the reason for freeing it."
+    freed = dict.fromkeys(get_args(FreeReason), 0) | stats.freed
+    yield _metric(CounterMetricFamily, "kv_transfer_given_back", text, who, freed, "reason")
+    yield _seconds(who, stats)
     now = {
         "held": ("Prompts whose KV is currently kept for another worker.", stats.held_offers),
         "held_blocks": ("KV blocks currently kept for other workers.", stats.held_blocks),
         "in_flight": ("KV transfers in flight.", stats.in_flight),
         "in_flight_bytes": ("Bytes of KV in flight.", stats.in_flight_bytes),
         "waiting": ("KV transfers waiting in the queue.", stats.waiting),
-        "quarantined_blocks": (
-            "KV blocks that an unresponsive worker may still write to.",
-            stats.quarantined_blocks,
-        ),
+        "quarantined_blocks": ("KV blocks that an unresponsive worker may still write to.", stats.quarantined_blocks),
     }
     for name, (text, count) in now.items():
-        gauge = GaugeMetricFamily(f"forebay_kv_transfer_{name}", text, labels=["worker_id"])
-        gauge.add_metric(labels, count)
-        yield gauge
+        yield _metric(GaugeMetricFamily, f"kv_transfer_{name}", text, who, count)
+
+
+def _metric(
+    family: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    text: str,
+    worker_id: str,
+    values: float | Mapping[str, float],
+    label: str = "",
+) -> Metric:
+    """Return a metric of a worker with one value, or with one value per value of a label."""
+    metric = family(f"forebay_{name}", text, labels=["worker_id", label] if label else ["worker_id"])
+    if isinstance(values, Mapping):
+        for key, value in sorted(values.items()):
+            metric.add_metric([worker_id, key], value)
+    else:
+        metric.add_metric([worker_id], values)
+    return metric
+
+
+def _seconds(worker_id: str, stats: Stats) -> Metric:
+    text = "Total time of completed fetches, including time in the queue, in seconds."
+    histogram = HistogramMetricFamily("forebay_kv_transfer_seconds", text, labels=["worker_id"])
+    counts = accumulate(stats.took.get(at, 0) for at in range(len(BUCKETS_S) + 1))
+    bounds = [*map(str, BUCKETS_S), "+Inf"]
+    histogram.add_metric([worker_id], list(zip(bounds, counts, strict=True)), stats.read_us / 1e6)
+    return histogram
 
 
 LIVE_S = 30.0  # longer than several health checks with their timeouts

@@ -1,13 +1,11 @@
 """Engine without a GPU: runs `EngineModel` in real time or faster, never ahead of the model's time.
 
-Logprobs and embeddings are derived from hashes; structured outputs, tool calls and reasoning are made up. With the role
-prefill or decode the engine has KV of real bytes, which are transferred. With KV tiers it offloads and loads real
-bytes.
+Logprobs and embeddings are derived from hashes; structured outputs, tool calls and reasoning are made up. The roles
+prefill and decode have KV of real bytes where NIXL transfers them, and KV tiers have real bytes too.
 """
 
 import asyncio
 from collections.abc import Sequence
-from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
@@ -20,7 +18,6 @@ from forebay import runtime
 from forebay.engine_model.model import EngineConfig
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
-from forebay.events.tokens import ResponseError
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import CacheChange, EngineError, EngineRefused, PackageMissing, Publish
@@ -54,7 +51,6 @@ class MockEngine:
 
     Attributes:
         kv: KV that is transferred; None for other roles, and before the start.
-        tiers: KV tiers of each rank; None for none.
     """
 
     def __init__(
@@ -74,12 +70,7 @@ class MockEngine:
         self._config = config
         self.kv_settings = kv or KvSettings()
         self.tiers = tiers
-        self.ranks = {
-            rank: MockRank(
-                rank, config, speedup, scripts, None if tiers is None else MockTiers(tiers, config, rank, speedup)
-            )
-            for rank in ranks
-        }
+        self.ranks = {rank: MockRank(rank, config, speedup, scripts, has_tiers=tiers is not None) for rank in ranks}
         self._loras: dict[str, str] = {}  # directories of adapters loaded after the start
         self.kv: MockKv | None = None
         self._ending: set[asyncio.Task[None]] = set()  # cancelled fetches
@@ -103,14 +94,17 @@ class MockEngine:
         layout = self.kv_settings.layout(self._config.block_size)
         if has_transfers:
             await self._open(spec)
-        if self.tiers is not None and find_spec("numpy") is None:
-            raise PackageMissing("KV tiers require the package numpy; install it with: pip install 'forebay[kv-tiers]'")
-        for rank in self.ranks.values():
-            await rank.open_tiers(spec, layout.block_bytes)
         if self.tiers is not None:
-            spec = msgspec.structs.replace(spec, kv_store=self._store_name())
-            counters = {number: rank.tiers.counters for number, rank in self.ranks.items() if rank.tiers is not None}
-            self._collector = TierMetrics(spec.worker_id, counters)
+            if find_spec("numpy") is None:
+                raise PackageMissing(
+                    "KV tiers require the package numpy; install it with: pip install 'forebay[kv-tiers]'"
+                )
+            for rank in self.ranks.values():
+                await rank.open_tiers(self.tiers, spec, layout.block_bytes)
+            managers = {number: tiers.manager for number, tiers in self._opened_tiers().items()}
+            (name,) = {manager.store_name for manager in managers.values()}  # all ranks have the same identity
+            spec = msgspec.structs.replace(spec, kv_store=name)
+            self._collector = TierMetrics(spec.worker_id, {at: one.counters for at, one in managers.items()})
         return msgspec.structs.replace(spec, kv_layout=layout) if has_transfers else spec
 
     async def run(self, publish: Publish) -> None:
@@ -125,9 +119,8 @@ class MockEngine:
             self.reset()
             await asyncio.gather(*self._ending, return_exceptions=True)
             await self.kv.close()
-        for rank in self.ranks.values():
-            if rank.tiers is not None:
-                await runtime.offload(rank.tiers.close)
+        for tiers in self._opened_tiers().values():
+            await runtime.offload(tiers.manager.close)
 
     def warm(self, hashes: Sequence[int], rank: int = 0) -> None:
         """Put blocks with these sequence hashes into the cache of a rank, before the engine starts."""
@@ -143,20 +136,19 @@ class MockEngine:
 
     def stored(self) -> Sequence[int]:
         """Return the sequence hashes of the blocks that the shared store has, as far as the ranks know."""
-        found = {block: None for rank in self.ranks.values() if rank.tiers is not None for block in rank.tiers.stored()}
-        return list(found)
+        names = [name for tiers in self._opened_tiers().values() for name in tiers.manager.resident("store")]
+        return list(dict.fromkeys(name.sequence_hash for name in names))
 
     def submit(self, item: WorkItem) -> None:
         """Queue an item on its rank, which must belong to this engine."""
         rank, lora = self.ranks[item.rank], item.lora_name
         if lora and lora not in self._loras:
-            rank.refuse(item, ResponseError(status=404, code="adapter_not_loaded", message=_not_loaded(lora)))
+            rank.refuse(item, 404, "adapter_not_loaded", _not_loaded(lora))
         elif item.media and item.stage != "decode":
             try:
                 self.submit_embedded(item, StandInEncoder().encode_all(item.media))
             except (MediaUnusable, EngineError) as error:
-                status = 400 if isinstance(error, MediaUnusable) else 500
-                rank.refuse(item, ResponseError(status=status, code="media_not_encoded", message=str(error)))
+                rank.refuse(item, 400 if isinstance(error, MediaUnusable) else 500, "media_not_encoded", str(error))
         else:
             self._submit(item, 0)
 
@@ -184,11 +176,8 @@ class MockEngine:
         return 0 if self.kv is None else self.kv.kept
 
     def requests(self) -> dict[str, RequestState]:
-        """Return the state of each request of all ranks that transfers KV or has extra outputs."""
-        states: dict[str, RequestState] = {}
-        for rank in self.ranks.values():
-            states |= rank.requests()
-        return states
+        """Return the state of each request of all ranks that is in flight or whose KV is kept."""
+        return {name: state for rank in self.ranks.values() for name, state in rank.requests().items()}
 
     def kv_stats(self) -> Stats:
         """Return the statistics of KV transfers since the start of the engine, over all worker epochs."""
@@ -224,17 +213,14 @@ class MockEngine:
                 pass
             case "sleep":
                 for rank in ranks:
-                    rank.hold(asleep=True)
+                    rank.hold("asleep", is_held=True)
                     rank.clear(keep_tiers=True)  # as vLLM, which discards the KV of the device
             case "wake_up":
                 for rank in ranks:
-                    rank.hold(asleep=False)
-            case "pause":
+                    rank.hold("asleep", is_held=False)
+            case "pause" | "resume":
                 for rank in ranks:
-                    rank.hold(paused=True)
-            case "resume":
-                for rank in ranks:
-                    rank.hold(paused=False)
+                    rank.hold("paused", is_held=command.action == "pause")
             case _:
                 assert_never(command.action)
         return tuple(self._loras)
@@ -265,29 +251,15 @@ class MockEngine:
         if self.kv is not None:
             self.kv.release_all()
 
-    def _submit(self, item: WorkItem, media_hash: int) -> None:
-        """Queue an item on its rank.
-
-        Args:
-            media_hash: hash of the embeddings of its images and videos; 0 without any, or if they are not known.
-        """
-        rank = self.ranks[item.rank]
+    def _submit(self, item: WorkItem, seen: int) -> None:
         if item.stage in KV_ROLES and self.kv is None:
             message = "this mock engine has neither role prefill nor decode and cannot transfer KV"
-            rank.refuse(item, ResponseError(status=501, code="stage_not_supported", message=message))
+            self.ranks[item.rank].refuse(item, 501, "stage_not_supported", message)
         else:
-            rank.submit(item, media_hash, self._adapter_of(item))
+            self.ranks[item.rank].submit(item, seen)
 
-    def _adapter_of(self, item: WorkItem) -> str:
-        """Return a digest of the adapter of an item; empty without one. The mock engine reads no adapter."""
-        name = item.lora_name
-        return sha256(f"{name}\0{self._loras.get(name, '')}".encode()).hexdigest() if name else ""
-
-    def _store_name(self) -> str:
-        """Return the name of the shared store; empty without one."""
-        names = {rank.tiers.store_name for rank in self.ranks.values() if rank.tiers is not None}
-        assert len(names) <= 1, "all ranks have the same store and identity"
-        return names.pop() if names else ""
+    def _opened_tiers(self) -> dict[int, MockTiers]:
+        return {number: rank.tiers for number, rank in self.ranks.items() if rank.tiers is not None}
 
     async def _open(self, spec: WorkerSpec) -> None:
         kind = MockKv if self.kv_settings.connector == NIXL else ModelledKv

@@ -11,6 +11,7 @@ Without NIXL there are no bytes: see `ModelledKv`.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -74,17 +75,14 @@ class KvSettings:
 
 
 class Slots:
-    """Allocates the slots of a KV memory. A slot is the memory of one block.
-
-    Each block of the mock engine is one 64-bit number, its word, repeated. Blocks with equal words share a slot.
-    """
+    """Allocates the slots of a KV memory. A slot is the memory of one block, and blocks with equal words share it."""
 
     def __init__(self, memory: Arena) -> None:
         self._memory = memory
         # Taken from and returned to the end, so that memory that is already mapped is reused first.
         self._free = list(range(memory.blocks - 1, -1, -1))
         self._slot_of: dict[int, int] = {}
-        self._holders: dict[int, int] = {}
+        self._uses: Counter[int] = Counter()  # by word
 
     @property
     def used(self) -> int:
@@ -96,27 +94,19 @@ class Slots:
         return list(self._slot_of.values())
 
     def take(self, count: int) -> list[int]:
-        """Allocate `count` slots for fetched blocks. The caller frees them with `free`.
-
-        Raises:
-            TransferError: too few slots are free.
-        """
+        """Allocate `count` slots for fetched blocks. Raises TransferError if too few are free."""
         if count > len(self._free):
             raise TransferError(
                 f"{count} slots are needed, but only {len(self._free)} of {self._memory.blocks} are free"
             )
-        taken = self._free[len(self._free) - count :]
-        del self._free[len(self._free) - count :]
-        return taken
+        return [self._free.pop() for _ in range(count)]
 
     def free(self, slots: Sequence[int]) -> None:
         """Free slots that were allocated by `take`."""
         self._free += slots
 
     def hold(self, words: Sequence[int]) -> list[int]:
-        """Return the slot of each word, and count its use. The caller ends the use with `let_go`.
-
-        A word that no slot contains is written to a free slot.
+        """Return the slot of each word until `let_go`. A word that no slot contains is written to a free slot.
 
         Raises:
             TransferError: too few slots are free.
@@ -124,18 +114,16 @@ class Slots:
         new = [word for word in dict.fromkeys(words) if word not in self._slot_of]
         for word, slot in zip(new, self.take(len(new)), strict=True):
             self._slot_of[word] = slot
-            self._holders[word] = 0
             self._memory.view(slot).view("<u8")[:] = word
-        for word in words:
-            self._holders[word] += 1
+        self._uses.update(words)
         return [self._slot_of[word] for word in words]
 
     def let_go(self, words: Sequence[int]) -> None:
         """End one use of the slot of each word. A slot without uses becomes free."""
+        self._uses.subtract(words)
         for word in words:
-            self._holders[word] -= 1
-            if not self._holders[word]:
-                del self._holders[word]
+            if not self._uses[word]:
+                del self._uses[word]
                 self._free.append(self._slot_of.pop(word))
 
 
@@ -145,7 +133,14 @@ class MockKv:
     Args:
         block_size: tokens per block.
         on_free: called with the id of a request whose blocks are no longer kept.
+
+    Attributes:
+        transport: moves the bytes, after `open`.
+        slots: allocates its memory, after `open`.
     """
+
+    transport: KvTransport
+    slots: Slots
 
     def __init__(self, settings: KvSettings, spec: WorkerSpec, block_size: int, on_free: OnEnd) -> None:
         self._settings = settings
@@ -156,12 +151,10 @@ class MockKv:
         self._block_bytes = settings.layout(block_size).block_bytes
         self._on_end = on_free
         self._words: dict[str, list[int]] = {}
-        self._transport: KvTransport | None = None
-        self._slots: Slots | None = None
 
     async def open(self, blocks: int) -> None:
         """Allocate memory and open the transport. Raises EngineError if the sizes are invalid, or NIXL fails."""
-        self._transport = await open_transport(
+        self.transport = await open_transport(
             name=self._agent,
             block_bytes=self._block_bytes,
             blocks=blocks,
@@ -169,19 +162,7 @@ class MockKv:
             lease_s=self._settings.lease_s,
             interface=self._settings.interface,
         )
-        self._slots = Slots(self._transport.memory)
-
-    @property
-    def transport(self) -> KvTransport:
-        """The transport, after `open`."""
-        assert self._transport is not None
-        return self._transport
-
-    @property
-    def slots(self) -> Slots:
-        """The slots of the transport's memory, after `open`."""
-        assert self._slots is not None
-        return self._slots
+        self.slots = Slots(self.transport.memory)
 
     @property
     def stats(self) -> Stats:
@@ -211,9 +192,9 @@ class MockKv:
         self._words[item.request_id] = words
         return self._prefilled(item, offer.descriptor, offer.bytes, offer.checksum)
 
-    def release(self, request_id: str) -> bool:
-        """Free the KV that is kept for a request. Return False if none was kept."""
-        return self.transport.release(request_id)
+    def release(self, request_id: str) -> None:
+        """Free the KV that is kept for a request, if there is any."""
+        self.transport.release(request_id)
 
     async def fetch(self, item: WorkItem, first: int) -> tuple[int, FetchedKv]:
         """Fetch the KV of a prompt from the prefill worker that keeps it.
@@ -227,12 +208,18 @@ class MockKv:
         Raises:
             TransferError: the KV cannot be fetched. The prefill worker is notified that it is not needed.
         """
-        assert item.prefilled is not None, "engines refuse such items"
+        prefilled = item.prefilled
+        assert prefilled is not None, "engines refuse such items"
+        tokens = len(item.token_ids) // U32_BYTES
         try:
-            self._check(item, item.prefilled)
-            return await self._fetch(item, item.prefilled, first)
+            if prefilled.model != self._model or prefilled.tokens != tokens:
+                raise TransferError(
+                    f"the KV of {prefilled.worker_id} has {prefilled.tokens} tokens of the model {prefilled.model},"
+                    f" but the prompt has {tokens} tokens for the model {self._model}"
+                )
+            return await self._fetch(item, prefilled, first)
         except BaseException:  # also after a cancellation
-            self.drop(item.prefilled)
+            self.drop(prefilled)
             raise
 
     def drop(self, prefilled: Prefilled) -> None:
@@ -246,8 +233,7 @@ class MockKv:
 
     async def close(self) -> None:
         """Free all KV and end all transfers."""
-        if self._transport is not None:
-            await self._transport.close()
+        await self.transport.close()
 
     async def _fetch(self, item: WorkItem, prefilled: Prefilled, first: int) -> tuple[int, FetchedKv]:
         names = block_names(item, self._block_size)[first:]
@@ -275,14 +261,6 @@ class MockKv:
             checksum=checksum,
         )
 
-    def _check(self, item: WorkItem, prefilled: Prefilled) -> None:
-        tokens = len(item.token_ids) // U32_BYTES
-        if prefilled.model != self._model or prefilled.tokens != tokens:
-            raise TransferError(
-                f"the KV of {prefilled.worker_id} has {prefilled.tokens} tokens of the model {prefilled.model},"
-                f" but the prompt has {tokens} tokens for the model {self._model}"
-            )
-
 
 class ModelledKv(MockKv):
     """KV without bytes, whose transfers take modelled time: for mock engines without NIXL.
@@ -297,11 +275,13 @@ class ModelledKv(MockKv):
     async def open(self, blocks: int) -> None:
         """Make the KV available to the workers of this process."""
         self._stats = Stats()
-        self._leases: dict[str, tuple[asyncio.TimerHandle, int, bytes]] = {}  # with number of blocks and descriptor
+        self._leases: dict[str, tuple[asyncio.TimerHandle, Prefilled]] = {}
         self._opened[self._agent] = self
 
     @property
     def stats(self) -> Stats:
+        held = sum(prefilled.bytes for _, prefilled in self._leases.values())
+        self._stats.held_offers, self._stats.held_blocks = len(self._leases), held // self._block_bytes
         return self._stats
 
     @property
@@ -309,18 +289,16 @@ class ModelledKv(MockKv):
         return len(self._leases)
 
     def offer(self, item: WorkItem, seen: int) -> Prefilled:
-        request_id, size = item.request_id, self._bytes(item)
-        expire = partial(self._end, request_id, "expired")
-        lease, blocks = asyncio.get_running_loop().call_later(self._settings.lease_s, expire), size // self._block_bytes
         descriptor = pack_u64([seen, self._stats.offered]) + self._agent.encode()
-        self._leases[request_id] = lease, blocks, descriptor
+        prefilled = self._prefilled(item, descriptor, self._bytes(item))
+        expire = partial(self._end, item.request_id, "expired")
+        lease = asyncio.get_running_loop().call_later(self._settings.lease_s, expire)
+        self._leases[item.request_id] = lease, prefilled
         self._stats.offered += 1
-        self._stats.held_offers += 1
-        self._stats.held_blocks += blocks
-        return self._prefilled(item, descriptor, size)
+        return prefilled
 
-    def release(self, request_id: str) -> bool:
-        return self._end(request_id, "released")
+    def release(self, request_id: str) -> None:
+        self._end(request_id, "released")
 
     def drop(self, prefilled: Prefilled) -> None:
         """Do nothing, because the descriptor names no request: the owner releases the KV, or its lease ends."""
@@ -351,15 +329,14 @@ class ModelledKv(MockKv):
         return (len(block_names(item, self._block_size)) - first) * self._block_bytes
 
     def _end(self, request_id: str, why: FreeReason, offered: bytes | None = None) -> bool:
+        """End the offer of a request. Return False if there is none, or it is of another attempt than `offered`."""
         if request_id not in self._leases:
             return False
-        lease, blocks, descriptor = self._leases[request_id]
-        if offered is not None and offered != descriptor:
-            return False  # of an earlier attempt
+        lease, prefilled = self._leases[request_id]
+        if offered not in (None, prefilled.descriptor):
+            return False
         del self._leases[request_id]
         lease.cancel()
-        self._stats.held_offers -= 1
-        self._stats.held_blocks -= blocks
         self._stats.freed[why] = self._stats.freed.get(why, 0) + 1
         self._on_end(request_id)
         return True

@@ -1,7 +1,7 @@
 """Seeds, log probabilities and embeddings of a mock engine, derived from hashes."""
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from math import sqrt
 from typing import NamedTuple
 
@@ -20,87 +20,69 @@ DIMENSIONS = 64
 HALF = 1 << 63
 
 
-class _Extra(NamedTuple):
+class Extra(NamedTuple):
+    """What the output of a request has besides tokens of the model.
+
+    Attributes:
+        is_ended: whether the output ends by itself, and not because of `max_tokens`.
+        is_empty: whether there is no output. The token that the model generates is then removed.
+    """
+
     item: WorkItem
     is_ended: bool
     is_empty: bool
 
+    def finished(self, end: Finished) -> Finished:
+        if not (self.is_ended or self.is_empty):
+            return end
+        return msgspec.structs.replace(end, reason="stop", output_tokens=0 if self.is_empty else end.output_tokens)
 
-class ExtraOutputs:
-    """Adds log probabilities, embeddings and finish reasons to the batches of one rank of a mock engine.
+    def emitted(self, chunk: Emitted, vocabulary: Sequence[int]) -> Emitted:
+        """Return a chunk with the log probabilities of its tokens and of as many most likely ones as requested.
+
+        The most likely token is the token itself, then others of the vocabulary follow.
+        """
+        if (count := self.item.sampling.logprobs) is None:
+            return chunk
+        logprobs = []
+        for token_id in unpack_u32(chunk.token_ids):
+            likeliest = [token_id, *(other for other in vocabulary[:count] if other != token_id)][:count]
+            top = tuple(TopLogprob(token_id=other, logprob=-0.7 * (at + 1)) for at, other in enumerate(likeliest))
+            logprobs.append(TokenLogprob(logprob=-0.7, top=top))
+        return msgspec.structs.replace(chunk, logprobs=tuple(logprobs))
+
+
+def extend(batch: EngineBatch, extras: dict[str, Extra], vocabulary: Sequence[int]) -> EngineBatch:
+    """Return a batch with the requested log probabilities and embeddings, and the finish reason of whole scripts.
+
+    A request without output takes as long as its prompt.
 
     Args:
+        extras: requests that have any of these. Those that have finished are removed.
         vocabulary: token ids that may be reported as alternatives.
     """
-
-    def __init__(self, vocabulary: Sequence[int]) -> None:
-        self._vocabulary = vocabulary
-        self._extras: dict[str, _Extra] = {}
-
-    def begin(self, item: WorkItem, *, is_ended: bool, is_empty: bool) -> None:
-        """Register a request, if it requests log probabilities or an embedding, or its output ends by itself.
-
-        Args:
-            is_ended: whether the output ends by itself, and not because of `max_tokens`.
-            is_empty: whether there is no output. The token that the model generates is then removed.
-        """
-        if item.sampling.logprobs is not None or is_ended or is_empty:
-            self._extras[item.request_id] = _Extra(item, is_ended or is_empty, is_empty)
-
-    @property
-    def request_ids(self) -> Collection[str]:
-        return self._extras.keys()
-
-    def end(self, request_id: str) -> None:
-        self._extras.pop(request_id, None)
-
-    def clear(self) -> None:
-        self._extras.clear()
-
-    def extend(self, batch: EngineBatch) -> EngineBatch:
-        """Return a batch with the requested log probabilities and embeddings, and the finish reason of whole scripts.
-
-        A request without output takes as long as its prompt.
-        """
-        if not self._extras:
-            return batch
-        empty = {request_id for request_id, extra in self._extras.items() if extra.is_empty}
-        vectors = [
+    if not extras:
+        return batch
+    empty = {request_id for request_id, extra in extras.items() if extra.is_empty}
+    ended = [(end, extras.get(end.request_id)) for end in batch.finished]
+    extended = msgspec.structs.replace(
+        batch,
+        emitted=[
+            extras[chunk.request_id].emitted(chunk, vocabulary) if chunk.request_id in extras else chunk
+            for chunk in batch.emitted
+            if chunk.request_id not in empty
+        ],
+        first_tokens=[first for first in batch.first_tokens if first.request_id not in empty],
+        finished=[end if extra is None else extra.finished(end) for end, extra in ended],
+        vectors=[
             Vector(end.request_id, end.attempt, vector_of(prompt_of(extra.item)))
-            for end in batch.finished
-            if (extra := self._extras.get(end.request_id)) is not None and extra.item.task == "embed"
-        ]
-        extended = msgspec.structs.replace(
-            batch,
-            emitted=[self._emitted(chunk) for chunk in batch.emitted if chunk.request_id not in empty],
-            first_tokens=[first for first in batch.first_tokens if first.request_id not in empty],
-            finished=[self._finished(end) for end in batch.finished],
-            vectors=vectors,
-        )
-        for end in batch.finished:
-            self.end(end.request_id)
-        return extended
-
-    def _finished(self, end: Finished) -> Finished:
-        extra = self._extras.get(end.request_id)
-        if extra is None or not extra.is_ended:
-            return end
-        output_tokens = 0 if extra.is_empty else end.output_tokens
-        return msgspec.structs.replace(end, reason="stop", output_tokens=output_tokens)
-
-    def _emitted(self, chunk: Emitted) -> Emitted:
-        extra = self._extras.get(chunk.request_id)
-        if extra is None or (count := extra.item.sampling.logprobs) is None:
-            return chunk
-        logprobs = tuple(self._logprob(token_id, count) for token_id in unpack_u32(chunk.token_ids))
-        return msgspec.structs.replace(chunk, logprobs=logprobs)
-
-    def _logprob(self, token_id: int, count: int) -> TokenLogprob:
-        """Return the logprob of a token and of `count` most likely tokens: the token itself, then others, halving."""
-        others = (other for other in self._vocabulary if other != token_id)
-        likeliest = [token_id, *(other for other, _ in zip(others, range(count - 1), strict=False))][:count]
-        top = tuple(TopLogprob(token_id=other, logprob=-0.7 * (at + 1)) for at, other in enumerate(likeliest))
-        return TokenLogprob(logprob=-0.7, top=top)
+            for end, extra in ended
+            if extra is not None and extra.item.task == "embed"
+        ],
+    )
+    for end in batch.finished:
+        extras.pop(end.request_id, None)
+    return extended
 
 
 def sampler_seed(request_id: str, sampling: Sampling) -> int:
@@ -136,18 +118,13 @@ def token_seed(item: WorkItem, seen: int) -> int:
     return xxh3_64_intdigest(prompt_of(item), (sampler_seed(item.request_id, item.sampling) + seen) & U64_MASK)
 
 
-def merged(steps: list[EngineStep]) -> list[Emitted]:
+def merged(steps: Sequence[EngineStep]) -> list[Emitted]:
     """Return one chunk per request, ordered by their first token."""
     chunks: dict[str, list[Emitted]] = {}
     for step in steps:
         for chunk in step.emitted:
             chunks.setdefault(chunk.request_id, []).append(chunk)
     return [
-        Emitted(
-            parts[0].request_id,
-            parts[0].attempt,
-            parts[0].first_index,
-            b"".join([part.token_ids for part in parts]),
-        )
+        msgspec.structs.replace(parts[0], token_ids=b"".join([part.token_ids for part in parts]))
         for parts in chunks.values()
     ]

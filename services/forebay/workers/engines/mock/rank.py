@@ -9,7 +9,8 @@ and so is KV from tiers loaded.
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
@@ -24,7 +25,6 @@ from forebay.engine_model.model import (
     EngineRequest,
     EngineStage,
     EngineStep,
-    Fetch,
     Finished,
     FirstTokenStep,
     QueueFull,
@@ -37,19 +37,12 @@ from forebay.events.base import U32_BYTES, array_u64, pack_u32
 from forebay.events.fleet import WorkerSpec
 from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
-from forebay.workers.engine import (
-    CacheChange,
-    Cleared,
-    EngineBatch,
-    Failed,
-    NotFetched,
-    PromptPrefilled,
-    Publish,
-)
+from forebay.workers.engine import CacheChange, Cleared, EngineBatch, Failed, NotFetched, PromptPrefilled, Publish
 from forebay.workers.engines.mock.kv import MockKv
-from forebay.workers.engines.mock.outputs import ExtraOutputs, merged, token_seed
+from forebay.workers.engines.mock.outputs import Extra, extend, merged, token_seed
 from forebay.workers.engines.mock.scripts import OutputScripts
-from forebay.workers.engines.mock.tiers import MockTiers
+from forebay.workers.engines.mock.tiers import MockTiers, TieredPrompt
+from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.kv_transfer.api import FetchedKv
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 
@@ -58,13 +51,33 @@ QUANTUM_US = 1_000  # minimum real time per batch: the timer resolution of an ev
 BATCH_TOKENS_MAX = 4_096  # other tasks run after a few milliseconds at any speedup
 LAG_S_MAX = 0.1  # maximum backlog: a machine that is slower than this does not run faster later to catch up
 
-RequestState = Literal["output", "prefill", "kept", "to_fetch", "fetching", "fetched", "tiers"]
-"""State of a request besides the engine model.
-
-`tiers` means that its blocks have names for tiers.
-"""
+RequestState = Literal["runs", "prefill", "kept", "to_fetch", "fetching", "fetched"]
+REJECTIONS: dict[type[RequestRefused], tuple[int, str]] = {
+    RequestTooLarge: (400, "context_length_exceeded"),
+    RequestMalformed: (400, "invalid_request"),
+    QueueFull: (503, "engine_overloaded"),
+}
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request in flight, or one whose KV is kept for another worker.
+
+    Attributes:
+        seen: hash of its images and videos, on which its output depends.
+        prompt: its blocks in the tiers; None without tiers.
+        task: the fetch of its KV, if that has begun.
+        fetched: KV that was fetched for it.
+    """
+
+    item: WorkItem
+    seen: int
+    state: RequestState
+    prompt: TieredPrompt | None = None
+    task: asyncio.Task[None] | None = None
+    fetched: FetchedKv | None = None
 
 
 class MockRank:
@@ -74,75 +87,56 @@ class MockRank:
         config: sizes and step times of the modelled engine.
         speedup: how many times as fast as the modelled engine the rank runs.
         scripts: writes structured output, tool calls and reasoning; None generates only words.
-        tiers: KV tiers of the rank; None for none. `open_tiers` opens them.
+        has_tiers: whether `open_tiers` will be called.
 
     Attributes:
         kv: KV that is transferred; None while KV transfers are unavailable.
-        tiers: KV tiers of the rank; None for none.
+        tiers: KV tiers of the rank; None for none, and before `open_tiers`.
     """
 
     def __init__(
-        self,
-        number: int,
-        config: EngineConfig,
-        speedup: float,
-        scripts: OutputScripts | None = None,
-        tiers: MockTiers | None = None,
+        self, number: int, config: EngineConfig, speedup: float, scripts: OutputScripts | None, *, has_tiers: bool
     ) -> None:
-        self.model = EngineModel(config) if tiers is None else EngineModel(config, tiers.match, tiers.name_output)
+        self.model = EngineModel(config, self._match if has_tiers else None)
         self.kv: MockKv | None = None
-        self.tiers = tiers
+        self.tiers: MockTiers | None = None
         self._number = number
         self._speedup = speedup
         self._span_us = max(1, round(QUANTUM_US * speedup))
+        self._scripts = scripts
+        self._requests: dict[str, _Request] = {}
+        self._extras: dict[str, Extra] = {}  # requests whose output is more than tokens of the model
         self._wake = asyncio.Event()
         self._failed: list[Failed] = []
         self._not_fetched: list[NotFetched] = []
-        self._scripts = scripts
-        self._outputs = ExtraOutputs(config.vocabulary or ())
+        self._changes: list[CacheChange] = []
+        self._store_changes: list[StoreChange] = []
         self._published = self.model.load()
         self._generation = 0  # number of resets: batches from before a reset are not published
         self._clears = 0  # number of times that device memory was cleared
-        self._changes: list[CacheChange] = []
-        self._store_changes: list[StoreChange] = []
         self._fault: Exception | None = None  # why the tiers have failed
-        self._paused = self._asleep = False
-        self._prompts: dict[str, tuple[WorkItem, int]] = {}  # prompts to compute for other workers
-        self._kept: set[str] = set()
-        self._to_fetch: dict[str, WorkItem] = {}  # requests whose KV is being fetched
-        self._fetching: dict[str, asyncio.Task[None]] = {}
-        self._fetched: dict[str, FetchedKv] = {}  # fetched KV until the first token
+        self._held: frozenset[str] = frozenset()
 
     def requests(self) -> dict[str, RequestState]:
-        """Return the state of each request that transfers KV or has extra outputs; `model` has the other requests."""
-        found: tuple[tuple[RequestState, Iterable[str]], ...] = (
-            ("output", self._outputs.request_ids),
-            ("prefill", self._prompts),
-            ("kept", self._kept),
-            ("to_fetch", self._to_fetch),
-            ("fetching", self._fetching),
-            ("fetched", self._fetched),
-            ("tiers", () if self.tiers is None else self.tiers.request_ids),
-        )
-        return {request_id: state for state, ids in found for request_id in ids}
+        """Return the state of each request in flight or whose KV is kept."""
+        return {request_id: request.state for request_id, request in self._requests.items()}
 
-    async def open_tiers(self, spec: WorkerSpec, block_bytes: int) -> None:
-        """Open the KV tiers, if the rank has any. Raises EngineError if a tier cannot be opened."""
-        if self.tiers is not None:
-            loop = asyncio.get_running_loop()
+    async def open_tiers(self, settings: TierSettings, spec: WorkerSpec, block_bytes: int) -> None:
+        """Open the KV tiers. Raises EngineError if a tier cannot be opened."""
+        loop = asyncio.get_running_loop()
 
-            def wake() -> None:
-                loop.call_soon_threadsafe(self._poll_tiers)
+        def wake() -> None:
+            loop.call_soon_threadsafe(self._poll_tiers)
 
-            await runtime.offload(self.tiers.open, spec, block_bytes, wake, self._loaded)
+        tiers = MockTiers(settings, self.model.config, spec, block_bytes, self._number, self._speedup, wake)
+        await runtime.offload(tiers.manager.open)
+        self.tiers = tiers
 
-    def submit(self, item: WorkItem, media_hash: int = 0, adapter: str = "") -> None:
+    def submit(self, item: WorkItem, seen: int = 0) -> None:
         """Queue an item.
 
         Args:
-            media_hash: hash of the embeddings of the item's images and videos, on which the output tokens depend. For
-                fetched KV it is read from the KV.
-            adapter: digest of the adapter of the item; empty without one.
+            seen: hash of the embeddings of the item's images and videos. For fetched KV it is read from the KV.
         """
         block_size = self.model.config.block_size
         last = len(item.token_ids) // U32_BYTES // block_size
@@ -161,7 +155,7 @@ class MockRank:
             attempt=item.attempt,
             token_ids=item.token_ids,
             sequence_hashes=item.sequence_hashes,
-            token_seed=token_seed(item, media_hash),
+            token_seed=token_seed(item, seen),
             max_tokens=max_tokens,
             output=pack_u32(output),
             first_position=item.output_tokens,
@@ -170,8 +164,7 @@ class MockRank:
             stage=stage,
         )
         if stage == "decode" and item.prefilled is None:
-            message = "the request has no KV descriptor"
-            self.refuse(item, ResponseError(status=500, code="nothing_to_fetch", message=message))
+            self.refuse(item, 500, "nothing_to_fetch", "the request has no KV descriptor")
             return
         try:
             # The model's pool requires hash chains, but the log may contain anything.
@@ -179,42 +172,34 @@ class MockRank:
                 raise RequestMalformed("the block hashes do not match the prompt")
             self.model.submit(request)
         except RequestRefused as refusal:
-            self.refuse(item, _rejection(refusal))
+            self.refuse(item, *REJECTIONS[type(refusal)], str(refusal))
             return
-        if stage == "prefill":
-            self._prompts[item.request_id] = item, media_hash
-        else:
-            self._outputs.begin(item, is_ended=is_ended, is_empty=is_empty)
-        if stage == "decode":
-            self._to_fetch[item.request_id] = item
+        state: dict[EngineStage, RequestState] = {"prefill": "prefill", "decode": "to_fetch", "aggregated": "runs"}
+        mine = self._requests[item.request_id] = _Request(item, seen, state[stage])
+        if stage != "prefill" and (item.sampling.logprobs is not None or is_ended or is_empty):
+            self._extras[item.request_id] = Extra(item, is_ended, is_empty)
         if self.tiers is not None:
-            cached = self.model.pool.find(array_u64(item.sequence_hashes), last).blocks
-            self.tiers.begin(item, media_hash, adapter, cached)
+            mine.prompt = self.tiers.begin(item, self.model.pool.find(array_u64(item.sequence_hashes), last).blocks)
         self._wake.set()
 
-    def refuse(self, item: WorkItem, error: ResponseError) -> None:
-        """Report an item as failed with this error, without running it."""
+    def refuse(self, item: WorkItem, status: int, code: str, message: str) -> None:
+        """Report an item as failed with an error, without running it."""
+        error = ResponseError(status=status, code=code, message=message)
         self._failed.append(Failed(item.request_id, item.attempt, error))
         self._wake.set()
 
-    def fail_fetch(self, item: WorkItem, error: str) -> None:
-        """Report that the KV of an item cannot be fetched, with the reason."""
-        self._not_fetched.append(NotFetched(item.request_id, item.attempt, error))
-        self._wake.set()
-
-    def hold(self, *, paused: bool | None = None, asleep: bool | None = None) -> None:
-        """Change whether the rank is paused or asleep; None leaves a state unchanged. It computes nothing in either."""
-        self._paused = self._paused if paused is None else paused
-        self._asleep = self._asleep if asleep is None else asleep
+    def hold(self, reason: Literal["paused", "asleep"], *, is_held: bool) -> None:
+        """Compute nothing while any reason holds the rank."""
+        self._held = (self._held | {reason}) if is_held else (self._held - {reason})
         self._wake.set()
 
     def held_in_tiers(self) -> Sequence[CacheChange]:
         """Return the blocks in host memory and on disk. Changes so far are part of them, and are not reported."""
         if self.tiers is None:
             return ()
-        _, store_changes = self.tiers.changes()
+        _, store_changes = self.tiers.manager.changes()
         self._store_changes += store_changes
-        return self.tiers.held()
+        return self.tiers.manager.content()[0]
 
     def clear(self, *, keep_tiers: bool = False) -> None:
         """Clear the KV cache of the rank.
@@ -224,54 +209,47 @@ class MockRank:
         Args:
             keep_tiers: whether host memory and disk keep their blocks. The shared store always does.
         """
-        for request_id in list(self._fetching):
-            item = self._to_fetch[request_id]
-            self.cancel(request_id)
-            self.fail_fetch(item, "the cache was cleared during the fetch")
+        for request_id, request in list(self._requests.items()):
+            if request.state == "fetching":
+                self._fail_fetch(request.item, "the cache was cleared during the fetch")
+            elif request.state == "kept":
+                self._release(request_id)
         self.model.clear_cache()
-        for request_id in list(self._kept):
-            self._release(request_id)
         self._clears += 1
         self._changes.append(Cleared())
         if self.tiers is not None:
-            self.tiers.clear_device(requests=False)
             if not keep_tiers:
-                self.tiers.clear()
+                self.tiers.manager.clear()
             self._changes += self.held_in_tiers()
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request, and free the KV that is kept for it."""
         self._release(request_id)
-        self._forget(request_id)
-        task = self._fetching.pop(request_id, None)
-        if task is not None:
-            task.cancel()
+        request = self._requests.pop(request_id, None)
+        self._extras.pop(request_id, None)
+        if request is not None and request.task is not None:
+            request.task.cancel()
         if self.model.cancel(request_id):
             self._wake.set()
 
     def freed(self, request_id: str) -> None:
         """Allow the model to evict the blocks of a request, because its KV is no longer kept for another worker."""
-        self._kept.discard(request_id)
         if self.model.release(request_id):
+            del self._requests[request_id]
             self._wake.set()
 
     def reset(self) -> list[asyncio.Task[None]]:
         """Drop all requests, the cache and all kept KV. Return the cancelled fetches, whose tasks are still ending."""
         self._generation += 1
-        fetching = list(self._fetching.values())
+        fetching = [request.task for request in self._requests.values() if request.task is not None]
         for task in fetching:
             task.cancel()
         self.model.reset()
-        for kept in (self._prompts, self._to_fetch, self._fetching, self._fetched):
-            kept.clear()
-        self._kept.clear()
-        if self.tiers is not None:
-            self.tiers.clear_device(requests=True)
-        self._outputs.clear()
-        self._failed.clear()
-        self._not_fetched.clear()
-        self._changes.clear()
+        self._requests.clear()
+        self._extras.clear()
+        for reported in (self._failed, self._not_fetched, self._changes):
+            reported.clear()
         self._published = self.model.load()
         return fetching
 
@@ -281,194 +259,163 @@ class MockRank:
         while True:
             if self._fault is not None:
                 raise self._fault
-            generation = self._generation
-            clears = self._clears
-            batch, computed, span_us = self._collect()
+            generation, clears = self._generation, self._clears
+            batch, steps = self._collect()
             if batch is None:
                 self._wake.clear()
                 await self._wake.wait()
                 due = runtime.monotonic_s()
                 continue
             now = runtime.monotonic_s()
+            span_us = sum(step.duration_us for step in steps)
             due = max(due, now - LAG_S_MAX) + span_us / (self._speedup * US_PER_S)
             await asyncio.sleep(max(0.0, due - now))
             if generation == self._generation:
                 self._published = batch.load
+                computed = [one for step in steps for one in step.computed]
                 publish(self._with_prefilled(batch, computed) if computed else batch)
-                if self.tiers is not None:
-                    self._offload(self.tiers, batch, computed, is_current=clears == self._clears)
+                self._end(batch, computed, is_current=clears == self._clears)
 
-    def _collect(self) -> tuple[EngineBatch | None, list[Computed], int]:
-        """Run steps for about `QUANTUM_US`.
-
-        Returns:
-            Batch of the steps, None if it is empty; prompts computed for other workers; duration of the steps in us.
-        """
-        steps: list[EngineStep] = []
-        span_us = tokens = 0
+    def _collect(self) -> tuple[EngineBatch | None, list[EngineStep]]:
+        """Run steps for about `QUANTUM_US`. Return the batch of their events, None if it is empty, and the steps."""
         cache_changes, self._changes = self._changes, []
         store_changes, self._store_changes = self._store_changes, []
         if self.tiers is not None:
-            of_tiers, of_store = self.tiers.changes()
+            of_tiers, of_store = self.tiers.manager.changes()
             cache_changes += of_tiers
             store_changes += of_store
-        held = self._paused or self._asleep
-        while not held and span_us < self._span_us and tokens < BATCH_TOKENS_MAX:
-            if self.kv is not None:
-                self._fetch_all(self.model.fetches())
-            step = self.model.step(self._span_us - span_us)
-            if self.tiers is not None:
-                for requested in self.model.loads():
-                    self.tiers.load(requested)
-            if step is None:
-                break
-            steps.append(step)
-            span_us += step.duration_us
-            tokens += len(step.emitted) * step.iterations
+        steps = [] if self._held else list(self._steps())
         failed, self._failed = self._failed, []
         not_fetched, self._not_fetched = self._not_fetched, []
         load = self.model.load()
         if not (steps or failed or not_fetched or cache_changes or store_changes) and load == self._published:
-            return None, [], 0
+            return None, []
         batch = EngineBatch(
             rank=self._number,
             load=load,
-            cache_changes=cache_changes,
+            cache_changes=cache_changes + [change for step in steps for change in step.cache_changes],
+            emitted=steps[0].emitted if len(steps) == 1 else merged(steps),
+            first_tokens=[self._with_source(first) for step in steps for first in step.first_tokens],
+            finished=[end for step in steps for end in step.finished],
             failed=failed,
             not_fetched=not_fetched,
             store_changes=store_changes,
             tier_costs=None if self.tiers is None else self.tiers.measured(),
         )
-        return (
-            self._outputs.extend(self._with_outputs(batch, steps)),
-            [one for step in steps for one in step.computed],
-            span_us,
-        )
+        return extend(batch, self._extras, self.model.config.vocabulary or ()), steps
 
-    def _with_outputs(self, batch: EngineBatch, steps: list[EngineStep]) -> EngineBatch:
-        if not steps:
-            return batch
-        cache_changes = list(batch.cache_changes)
-        first_tokens: list[FirstTokenStep] = []
-        finished: list[Finished] = []
-        for step in steps:
-            cache_changes += step.cache_changes
-            first_tokens += step.first_tokens
-            finished += step.finished
-        return msgspec.structs.replace(
-            batch,
-            cache_changes=cache_changes,
-            emitted=steps[0].emitted if len(steps) == 1 else merged(steps),
-            first_tokens=[self._with_source(first) for first in first_tokens],
-            finished=finished,
-        )
+    def _steps(self) -> Iterator[EngineStep]:
+        span_us = tokens = 0
+        while span_us < self._span_us and tokens < BATCH_TOKENS_MAX:
+            if self.kv is not None:
+                for fetch in self.model.fetches():
+                    request = self._requests[fetch.request_id]
+                    request.state = "fetching"
+                    request.task = asyncio.create_task(self._fetch(self.kv, request, fetch.first_block))
+            step = self.model.step(self._span_us - span_us)
+            self._begin_loads()
+            if step is None:
+                return
+            span_us += step.duration_us
+            tokens += len(step.emitted) * step.iterations
+            yield step
 
     def _with_source(self, first: FirstTokenStep) -> FirstTokenStep:
         """Return a first token with the KV that was fetched or loaded for it."""
-        if self.tiers is not None and (onboarded := self.tiers.onboarded(first.request_id)):
-            first = msgspec.structs.replace(first, onboarded=onboarded)
-        fetched = self._fetched.pop(first.request_id, None)
-        if fetched is None:
-            return first
-        return msgspec.structs.replace(first, transferred_bytes=fetched.bytes, transfer_us=fetched.us)
+        request = self._requests[first.request_id]
+        if request.prompt is not None and request.prompt.onboarded:
+            first = msgspec.structs.replace(first, onboarded=request.prompt.onboarded)
+        if request.fetched is not None:
+            request.state, fetched = "runs", request.fetched
+            first = msgspec.structs.replace(first, transferred_bytes=fetched.bytes, transfer_us=fetched.us)
+        return first
 
     def _with_prefilled(self, batch: EngineBatch, computed: list[Computed]) -> EngineBatch:
         """Return the batch with the prompts computed for other workers. A prompt whose KV cannot be kept has failed."""
         prefilled: list[PromptPrefilled] = []
         failed = list(batch.failed)
         for one in computed:
-            item, seen = self._prompts.get(one.request_id, (None, 0))
-            if item is None or item.attempt != one.attempt or self.kv is None:
-                continue  # cancelled in the meantime
-            del self._prompts[one.request_id]
+            request = self._current(one)
+            if request is None or self.kv is None:
+                continue
             try:
-                kept = self.kv.offer(item, seen)
+                kept = self.kv.offer(request.item, request.seen)
             except TransferError as error:
-                self.model.release(one.request_id)
+                self.freed(one.request_id)
                 refused = ResponseError(status=503, code="kv_not_kept", message=f"cannot keep its KV: {error}")
                 failed.append(Failed(one.request_id, one.attempt, refused))
                 continue
-            self._kept.add(one.request_id)
-            onboarded = () if self.tiers is None else self.tiers.onboarded(one.request_id)
+            request.state = "kept"
+            onboarded = () if request.prompt is None else request.prompt.onboarded
             prefilled.append(PromptPrefilled(one.request_id, one.attempt, kept, one.cached_tokens, onboarded))
         return msgspec.structs.replace(batch, prefilled=prefilled, failed=failed)
 
-    def _offload(self, tiers: MockTiers, batch: EngineBatch, computed: list[Computed], *, is_current: bool) -> None:
+    def _end(self, batch: EngineBatch, computed: list[Computed], *, is_current: bool) -> None:
         """Offload the blocks of a batch that was published, and forget the requests that have ended.
 
         Args:
             computed: prompts that were computed for other workers.
             is_current: whether device memory was not cleared since the steps of the batch.
         """
-        if is_current:
-            tiers.apply(batch.cache_changes)
+        if self.tiers is not None and is_current:
+            self.tiers.offload(batch.cache_changes)
             for first in chain[FirstTokenStep | Computed](batch.first_tokens, computed):
-                tiers.use(first.request_id, first.cached_tokens)
-        for end in chain[Finished | Computed](batch.finished, computed):
-            tiers.end(end.request_id)
+                request = self._current(first)
+                if request is not None and request.prompt is not None:
+                    self.tiers.use(request.prompt, first.cached_tokens)
+        for end in batch.finished:
+            if self._current(end) is not None:
+                del self._requests[end.request_id]
+
+    def _current(self, event: FirstTokenStep | Computed | Finished) -> _Request | None:
+        """Return the request of an event; None if it was cancelled since, also if another attempt has begun."""
+        request = self._requests.get(event.request_id)
+        return request if request is not None and request.item.attempt == event.attempt else None
+
+    def _match(self, request_id: str, hashes: Sequence[int], first: int) -> int:
+        prompt = self._requests[request_id].prompt
+        return 0 if self.tiers is None or prompt is None else self.tiers.match(prompt, hashes, first)
+
+    def _begin_loads(self) -> None:
+        for load in self.model.loads():
+            request = self._requests[load.request_id]
+            assert self.tiers is not None
+            assert request.prompt is not None
+
+            def done(blocks: int, mine: _Request = request) -> bool:
+                is_waiting = self._requests.get(mine.item.request_id) is mine
+                return is_waiting and self.model.loaded(mine.item.request_id, blocks)
+
+            self.tiers.load(request.prompt, load, done)
 
     def _poll_tiers(self) -> None:
         assert self.tiers is not None
         try:
-            self.tiers.poll()
+            self.tiers.manager.poll()
         except Exception as error:  # noqa: BLE001 - nothing awaits this call, so `run` raises the error
             self._fault = error
         self._wake.set()
 
-    def _loaded(self, item: WorkItem, blocks: int, seen: int) -> bool:
-        """Continue a request whose blocks were loaded. Return False if it does not wait for them any more."""
-        if not self.model.loaded(item.request_id, blocks, token_seed(item, seen)):
-            return False
-        if item.request_id in self._prompts:
-            self._prompts[item.request_id] = item, seen
-        return True
-
-    def _fetch_all(self, fetches: list[Fetch]) -> None:
-        assert self.kv is not None
-        for fetch in fetches:
-            item = self._to_fetch[fetch.request_id]
-            fetching = self._fetch(self.kv, item, fetch.first_block)
-            self._fetching[fetch.request_id] = asyncio.get_running_loop().create_task(fetching)
-
-    async def _fetch(self, kv: MockKv, item: WorkItem, first: int) -> None:
-        request_id = item.request_id
+    async def _fetch(self, kv: MockKv, request: _Request, first: int) -> None:
         try:
-            seen, fetched = await kv.fetch(item, first)
+            seen, request.fetched = await kv.fetch(request.item, first)
         except Exception as error:
             # Nothing awaits this task, so an unreported failure would leave the request without an end.
             known = isinstance(error, TransferError)
-            logger.warning("cannot fetch the KV of %s: %s", request_id, error, exc_info=not known)
-            del self._fetching[request_id]
-            self.cancel(request_id)
-            self.fail_fetch(item, str(error) or type(error).__name__)
+            logger.warning("cannot fetch the KV of %s: %s", request.item.request_id, error, exc_info=not known)
+            request.task = None
+            self._fail_fetch(request.item, str(error) or type(error).__name__)
             return
-        del self._fetching[request_id], self._to_fetch[request_id]
-        self._fetched[request_id] = fetched
-        if self.tiers is not None:
-            seen = self.tiers.learn(request_id, seen)
-        self.model.fetched(request_id, token_seed(item, seen))
+        request.task, request.state = None, "fetched"
+        self.model.fetched(request.item.request_id, token_seed(request.item, seen))
+        self._wake.set()
+
+    def _fail_fetch(self, item: WorkItem, error: str) -> None:
+        self.cancel(item.request_id)
+        self._not_fetched.append(NotFetched(item.request_id, item.attempt, error))
         self._wake.set()
 
     def _release(self, request_id: str) -> None:
-        if request_id in self._kept and self.kv is not None:
+        request = self._requests.get(request_id)
+        if request is not None and request.state == "kept" and self.kv is not None:
             self.kv.release(request_id)
-
-    def _forget(self, request_id: str) -> None:
-        self._prompts.pop(request_id, None)
-        self._to_fetch.pop(request_id, None)
-        self._fetched.pop(request_id, None)
-        self._outputs.end(request_id)
-        if self.tiers is not None:
-            self.tiers.end(request_id)
-
-
-def _rejection(refusal: RequestRefused) -> ResponseError:
-    match refusal:
-        case RequestTooLarge():
-            return ResponseError(status=400, code="context_length_exceeded", message=str(refusal))
-        case RequestMalformed():
-            return ResponseError(status=400, code="invalid_request", message=str(refusal))
-        case QueueFull():
-            return ResponseError(status=503, code="engine_overloaded", message=str(refusal))
-        case _:
-            raise AssertionError(f"unknown kind of rejection: {refusal!r}")
