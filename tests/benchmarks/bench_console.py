@@ -18,11 +18,11 @@ from pathlib import Path
 
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import REQUESTS
+from forebay.replay.catalog.contents import SCHEMAS, new_observers
 from forebay.replay.catalog.follow import Follower
 from forebay.replay.catalog.live import LivePublisher
 from forebay.replay.catalog.seek import catalog_explanation, catalog_position
 from forebay.replay.catalog.store import Store
-from forebay.replay.catalog.tables import SCHEMAS, new_observers
 from forebay.transport.history.reader import decode_or_none
 from forebay.transport.sqlite.log import SqliteLog
 from tests.benchmarks.bench_index import in_fresh_process

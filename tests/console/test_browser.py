@@ -163,7 +163,7 @@ def test_a_request_is_explained(console: ConsoleProcess, page: Page) -> None:
     expect(bars.get_by_role("row").filter(has_text="runner-up")).to_have_count(1)
     assert bars.get_by_role("row").count() == len(routing["candidates"])
     expect(page.get_by_role("heading", name="What would have changed the selection")).to_be_visible()
-    for decision in read(console.url, "/v1/console/counterfactuals", request_id=row["request_id"]):
+    for decision in read(console.url, f"/v1/requests/{row['request_id']}/explain", changes="true")["routings"]:
         for text in [one["text"] for one in decision["changes"]] + decision["notes"]:
             expect(main).to_contain_text(text, ignore_case=True)
     entry = found["timeline"][0]

@@ -15,7 +15,6 @@ import pytest_asyncio
 
 from forebay.replay.at_time import seek_record, seek_time
 from forebay.replay.explain.explain import explain
-from forebay.replay.explain.selection_changes import counterfactuals
 from forebay.replay.status import read_status
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.logs import invoke
@@ -148,9 +147,6 @@ async def test_errors_name_the_value_and_the_remedy(client: httpx.AsyncClient) -
     for number in (rows[1]["number"], 999_999):
         status, message = await error(client, path, number=number)
         assert (status, f"was not submitted at offset {number}" in message) == (404, True)
-    changes = {"request_id": rows[0]["request_id"]}
-    for routing, expected in ((999_999, 404), (-1, 400), (10**30, 400)):
-        assert (await error(client, "/v1/console/counterfactuals", **changes, routing=routing))[0] == expected
 
 
 async def test_custom_policies_need_an_option(client: httpx.AsyncClient) -> None:
@@ -184,15 +180,11 @@ async def test_a_record_is_shown_as_by_topics_tail(client: httpx.AsyncClient, lo
     assert {**found, **json.loads(printed.stdout.splitlines()[0])} == found
 
 
-async def test_counterfactuals_of_a_request_name_its_routings(client: httpx.AsyncClient, log: Path) -> None:
-    for row in (await body(client, "/v1/console/requests", limit=500))["requests"]:
-        found = await body(client, f"/v1/requests/{row['request_id']}/explain", number=row["number"])
-        if any(len(routing["candidates"]) > 1 for routing in found["routings"]):
-            break
-    offsets = [routing["offset"] for routing in found["routings"]]
-    params = {"request_id": found["request_id"], "routing": offsets}
-    changes = await body(client, "/v1/console/counterfactuals", **params)
+async def test_an_explanation_has_changes_if_they_are_requested(client: httpx.AsyncClient, log: Path) -> None:
+    row = (await body(client, "/v1/console/requests"))["requests"][0]
+    path, number = f"/v1/requests/{row['request_id']}/explain", row["number"]
+    found = await body(client, path, number=number, changes=True)
     with closing(SqliteLog.open(log, readonly=True)) as opened:
-        assert changes == plain(await counterfactuals(opened, 0, found["request_id"], routings=offsets))
-    assert [one["routing_offset"] for one in changes] == offsets
-    assert any(one["changes"] for one in changes)
+        expected = await explain(opened, 0, found["request_id"], with_changes=True)
+    assert found["routings"] == plain(expected.routings)
+    assert all("changes" not in routing for routing in (await body(client, path, number=number))["routings"])

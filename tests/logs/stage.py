@@ -46,7 +46,7 @@ from forebay.events.topics import (
 from forebay.events.transfer import Prefilled
 from forebay.events.work import AnyWorkEvent, ReannounceCache, WorkCancelled, WorkerCommand, WorkItem
 from forebay.live.owner.owner import GroupSettings, Owner
-from forebay.replay.load_policies import load_policies
+from forebay.replay.policies import load_policies
 from forebay.runtime.system import SystemRuntime
 from forebay.transport.base import Draft, Log
 from forebay.transport.redis.leases import embedded_leases

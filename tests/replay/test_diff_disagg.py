@@ -54,7 +54,7 @@ async def test_alternative_moves_prefills(ours: DisaggPolicy, theirs: DisaggPoli
 
 
 def side(rank: Any, policy: str, ours: str) -> bool:
-    return bool((rank.history if policy == ours else rank.alternative).prompt_tokens)
+    return bool((rank.history if policy == ours else rank.alternative).requests)
 
 
 async def test_operator_changes_apply_unless_the_alternative_overrides_them() -> None:

@@ -50,15 +50,10 @@ def test_time_bins_widen_without_losing_events(count: int) -> None:
     series = Series(7)
     for number in range(count):
         at_us = 7 + number * INTERVAL_FIRST_US
-        series.compare(at_us, moved=bool(number % 2))
-        series.hold(number % 2, at_us)
         series.route(0, at_us, ("a", 0), 10, 4)
         series.route(1, at_us, ("b", 0), 10, 5)
     intervals = series.intervals([("a", 0), ("b", 0)])
     assert len(intervals) <= INTERVALS_MAX
-    assert sum(one.compared for one in intervals) == count
-    assert sum(one.moved for one in intervals) == count // 2
-    assert sum(one.held + one.other_held for one in intervals) == count
     assert {(one.reuse, one.other_reuse, one.max_over_mean, one.other_max_over_mean) for one in intervals} == {
         (0.4, 0.5, 2.0, 2.0)
     }
@@ -67,12 +62,12 @@ def test_time_bins_widen_without_losing_events(count: int) -> None:
 
 def test_a_gap_in_time_leaves_empty_bins() -> None:
     series = Series(0)
-    series.compare(0, moved=True)
-    series.compare(1 << 40, moved=True)
+    for at_us in (0, 1 << 40):
+        series.route(0, at_us, ("a", 0), 10, 5)
     intervals = series.intervals([("a", 0)])
     assert len(intervals) <= INTERVALS_MAX
-    assert (intervals[0].moved, intervals[-1].moved) == (1, 1)
-    assert intervals[0].reuse is intervals[0].max_over_mean is None
+    assert (intervals[0].reuse, intervals[-1].reuse, intervals[1].reuse) == (0.5, 0.5, None)
+    assert intervals[1].max_over_mean is intervals[0].other_reuse is None
 
 
 def test_gained_and_lost_overlap_is_summed_by_tier() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from forebay.replay.load_policies import ERROR_CHARS_MAX, PolicyUnusable, load_policies
+from forebay.replay.policies import ERROR_CHARS_MAX, PolicyUnusable, load_policies
 
 SOURCE = """
 class Last:

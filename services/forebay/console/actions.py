@@ -45,13 +45,7 @@ AdminToken = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class AdminRoute:
-    """Route of the ingress that executes an action.
-
-    Attributes:
-        path: path of the route.
-        fields: fields that the console adds to the body of the action.
-        has_model: whether the body names a model. If not, the console adds the one that it shows.
-    """
+    """Route of the ingress that executes an action."""
 
     path: str
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -71,7 +65,6 @@ class PoolSizeBody(CheckedBody):
 
     Attributes:
         size: number of workers; null to let the planner determine the size again.
-        timeout_s: seconds to wait for the effect.
     """
 
     operator: str
@@ -92,8 +85,6 @@ def add_actions(
     Args:
         ingress_url: base URL of an ingress with an admin API; empty if there is none, so that no action is possible.
         kafka: connection to Kafka; None if the console shows an embedded log, which has no planner.
-        model: model that the console shows, which is also the name of its group.
-        open_scaling: opens a log with the topic `scaling`.
     """
     actions = Actions(ingress_url.rstrip("/"), kafka, model, open_scaling)
 

@@ -4,6 +4,9 @@ The files of the page load nothing from the network. They need no token, because
 The page reads the token from the fragment of its address, which browsers do not send.
 """
 
+import asyncio
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from forebay.console.actions import add_actions
 from forebay.console.console import Console
 from forebay.console.routes import add_routes
+from forebay.console.settings import ConsoleSettings
 from forebay.ingress.errors import ApiError, internal_error, invalid
 from forebay.ingress.http.api_key import ApiKeyGuard
-from forebay.ingress.http.origin_guard import OriginGuard
+from forebay.ingress.http.endpoint import TlsFiles
+from forebay.ingress.http.origin_guard import OriginGuard, allowed_hosts
+from forebay.ingress.http.server import build_server, listen
 from forebay.transport.base import LogError
 
 STATIC = Path(__file__).parent / "static"
@@ -105,3 +111,39 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def unexpected(_: Request, __: Exception) -> Response:
         return respond(internal_error())
+
+
+def tls_of(settings: ConsoleSettings) -> TlsFiles | None:
+    """Return the certificate of a console, None for HTTP without TLS. Raises Unusable if it cannot be used."""
+    if settings.certfile is None:
+        return None
+    return TlsFiles(Path(settings.certfile), None if settings.keyfile is None else Path(settings.keyfile))
+
+
+async def serve_console(console: Console, listener: socket.socket, on_started: Callable[[], None]) -> None:
+    """Serve a console on a listening socket until cancelled.
+
+    Args:
+        listener: the listening socket, which is closed at the end.
+        on_started: called once, when the console accepts connections.
+    """
+    settings = console.settings
+    hosts = allowed_hosts(settings.host, listener.getsockname()[0], settings.allow_hosts)
+    server = build_server(build_console_app(console, hosts), on_started, tls=tls_of(settings))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(console.run())
+            tasks.create_task(server.serve([listener]))
+    finally:
+        server.should_exit = True
+        await console.close()
+        listener.close()
+
+
+def listening_socket(settings: ConsoleSettings, option: str) -> socket.socket:
+    """Return a socket that listens at the console's address.
+
+    Raises:
+        Unusable: that is impossible. The message names the `option` that sets the port.
+    """
+    return listen(settings.host, settings.port, option)

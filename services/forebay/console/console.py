@@ -21,6 +21,7 @@ from forebay.core.routing.policies import BUILT_IN
 from forebay.events.names import unknown_name
 from forebay.ingress.child_process import ChildProcess, SharedChild
 from forebay.ingress.errors import invalid
+from forebay.replay.catalog import series
 from forebay.replay.catalog.facts import CatalogState, WorkerActivity
 from forebay.replay.status import GroupStatus
 
@@ -37,12 +38,7 @@ class ConsoleInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a console shows and what it can do.
 
     Attributes:
-        kind: `file`, `recording` or `kafka`.
-        is_live: whether the log may grow.
         can_act: whether operators can change the system here.
-        policies: router modes that a what-if comparison accepts.
-        fields: paths of the router configuration that it can change.
-        state: how far the catalog has followed the log.
     """
 
     version: str
@@ -57,13 +53,7 @@ class ConsoleInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetView(msgspec.Struct, frozen=True, kw_only=True):
-    """The fleet at a moment.
-
-    Attributes:
-        at_us: the moment on the owner's clock, in microseconds since 1970.
-        workers: activity of the workers in the minute before the moment.
-        problems: what is wrong, one sentence each.
-    """
+    """The fleet at a moment."""
 
     at_us: int
     status: GroupStatus
@@ -139,7 +129,7 @@ class Console:
         """Return the `FleetView` at a moment as JSON. Raises ApiError."""
         status = msgspec.json.decode(await self.status(at_us), type=GroupStatus)
         shown_us = status.at_us if at_us is None else at_us
-        activity = await self.catalog.worker_activity(shown_us)
+        activity = await self.catalog.query(lambda store: series.worker_activity(store.connection, shown_us))
         problems = [*status.problems]
         if status.owner.standbys == [] and self.settings.kind == "kafka":
             text = f"no standby for group {status.group}: if its router fails, requests wait until one is started"

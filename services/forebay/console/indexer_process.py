@@ -13,11 +13,11 @@ from forebay.console.log_file import LogFile
 from forebay.console.settings import ConsoleSettings
 from forebay.ingress.child_process import ChildConnection
 from forebay.ingress.explain_worker import opened_log
+from forebay.replay.catalog.contents import SCHEMAS, new_observers
 from forebay.replay.catalog.follow import Follower
 from forebay.replay.catalog.live import LivePublisher, follow
 from forebay.replay.catalog.store import CatalogError, Store
-from forebay.replay.catalog.tables import SCHEMAS, new_observers
-from forebay.replay.load_policies import load_policies
+from forebay.replay.policies import load_policies
 from forebay.replay.status import with_heartbeats
 from forebay.transport.base import LogError
 from forebay.transport.heartbeats import RouterHeartbeats

@@ -20,8 +20,6 @@ class WhatIf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Alternative configuration to compare with the recorded one, on a span of the log.
 
     Attributes:
-        from_us: beginning of the span on the owner's clock, in microseconds since 1970; None for the beginning.
-        to_us: end of the span, in microseconds since 1970; None for the end of the log.
         policy: router mode of the alternative; empty keeps the recorded one.
         sets: further changes, as `[POOL:]PATH=VALUE`.
     """
@@ -33,14 +31,7 @@ class WhatIf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WhatIfFrame(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Message of the process of a job: progress, the report or an error. The last two end the job.
-
-    Attributes:
-        done: journal records compared so far.
-        total: journal records to compare.
-        report: `forebay.replay.diff.report.DiffReport` as JSON.
-        error: why the comparison failed.
-    """
+    """Message of the process of a job: progress, the report or an error. The last two end the job."""
 
     done: int = 0
     total: int = 0
@@ -49,15 +40,7 @@ class WhatIfFrame(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class JobStatus(msgspec.Struct, frozen=True, omit_defaults=True):
-    """State of a job.
-
-    Attributes:
-        state: `running`, `done`, `failed` or `cancelled`.
-        done: journal records compared so far.
-        total: journal records to compare; 0 until the process has begun.
-        report: `forebay.replay.diff.report.DiffReport` as JSON, once the job is done.
-        error: why the job failed; empty otherwise.
-    """
+    """State of a job."""
 
     job: str
     state: JobState

@@ -8,11 +8,7 @@ class Reading(msgspec.Struct, frozen=True, tag_field="type"):
 
 
 class ReadStatus(Reading, frozen=True, tag="status"):
-    """Derive the status of the group at a moment.
-
-    Attributes:
-        at_us: time on the owner's clock, in microseconds since 1970; None for the newest moment.
-    """
+    """Derive the status of the group at a moment."""
 
     at_us: int | None = None
 
@@ -42,22 +38,12 @@ class ReadExplanation(Reading, frozen=True, tag="explain"):
     Attributes:
         number: offset of its submission, which selects one of several requests with the same ID; None for the request
             that was routed last.
+        with_changes: whether to find the changes that would have changed each selection.
     """
 
     request_id: str
     number: int | None = None
-
-
-class ReadCounterfactuals(Reading, frozen=True, tag="counterfactuals"):
-    """Find changes that would have changed routing decisions about a request.
-
-    Attributes:
-        routings: journal offsets of the decisions; empty for all decisions about the request with this ID that was
-            routed last.
-    """
-
-    request_id: str
-    routings: tuple[int, ...] = ()
+    with_changes: bool = False
 
 
 class ReadScaling(Reading, frozen=True, tag="scaling"):
@@ -73,4 +59,4 @@ class ReadRecord(Reading, frozen=True, tag="record"):
     offset: int
 
 
-AnyReading = ReadStatus | ReadMoment | ReadComparison | ReadExplanation | ReadCounterfactuals | ReadScaling | ReadRecord
+AnyReading = ReadStatus | ReadMoment | ReadComparison | ReadExplanation | ReadScaling | ReadRecord

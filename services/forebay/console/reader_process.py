@@ -15,7 +15,6 @@ from forebay.console.log_file import LogFile
 from forebay.console.messages import (
     AnyReading,
     ReadComparison,
-    ReadCounterfactuals,
     ReadExplanation,
     ReadMoment,
     ReadRecord,
@@ -32,13 +31,12 @@ from forebay.ingress.explain_worker import LogSource, opened_log
 from forebay.replay.at import NoSuchRecord, Position
 from forebay.replay.at_time import last_time
 from forebay.replay.catalog import requests
-from forebay.replay.catalog.seek import CatalogStates, catalog_explanation, catalog_position
+from forebay.replay.catalog.seek import catalog_explanation, catalog_position
 from forebay.replay.catalog.store import CatalogError, Store
 from forebay.replay.compare import compare_moments
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.explain.find import UnknownRequest
-from forebay.replay.explain.selection_changes import Counterfactuals, counterfactuals
-from forebay.replay.load_policies import load_policies
+from forebay.replay.policies import load_policies
 from forebay.replay.scaling.status import read_scaling
 from forebay.replay.status import GroupStatus, build_status
 from forebay.transport.base import Log, LogError, NotDerivable
@@ -76,8 +74,6 @@ class Reader:
                 return compare_moments(a, b)
             case ReadExplanation():
                 return await self._explain(message)
-            case ReadCounterfactuals():
-                return await self._counterfactuals(message)
             case ReadScaling():
                 now_us = runtime.wall_us() if message.at_us is None and self._settings.is_live else None
                 return await read_scaling(self._log, message.at_us, now_us)
@@ -111,23 +107,7 @@ class Reader:
             self._store,
             message.request_id,
             journal_offset=None if row is None else row.journal_offset,
-            custom=self._custom,
-        )
-
-    async def _counterfactuals(self, message: ReadCounterfactuals) -> list[Counterfactuals]:
-        start = None
-        if message.routings:
-            end = await self._log.end(DECISIONS.name, self._settings.partition)
-            if max(message.routings) >= end:
-                raise NoSuchRecord(f"no journal record {max(message.routings)}: the journal ends at {end}")
-            states = CatalogStates(self._store, self._log, self._settings.partition, self._custom)
-            start = await states.before(min(message.routings))
-        return await counterfactuals(
-            self._log,
-            self._settings.partition,
-            message.request_id,
-            routings=message.routings,
-            start=start,
+            with_changes=message.with_changes,
             custom=self._custom,
         )
 

@@ -9,13 +9,11 @@ from typing import Annotated, get_args
 import msgspec
 from fastapi import FastAPI, Path, Query, Request
 from fastapi.responses import Response, StreamingResponse
-from pydantic import Field
 
 from forebay.console.console import Console
 from forebay.console.jobs import WhatIf
 from forebay.console.messages import (
     ReadComparison,
-    ReadCounterfactuals,
     ReadExplanation,
     ReadMoment,
     ReadRecord,
@@ -24,13 +22,15 @@ from forebay.console.messages import (
 from forebay.events.names import unknown_name
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.http.body import read_body
+from forebay.replay.catalog import markers as markers_of
+from forebay.replay.catalog import requests as rows
+from forebay.replay.catalog import series as metrics
 from forebay.replay.catalog.facts import RequestState
 from forebay.replay.catalog.requests import RequestFilter
 
 REQUESTS_MAX = 500  # rows of a page, which the page shows at once
 POINTS_MAX = 600
 MARKERS_MAX = 1_000
-ROUTINGS_MAX = 64  # stages and attempts of a request
 WHAT_IF_BYTES_MAX = 1 << 16
 TIME_US_MAX = (1 << 53) - 1  # the largest integer that JavaScript represents exactly
 AtUs = Annotated[
@@ -39,7 +39,6 @@ AtUs = Annotated[
 ]
 TimeUs = Annotated[int, Query(ge=0, le=TIME_US_MAX)]
 Offset = Annotated[int, Query(ge=0, le=TIME_US_MAX)]
-JournalOffset = Annotated[int, Field(ge=0, le=TIME_US_MAX)]  # an item of a list, whose `Query` is that of the list
 
 
 def add_routes(app: FastAPI, console: Console) -> None:
@@ -87,12 +86,13 @@ def _add_catalog_routes(app: FastAPI, console: Console) -> None:
         filters = RequestFilter(
             state=wanted, model=model, worker_id=worker, slow_us=slow_us, is_unsuccessful=failed, text=q
         )
-        return _json(msgspec.json.encode(await catalog.requests(at_us, filters, before, limit)))
+        found = await catalog.query(lambda store: rows.requests(store.connection, at_us, filters, before, limit))
+        return _json(msgspec.json.encode(found))
 
     @app.get("/v1/console/requests/{number}")
     async def request(number: Annotated[int, Path(ge=0, le=TIME_US_MAX)]) -> Response:
         """Return one request."""
-        found = await catalog.request(number)
+        found = await catalog.query(lambda store: rows.request(store.connection, number))
         if found is None:
             raise ApiError(404, "request_not_found", f"no request was submitted at offset {number}")
         return _json(msgspec.json.encode(found))
@@ -102,7 +102,9 @@ def _add_catalog_routes(app: FastAPI, console: Console) -> None:
         from_us: TimeUs, to_us: TimeUs, points: Annotated[int, Query(ge=2, le=POINTS_MAX)] = 120
     ) -> Response:
         """Return metrics over time."""
-        return _json(msgspec.json.encode(await catalog.series(from_us, _after(from_us, to_us), points)))
+        until_us = _after(from_us, to_us)
+        found = await catalog.query(lambda store: metrics.series(store.connection, from_us, until_us, points))
+        return _json(msgspec.json.encode(found))
 
     @app.get("/v1/console/markers")
     async def markers(
@@ -110,7 +112,8 @@ def _add_catalog_routes(app: FastAPI, console: Console) -> None:
     ) -> Response:
         """Return events of interest in a span of time."""
         until_us = TIME_US_MAX if to_us is None else _after(from_us, to_us)
-        return _json(msgspec.json.encode({"markers": await catalog.markers(from_us, until_us, limit)}))
+        found = await catalog.query(lambda store: markers_of.markers(store.connection, from_us, until_us, limit))
+        return _json(msgspec.json.encode({"markers": found}))
 
 
 def _after(from_us: int, to_us: int) -> int:
@@ -143,17 +146,12 @@ def _add_derived_routes(app: FastAPI, console: Console) -> None:
         return _json(await console.reader.request(ReadComparison(min(a_us, b_us), max(a_us, b_us))))
 
     @app.get("/v1/requests/{request_id:path}/explain")
-    async def explain(request_id: str, number: Offset | None = None) -> Response:
-        """Explain the routing and outcome of a request, in the same form as an ingress."""
-        return _json(await console.reader.request(ReadExplanation(request_id, number)))
+    async def explain(request_id: str, number: Offset | None = None, changes: bool = False) -> Response:
+        """Explain the routing and outcome of a request, in the same form as an ingress.
 
-    @app.get("/v1/console/counterfactuals")
-    async def counterfactuals(
-        request_id: str, routing: Annotated[list[JournalOffset] | None, Query(max_length=ROUTINGS_MAX)] = None
-    ) -> Response:
-        """Return changes that would have changed the selection of a worker, for each given routing of a request."""
-        message = ReadCounterfactuals(request_id, tuple(routing or ()))
-        return _json(await console.reader.request(message))
+        `changes` adds to each routing the changes that would have changed the selection of a worker.
+        """
+        return _json(await console.reader.request(ReadExplanation(request_id, number, changes)))
 
     @app.get("/v1/console/scaling")
     async def scaling(at_us: AtUs = None) -> Response:

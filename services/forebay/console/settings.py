@@ -16,11 +16,7 @@ class ConsoleSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: name of the log for people: the path of a file, or namespace and address of Kafka.
-        cache_dir: folder for the catalog; None for the folder of the log file.
         allow_hosts: names accepted in the header `Host`, in addition to the names of a loopback address.
-        certfile: certificate of the server as a PEM file; None for HTTP without TLS.
-        keyfile: private key of the certificate; None if `certfile` contains it.
-        token: token that clients must send.
         fields: paths of the router configuration that a what-if comparison can change.
         ingress_url: address of an ingress with an admin API, which executes actions; empty if there is none.
     """

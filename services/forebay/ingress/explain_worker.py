@@ -15,8 +15,7 @@ from forebay.ingress.child_process import ChildConnection, ChildResponse
 from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.explain.find import UnknownRequest
-from forebay.replay.load_policies import PolicyUnusable, load_policies
-from forebay.replay.policies import require_allowed
+from forebay.replay.policies import PolicyUnusable, load_policies, require_allowed
 from forebay.replay.status import GroupStatus, read_status
 from forebay.transport.base import Log, LogError, PolicyNotAllowed
 from forebay.transport.kafka.log import KafkaLog

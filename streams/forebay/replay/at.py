@@ -12,10 +12,21 @@ import msgspec
 from forebay.core.rederive import Divergence
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.state.fleet import FleetWorker
+from forebay.events.base import hex_digest
 from forebay.events.fleet import OwnershipAnnounced, WorkerLost
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, FLEET, REQUESTS
-from forebay.replay.moment import LaterFacts, LossFacts, Moment, loss_of, moment_of
+from forebay.replay.moment import (
+    LaterFacts,
+    LossFacts,
+    Moment,
+    loss_of,
+    pools_of,
+    queues_of,
+    ranks_of,
+    requests_of,
+    workers_of,
+)
 from forebay.replay.spans import clock_before, moment_error, sealed_start
 from forebay.replay.walk import LogStates, Start, States, StateTime, Step, Walk
 from forebay.transport.base import Log, LogError
@@ -57,8 +68,6 @@ class Position:
 
     Attributes:
         world: the state right after `step`, or the state at which the derivation began if `step` is None.
-        step: the last derived journal record and its input events; None if there is none yet.
-        start: journal offset at which the derivation began.
         later: events after `step`. If some of them were applied, `forward` must not be called again.
     """
 
@@ -114,24 +123,31 @@ class Position:
         """
         if self._lost_before is None:
             self._lost_before = await read_losses(self._log, self._partition, self._fleet_start)
-        found = moment_of(
-            self.world,
+        world = self.world
+        claimed = await claim_at(self._log, self._partition, world.owner_epoch)
+        return Moment(
             offset=self.offset,
-            owner_id=await self._owner_id(),
+            now_us=world.now_us,
+            owner_epoch=world.owner_epoch,
+            owner_id="" if claimed is None else claimed.owner_id,
+            digest=hex_digest(world.digest()),
             record=None if self.step is None else msgspec.to_builtins(self.step.record),
             start=self.start,
+            view=dict(sorted(world.view.items())),
+            pools=pools_of(world),
+            workers=workers_of(world),
+            ranks=ranks_of(world),
             lost=[*self._lost_before, *self._lost][-LOST_MAX:],
-            timeouts_us=await self._read_timeouts(),
+            queues=queues_of(world),
+            requests=requests_of(world, await self._read_timeouts()),
+            sessions=len(world.sessions),
             unverified=self._walk.unverified,
+            stores=world.index.stores.sizes(),
+            later=self.later,
         )
-        return msgspec.structs.replace(found, later=self.later)
 
     def _note_loss(self, event: WorkerLost, worker: FleetWorker) -> None:
         self._lost.append(loss_of(self.world, event, worker))
-
-    async def _owner_id(self) -> str:
-        claimed = await claim_at(self._log, self._partition, self.world.owner_epoch)
-        return "" if claimed is None else claimed.owner_id
 
     async def _read_timeouts(self) -> dict[int, int]:
         """Return the timeouts of active requests by the offset of their submission, as far as the log holds them."""

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from forebay.replay.moment import ClassFacts, Fact, LossFacts, Moment, PoolFacts, RankFacts, WorkerFacts
+from forebay.replay.moment import ClassFacts, Fact, LossFacts, Moment, PoolFacts, RankFacts, WorkerFacts, flat
 
 ChangeKind = Literal["owner", "worker", "pool", "size", "requests", "queue", "load", "cache"]  # by importance
 
@@ -33,11 +33,7 @@ class MomentSummary(Fact, frozen=True, kw_only=True):
     """Totals of a group at one moment.
 
     Attributes:
-        now_us: the owner's clock, in microseconds since 1970.
-        owner_id: ID of the owner; empty if unknown.
         prefill_tokens: uncached prompt tokens of requests that wait for their first token, over all ranks.
-        decode_blocks: KV blocks of active requests, over all ranks.
-        device_blocks: KV blocks cached in device memory, over all ranks.
     """
 
     offset: int
@@ -60,8 +56,6 @@ class MomentChange(Fact, frozen=True, kw_only=True):
         kind: what the difference is about. `pool` is a change of a pool's configuration, `size` a change of its number
             of workers.
         subject: what changed: a worker, `worker/rank`, a setting or number of a pool, or requests.
-        before: value at the earlier moment, as text; empty if there was none.
-        after: value at the later moment, as text; empty if there is none.
     """
 
     kind: ChangeKind
@@ -187,16 +181,7 @@ def _settings(pool: PoolFacts) -> dict[str, Any]:
     """Return the settings of a pool in force, by their dotted names in a router configuration."""
     router = msgspec.structs.replace(pool.router, busy=pool.busy, disagg=pool.disagg or pool.router.disagg)
     own = {"model": pool.model, "block_size": pool.block_size, "attempts_max": pool.attempts_max, "role": pool.role}
-    return own | dict(_flat("", router))
-
-
-def _flat(prefix: str, settings: msgspec.Struct) -> Iterator[tuple[str, Any]]:
-    for name in settings.__struct_fields__:
-        value = getattr(settings, name)
-        if isinstance(value, msgspec.Struct):
-            yield from _flat(f"{prefix}{name}.", value)
-        else:
-            yield prefix + name, value
+    return own | dict(flat(router))
 
 
 def _value(value: Any) -> str:

@@ -3,6 +3,7 @@
 No function here changes the world that it reads.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -12,7 +13,6 @@ from forebay.core.state.fleet import FleetWorker
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.state.prefix_index import TIERS
 from forebay.core.world import World
-from forebay.events.base import hex_digest
 from forebay.events.control import BusyThresholds, DisaggConfig, QueuePolicy, RouterConfig
 from forebay.events.fleet import WorkerLost
 from forebay.events.metrics import TierCosts
@@ -27,9 +27,6 @@ class PoolFacts(Fact, frozen=True, kw_only=True):
     """Configuration of a pool.
 
     Attributes:
-        block_size: tokens per KV block.
-        attempts_max: maximum attempts per request.
-        role: `aggregated`, `prefill`, `decode` or `encode`.
         disagg: disaggregation settings in force; None unless this is a decode pool.
     """
 
@@ -66,11 +63,7 @@ class WorkerFacts(Fact, frozen=True, kw_only=True):
 
 
 class ReportFacts(Fact, frozen=True, kw_only=True):
-    """The newest load report of a rank.
-
-    Attributes:
-        waiting: requests in the engine's queue.
-    """
+    """The newest load report of a rank."""
 
     running: int
     waiting: int
@@ -83,16 +76,11 @@ class RankFacts(Fact, frozen=True, kw_only=True):
 
     Attributes:
         prefill_tokens: uncached prompt tokens of requests that wait for their first token.
-        decode_blocks: KV blocks of active requests.
         computed_tokens: uncached prompt tokens sent to the rank so far. A new rank starts with the minimum of all
             ranks.
-        reported: the newest load report; None if the rank sent none.
-        blocks: cached blocks per tier, according to KV events.
-        last_seq: sequence number of the last applied KV event.
         resync: whether the worker was asked to re-announce its cache.
         approximate_blocks: blocks assumed cached from routing, for ranks without KV events.
         predicted_blocks: blocks assumed cached until KV events confirm them.
-        costs: measured durations of loading and computing blocks; None if the rank reported none.
     """
 
     worker_id: str
@@ -116,11 +104,9 @@ class LossFacts(Fact, frozen=True, kw_only=True):
     Its load and cache are known only if it was lost after the state at which the derivation began.
 
     Attributes:
-        reason: why the owner declared the worker lost.
         at_us: when the owner wrote `WorkerLost`, on its wall clock, in microseconds.
         lost_us: when the owner applied `WorkerLost`, on the owner's clock, in microseconds; None if unknown.
         ranks: state of the worker's ranks right before the loss; None if unknown.
-        requests: IDs of the worker's active requests; None if unknown.
     """
 
     worker_id: str
@@ -136,7 +122,6 @@ class HeldFacts(Fact, frozen=True, kw_only=True):
     """A request held in the router's queue.
 
     Attributes:
-        waited_us: time in the queue so far, in microseconds.
         uncached_tokens: prompt tokens that are not cached on any rank.
         priority: seconds by which the request is moved ahead in the queue.
         strict_priority: requests with a higher value go first, regardless of cost.
@@ -153,11 +138,8 @@ class ClassFacts(Fact, frozen=True, kw_only=True):
     """A queue class of a pool: one of several queues that take turns, each with a budget of tokens per turn.
 
     Attributes:
-        uncached_tokens_min: minimum uncached tokens of its requests.
-        policy: order within the class.
         quantum: tokens added to `deficit` at each turn of the class.
         deficit: tokens that the class may still spend in this turn.
-        waiting: requests in the class, in queue order.
     """
 
     pool: str
@@ -175,11 +157,8 @@ class RequestFacts(Fact, frozen=True, kw_only=True):
 
     Attributes:
         worker_id: worker that has the request; empty while no worker has it.
-        submitted_offset: offset of the submission on topic `requests`.
         age_us: microseconds since the submission; None if the log no longer holds the submission.
-        due_in_us: microseconds until the deadline.
         kept_by: prefill worker that keeps the KV of the prompt until it is fetched; empty if there is none.
-        kept_for_us: microseconds for which that worker still keeps the KV; 0 if there is no such worker.
     """
 
     request_id: str
@@ -219,19 +198,12 @@ class Moment(Fact, frozen=True, kw_only=True):
 
     Attributes:
         offset: offset of that record, the last valid record at or before the requested offset.
-        now_us: the owner's clock, in microseconds.
         owner_id: ID of the owner; empty if the log no longer holds its claim.
         digest: digest of the whole state, in the form of the digests in the journal.
         record: the journal record at `offset`; None if the state is the beginning of the derivation.
         start: journal offset at which the derivation of the state began.
         view: offset of the next event to apply, by input topic.
-        ranks: worker ranks, ordered by worker and rank.
-        lost: lost workers, oldest first.
-        queues: queue classes of every pool.
-        requests: active requests, oldest first.
-        stores: number of blocks of each shared store, by name.
         unverified: number of records and events that the derivation skipped, by the kind of problem.
-        later: number of events after the record, as far as known.
     """
 
     offset: int
@@ -252,6 +224,16 @@ class Moment(Fact, frozen=True, kw_only=True):
     unverified: dict[str, int]
     later: LaterFacts = LaterFacts()
     stores: dict[str, int] = {}
+
+
+def flat(part: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the fields of settings, with dotted names for parts of a part."""
+    for name in part.__struct_fields__:
+        value = getattr(part, name)
+        if isinstance(value, msgspec.Struct):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def pools_of(world: World) -> list[PoolFacts]:
@@ -387,37 +369,4 @@ def _request(world: World, request: ActiveRequest, timeout_us: int | None) -> Re
         due_in_us=due_in_us,
         kept_by="" if kept is None else kept.worker_id,
         kept_for_us=0 if kept is None else request.prefilled_due_us - world.now_us,
-    )
-
-
-def moment_of(
-    world: World,
-    *,
-    offset: int,
-    owner_id: str,
-    record: dict[str, Any] | None,
-    start: int,
-    lost: list[LossFacts],
-    timeouts_us: dict[int, int],
-    unverified: dict[str, int],
-) -> Moment:
-    """Return the state in `world` as plain data, together with the given facts from the log."""
-    return Moment(
-        offset=offset,
-        now_us=world.now_us,
-        owner_epoch=world.owner_epoch,
-        owner_id=owner_id,
-        digest=hex_digest(world.digest()),
-        record=record,
-        start=start,
-        view=dict(sorted(world.view.items())),
-        pools=pools_of(world),
-        workers=workers_of(world),
-        ranks=ranks_of(world),
-        lost=lost,
-        queues=queues_of(world),
-        requests=requests_of(world, timeouts_us),
-        sessions=len(world.sessions),
-        unverified=unverified,
-        stores=world.index.stores.sizes(),
     )

@@ -34,20 +34,13 @@ class RecordedRequest:
     """A request as input for a simulator, with its outcome in history. Times are in microseconds on the owner's clock.
 
     Attributes:
-        sequence_hashes: block hashes of the prompt, packed.
-        lora_name: LoRA adapter; empty for none.
         in_flight: whether the request was already active where the simulation begins, and restarts there.
         worker: worker ID and rank of the last attempt in history; None if there was no attempt.
         first_us: when the router received the first-token event; 0 if it received none.
-        last_us: when the router received the end; 0 if it received none.
-        cancelled_us: when the client disconnected; 0 if it did not.
         cached_tokens: prompt tokens cached on the rank that computed the prompt.
         output_tokens: number of output tokens; None if history did not finish the request.
         prefiller: worker ID and rank that computed the prompt for `worker`; None if `worker` computed it.
-        prefilled_us: when the router received the prefill result; 0 if it received none.
         kept_bytes: size of the KV that the prefill worker kept, in bytes; 0 if unknown.
-        transferred_bytes: bytes of that KV that were transferred; 0 if unknown.
-        transfer_us: duration of the transfer on the receiver's clock; 0 if unknown.
         onboarded: the part of `cached_tokens` that was loaded from other tiers.
     """
 
@@ -86,11 +79,7 @@ class ObservedHistory:
         requests: requests in order of arrival. The first ones are the requests that are active at the beginning.
         external_events: configuration changes, and fleet events that had an effect. Each comes with the owner's clock
             when it was applied, in microseconds.
-        begin_us: the owner's clock at the first event, in microseconds.
-        end_us: the owner's clock at the last event, in microseconds.
         commands: number of worker commands. Simulated engines ignore them.
-        divergence: the first journal record that does not follow from the events; None if there is none.
-        unverified: number of skipped records and events, by the kind of problem.
     """
 
     state: list[Chunk]

@@ -1,8 +1,13 @@
-"""Refuse logs that need custom policies which the user did not allow."""
+"""Import the custom policies that a user allowed, and refuse logs that need other ones."""
 
-from forebay.core.routing.policies import BUILT_IN, CustomPolicies
+from collections.abc import Iterable
+from importlib import import_module
+
+from forebay.core.routing.policies import BUILT_IN, CustomPolicies, Policy
 from forebay.transport.base import Log, PolicyNotAllowed
 from forebay.transport.history.groups import policies_run, pools_of
+
+ERROR_CHARS_MAX = 500  # of an import error's text, which is not under forebay's control
 
 
 async def require_allowed(log: Log, partition: int, custom: CustomPolicies) -> None:
@@ -21,3 +26,38 @@ async def require_allowed(log: Log, partition: int, custom: CustomPolicies) -> N
             f"pool {refused[mode]} was routed by the policy {mode}, which is not built in; "
             f"to import and run this class, pass --allow-policy {mode}"
         )
+
+
+class PolicyUnusable(Exception):
+    """A policy class cannot be imported, or has no method `decide`; the text names the policy and the problem."""
+
+
+def load_policy(path: str) -> type[Policy]:
+    """Import a policy class.
+
+    Args:
+        path: dotted path `package.module.Class`. It must come from the user, never from a log.
+
+    Raises:
+        PolicyUnusable: the class cannot be imported, or has no method `decide`.
+    """
+    module_name, _, class_name = path.rpartition(".")
+    if not module_name:
+        names = ", ".join(BUILT_IN)
+        raise PolicyUnusable(f"{path} is neither a router mode ({names}) nor the dotted path of a class")
+    try:
+        module = import_module(module_name)
+    except (Exception, SystemExit) as error:  # a custom module may fail in any way
+        raise PolicyUnusable(f"the policy {path} cannot be imported: {error!r}"[:ERROR_CHARS_MAX]) from error
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type) or not callable(getattr(found, "decide", None)):
+        raise PolicyUnusable(f"{path} is not a class with a method `decide(world, request)`")
+    return found
+
+
+def load_policies(modes: Iterable[str]) -> CustomPolicies:
+    """Import and return the custom policies among these router modes, by mode.
+
+    Raises PolicyUnusable if a class cannot be imported or is not a policy.
+    """
+    return {mode: load_policy(mode) for mode in sorted(set(modes) - set(BUILT_IN))}

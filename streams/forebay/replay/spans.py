@@ -37,10 +37,7 @@ class OtherSpan(msgspec.Struct, frozen=True, kw_only=True):
     """Part of a journal that only a program with other decision rules can derive.
 
     Attributes:
-        rules: version of the decision rules of its owners.
         release: version of forebay that has these rules; empty if the journal does not name it.
-        first: journal offset of its first record.
-        end: journal offset after its last record.
         decisions: number of its decisions, where they are counted.
     """
 
@@ -55,11 +52,7 @@ class RulesSpan(NamedTuple):
     """Part of a journal.
 
     Attributes:
-        rules: version of the decision rules of its owners.
-        first: journal offset of its first record.
-        end: journal offset after its last record.
         claim: claim with which the span begins; None for the beginning of the log.
-        release: package version of its last owner; empty if unknown.
         before: state before the span, if no claim begins it; otherwise None.
     """
 
@@ -162,11 +155,7 @@ async def moment_error(log: Log, partition: int, offset: int) -> NotDerivable:
 
 
 class NearMoment(NamedTuple):
-    """A moment that can be shown.
-
-    Attributes:
-        now_us: the owner's clock in microseconds; 0 if unknown.
-    """
+    """A moment that can be shown."""
 
     offset: int
     now_us: int

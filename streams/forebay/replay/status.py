@@ -36,16 +36,7 @@ Missing = Literal["worker", "prefill worker"]
 
 
 class OwnerStatus(Fact, frozen=True, kw_only=True):
-    """The owner of a group, and the routers that stand by.
-
-    Attributes:
-        owner_id: name of the owner; empty if the group had none, or if its claim is no longer on the log.
-        epoch: epoch of the owner, which is the offset of its claim in the journal; -1 if the group had no owner.
-        since_us: wall clock of the claim, in microseconds of Unix time; null if unknown.
-        alive: whether the owner runs; null if unknown, because a log file has no heartbeats.
-        heartbeat_age_s: seconds since the owner's newest heartbeat arrived; null if unknown.
-        standbys: names of the standby routers; null if unknown.
-    """
+    """The owner of a group, and the routers that stand by."""
 
     owner_id: str
     epoch: int
@@ -56,19 +47,7 @@ class OwnerStatus(Fact, frozen=True, kw_only=True):
 
 
 class PoolStatus(Fact, frozen=True, kw_only=True):
-    """A pool of workers.
-
-    Attributes:
-        pool: name of the pool.
-        model: name of the model.
-        role: `aggregated`, `prefill`, `decode` or `encode`.
-        policy: routing policy.
-        routed: requests routed in this pool since the log began.
-        queued: requests in the router's queue for this pool.
-        drained: whether the pool gets no new requests.
-        canary_of: pool whose requests this pool gets as a canary; None if it is no canary.
-        canary_share: share of these requests, from 0 to 1.
-    """
+    """A pool of workers."""
 
     pool: str
     model: str
@@ -82,19 +61,7 @@ class PoolStatus(Fact, frozen=True, kw_only=True):
 
 
 class RankStatus(Fact, frozen=True, kw_only=True):
-    """Load and cache of one rank of a worker.
-
-    Attributes:
-        rank: number of the data-parallel rank.
-        active_requests: requests sent to the rank that have not ended.
-        prefill_tokens: uncached prompt tokens of requests that wait for their first token.
-        decode_blocks: KV blocks of the active requests, as the owner counts them.
-        running: requests in the engine's batch, from its newest load report; null without a report.
-        waiting: requests in the engine's queue, from its newest load report; null without a report.
-        kv_blocks_used: KV blocks in use, from the newest load report; null without a report.
-        kv_blocks_total: KV blocks of the rank.
-        cached_blocks: blocks in the rank's cache on the device, from KV events.
-    """
+    """Load and cache of one rank of a worker."""
 
     rank: int
     active_requests: int
@@ -108,19 +75,6 @@ class RankStatus(Fact, frozen=True, kw_only=True):
 
 
 class WorkerStatus(Fact, frozen=True, kw_only=True):
-    """A worker.
-
-    Attributes:
-        worker_id: name of the worker.
-        epoch: epoch of the worker, which is higher after each restart.
-        state: `ready`, `suspect` (its lease was not renewed) or `draining`.
-        pool: name of its pool.
-        role: `aggregated`, `prefill`, `decode` or `encode`.
-        engine: name of its engine.
-        loras: LoRA adapters that it has loaded.
-        ranks: its ranks, ordered by number.
-    """
-
     worker_id: str
     epoch: int
     state: str
@@ -132,13 +86,7 @@ class WorkerStatus(Fact, frozen=True, kw_only=True):
 
 
 class RequestsStatus(Fact, frozen=True, kw_only=True):
-    """Counts of requests.
-
-    Attributes:
-        in_flight: requests that have not ended, including queued ones.
-        queued: requests in the router's queue.
-        by_phase: number of requests by phase, without phases that have none.
-    """
+    """Counts of requests."""
 
     in_flight: int
     queued: int
@@ -146,16 +94,7 @@ class RequestsStatus(Fact, frozen=True, kw_only=True):
 
 
 class TopicStatus(Fact, frozen=True, kw_only=True):
-    """An input topic of the owner.
-
-    Attributes:
-        topic: name of the topic.
-        partition: partition of the group.
-        applied: offset of the first record that the owner has not applied yet, as far as known. In a status from the
-            log, this is the first record that no journal record counts.
-        end: offset after the newest record.
-        lag: `end` minus `applied`.
-    """
+    """An input topic of the owner."""
 
     topic: str
     partition: int
@@ -165,22 +104,6 @@ class TopicStatus(Fact, frozen=True, kw_only=True):
 
 
 class GroupStatus(Fact, frozen=True, kw_only=True):
-    """Status of a group.
-
-    Attributes:
-        version: version of this form of the status.
-        group: name of the group, which is the name of its model.
-        source: `owner` if the status is the exact state of the owner, `log` if it was derived from the log.
-        at_us: clock of the owner at the newest applied event, in microseconds of Unix time; 0 before the first event.
-        ready: whether requests can be served, as far as known.
-        problems: what is wrong, one sentence each; empty if nothing is.
-        owner: the owner and the standby routers.
-        pools: pools, ordered by name.
-        workers: workers, ordered by name. A lost worker is not listed.
-        requests: counts of requests.
-        topics: input topics of the owner.
-    """
-
     version: int
     group: str
     source: Literal["owner", "log"]
@@ -253,15 +176,7 @@ async def build_status(
     """Return the status of a group in this world.
 
     Args:
-        log: the log.
-        partition: control partition of the group.
-        group: name of the group.
-        world: state of the group.
         applied: next offset to apply, by input topic, as far as a journal record counts the events before it.
-        source: see `GroupStatus`.
-
-    Raises:
-        LogError: the log cannot be read.
     """
     epoch = world.owner_epoch
     claim = await claim_at(log, partition, epoch)

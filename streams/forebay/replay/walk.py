@@ -43,7 +43,6 @@ class Start:
 
     Attributes:
         world: the world right before the journal record at `offset`.
-        offset: journal offset of the first record to derive.
         lost: workers that were lost before this state; None to read them from the log.
         unverified: number of records and events skipped before this state, as in `Walk.unverified`.
         rules: version of the decision rules of the owner before this state.
@@ -62,9 +61,6 @@ class StateTime(NamedTuple):
     """Where a state is in the journal.
 
     Attributes:
-        offset: journal offset of the first record after the state.
-        now_us: the owner's clock, in microseconds.
-        rules: version of the decision rules of the owner.
         owner_nonce: nonce of the owner's claim; None to read it from the log.
         seq: sequence number of the first record after the state; None if it is unknown.
     """

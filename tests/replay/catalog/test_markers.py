@@ -1,5 +1,6 @@
 """Markers of a catalog: one sentence per event of interest, merged if there are too many."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,7 +27,7 @@ from forebay.events.topics import SCALING
 from forebay.replay.catalog.contents import ContentsObserver
 from forebay.replay.catalog.facts import Marker
 from forebay.replay.catalog.markers import add_markers, markers
-from forebay.replay.catalog.scaling_markers import add_scaling_markers, read_scaling_markers
+from forebay.replay.catalog.scaling_markers import add_scaling_markers
 from forebay.replay.catalog.store import Store
 from forebay.transport.base import Draft
 from forebay.transport.history.groups import groups_of
@@ -177,7 +178,7 @@ def _marker(kind: Any, at_us: int, offset: int, count: int = 1) -> Marker:
 
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
-async def test_markers_of_recordings_are_sentences(path: Any) -> None:
+async def test_markers_of_recordings_are_sentences(path: Path) -> None:
     log = SqliteLog.open(path, readonly=True)
     for partition in (await groups_of(log)).values():
         connection = new_tables()
@@ -189,7 +190,7 @@ async def test_markers_of_recordings_are_sentences(path: Any) -> None:
     log.close()
 
 
-async def test_decisions_of_the_planner() -> None:
+async def test_decisions_of_the_planner(tmp_path: Path) -> None:
     def decided(*sizes: tuple[str, int, int], advisory: bool = False) -> ScalingDecided:
         pools = tuple(
             PoolDecision(
@@ -207,36 +208,24 @@ async def test_decisions_of_the_planner() -> None:
         PoolSizeSet(group="other", pool="default", size=None, at_us=7),
         PlannerPaused(paused=True, operator="bob", at_us=8),
     ]
-    log = SqliteLog.open(None)
-    assert (await read_scaling_markers(log)).markers == []
-    await log.append([Draft(SCALING.name, 0, encode(SCALING, event)) for event in events])
-    await log.append([Draft(SCALING.name, 0, b"\xc1")])
-    found = await read_scaling_markers(log, group="g")
-    assert found.next_offset == len(events) + 1
-    assert [(one.offset, one.text) for one in found.markers] == [
+    log = SqliteLog.open(tmp_path / "log.db")
+    store = await Store.open(tmp_path / "catalog", log, 0, [ContentsObserver.schema])
+    assert not await add_scaling_markers(store, log, "g")
+    for value in (*(encode(SCALING, event) for event in events), b"\xc1"):
+        await log.append([Draft(SCALING.name, 0, value)])
+        assert await add_scaling_markers(store, log, "g")
+        assert not await add_scaling_markers(store, log, "g")
+    assert [(one.offset, one.text) for one in markers(store.connection, 0, 10, 10)] == [
         (0, "The planner scales g/default from 2 to 4 (scale_up)."),
         (2, "The planner recommends to scale g/default from 4 to 5 (scale_up)."),
         (3, "Pool g/default was set to 3 workers (by alice)."),
         (5, "The planner was paused (by bob)."),
     ]
-    assert (await read_scaling_markers(log, found.next_offset)).markers == []
-    assert len((await read_scaling_markers(log)).markers) == 5
-    log.close()
-
-
-async def test_a_catalog_adds_each_scaling_record_once(tmp_path: Any) -> None:
-    log = SqliteLog.open(tmp_path / "log.db")
-    store = await Store.open(tmp_path / "catalog", log, 0, [ContentsObserver.schema])
-    assert not await add_scaling_markers(store, log, "g")
-    for paused in (True, False):
-        await log.append([Draft(SCALING.name, 0, encode(SCALING, PlannerPaused(paused=paused, at_us=5)))])
-        assert await add_scaling_markers(store, log, "g")
-        assert not await add_scaling_markers(store, log, "g")
-    assert [one.text for one in markers(store.connection, 0, 10, 10)] == [
-        "The planner was paused.",
-        "The planner was resumed.",
-    ]
     store.close()
+    every_group = await Store.open(tmp_path / "all", log, 0, [ContentsObserver.schema])
+    assert await add_scaling_markers(every_group, log, "")
+    assert len(markers(every_group.connection, 0, 10, 10)) == 5
+    every_group.close()
     log.close()
 
 

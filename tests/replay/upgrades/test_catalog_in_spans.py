@@ -11,6 +11,7 @@ from forebay.core.world import CORE_VERSION
 from forebay.replay.at import seek
 from forebay.replay.at_time import last_time
 from forebay.replay.catalog import checkpoints
+from forebay.replay.catalog.contents import SCHEMAS, new_observers
 from forebay.replay.catalog.facts import Marker, RequestRow
 from forebay.replay.catalog.follow import Follower
 from forebay.replay.catalog.live import LivePublisher, read_live
@@ -18,7 +19,6 @@ from forebay.replay.catalog.markers import markers
 from forebay.replay.catalog.requests import RequestFilter, requests
 from forebay.replay.catalog.seek import CatalogStates, catalog_explanation, catalog_position
 from forebay.replay.catalog.store import Store
-from forebay.replay.catalog.tables import SCHEMAS, new_observers
 from forebay.replay.status import GroupStatus
 from forebay.transport.base import Log, NotDerivable
 from forebay.transport.history.reader import OtherRules

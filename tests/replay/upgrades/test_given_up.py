@@ -10,10 +10,10 @@ from forebay.events.control import PoolConfigured
 from forebay.events.decisions import OwnerClaimed
 from forebay.events.topics import DECISIONS
 from forebay.replay.at import seek
+from forebay.replay.catalog.contents import SCHEMAS, new_observers
 from forebay.replay.catalog.follow import Follower
 from forebay.replay.catalog.seek import catalog_position
 from forebay.replay.catalog.store import Store
-from forebay.replay.catalog.tables import SCHEMAS, new_observers
 from forebay.replay.diff.diff import diff
 from forebay.replay.explain.explain import explain
 from forebay.transport.base import Draft

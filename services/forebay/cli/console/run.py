@@ -17,8 +17,8 @@ from forebay.cli.common.terminal import bar
 from forebay.cli.console.command import ConsoleOptions
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.policies.alternative import FIELDS
+from forebay.console.app import listening_socket, serve_console, tls_of
 from forebay.console.console import Console
-from forebay.console.server import listening_socket, serve_console, tls_of
 from forebay.console.settings import ConsoleSettings, SourceKind
 from forebay.ingress.errors import Unusable
 from forebay.ingress.explain_worker import LogSource

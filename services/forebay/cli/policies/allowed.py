@@ -39,7 +39,7 @@ def allowed_policies(allowed: Iterable[str] | None, modes: Iterable[str] = ()) -
     """
     # Imported here, because --help should not wait for the router.
     from forebay.core.routing.policies import BUILT_IN  # noqa: PLC0415
-    from forebay.replay.load_policies import load_policies  # noqa: PLC0415
+    from forebay.replay.policies import load_policies  # noqa: PLC0415
 
     wanted = sorted(set(allowed or ()))
     for mode in wanted:
@@ -61,7 +61,7 @@ def require_policy(mode: str) -> None:
     """
     # Imported here, because --help should not wait for the router.
     from forebay.core.routing.policies import BUILT_IN  # noqa: PLC0415
-    from forebay.replay.load_policies import PolicyUnusable, load_policy  # noqa: PLC0415
+    from forebay.replay.policies import PolicyUnusable, load_policy  # noqa: PLC0415
 
     if mode in BUILT_IN:
         return

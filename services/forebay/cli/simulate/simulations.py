@@ -19,7 +19,7 @@ from forebay.cli.common.terminal import bar, in_markup, own_stdout
 from forebay.cli.planner.planner_file import PlannerFile
 from forebay.cli.simulate.planned import planned_metrics, planning_of
 from forebay.events.control import RouterConfig
-from forebay.replay.load_policies import load_policies
+from forebay.replay.policies import load_policies
 from forebay.simulate.outcome import SimulationOutcome, summary
 from forebay.simulate.reading import open_workload
 from forebay.simulate.settings import Settings

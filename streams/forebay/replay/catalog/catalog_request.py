@@ -6,6 +6,7 @@ in `forebay.core.state.requests`.
 """
 
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, get_args
 
 import msgspec
@@ -90,6 +91,7 @@ _NUMBERS = {state: number for number, state in enumerate(STATES)}
 _PHASES = {stage: phase for stage, transition in DISPATCHED.items() if (phase := TRANSITIONS[transition].target)}
 _STATES_BY_STAGE = {stage: STATE_OF_PHASE[phase] for stage, phase in _PHASES.items()}
 _SOURCES = {kind: tuple(TRANSITIONS[transition].sources) for kind, transition in REPORTED.items()}
+_FIELDS_OF = attrgetter(*COLUMNS[:-3])
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[RequestStep])
 
@@ -189,31 +191,7 @@ class CatalogRequest:
 
     def row(self) -> Row:
         """Return the values of `COLUMNS`."""
-        return (
-            self.number,
-            self.request_id,
-            self.model,
-            self.lora_name,
-            self.pool,
-            self.worker_id,
-            self.rank,
-            self.state,
-            self.submitted_us,
-            self.queued_at_us,
-            self.routed_us,
-            self.first_token_us,
-            self.ended_us,
-            self.prompt_tokens,
-            self.cached_tokens,
-            self.output_tokens,
-            self.attempt,
-            self.reason,
-            self.ttft_us,
-            self.journal_offset,
-            self.state in UNSUCCESSFUL,
-            self.is_partial,
-            _ENCODER.encode(self.steps),
-        )
+        return *_FIELDS_OF(self), self.state in UNSUCCESSFUL, self.is_partial, _ENCODER.encode(self.steps)
 
     def is_on(self, worker_id: str, worker_epoch: int) -> bool:
         return self.phase in ON_WORKER and (self.worker_id, self.worker_epoch) == (worker_id, worker_epoch)

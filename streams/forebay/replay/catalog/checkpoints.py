@@ -77,7 +77,6 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         offset: journal offset of the first record after the state.
-        now_us: the owner's clock, in microseconds.
         view: next offset to apply, by input topic.
         unverified: skipped records before the state, as in `Walk.unverified`.
     """
@@ -91,13 +90,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Known(NamedTuple):
-    """A checkpoint of a catalog, without its content.
-
-    Attributes:
-        offset: journal offset of the first record after the state.
-        now_us: the owner's clock, in microseconds.
-        view: next offset to apply, by input topic.
-    """
+    """A checkpoint of a catalog, without its content."""
 
     offset: int
     now_us: int

@@ -35,10 +35,11 @@ from forebay.events.progress import (
 )
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, PROGRESS, REQUESTS
-from forebay.replay.catalog import markers, series
+from forebay.replay.catalog import checkpoints, gaps, markers, series
 from forebay.replay.catalog.catalog_request import COLUMNS, CatalogRequest, Row
 from forebay.replay.catalog.marker_text import SettingsEvent
 from forebay.replay.catalog.markers import MarkerRecorder
+from forebay.replay.catalog.mentions import MentionTable
 from forebay.replay.catalog.observer import CatalogObserver
 from forebay.replay.catalog.series import MetricRecorder
 from forebay.replay.recorded import RecordedStep
@@ -336,3 +337,10 @@ def _apply(request: CatalogRequest, event: RequestProgress, now_us: int) -> bool
 
 def _insert(connection: sqlite3.Connection, table: str, rows: Iterable[Row]) -> None:
     connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({_MARKS})", rows)
+
+
+SCHEMAS = (checkpoints.SCHEMA, gaps.SCHEMA, ContentsObserver.schema, MentionTable.schema)  # all tables of a catalog
+
+
+def new_observers() -> Sequence[CatalogObserver]:
+    return [ContentsObserver(), MentionTable()]

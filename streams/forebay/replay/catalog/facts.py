@@ -1,6 +1,6 @@
 """Plain data that a catalog returns. The console's HTTP endpoints return the same data as JSON.
 
-Times are microseconds of Unix time. `now_us` fields are readings of the owner's clock, as recorded in the journal.
+`docs/console.md` describes the fields. Times are microseconds of Unix time, as read from the owner's clock.
 """
 
 from typing import Literal
@@ -35,18 +35,7 @@ MarkerKind = Literal[
 
 
 class CatalogState(Fact, frozen=True, kw_only=True):
-    """How far a catalog has followed its log.
-
-    Attributes:
-        begin_us: owner's clock at the oldest moment that can be shown; 0 for a log without events.
-        end_us: time of the newest event that the catalog contains; 0 for a log without events.
-        begin_offset: offset of the oldest journal record that can be shown.
-        end_offset: offset after the newest journal record that the catalog contains.
-        log_end_offset: offset after the newest journal record of the log, when it was last read.
-        behind_s: seconds by which the catalog lags behind the log, by the clocks of the two newest records.
-        is_complete: whether the catalog has reached the end of the log since its process started.
-        error: why the catalog cannot follow the log any further; empty while it can.
-    """
+    """How far a catalog has followed its log."""
 
     begin_us: int
     end_us: int
@@ -59,27 +48,7 @@ class CatalogState(Fact, frozen=True, kw_only=True):
 
 
 class RequestRow(Fact, frozen=True, kw_only=True):
-    """A request, as of one moment. Times after that moment are null.
-
-    Attributes:
-        number: offset of its submission on topic `requests`, which is unique, unlike the ID.
-        lora_name: name of the requested LoRA adapter; empty for the base model.
-        pool: pool that serves the request; empty before the first decision.
-        worker_id: worker to which the request was last routed; empty if none.
-        submitted_us: when the owner applied the submission.
-        queued_us: time in the router's queue.
-        routed_us: when the request was first routed; null before.
-        first_token_us: when the owner applied the first token; null before.
-        ended_us: when the request ended; null before.
-        prompt_tokens: length of the prompt in tokens.
-        cached_tokens: prompt tokens that the engine found in its cache; null before the first token.
-        output_tokens: output tokens; null before the end.
-        attempt: number of the last attempt; 0 before the first.
-        reason: finish reason, or the reason of a rejection, an abort or a failure; empty otherwise.
-        ttft_us: time from the submission to the first token; null without a first token.
-        itl_us: mean time between two output tokens; null with fewer than two output tokens.
-        journal_offset: journal offset of the newest decision about the request; null before the first.
-    """
+    """A request, as of one moment. Times after that moment are null."""
 
     number: int
     request_id: str
@@ -116,12 +85,7 @@ class RequestPage(Fact, frozen=True, kw_only=True):
 
 
 class Marker(Fact, frozen=True, kw_only=True):
-    """An event of interest on the time axis.
-
-    Attributes:
-        at_us: time of the event on the owner's clock.
-        count: number of events, if several of one kind within a second are one marker.
-    """
+    """An event of interest on the time axis."""
 
     at_us: int
     kind: MarkerKind
@@ -132,20 +96,7 @@ class Marker(Fact, frozen=True, kw_only=True):
 
 
 class MetricSeries(Fact, frozen=True, kw_only=True):
-    """Metrics over time. Each list has a value per interval, which is null for an interval without requests.
-
-    Attributes:
-        from_us: beginning of the first interval.
-        requests_per_s: submitted requests per second.
-        finished_per_s: finished requests per second.
-        failed_per_s: rejected, aborted and failed requests per second.
-        output_tokens_per_s: output tokens of the requests that finished in the interval, per second.
-        ttft_p50_us: median TTFT of the first tokens in the interval.
-        ttft_p95_us: 95th percentile of the same.
-        itl_p50_us: median of the mean ITL of requests that finished in the interval.
-        itl_p95_us: 95th percentile of the same.
-        hit_rate: share of prompt tokens that engines found in their caches.
-    """
+    """Metrics over time. Each list has a value per interval, which is null for an interval without requests."""
 
     from_us: int
     interval_us: int
@@ -161,13 +112,7 @@ class MetricSeries(Fact, frozen=True, kw_only=True):
 
 
 class WorkerActivity(Fact, frozen=True, kw_only=True):
-    """Activity of a worker over the minute before a moment.
-
-    Attributes:
-        first_tokens: number of first tokens.
-        hit_rate: share of prompt tokens found in its cache; null without a first token.
-        ttft_p50_us: median TTFT; null without a first token.
-    """
+    """Activity of a worker over the minute before a moment."""
 
     worker_id: str
     first_tokens: int

@@ -1,6 +1,6 @@
 """Describe configuration changes and commands of operators in one short sentence."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from forebay.events.control import (
 )
 from forebay.events.decisions import CommandSent
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
+from forebay.replay.moment import flat
 
 CHANGES_MAX = 4  # settings in a sentence; the number of all others is added
 NAMES_MAX = 3
@@ -101,7 +102,7 @@ def command_text(event: WorkerCommanded, sent: CommandSent | None) -> str:
 
 def changes_of(before: msgspec.Struct, after: msgspec.Struct) -> list[str]:
     """Return the fields that differ as `name old → new`, with dotted names for parts of a part."""
-    old, new = dict(_flat(before)), dict(_flat(after))
+    old, new = dict(flat(before)), dict(flat(after))
     return [_change_text(name, old[name], new[name]) for name in new if old[name] != new[name]]
 
 
@@ -146,15 +147,6 @@ def _pool_text(event: PoolConfigured, before: EffectiveSettings) -> str:
 def _sentence(text: str, event: ControlEvent) -> str:
     operator = "" if isinstance(event, PoolConfigured) else event.operator
     return f"{text} (by {operator})." if operator else f"{text}."
-
-
-def _flat(part: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name in part.__struct_fields__:
-        value = getattr(part, name)
-        if isinstance(value, msgspec.Struct):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _change_text(name: str, old: Any, new: Any) -> str:

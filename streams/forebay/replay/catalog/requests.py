@@ -29,9 +29,6 @@ class RequestFilter:
     """Conditions that a request must meet, all of them as of the moment of the query.
 
     Attributes:
-        state: state of the request; None for any.
-        model: name of the model; empty for any.
-        worker_id: worker to which the request was last routed; empty for any.
         slow_us: minimum TTFT in microseconds; None for any.
         is_unsuccessful: whether the request must have failed, been rejected or been aborted.
         text: text that the ID contains, with the same case; empty for any.

@@ -1,7 +1,5 @@
 """Markers of a planner's decisions and of orders to it, which are on the topic `scaling` and not in the journal."""
 
-from typing import NamedTuple
-
 from forebay.events.codec import DecodeError, decode
 from forebay.events.scaling import PlannerPaused, PoolSizeSet, ScalingDecided, ScalingEvent
 from forebay.events.topics import SCALING
@@ -17,31 +15,23 @@ POOLS_MAX = 3  # pools in a sentence
 _POSITION = "scaling_offset"  # offset of the first record that is not in the catalog
 
 
-class ScalingMarkers(NamedTuple):
-    """Markers of a part of the topic.
-
-    Attributes:
-        markers: the markers, in order of their records.
-    """
-
-    markers: list[Marker]
-    next_offset: int
-
-
-async def read_scaling_markers(log: Log, offset: int = 0, group: str = "") -> ScalingMarkers:
-    """Return the markers of at most `RECORDS_MAX` records, none for a log without the topic.
+async def add_scaling_markers(store: Store, log: Log, group: str) -> bool:
+    """Add the markers of at most `RECORDS_MAX` further records to a catalog. Return whether there were any records.
 
     Args:
-        offset: offset at which to begin; the `next_offset` of the previous call.
-        group: name of the group whose pools count; empty for all groups.
+        store: the catalog, open for writing.
+        group: name of the catalog's group, whose pools count; empty for all groups.
 
     Raises:
         LogError: the log cannot be read.
     """
     if not await has_scaling(log):
-        return ScalingMarkers([], offset)
+        return False
+    offset = int(store.meta(_POSITION) or 0)
     begin = max(offset, await log.begin(SCALING.name, PARTITION))
     end = max(begin, min(begin + RECORDS_MAX, await log.end(SCALING.name, PARTITION)))
+    if end == offset:
+        return False
     found = []
     async for record in records_of(log, SCALING, PARTITION, begin, end):
         try:
@@ -51,26 +41,9 @@ async def read_scaling_markers(log: Log, offset: int = 0, group: str = "") -> Sc
         if text := _text(event, group):
             at_us = event.at_us or record.at_us
             found.append(Marker(at_us=at_us, kind="scaling", text=text, topic=SCALING.name, offset=record.offset))
-    return ScalingMarkers(found, end)
-
-
-async def add_scaling_markers(store: Store, log: Log, group: str) -> bool:
-    """Add the markers of the next records to a catalog. Return whether there were any records.
-
-    Args:
-        store: the catalog, open for writing.
-        group: name of the catalog's group.
-
-    Raises:
-        LogError: the log cannot be read.
-    """
-    offset = int(store.meta(_POSITION) or 0)
-    found = await read_scaling_markers(log, offset, group)
-    if found.next_offset == offset:
-        return False
     with store.transaction() as connection:
-        add_markers(connection, found.markers)
-        store.set_meta(_POSITION, str(found.next_offset))
+        add_markers(connection, found)
+        store.set_meta(_POSITION, str(end))
     return True
 
 

@@ -6,7 +6,7 @@ from forebay.replay.at_time import seek_record, seek_time
 from forebay.replay.catalog import checkpoints, gaps
 from forebay.replay.catalog.mentions import find_mentions
 from forebay.replay.catalog.store import Store
-from forebay.replay.explain.explain import explain
+from forebay.replay.explain.explain import Known, explain
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.walk import Start, StateTime, before
 from forebay.transport.base import Log
@@ -89,6 +89,7 @@ async def catalog_explanation(
     *,
     journal_offset: int | None = None,
     thorough: bool = True,
+    with_changes: bool = False,
     custom: CustomPolicies = ONLY_BUILT_IN,
 ) -> Explanation:
     """Return the explanation of a request, in a short time.
@@ -108,7 +109,7 @@ async def catalog_explanation(
         partition,
         request_id,
         thorough=thorough,
+        with_changes=with_changes,
         custom=custom,
-        states=CatalogStates(store, log, partition, custom),
-        mentions=find_mentions(store, request_id, journal_offset),
+        known=Known(CatalogStates(store, log, partition, custom), find_mentions(store, request_id, journal_offset)),
     )

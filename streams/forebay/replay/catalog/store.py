@@ -52,7 +52,6 @@ class CommittedPosition(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         position: journal offset of the first record that is not in the catalog.
         checksum: checksum of the stored bytes of the record right before `position`; 0 if there was none.
-        begin_us: the owner's clock at the first record with a clock reading; 0 if there is none yet.
     """
 
     position: int
@@ -65,7 +64,6 @@ class Store:
     """A catalog that is open. A writer holds the lock of the file until `close`.
 
     Attributes:
-        path: path of the file.
         committed: how far the rows reach; None for a new catalog.
     """
 

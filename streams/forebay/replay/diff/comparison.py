@@ -88,10 +88,8 @@ class Comparison:
         self._altered: dict[str, tuple[PoolConfigured, PoolConfigured]] = {}
         self._tallies = (WorldTally(), WorldTally())
         self._pairs: dict[str, _Pair] = {}
-        self._prefills: tuple[dict[str, _FirstRoute], dict[str, _FirstRoute]] = (
-            {},
-            {},
-        )  # until the request is routed to a decode worker
+        # Until the request is routed to a decode worker.
+        self._prefills: tuple[dict[str, _FirstRoute], dict[str, _FirstRoute]] = ({}, {})
         self._sums = PairTally()
         self._series: Series | None = None
         self._ranks: dict[HolderKey, None] = {}
@@ -256,9 +254,7 @@ class Comparison:
             case RequestRouted():
                 self._route(number, decision, now_us)
             case RequestHeld():
-                assert self._series is not None
                 summary.held += 1
-                self._series.hold(number, now_us)
                 self._pair(decision.request_id, now_us)
             case RequestRejected(reason="duplicate_id"):
                 _increment(summary.rejected, "duplicate_id")  # does not concern the request that owns the ID
@@ -275,7 +271,6 @@ class Comparison:
         summary.decisions += 1
 
     def _route(self, number: int, routed: RequestRouted, now_us: int) -> None:
-        assert self._series is not None
         tally = self._tallies[number]
         request = self._request_of(number, routed)
         key = (routed.worker_id, routed.rank)
@@ -372,10 +367,8 @@ class Comparison:
         if one.terms is None or other.terms is None:
             self._other.counts["unknown_end"] += other.terms is not None
             return
-        assert self._series is not None
         moved = (one.worker_id, one.rank) != (other.worker_id, other.rank)
         self.report.moved.compared += 1
-        self._series.compare(pair.at_us, moved=moved)
         self._sums.add(one.terms, other.terms, later=other.at_us > one.at_us)
         if moved:
             self.report.moved.moved += 1

@@ -40,8 +40,6 @@ class Fork(msgspec.Struct, kw_only=True):
     Attributes:
         offset: journal offset of history's decision, or of the record whose events led only the alternative to a
             decision.
-        at_us: the owner's clock in microseconds.
-        after_s: seconds since the start of the recording.
         decisions_before: number of earlier decisions, which are equal in both worlds.
     """
 
@@ -107,15 +105,9 @@ class WorldSummary(msgspec.Struct, kw_only=True):
     """Decisions and totals of one world, history's or the alternative's.
 
     Attributes:
-        decisions: number of decisions about requests, of any type.
-        routed: attempts sent to workers, including further attempts.
         unsent: requests that were rejected or aborted before they were sent to a worker.
-        held: requests that were held in the router's queue.
         still_held: requests that were still held at the end. `sent`, `unsent` and `still_held` add up to all requests.
-        prompt_tokens: prompt tokens of all attempts.
         cached_tokens: prompt tokens known to be in the device cache of the selected ranks.
-        reuse: predicted prefix reuse: `cached_tokens` divided by `prompt_tokens`.
-        overlap: overlap in blocks, summed over all attempts.
         max_over_mean: prompt tokens to compute on the busiest rank, divided by the mean over all ranks.
         wait_ms: queueing time of held requests until they were sent, in milliseconds: mean, p50, p90, p99, max.
         landed: share of prompt blocks that the selected rank had cached when the request ended, according to the prefix
@@ -140,15 +132,9 @@ class WorldSummary(msgspec.Struct, kw_only=True):
 
 
 class RankRouting(msgspec.Struct, kw_only=True):
-    """Attempts sent to one rank.
-
-    Attributes:
-        prompt_tokens: prompt tokens of these attempts.
-        computed_tokens: prompt tokens of these attempts that were not cached.
-    """
+    """Attempts sent to one rank, and their prompt tokens that were not cached."""
 
     requests: int = 0
-    prompt_tokens: int = 0
     computed_tokens: int = 0
 
 
@@ -168,8 +154,6 @@ class MovedRequest(msgspec.Struct, kw_only=True):
     be a different rank.
 
     Attributes:
-        at_us: the owner's clock at the first decision about the request, in microseconds.
-        blocks: number of full KV blocks of the prompt.
         overlap: overlap in history, in blocks of all tiers.
         by_choice: whether the alternative selects another rank for the request even in history's state.
     """
@@ -193,7 +177,7 @@ class MovedRequest(msgspec.Struct, kw_only=True):
 
 
 class Interval(msgspec.Struct, kw_only=True):
-    """One time interval of the recording. Requests count in the interval of their first decision.
+    """One time interval of the recording.
 
     Attributes:
         after_s: start of the interval, in seconds since the start of the recording.
@@ -204,14 +188,10 @@ class Interval(msgspec.Struct, kw_only=True):
     """
 
     after_s: float
-    compared: int = 0
-    moved: int = 0
     reuse: float | None = None
     other_reuse: float | None = None
     max_over_mean: float | None = None
     other_max_over_mean: float | None = None
-    held: int = 0
-    other_held: int = 0
 
 
 class ProgressOutcome(msgspec.Struct, kw_only=True):
@@ -243,25 +223,12 @@ class DiffReport(msgspec.Struct, kw_only=True):
     """Open-loop comparison of history with an alternative.
 
     Attributes:
-        alternative: description of the changed configuration.
         idle: requested configuration changes that have no effect.
         undone: requested configuration fields that an operator changed during the recording. The requested value takes
             precedence.
-        notes: what the results mean and when they stop being valid, in sentences.
         start: journal offset at which the comparison began.
-        events: number of input events applied to each world.
-        span_s: seconds from the first to the last clock reading.
         requests: requests that arrived, or waited in the router at the start.
-        identical: whether both worlds made the same decisions throughout.
-        fork: the first decision that differs; None if none differs. Everything before the fork is exact.
         before_fork: share of history's decisions before the fork.
-        moved: how many requests went to another rank.
-        overlap: change of the overlap from history to the alternative.
-        ranks: attempts sent to each rank, in history and in the alternative.
-        most: the moved requests with the largest change of overlap.
-        series: totals of history and of the alternative per time interval.
-        interval_s: length of an interval of `series`, in seconds.
-        progress: how the alternative handled history's progress events.
         booked: changed fields that determine how much load a request adds to its rank. `moved.evaluated` shows their
             effect only in part, because the load in history's state was added under history's configuration.
         stages_kept: whether the alternative changes the disaggregation policy. `moved.evaluated` does not show this
@@ -269,12 +236,8 @@ class DiffReport(msgspec.Struct, kw_only=True):
         pools_kept: whether the alternative has other rules for the choice of pools. `moved.evaluated` does not show
             this change, because a repeated decision keeps its pool.
         queries_otherwise: route queries for which the alternative selects another rank.
-        state: digest of history's world at the end.
         other_state: digest of the alternative's world at the end. Equal to `state` if the worlds are equal, including
             their configuration.
-        unverified: number of records and events that could not be verified, by name, as in `VerifyReport`.
-        divergence: the first journal record that does not follow from the events, which ended the comparison. None if
-            all records follow.
         left_out: parts of the journal by owners with other decision rules, which are not compared. After such a part,
             the alternative begins again with the recorded state.
     """

@@ -45,7 +45,6 @@ class WorldTally:
             setattr(overlap, tier, getattr(overlap, tier) + getattr(terms, f"{tier}_overlap"))
         load = self.ranks.setdefault(key, RankRouting())
         load.requests += 1
-        load.prompt_tokens += prompt_tokens
         load.computed_tokens += prompt_tokens - cached_tokens
 
     def side(self, keys: list[HolderKey], still_held: int, landed: float | None) -> WorldSummary:
@@ -64,18 +63,12 @@ class WorldTally:
 
 @dataclass(slots=True)
 class _Stretch:
-    compared: int = 0
-    moved: int = 0
-    held: list[int] = field(default_factory=lambda: [0, 0])
     prompt_tokens: list[int] = field(default_factory=lambda: [0, 0])
     cached_tokens: list[int] = field(default_factory=lambda: [0, 0])
     computed: tuple[Counter[HolderKey], Counter[HolderKey]] = field(default_factory=lambda: (Counter(), Counter()))
 
     def add(self, other: "_Stretch") -> None:
-        self.compared += other.compared
-        self.moved += other.moved
         for world in (0, 1):
-            self.held[world] += other.held[world]
             self.prompt_tokens[world] += other.prompt_tokens[world]
             self.cached_tokens[world] += other.cached_tokens[world]
             self.computed[world].update(other.computed[world])
@@ -92,16 +85,6 @@ class Series:
         self.width_us = INTERVAL_FIRST_US
         self._stretches: list[_Stretch] = []
 
-    def compare(self, at_us: int, *, moved: bool) -> None:
-        """Count a request that both worlds sent to a worker, in the interval of its first decision."""
-        stretch = self._at(at_us)
-        stretch.compared += 1
-        stretch.moved += moved
-
-    def hold(self, world: int, at_us: int) -> None:
-        """Count a request that a world holds in its queue."""
-        self._at(at_us).held[world] += 1
-
     def route(self, world: int, at_us: int, key: HolderKey, prompt_tokens: int, cached_tokens: int) -> None:
         """Count an attempt that a world sends to a rank."""
         stretch = self._at(at_us)
@@ -114,20 +97,15 @@ class Series:
         return [
             Interval(
                 after_s=number * self.width_us / 1e6,
-                compared=one.compared,
-                moved=one.moved,
                 reuse=_share(one.cached_tokens[0], one.prompt_tokens[0]),
                 other_reuse=_share(one.cached_tokens[1], one.prompt_tokens[1]),
                 max_over_mean=max_over_mean([one.computed[0][key] for key in keys]),
                 other_max_over_mean=max_over_mean([one.computed[1][key] for key in keys]),
-                held=one.held[0],
-                other_held=one.held[1],
             )
             for number, one in enumerate(self._stretches)
         ]
 
     def _at(self, at_us: int) -> _Stretch:
-        at_us = max(at_us, self.start_us)  # the first decision about a request that was queued may be earlier
         while (number := (at_us - self.start_us) // self.width_us) >= INTERVALS_MAX:
             self.width_us *= 2
             pairs = zip(self._stretches[::2], [*self._stretches[1::2], _Stretch()], strict=False)

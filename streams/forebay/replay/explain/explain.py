@@ -9,6 +9,7 @@ reasons, which only a program with these rules can derive.
 
 import asyncio
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -42,31 +43,37 @@ from forebay.transport.history.snapshots import load_continued
 BREATHE_EVERY = 64  # journal records between yields to the event loop, for time limits and signals
 
 
+class Known(NamedTuple):
+    """What a catalog knows about the requests with an ID: states at which the derivation may begin, and records."""
+
+    states: States
+    mentions: Mentions
+
+
 async def explain(
     log: Log,
     partition: int,
     request_id: str,
     *,
     thorough: bool = True,
+    with_changes: bool = False,
     progress: OnProgress | None = None,
     custom: CustomPolicies = ONLY_BUILT_IN,
-    states: States | None = None,
-    mentions: Mentions | None = None,
+    known: Known | None = None,
 ) -> Explanation:
     """Explain the most recent request with this ID.
 
     Args:
-        partition: control partition of the request's group.
         request_id: ID of the request on the log, or the ID that its client chose.
         thorough: whether to search the whole journal, for earlier and other requests with the same ID.
-        progress: called with the number of records done and their total, first for the search, then for the derivation.
-        states: states at which the derivation may begin; None for the snapshots of the log.
-        mentions: known records about the ID; None to search the journal for them.
+        with_changes: whether to find the changes that would have changed each selection.
+        known: what a catalog knows; None to search the journal, and to begin at a snapshot of the log.
 
     Raises:
         UnknownRequest: no record on the log is about the request.
         LogError: the log is damaged, or no longer holds a state before the request.
     """
+    states, mentions = (None, None) if known is None else known
     try:
         found = await find(log, partition, request_id, thorough=thorough, progress=progress, mentions=mentions)
     except UnknownRequest:
@@ -78,7 +85,7 @@ async def explain(
     if mentions is not None:  # the request is not active yet in a state before the record that counts its submission
         first = next((offset for offset in mentions.submissions if offset <= first), first)
     end = await log.end(DECISIONS.name, partition)
-    derived = _Derived(log, partition, found, end, progress)
+    derived = _Derived(log, partition, found, end, progress, with_changes=with_changes)
     await derived.follow(first, states or LogStates(log, partition, custom), custom)
     timeline = derived.timeline
     if derived.divergence is None and not timeline.over:
@@ -102,15 +109,24 @@ class _Derived:
     """Derives the timeline of a request. Parts of the journal by other rules are read as recorded.
 
     Attributes:
-        divergence: the first record that does not follow from the events, if there is one.
         unverified: number of skipped records and events, by name.
         view: offset of the next event, by input topic.
         begin: journal offset at which the derivation began; the journal's end if nothing was derived.
         done: journal offset at which the derivation ended, exclusive.
     """
 
-    def __init__(self, log: Log, partition: int, found: RequestLocation, end: int, progress: OnProgress | None) -> None:
+    def __init__(
+        self,
+        log: Log,
+        partition: int,
+        found: RequestLocation,
+        end: int,
+        progress: OnProgress | None,
+        *,
+        with_changes: bool,
+    ) -> None:
         self.timeline = Timeline(found.request_id, World())
+        self._with_changes = with_changes
         self.divergence: DivergenceReport | None = None
         self.recorded: list[OtherSpan] = []
         self.unverified: dict[str, int] = {}
@@ -155,7 +171,7 @@ class _Derived:
 
         def on_plan(plan: Plan) -> None:
             kept(plan)
-            self.timeline.on_plan(plan)
+            self.timeline.on_plan(plan, with_changes=self._with_changes)
 
         walk.world.on_plan = on_plan
         try:

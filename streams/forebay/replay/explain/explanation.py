@@ -74,14 +74,9 @@ class Submission(ExplanationPart, frozen=True, kw_only=True):
     """The request as it was submitted.
 
     Attributes:
-        offset: offset of the event in topic `requests`.
         now_us: when the owner applied the event. None if the log no longer holds the event, or no owner applied it yet.
         wall_us: when the ingress wrote the event. 0 if the ingress did not record a time.
-        lora_name: name of the requested LoRA adapter; empty for the base model.
-        prompt_tokens: length of the prompt in tokens.
         full_blocks: number of KV blocks that the prompt fills completely. Only full blocks can be cached.
-        max_tokens: maximum output tokens. None for a query, and if the log no longer holds the event.
-        timeout_us: time limit, counted from `now_us`. None for a query, and if the log no longer holds the event.
         tie_seed: the 64-bit seed that breaks ties, as 16 hex digits.
         hints: the routing hints of the request, as in `RoutingHints`, without fields at their default.
         anonymised: whether the recording omits the prompt's tokens.
@@ -105,17 +100,11 @@ class RankState(ExplanationPart, frozen=True, kw_only=True):
     """Cache and load of one worker rank at the moment of a routing decision.
 
     Attributes:
-        rank: data-parallel rank of the worker's engine.
         device_overlap: leading blocks of the prompt in device memory.
         host_overlap: further leading blocks in host memory.
-        disk_overlap: further leading blocks on disk.
-        store_overlap: further leading blocks in the shared store of the worker.
         assumed_overlap: the part of `device_overlap` that no KV event confirmed. The router assumes that the rank has
             these blocks, because it routed a prompt with them to the rank.
         device_blocks: number of all blocks in device memory, according to KV events.
-        host_blocks: number of all blocks in host memory, according to KV events.
-        disk_blocks: number of all blocks on disk, according to KV events.
-        kv_blocks_total: capacity of the rank's device memory in KV blocks.
         waiting_tokens: uncached prompt tokens of requests on the rank that have no output token yet.
         computed_tokens: uncached prompt tokens of all requests that were routed to the rank so far.
     """
@@ -139,8 +128,6 @@ class CandidateCost(ExplanationPart, frozen=True, kw_only=True):
     """A candidate (worker rank that could take the request) and its cost, as in `forebay.core.routing.cost`.
 
     Attributes:
-        seen: cache and load of the rank.
-        cost: total cost; it decides in modes that select by cost.
         prefill_blocks: blocks to prefill on the rank, including this prompt, cached or not.
         overlap_credit: blocks subtracted for cached parts of the prompt.
         decode_blocks: blocks of active requests, plus the blocks that this prompt would add.
@@ -167,29 +154,37 @@ class ExcludedRank(ExplanationPart, frozen=True, kw_only=True):
     text: str
 
 
+class SelectionChange(ExplanationPart, frozen=True, kw_only=True):
+    """A change of one thing, and the rank that the router selects with the change in the otherwise recorded state.
+
+    Attributes:
+        setting: name of the changed setting, `mode` for another policy, or `worker/rank` if its cache or load changes.
+        value: value of the setting right beyond the threshold, number of blocks or tokens, or name of the policy.
+        selected: selected rank as `worker/rank`. It may be the recorded rank for another policy.
+    """
+
+    setting: str
+    value: float | int | str
+    text: str
+    selected: str
+
+
 class Routing(ExplanationPart, frozen=True, kw_only=True):
     """One routing decision, derived again from the events. It equals the recorded decision, including the cost table.
 
     Attributes:
-        now_us: when the decision was made, on the owner's clock.
-        after_us: microseconds since the submission.
         attempt: number of the attempt, starting at 1; 0 for a query.
-        waited_us: time in the router's queue, in microseconds.
-        pool: name of the pool that serves the model.
-        block_size: tokens per KV block in this pool.
         config: the settings that this mode uses, by their names in `RouterConfig`.
-        overridden: names of the settings that the request overrode.
         winner: index of the selected worker rank in `candidates`.
         runner_up: index of the cheapest other candidate; None if there is no other.
-        reason: the rule that decided, as an identifier.
-        why: the rule that decided, as a sentence.
-        candidates: all candidates, sorted by worker and rank.
-        left_out: all ranks of the pool that were not candidates.
         table_digest: digest over every term of every candidate. It equals the recorded digest.
         would_wait: for a query: whether a request like it would be held in the queue.
         stage: part of the request that was routed. `encode`: only its images and videos. `prefill`: only its prompt.
             `decode`: fetching its KV and generating the response. `aggregated`: the whole request.
         prefill: where the prompt is computed, and why. None unless the pool is a decode pool.
+        changes: changes that would have selected another rank, smallest changes of settings first, and the rank that
+            each other policy selects. Unset unless they were requested.
+        notes: kinds of changes that were not evaluated, and why, as sentences. Unset like `changes`.
     """
 
     offset: int
@@ -212,6 +207,8 @@ class Routing(ExplanationPart, frozen=True, kw_only=True):
     would_wait: bool = False
     stage: str = "aggregated"
     prefill: PrefillPlace | None = None
+    changes: list[SelectionChange] | msgspec.UnsetType = msgspec.UNSET
+    notes: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class FirstTokenTiming(ExplanationPart, frozen=True, kw_only=True):
@@ -224,8 +221,6 @@ class FirstTokenTiming(ExplanationPart, frozen=True, kw_only=True):
         cached_tokens: prompt tokens that the engine did not compute, because they were in its cache or were fetched.
         predicted_tokens: prompt tokens that the router expected in the device cache. None if unknown, or if the worker
             was to fetch the KV of the prompt.
-        transferred_bytes: bytes of KV fetched from a prefill worker. 0 if the engine does not report transfers.
-        transfer_us: duration of that transfer in microseconds.
         sources: prompt tokens per source: `device`, `host`, `disk` and `store` are tiers, `transferred` is from a
             prefill worker, `computed` by this worker. Sources without tokens are absent, and `computed` is absent if
             the log lacks the submission.
@@ -255,11 +250,9 @@ class Ending(ExplanationPart, frozen=True, kw_only=True):
     """The outcome of a request.
 
     Attributes:
-        state: `finished`, `failed`, `rejected`, `aborted` or `answered`.
         reason: reason of a finish, rejection or abort; empty otherwise.
         text: the message sent to the client, or the engine's error.
         output_tokens: number of output tokens that the engine reported; None if it reported none.
-        duration_us: time since the submission on the owner's clock. None if one of the two times is unknown.
         left_out: for a rejection: the worker ranks of the pool, with the reasons why they were not eligible.
     """
 
@@ -277,8 +270,6 @@ class TimelineEntry(ExplanationPart, frozen=True, kw_only=True):
 
     Attributes:
         what: kind of the entry, such as `routed` or `worker_lost`.
-        now_us: when the owner applied the event or made the decision.
-        after_us: microseconds since the submission.
         counted: whether the event had any effect.
     """
 
@@ -295,19 +286,11 @@ class Explanation(ExplanationPart, frozen=True, kw_only=True):
     """Timeline, routing decisions and outcome of one request.
 
     Attributes:
-        kind: `request`, or `query` for a route query, which routes nothing.
-        state: the current state, or the outcome if the request has ended.
         earlier_uses: number of earlier requests with the same ID on the log. None if they were not searched for.
         others: IDs on the log of other requests with the ID that was looked up: requests for which a client chose it,
             or parts of a request. Newest first, at most 100. None if they were not searched for.
-        derived_from: journal offset at which the derivation began.
         derived_to: journal offset at which the derivation ended, exclusive.
-        submitted: the submission; None if the log does not hold it.
-        routings: every routing decision for the request, in order.
         first_token: first token of the response, from the first attempt that produced one.
-        output_tokens: output tokens reported so far.
-        ending: the outcome; None while the request is active.
-        timeline: all entries in order.
         unverified: records that the derivation skipped, counted by a name of `forebay.replay.verify.verify.UNVERIFIED`.
         divergence: the first record that does not follow from the events. The explanation ends there.
         recorded: parts of the journal by owners with other decision rules, between `derived_from` and `derived_to` or

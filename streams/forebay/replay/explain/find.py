@@ -64,7 +64,6 @@ class RequestLocation:
 
     Attributes:
         first: journal offset of the first record about the request. Only a `RequestHeld` about it may come earlier.
-        last: journal offset of the newest record about the ID.
         earlier: number of earlier requests with the same ID on the log; None if they were not searched for.
         others: IDs on the log of other requests with the same client ID, newest first, at most `OTHERS_MAX`; None if
             they were not searched for.
@@ -82,7 +81,6 @@ class Mentions(NamedTuple):
 
     Attributes:
         end: journal offset up to which the lists are complete.
-        decisions: offsets of the valid records about the ID, newest first.
         submissions: offsets of the records that count a submission with the ID, newest first.
     """
 
@@ -135,7 +133,6 @@ async def find(
         request_id: ID to look for, on the log or as the client chose it. If the client chose it for several requests,
             the last routed one is found.
         thorough: whether to search back to the journal's beginning, for earlier uses and other requests.
-        progress: called with the number of records searched and their total.
         mentions: known records about the ID. Only later records are searched, if there are any known ones.
 
     Raises:

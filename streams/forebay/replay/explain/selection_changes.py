@@ -1,12 +1,11 @@
 """Find the smallest changes that would have changed a routing decision, with the router's own selection.
 
-The decisions of a request are derived again from the log. Right before a decision is booked, the router selects again
-with one number changed. The nearest number that changes the selection is found by bisection. A cost is a sum in which
-the load, the cached blocks and the settings are factors, so the selection does not change back further away.
+Right before a decision is booked, the router selects again with one number changed. The nearest number that changes the
+selection is found by bisection. A cost is a sum in which the load, the cached blocks and the settings are factors, so
+the selection does not change back further away.
 """
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,18 +17,13 @@ from forebay.core.routing.cost import Demand
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.evaluation import demand_of, select
 from forebay.core.routing.plan import Plan, StageCandidates
-from forebay.core.routing.policies import BUILT_IN, ONLY_BUILT_IN, CustomPolicies, PolicyMissing
+from forebay.core.routing.policies import BUILT_IN, PolicyMissing
 from forebay.core.state.prefix_index import Overlap
 from forebay.core.state.roster import CandidateRank, Roster
 from forebay.core.world import World
 from forebay.events.control import RouterConfig
-from forebay.events.decisions import RequestRouted, RouteAnswered
-from forebay.replay.at import JournalDiverged
 from forebay.replay.explain.decisions import name_of
-from forebay.replay.explain.find import UnknownRequest, find
-from forebay.replay.moment import Fact
-from forebay.replay.walk import Start, Walk, before
-from forebay.transport.base import Log
+from forebay.replay.explain.explanation import SelectionChange
 
 NUMBERS = (
     "overlap_score_credit",
@@ -47,112 +41,11 @@ LOADS = {
     "active_requests": "active requests",
 }
 OTHER_POLICIES = tuple(mode for mode in BUILT_IN if mode != "direct")  # `direct` needs a request that names a worker
-ROUTINGS_MAX = 64  # decisions about one request, which has few attempts at few stages
 RIVALS_MAX = 3  # cheapest other candidates of which cache and load are changed
 SETTINGS = (0.0, *(digits * 10.0**power for power in range(-4, 5) for digits in range(10, 100)))  # two digits each
 TOKENS_MAX = 1 << 22  # more than a rank ever has to prefill
 
-
-ChangedThing = Literal["setting", "cache", "load", "policy"]
 LoadField = Literal["prefill_tokens", "decode_blocks", "active_requests"]
-
-
-class SelectionChange(Fact, frozen=True, kw_only=True):
-    """A change of one thing, and the rank that the router selects with the change in the otherwise recorded state.
-
-    Attributes:
-        setting: name of the changed setting; `worker/rank` for a change of the cache or load of a rank.
-        value: value of the setting right beyond the threshold, number of blocks or tokens, or name of the policy.
-        selected: selected rank as `worker/rank`. It may be the recorded rank for `policy`.
-    """
-
-    what: ChangedThing
-    setting: str
-    value: float | int | str
-    text: str
-    selected: str
-
-
-class Counterfactuals(Fact, frozen=True, kw_only=True):
-    """Changes that would have changed one routing decision. Each was evaluated with the code of the router.
-
-    Attributes:
-        attempt: number of the attempt at the stage, starting at 1.
-        stage: stage of the request: `aggregated`, `prefill`, `decode` or `encode`.
-        selected: recorded selection as `worker/rank`.
-        changes: changes that select another rank, smallest changes of settings first, and each other policy's rank.
-        notes: kinds of changes that were not evaluated, and why, as sentences.
-    """
-
-    request_id: str
-    attempt: int
-    stage: str
-    routing_offset: int
-    selected: str
-    changes: list[SelectionChange]
-    notes: list[str]
-
-
-async def counterfactuals(
-    log: Log,
-    partition: int,
-    request_id: str,
-    *,
-    routings: Sequence[int] = (),
-    start: Start | None = None,
-    custom: CustomPolicies = ONLY_BUILT_IN,
-) -> list[Counterfactuals]:
-    """Return the changes that would have changed each routing decision about a request, in journal order.
-
-    Args:
-        partition: control partition of the request's group.
-        request_id: ID of the request on the log. Without `routings`, it may also be the ID that its client chose.
-        routings: journal offsets of the decisions, as in `Explanation.routings`. By default, these are all decisions
-            about the most recent request with this ID.
-        start: state at or before the first of these decisions, at which the derivation begins; its world changes. None
-            selects the newest usable state of the log.
-
-    Raises:
-        UnknownRequest: no such decision is about the request.
-        JournalDiverged: a record does not follow from the events.
-        LogError: the log is damaged, or no longer holds a state before the decisions.
-    """
-    if routings:
-        first, last = min(routings), max(routings)
-    else:
-        location = await find(log, partition, request_id, thorough=False)
-        request_id, first, last = location.request_id, location.first, location.last
-    walk = Walk(log, partition, start or await before(log, partition, first, custom), last + 1)
-    evaluated: deque[tuple[Plan, list[SelectionChange], list[str]]] = deque()
-
-    def evaluate_plan(plan: Plan) -> None:
-        if plan.request.request_id == request_id and len(evaluated) < ROUTINGS_MAX:
-            evaluated.append((plan, *changes_of(walk.world, plan)))
-
-    walk.world.on_plan = evaluate_plan
-    found = []
-    async for step in walk:
-        if step.divergence is not None:
-            raise JournalDiverged(step.divergence)
-        record = step.record
-        if not isinstance(record, RequestRouted | RouteAnswered) or record.request_id != request_id or not evaluated:
-            continue
-        plan, changes, notes = evaluated.popleft()
-        if step.offset >= first and (not routings or step.offset in routings):
-            found.append(
-                Counterfactuals(
-                    request_id=request_id,
-                    attempt=plan.attempt + 1,
-                    stage=plan.stage,
-                    routing_offset=step.offset,
-                    selected=_key_text(plan.selected),
-                    changes=changes,
-                    notes=notes,
-                )
-            )
-    if not found:
-        raise UnknownRequest(request_id, ())
-    return found
 
 
 def changes_of(world: World, plan: Plan) -> tuple[list[SelectionChange], list[str]]:
@@ -202,7 +95,7 @@ class _Repeated:
         lower = [value for value in reversed(SETTINGS) if value < current]
         for values in (lower, [value for value in SETTINGS if value > current]):
             for value, plan in self._nearest(values, partial(self._select_with, name)):
-                yield self._change(plan, "setting", name, value, f"with {name} {value:g} instead of {current:g}")
+                yield self._change(plan, name, value, f"with {name} {value:g} instead of {current:g}")
 
     def cached_blocks(self, at: int) -> Iterator[SelectionChange]:
         """Yield with how few cached blocks the selected rank loses, or with how many a rival wins."""
@@ -221,7 +114,7 @@ class _Repeated:
                 text = f"with {blocks:,} instead of {_counted(cached, 'cached block')} on {name}"
             else:
                 text = f"without the {_counted(cached, 'cached block')} on {name}"
-            yield self._change(plan, "cache", _key_text(rank), blocks, text)
+            yield self._change(plan, _key_text(rank), blocks, text)
 
     def load(self, at: int, field: LoadField) -> Iterator[SelectionChange]:
         """Yield how much more load the selected rank, or less load a rival, needs for another selection."""
@@ -236,7 +129,7 @@ class _Repeated:
         more = range(current + 1, current + TOKENS_MAX)
         for value, plan in self._nearest(more if at == self._plan.at else range(current - 1, -1, -1), select_with):
             text = f"with {value:,} instead of {current:,} {LOADS[field]} on {name}"
-            yield self._change(plan, "load", _key_text(rank), value, text)
+            yield self._change(plan, _key_text(rank), value, text)
 
     def size(self, change: SelectionChange) -> float:
         """Return the relative size of a change of a setting."""
@@ -248,7 +141,7 @@ class _Repeated:
         for mode in OTHER_POLICIES:
             plan = None if mode == self._plan.config.mode else self._select_with("mode", mode)
             if plan is not None:
-                yield self._change(plan, "policy", "mode", mode, f"with the policy {mode}")
+                yield self._change(plan, "mode", mode, f"with the policy {mode}")
 
     def _select_with(self, setting: str, value: float | str) -> Plan | None:
         config = msgspec.structs.replace(self._plan.config, **{setting: value})
@@ -277,11 +170,11 @@ class _Repeated:
             assert plan is not None, "it selects another rank"
             yield value, plan
 
-    def _change(self, plan: Plan, what: ChangedThing, setting: str, value: float | str, text: str) -> SelectionChange:
+    def _change(self, plan: Plan, setting: str, value: float | str, text: str) -> SelectionChange:
         """Return a change, given the selection that it leads to. `text` is the change in words."""
         also = ", too" if plan.selected.key == self._plan.selected.key else ""
         text = f"{text}, {name_of(plan.table, plan.at)} is selected{also}"
-        return SelectionChange(what=what, setting=setting, value=value, text=text, selected=_key_text(plan.selected))
+        return SelectionChange(setting=setting, value=value, text=text, selected=_key_text(plan.selected))
 
 
 def _resized(overlap: Overlap, blocks: int) -> Overlap:

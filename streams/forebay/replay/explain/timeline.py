@@ -63,6 +63,7 @@ from forebay.replay.explain.explanation import (
     TokenSource,
 )
 from forebay.replay.explain.find import RequestRecord, starts_use
+from forebay.replay.explain.selection_changes import changes_of
 from forebay.replay.explain.wording import (
     choice_text,
     end_text,
@@ -123,10 +124,14 @@ class Timeline:
     def over(self) -> bool:
         return self._ending is not None
 
-    def on_plan(self, plan: Plan) -> None:
+    def on_plan(self, plan: Plan, *, with_changes: bool) -> None:
         """Keep a derived routing decision if it is about this request."""
         if plan.request.request_id == self.request_id:
-            self._plans.append(routing_of(self._world, plan))
+            routing = routing_of(self._world, plan)
+            if with_changes:
+                changes, notes = changes_of(self._world, plan)
+                routing = msgspec.structs.replace(routing, changes=changes, notes=notes)
+            self._plans.append(routing)
 
     def apply(self, step: Step, offsets: Mapping[str, int]) -> None:
         """Apply one step: first its input events, then its decision.

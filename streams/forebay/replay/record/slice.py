@@ -58,17 +58,7 @@ class Slice(NamedTuple):
 
 
 async def slice_of(log: Log, name: str, partition: int, window: Window) -> Slice:
-    """Return the part of the log from which one group's decisions in a window can be derived again.
-
-    Args:
-        name: name of the group, for messages and for the recording.
-        partition: partition of the group's control topics.
-        window: range of append times of the journal records.
-
-    Raises:
-        NothingDecided: the window contains no decision.
-        LogError: the log no longer holds what the window needs, or is damaged.
-    """
+    """Return the part of the log from which one group's decisions in a window can be derived again."""
     begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
     if begin == end:
         raise NothingDecided(f"the journal of group {name or partition} is empty")

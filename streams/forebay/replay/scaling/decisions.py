@@ -86,12 +86,7 @@ class PoolEntry(Fact, frozen=True, kw_only=True):
 
 
 class ReplyEntry(Fact, frozen=True, kw_only=True):
-    """Reply of an actuator.
-
-    Attributes:
-        at_us: the actuator's wall clock in microseconds.
-        message: the reason of a refusal, or why a size was not reached; empty if all sizes were.
-    """
+    """Reply of an actuator."""
 
     actuator: str
     at_us: int
@@ -102,10 +97,7 @@ class DecisionEntry(Fact, frozen=True, kw_only=True):
     """One decision.
 
     Attributes:
-        at_us: the planner's wall clock in microseconds of Unix time.
         planner_id: name of the planner; empty if its claim is unknown.
-        outcome: what became of it, see `OUTCOMES`.
-        replies: replies of the actuators. Each replies for its own pools.
         verification: `equal` or `different`: result of the second derivation. `stale`: the decision has no effect.
             `other_rules`: a planner of another version made it, so it was not derived again.
     """
@@ -185,9 +177,7 @@ class ScalingHistory(Fact, frozen=True, kw_only=True):
     """Newest decisions, oldest first, and the verification of all decisions.
 
     Attributes:
-        decisions: the newest decisions that were selected, oldest first.
         selected: number of selected decisions, of which `decisions` has the newest.
-        verification: result for all decisions of the topic.
     """
 
     decisions: list[DecisionEntry]
@@ -210,11 +200,6 @@ async def read_history(
         pool: select only decisions about this pool, as `GROUP/POOL`, and only its part of them.
         since_us: select only decisions at or after this time, in microseconds since 1970.
         is_change: select only decisions that change a selected pool.
-        on_progress: called regularly with the offset of the reader and the end of the topic.
-
-    Raises:
-        UnknownPool: no planner has claimed to scale `pool`.
-        LogError: there is no planner, or the log is unreadable.
     """
     journal, tally = ScalingJournal(log, on_progress), VerificationTally()
     newest: deque[RecordedDecision] = deque(maxlen=limit)
@@ -261,12 +246,10 @@ class PoolExplanation(Fact, frozen=True, kw_only=True):
     """How the size of one pool was decided.
 
     Attributes:
-        observed: the pool in the newest observation; null if it is not in it.
         demand: forecast for the pool that knows this observation; null if there is none.
         proposals: proposals of the methods; empty if the pool kept its size, or an operator had set it.
         limited: proposed size within the largest change and the limits of the size; null without a proposal.
         guarded: size and reason before the GPU budget.
-        meaning: reason of the recorded decision in words.
     """
 
     group: str
@@ -285,12 +268,7 @@ class ScalingExplanation(Fact, frozen=True, kw_only=True):
     """Explanation of a decision.
 
     Attributes:
-        settings: settings of the planner; null if its claim is unknown.
-        observed_us: wall clock of the newest observation; null without one.
-        interval_s: length of the observed interval in seconds; null without an observation.
-        forecast_by: predictor of the newest forecast; empty without one.
         gpus: GPUs of all pools before the GPU budget; null if the decision was not derived again.
-        pools: how the size of each pool was decided.
         differs: recorded and derived value of each field that differs; empty if the decision was derived equal.
     """
 
@@ -313,11 +291,6 @@ async def explain_decision(
     Args:
         offset: offset of the decision; None for the newest one, or for the one in the window.
         window_us: first time of the decision and the time after its last one, in microseconds since 1970.
-        on_progress: called regularly with the offset of the reader and the end of the topic.
-
-    Raises:
-        UnknownDecision: there is no such decision, or more than one in the window.
-        LogError: there is no planner, or the log is unreadable.
     """
     journal = ScalingJournal(log, on_progress)
     if offset is not None:

@@ -33,12 +33,8 @@ class ScalingJournal:
     """Reader of the topic. Its attributes describe the records that it has read.
 
     Attributes:
-        undecodable: number of records that do not decode. They have no effect.
-        claim: newest claim with its offset; None if there is none.
-        stopped: record with which the planner of this claim stopped; None if it did not.
         paused: newest record with which an operator paused or resumed the planner.
         sizes_set: newest manual size of each pool, with its offset. A released pool has the record of its release.
-        pools: pools of all claims, in the order of their first claim.
     """
 
     def __init__(self, log: Log, on_progress: OnProgress | None = None, until_us: int | None = None) -> None:
@@ -144,11 +140,8 @@ class ScalingVerification(Fact, frozen=True, kw_only=True):
     """Result of deriving the decisions of a topic `scaling` again.
 
     Attributes:
-        equal: number of decisions that were derived again with every field equal.
         stale: number of decisions without an effect, because the planner did not know a record before them.
         other_rules: number of decisions by the rules of another version, which were not derived again.
-        undecodable: number of records that do not decode. They have no effect.
-        different: number of decisions that do not follow from the records before them.
     """
 
     decisions: int

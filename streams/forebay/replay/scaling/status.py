@@ -33,14 +33,7 @@ SHOWN_LIMITS = ("gpu_budget", "min_gpus")
 
 
 class ObservedDemand(Fact, frozen=True, kw_only=True):
-    """Demand of a pool, observed or expected.
-
-    Attributes:
-        requests_per_s: requests per second.
-        isl: mean prompt tokens per request; null without a request.
-        osl: mean output tokens per request; null without a request.
-        kv_hit_rate: share of prompt tokens found in caches; null without a request.
-    """
+    """Demand of a pool, observed or expected."""
 
     requests_per_s: float
     isl: float | None
@@ -52,16 +45,7 @@ class ScaledPoolStatus(Fact, frozen=True, kw_only=True):
     """A pool that the planner scales.
 
     Attributes:
-        role: `aggregated`, `prefill` or `decode`.
         size: size as last decided, or else as last observed; null if neither exists.
-        ready: ready workers in the newest observation; null if the pool is not in it.
-        draining: workers that drain in the newest observation; null if the pool is not in it.
-        queued: requests in the router's queue in the newest observation; null if the pool is not in it.
-        manual_size: size that an operator has set; null if the planner determines the size.
-        manual_by: name of the operator that set it; empty without a manual size.
-        ttft_ms: observed mean TTFT in milliseconds; null without a request.
-        itl_ms: observed mean ITL in milliseconds; null without a request.
-        observed: demand in the newest observation; null if the pool is not in it.
         forecast: expected demand; null without a forecast that knows the newest observation.
         decision: newest decision with an effect that is about the pool; null without one.
         change: newest decision with an effect that changed the pool; null without one.
@@ -88,13 +72,7 @@ class ScaledPoolStatus(Fact, frozen=True, kw_only=True):
 
 
 class OpenAction(Fact, frozen=True, kw_only=True):
-    """Decided change of a pool that no actuator has replied to.
-
-    Attributes:
-        pool: the pool, as `GROUP/POOL`.
-        since_us: wall clock of the decision in microseconds of Unix time.
-        overdue: whether it has waited longer than the settings allow.
-    """
+    """Decided change of a pool that no actuator has replied to."""
 
     pool: str
     size: int
@@ -108,23 +86,7 @@ class PlannerStatus(Fact, frozen=True, kw_only=True):
 
     Attributes:
         problems: what keeps the planner from scaling pools, in words; empty if it is active.
-        planner_id: name of the planner with the newest claim.
-        since_us: wall clock of its claim in microseconds of Unix time.
-        stopped_us: wall clock at which it stopped; null if it did not.
         newest_us: wall clock of the newest record of a planner.
-        advisory: whether decisions are only recorded.
-        paused_by: name of the operator; empty if the planner is not paused.
-        paused_us: wall clock of the pause; null if the planner is not paused.
-        method: what proposes sizes.
-        equations: variant of method `throughput`.
-        interval_s: seconds between observations.
-        ttft_ms: target of the TTFT in milliseconds.
-        itl_ms: target of the ITL in milliseconds.
-        gpus: GPUs of the pools at their present sizes.
-        gpu_budget: highest number of GPUs; 0 for no limit.
-        min_gpus: lowest number of GPUs; 0 for no limit.
-        open: decided changes of pools without reply.
-        undecodable: number of records that do not decode. They have no effect.
     """
 
     version: int = VERSION
@@ -161,10 +123,6 @@ async def read_planner_status(
 
     Args:
         now_us: wall clock in microseconds since 1970, by which a silent planner is found; None for a log of the past.
-        on_progress: called regularly with the offset of the reader and the end of the topic.
-
-    Raises:
-        LogError: there is no planner, or the log is unreadable.
     """
     journal, newest = ScalingJournal(log, on_progress), NewestDecisions()
     async for found in journal.read():
@@ -307,13 +265,7 @@ class PoolPoint(Fact, frozen=True, kw_only=True):
     """Demand and size of a pool at one decision.
 
     Attributes:
-        at_us: the planner's wall clock in microseconds of Unix time.
         ready: ready workers in the observation before the decision; null if the pool is not in it.
-        queued: requests in the router's queue in this observation; null if the pool is not in it.
-        requests_per_s: observed requests per second; null if the pool is not in the observation.
-        forecast_per_s: expected requests per second; null without a forecast.
-        ttft_ms: observed mean TTFT in milliseconds; null without a request.
-        itl_ms: observed mean ITL in milliseconds; null without a request.
     """
 
     at_us: int
@@ -331,7 +283,6 @@ class ScalingView(Fact, frozen=True, kw_only=True):
 
     Attributes:
         status: status of the planner and its pools; null if no planner has claimed the topic by then.
-        decisions: newest decisions by then, newest first.
         history: demand and size over time, oldest first, by pool as `GROUP/POOL`.
     """
 

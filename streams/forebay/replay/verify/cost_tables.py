@@ -24,8 +24,6 @@ class CostTableRow(msgspec.Struct, kw_only=True):
         derived: derived cost terms; None if the rank is not a derived candidate.
         recorded: recorded cost terms; None if the journal does not hold them.
         place: `winner`, `runner-up` or empty, in the derived table.
-        recorded_place: `winner`, `runner-up` or empty, in the recorded table.
-        differs: names of the cost terms that differ between `derived` and `recorded`, if both are known.
     """
 
     worker_id: str
@@ -44,8 +42,6 @@ class CostTables(msgspec.Struct, kw_only=True):
         digest: digest over every term of every derived candidate.
         comparable: whether the recorded decision is about the same request. Otherwise there are no recorded terms.
         recorded_in_full: whether the journal holds the terms of every recorded candidate.
-        recorded_digest: digest of the recorded table; None if not comparable.
-        recorded_candidates: number of recorded candidates; None if not comparable.
     """
 
     request_id: str

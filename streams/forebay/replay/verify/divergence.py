@@ -41,12 +41,7 @@ class DivergenceReport(msgspec.Struct, kw_only=True):
     """The first journal record that does not follow from the events, and what may explain it.
 
     Attributes:
-        reason: what is wrong with the record.
         hint: the likely kind of cause; may be empty.
-        differs: recorded and derived value of each field that differs, by field; empty if no decision was derived.
-        derived: the derived decision; None if the events lead to no decision.
-        previous: the previous valid record, with its offset; None if there is none.
-        events: the last events applied before the record.
         events_before: number of events that were applied together with `events` but earlier, and are not listed.
         events_offset: offset of the journal record whose `consumed` counts these events. They may have led to several
             decisions.

@@ -26,9 +26,6 @@ class ForeignEvent(msgspec.Struct, kw_only=True):
     """A progress event from a worker that was not selected.
 
     Attributes:
-        offset: offset of the event on topic `progress`.
-        about: ID of the request or command.
-        attempt: attempt about which the worker reports; 0 for a command.
         selected: the workers, with epochs, to which the owner sent this attempt. If the owner sent this attempt to no
             worker, the workers of all attempts. For a command, the workers to which the owner sent it. May be empty.
     """
@@ -51,12 +48,7 @@ class ForeignEvent(msgspec.Struct, kw_only=True):
 
 
 class ForeignProgress:
-    """Collects progress events from workers that were not selected, while `walk` derives the decisions.
-
-    Attributes:
-        count: number of these events so far.
-        first: the first `SHOWN_MAX` of these events.
-    """
+    """Collects progress events from workers that were not selected, while `walk` derives the decisions."""
 
     def __init__(self, walk: Walk) -> None:
         """Register with `walk`, which must not have begun."""

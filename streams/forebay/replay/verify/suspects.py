@@ -34,7 +34,6 @@ class EventSummary(msgspec.Struct, kw_only=True):
     Attributes:
         offset: offset of the event; None for a clock tick, which is not on a topic.
         type: wire tag of the event; `undecodable` for a record that did not decode.
-        now_us: the owner's clock when the event was applied, in microseconds; None if unknown.
     """
 
     topic: str
@@ -48,11 +47,8 @@ class Suspicion(msgspec.Struct, kw_only=True):
     """Events that may be the cause of a divergence.
 
     Attributes:
-        why: why these events may be the cause.
-        likely: the newest suspected events about blocks of the prompt.
         others: the newest suspected events that are not about blocks of the prompt. If the block hashes of an event
             were changed, the event is here.
-        more: number of suspected events that are not listed.
     """
 
     why: str

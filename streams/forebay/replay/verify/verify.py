@@ -35,24 +35,13 @@ class VerifyReport(msgspec.Struct, kw_only=True):
 
     Attributes:
         start: journal offset at which verification began: 0, or the position of the oldest usable snapshot.
-        decisions: number of recorded decisions up to the end of the verification.
-        verified: number of decisions that were derived again with every field equal.
         claims: number of ownership claims, one for each start or failover.
-        snapshots: number of snapshots whose chunks restore the sealed state.
         void: number of stale records: their owner had lost the group.
-        repeated: number of records that repeat an earlier record.
         malformed: number of input records that no version can decode. They had no effect when the owner read them.
         pending: number of derived decisions that the journal does not hold yet, because the owner died or still writes.
         unapplied: number of input events that the owner has not applied according to the journal.
-        unverified: number of records and events that could not be verified, by a name of `UNVERIFIED`.
-        allowed: names of `unverified` that do not fail the verification.
-        unknown_event: location and tag of the first event of an unknown type.
-        foreign_progress: the first progress events from workers that were not selected.
         digest: 64-bit digest over every verified journal record in order, in hex.
-        state: digest of the world at the end, in hex.
-        divergence: the first record that does not follow from the events; None if there is none.
         others: parts of the journal that this program cannot verify, because their owners had other decision rules.
-        scaling: verification of the scaling decisions of all groups; None if the log has no record of a planner.
     """
 
     start: int = 0

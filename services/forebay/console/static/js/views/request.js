@@ -9,7 +9,7 @@ import { courseOf } from "../request_lanes.js";
 import { recordButton } from "./record_dialog.js";
 import { courseChart, ttftParts } from "./request_chart.js";
 import { headline, submissionFacts, trustNotes } from "./request_words.js";
-import { counterfactualList, excluded, routingSection } from "./routing.js";
+import { changeList, excluded, routingSection } from "./routing.js";
 
 const OTHERS_SHOWN = 5;
 const EXPLAIN_EVERY_MS = 1_000; // an explanation derives the request again, which costs more than a row of a list
@@ -37,7 +37,7 @@ export class View {
   #row = null;
   #body;
   #explainedMs = -Infinity;
-  #isCompared = false; // whether the counterfactuals were read
+  #isCompared = false; // whether the changes were read
   #shownFor = "";
 
   constructor(context) {
@@ -74,16 +74,15 @@ export class View {
     const isDone = this.#explanation?.ending && !this.#explanation.divergence;
     if (!isDone && performance.now() - this.#explainedMs >= EXPLAIN_EVERY_MS) {
       this.#explainedMs = performance.now();
-      const number = /^\d+$/.test(argument) ? argument : null; // a link by ID alone has no number
       const id = params.id ?? (await api.get(`v1/console/requests/${argument}`, {}, signal)).request_id;
       try {
-        this.#explanation = await api.get(`v1/requests/${encodeURIComponent(id)}/explain`, { number }, signal);
+        this.#explanation = await this.#explain(id, {}, signal);
       } catch (error) {
         if (!(error instanceof ApiError) || error.status !== 404) throw error;
         this.#showMissing(id, error.message);
         return;
       }
-      this.#row = await this.#readRow(this.#explanation.submitted?.offset ?? number, signal);
+      this.#row = await this.#readRow(this.#explanation.submitted?.offset ?? this.#number, signal);
     }
     const shown = `${moment.atUs} ${isDone ? "" : state().end_us}`;
     if (this.#explanation && shown !== this.#shownFor) {
@@ -91,6 +90,17 @@ export class View {
       this.#show();
     }
     if (!this.#isCompared && this.#explanation?.routings.length) await this.#compare(signal);
+  }
+
+  /** The number of the request; null for a link by ID alone. */
+  get #number() {
+    const { argument } = this.#context.moment.route;
+    return /^\d+$/.test(argument) ? argument : null;
+  }
+
+  #explain(id, query, signal) {
+    const path = `v1/requests/${encodeURIComponent(id)}/explain`;
+    return this.#context.api.get(path, { number: this.#number, ...query }, signal);
   }
 
   async #readRow(number, signal) {
@@ -103,12 +113,10 @@ export class View {
   }
 
   async #compare(signal) {
-    const { request_id, routings } = this.#explanation;
-    const query = { request_id, routing: routings.map((one) => one.offset) };
     if (!this.#what.firstChild) setText(this.#what, "Evaluating other settings…");
     try {
-      const found = await this.#context.api.get("v1/console/counterfactuals", query, signal);
-      replace(this.#what, found.map((one) => counterfactualList(one, found.length > 1)));
+      const { routings } = await this.#explain(this.#explanation.request_id, { changes: true }, signal);
+      replace(this.#what, routings.map((one) => changeList(one, routings.length > 1)));
     } catch (error) {
       if (signal.aborted || isAbort(error)) return;
       replace(this.#what, h("p", { class: "problem" }, error instanceof Error ? error.message : String(error)));

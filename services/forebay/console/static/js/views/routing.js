@@ -38,9 +38,11 @@ export function routingSection(routing, api) {
  * Create the list of changes that would have changed a selection.
  * isTitled: whether the list names its decision, because the request has several
  */
-export function counterfactualList({ changes, notes, selected, stage, attempt }, isTitled) {
+export function changeList({ changes, notes, candidates, winner, stage, attempt }, isTitled) {
+  const { worker_id, rank } = candidates[winner].seen;
+  const selected = `${worker_id}/${rank}`;
   const item = (one) => {
-    const isSame = !one.selected || one.selected === selected;
+    const isSame = one.selected === selected;
     return h(
       "li",
       { "data-same": isSame ? "true" : null },
