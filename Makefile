@@ -29,7 +29,7 @@ PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 # These need Kafka and Redis, or vLLM.
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines
 
-.PHONY: help setup setup-engines up test test-all explore fuzz fuzz-bugs test-kafka test-engines kafka kafka-stop demo-kafka demo-failover demo-upgrade demo-disagg demo-scaling demo-models demo-tiers demo-console lint type fmt mutations coverage bench \
+.PHONY: help setup setup-engines up test test-all explore fuzz fuzz-bugs test-kafka test-engines kafka kafka-stop demo-kafka demo-failover demo-upgrade demo-disagg demo-scaling demo-tiers demo-console lint type fmt mutations coverage bench \
     schemas golden report-picture console-pictures lock lock-engines resolve ci clean
 
 help: ## show this help
@@ -87,9 +87,6 @@ demo-disagg: $(READY) ## scale and kill prefill and decode workers under load (J
 
 demo-scaling: $(READY) ## scale workers by a planner that is killed half-way (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/python -m tests.harness.demo_scaling $(ARGS)
-
-demo-models: $(READY) ## attach servers, move an alias between two models under load, serve 50 models (Java 17, Maven)
-	@$(BIN)/python -m tests.harness.demo_models $(ARGS)
 
 demo-tiers: $(READY) ## reuse KV from host memory, disks, a directory and a bucket that fail (Java 17, Maven)
 	@$(BIN)/python -m tests.harness.demo_tiers $(ARGS)
