@@ -67,17 +67,16 @@ def goodput(outcome: SimulationOutcome, slo: Slo) -> dict[str, Any]:
         seconds from the first arrival to the last response. Goodput is defined as by Zhong et al., DistServe, OSDI
         2024.
     """
-    kept = {name: 0 for name in PARTS if getattr(slo, PARTS[name]) is not None}
+    limits = _limits_us(slo)
+    kept = dict.fromkeys(limits, 0)
     kept_all = 0
-    for times in _times_us(outcome):
-        every = True
-        for name in kept:
-            holds = times[name] <= getattr(slo, PARTS[name]) * US_PER_MS
-            kept[name] += holds
-            every &= holds
-        kept_all += every
-    requests = len(outcome.requests)
-    lasted_us = _lasted_us(outcome)
+    for _, *times in latencies_us(outcome):
+        holds = {name: time_us <= limits[name] for name, time_us in zip(PARTS, times, strict=True) if name in limits}
+        kept_all += all(holds.values())
+        for name, is_met in holds.items():
+            kept[name] += is_met
+    arrived_us, last_us = (outcome.requests.column(name) for name in ("arrived_us", "last_us"))
+    requests, lasted_us = len(arrived_us), max(last_us, default=0) - min(arrived_us, default=0)
     return {
         "attained": kept_all / requests if requests else 0.0,
         "attained_each": {name: count / requests if requests else 0.0 for name, count in kept.items()},
@@ -85,34 +84,28 @@ def goodput(outcome: SimulationOutcome, slo: Slo) -> dict[str, Any]:
     }
 
 
-def meets(outcome: SimulationOutcome, slo: Slo) -> Iterator[bool]:
-    """Yield for each request, in the order of arrival, whether it met every limit."""
-    limits_us = {name: getattr(slo, part) * US_PER_MS for name, part in PARTS.items() if getattr(slo, part) is not None}
-    completed = _times_us(outcome)
-    for place in range(len(outcome.requests)):
-        if place in outcome.requests.failures:
-            yield False
-        else:
-            times = next(completed)
-            yield all(times[name] <= limit_us for name, limit_us in limits_us.items())
+def meets(outcome: SimulationOutcome, slo: Slo) -> list[bool]:
+    """Return for each request, in the order of arrival, whether it met every limit."""
+    limits = _limits_us(slo)
+    found = [False] * len(outcome.requests)
+    for place, *times in latencies_us(outcome):
+        found[place] = all(time_us <= limits.get(name, math.inf) for name, time_us in zip(PARTS, times, strict=True))
+    return found
 
 
-def _times_us(outcome: SimulationOutcome) -> Iterator[dict[str, float]]:
-    """Yield the latencies of each completed request, in microseconds."""
+def latencies_us(outcome: SimulationOutcome) -> Iterator[tuple[int, float, float, float]]:
+    """Yield index, TTFT, ITL and E2E latency of each completed request. The ITL of a response of one token is 0."""
     requests = outcome.requests
     columns = (requests.column(name) for name in ("arrived_us", "first_us", "last_us", "output_tokens"))
-    for place, (arrived_us, first_us, last_us, output_tokens) in enumerate(zip(*columns, strict=True)):
+    for place, (arrived_us, first_us, last_us, tokens) in enumerate(zip(*columns, strict=True)):
         if place not in requests.failures:
-            yield {
-                "ttft": first_us - arrived_us,
-                "itl": (last_us - first_us) / (output_tokens - 1) if output_tokens > 1 else 0.0,
-                "e2e": last_us - arrived_us,
-            }
+            itl_us = (last_us - first_us) / (tokens - 1) if tokens > 1 else 0.0
+            yield place, first_us - arrived_us, itl_us, last_us - arrived_us
 
 
-def _lasted_us(outcome: SimulationOutcome) -> int:
-    """Return the microseconds from the first arrival to the last response."""
-    return max(outcome.requests.column("last_us"), default=0) - min(outcome.requests.column("arrived_us"), default=0)
+def _limits_us(slo: Slo) -> dict[str, float]:
+    limits_ms = {name: getattr(slo, field) for name, field in PARTS.items()}
+    return {name: limit_ms * US_PER_MS for name, limit_ms in limits_ms.items() if limit_ms is not None}
 
 
 def requests_per_s(outcome: SimulationOutcome) -> float:

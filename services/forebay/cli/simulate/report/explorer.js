@@ -8,7 +8,7 @@ function showRequests({ labels, colours, explained, explorer }) {
   const number = (id) => Number(control(id)?.value ?? 0);
   const run = () => runs[number("run")], against = () => runs[number("against")];
   const failed = (of, at) => String(at) in of.failures;
-  const reason = (of, at) => of.reasons[of.failures[at]] ?? "failed";
+  const reason = (of, at) => of.failures[at];
   const worker = (of, at) => of.workers[of.worker[at]] ?? "-";
   const prefiller = (of, at) => of.workers[of.prefiller[at]];
   const there = (of, at) => of.attempts[at] !== NONE;
@@ -16,6 +16,7 @@ function showRequests({ labels, colours, explained, explorer }) {
   const slower = (at) => (run().first[at] === NONE || against().first[at] === NONE ? null : run().first[at] - against().first[at]);
   const time = (us) => (us === NONE ? "-" : duration(us / 1e3));
   const cached = (of, at) => (of.cached_tokens[at] === NONE || !prompt[at] ? 0 : of.cached_tokens[at] / prompt[at]);
+  const waited = (of, at) => of.routed[at]?.[3] ?? 0;
   const many = runs.length > 1;
 
   // Name, whether it is text, sort key and formatted value of each column.
@@ -45,7 +46,7 @@ function showRequests({ labels, colours, explained, explorer }) {
     answered: (at) => run().first[at] !== NONE,
     failed: (at) => failed(run(), at),
     again: (at) => run().attempts[at] > 1,
-    held: (at) => run().waited_us[at] > 0,
+    held: (at) => waited(run(), at) > 0,
     elsewhere: (at) => run().worker[at] !== against().worker[at],
   };
 
@@ -121,34 +122,32 @@ function showRequests({ labels, colours, explained, explorer }) {
     const attempts = of.attempts[at] > 1 ? `, after ${count.format(of.attempts[at])} attempts` : "";
     box.append(element("p", {}, `${prefiller(of, at) ? `${prefiller(of, at)}, then ` : ""}${worker(of, at)}${attempts}, ${count.format(Math.max(0, of.cached_tokens[at]))} of ${count.format(prompt[at])} prompt tokens cached.`));
     box.append(element("p", {}, why(of, at)));
-    if (of.other[at] !== NONE) box.append(terms(of, at));
+    if (of.routed[at]?.length > 5) box.append(terms(of, at));
     return box;
   }
 
   // Bar of the time in the router's queue, to the first token and to the last token; all runs on one scale.
   function life(of, at, longest) {
-    const held = Math.min(Math.max(0, of.waited_us[at]), of.first[at]);
+    const held = Math.min(waited(of, at), of.first[at]);
     const parts = [["held", held], ["first", of.first[at] - held], ["rest", of.last[at] - of.first[at]]];
     const bar = parts.map(([kind, us]) => element("i", { class: kind, style: `width:${(100 * us) / longest}%` }));
-    const waited = held ? `queued ${time(held)}, ` : "";
+    const queued = held ? `queued ${time(held)}, ` : "";
     const pace = itl(of, at) === NONE ? "" : `, ITL ${time(itl(of, at))}`;
     return [
       element("div", { class: "timeline", "aria-hidden": "true" }, ...bar),
-      element("p", {}, `${waited}TTFT ${time(of.first[at])}${pace}, E2E ${time(of.last[at])}`),
+      element("p", {}, `${queued}TTFT ${time(of.first[at])}${pace}, E2E ${time(of.last[at])}`),
     ];
   }
 
   function why(of, at) {
-    const mode = of.modes[of.mode[at]], of_all = count.format(of.candidates[at]);
-    if (mode === undefined) return at in of.failures ? "" : `Decisions are stored for the first ${count.format(explained)} requests only.`;
-    if (of.candidates[at] === 1) return "It was the only candidate.";
-    const mine = of.my_cost[at], other = of.workers[of.other[at]] ?? "another rank";
+    if (of.routed[at] === null) return at in of.failures ? "" : `Decisions are stored for the first ${count.format(explained)} requests only.`;
+    const [mode, candidates, ties, , [mine], other, theirs] = of.routed[at], of_all = count.format(candidates);
+    if (candidates === 1) return "It was the only candidate.";
     switch (mode) {
       case "kv":
-        if (of.other[at] !== NONE && of.other_cost[at] < mine) return `Sampled with the temperature: its cost is ${mine}, that of ${other} is ${of.other_cost[at]}.`;
-        if (of.ties[at] > 1) return `${count.format(of.ties[at])} of ${of_all} have the lowest cost, ${mine}. The tie was broken by the fewest computed tokens, then by the seed.`;
-        if (of.other[at] === NONE) return `Lowest cost of ${of_all}: ${mine}.`;
-        return `Lowest cost of ${of_all}: ${mine}, which is ${Number((of.other_cost[at] - mine).toFixed(2))} less than that of ${other}.`;
+        if (other && theirs[0] < mine) return `Sampled with the temperature: its cost is ${mine}, that of ${other} is ${theirs[0]}.`;
+        if (ties > 1) return `${count.format(ties)} of ${of_all} have the lowest cost, ${mine}. The tie was broken by the fewest computed tokens, then by the seed.`;
+        return `Lowest cost of ${of_all}: ${mine}${other ? `, which is ${Number((theirs[0] - mine).toFixed(2))} less than that of ${other}` : ""}.`;
       case "round-robin":
         return `Next in round-robin order of ${of_all}.`;
       case "random":
@@ -163,16 +162,11 @@ function showRequests({ labels, colours, explained, explorer }) {
   }
 
   function terms(of, at) {
-    const names = [
-      ["cost", "cost"], ["prefill_blocks", "to prefill"], ["overlap_credit", "credit for cached blocks"],
-      ["eviction_cost", "cost of evictions"],
-      ["decode_blocks", "decode blocks"], ["active_requests", "requests in flight (count)"], ["device_overlap", "blocks cached on the device"],
-    ];
-    const top = element("tr", {}, element("th", { class: "t" }, "KV blocks"), element("th", {}, worker(of, at)), element("th", {}, of.workers[of.other[at]]));
-    const lines = names.map(([name, label]) => {
-      const values = [of[`my_${name}`][at], of[`other_${name}`][at]].map((value) => element("td", {}, count.format(value)));
-      return element("tr", {}, element("td", { class: "t" }, label), ...values);
-    });
+    const names = ["cost", "to prefill", "credit for cached blocks", "cost of evictions", "decode blocks", "requests in flight (count)", "blocks cached on the device"];
+    const [, , , , mine, other, theirs] = of.routed[at];
+    const top = element("tr", {}, element("th", { class: "t" }, "KV blocks"), element("th", {}, worker(of, at)), element("th", {}, other));
+    const lines = names.map((label, place) => element("tr", {}, element("td", { class: "t" }, label),
+      ...[mine, theirs].map((of_rank) => element("td", {}, count.format(of_rank[place])))));
     return element("table", {}, top, ...lines);
   }
 

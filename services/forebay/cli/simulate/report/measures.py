@@ -1,18 +1,19 @@
-"""Measurements for the report: sorted latencies, SLO attainment per limit, and sums over bins."""
+"""Measurements for the report: latencies and metrics of each run, and SLO attainment per limit."""
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from forebay.cli.common.page import COLOURS
 from forebay.cli.simulate.simulations import SimulationRun
-from forebay.simulate.outcome import SimulationOutcome
-from forebay.simulate.slo import Slo
+from forebay.simulate.slo import Slo, goodput, latencies_us
 
 # Round limits, 35 per decade, so that common values such as 500 ms are among them.
 MANTISSAS = (*range(100, 200, 10), *range(200, 500, 20), *range(500, 1_000, 50))
 DECADE_MIN, DECADE_MAX = -3, 9  # powers of ten of the limits in ms: from 1 us to 11 days
+ROUND_MS = [float(f"{mantissa}e{decade - 2}") for decade in range(DECADE_MIN, DECADE_MAX) for mantissa in MANTISSAS]
 US_PER_MS = 1e3
 US_PER_S = 1e6
 
@@ -25,9 +26,9 @@ class Measured:
         group: identifier of the run within the page: `r0`, `r1` and so on.
         label: unique name of the run; includes the fleet if several runs have the same name.
         colour: name of a colour of the page's style sheet.
+        metrics: metrics of the run as `--json` prints them, and those that only the report shows.
         ttft_ms: TTFT of completed requests, ascending.
         itl_ms: ITL of completed requests with at least two tokens, ascending.
-        e2e_ms: E2E latency of completed requests, ascending.
         span_s: seconds from the first arrival to the last response.
     """
 
@@ -35,139 +36,100 @@ class Measured:
     group: str
     label: str
     colour: str
+    metrics: dict[str, Any]
     ttft_ms: list[float]
     itl_ms: list[float]
-    e2e_ms: list[float]
     requests: int
     failed: int
     span_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Numbers from which the page computes how many requests meet any combination of a TTFT and an ITL limit.
-
-    Attributes:
-        ttft_ms: TTFT limits, ascending. Every completed request meets the last limit.
-        itl_ms: ITL limits, ascending. Every completed request meets the last limit.
-        kept: per run, the number of requests for each pair (i, j): the i-th TTFT limit and the j-th ITL limit are the
-            lowest that the request meets.
-    """
-
-    ttft_ms: list[float]
-    itl_ms: list[float]
-    kept: list[dict[tuple[int, int], int]]
-
-
-def measured(runs: Sequence[SimulationRun]) -> list[Measured]:
-    labels = _labels(runs)
-    return [
-        _measured(run, f"r{at}", label, f"curve-{at % COLOURS}")
-        for at, (run, label) in enumerate(zip(runs, labels, strict=True))
-    ]
-
-
-def times_of(outcome: SimulationOutcome) -> Iterable[tuple[int, float, float, float]]:
-    """Yield index, TTFT, ITL and E2E latency of each completed request, in ms. ITL is 0 for one output token."""
-    requests = outcome.requests
-    columns = (requests.column(name) for name in ("arrived_us", "first_us", "last_us", "output_tokens"))
-    failures = requests.failures
-    for place, (arrived_us, first_us, last_us, tokens) in enumerate(zip(*columns, strict=True)):
-        if place not in failures:
-            itl_ms = (last_us - first_us) / US_PER_MS / (tokens - 1) if tokens > 1 else 0.0
-            yield place, (first_us - arrived_us) / US_PER_MS, itl_ms, (last_us - arrived_us) / US_PER_MS
-
-
-def limits(runs: Sequence[Measured], slo: Slo | None) -> Limits:
-    """Count the completed requests per combination of a TTFT and an ITL limit.
-
-    The limits include those of `slo`. Requests that miss the E2E limit of `slo` are not counted.
-    """
-    slo = slo or Slo()
-    ttft_ms = _round_limits([one.ttft_ms for one in runs], slo.ttft_ms)
-    itl_ms = _round_limits([one.itl_ms for one in runs], slo.itl_ms)
-    kept = [
-        dict(
-            Counter(
-                (bisect_left(ttft_ms, ttft), bisect_left(itl_ms, itl))
-                for _, ttft, itl, e2e in times_of(one.run.outcome)
-                if slo.e2e_ms is None or e2e <= slo.e2e_ms
-            )
-        )
-        for one in runs
-    ]
-    return Limits(ttft_ms, itl_ms, kept)
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the quantile at `share` of sorted values, interpolated between values. At least one value is required."""
-    at = share * (len(ordered) - 1)
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
-
-
-def shares(ordered: Sequence[float], limits_ms: Sequence[float], of: int, free: int) -> list[float]:
-    """Return for each limit the share of requests that meet it.
-
-    Args:
-        free: number of requests without this latency, which therefore meet every limit.
-    """
-    found, at = [], 0
-    for limit in limits_ms:
-        while at < len(ordered) and ordered[at] <= limit:
-            at += 1
-        found.append(round((at + free) / of, 5) if of else 0.0)
-    return found
-
-
-def group_size(count: int, at_most: int) -> int:
-    """Return how many consecutive values to merge so that at most `at_most` remain."""
-    return max(1, -(-count // at_most))
-
-
-def _measured(run: SimulationRun, group: str, label: str, colour: str) -> Measured:
-    outcome = run.outcome
-    times = list(times_of(outcome))
-    tokens = outcome.requests.column("output_tokens")
-    first_us = min(outcome.requests.column("arrived_us"), default=0)
-    last_us = max(outcome.requests.column("last_us"), default=0)
-    return Measured(
-        run=run,
-        group=group,
-        label=label,
-        colour=colour,
-        ttft_ms=sorted(ttft for _, ttft, _, _ in times),
-        itl_ms=sorted(itl for place, _, itl, _ in times if tokens[place] > 1),
-        e2e_ms=sorted(e2e for _, _, _, e2e in times),
-        requests=len(outcome.requests),
-        failed=len(outcome.requests.failures),
-        span_s=max(0, last_us - first_us) / US_PER_S,
-    )
-
-
-def _labels(runs: Sequence[SimulationRun]) -> list[str]:
+def measured(runs: Sequence[SimulationRun], slo: Slo | None) -> list[Measured]:
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = [f"{run.name}, {run.settings.workers} workers" for run in runs]
     seen: Counter[str] = Counter()
     found = []
-    for name in names:
+    for at, (run, name) in enumerate(zip(runs, names, strict=True)):
         seen[name] += 1
-        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+        label = name if seen[name] == 1 else f"{name} ({seen[name]})"
+        found.append(_measured(run, slo, f"r{at}", label, f"curve-{at % COLOURS}"))
     return found
 
 
-def _round_limits(values: Iterable[Sequence[float]], given_ms: float | None) -> list[float]:
-    """Return round numbers as limits that span all values. `given_ms` is included if it is not None."""
-    ends = [(some[0], some[-1]) for some in values if some]
-    if not ends:
-        return [1.0] if given_ms is None else [given_ms]
-    low, high = min(one for one, _ in ends), max(one for _, one in ends)
-    every = [float(f"{mantissa}e{decade - 2}") for decade in range(DECADE_MIN, DECADE_MAX) for mantissa in MANTISSAS]
-    first = max(0, bisect_left(every, low) - 1)
-    last = min(len(every) - 1, bisect_left(every, high))
-    found = set(every[first : last + 1])
-    if given_ms is not None:
-        found.add(given_ms)
-    return sorted(found)
+def _measured(run: SimulationRun, slo: Slo | None, group: str, label: str, colour: str) -> Measured:
+    outcome, requests = run.outcome, run.outcome.requests
+    times = list(latencies_us(outcome))
+    tokens = requests.column("output_tokens")
+    begin_us = min(requests.column("arrived_us"), default=0)
+    span_s = max(0, max(requests.column("last_us"), default=0) - begin_us) / US_PER_S
+    metrics = {
+        **run.summary,
+        **(goodput(outcome, slo) if slo else {}),
+        "gpu_hours": outcome.gpu_s / 3_600 or None,
+        "tokens_per_s": run.summary["output_tokens"] / span_s if times and span_s else None,
+        "load_max_over_mean": run.summary["load_max_over_mean"] or None,
+        "prefix_reuse": run.summary["prefix_reuse"] if times else None,
+    }
+    return Measured(
+        run=run,
+        group=group,
+        label=label,
+        colour=colour,
+        metrics=metrics,
+        ttft_ms=sorted(ttft / US_PER_MS for _, ttft, _, _ in times),
+        itl_ms=sorted(itl / US_PER_MS for place, _, itl, _ in times if tokens[place] > 1),
+        requests=len(requests),
+        failed=len(requests.failures),
+        span_s=span_s,
+    )
+
+
+def limits(runs: Sequence[Measured], slo: Slo) -> dict[str, Any]:
+    """Return the numbers from which the page computes how many requests meet a TTFT and an ITL limit.
+
+    Returns:
+        A dict. `ttft` and `itl`: limits in ms, ascending, including those of `slo`; every completed request meets the
+        last one. `kept`: per run, [i, j, requests] for each pair of the lowest limits that a request meets, without
+        requests that miss the E2E limit. `ttft_at` and `itl_at`: index of the limit to begin with.
+    """
+    ttft_ms = _limits_ms([one.ttft_ms for one in runs], slo.ttft_ms)
+    itl_ms = _limits_ms([one.itl_ms for one in runs], slo.itl_ms)
+    e2e_us = None if slo.e2e_ms is None else slo.e2e_ms * US_PER_MS
+    kept = []
+    for one in runs:
+        pairs = Counter(
+            (bisect_left(ttft_ms, ttft / US_PER_MS), bisect_left(itl_ms, itl / US_PER_MS))
+            for _, ttft, itl, e2e in latencies_us(one.run.outcome)
+            if e2e_us is None or e2e <= e2e_us
+        )
+        kept.append([[*pair, count] for pair, count in sorted(pairs.items())])
+    return {
+        "ttft": ttft_ms,
+        "itl": itl_ms,
+        "kept": kept,
+        "ttft_at": _begin_at(ttft_ms, slo.ttft_ms, [one.metrics["ttft_ms"] for one in runs]),
+        "itl_at": _begin_at(itl_ms, slo.itl_ms, [one.metrics["itl_ms"] for one in runs]),
+        "requests": [one.requests for one in runs],
+        "span_s": [one.span_s for one in runs],
+    }
+
+
+def _limits_ms(values: Sequence[Sequence[float]], given_ms: float | None) -> list[float]:
+    """Return round numbers that span all sorted values, and the given limit."""
+    found = set() if given_ms is None else {given_ms}
+    if known := [some for some in values if some]:
+        first = max(0, bisect_left(ROUND_MS, min(some[0] for some in known)) - 1)
+        found.update(ROUND_MS[first : bisect_left(ROUND_MS, max(some[-1] for some in known)) + 1])
+    return sorted(found or {1.0})
+
+
+def _begin_at(limits_ms: Sequence[float], given_ms: float | None, percentiles: Sequence[dict[str, float]]) -> int:
+    """Return the index of the given limit, or of one that 90 % of the requests of the best run meet."""
+    wanted_ms = given_ms or min((one["p90"] for one in percentiles if one), default=0.0)
+    return min(bisect_left(limits_ms, wanted_ms), len(limits_ms) - 1)
+
+
+def group_size(count: int, at_most: int) -> int:
+    """Return how many consecutive values to merge so that at most `at_most` remain."""
+    return max(1, -(-count // at_most))

@@ -1,4 +1,4 @@
-// Controls of the report: visible runs, SLO limits and the kind of load in the heat maps.
+// Controls of the report: visible runs and SLO limits.
 const NONE = -1;
 
 function share(part, whole) {
@@ -44,30 +44,20 @@ function showLimits(limits) {
   for (const [name, input] of Object.entries(inputs)) {
     input.max = limits[name].length - 1;
     input.value = limits[`${name}_at`];
-    const [mark] = charts[`${name}-slo`].marks;
+    const [mark] = charts[name].marks;
     mark.at = limits[name][input.valueAsNumber];
     input.addEventListener("input", () => {
       update();
       mark.at = limits[name][input.valueAsNumber];
-      for (const plot of plots[`${name}-slo`]) plot.redraw();
+      for (const plot of plots[name]) plot.redraw();
     });
   }
   update();
 }
 
-function showHeat(heat) {
-  const kind = document.getElementById("heat-kind");
-  kind?.addEventListener("change", () => {
-    const max = Math.max(1, ...heat.flatMap((of) => of[kind.value].flat()));
-    heat.forEach((of, at) => Object.assign(charts.load.panels[at].heat, { values: of[kind.value], max }));
-    draw("load");
-  });
-}
-
 begin = async (data) => {
   showRuns();
   showLimits(data.limits);
-  showHeat(data.heat);
   showRequests(data);
   await drawAll();
 };
