@@ -6,16 +6,19 @@ from contextlib import asynccontextmanager
 from types import UnionType
 from typing import Any
 
+import msgspec
+
 from forebay.core.block_hashes import sequence_hashes
 from forebay.engine_model.model import EngineConfig
 from forebay.events.base import Event, pack_u32, unpack_u32
 from forebay.events.codec import decode, encode
 from forebay.events.control import PoolConfigured, RouterConfig
-from forebay.events.fleet import WorkerSpec
+from forebay.events.fleet import WorkerLease, WorkerSpec
 from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
 from forebay.events.tokens import ResponseEnded, TokensEmitted
 from forebay.events.topics import DECISIONS, REQUESTS, TOKENS, Topic
 from forebay.live.owner.owner import GroupSettings, Owner
+from forebay.live.router.standby import Standby
 from forebay.transport.base import Draft, Leases, Log
 from forebay.transport.redis.leases import embedded_leases
 from forebay.transport.sqlite.log import SqliteLog
@@ -124,15 +127,37 @@ class System:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
+    def join(self, name: str, **changes: Any) -> None:
+        """Acquire a lease for a worker that does nothing."""
+        size = {"block_size": BLOCK, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+        spec = WorkerSpec(**{"worker_id": name, "model": MODEL, **size, **changes})
+        self.leases.acquire(MODEL, name, f"{name}-1", msgspec.msgpack.encode(WorkerLease(spec=spec)), 60_000)
+
     @asynccontextmanager
     async def owned(
-        self, log: Log | None = None, ingress_leases: Leases | None = None, *, dies: bool = False, **changes: Any
+        self,
+        log: Log | None = None,
+        ingress_leases: Leases | None = None,
+        *,
+        fleet: int = 0,
+        dies: bool = False,
+        standby: Standby | None = None,
+        clock_us: Callable[[], int] | None = None,
+        **changes: Any,
     ) -> AsyncIterator[Owner]:
-        """Run an owner on `log`, by default the log of the system. An owner that `dies` does not seal its journal."""
-        owner = Owner(log or self.log, self.leases, settings(**changes), ingress_leases=ingress_leases)
-        await owner.start()
+        """Run an owner until it stops as planned.
+
+        Args:
+            log: By default the log of the system.
+            fleet: Number of workers to wait for.
+            dies: Whether the owner does not seal its journal.
+        """
+        owner = Owner(log or self.log, self.leases, settings(**changes), clock_us, ingress_leases)
+        await owner.start(standby)
         running = asyncio.create_task(owner.run())
         try:
+            if fleet:
+                await until(lambda: len(owner.world.fleet) == fleet)
             yield owner
         finally:
             if dies:
@@ -144,9 +169,18 @@ class System:
                 await running
                 await owner.close()
 
+    def append(self, topic: Topic, *events: Event) -> None:
+        """Append events to the group's partition of a topic, without waiting."""
+        self.log.append_soon([Draft(topic.name, 0, encode(topic, event)) for event in events])
+
     def send(self, event: Event) -> None:
         """Append an event to `requests`."""
-        self.log.append_soon([Draft(REQUESTS.name, 0, encode(REQUESTS, event))])
+        self.append(REQUESTS, event)
+
+    async def serve(self, name: str, prompt: list[int], max_tokens: int = 3, **changes: Any) -> None:
+        """Send a request, and wait until it has ended."""
+        self.send(submitted(name, prompt, max_tokens, **changes))
+        await until_ended(self, name)
 
     def cancel(self, name: str) -> None:
         """Cancel a request."""

@@ -2,18 +2,15 @@
 
 from typing import Any
 
-import msgspec
-
 from forebay.events.codec import encode
 from forebay.events.decisions import RequestRouted
-from forebay.events.fleet import WorkerLease, WorkerSpec
 from forebay.events.progress import AnyProgressEvent
 from forebay.events.topics import PROGRESS, work_topic
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkCancelled, WorkItem
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
-from tests.system import BLOCK, MODEL, System, until
+from tests.system import MODEL, System, until
 
 ROLES = ("encode", "prefill", "decode")
 PROMPT = list(range(34))
@@ -22,11 +19,8 @@ PROMPT = list(range(34))
 class IdleWorkers(System):
     """A system whose workers hold leases and do nothing; a test emits their events."""
 
-    def join(self, name: str, role: str, **offers: Any) -> None:
-        size = {"block_size": BLOCK, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-        fields = {"worker_id": name, "model": MODEL, "pool": role, "role": role, **size, **offers}
-        payload = msgspec.msgpack.encode(WorkerLease(spec=msgspec.convert(fields, WorkerSpec)))
-        self.leases.acquire(MODEL, name, f"{name}-1", payload, 60_000)
+    def join_pool(self, name: str, role: str, **offers: Any) -> None:
+        self.join(name, **{"pool": role, "role": role, **offers})
 
     def items(self) -> list[WorkItem]:
         """Return the work items of all pools."""

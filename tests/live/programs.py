@@ -12,7 +12,7 @@ from forebay.live.owner.owner import Owner
 from forebay.live.router import standby
 from forebay.transport.history import reader
 from forebay.transport.history import snapshots as recorded_snapshots
-from tests.system import System, settings, submitted, until, until_ended
+from tests.system import System, settings, until
 
 OTHER = CORE_VERSION + 1
 OTHER_RELEASE = "0.9.9"
@@ -31,8 +31,7 @@ class Program:
         """Serve requests with an owner of this program, which stops as planned if `seals`, and otherwise dies."""
         async with self.owning(system, seals=seals) as serving:
             for name in names:
-                system.send(submitted(name, PREFIX))
-                await until_ended(system, name)
+                await system.serve(name, PREFIX)
             await until(lambda: not len(serving.world.requests))
 
     @asynccontextmanager

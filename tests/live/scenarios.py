@@ -4,7 +4,7 @@ import asyncio
 
 from forebay.live.owner.owner import Owner
 from tests.harness.faulty_log import Crashed, FaultyLog
-from tests.system import System, settings, submitted, until, until_ended
+from tests.system import System, settings, submitted, until
 
 PREFIX = list(range(12))
 
@@ -12,11 +12,9 @@ PREFIX = list(range(12))
 async def scenario(system: System) -> None:
     """Send requests that end in each possible way, one after another, under whichever owner runs."""
     for number in range(6):
-        system.send(submitted(f"r{number}", [*PREFIX, number, number, number, number], nonce=number))
-        await until_ended(system, f"r{number}")
+        await system.serve(f"r{number}", [*PREFIX, number, number, number, number], nonce=number)
     system.send(submitted("r0", [*PREFIX, 0, 0, 0, 0], nonce=0))
-    system.send(submitted("wrong", PREFIX, model="another"))
-    await until(lambda: "wrong" in system.ends())
+    await system.serve("wrong", PREFIX, model="another")
     system.send(submitted("gone", PREFIX, max_tokens=100))
     system.cancel("gone")
 

@@ -19,7 +19,7 @@ from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft, Log, Record, Tail, Wake
 from forebay.transport.history.reader import Validity, journal
 from forebay.transport.sqlite.log import SqliteLog
-from tests.system import System, until
+from tests.system import System
 
 Kind = TypeVar("Kind", bound=JournalRecord)
 Hook = Callable[[Draft | None], Awaitable[None]]
@@ -119,8 +119,8 @@ async def proven(log: SqliteLog) -> VerifyReport:
 
 async def admit(system: System, workers: int) -> None:
     """Run a first owner until it has admitted the workers."""
-    async with system.owned() as owner:
-        await until(lambda: len(owner.world.fleet) == workers)
+    async with system.owned(fleet=workers):
+        pass
 
 
 async def valid(log: SqliteLog, kind: type[Kind]) -> list[Kind]:

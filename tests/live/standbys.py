@@ -10,7 +10,7 @@ from forebay.events.topics import DECISIONS
 from forebay.live.owner.owner import Owner
 from forebay.transport.base import Record
 from tests.live.shared import SharedLog
-from tests.system import System, settings, submitted, until, until_ended
+from tests.system import System, settings, until
 
 PREFIX = list(range(12))
 
@@ -19,10 +19,8 @@ async def serve(system: System, owner: Owner, *names: str) -> None:
     """Serve requests one after another, then one that is rejected."""
     await until(lambda: len(owner.world.fleet) == 2)
     for number, name in enumerate(names):
-        system.send(submitted(name, [*PREFIX, *[number] * 4]))
-        await until_ended(system, name)
-        system.send(submitted(f"{name}-refused", PREFIX, model="another"))
-        await until_ended(system, f"{name}-refused")
+        await system.serve(name, [*PREFIX, *[number] * 4])
+        await system.serve(f"{name}-refused", PREFIX, model="another")
     await until(lambda: not len(owner.world.requests))
 
 

@@ -1,7 +1,7 @@
-"""Admission of workers: the fleet events that each poll of the leases produces."""
+"""Admission of workers: the fleet events that each poll of the leases produces, and the reasons of rejections."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from forebay.events.fleet import (
     WorkerSuspect,
 )
 from forebay.events.topics import CONTROL, FLEET, work_topic
+from forebay.events.transfer import KvLayout
 from forebay.live.owner import admission as admission_module
 from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
 from forebay.transport.base import Draft, Lease, LogError
@@ -31,31 +32,26 @@ TTL_MS = 30_000
 HALF_MS = TTL_MS // 2  # a loss takes two polls, each of which counts for at most half a TTL
 POOLS = {"default": PoolConfigured(pool="default", model="m", block_size=64)}
 SPEC = WorkerSpec(worker_id="w", model="m", block_size=64, kv_blocks_total=8, max_num_seqs=4, max_num_batched_tokens=64)
-
-
-@pytest.fixture
-async def log() -> AsyncIterator[SqliteLog]:
-    opened = SqliteLog.open(None)
-    yield opened
-    opened.close()
+LAYOUT = KvLayout(connector="nixl", dtype="uint8", block_bytes=16_384)
+WIDE = msgspec.structs.replace(LAYOUT, dtype="bfloat16", block_bytes=32_768, layers=24)
 
 
 def lease(
-    left_ms: int = 30_000,
-    token: str = "t1",
-    spec: WorkerSpec = SPEC,
     name: str = "w",
     *,
-    draining: bool = False,
+    token: str = "t1",
+    left_ms: int = TTL_MS,
     renewed: int = 0,
     released: bool = False,
+    draining: bool = False,
+    **changes: Any,
 ) -> Lease:
-    """Return a lease that was renewed `renewed` times."""
-    payload = msgspec.msgpack.encode(WorkerLease(spec=spec, draining=draining))
+    """Return the lease of a worker, renewed `renewed` times, whose specification has these changes."""
+    spec = msgspec.structs.replace(SPEC, **{"worker_id": name, **changes})
     return Lease(
         worker_id=name,
         token=token,
-        payload=payload,
+        payload=msgspec.msgpack.encode(WorkerLease(spec=spec, draining=draining)),
         expires_in_ms=left_ms,
         ttl_ms=TTL_MS,
         deadline_ms=TTL_MS + renewed,
@@ -63,186 +59,216 @@ def lease(
     )
 
 
-def others(*names: str, renewed: int = 0) -> list[Lease]:
+def of_role(name: str, part: str, **changes: Any) -> Lease:
+    return lease(name, **{"pool": part, "role": part, "kv_layout": LAYOUT, **changes})
+
+
+def others(*names: str, **changes: Any) -> list[Lease]:
     """Return healthy leases, so that one missing lease does not count as a failure of the store."""
-    return [lease(name=name, spec=msgspec.structs.replace(SPEC, worker_id=name), renewed=renewed) for name in names]
+    return [lease(name, **changes) for name in names]
 
 
-def facts(log: SqliteLog) -> list[AnyFleetEvent]:
-    return [decode(FLEET, record.value) for record in log.records(FLEET.name, 0, 0, 100)]
+class PolledAdmission:
+    """The admission of an owner that has applied all of `fleet` at each poll.
+
+    `router` lets leases configure pools; the pools on `control` apply at once.
+    """
+
+    def __init__(
+        self,
+        log: SqliteLog,
+        *,
+        epoch: int = 7,
+        fleet: Fleet | None = None,
+        router: RouterConfig | None = None,
+        slots_max: int = 16,
+        busy: Collection[str] = (),
+    ) -> None:
+        self.log = log
+        by_lease = None if router is None else PoolsByLease("m", router)
+        self._pools = POOLS if router is None else {}
+        self.admission = WorkerAdmission(
+            log, 0, epoch, fleet or Fleet(), slots_max=slots_max, by_lease=by_lease, busy=busy
+        )
+
+    @property
+    def refused(self) -> dict[str, int]:
+        return dict(self.admission.refused)
+
+    def configured(self) -> list[PoolConfigured]:
+        return [decode(CONTROL, record.value) for record in self.log.records(CONTROL.name, 0, 0, 99)]
+
+    async def poll(
+        self, *leases: Lease, observed_ms: int = 0, pools: dict[str, PoolConfigured] | None = None
+    ) -> list[Lease]:
+        if pools is None:
+            pools = self._pools | {pool.pool: pool for pool in self.configured()}
+        end = self.log.next_offset(FLEET.name, 0)
+        return await self.admission.update(list(leases), pools, applied_fleet(self.log), end, observed_ms)
+
+    def facts(self, since: int = 0) -> list[AnyFleetEvent]:
+        return [decode(FLEET, record.value) for record in self.log.records(FLEET.name, 0, since, 100)]
+
+    def kinds(self, since: int = 0) -> list[type]:
+        return [type(fact) for fact in self.facts(since)]
+
+    def slots(self) -> dict[str, int]:
+        """Return the slot of each worker that ever joined, in the order of joining."""
+        return {fact.spec.worker_id: fact.slot for fact in self.facts() if isinstance(fact, WorkerJoined)}
+
+    def joined(self) -> list[str]:
+        return list(self.slots())
 
 
-def admission(log: SqliteLog, slots_max: int = 16, by_lease: PoolsByLease | None = None) -> WorkerAdmission:
-    return WorkerAdmission(log, 0, 7, Fleet(), slots_max=slots_max, by_lease=by_lease)
+@pytest.fixture
+def polled(log: SqliteLog) -> PolledAdmission:
+    return PolledAdmission(log)
 
 
-async def poll(
-    polled: WorkerAdmission,
-    log: SqliteLog,
-    leases: list[Lease],
-    pools: dict[str, PoolConfigured] = POOLS,
-    *,
-    observed_ms: int = 0,
-) -> list[Lease]:
-    """Poll the leases once, as an owner that has applied all of `fleet`."""
-    return await polled.update(leases, pools, applied_fleet(log), log.next_offset(FLEET.name, 0), observed_ms)
+@pytest.fixture
+def by_lease(log: SqliteLog) -> PolledAdmission:
+    """Return an admission whose pools are configured by leases."""
+    return PolledAdmission(log, router=RouterConfig())
 
 
-async def test_a_lease_joins_becomes_suspect_recovers_and_is_lost(log: SqliteLog) -> None:
-    polled = admission(log)
-    for left_ms in (30_000, 21_000):
-        assert await poll(polled, log, [lease(left_ms)], observed_ms=9_000) == []
-    assert await poll(polled, log, [lease(14_000)], observed_ms=7_000) == []
-    assert await poll(polled, log, [lease(29_000, renewed=1)], observed_ms=9_000) == []
-    assert await poll(polled, log, [lease(14_000, renewed=1)], observed_ms=HALF_MS) == []
-    assert await poll(polled, log, [lease(0, renewed=1)], observed_ms=HALF_MS) == []
-    assert await poll(polled, log, [lease(0, renewed=1)]) == [lease(0, renewed=1)]
-    assert await poll(polled, log, []) == []
-    kinds = [WorkerJoined, WorkerSuspect, WorkerRecovered, WorkerSuspect, WorkerLost]
-    assert [type(fact) for fact in facts(log)] == kinds
-    assert {fact.owner_epoch for fact in facts(log)} == {7}
-    joined, *later = facts(log)
+async def test_a_lease_joins_becomes_suspect_recovers_and_is_lost(polled: PolledAdmission) -> None:
+    for left_ms, renewed, observed_ms in (
+        (30_000, 0, 9_000),
+        (21_000, 0, 9_000),
+        (14_000, 0, 7_000),
+        (29_000, 1, 9_000),
+        (14_000, 1, HALF_MS),
+        (0, 1, HALF_MS),
+    ):
+        assert await polled.poll(lease(left_ms=left_ms, renewed=renewed), observed_ms=observed_ms) == []
+    ended = lease(left_ms=0, renewed=1)
+    assert await polled.poll(ended) == [ended]
+    assert await polled.poll() == []
+    assert polled.kinds() == [WorkerJoined, WorkerSuspect, WorkerRecovered, WorkerSuspect, WorkerLost]
+    assert {fact.owner_epoch for fact in polled.facts()} == {7}
+    joined, *later = polled.facts()
     assert isinstance(joined, WorkerJoined)
     assert (joined.spec, joined.lease, joined.slot, joined.lease_ttl_ms) == (SPEC, "t1", 0, TTL_MS)
     assert {msgspec.to_builtins(fact).get("worker_epoch", 0) for fact in later} == {0}
 
 
-async def test_a_worker_with_a_vanished_lease_is_suspect_until_it_reacquires(log: SqliteLog) -> None:
-    polled, rest = admission(log), others("x", "y")
-    await poll(polled, log, [lease(), *rest])
-    await poll(polled, log, rest, observed_ms=500)
-    await poll(polled, log, rest, observed_ms=500)
-    await poll(polled, log, [lease(renewed=1), *rest], observed_ms=500)
-    assert [type(fact) for fact in facts(log)][3:] == [WorkerSuspect, WorkerRecovered]
+async def test_a_worker_with_a_vanished_lease_is_suspect_until_it_reacquires(polled: PolledAdmission) -> None:
+    rest = others("x", "y")
+    await polled.poll(lease(), *rest)
+    for _ in range(2):
+        await polled.poll(*rest, observed_ms=500)
+    await polled.poll(lease(renewed=1), *rest, observed_ms=500)
+    assert polled.kinds(3) == [WorkerSuspect, WorkerRecovered]
 
 
-async def test_leases_that_vanish_together_change_nothing(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
-    polled = admission(log)
-    await poll(polled, log, [lease(), *others("x", "y")])
-    await poll(polled, log, [], observed_ms=500)
-    await poll(polled, log, [lease(renewed=1), *others("x", "y", renewed=1)], observed_ms=500)
-    assert [type(fact) for fact in facts(log)] == [WorkerJoined] * 3
-    assert polled.sensor_faults == 1
+async def test_leases_that_vanish_together_change_nothing(
+    polled: PolledAdmission, caplog: pytest.LogCaptureFixture
+) -> None:
+    await polled.poll(*others("w", "x", "y"))
+    await polled.poll(observed_ms=500)
+    await polled.poll(*others("w", "x", "y", renewed=1), observed_ms=500)
+    assert polled.kinds() == [WorkerJoined] * 3
+    assert polled.admission.sensor_faults == 1
     assert caplog.text.count("3 of 3 leases failed at once") == 1
 
 
-async def test_a_new_owner_after_a_flush_suspects_but_does_not_lose_returning_workers(log: SqliteLog) -> None:
-    await poll(admission(log), log, [lease(), *others("x")])
-    fleet = Fleet()
-    for offset, fact in enumerate(facts(log)):
-        fleet.apply(fact, offset)
-    second = WorkerAdmission(log, 0, 8, fleet, slots_max=16)
-    await poll(second, log, [])
-    await poll(second, log, [], observed_ms=HALF_MS)
-    await poll(second, log, [lease(renewed=1), *others("x", renewed=1)], observed_ms=500)
-    assert [type(fact) for fact in facts(log)][2:] == [WorkerSuspect] * 2 + [WorkerRecovered] * 2
+async def test_a_new_owner_after_a_flush_suspects_but_does_not_lose_returning_workers(
+    log: SqliteLog, polled: PolledAdmission
+) -> None:
+    await polled.poll(*others("w", "x"))
+    second = PolledAdmission(log, epoch=8, fleet=applied_fleet(log))
+    await second.poll()
+    await second.poll(observed_ms=HALF_MS)
+    await second.poll(*others("w", "x", renewed=1), observed_ms=500)
+    assert second.kinds(2) == [WorkerSuspect] * 2 + [WorkerRecovered] * 2
 
 
-async def test_a_clock_jump_that_expires_a_lease_does_not_lose_its_worker(log: SqliteLog) -> None:
-    polled = admission(log)
-    await poll(polled, log, [lease()])
-    assert await poll(polled, log, [lease(-3_600_000)], observed_ms=500) == []
-    assert await poll(polled, log, [lease(renewed=1)], observed_ms=500) == []
-    assert [type(fact) for fact in facts(log)] == [WorkerJoined]
+async def test_a_clock_jump_that_expires_a_lease_does_not_lose_its_worker(polled: PolledAdmission) -> None:
+    await polled.poll(lease())
+    for jumped in (lease(left_ms=-3_600_000), lease(renewed=1)):
+        assert await polled.poll(jumped, observed_ms=500) == []
+    assert polled.kinds() == [WorkerJoined]
 
 
 async def test_a_worker_that_no_longer_fits_its_pool_is_lost_and_rejected_by_name(
-    log: SqliteLog, caplog: pytest.LogCaptureFixture
+    polled: PolledAdmission, caplog: pytest.LogCaptureFixture
 ) -> None:
-    polled = admission(log)
     other = {"default": PoolConfigured(pool="default", model="m", block_size=16)}
-    await poll(polled, log, [lease()])
+    await polled.poll(lease())
     for _ in range(2):
-        await poll(polled, log, [lease()], other)
-    _, lost = facts(log)
+        await polled.poll(lease(), pools=other)
+    _, lost = polled.facts()
     assert isinstance(lost, WorkerLost)
     assert lost.reason == "its blocks hold 64 tokens, blocks of the pool default hold 16"
     assert polled.refused == {"spec": 1}
     assert f"worker w was rejected: {lost.reason}" in caplog.text
 
 
-async def test_a_released_lease_and_a_new_incarnation_lose_the_old_epoch(log: SqliteLog) -> None:
-    polled = admission(log)
-    await poll(polled, log, [lease()])
-    await poll(polled, log, [lease(token="t2")])
-    released = lease(0, token="t2", released=True)
-    assert await poll(polled, log, [released]) == []
-    assert await poll(polled, log, [released]) == [released]
-    kinds = [type(fact) for fact in facts(log)]
-    assert kinds == [WorkerJoined, WorkerLost, WorkerJoined, WorkerLost]
-    epochs = [fact.worker_epoch for fact in facts(log) if isinstance(fact, WorkerLost)]
-    assert epochs == [0, 2]
+async def test_a_released_lease_and_a_new_incarnation_lose_the_old_epoch(polled: PolledAdmission) -> None:
+    await polled.poll(lease())
+    await polled.poll(lease(token="t2"))
+    released = lease(left_ms=0, token="t2", released=True)
+    assert await polled.poll(released) == []
+    assert await polled.poll(released) == [released]
+    assert polled.kinds() == [WorkerJoined, WorkerLost, WorkerJoined, WorkerLost]
+    assert [fact.worker_epoch for fact in polled.facts() if isinstance(fact, WorkerLost)] == [0, 2]
 
 
-async def test_workers_lost_in_one_poll_are_all_suspect_before_the_first_is_lost(log: SqliteLog) -> None:
-    polled, names = admission(log), ("x", "y", "z")
-    await poll(polled, log, others(*names))
-    joined = len(facts(log))
-    restarted = [msgspec.structs.replace(one, token="t2") for one in others(*names)]
-    await poll(polled, log, restarted)
-    losses = [fact for fact in facts(log)[joined:] if isinstance(fact, WorkerSuspect | WorkerLost)]
+async def test_workers_lost_in_one_poll_are_all_suspect_before_the_first_is_lost(polled: PolledAdmission) -> None:
+    names = ("x", "y", "z")
+    await polled.poll(*others(*names))
+    await polled.poll(*others(*names, token="t2"))
+    losses = [fact for fact in polled.facts() if isinstance(fact, WorkerSuspect | WorkerLost)]
     assert [(type(fact), fact.worker_id) for fact in losses] == [
         (kind, name) for kind in (WorkerSuspect, WorkerLost) for name in names
     ]
 
 
-async def test_a_draining_lease_emits_one_draining_event_until_it_is_lost(log: SqliteLog) -> None:
-    polled = admission(log)
-    await poll(polled, log, [lease()])
+async def test_a_draining_lease_emits_one_draining_event_until_it_is_lost(polled: PolledAdmission) -> None:
+    await polled.poll(lease())
     for renewed in (1, 1, 2, 2):  # whether suspect or not, a draining worker receives no work
-        await poll(polled, log, [lease(draining=True, renewed=renewed)], observed_ms=HALF_MS)
-    await poll(polled, log, [lease(0, released=True)])
-    assert [type(fact) for fact in facts(log)] == [WorkerJoined, WorkerDraining, WorkerLost]
-    draining = facts(log)[1]
+        await polled.poll(lease(draining=True, renewed=renewed), observed_ms=HALF_MS)
+    await polled.poll(lease(left_ms=0, released=True))
+    assert polled.kinds() == [WorkerJoined, WorkerDraining, WorkerLost]
+    draining = polled.facts()[1]
     assert isinstance(draining, WorkerDraining)
     assert (draining.worker_id, draining.worker_epoch, draining.owner_epoch) == ("w", 0, 7)
 
 
-async def test_a_suspect_worker_may_drain(log: SqliteLog) -> None:
-    polled = admission(log)
-    await poll(polled, log, [lease()])
-    await poll(polled, log, [lease(13_000)], observed_ms=HALF_MS)
-    await poll(polled, log, [lease(draining=True, renewed=1)])
-    assert [type(fact) for fact in facts(log)] == [WorkerJoined, WorkerSuspect, WorkerDraining]
+async def test_a_suspect_worker_may_drain(polled: PolledAdmission) -> None:
+    await polled.poll(lease())
+    await polled.poll(lease(left_ms=13_000), observed_ms=HALF_MS)
+    await polled.poll(lease(draining=True, renewed=1))
+    assert polled.kinds() == [WorkerJoined, WorkerSuspect, WorkerDraining]
 
 
-async def test_a_new_owner_continues_from_the_fleet_of_its_predecessor(log: SqliteLog) -> None:
-    first = admission(log)
-    await poll(first, log, [lease(), other := lease(name="v", spec=msgspec.structs.replace(SPEC, worker_id="v"))])
-    fleet = Fleet()
-    for offset, fact in enumerate(facts(log)):
-        fleet.apply(fact, offset)
-    second = WorkerAdmission(log, 0, 8, fleet, slots_max=16)
-    await poll(second, log, [lease(draining=True), other])
-    fact = facts(log)[-1]
-    assert (type(fact), fact.owner_epoch) == (WorkerDraining, 8)
-    fleet.apply(fact, 2)
-    third = WorkerAdmission(log, 0, 9, fleet, slots_max=16)
-    await poll(third, log, [lease(draining=True), other])
-    assert len(facts(log)) == 3
+async def test_a_new_owner_continues_from_the_fleet_of_its_predecessor(log: SqliteLog, polled: PolledAdmission) -> None:
+    await polled.poll(*others("w", "v"))
+    for epoch in (8, 9):  # the third owner does not write again what the second one did
+        await PolledAdmission(log, epoch=epoch, fleet=applied_fleet(log)).poll(lease(draining=True), lease("v"))
+        fact = polled.facts()[-1]
+        assert (type(fact), fact.owner_epoch, len(polled.facts())) == (WorkerDraining, 8, 3)
 
 
-async def test_a_draining_worker_is_not_admitted(log: SqliteLog) -> None:
-    polled = admission(log)
-    await poll(polled, log, [lease(draining=True)])
-    assert facts(log) == []
-    assert polled.refused == {}
+async def test_a_draining_worker_is_not_admitted(polled: PolledAdmission) -> None:
+    await polled.poll(lease(draining=True))
+    assert (polled.facts(), polled.refused) == ([], {})
 
 
-async def test_a_member_whose_lease_becomes_undecodable_stays(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
-    polled = admission(log)
-    await poll(polled, log, [lease()])
+async def test_a_member_whose_lease_becomes_undecodable_stays(
+    polled: PolledAdmission, caplog: pytest.LogCaptureFixture
+) -> None:
+    await polled.poll(lease())
     for _ in range(2):
-        await poll(polled, log, [msgspec.structs.replace(lease(), payload=b"\xc1")])
-    assert [type(fact) for fact in facts(log)] == [WorkerJoined]
+        await polled.poll(msgspec.structs.replace(lease(), payload=b"\xc1"))
+    assert polled.kinds() == [WorkerJoined]
     assert caplog.text.count("ignored the changed lease of the member w") == 1
 
 
-def joined(token: str, name: str = "w") -> WorkerJoined:
+def foreign_join(token: str, name: str = "w") -> WorkerJoined:
     """Return an event that another process writes."""
-    return WorkerJoined(
-        owner_epoch=7, spec=msgspec.structs.replace(SPEC, worker_id=name), lease=token, slot=3, from_offset=0
-    )
+    spec = msgspec.structs.replace(SPEC, worker_id=name)
+    return WorkerJoined(owner_epoch=7, spec=spec, lease=token, slot=3, from_offset=0)
 
 
 async def write(log: SqliteLog, *events: AnyFleetEvent) -> None:
@@ -250,76 +276,57 @@ async def write(log: SqliteLog, *events: AnyFleetEvent) -> None:
 
 
 @pytest.mark.parametrize("token", ["t1", "forged"])
-async def test_a_worker_that_a_foreign_record_admitted_first_joins_again(log: SqliteLog, token: str) -> None:
-    polled = admission(log)
-    await write(log, joined(token), joined("ghost", "x"))
-    assert await polled.update([lease()], POOLS, Fleet(), 0) == []  # neither record is applied yet
-    await poll(polled, log, [lease()])
-    await poll(polled, log, [lease()])  # the lost incarnation does not join again
-    await poll(polled, log, [lease(token="t2")])
-    await poll(polled, log, [lease(token="t2", renewed=1)])
-    fleet = applied_fleet(log)
-    assert [(worker.lease, worker.spec.worker_id) for worker in fleet.workers()] == [("t2", "w")]
-    lost = [(one.worker_id, one.worker_epoch) for one in facts(log) if isinstance(one, WorkerLost)]
+async def test_a_worker_that_a_foreign_record_admitted_first_joins_again(
+    log: SqliteLog, polled: PolledAdmission, token: str
+) -> None:
+    await write(log, foreign_join(token), foreign_join("ghost", "x"))
+    assert await polled.admission.update([lease()], POOLS, Fleet(), 0) == []  # neither record is applied yet
+    await polled.poll(lease())
+    await polled.poll(lease())  # the lost incarnation does not join again
+    for renewed in range(2):
+        await polled.poll(lease(token="t2", renewed=renewed))
+    assert [(worker.lease, worker.spec.worker_id) for worker in applied_fleet(log).workers()] == [("t2", "w")]
+    lost = [(one.worker_id, one.worker_epoch) for one in polled.facts() if isinstance(one, WorkerLost)]
     assert sorted(lost) == [("w", 0), ("w", 2), ("x", 1)]
     assert polled.refused == {"foreign_record": 3}
 
 
-async def test_a_member_that_a_foreign_record_drains_joins_again(log: SqliteLog) -> None:
-    polled, rest = admission(log), others("x")
-    await poll(polled, log, [lease(), *rest])
+async def test_a_member_that_a_foreign_record_drains_joins_again(log: SqliteLog, polled: PolledAdmission) -> None:
+    await polled.poll(*others("w", "x"))
     await write(log, WorkerDraining(owner_epoch=7, worker_id="w", worker_epoch=0))
-    await poll(polled, log, [lease(), *rest])
-    assert facts(log)[-1] == WorkerLost(
-        owner_epoch=7, at_us=facts(log)[-1].at_us, worker_id="w", worker_epoch=0, reason=admission_module.FOREIGN
-    )
-    await poll(polled, log, [lease(token="t2"), *rest])
+    await polled.poll(*others("w", "x"))
+    lost = polled.facts()[-1]
+    assert isinstance(lost, WorkerLost)
+    assert (lost.worker_id, lost.worker_epoch, lost.reason) == ("w", 0, admission_module.FOREIGN)
+    await polled.poll(lease(token="t2"), lease("x"))
     assert {worker.phase for worker in applied_fleet(log).workers()} == {WorkerPhase.READY}
 
 
-async def test_workers_get_the_lowest_free_slots(log: SqliteLog) -> None:
-    polled = admission(log)
-
-    def leases(*names: str) -> list[Lease]:
-        return [lease(name=name, spec=msgspec.structs.replace(SPEC, worker_id=name)) for name in names]
-
-    await poll(polled, log, leases("a", "b", "c"))
-    released = lease(0, name="a", spec=msgspec.structs.replace(SPEC, worker_id="a"), released=True)
-    await poll(polled, log, [released, *leases("b", "c")])
-    await poll(polled, log, leases("b", "c", "d", "e"))
-    slots = {fact.spec.worker_id: fact.slot for fact in facts(log) if isinstance(fact, WorkerJoined)}
-    assert slots == {"a": 0, "b": 1, "c": 2, "d": 0, "e": 3}
-
-
 @pytest.mark.parametrize(
-    ("refused", "why"),
+    ("changes", "why"),
     [
-        (
-            msgspec.structs.replace(SPEC, block_size=16),
-            "blocks hold 16 tokens, blocks of the pool default hold 64",
-        ),
-        (msgspec.structs.replace(SPEC, model="other"), "serves the model other, but the pool default serves m"),
-        (msgspec.structs.replace(SPEC, pool="nowhere"), "no pool nowhere"),
-        (msgspec.structs.replace(SPEC, worker_id="else"), "names another worker, else"),
+        ({"block_size": 16}, "blocks hold 16 tokens, blocks of the pool default hold 64"),
+        ({"model": "other"}, "serves the model other, but the pool default serves m"),
+        ({"pool": "nowhere"}, "no pool nowhere"),
+        ({"worker_id": "else"}, "names another worker, else"),
+        ({"role": "encode"}, "its role is encode, but the pool default has the role aggregated: start the worker in"),
     ],
 )
 async def test_a_worker_that_does_not_fit_is_rejected_once_and_by_name(
-    log: SqliteLog, refused: WorkerSpec, why: str, caplog: pytest.LogCaptureFixture
+    polled: PolledAdmission, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], why: str
 ) -> None:
-    polled = admission(log)
     for _ in range(3):
-        await poll(polled, log, [lease(spec=refused)])
-    assert facts(log) == []
-    assert polled.refused == {"spec": 1}
+        await polled.poll(lease(**changes))
+    assert (polled.facts(), polled.refused) == ([], {"spec": 1})
     assert why in caplog.text
 
 
 @pytest.mark.parametrize(("pause_s", "attempts"), [(3_600.0, 1), (0.0, 3)])
 async def test_a_slot_whose_partition_cannot_be_read_is_retried_after_a_pause(
-    log: SqliteLog, monkeypatch: pytest.MonkeyPatch, pause_s: float, attempts: int
+    log: SqliteLog, polled: PolledAdmission, monkeypatch: pytest.MonkeyPatch, pause_s: float, attempts: int
 ) -> None:
     monkeypatch.setattr(admission_module, "SLOT_RETRY_S", pause_s)
-    polled, reads, end = admission(log), [], log.end
+    reads, end = [], log.end
 
     async def failing_twice(topic: str, partition: int) -> int:
         reads.append(topic)
@@ -329,66 +336,66 @@ async def test_a_slot_whose_partition_cannot_be_read_is_retried_after_a_pause(
 
     monkeypatch.setattr(log, "end", failing_twice)
     for _ in range(3):
-        await poll(polled, log, [lease()])
+        await polled.poll(lease())
     assert reads == [work_topic("default").name] * attempts
-    assert [type(fact) for fact in facts(log)] == [WorkerJoined] * (attempts == 3)
+    assert polled.kinds() == [WorkerJoined] * (attempts == 3)
     assert polled.refused == {"work_topic": 1}
 
 
 @pytest.mark.parametrize(
     "payload", [b"\xc1", b"\x81\xa4spec\x81\xa9worker_id\xa1\xff", b"\x91" * 100_000], ids=["type", "utf-8", "depth"]
 )
-async def test_a_lease_without_a_decodable_payload_is_rejected(log: SqliteLog, payload: bytes) -> None:
-    polled = admission(log)
-    await poll(polled, log, [msgspec.structs.replace(lease(), payload=payload)])
-    assert facts(log) == []
-    assert polled.refused == {"spec": 1}
+async def test_a_lease_without_a_decodable_payload_is_rejected(polled: PolledAdmission, payload: bytes) -> None:
+    await polled.poll(msgspec.structs.replace(lease(), payload=payload))
+    assert (polled.facts(), polled.refused) == ([], {"spec": 1})
 
 
-async def test_a_lost_lease_is_forgotten_even_if_it_is_renewed_late(log: SqliteLog) -> None:
-    polled = admission(log)
-    await poll(polled, log, [lease()])
-    await poll(polled, log, [lease(14_000)], observed_ms=HALF_MS)
-    assert await poll(polled, log, [lease(0)], observed_ms=HALF_MS) == []
-    renewed = lease(30_000, renewed=1)
-    assert await poll(polled, log, [renewed]) == [renewed]
-    assert [type(fact) for fact in facts(log)] == [WorkerJoined, WorkerSuspect, WorkerLost]
-    await poll(polled, log, [lease(token="t2")])
-    assert isinstance(facts(log)[-1], WorkerJoined)
+async def test_a_lost_lease_is_forgotten_even_if_it_is_renewed_late(polled: PolledAdmission) -> None:
+    await polled.poll(lease())
+    for left_ms in (14_000, 0):
+        assert await polled.poll(lease(left_ms=left_ms), observed_ms=HALF_MS) == []
+    renewed = lease(renewed=1)
+    assert await polled.poll(renewed) == [renewed]
+    assert polled.kinds() == [WorkerJoined, WorkerSuspect, WorkerLost]
+    await polled.poll(lease(token="t2"))
+    assert polled.kinds(3) == [WorkerJoined]
 
 
-async def test_a_lease_is_not_forgotten_before_the_owner_applied_its_event(log: SqliteLog) -> None:
-    polled = admission(log)
-    await poll(polled, log, [lease()])
-    await poll(polled, log, [released := lease(0, released=True)])
-    applied_before_the_loss = 1
-    assert await polled.update([released], POOLS, Fleet(), applied_before_the_loss, 0) == []
-    assert await polled.update([released], POOLS, applied_fleet(log), 2, 0) == [released]
+async def test_a_lease_is_not_forgotten_before_the_owner_applied_its_event(
+    log: SqliteLog, polled: PolledAdmission
+) -> None:
+    await polled.poll(lease())
+    await polled.poll(released := lease(left_ms=0, released=True))
+    assert await polled.admission.update([released], POOLS, Fleet(), 1, 0) == [], "the loss at offset 1 is not applied"
+    assert await polled.poll(released) == [released]
+
+
+async def test_workers_get_the_lowest_free_slots(polled: PolledAdmission) -> None:
+    await polled.poll(*others("a", "b", "c"))
+    await polled.poll(lease("a", left_ms=0, released=True), *others("b", "c"))
+    await polled.poll(*others("b", "c", "d", "e"))
+    assert polled.slots() == {"a": 0, "b": 1, "c": 2, "d": 0, "e": 3}
 
 
 async def test_without_a_free_slot_a_worker_waits(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
-    polled = admission(log, slots_max=2)
-    three = [lease(name=name, spec=msgspec.structs.replace(SPEC, worker_id=name)) for name in "abc"]
+    polled = PolledAdmission(log, slots_max=2)
     for _ in range(3):
-        await poll(polled, log, three)
+        await polled.poll(*others("a", "b", "c"))
     assert polled.refused == {"slots": 1}
     assert caplog.text.count("all 2 slots of its model in the pool default are in use") == 1
-    first = lease(0, name="a", spec=msgspec.structs.replace(SPEC, worker_id="a"), released=True)
-    await poll(polled, log, [first, *three[1:]])
-    slots = {fact.spec.worker_id: fact.slot for fact in facts(log) if isinstance(fact, WorkerJoined)}
-    assert slots == {"a": 0, "b": 1, "c": 0}
+    await polled.poll(lease("a", left_ms=0, released=True), *others("b", "c"))
+    assert polled.slots() == {"a": 0, "b": 1, "c": 0}
 
 
 async def test_owners_of_several_groups_assign_disjoint_slots_of_one_pool(
     log: SqliteLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    groups, slots_max = 3, 8
     names = "abcd"  # one more than any group has slots
     assigned: dict[int, list[int]] = {}
-    for partition in range(groups):
-        polled = WorkerAdmission(log, partition, 7, Fleet(), slots_max=slots_max, groups=groups)
-        leases = [lease(name=name, spec=msgspec.structs.replace(SPEC, worker_id=name)) for name in names]
-        await polled.update(leases, POOLS, applied_fleet(log, partition), log.next_offset(FLEET.name, partition))
+    for partition in range(3):
+        polled = WorkerAdmission(log, partition, 7, Fleet(), slots_max=8, groups=3)
+        fleet, end = applied_fleet(log, partition), log.next_offset(FLEET.name, partition)
+        await polled.update(others(*names), POOLS, fleet, end)
         found = [decode(FLEET, record.value) for record in log.records(FLEET.name, partition, 0, 100)]
         assigned[partition] = [fact.slot for fact in found if isinstance(fact, WorkerJoined)]
         assert polled.refused == {"slots": len(names) - len(assigned[partition])}
@@ -411,14 +418,11 @@ async def test_owners_of_several_groups_assign_disjoint_slots_of_one_pool(
     ],
 )
 async def test_a_lease_with_an_invalid_name_is_rejected(
-    log: SqliteLog, caplog: pytest.LogCaptureFixture, changes: dict[str, Any]
+    by_lease: PolledAdmission, caplog: pytest.LogCaptureFixture, changes: dict[str, Any]
 ) -> None:
-    spec = msgspec.structs.replace(SPEC, **changes)
-    polled = admission(log, by_lease=PoolsByLease("m", RouterConfig()))
     for _ in range(2):
-        await poll(polled, log, [lease(name=spec.worker_id, spec=spec)], {})
-    assert (facts(log), log.records(CONTROL.name, 0, 0, 10)) == ([], [])
-    assert polled.refused == {"name": 1}
+        await by_lease.poll(lease(changes.get("worker_id", "w"), **changes))
+    assert (by_lease.facts(), by_lease.configured(), by_lease.refused) == ([], [], {"name": 1})
     (line,) = [record.getMessage() for record in caplog.records]
     assert "cannot be used: " in line
     assert line.isprintable()
@@ -426,88 +430,175 @@ async def test_a_lease_with_an_invalid_name_is_rejected(
 
 async def test_the_first_lease_of_a_pool_configures_it(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
     router = RouterConfig(mode="round-robin")
-    polled = admission(log, by_lease=PoolsByLease("m", router))
-    other_size = lease(name="v", spec=msgspec.structs.replace(SPEC, worker_id="v", block_size=16))
-    other_model = lease(name="x", spec=msgspec.structs.replace(SPEC, worker_id="x", model="other", pool="p"))
+    polled = PolledAdmission(log, router=router)
+    leases = (
+        lease(),
+        lease("v", block_size=16),
+        lease("x", model="other", pool="p"),
+        lease("e", role="encode", pool="e"),
+    )
     for _ in range(2):
-        await poll(polled, log, [lease(), other_size, other_model], {})
-    (record,) = log.records(CONTROL.name, 0, 0, 10)
-    pool = decode(CONTROL, record.value)
+        await polled.poll(*leases, pools={})
+    pool, encoders = polled.configured()
     assert pool == PoolConfigured(pool="default", model="m", block_size=64, router=router, at_us=pool.at_us)
-    assert facts(log) == []
-    await poll(polled, log, [lease(), other_size, other_model], {"default": pool})
-    (joined,) = facts(log)
-    assert isinstance(joined, WorkerJoined)
-    assert joined.spec == SPEC
+    assert (encoders.pool, encoders.role) == ("e", "encode")
+    assert polled.facts() == []
+    await polled.poll(*leases)
+    assert polled.joined() == ["w", "e"]
     assert polled.refused == {"spec": 2}
     assert "it serves the model other, but its group serves m" in caplog.text
     assert "blocks hold 16 tokens" in caplog.text
 
 
 async def test_a_pool_of_another_block_size_is_refused_by_name(
-    log: SqliteLog, caplog: pytest.LogCaptureFixture
+    by_lease: PolledAdmission, caplog: pytest.LogCaptureFixture
 ) -> None:
-    polled = admission(log, by_lease=PoolsByLease("m", RouterConfig()))
-    other = msgspec.structs.replace(SPEC, worker_id="v", pool="big", block_size=16)
-    held = [lease(), lease(name="v", spec=other)]
-    await poll(polled, log, held, {})
-    await poll(polled, log, held, POOLS)
-    await poll(polled, log, held, POOLS)
-    assert [fact.spec.worker_id for fact in facts(log) if isinstance(fact, WorkerJoined)] == ["w"]
-    assert [decode(CONTROL, record.value).pool for record in log.records(CONTROL.name, 0, 0, 10)] == ["default"]
-    assert polled.refused == {"block_size": 1}
+    big = lease("v", pool="big", block_size=16)
+    for _ in range(3):
+        await by_lease.poll(lease(), big)
+    assert by_lease.joined() == ["w"]
+    assert [pool.pool for pool in by_lease.configured()] == ["default"]
+    assert by_lease.refused == {"block_size": 1}
     text = "blocks of its pool big hold 16 tokens, but blocks of the pool default of m hold 64: start it with the same"
     assert text in caplog.text
+    await by_lease.poll(lease(released=True), big)
+    pools = [(pool.pool, pool.block_size) for pool in by_lease.configured()]
+    assert pools == [("default", 64), ("big", 16)], "once no worker is left"
 
-    await poll(polled, log, [lease(released=True), held[1]], POOLS)
-    pools = [decode(CONTROL, record.value) for record in log.records(CONTROL.name, 0, 0, 10)]
-    assert [(pool.pool, pool.block_size) for pool in pools] == [("default", 64), ("big", 16)], "once no worker is left"
 
-
-@pytest.mark.parametrize("changes", [{"role": "encode"}, {"block_size": 64}, {"pool": "default", "worker_id": "v"}])
+@pytest.mark.parametrize("changes", [{"role": "encode"}, {"block_size": 64}, {"pool": "default"}])
 async def test_other_workers_than_those_of_another_block_size_are_admitted(
-    log: SqliteLog, changes: dict[str, Any]
+    polled: PolledAdmission, changes: dict[str, Any]
 ) -> None:
-    spec = msgspec.structs.replace(SPEC, **{"worker_id": "v", "pool": "other", "block_size": 16} | changes)
-    role = spec.role
-    pools = POOLS | {"other": PoolConfigured(pool="other", model="m", block_size=spec.block_size, role=role)}
-    polled = admission(log)
-    await poll(polled, log, [lease(), lease(name="v", spec=spec)], pools)
-    joined = [fact.spec.worker_id for fact in facts(log) if isinstance(fact, WorkerJoined)]
-    assert joined == (["w"] if spec.pool == "default" else ["w", "v"])
+    second: dict[str, Any] = {"pool": "other", "block_size": 16} | changes
+    other = PoolConfigured(
+        pool="other", model="m", block_size=second["block_size"], role=second.get("role", "aggregated")
+    )
+    await polled.poll(lease(), lease("v", **second), pools=POOLS | {"other": other})
+    assert polled.joined() == (["w"] if second["pool"] == "default" else ["w", "v"])
 
 
 async def test_a_worker_that_left_or_ended_while_no_router_ran_is_logged_without_a_warning(
-    log: SqliteLog, caplog: pytest.LogCaptureFixture
+    log: SqliteLog, polled: PolledAdmission, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After a clean restart nothing is lost, so a router must not alarm anybody."""
     caplog.set_level(logging.INFO)
-    first = admission(log)
-    await poll(first, log, [lease(), *others("idle", "busy", "renamed")])
-    await poll(first, log, [lease(draining=True), *others("idle", "busy", "renamed")])
-    await poll(first, log, [lease(draining=True, released=True), *others("idle", "busy", "renamed")])
-    fleet = Fleet()
-    for offset, fact in enumerate(facts(log)):
-        fleet.apply(fact, offset)
-    second = WorkerAdmission(log, 0, 8, fleet, slots_max=16, busy={"busy"})
-    spec = msgspec.structs.replace(SPEC, worker_id="renamed")
+    rest = others("idle", "busy", "renamed")
+    for draining, released in ((False, False), (True, False), (True, True)):
+        await polled.poll(lease(draining=draining, released=released), *rest)
+    second = PolledAdmission(log, epoch=8, fleet=applied_fleet(log), busy={"busy"})
     for number in range(4):
-        successor = lease(token="successor", name="renamed", spec=spec, renewed=number)
-        await poll(second, log, [successor], observed_ms=HALF_MS)
+        await second.poll(lease("renamed", token="successor", renewed=number), observed_ms=HALF_MS)
     outcomes = {(record.levelname, record.getMessage().partition(":")[0]) for record in caplog.records}
     assert outcomes >= {
         ("INFO", "worker w left"),
         ("INFO", "worker idle ended while no router was running"),
         ("INFO", "worker renamed ended while no router was running"),
-        ("WARNING", "worker busy is lost"),
     }
     assert {text for level, text in outcomes if level == "WARNING" and "worker" in text} == {"worker busy is lost"}
 
 
-async def test_a_draining_worker_that_dies_is_lost(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
-    polled = admission(log)
-    await poll(polled, log, [lease()])
-    await poll(polled, log, [lease(draining=True)])
-    while WorkerLost not in map(type, facts(log)):
-        await poll(polled, log, [], observed_ms=HALF_MS)
+async def test_a_draining_worker_that_dies_is_lost(polled: PolledAdmission, caplog: pytest.LogCaptureFixture) -> None:
+    await polled.poll(lease())
+    await polled.poll(lease(draining=True))
+    while WorkerLost not in polled.kinds():
+        await polled.poll(observed_ms=HALF_MS)
     assert "worker w is lost" in caplog.text
+
+
+# Prefill and decode workers
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            {"kv_layout": WIDE},
+            "worker decode-0 was rejected: its KV block layout is bfloat16, 32768 bytes, 24 layers, nixl "
+            "connector, but the layout of prefill-0 in the pool prefill is uint8, 16384 bytes, nixl connector",
+        ),
+        (
+            {"kv_layout": msgspec.structs.replace(LAYOUT, connector="tcp")},
+            "is uint8, 16384 bytes, tcp connector, but the layout of prefill-0 in the pool prefill is uint8,",
+        ),
+        (
+            {"kv_layout": None, "engine": "vllm"},
+            "its KV block layout is not reported by vllm, but the layout of prefill-0 in the pool prefill is",
+        ),
+        ({"role": "prefill", "pool": "prefill", "kv_layout": WIDE}, "the layout of prefill-0 in the pool prefill is"),
+    ],
+)
+async def test_disagg_a_kv_layout_mismatch_is_rejected_naming_both_workers(
+    by_lease: PolledAdmission, caplog: pytest.LogCaptureFixture, other: dict[str, Any], message: str
+) -> None:
+    held = of_role("prefill-0", "prefill"), of_role("decode-0", "decode", **other)
+    for _ in range(4):  # pools are configured before their workers join
+        await by_lease.poll(*held)
+    assert message in caplog.text
+    assert by_lease.joined() == ["prefill-0"]
+    assert by_lease.refused == {"kv_layout": 1}, "once for each incarnation"
+    for _ in range(2):
+        await by_lease.poll(msgspec.structs.replace(held[0], released=True), held[1])
+    assert by_lease.joined() == ["prefill-0", "decode-0"], "it fits once the conflicting worker is gone"
+
+
+async def test_disagg_unreported_kv_layouts_are_treated_as_equal(by_lease: PolledAdmission) -> None:
+    silent = {"kv_layout": None, "engine": "vllm"}
+    for _ in range(2):
+        await by_lease.poll(of_role("p", "prefill", **silent), of_role("d", "decode", **silent))
+    assert by_lease.joined() == ["p", "d"]
+    assert {pool.pool: pool.role for pool in by_lease.configured()} == {"prefill": "prefill", "decode": "decode"}
+
+
+async def test_disagg_decode_workers_wait_until_aggregated_workers_leave(
+    by_lease: PolledAdmission, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = of_role("mock-0", "aggregated", kv_layout=None)
+    apart = of_role("p", "prefill"), of_role("d", "decode")
+    for leases in ((whole,), (whole, *apart)):
+        for _ in range(2):
+            await by_lease.poll(*leases)
+    assert by_lease.joined() == ["mock-0", "p"]
+    assert (
+        "worker d was rejected: its role is decode, but m is served by aggregated workers, for example mock-0 in the "
+        "pool aggregated: stop the aggregated workers first"
+    ) in caplog.text
+    assert by_lease.refused == {"roles": 1}
+    await by_lease.poll(of_role("mock-0", "aggregated", kv_layout=None, draining=True), *apart)
+    assert by_lease.joined() == ["mock-0", "p", "d"], "in the same poll that finds the aggregated worker draining"
+    await by_lease.poll(of_role("mock-1", "aggregated"), *apart)
+    assert by_lease.refused == {"roles": 2}, "an aggregated worker is rejected beside disaggregated ones too"
+
+
+# Model cards
+
+
+async def test_a_worker_with_another_model_card_is_rejected_naming_both(
+    polled: PolledAdmission, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = "a" * 64, "b" * 64
+    rest = lease("b", card=second), lease("c")
+    await polled.poll(lease("a", card=first), *rest, lease("d", card=first))
+    assert polled.joined() == ["a", "c", "d"], "a worker without a card fits all others"
+    assert polled.refused == {"card": 1}
+    assert f"its model card is {second}, but the card of a in the pool default is {first}" in caplog.text
+    await polled.poll(lease("a", card=first, released=True), lease("d", card=first, released=True), *rest)
+    await polled.poll(*rest)
+    assert polled.joined() == ["a", "c", "d", "b"], "another card is accepted once no worker has the first one"
+
+
+async def test_a_worker_of_another_model_may_have_another_card(polled: PolledAdmission) -> None:
+    pools = POOLS | {"other": PoolConfigured(pool="other", model="n", block_size=64)}
+    await polled.poll(lease("a", card="a" * 64), lease("b", card="b" * 64, model="n", pool="other"), pools=pools)
+    assert polled.joined() == ["a", "b"]
+
+
+def test_the_card_does_not_change_the_digest_of_the_state() -> None:
+    """Decisions do not depend on it, and journals of versions without cards must be derived with equal digests."""
+    digests = set()
+    for card in ("", "a" * 64):
+        fleet = Fleet()
+        spec = msgspec.structs.replace(SPEC, card=card)
+        fleet.apply(WorkerJoined(owner_epoch=0, spec=spec, lease="t", slot=0, from_offset=0), 1)
+        digests.add(fleet.digest())
+    assert len(digests) == 1

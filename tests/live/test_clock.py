@@ -10,7 +10,6 @@ from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import Owner, RunClock, steady_clock
 from forebay.transport.sqlite.log import SqliteLog
 from tests.harness.fake_runtime import FakeRuntime
-from tests.live.shared import proven
 from tests.system import System, settings, submitted, until
 
 NOON_US = 1_000_000_000_000
@@ -80,4 +79,3 @@ async def test_deadlines_expire_after_a_takeover_between_differing_clocks(
         await second.stop()
         await running
         await second.close()
-    await proven(log)

@@ -8,32 +8,27 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from forebay.events.base import Event
 from forebay.events.codec import encode
 from forebay.events.control import Command, WorkerCommanded
 from forebay.events.decisions import CommandEnded, CommandRefusal, CommandSent
-from forebay.events.fleet import WorkerLease, WorkerLost, WorkerSpec
+from forebay.events.fleet import WorkerLost
 from forebay.events.progress import CommandDone, CommandRefused
 from forebay.events.tokens import CommandResponse
-from forebay.events.topics import CONTROL, DEAD_LETTERS, FLEET, PROGRESS, TOKENS, Topic, work_topic
+from forebay.events.topics import CONTROL, DEAD_LETTERS, FLEET, PROGRESS, TOKENS, work_topic
 from forebay.events.work import WorkerCommand, WorkItem
 from forebay.live.owner.effects import encode_effects
 from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import Owner
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
-from tests.live.shared import proven
-from tests.system import BLOCK, MODEL, SLOT, System, settings, submitted, until, until_ended
+from tests.system import MODEL, SLOT, System, settings, until
 
 WORK = work_topic("default")
 PROMPT = list(range(12))
 
 
 class CommandedSystem(System):
-    """A system whose workers receive commands; a worker added by `join` holds a lease and does nothing."""
-
-    def append(self, topic: Topic, event: Event) -> None:
-        self.log.append_soon([Draft(topic.name, 0, encode(topic, event))])
+    """A system whose workers receive commands."""
 
     def command(self, name: str, action: Any = "clear_kv_blocks", **changes: Any) -> None:
         lora = {key: changes.pop(key) for key in ("lora_name", "lora_path") if key in changes}
@@ -46,11 +41,6 @@ class CommandedSystem(System):
             **changes,
         }
         self.append(CONTROL, WorkerCommanded(**fields))
-
-    def join(self, name: str, **offers: Any) -> None:
-        size = {"block_size": BLOCK, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-        spec = WorkerSpec(**{"worker_id": name, "model": MODEL, **size, **offers})
-        self.leases.acquire(MODEL, name, f"{name}-1", msgspec.msgpack.encode(WorkerLease(spec=spec)), 60_000)
 
     def sent(self, slot: int = 0) -> list[WorkerCommand]:
         return self.events(WORK, WorkerCommand, slot)
@@ -92,22 +82,18 @@ def test_every_refusal_is_reported_with_a_status(reason: CommandRefusal) -> None
 
 async def test_a_lora_adapter_is_loaded_used_and_unloaded(log: SqliteLog, tmp_path: Path) -> None:
     system = CommandedSystem(log)
-    async with system.started(2), system.owned() as owner:
-        await until(lambda: len(owner.world.fleet) == 2)
-        system.send(submitted("early", PROMPT, lora_name="x"))
-        await until_ended(system, "early")
+    async with system.started(2), system.owned(fleet=2) as owner:
+        await system.serve("early", PROMPT, lora_name="x")
         where = {"lora_name": "x", "lora_path": str(tmp_path)}
         system.command("load", "load_lora", worker_ids=("w1",), **where)
         await until(lambda: system.responses("load"))
-        system.send(submitted("r", PROMPT, lora_name="x"))
-        await until_ended(system, "r")
+        await system.serve("r", PROMPT, lora_name="x")
         system.command("list", "list_loras")
         await until(lambda: system.responses("list"))
         system.command("unload", "unload_lora", lora_name="x")
         await until(lambda: system.responses("unload"))
         slot = slot_of(owner, "w1")
-        system.send(submitted("late", PROMPT, lora_name="x"))
-        await until_ended(system, "late")
+        await system.serve("late", PROMPT, lora_name="x")
     assert outcomes(system.responses("load")[0]) == {"w1": ("done", ("x",))}
     assert outcomes(system.responses("list")[0]) == {"w0": ("done", ()), "w1": ("done", ("x",))}
     assert outcomes(system.responses("unload")[0]) == {"w0": ("refused", ()), "w1": ("done", ())}
@@ -116,15 +102,13 @@ async def test_a_lora_adapter_is_loaded_used_and_unloaded(log: SqliteLog, tmp_pa
         error = system.ends()[name][0].error
         assert error is not None
         assert error.code == "no_eligible_worker"
-    await proven(log)
 
 
 async def test_a_new_owner_resends_pending_commands_and_reports_the_outcome(log: SqliteLog) -> None:
     system = CommandedSystem(log)
     system.join("w0")
     system.join("w1")
-    async with system.owned() as owner:
-        await until(lambda: len(owner.world.fleet) == 2)
+    async with system.owned(fleet=2) as owner:
         first_epoch = owner.journal.epoch
         system.command("c", "load_lora", lora_name="x", lora_path="/x", nonce=7)
         slots = slot_of(owner, "w0"), slot_of(owner, "w1")
@@ -147,7 +131,6 @@ async def test_a_new_owner_resends_pending_commands_and_reports_the_outcome(log:
         await until(lambda: system.responses("c"))
     assert outcomes(system.responses("c")[0]) == {"w0": ("done", ("x",)), "w1": ("done", ("x",))}
     assert len(system.decisions(CommandEnded)) == 1
-    await proven(log)
 
 
 async def nothing() -> None:
@@ -168,14 +151,12 @@ async def test_an_outcome_that_may_be_unreported_is_reported_again(
     assert first.error is not None
     assert first.error.code == "no_workers"
     assert msgspec.structs.replace(again, owner_epoch=first.owner_epoch) == first
-    await proven(log)
 
 
 async def test_a_command_to_a_worker_that_leaves_has_the_outcome_left(log: SqliteLog) -> None:
     system = CommandedSystem(log)
     system.join("w0")
-    async with system.owned() as owner:
-        await until(lambda: len(owner.world.fleet) == 1)
+    async with system.owned(fleet=1):
         system.command("c", "sleep")
         await until(system.sent)
         system.leases.release(MODEL, "w0", "w0-1")
@@ -187,26 +168,23 @@ async def test_a_command_to_a_worker_that_leaves_has_the_outcome_left(log: Sqlit
         "left",
         "the worker was lost before it responded",
     )
-    await proven(log)
 
 
 async def test_a_command_times_out_without_other_events(log: SqliteLog) -> None:
     system = CommandedSystem(log)
     system.join("w0")
-    async with system.owned() as owner:
-        await until(lambda: len(owner.world.fleet) == 1)
+    async with system.owned(fleet=1):
         system.command("c", timeout_us=1_000)
         await until(lambda: system.responses("c"))
     assert outcomes(system.responses("c")[0]) == {"w0": ("timed_out", ())}
-    await proven(log)
 
 
 async def test_a_command_that_ends_in_the_turn_of_its_dispatch_is_not_sent(log: SqliteLog) -> None:
     """The deadline of the command expires before the turn ends."""
     system = CommandedSystem(log)
     system.join("w0")
-    async with system.owned() as owner:
-        await until(lambda: len(owner.world.fleet) == 1)
+    async with system.owned(fleet=1) as owner:
+        pass
     owner = Owner(log, system.leases, settings())
     await owner.start()
     system.command("c", timeout_us=1)
@@ -216,7 +194,6 @@ async def test_a_command_that_ends_in_the_turn_of_its_dispatch_is_not_sent(log: 
     await owner.close()
     assert len(system.decisions(CommandSent)) == 1
     assert system.sent() == []
-    await proven(log)
 
 
 async def test_command_outcomes_are_counted(log: SqliteLog) -> None:
@@ -259,27 +236,22 @@ async def test_an_unknown_command_is_a_dead_letter(log: SqliteLog) -> None:
 async def test_commands_of_workers_lost_before_a_takeover_have_the_outcome_left(log: SqliteLog) -> None:
     system = CommandedSystem(log)
     system.join("w0")
-    async with system.owned() as owner:
-        await until(lambda: len(owner.world.fleet) == 1)
+    async with system.owned(fleet=1):
         system.command("c")
         await until(system.sent)
     system.leases.release(MODEL, "w0", "w0-1")
     async with system.owned():
         await until(lambda: system.responses("c"))
     assert outcomes(system.responses("c")[0]) == {"w0": ("left", ())}
-    await proven(log)
 
 
 async def test_an_engine_refusal_does_not_stop_other_commands(log: SqliteLog) -> None:
     system = CommandedSystem(log)
-    async with system.started(1), system.owned() as owner:
-        await until(lambda: len(owner.world.fleet) == 1)
+    async with system.started(1), system.owned(fleet=1):
         system.command("load", "load_lora", lora_name="x", lora_path="/there/is/none")
         await until(lambda: system.responses("load"))
         (refused,) = system.events(PROGRESS, CommandRefused)
         assert refused.error == "no such directory: /there/is/none"
-        system.send(submitted("r", PROMPT))
-        await until_ended(system, "r")
+        await system.serve("r", PROMPT)
     (outcome,) = system.responses("load")[0].outcomes
     assert (outcome.status, outcome.message) == ("refused", refused.error)
-    await proven(log)

@@ -24,7 +24,6 @@ from forebay.transport.sqlite.log import SqliteLog
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.runtime.worker import Worker
 from tests.harness.faulty_log import FaultyLog
-from tests.live.shared import proven
 from tests.system import BLOCK, MODEL, SLOT, System, submitted, until
 
 PROMPT = list(range(10))
@@ -109,7 +108,6 @@ async def test_the_response_of_a_stopped_worker_continues_on_another(log: Sqlite
         await until(lambda: client.ended)
         require_continuation(system, client, attempts=losses + 1)
         await until(lambda: not len(owner.world.requests))
-    await proven(log)
 
 
 async def test_a_worker_with_a_vanished_lease_continues_as_a_new_incarnation(log: SqliteLog) -> None:
@@ -123,7 +121,6 @@ async def test_a_worker_with_a_vanished_lease_continues_as_a_new_incarnation(log
         await until(lambda: client.ended)
         require_continuation(system, client)
         await until(lambda: not len(owner.world.requests))
-    await proven(log)
 
 
 class DeafLog(FaultyLog):
@@ -199,4 +196,3 @@ async def test_a_worker_unaware_of_its_loss_does_not_disturb_the_response(log: S
         assert client.ended.attempt == 2
         assert sorted(end.attempt for end in system.ends()["r"]) == [1, 2]
         await until(lambda: not len(owner.world.requests))
-    await proven(log)

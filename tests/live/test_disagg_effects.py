@@ -19,7 +19,6 @@ from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import ENCODED, MEDIA
 from tests.live.disagg import PROMPT, ROLES, IdleWorkers, flush, prefilled_by
-from tests.live.shared import proven
 from tests.system import MODEL, SLOT, settings, submitted, until, until_ended
 
 
@@ -34,9 +33,8 @@ def shown(owner: Owner) -> dict[tuple[str, ...], float]:
 async def test_disagg_each_stage_gets_its_work_and_a_new_owner_sends_it_again(log: SqliteLog) -> None:
     system = IdleWorkers(log)
     for role in ROLES:
-        system.join(role, role)
-    async with system.owned(pool=None, dies=True) as owner:
-        await until(lambda: len(owner.world.fleet) == 3)
+        system.join_pool(role, role)
+    async with system.owned(pool=None, dies=True, fleet=3) as owner:
         assert {name: pool.role for name, pool in owner.world.pools.items()} == {role: role for role in ROLES}
         system.send(submitted("r", PROMPT, media=(MEDIA,)))
         system.emit(await system.routed(1, "encode"), EncodeFinished, encoded=ENCODED)
@@ -62,17 +60,15 @@ async def test_disagg_each_stage_gets_its_work_and_a_new_owner_sends_it_again(lo
         again = system.item(decoding)
     assert again.owner_epoch > item.owner_epoch
     assert msgspec.structs.replace(again, owner_epoch=item.owner_epoch) == item
-    await proven(log)
 
 
 async def test_disagg_cancelling_a_request_releases_its_kept_kv(log: SqliteLog) -> None:
     """The first prefill worker fails, so the second keeps the KV, as attempt 2."""
     system = IdleWorkers(log)
     for name in ("p0", "p1"):
-        system.join(name, "prefill")
-    system.join("d", "decode")
-    async with system.owned(pool=None) as owner:
-        await until(lambda: len(owner.world.fleet) == 3)
+        system.join_pool(name, "prefill")
+    system.join_pool("d", "decode")
+    async with system.owned(pool=None, fleet=3):
         system.send(submitted("r", PROMPT))
         first = await system.routed(1, "prefill")
         system.emit(first, PrefillFailed, error="out of memory")
@@ -86,7 +82,6 @@ async def test_disagg_cancelling_a_request_releases_its_kept_kv(log: SqliteLog) 
     assert cancelled == {(second.worker_epoch, 2), (decoding.worker_epoch, 2)}
     (ended,) = system.ends()["r"]
     assert (ended.error and ended.error.code) == "cancelled"
-    await proven(log)
 
 
 def test_disagg_a_prefill_rejection_ends_the_response() -> None:
@@ -108,10 +103,9 @@ def test_disagg_a_prefill_rejection_ends_the_response() -> None:
 @pytest.mark.parametrize("enforce", [False, True])
 async def test_disagg_without_prefill_workers_a_request_is_local_or_rejected(log: SqliteLog, *, enforce: bool) -> None:
     system = IdleWorkers(log)
-    system.join("d", "decode")
+    system.join_pool("d", "decode")
     router = RouterConfig(disagg=DisaggConfig(enforce=enforce))
-    async with system.owned(pool=None, router=router) as owner:
-        await until(lambda: len(owner.world.fleet) == 1)
+    async with system.owned(pool=None, router=router, fleet=1) as owner:
         system.send(submitted("r", PROMPT))
         if enforce:
             await until_ended(system, "r")
@@ -122,7 +116,6 @@ async def test_disagg_without_prefill_workers_a_request_is_local_or_rejected(log
         metrics = shown(owner)
     assert metrics.get(("forebay_router_prefills_total", "local", "no_prefill_worker"), 0) == (not enforce)
     assert metrics.get(("forebay_router_requests_rejected_total", "no_workers"), 0) == enforce
-    await proven(log)
 
 
 async def test_disagg_work_moved_within_one_turn_is_sent_only_to_its_last_worker(log: SqliteLog) -> None:
@@ -130,7 +123,7 @@ async def test_disagg_work_moved_within_one_turn_is_sent_only_to_its_last_worker
     system = IdleWorkers(log)
     owner = Owner(log, system.leases, settings(pool=None))
     for name, role in (("p0", "prefill"), ("p1", "prefill"), ("d", "decode")):
-        system.join(name, role)
+        system.join_pool(name, role)
     await owner.start()
     assert owner.admission is not None
     for _ in range(2):  # pools come first, then their workers
@@ -153,4 +146,18 @@ async def test_disagg_work_moved_within_one_turn_is_sent_only_to_its_last_worker
     assert made[-1] == ("aggregated", 1)
     assert [(one.stage, one.attempt) for one in system.items()] == [("aggregated", 1)]
     await owner.close()
-    await proven(log)
+
+
+async def test_disagg_disaggregated_pools_replace_aggregated_ones_live(log: SqliteLog) -> None:
+    system = IdleWorkers(log)
+    system.join_pool("whole", "aggregated", pool="a-pool-whose-name-comes-first")
+    async with system.owned(pool=None, fleet=1) as owner:
+        system.leases.release("model", "whole", "whole-1")
+        await until(lambda: len(owner.world.fleet) == 0)
+        system.join_pool("p", "prefill")
+        system.join_pool("d", "decode")
+        await until(lambda: len(owner.world.fleet) == 2)
+        system.send(submitted("r", PROMPT))
+        await until(lambda: system.decisions(RequestRouted))
+    (routed,) = system.decisions(RequestRouted)
+    assert (routed.stage, routed.worker_id) == ("prefill", "p")

@@ -31,7 +31,6 @@ from forebay.transport.sqlite.log import SqliteLog
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.kv import KvSettings
 from forebay.workers.runtime.worker import Worker
-from tests.live.shared import proven
 from tests.system import BLOCK, MODEL, SPEEDUP, System, settings, submitted, until
 
 PROMPT = list(range(34))
@@ -147,14 +146,12 @@ async def test_disagg_kv_of_an_ended_response_is_released_before_its_lease_expir
     log: SqliteLog, way: Way, reason: str
 ) -> None:
     system = DisaggregatedSystem(log)
-    async with system.serving(), system.owned(pool=None) as owner:
-        await until(lambda: len(owner.world.fleet) == 3)
+    async with system.serving(), system.owned(pool=None, fleet=3):
         system.send(submitted("r", PROMPT))
         await way(system, await system.decoding(1))
         await system.freed(1)
     assert [one.reason for one in system.decisions(KvReleased)] == [reason] * bool(reason)
     assert bool(system.decisions(RequestAborted)) == (way is cancelled)
-    await proven(log)
 
 
 @pytest.mark.parametrize(("way", "reason"), TRYING_AGAIN)
@@ -177,7 +174,6 @@ async def test_disagg_only_the_kv_of_the_stale_attempt_is_released(log: SqliteLo
                 system.cancel(name)
             await system.freed(3)
     assert released.reason == reason
-    await proven(log)
 
 
 @asynccontextmanager
@@ -209,13 +205,12 @@ async def test_disagg_all_releases_of_one_event_are_sent_again_after_a_takeover(
         async with replaced(system, owner, running):
             releases = system.events(work_topic("prefill"), ReleaseKv, system.decisions(KvReleased)[0].holder.slot)
             assert sorted(one.request_id for one in releases) == sorted(lost * 2)
-    await proven(log)
 
 
 async def test_disagg_releases_of_an_earlier_request_with_the_same_id_are_not_repeated(
-    log: SqliteLog, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, log: SqliteLog
 ) -> None:
-    monkeypatch.setattr(lifecycle, "REMEMBER_US", 0)  # an id may be used again at once
+    monkeypatch.setattr(lifecycle, "REMEMBER_US", 0)  # an id may be used again at once, also when `log` is verified
     system = DisaggregatedSystem(log)
     async with system.serving():
         owner, running = await system.start_owner()
@@ -228,13 +223,11 @@ async def test_disagg_releases_of_an_earlier_request_with_the_same_id_are_not_re
             releases = system.events(work_topic("prefill"), ReleaseKv, system.decisions(KvReleased)[0].holder.slot)
             assert [one.request_id for one in releases] == ["r"]
             assert system.engine.kv_stats().held_offers == 2, "both offers are still held"
-    await proven(log)
 
 
 async def test_disagg_a_request_pinned_to_a_lost_decode_worker_ends_and_its_kv_is_released(log: SqliteLog) -> None:
     system = DisaggregatedSystem(log)
-    async with system.serving(), system.owned(pool=None) as owner:
-        await until(lambda: len(owner.world.fleet) == 3)
+    async with system.serving(), system.owned(pool=None, fleet=3):
         system.send(submitted("r", PROMPT, routing=RoutingHints(worker_id="d")))
         await lost(system, await system.decoding(1))
         await system.freed(1)
@@ -243,4 +236,3 @@ async def test_disagg_a_request_pinned_to_a_lost_decode_worker_ends_and_its_kv_i
     assert ended.error is not None
     assert (ended.error.status, ended.error.code) == (503, "pinned_worker_lost")
     assert ended.error.message == "worker d was lost, and the request is pinned to it"
-    await proven(log)

@@ -8,7 +8,6 @@ from forebay.events.tokens import ResponseEnded
 from forebay.events.topics import FLEET, TOKENS
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.workers.runtime.life_cycle import State
-from tests.live.shared import proven
 from tests.system import MODEL, SLOT, System, submitted, until, until_ended
 
 LONG_S = 3600.0
@@ -29,8 +28,7 @@ async def test_new_requests_avoid_a_draining_worker_that_finishes_its_own(log: S
         await until(lambda: owner.world.fleet.get("b"))
         for number in range(5):
             # The prompts share the prefix that the draining worker has cached.
-            system.send(submitted(f"new{number}", [1, 2, 3, number], max_tokens=2))
-            await until_ended(system, f"new{number}")
+            await system.serve(f"new{number}", [1, 2, 3, number], max_tokens=2)
         assert "old" not in system.ends()
         await engine.command(Command(action="resume"))
         await until_ended(system, "old")
@@ -43,7 +41,6 @@ async def test_new_requests_avoid_a_draining_worker_that_finishes_its_own(log: S
     assert len(system.answer("old")) == 150
     facts = [type(event) for event in system.events(FLEET) if isinstance(event, WorkerDraining | WorkerLost)]
     assert facts[:2] == [WorkerDraining, WorkerLost]
-    await proven(log)
 
 
 async def test_a_handed_back_request_continues_on_another_worker(log: SqliteLog) -> None:
@@ -65,4 +62,3 @@ async def test_a_handed_back_request_continues_on_another_worker(log: SqliteLog)
     assert (end.attempt, end.finish_reason) == (2, "length")
     assert [one.worker_id for one in system.decisions(RequestRouted)] == ["a", "b"]
     assert system.workers["a"].counters.handed_back == 1
-    await proven(log)

@@ -34,7 +34,6 @@ from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import Owner
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
-from tests.live.shared import proven
 from tests.system import BLOCK, MODEL, SLOT, System, settings, submitted, until
 
 WORK = work_topic("default")
@@ -153,8 +152,7 @@ async def test_a_work_item_carries_the_options_of_its_engine(log: SqliteLog, *, 
     join(system, "w0", loras=("lora",))
     router = RouterConfig(track_output_blocks=tracked)
     pool = PoolConfigured(pool="default", model=MODEL, block_size=BLOCK, router=router)
-    async with system.owned(pool=pool, dies=True) as owner:
-        await until(lambda: len(owner.world.fleet) == 1)
+    async with system.owned(pool=pool, dies=True, fleet=1):
         hints = RoutingHints(priority=-7)
         system.send(submitted("r", PROMPT, lora_name="lora", cache_namespace="mine", routing=hints))
         await until(lambda: system.events(WORK, WorkItem))
@@ -163,7 +161,6 @@ async def test_a_work_item_carries_the_options_of_its_engine(log: SqliteLog, *, 
     for item in system.events(WORK, WorkItem):
         options = item.lora_name, item.cache_namespace, item.priority, item.report_output
         assert options == ("lora", "mine", -7, tracked)
-    await proven(log)
 
 
 def has_items(system: System, count: int) -> bool:
@@ -174,15 +171,13 @@ async def test_work_is_sent_again_only_if_the_owner_died(log: SqliteLog) -> None
     system = System(log)
     join(system, "w0")
     for dies, items in ((False, 1), (True, 1), (False, 2), (False, 2)):
-        async with system.owned(dies=dies) as owner:
-            await until(lambda: len(owner.world.fleet) == 1)
+        async with system.owned(dies=dies, fleet=1) as owner:
             if not system.decisions(RequestRouted):
                 system.send(submitted("r", PROMPT))
                 await until(lambda: system.events(WORK, WorkItem))
             await until(lambda: owner.journal.end == log.next_offset(DECISIONS.name, 0))
             await until(functools.partial(has_items, system, items))
     assert len(system.events(WORK, WorkItem)) == 2
-    await proven(log)
 
 
 class CacheEvents:
@@ -238,7 +233,6 @@ async def test_a_cache_with_a_gap_is_requested_again_until_it_is_announced(log: 
         for epoch, above_seq in zip(epochs, (4, 6), strict=True)
     ]
     assert system.events(WORK, ReannounceCache) == wanted
-    await proven(log)
 
 
 class JumpingClock:
@@ -285,7 +279,6 @@ async def test_a_request_that_moves_and_ends_in_one_turn_sends_no_work(log: Sqli
     assert [item.attempt for slot in range(2) for item in system.events(WORK, WorkItem, slot)] == [1]
     assert [event.attempt for event in system.events(WORK, WorkCancelled, moved.slot)] == [2]
     await owner.close()
-    await proven(log)
 
 
 async def flush(log: SqliteLog) -> None:
@@ -294,8 +287,7 @@ async def flush(log: SqliteLog) -> None:
 
 
 async def test_router_metrics_are_exported_to_prometheus(log: SqliteLog) -> None:
-    async with System(log).started(workers=1) as system, system.owned() as owner:
-        await until(lambda: len(owner.world.fleet) == 1)
+    async with System(log).started(workers=1) as system, system.owned(fleet=1) as owner:
         system.send(submitted("r", PROMPT))
         system.send(submitted("wrong", PROMPT, model="another"))
         await until(lambda: len(system.ends()) == 2 and not len(owner.world.requests))

@@ -1,23 +1,16 @@
 """The encode stage in a live owner: pools by lease, work items of both stages, and a takeover between them."""
 
 from dataclasses import replace
-from typing import Any
 
 import msgspec
-import pytest
 
-from forebay.core.state.fleet import Fleet
 from forebay.events.codec import decode
-from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import RequestRouted
-from forebay.events.fleet import WorkerLease, WorkerSpec
+from forebay.events.fleet import WorkerSpec
 from forebay.events.media import Encoded
-from forebay.events.topics import CONTROL, work_topic
+from forebay.events.topics import work_topic
 from forebay.events.work import WorkItem
-from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
 from forebay.live.owner.effects import WorkerAddress, encode_work
-from forebay.transport.base import Lease
-from forebay.transport.sqlite.log import SqliteLog
 from tests.core.encodings import ask, encoded, staged
 from tests.core.worlds import ENCODED, MEDIA, PROMPTS, Driver, request
 
@@ -71,40 +64,3 @@ def test_a_new_owner_resends_the_unfinished_stage() -> None:
     assert (resent().stage, resent().attempt, resent().owner_epoch) == ("encode", 1, 9)
     (main,) = encoded(drive, first)
     assert (resent().stage, resent().attempt, resent().encoded) == ("aggregated", main.attempt, ENCODED)
-
-
-def lease(spec: WorkerSpec) -> Lease:
-    payload = msgspec.msgpack.encode(WorkerLease(spec=spec))
-    return Lease(worker_id=spec.worker_id, token="t", payload=payload, expires_in_ms=30_000, ttl_ms=30_000)
-
-
-async def test_an_encode_worker_configures_a_pool_of_its_role(log: SqliteLog) -> None:
-    polled = WorkerAdmission(log, 0, 7, Fleet(), slots_max=4, by_lease=PoolsByLease("m", RouterConfig()))
-    await polled.update([lease(ANSWERS), lease(ENCODES)], {}, Fleet(), 0)
-    made = [decode(CONTROL, record.value) for record in log.records(CONTROL.name, 0, 0, 9)]
-    assert {(pool.pool, pool.role) for pool in made} == {("default", "aggregated"), ("encoders", "encode")}
-
-
-@pytest.mark.parametrize(
-    ("spec", "pool", "message"),
-    [
-        (
-            ENCODES,
-            {"pool": "encoders", "block_size": 1},
-            "its role is encode, but the pool encoders has the role aggregated",
-        ),
-        (
-            ANSWERS,
-            {"pool": "default", "role": "encode"},
-            "its role is aggregated, but the pool default has the role encode",
-        ),
-    ],
-)
-async def test_a_worker_of_another_role_is_rejected_by_name(
-    log: SqliteLog, caplog: pytest.LogCaptureFixture, spec: WorkerSpec, pool: dict[str, Any], message: str
-) -> None:
-    configured = PoolConfigured(**{"model": "m", "block_size": 4, **pool})
-    polled = WorkerAdmission(log, 0, 7, Fleet(), slots_max=4)
-    await polled.update([lease(spec)], {configured.pool: configured}, Fleet(), 0)
-    assert message in caplog.text
-    assert polled.refused["spec"] == 1

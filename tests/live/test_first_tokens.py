@@ -53,7 +53,7 @@ class SteppedOwner(IdleWorkers):
     async def joined(self, *roles: str) -> None:
         """Admit a worker for each role, named after the role, and every other worker that holds a lease."""
         for role in roles:
-            self.join(role, role)
+            self.join_pool(role, role)
         owner = self.owner
         assert owner.admission is not None
         for _ in range(2):  # pools come first, then their workers
@@ -103,7 +103,7 @@ class SteppedOwner(IdleWorkers):
 async def system(log: SqliteLog) -> SteppedOwner:
     made = SteppedOwner(log)
     for role in ("prefill", "decode"):
-        made.join(role, role)
+        made.join_pool(role, role)
     return made
 
 
@@ -151,7 +151,7 @@ async def test_disagg_a_request_of_a_lost_worker_waits_for_another(system: Stepp
     await system.progress(20, "r", PrefillFinished)
     await system.turn(10, system.lose, "decode")
     system.now_us += 40_000
-    system.join("another", "decode")
+    system.join_pool("another", "decode")
     await system.joined()
     await system.progress(20, "r", PrefillFinished)
     await system.progress(5, "r", FirstTokenEmitted)
@@ -163,7 +163,7 @@ async def test_disagg_a_request_of_a_lost_worker_waits_for_another(system: Stepp
 
 
 async def test_disagg_the_encode_stage_is_a_part_of_its_own(system: SteppedOwner) -> None:
-    system.join("encode", "encode")
+    system.join_pool("encode", "encode")
     await system.own()
     await system.turn(0, system.send, submitted("r", PROMPT, media=(MEDIA,)))
     await system.progress(4, "r", EncodeFinished, encoded=ENCODED)
@@ -218,12 +218,12 @@ async def test_disagg_only_responses_that_fetched_kv_are_counted(system: Stepped
 async def test_disagg_a_prompt_first_prefilled_locally_is_not_counted(log: SqliteLog) -> None:
     """Otherwise the time to first token would start when the first worker was lost."""
     system = SteppedOwner(log)
-    system.join("decode", "decode")
+    system.join_pool("decode", "decode")
     await system.own()
     await system.turn(0, system.send, submitted("r", PROMPT))
     await system.joined("prefill")
     await system.turn(70, system.lose, "decode")
-    system.join("another", "decode")
+    system.join_pool("another", "decode")
     await system.joined()
     assert [one.stage for one in system.decisions(RequestRouted)] == ["aggregated", "prefill"]
     await system.progress(20, "r", PrefillFinished)
@@ -234,7 +234,7 @@ async def test_disagg_a_prompt_first_prefilled_locally_is_not_counted(log: Sqlit
 
 async def test_disagg_without_a_decode_pool_the_series_are_absent(log: SqliteLog) -> None:
     system = SteppedOwner(log)
-    system.join("w", "aggregated")
+    system.join_pool("w", "aggregated")
     await system.own()
     await system.turn(0, system.send, submitted("r", PROMPT))
     await system.progress(5, "r", FirstTokenEmitted)

@@ -85,8 +85,8 @@ async def test_an_owner_reports_the_model_card_of_its_workers(log: SqliteLog) ->
 
 
 async def test_an_embedded_owner_writes_none(log: SqliteLog) -> None:
-    async with System(log).started(workers=1) as system, system.owned() as owner:
-        await until(lambda: len(owner.world.fleet) == 1)
+    async with System(log).started(workers=1) as system, system.owned(fleet=1):
+        pass
     assert not settings().heartbeats
     assert heartbeats(log) == []
 

@@ -15,7 +15,7 @@ from forebay.live.owner.ingress_presence import IngressPresence
 from forebay.transport.base import Lease
 from forebay.transport.redis.leases import embedded_leases
 from forebay.transport.sqlite.log import SqliteLog
-from tests.live.shared import applied_fleet, proven
+from tests.live.shared import applied_fleet
 from tests.system import MODEL, System, submitted, until, until_ended
 
 TTL_MS = 3_000
@@ -146,4 +146,3 @@ async def test_an_owner_cancels_the_requests_of_a_killed_ingress(log: SqliteLog)
     ]
     cancelled = system.events(work_topic("default"), WorkCancelled)
     assert [one.request_id for one in cancelled] == ["http"]
-    await proven(log)

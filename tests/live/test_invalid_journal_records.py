@@ -21,7 +21,7 @@ from forebay.transport.sqlite.log import SqliteLog
 from tests.live.routings import routing
 from tests.live.shared import SharedLog, proven
 from tests.live.standbys import serve_unsealed
-from tests.system import MODEL, System, settings, submitted, until, until_ended
+from tests.system import MODEL, System, settings, until
 
 PROMPT = list(range(12))
 Forge = Callable[[list[JournalRecord]], list[bytes]]
@@ -77,8 +77,7 @@ async def test_a_router_takes_over_after_invalid_records(
         async with routing(system, "new") as router:
             router.assign({0})
             await until(lambda: 0 in router.owners)
-            system.send(submitted("c", PROMPT))
-            await until_ended(system, "c")
+            await system.serve("c", PROMPT)
             skipped = router.owners[0].journal
             assert skipped.void + skipped.foreign == len(forged)
             assert ready(router) == (True, "ready")
@@ -90,17 +89,14 @@ async def test_a_router_takes_over_after_invalid_records(
 @pytest.mark.parametrize("forge", FORGERIES, ids=lambda forge: forge.__name__)
 async def test_invalid_records_between_appends_do_not_end_the_owner(forge: Forge, log: SqliteLog) -> None:
     async with System(log).started(workers=2) as system:
-        async with system.owned(snapshot_every=4) as owner:
-            await until(lambda: len(owner.world.fleet) == 2)
-            system.send(submitted("first", PROMPT))
-            await until_ended(system, "first")
+        async with system.owned(snapshot_every=4, fleet=2) as owner:
+            await system.serve("first", PROMPT)
             count = 0
             for number in range(4):
                 forged = forge(await valid(log))
                 await append(log, forged)
                 count += len(forged)
-                system.send(submitted(f"r{number}", [*PROMPT, *[number] * 4]))
-                await until_ended(system, f"r{number}")
+                await system.serve(f"r{number}", [*PROMPT, *[number] * 4])
             assert owner.journal.void + owner.journal.foreign == count
         assert system.ends().keys() >= {"first", "r0", "r1", "r2", "r3"}
     assert (await proven(log)).claims == 1
@@ -122,14 +118,11 @@ async def test_repeated_chunks_of_snapshots_are_skipped(log: SqliteLog, monkeypa
                 await log.append([Draft(SNAPSHOTS.name, 0, chunk.value) for chunk in chunks[:20]])
 
         shared.hook = repeat
-        async with system.owned(shared, snapshot_every=2) as owner:
-            await until(lambda: len(owner.world.fleet) == 2)
+        async with system.owned(shared, snapshot_every=2, fleet=2):
             for number in range(6):
-                system.send(submitted(f"r{number}", [*PROMPT, *[number] * 4]))
-                await until_ended(system, f"r{number}")
-        async with system.owned() as owner:
-            system.send(submitted("last", PROMPT))
-            await until_ended(system, "last")
+                await system.serve(f"r{number}", [*PROMPT, *[number] * 4])
+        async with system.owned():
+            await system.serve("last", PROMPT)
         assert len(system.decisions(SnapshotRecord)) > 2
     report = await proven(log)
     assert report.snapshots == len(system.decisions(SnapshotRecord))
@@ -208,16 +201,15 @@ async def test_an_operator_lets_a_router_take_over_a_journal_that_lost_a_record(
     """A young group without a snapshot continues from its beginning."""
     async with System(log).started(workers=2) as system:
         if has_snapshot:
-            async with system.owned() as owner:
-                await until(lambda: len(owner.world.fleet) == 2)
+            async with system.owned(fleet=2):
+                pass
         await serve_unsealed(system, "a", "b")
         losses: list[AbandonedTail] = []
         broken = losing(system)
         async with routing(system, "new", broken, losses.append) as router:
             router.assign({0})
             await until(lambda: 0 in router.owners)
-            system.send(submitted("c", PROMPT))
-            await until_ended(system, "c")
+            await system.serve("c", PROMPT)
             assert ready(router) == (True, "ready")
         (loss,) = losses
         assert (loss.snapshot > 0) == has_snapshot
@@ -227,8 +219,7 @@ async def test_an_operator_lets_a_router_take_over_a_journal_that_lost_a_record(
         async with routing(system, "next", broken) as router:
             router.assign({0})
             await until(lambda: 0 in router.owners)
-            system.send(submitted("d", PROMPT))
-            await until_ended(system, "d")
+            await system.serve("d", PROMPT)
     report = await verify(log)
     assert (report.divergence, report.verified) == (None, report.decisions)
 
@@ -240,8 +231,8 @@ async def test_a_stopped_standby_follows_again_after_a_planned_stop(log: SqliteL
         async with routing(system, "new", broken) as router:
             router.assign({0})
             await until(lambda: not ready(router)[0])
-            async with system.owned() as owner:
-                await until(lambda: len(owner.world.fleet) == 2)
+            async with system.owned(fleet=2):
+                pass
             await until(lambda: 0 in router.owners)
             assert ready(router) == (True, "ready")
 
@@ -263,8 +254,7 @@ async def test_of_two_claims_after_the_same_owner_the_first_is_valid(log: Sqlite
             await second.start()
         second.drop()
         running = asyncio.create_task(first.run())
-        system.send(submitted("b", PROMPT))
-        await until_ended(system, "b")
+        await system.serve("b", PROMPT)
         await first.stop()
         await running
         await first.close()

@@ -24,12 +24,9 @@ from tests.system import System, submitted, until
 
 
 async def test_a_request_is_answered_and_its_prefix_is_found_by_the_next(log: SqliteLog) -> None:
-    async with System(log).started(workers=3) as system, system.owned() as owner:
-        await until(lambda: len(owner.world.fleet) == 3)
-        system.send(submitted("a", [*PREFIX, 100, 101, 102, 103]))
-        await until(lambda: "a" in system.ends())
-        system.send(submitted("b", [*PREFIX, 200, 201, 202, 203]))
-        await until(lambda: "b" in system.ends())
+    async with System(log).started(workers=3) as system, system.owned(fleet=3) as owner:
+        await system.serve("a", [*PREFIX, 100, 101, 102, 103])
+        await system.serve("b", [*PREFIX, 200, 201, 202, 203])
         first, second = system.decisions(RequestRouted)
         assert first.worker_id == second.worker_id
         assert (first.terms.device_overlap, second.terms.device_overlap) == (0, 3)
@@ -38,7 +35,6 @@ async def test_a_request_is_answered_and_its_prefix_is_found_by_the_next(log: Sq
         assert (end.usage.prompt_tokens, end.usage.output_tokens, end.usage.cached_tokens) == (16, 3, 12)
         assert len(system.answer("b")) == 3
         await until(lambda: not len(owner.world.requests))
-    await proven(log)
 
 
 async def test_rejections_are_journaled_and_answered(log: SqliteLog) -> None:
@@ -52,12 +48,10 @@ async def test_rejections_are_journaled_and_answered(log: SqliteLog) -> None:
         ]
         statuses = {name: end.error.status for name, (end,) in system.ends().items() if end.error}
         assert statuses == {"nobody": 503, "wrong": 404}
-    await proven(log)
 
 
 async def test_a_repeated_record_has_no_effect_and_a_reused_id_is_rejected(log: SqliteLog) -> None:
-    async with System(log).started(workers=1) as system, system.owned() as owner:
-        await until(lambda: len(owner.world.fleet) == 1)
+    async with System(log).started(workers=1) as system, system.owned(fleet=1):
         for _ in range(2):
             system.send(submitted("a", PREFIX, nonce=1))
         await until(lambda: "a" in system.ends())
@@ -66,7 +60,6 @@ async def test_a_repeated_record_has_no_effect_and_a_reused_id_is_rejected(log: 
         assert len(system.decisions(RequestRouted)) == 1
         (refused,) = system.decisions(RequestRejected)
         assert refused.reason == "duplicate_id"
-    await proven(log)
 
 
 async def test_a_work_item_belongs_to_the_accepted_submission(log: SqliteLog) -> None:
@@ -78,7 +71,6 @@ async def test_a_work_item_belongs_to_the_accepted_submission(log: SqliteLog) ->
             await until(lambda: len(system.ends().get("a", ())) == 2)
         items = [decode(work_topic("default"), one.value) for one in log.records("work.default", 0, 0, 10)]
         assert [unpack_u32(item.token_ids) for item in items] == [PREFIX]
-    await proven(log)
 
 
 async def test_a_cancelled_request_stops_its_worker(log: SqliteLog) -> None:
@@ -93,24 +85,20 @@ async def test_a_cancelled_request_stops_its_worker(log: SqliteLog) -> None:
         assert (aborted.reason, aborted.worker_id) == ("cancelled", "slow")
         assert not len(owner.world.requests)
         assert owner.world.load.rank_load("slow", 0).active_requests == 0
-    await proven(log)
 
 
 async def test_a_deadline_expires_by_the_recorded_clock(log: SqliteLog) -> None:
     async with System(log).started(workers=0) as system, system.owned() as owner:
         system.start_worker("slow", speedup=0.01)
         await until(lambda: len(owner.world.fleet) == 1)
-        system.send(submitted("a", PREFIX, timeout_us=20_000))
-        await until(lambda: "a" in system.ends())
+        await system.serve("a", PREFIX, timeout_us=20_000)
         (end,) = system.ends()["a"]
         assert end.error is not None
         assert (end.error.status, end.error.code) == (504, "deadline_exceeded")
-    await proven(log)
 
 
 async def test_a_record_that_does_not_decode_goes_to_dead_letters(log: SqliteLog) -> None:
-    async with System(log).started(workers=1) as system, system.owned() as owner:
-        await until(lambda: len(owner.world.fleet) == 1)
+    async with System(log).started(workers=1) as system, system.owned(fleet=1):
         log.append_soon([Draft(REQUESTS.name, 0, b"\xffno event", b"key", {"from": "elsewhere"})])
         system.send(submitted("a", PREFIX))
         await until(lambda: "a" in system.ends() and log.next_offset(DEAD_LETTERS.name, 0))
@@ -120,7 +108,6 @@ async def test_a_record_that_does_not_decode_goes_to_dead_letters(log: SqliteLog
         assert letter.headers["from"] == "elsewhere"
         assert letter.headers["source-topic"] == "requests"
         assert "requests" in letter.headers["reason"]
-    await proven(log)
 
 
 async def test_requests_of_a_lost_worker_move_and_keep_their_tokens(log: SqliteLog) -> None:
@@ -138,7 +125,6 @@ async def test_requests_of_a_lost_worker_move_and_keep_their_tokens(log: SqliteL
         assert [routed.attempt for routed in system.decisions(RequestRouted)] == [1, 2]
         assert system.answer("r")[: len(emitted)] == emitted
         assert len(system.answer("r")) == 60
-    await proven(log)
 
 
 @pytest.mark.timeout(240)
@@ -180,7 +166,6 @@ async def test_repeated_kills_with_snapshots_between_lose_nothing(log: SqliteLog
         assert deaths > 1
         assert len(system.decisions(SnapshotRecord)) > 2
         assert len(system.decisions(OwnerClaimed)) == 12
-    await proven(log)
 
 
 async def test_an_owner_restarted_on_a_file_finds_the_cached_prefixes(tmp_path: Path) -> None:
@@ -189,8 +174,7 @@ async def test_an_owner_restarted_on_a_file_finds_the_cached_prefixes(tmp_path: 
     first = SqliteLog.open(path)
     system = System(first)
     async with system.started(workers=4):
-        async with system.owned() as owner:
-            await until(lambda: len(owner.world.fleet) == 4)
+        async with system.owned(fleet=4) as owner:
             for name, prompt in prompts.items():
                 system.send(submitted(name, prompt))
             await until(lambda: set(prompts) <= set(system.ends()) and not len(owner.world.requests))

@@ -33,8 +33,7 @@ def outage(tmp_path_factory: pytest.TempPathFactory) -> Outage:
 
     async def run() -> Outage:
         with closing(SqliteLog.open(path)) as log:
-            async with System(log).started(2) as system, system.owned(snapshot_every=9) as owner:
-                await until(lambda: len(owner.world.fleet) == 2)
+            async with System(log).started(2) as system, system.owned(snapshot_every=9, fleet=2) as owner:
                 await scenario(system)
                 await until(lambda: all_ended(system, owner))
                 log.topics()  # commits pending records

@@ -13,7 +13,7 @@ from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.live.programs import OTHER, Program
 from tests.live.routings import routing
-from tests.system import MODEL, System, submitted, until, until_ended
+from tests.system import MODEL, System, until
 
 BLOCKED = (
     f"group {MODEL}: the owner test runs version {OTHER} of the rules, this program has version {CORE_VERSION}: it"
@@ -32,8 +32,7 @@ async def test_a_router_takes_over_from_an_owner_with_other_rules_that_sealed(lo
         async with routing(system, "new") as router:
             router.assign({0})
             await until(lambda: 0 in router.owners)
-            system.send(submitted("b", list(range(12))))
-            await until_ended(system, "b")
+            await system.serve("b", list(range(12)))
             assert ready(router) == (True, "ready")
         assert [claim.core_version for claim in system.decisions(OwnerClaimed)] == [OTHER, CORE_VERSION]
 

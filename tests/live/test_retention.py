@@ -277,8 +277,7 @@ async def test_decisions_go_on_while_history_is_deleted(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
     log = SqliteLog.open(path)
     registry = CollectorRegistry()
-    async with System(log).started(workers=2) as system, system.owned(log, snapshot_every=1_000) as owner:
-        await until(lambda: len(owner.world.fleet) == 2)
+    async with System(log).started(workers=2) as system, system.owned(log, snapshot_every=1_000, fleet=2) as owner:
         retention = Retention(log, owner, 0, RetentionLimits(size_bytes=500_000))
         registry.register(RetentionMetrics(log, retention))
         largest = written = 0

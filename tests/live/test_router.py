@@ -66,13 +66,11 @@ async def test_a_group_moves_with_its_assignment_and_the_next_owner_starts_warm(
     async with System(log).started(workers=2) as system, routing(system, "a") as a, routing(system, "b") as b:
         a.assign({0})
         await until(lambda: 0 in a.owners and len(a.owners[0].world.fleet) == 2)
-        system.send(submitted("first", PREFIX))
-        await until_ended(system, "first")
+        await system.serve("first", PREFIX)
         a.assign(set())
         b.assign({0})
         await until(lambda: 0 in b.owners and 0 not in a.owners)
-        system.send(submitted("second", PREFIX))
-        await until_ended(system, "second")
+        await system.serve("second", PREFIX)
         assert (await proven(log)).claims == 2
 
 
@@ -88,12 +86,10 @@ async def test_a_standby_without_an_assignment_takes_over_from_a_silent_owner(lo
         await until(lambda: owners(log) and standbys(log))
         paused.pause()
         await until(lambda: 0 in standby.owners)
-        system.send(submitted("meanwhile", PREFIX))
-        await until_ended(system, "meanwhile")
+        await system.serve("meanwhile", PREFIX)
         paused.resume()
         await until(lambda: 0 not in silent.owners)
-        system.send(submitted("afterwards", PREFIX))
-        await until_ended(system, "afterwards")
+        await system.serve("afterwards", PREFIX)
         silent.assign({0})  # the consumer group prefers the fenced router, but the other one owns the group
         beats = len(owners(log))
         await until(lambda: len(owners(log)) > beats + 2)
@@ -122,8 +118,7 @@ async def test_one_router_owns_the_group_while_others_claim_join_and_leave(log: 
         await until(lambda: 0 in other.owners and 0 not in first.owners)
         paused.resume()
         await until(lambda: 0 not in a.owners)
-        system.send(submitted("one", PREFIX))
-        await until_ended(system, "one")
+        await system.serve("one", PREFIX)
         assert [0 in router.owners for router in (a, first, other)] == [False, False, True]
         assert (await proven(log)).claims == 3
 
@@ -135,8 +130,7 @@ async def test_an_owner_keeps_its_group_if_the_assigned_router_does_not_follow_i
         router.assign(set())
         beats = len(owners(log))
         await until(lambda: len(owners(log)) > beats + 2)
-        system.send(submitted("one", PREFIX))
-        await until_ended(system, "one")
+        await system.serve("one", PREFIX)
         assert 0 in router.owners
         assert (await proven(log)).claims == 1
 
@@ -169,8 +163,7 @@ async def test_a_group_whose_new_owner_dies_after_its_claim_is_owned_again(log: 
         first = router.owners[0]
         await Owner(log, system.leases, settings()).start()  # an owner that dies before its first heartbeat
         await until(lambda: router.owners.get(0) not in (None, first))
-        system.send(submitted("again", PREFIX))
-        await until_ended(system, "again")
+        await system.serve("again", PREFIX)
         assert (await proven(log)).claims == 3
 
 
@@ -197,8 +190,7 @@ async def test_a_standby_follows_again_after_a_log_error(log: SqliteLog) -> None
         routing(system, "b", failing) as router,
     ):
         owner.assign({0})
-        system.send(submitted("first", PREFIX))
-        await until_ended(system, "first")
+        await system.serve("first", PREFIX)
         await until(lambda: failing.refused > 2)
         failing.is_away = False
         await until(lambda: any(beat.position for beat in standbys(log)))

@@ -23,10 +23,10 @@ from forebay.transport.history.reader import OtherRules, Validity, journal
 from forebay.transport.history.snapshots import OtherState
 from forebay.transport.history.start import recorded_view
 from forebay.transport.sqlite.log import SqliteLog
-from tests.cli.up import forebay
+from tests.cli.in_process import forebay
 from tests.live.programs import OTHER, OTHER_RELEASE, Program
 from tests.live.shared import Altered, SharedLog
-from tests.system import System, settings, submitted, until, until_ended
+from tests.system import System, settings, until
 
 REFUSAL = (
     f"decided by version {OTHER} of the rules (forebay {OTHER_RELEASE}), this program has version {CORE_VERSION}:"
@@ -270,8 +270,7 @@ async def test_an_operator_lets_a_router_continue_from_the_last_snapshot(
         owner = Owner(log, system.leases, settings())
         await owner.start(standby)
         running = asyncio.create_task(owner.run())
-        system.send(submitted("d", [*range(12)]))
-        await until_ended(system, "d")
+        await system.serve("d", [*range(12)])
         await owner.stop()
         await running
         await owner.close()

@@ -47,8 +47,7 @@ async def test_an_owner_seals_after_its_effects_are_durable_and_applies_nothing_
         owner = Owner(slow, system.leases, settings())
         await owner.start()
         running = asyncio.create_task(owner.run())
-        system.send(submitted("a", PREFIX))
-        await until_ended(system, "a")
+        await system.serve("a", PREFIX)
         await owner.stop()
         await running
         closing = asyncio.create_task(owner.close())
@@ -83,8 +82,7 @@ async def test_an_owner_decides_while_it_walks_the_blocks_for_its_last_snapshot(
         is_walking = stopping and not owner.snapshots.sealed
         if is_walking and draft is not None and draft.topic == SNAPSHOTS.name and len(served) < 2:
             served.append(f"during-{len(served)}")
-            system.send(submitted(served[-1], [100 + len(served)] * 16))
-            await until_ended(system, served[-1])
+            await system.serve(served[-1], [100 + len(served)] * 16)
 
     stopping = False
     shared = SharedLog(log, serve_first)
@@ -92,8 +90,7 @@ async def test_an_owner_decides_while_it_walks_the_blocks_for_its_last_snapshot(
         await admit(system, 4)
         async with system.owned(shared) as owner:
             for number in range(24):
-                system.send(submitted(f"before-{number}", [number] * 16))
-                await until_ended(system, f"before-{number}")
+                await system.serve(f"before-{number}", [number] * 16)
             await until(lambda: owner.world.index.blocks_held("w0", 0, "device"))
             stopping = True
         assert len(served) == 2
@@ -102,7 +99,6 @@ async def test_an_owner_decides_while_it_walks_the_blocks_for_its_last_snapshot(
         last = system.decisions()[-1]
         assert isinstance(last, Sealed)
         assert last.chunks > 3
-    await proven(log)
 
 
 async def test_a_standby_knows_that_the_last_owner_released_the_group(log: SqliteLog) -> None:
@@ -125,7 +121,6 @@ async def test_a_standby_knows_that_the_last_owner_released_the_group(log: Sqlit
             assert owner.journal.epoch > dying.journal.epoch
         following.cancel()
         assert [claim.seal for claim in system.decisions(OwnerClaimed)] == [-1, sealed_at, -1]
-    await proven(log)
 
 
 class ChangedChunks(SharedLog):

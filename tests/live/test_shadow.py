@@ -167,8 +167,7 @@ async def test_a_shadow_of_a_running_system_sees_only_later_decisions(log: Sqlit
 
 
 async def test_two_concurrent_shadows_do_not_interfere(log: SqliteLog) -> None:
-    async with System(log).started(workers=3) as system, system.owned() as owner:
-        await until(lambda: len(owner.world.fleet) == 3)
+    async with System(log).started(workers=3) as system, system.owned(fleet=3) as owner:
         one = shadow_of(log)
         other = shadow_of(log, routed_by(mode="round-robin"), name="other", text="round-robin")
         async with running(log, one), running(log, other):

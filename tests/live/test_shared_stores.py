@@ -18,7 +18,6 @@ from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import Owner
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
-from tests.live.shared import proven
 from tests.system import BLOCK, MODEL, System, submitted, until
 
 pytestmark = pytest.mark.asyncio
@@ -54,8 +53,7 @@ async def known(owner: Owner, sizes: dict[str, int]) -> None:
 async def test_the_work_item_says_for_how_long_the_prompt_is_pinned(log: SqliteLog) -> None:
     system = System(log)
     join(system, "w0")
-    async with system.owned() as owner:
-        await until(lambda: len(owner.world.fleet) == 1)
+    async with system.owned(fleet=1):
         system.send(submitted("r", PROMPT, kv_pin_s=300))
         system.send(submitted("s", PROMPT))
         await until(lambda: len(items(system)) == 2)
@@ -65,8 +63,7 @@ async def test_the_work_item_says_for_how_long_the_prompt_is_pinned(log: SqliteL
 async def test_the_work_item_says_how_many_blocks_the_store_should_have(log: SqliteLog) -> None:
     system = System(log)
     join(system, "w0", kv_store="s")
-    async with system.owned(dies=True) as owner:
-        await until(lambda: len(owner.world.fleet) == 1)
+    async with system.owned(dies=True, fleet=1) as owner:
         write(system, added(3))
         await known(owner, {"s": 3})
         system.send(submitted("r", PROMPT))
@@ -77,14 +74,12 @@ async def test_the_work_item_says_how_many_blocks_the_store_should_have(log: Sql
     assert [item.store_blocks for item in items(system)] == [3, 0]
     (routed,) = system.decisions(RequestRouted)
     assert (routed.terms.store_overlap, routed.terms.overlap_credit) == (3, 1.5)
-    await proven(log)
 
 
 async def test_without_a_store_there_is_no_hint(log: SqliteLog) -> None:
     system = System(log)
     join(system, "w0")
-    async with system.owned() as owner:
-        await until(lambda: len(owner.world.fleet) == 1)
+    async with system.owned(fleet=1):
         system.send(submitted("r", PROMPT))
         await until(lambda: items(system))
     assert items(system)[0].store_blocks == 0
@@ -94,8 +89,7 @@ async def test_without_a_store_there_is_no_hint(log: SqliteLog) -> None:
 async def test_a_store_survives_its_workers_and_owners(log: SqliteLog, *, dies: bool) -> None:
     system = System(log)
     join(system, "w0", kv_store="s")
-    async with system.owned(dies=dies) as owner:
-        await until(lambda: len(owner.world.fleet) == 1)
+    async with system.owned(dies=dies, fleet=1) as owner:
         write(system, added(4))
         await known(owner, {"s": 4})
         system.leases.release(MODEL, "w0", "w0-1")
@@ -109,7 +103,6 @@ async def test_a_store_survives_its_workers_and_owners(log: SqliteLog, *, dies: 
         system.send(submitted("r", PROMPT))
         await until(lambda: items(system))
     assert [(item.worker_id, item.store_blocks) for item in items(system)] == [("w1", 3)]
-    await proven(log)
 
 
 async def test_the_owner_counts_stale_blocks_and_unused_stores(log: SqliteLog) -> None:

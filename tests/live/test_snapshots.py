@@ -86,7 +86,6 @@ async def test_decisions_go_on_while_a_snapshot_is_written(log: SqliteLog) -> No
             "the index did not change while the snapshot was written"
         )
         await require_restored_state_equals(log, owner)
-    await proven(log)
 
 
 async def until_cached(system: System, owner: Owner, name: str) -> None:
@@ -101,8 +100,7 @@ async def test_an_index_larger_than_a_chunk_is_restored(log: SqliteLog) -> None:
     """The blocks are written in several chunks, before the world that they belong to."""
     blocks = list(range(1, 200_000))
     async with System(log).started(workers=1) as system:
-        async with system.owned() as owner:
-            await until(lambda: len(owner.world.fleet) == 1)
+        async with system.owned(fleet=1) as owner:
             epoch = owner.world.fleet.workers()[0].worker_epoch
             stored = BlocksStored(worker_id="w0", worker_epoch=epoch, seq=1, sequence_hashes=pack_u64(blocks))
             log.append_soon([Draft(KV_EVENTS.name, 0, encode(KV_EVENTS, stored))])
@@ -112,7 +110,6 @@ async def test_an_index_larger_than_a_chunk_is_restored(log: SqliteLog) -> None:
         assert len(held) > 1
         assert parts.index(held[-1]) < len(parts) - 2
         await require_restored_state_equals(log, owner)
-    await proven(log)
 
 
 @pytest.mark.timeout(240)
@@ -133,7 +130,6 @@ async def test_a_kill_at_any_point_of_a_snapshot_loses_nothing(log: SqliteLog) -
         assert chunks - {epoch for epoch, _ in named}, "no snapshot was interrupted, so the test checks nothing"
         assert deaths > 3
         await require_restored_state_equals(log, owner)
-    await proven(log)
 
 
 async def test_an_aged_owner_takes_a_snapshot_only_after_changes(log: SqliteLog) -> None:
@@ -154,7 +150,6 @@ async def test_an_aged_owner_takes_a_snapshot_only_after_changes(log: SqliteLog)
         await quiet(owner)
         assert owner.snapshots.taken == taken
         await owner.close()
-    await proven(log)
 
 
 async def quiet(owner: Owner) -> None:
@@ -178,14 +173,12 @@ async def test_a_planned_stop_seals_the_last_state(log: SqliteLog) -> None:
         async with system.owned(shared, snapshot_every=1) as owner:
             system.send(submitted("a", PREFIX))
             await until(lambda: owner.snapshots.sealed)
-            system.send(submitted("b", PREFIX))
-            await until_ended(system, "b")
+            await system.serve("b", PREFIX)
             await until(lambda: not len(owner.world.requests))
             held.set()
         last = system.decisions()[-1]
         assert isinstance(last, Sealed)
         assert (await load_snapshot(log, 0, last)).view == owner.world.view
-    await proven(log)
 
 
 async def test_the_index_is_frozen_for_the_garbage_collector_each_time_it_doubles(
@@ -235,11 +228,9 @@ async def test_a_state_difference_without_a_decision_is_found_at_the_next_digest
 ) -> None:
     monkeypatch.setattr(snapshots, "DIGEST_EVERY", 3)
     async with System(log).started(workers=1) as system:
-        async with system.owned() as owner:
-            await until(lambda: len(owner.world.fleet) == 1)
+        async with system.owned(fleet=1) as owner:
             for number in range(10):
-                system.send(submitted(f"r{number}", prompt(number)))
-                await until_ended(system, f"r{number}")
+                await system.serve(f"r{number}", prompt(number))
             assert owner.snapshots.digests == 3
         journal = system.decisions()
     await proven(log)

@@ -16,7 +16,7 @@ from forebay.live.router.standby import RecoveryDiverged, Standby
 from forebay.transport.base import LogError, Record
 from forebay.transport.history import reader as recorded
 from forebay.transport.sqlite.log import SqliteLog
-from tests.live.shared import SharedLog, proven
+from tests.live.shared import SharedLog
 from tests.live.standbys import AlteredLog, serve, serve_unsealed
 from tests.system import System, settings, until
 
@@ -70,7 +70,6 @@ async def test_a_standby_takes_over_warm_with_the_state_of_a_cold_recovery(log: 
         await successor.stop()
         await running
         await successor.close()
-    await proven(log)
 
 
 async def test_a_standby_resumes_after_a_cancellation_at_any_point(
@@ -143,7 +142,6 @@ async def test_a_standby_that_cannot_follow_logs_it_and_the_owner_starts_cold(
         await successor.start(standby)
         assert successor.world is not standby.world
         await successor.close()
-    await proven(log)
 
 
 async def test_an_owner_whose_rules_decide_differently_does_not_start(log: SqliteLog) -> None:

@@ -109,7 +109,6 @@ async def test_a_claim_between_the_records_of_one_append(log: SqliteLog, positio
         mine = [routed for routed in await valid(log, RequestRouted) if routed.owner_epoch == old.journal.epoch]
         assert len(mine) == position
         await new.stop()
-    await proven(log)
 
 
 async def test_an_idle_owner_notices_its_successor_and_stops_writing(log: SqliteLog) -> None:
@@ -130,7 +129,6 @@ async def test_an_idle_owner_notices_its_successor_and_stops_writing(log: Sqlite
         assert shared.appends == written
         old.drop()
         await new.stop()
-    await proven(log)
 
 
 async def test_late_work_of_a_replaced_owner_is_not_executed_twice(log: SqliteLog) -> None:
@@ -159,15 +157,13 @@ async def test_late_work_of_a_replaced_owner_is_not_executed_twice(log: SqliteLo
             await running
         old.drop()
         await until(lambda: len(work_of(system, old.journal.epoch, 2)) == BATCH)
-        system.send(submitted("after", PREFIX))
-        await until(lambda: "after" in system.ends())
+        await system.serve("after", PREFIX)
         emitted = [chunk.request_id for event in system.events(TOKENS, TokensEmitted, SLOT) for chunk in event.chunks]
         for name in NAMES:
             assert len(system.ends()[name]) == 1
             assert emitted.count(name) <= 3
             assert len(system.answer(name)) == 3
         await new.stop()
-    await proven(log)
 
 
 async def test_interleaved_stale_records_change_nothing(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +214,6 @@ async def test_interleaved_stale_records_change_nothing(log: SqliteLog, monkeypa
         }
         async with system.owned() as owner:
             assert len(owner.world.fleet) == 2
-    await proven(log)
 
 
 async def test_a_stale_snapshot_is_not_used(log: SqliteLog) -> None:
@@ -240,7 +235,6 @@ async def test_a_stale_snapshot_is_not_used(log: SqliteLog) -> None:
         assert len(system.decisions(SnapshotRecord)) == 2
         assert await newest_snapshot(log, 0, log.next_offset(DECISIONS.name, 0)) == before
         await new.stop()
-    await proven(log)
 
 
 async def test_of_two_concurrent_starts_the_first_claim_wins(log: SqliteLog) -> None:
@@ -261,7 +255,6 @@ async def test_of_two_concurrent_starts_the_first_claim_wins(log: SqliteLog) -> 
         assert len(system.decisions(OwnerClaimed)) == 2
         announced = [fact.owner_epoch for fact in system.events(FLEET, OwnershipAnnounced)]
         assert winner.journal.epoch == max(announced)
-    await proven(log)
 
 
 @pytest.mark.timeout(240)
@@ -315,29 +308,24 @@ async def _beside_a_second(system: System, appends: int, second_at: int) -> bool
 
 async def _send_one_by_one(system: System) -> None:
     for number, name in enumerate(NAMES):
-        system.send(submitted(name, [*PREFIX, number, number, number, number]))
-        await until_ended(system, name)
+        await system.serve(name, [*PREFIX, number, number, number, number])
 
 
 async def test_a_foreign_journal_record_is_ignored(log: SqliteLog) -> None:
     async with System(log).started(workers=2) as system:
         for life in range(2):
-            async with system.owned() as owner:
-                await until(lambda: len(owner.world.fleet) == 2)
+            async with system.owned(fleet=2) as owner:
                 await log.append([Draft(DECISIONS.name, 0, b"\x00not a journal record")])
-                system.send(submitted(f"r{life}", [*range(12)]))
-                await until_ended(system, f"r{life}")
+                await system.serve(f"r{life}", [*range(12)])
                 assert owner.journal.foreign == 1
     report = await proven(log)
     assert (report.verified, report.unverified, report.claims) == (2, {"foreign-records": 2}, 2)
 
 
 async def test_a_request_of_another_group_is_answered_and_dead_lettered(log: SqliteLog) -> None:
-    async with System(log).started(workers=1) as system, system.owned() as owner:
-        await until(lambda: len(owner.world.fleet) == 1)
+    async with System(log).started(workers=1) as system, system.owned(fleet=1) as owner:
         system.send(submitted("lost", [*range(12)], model="elsewhere"))
-        system.send(submitted("ours", [*range(12)]))
-        await until_ended(system, "ours")
+        await system.serve("ours", [*range(12)])
         (ended,) = system.ends()["lost"]
         assert ended.error is not None
         assert (ended.error.status, ended.error.code) == (404, "model_not_found")
@@ -350,16 +338,13 @@ async def test_a_request_of_another_group_is_answered_and_dead_lettered(log: Sql
 async def test_an_effect_too_large_for_its_topic_is_dropped_without_blocking_others(
     log: SqliteLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with System(log).started(workers=1) as system, system.owned() as owner:
-        await until(lambda: len(owner.world.fleet) == 1)
+    async with System(log).started(workers=1) as system, system.owned(fleet=1) as owner:
         system.send(submitted("large", [*range(40)] * 20, timeout_us=50_000))
         await log.append([])
         monkeypatch.setattr(sqlite_log, "RECORD_BYTES_MAX", 2_000)
-        system.send(submitted("small", [*range(12)]))
-        await until_ended(system, "small")
+        await system.serve("small", [*range(12)])
         await until_ended(system, "large")
         (ended,) = system.ends()["large"]
         assert ended.error is not None
         assert ended.error.code == "deadline_exceeded"
         assert owner.unsent == 1
-    await proven(log)

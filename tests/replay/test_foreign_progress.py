@@ -13,30 +13,19 @@ from forebay.events.base import Event
 from forebay.events.codec import encode
 from forebay.events.control import Command, WorkerCommanded
 from forebay.events.decisions import CommandSent, RequestRouted
-from forebay.events.fleet import WorkerLease, WorkerSpec
 from forebay.events.progress import CommandDone, FirstTokenEmitted, RequestFinished
 from forebay.events.topics import CONTROL, PROGRESS, Topic
 from forebay.live.owner.owner import Owner
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.in_process import forebay
-from tests.system import BLOCK, MODEL, SLOT, System, submitted, until
+from tests.system import MODEL, SLOT, System, submitted, until
 
 
 class ScriptedSystem(System):
     """System whose workers hold leases and do nothing. The test writes their progress."""
 
-    def join(self, name: str) -> None:
-        size: dict[str, Any] = {
-            "block_size": BLOCK,
-            "kv_blocks_total": 64,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 64,
-        }
-        spec = WorkerSpec(worker_id=name, model=MODEL, **size)
-        self.leases.acquire(MODEL, name, f"{name}-1", msgspec.msgpack.encode(WorkerLease(spec=spec)), 60_000)
-
-    async def append(self, topic: Topic, event: Event) -> int:
+    async def appended(self, topic: Topic, event: Event) -> int:
         (offset,) = await self.log.append([Draft(topic.name, 0, encode(topic, event))])
         return offset
 
@@ -50,7 +39,7 @@ class ScriptedSystem(System):
             owner_epoch=owner.world.owner_epoch,
             **fields,
         )
-        offset = await self.append(PROGRESS, event)
+        offset = await self.appended(PROGRESS, event)
         await until(lambda: owner.world.view.get(PROGRESS.name, 0) > offset)
         return offset
 
@@ -105,7 +94,7 @@ async def command(
 ) -> None:
     pause = Command(action="pause")
     commanded = WorkerCommanded(command_id="c", model=MODEL, command=pause, reply_slot=SLOT, timeout_us=60_000_000)
-    await system.append(CONTROL, commanded)
+    await system.appended(CONTROL, commanded)
     await until(lambda: system.decisions(CommandSent))
     done = CommandDone(
         command_id="c",
@@ -115,9 +104,9 @@ async def command(
         owner_epoch=owner.world.owner_epoch,
     )
     if foreign:
-        offsets.append(await system.append(PROGRESS, msgspec.structs.replace(done, worker_id="stranger")))
-        offsets.append(await system.append(PROGRESS, msgspec.structs.replace(done, command_id="of another model")))
-    last = await system.append(PROGRESS, done)
+        offsets.append(await system.appended(PROGRESS, msgspec.structs.replace(done, worker_id="stranger")))
+        offsets.append(await system.appended(PROGRESS, msgspec.structs.replace(done, command_id="of another model")))
+    last = await system.appended(PROGRESS, done)
     await until(lambda: owner.world.view.get(PROGRESS.name, 0) > last)
 
 

@@ -22,7 +22,7 @@ from forebay.transport.base import Draft, Log, LogError, Tail, Wake
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.scaling.observing import routed
 from tests.live.shared import SharedLog
-from tests.system import MODEL, System, submitted, until, until_ended
+from tests.system import MODEL, System, submitted, until
 
 POOL = PoolScaling(group=MODEL, pool="default")
 PROMPT = list(range(12))
@@ -51,8 +51,7 @@ async def place(log: SqliteLog, group: str = MODEL, partition: int = 0) -> None:
 async def served(log: SqliteLog, *names: str) -> AsyncIterator[tuple[System, Owner]]:
     """Run a placed group with two workers that has served requests."""
     await place(log)
-    async with System(log).started(2) as system, system.owned(snapshot_every=5) as owner:
-        await until(lambda: len(owner.world.fleet) == 2)
+    async with System(log).started(2) as system, system.owned(snapshot_every=5, fleet=2) as owner:
         for name in names:
             await serve(system, name)
         yield system, owner
@@ -60,8 +59,7 @@ async def served(log: SqliteLog, *names: str) -> AsyncIterator[tuple[System, Own
 
 async def serve(system: System, name: str) -> None:
     """Serve a request of four output tokens."""
-    system.send(submitted(name, PROMPT, max_tokens=4))
-    await until_ended(system, name)
+    await system.serve(name, PROMPT, max_tokens=4)
 
 
 class Observed:
@@ -118,7 +116,8 @@ async def test_an_observer_that_starts_late_knows_the_workers_and_counts_only_ne
             assert sum(one.requests for one in seen) == 1
 
 
-async def test_a_request_in_flight_at_the_start_has_no_time_to_first_token(log: SqliteLog) -> None:
+async def test_a_request_in_flight_at_the_start_has_no_time_to_first_token(unproven_log: SqliteLog) -> None:
+    log = unproven_log
     await place(log)
     spec = WorkerSpec(
         worker_id="w", model=MODEL, block_size=4, kv_blocks_total=64, max_num_seqs=8, max_num_batched_tokens=64
