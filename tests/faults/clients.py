@@ -25,16 +25,7 @@ FOREIGN_SLOTS = 100  # first reply slot that no ingress reads
 
 
 class Client:
-    """One client, which sends one request and reads the response.
-
-    Args:
-        cluster: the cluster.
-        planned: the request.
-        number: number of the request in the plan.
-
-    Attributes:
-        outcome: what the client received so far.
-    """
+    """One client, which sends one request and reads the response."""
 
     def __init__(self, cluster: Cluster, planned: PlannedRequest, number: int) -> None:
         prompt = prompt_tokens(planned.family, planned.shared_tokens, planned.name, planned.own_tokens)

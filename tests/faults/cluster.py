@@ -72,12 +72,7 @@ class Member:
     """One service of the plan and its current process.
 
     Attributes:
-        name: name of the service.
-        faults: its network, and the errors that it will meet; they outlive its processes.
         lease_cut: whether it cannot reach the lease store.
-        process: the current process.
-        service: the service that runs in the process.
-        incarnation: number of starts.
         down: number of faults that keep it from being started again.
         is_lost: whether it never comes back.
         rules: version of the decision rules of its next process; 0 for services without decision rules.
@@ -97,17 +92,10 @@ class Member:
 class Cluster:
     """All simulated processes of one plan, with their broker and their lease store.
 
-    Args:
-        loop: the loop of the simulation.
-        plan: the plan.
-
     Attributes:
         fired: number of faults that happened, by kind.
-        checks: checks of the log.
         violation: first violation that a check found while a process ran.
         failed: name and error of each process that ended with an error.
-        plan: the plan.
-        broker: the broker.
         kafka: the nodes of the broker, if the plan has the depth `kafka`.
     """
 

@@ -30,14 +30,8 @@ class _Member:
 class Coordinator:
     """Assigns control partition 0 to one of the routers that joined.
 
-    Args:
-        loop: the loop of the simulation.
-        seed: seed of the simulation.
-        is_cut: returns whether a process cannot reach the broker.
-
     Attributes:
         wrong: assigned members in place of the right one; None normally.
-        rebalances: number of rebalances.
     """
 
     def __init__(self, loop: VirtualLoop, seed: str, is_cut: Callable[[Process], bool]) -> None:

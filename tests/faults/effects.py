@@ -124,8 +124,6 @@ class Effects:
         """Check a record of a router on `tokens` or on a work topic.
 
         Args:
-            record: the record.
-            event: its event.
             writer: incarnation of the router that wrote it.
             claims: epochs of this incarnation.
         """

@@ -54,9 +54,7 @@ class LogChecks:
             or right after the seal of this owner.
         rules: version of the decision rules of the newest owner.
         versions: all versions of the decision rules that owned the group.
-        decisions: number of valid decisions.
         decided: offsets of the claims whose owners have written decisions, seals or snapshots.
-        effects: checks of the owners' effects.
         cancelled: ids of the requests that a `RequestCancelled` names.
     """
 
@@ -272,12 +270,8 @@ class Outcome:
     """What the client of one request received.
 
     Attributes:
-        name: name of the request in the plan.
         request_id: id of the request; unlike the name it may be used twice.
-        prompt: tokens of the prompt, packed.
-        sampling: sampling parameters.
         state: `waiting` before it is submitted, then `pending`, then the outcome.
-        tokens: tokens received.
         detail: finish reason or error code.
         deadline_s: virtual time at which the request must have ended.
     """

@@ -45,11 +45,8 @@ class Scope:
     """Queue of the ready callbacks of one simulated process.
 
     Attributes:
-        name: name of the process, with its incarnation.
         number: position in the order of creation.
         ready: callbacks that are ready to run.
-        paused: whether the process is stopped for now.
-        dead: whether the process was killed.
         cost: virtual duration of its callbacks, relative to the normal duration.
         rules: version of the decision rules of its program; 0 if no code of the process depends on them.
     """
@@ -111,7 +108,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         now_ns: virtual time in nanoseconds.
         choices: number of times that the scheduler chose between two or more processes, or between two or more numbers
             of callbacks.
-        callbacks: number of callbacks that ran.
         use_rules: called before callbacks of a process that has a version of the decision rules.
     """
 

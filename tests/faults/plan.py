@@ -78,8 +78,6 @@ class Fault(msgspec.Struct, frozen=True):
     """One fault.
 
     Attributes:
-        at_ms: when it begins, in virtual milliseconds.
-        kind: what happens.
         target: service that it hits; empty for the broker, the lease store and the group of routers.
         duration_ms: how long it lasts, or how long a killed process stays down. A `loss` has no end. An `upgrade` stops
             a router in order, and starts it with the other decision rules after this time.
@@ -98,14 +96,8 @@ class PlannedRequest(msgspec.Struct, frozen=True):
     """One request of a client.
 
     Attributes:
-        at_ms: when the client sends it, in virtual milliseconds.
-        name: id of the request.
-        ingress: ingress that gets it.
         family: number of the prefix that its prompt shares with others.
         shared_tokens: length of that prefix.
-        own_tokens: number of further prompt tokens.
-        max_tokens: number of output tokens.
-        timeout_ms: deadline of the request.
         seed: seed of the sampling; None for temperature 0.
         disconnect_ms: time after which the client disconnects; None if it waits.
         repeats: name of an earlier request whose id it reuses; empty for an id of its own.
@@ -130,17 +122,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """All that determines a simulation.
 
     Attributes:
-        seed: seed of the scheduler, the delays and the entropy of the services.
-        routers: number of routers.
-        workers: number of workers.
-        ingresses: number of ingresses.
-        kv_blocks: KV blocks per worker.
-        max_num_seqs: sequences that a worker runs at once.
-        speedup: speed of the engines.
         snapshot_every: journal records between two snapshots.
-        queue_run_ahead: option `queue_run_ahead` of the router's queue.
-        requests: requests in the order of their times.
-        faults: faults in the order of their times.
         depth: `log` for an in-memory log, `kafka` for the Kafka transport on simulated clients.
     """
 

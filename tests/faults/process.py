@@ -17,16 +17,10 @@ class Process:
     """One incarnation of a simulated process.
 
     Args:
-        loop: the loop that runs it.
-        name: name of the service, for example `w1`.
-        incarnation: number of the start of this service, from 1.
-        seed: seed of the simulation.
         rules: version of the decision rules of its program; 0 if no code of the process depends on them.
 
     Attributes:
-        name: name of the service.
         label: name of the service with its incarnation.
-        runtime: its clocks and its entropy.
         error: exception that ended the process; None while it runs, and after a normal end.
         on_end: called when the main coroutine has ended, but not after `kill`.
     """

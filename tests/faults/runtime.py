@@ -20,10 +20,6 @@ OFFLOAD_S_MAX = 0.004  # delay until a thread runs, and again until the event lo
 class VirtualRuntime:
     """Runtime of one simulated process on a `VirtualLoop`.
 
-    Args:
-        loop: the loop.
-        seed: seed of the entropy and of the delays.
-
     Attributes:
         skew_ns: nanoseconds by which the wall clock is ahead.
     """

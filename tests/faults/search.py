@@ -46,11 +46,7 @@ def results_of(
     """Yield the results of seeds, in their order, until the time is over. A note on each error names its seeds.
 
     Args:
-        seeds: the seeds.
-        kinds: kinds of faults.
         depth: `log` or `kafka`; None for `depth_of` each seed.
-        jobs: number of processes.
-        seconds: time after which no further seed begins.
     """
     ends_s = time.monotonic() + seconds
     numbers = iter(seeds)

@@ -45,9 +45,6 @@ class Connections:
     """What a simulated process uses to reach the others.
 
     Attributes:
-        log: the log.
-        leases: leases of workers.
-        ingress_leases: leases of ingresses.
         log_failed: set once the log has failed; the process then ends.
     """
 
@@ -63,10 +60,6 @@ class Sizes:
 
     Attributes:
         kv_blocks: KV blocks of each worker. Few blocks cause eviction and preemption.
-        max_num_seqs: sequences that a worker runs at once.
-        speedup: how many times as fast as the modelled engine the workers run.
-        snapshot_every: journal records between two snapshots.
-        router: routing settings.
     """
 
     kv_blocks: int
@@ -77,11 +70,7 @@ class Sizes:
 
 
 class RouterService:
-    """A router process.
-
-    Attributes:
-        router: the router; None before the log was read.
-    """
+    """A router process."""
 
     def __init__(self, sizes: Sizes, coordinator: Coordinator) -> None:
         self.router: Router | None = None
@@ -125,12 +114,7 @@ class RouterService:
 
 
 class WorkerService:
-    """A worker process with a mock engine.
-
-    Attributes:
-        worker: the worker; None before its group has a partition.
-        engine: its engine.
-    """
+    """A worker process with a mock engine."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.worker: Worker | None = None
@@ -172,11 +156,7 @@ class WorkerService:
 
 
 class IngressService:
-    """An ingress process without HTTP: clients call `Ingress.submit` directly.
-
-    Attributes:
-        ingress: the ingress; None before the log was read.
-    """
+    """An ingress process without HTTP: clients call `Ingress.submit` directly."""
 
     def __init__(self, model: Model, slot: int, timeout_s: float) -> None:
         self.ingress: Ingress | None = None

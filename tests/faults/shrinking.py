@@ -19,12 +19,7 @@ def kind_of(violation: str) -> str:
 
 
 def shrink(failed: Result, seconds: float) -> Result:
-    """Return the result of the smallest plan found within some seconds that has the same kind of violation.
-
-    Args:
-        failed: result with a violation.
-        seconds: time after which no further plan is tried.
-    """
+    """Return the result of the smallest plan found within some seconds that has the same kind of violation."""
     kind, ends_s = kind_of(failed.violation), time.monotonic() + seconds
     best = failed
 

@@ -50,17 +50,9 @@ class Result:
     """Result of one simulation.
 
     Attributes:
-        plan: the plan.
         violation: the first violation, as text; empty if there was none.
-        choices: choices of the scheduler.
-        callbacks: callbacks that ran.
-        virtual_s: simulated seconds.
-        cpu_s: seconds of CPU time.
-        fired: faults that happened, by kind.
         failed: name and error of each process that ended with an error.
-        outcomes: number of requests by outcome.
         trace_hash: hash of all choices and records.
-        partitions: records of the log.
     """
 
     plan: Plan

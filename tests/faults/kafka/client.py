@@ -1,7 +1,7 @@
 """Connection of one simulated process to the simulated Kafka cluster: round trips and metadata."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Never
@@ -16,12 +16,13 @@ from aiokafka.errors import (
     UnknownError,
     UnknownTopicOrPartitionError,
 )
-from aiokafka.structs import TopicPartition
+from aiokafka.structs import OffsetAndMetadata, TopicPartition
 
 from tests.faults.broker import Broker, Faults
 from tests.faults.kafka.server import FakeKafka
 from tests.faults.process import Process
 
+NO_OFFSET = OffsetAndMetadata(-1, "")
 DETECT_S = 0.02  # until a client notices that a connection is broken
 # What a call raises if the broker dies, in turn.
 CALL_ERRORS: tuple[type[Exception], ...] = (
@@ -38,13 +39,7 @@ CALL_ERRORS: tuple[type[Exception], ...] = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Host:
-    """What the clients of one process share.
-
-    Attributes:
-        process: the process.
-        faults: its network, and the errors that it will meet.
-        kafka: the cluster.
-    """
+    """What the clients of one process share."""
 
     process: Process
     faults: Faults
@@ -55,11 +50,7 @@ HOST: ContextVar[Host] = ContextVar("host")
 
 
 class FakeClient:
-    """Base of the clients: what aiokafka's `AIOKafkaClient` does.
-
-    Args:
-        options: the options of the aiokafka client.
-    """
+    """Base of the clients: what aiokafka's `AIOKafkaClient` does."""
 
     def __init__(self, **options: Any) -> None:
         self.host = HOST.get()
@@ -168,3 +159,34 @@ class FakeClient:
     def _refreshed(self) -> None:
         self._refreshed_s = self.broker.loop.time()
         self.epoch = self.host.kafka.visible_epoch
+
+
+class FakeAdmin(FakeClient):
+    """Admin client of one simulated process."""
+
+    async def start(self) -> None:
+        """Connect. Raises KafkaConnectionError."""
+        self.count_call()
+        await self.bootstrap()
+
+    async def close(self) -> None:
+        """Disconnect."""
+        self.closed = True
+
+    async def list_topics(self) -> list[str]:
+        """Return the full names of all topics. Raises KafkaConnectionError."""
+        self.count_call()
+        await self.round_trip()
+        return self.host.kafka.topics()
+
+    async def list_consumer_group_offsets(
+        self, group: str, partitions: Sequence[TopicPartition]
+    ) -> dict[TopicPartition, OffsetAndMetadata]:
+        """Return the committed positions, with offset -1 without a commit, or nothing after an error."""
+        self.count_call()
+        try:
+            await self.round_trip()
+        except KafkaConnectionError:
+            return {}
+        offsets = self.host.kafka.group(group).offsets
+        return {place: offsets.get(place, NO_OFFSET) for place in partitions}

@@ -26,10 +26,6 @@ UNSTABLE = frozenset((TIMED_OUT, "409"))
 class KafkaClient:
     """One client of the Kafka API, which sends one request and never cancels it.
 
-    Args:
-        cluster: the cluster.
-        planned: the request.
-
     Attributes:
         outcome: state of the request. It has no tokens, because the API returns text.
     """

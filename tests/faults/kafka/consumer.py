@@ -56,11 +56,7 @@ class _Fetched:
 
 
 class FakeConsumer(FakeClient):
-    """Consumer of one simulated process.
-
-    Attributes:
-        process: the process.
-    """
+    """Consumer of one simulated process."""
 
     def __init__(
         self,

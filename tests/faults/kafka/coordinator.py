@@ -26,13 +26,7 @@ DELAY_S = 0.3  # of the first rebalance, so that members that start together get
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Result of a join.
-
-    Attributes:
-        member_id: id of the member.
-        generation: number of the rebalance.
-        places: partitions of the member.
-    """
+    """Result of a join."""
 
     member_id: str
     generation: int
@@ -48,18 +42,7 @@ class _Member:
 
 
 class GroupCoordinator:
-    """Coordinator of one group.
-
-    Args:
-        broker: the broker, whose loop runs the timers.
-        seed: seed of the simulation.
-        name: name of the group.
-        places: all partitions of the topic to which the members subscribe.
-
-    Attributes:
-        offsets: committed positions.
-        rebalances: number of rebalances.
-    """
+    """Coordinator of one group."""
 
     def __init__(self, broker: Broker, seed: str, name: str, places: list[TopicPartition]) -> None:
         self.offsets: dict[TopicPartition, OffsetAndMetadata] = {}

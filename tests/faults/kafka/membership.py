@@ -19,17 +19,7 @@ if TYPE_CHECKING:
 
 
 class Membership:
-    """Membership of one consumer in one group. Without `begin` it only commits.
-
-    Args:
-        consumer: the consumer.
-        group: coordinator of the group.
-        session_s: session timeout.
-        heartbeat_s: time between two heartbeats.
-
-    Attributes:
-        group: coordinator of the group.
-    """
+    """Membership of one consumer in one group. Without `begin` it only commits."""
 
     def __init__(self, consumer: "FakeConsumer", group: GroupCoordinator, session_s: float, heartbeat_s: float) -> None:
         self.group = group

@@ -5,8 +5,7 @@ from contextlib import contextmanager
 from types import ModuleType
 
 from forebay.transport.kafka import group, log, position, reader, replies, writer
-from tests.faults.kafka.admin import FakeAdmin
-from tests.faults.kafka.client import HOST
+from tests.faults.kafka.client import HOST, FakeAdmin
 from tests.faults.kafka.consumer import FakeConsumer
 from tests.faults.kafka.producer import FakeProducer
 from tests.faults.kafka.wire import FakeWire

@@ -63,8 +63,6 @@ class Fetch:
     """Fetch request of one consumer to one node.
 
     Attributes:
-        node: the node.
-        offsets: positions of the fetched partitions.
         serve: answers the request, or holds it.
         is_held: whether the node holds the request until a record is appended.
         is_hurried: whether the node holds the request only for its maximum wait.
@@ -82,17 +80,9 @@ class Fetch:
 class FakeKafka:
     """Nodes of a simulated Kafka cluster.
 
-    Args:
-        broker: the partitions, and the faults of all nodes.
-        seed: seed of the simulation.
-
     Attributes:
-        broker: the partitions.
         epoch: number of the current leader election.
         is_stale: whether metadata responses lack the newest election.
-        groups: consumer groups by name.
-        producers: producers that were started.
-        alive: always true.
     """
 
     alive = True
@@ -199,11 +189,6 @@ class FakeKafka:
         """Append a batch, or find out that it was appended before, and return the offset of its first record.
 
         Args:
-            node: node that got the request.
-            place: the partition.
-            faults: faults of the process that sent it.
-            writer: label of this process.
-            drafts: records with their times in microseconds.
             sequence: producer id, and sequence number of the first record; None without idempotence.
 
         Raises:
