@@ -1,0 +1,398 @@
+"""The verdicts of the demos, their checks of responses, and the faults that they inject."""
+
+import argparse
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from forebay.core.world import CORE_VERSION
+from forebay.engine_model.model import EngineConfig
+from forebay.events.base import pack_u32, unpack_u32
+from forebay.events.decisions import CostTerms, RequestRouted, ScoredCandidate
+from forebay.events.requests import RequestSubmitted, Sampling
+from forebay.events.tokens import AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted
+from forebay.events.work import WorkItem
+from forebay.ingress.model import DEFAULT_MODEL, Model, word_token_ids
+from forebay.simulate.reading import open_workload
+from forebay.simulate.workload import WorkloadOptions
+from forebay.workers.engine import EngineBatch
+from forebay.workers.engines.mock.engine import MockEngine
+from tests.harness import demo_disagg, demo_failover, demo_kafka, demo_tiers, demo_upgrade
+from tests.harness.cluster import Ownership
+from tests.harness.demo_upgrade import WARM, HandOff, by_turns, hand_off_in, kept, longest_gap_s, selects_other
+from tests.harness.failover import Counts
+from tests.harness.mock_words import Words
+from tests.harness.other_version import OTHER_VERSION
+from tests.harness.s3 import faulty_s3
+from tests.harness.tier_faults import BlockDamage
+from tests.harness.tier_system import Reuse
+from tests.integration.stream_clients import StreamClients, StreamResult, prompt
+
+PROMPT = list(range(300, 330))
+COUNT = 9
+SEED = demo_kafka.SEED
+
+
+def hand_off(before: int, after: int, seal: int = 7) -> HandOff:
+    return HandOff(Ownership("a", 1, 0, before), Ownership("b", 8, 0, after, seal), 0.25, seal)
+
+
+HAND_OFFS = [hand_off(CORE_VERSION, OTHER_VERSION), hand_off(OTHER_VERSION, CORE_VERSION)]
+
+
+def disagg(**changes: Any) -> demo_disagg.Result:
+    stages = Counter({"prefill": 9, "decode": 9, "decode again": 1})
+    good = {"answered_once": 9, "stages": stages, "moved_bytes": 2_500_000, "verified": 18, "decisions": 18}
+    return demo_disagg.Result(9, **{**good, **changes})
+
+
+def failover(**changes: Any) -> demo_failover.Result:
+    text = "no routing for p50 1.00 s, max 1.20 s"
+    row = demo_failover.Row("owner killed 2 times", changes.get("counts", Counts(sent=9, rejected=3)), text)
+    return demo_failover.Result([row], changes.get("verified", [(9, 9)]))
+
+
+def kafka(**changes: Any) -> demo_kafka.Result:
+    good = {"answered_once": 9, "killed_at": 5, "resumed_s": 6.04, "verified": 9, "decisions": 9, "owners": 2}
+    return demo_kafka.Result(9, **{**good, **changes})
+
+
+def tiers(**changes: Any) -> demo_tiers.Result:
+    good = {
+        "exact": 9,
+        "reuse": Reuse(Counter(host=160, disk=32, store=16)),
+        "restarted": Reuse(Counter(disk=16)),
+        "newcomers": {"directory": Reuse(own=16), "bucket": Reuse(own=16)},
+        "damaged": {"flipped file": 3},
+        "stale": 2,
+        "verified": 9,
+        "decisions": 9,
+    }
+    return demo_tiers.Result(**{**good, **changes})
+
+
+def upgrade(**changes: Any) -> demo_upgrade.Result:
+    good = {
+        "counts": Counts(sent=90, rejected=2),
+        "hand_offs": HAND_OFFS,
+        "kept": [WARM, WARM],
+        "verified": {CORE_VERSION: (9, 9), OTHER_VERSION: (5, 5)},
+        "noted": 5,
+        "measured": 4,
+        "unmeasured": 3,
+        "changed": 1,
+        "routed": 5,
+    }
+    return demo_upgrade.Result(**{**good, **changes})
+
+
+Verdict = Callable[..., Any]
+
+
+@pytest.mark.parametrize(
+    ("demo", "lines"),
+    [
+        (
+            disagg,
+            "9 requests, 9 answered once, 0 with wrong tokens; routed: 9 decode, 1 decode again, 9 prefill; "
+            "2.5 MB of KV moved, 0 transfers failed; verified 18 of 18: ok",
+        ),
+        (
+            failover,
+            "  owner killed 2 times | 9 | 3 | 0 | no routing for p50 1.00 s, max 1.20 s | ok\n  verified 9 of 9: ok",
+        ),
+        (
+            kafka,
+            "9 requests, 9 answered once, owner killed at 5, routing resumed after 6.0 s, "
+            "verified 9 of 9 across 2 owners: ok",
+        ),
+        (tiers, "9 answers exact, 0 wrong; 3 blocks damaged, 2 stale entries of stores found; verified 9 of 9: ok"),
+        (upgrade, "  ok"),
+    ],
+)
+def test_the_last_lines_summarize_the_result(demo: Verdict, lines: str) -> None:
+    result = demo()
+    result.judge()
+    assert result.problems == []
+    assert result.line().endswith(lines)
+
+
+@pytest.mark.parametrize(
+    ("demo", "change", "problem"),
+    [
+        (disagg, {"answered_once": 8}, "1 requests were not answered once"),
+        (disagg, {"wrong": 2}, "2 responses have wrong tokens"),
+        (disagg, {"moved_bytes": 0}, "no KV was moved"),
+        (disagg, {"verified": 17}, "18 decisions were recorded and 17 of them derived equal"),
+        (failover, {"counts": Counts(9, 3, ["a: 0 ends, no error"])}, "owner killed 2 times: a: 0 ends, no error"),
+        (failover, {"verified": [(8, 9)]}, "8 of 9 decisions were derived equal"),
+        (failover, {"verified": [(0, 0)]}, "0 of 0 decisions were derived equal"),
+        (kafka, {"answered_once": 8}, "1 requests were not answered once"),
+        (kafka, {"resumed_s": 10.1}, "routing was to resume within 10 s"),
+        (kafka, {"resumed_s": None}, "routing was to resume within 10 s"),
+        (kafka, {"verified": 8}, "9 decisions were recorded and 8 of them derived equal"),
+        (kafka, {"verified": 8, "decisions": 8}, "8 decisions were recorded and 8 of them derived equal"),
+        (tiers, {"exact": 0}, "no answer arrived"),
+        (tiers, {"wrong": ["r1: 'a', expected 'b'"]}, "r1: 'a', expected 'b'"),
+        (tiers, {"reuse": Reuse(Counter(host=1))}, "no KV was loaded from disk under load"),
+        (tiers, {"restarted": Reuse(Counter(host=1, store=1))}, "the restarted worker loaded no KV from its disk"),
+        (tiers, {"newcomers": {"directory": Reuse(own=16)}}, "the new worker loaded no KV from the bucket"),
+        (tiers, {"damaged": {}}, "nothing was damaged"),
+        (tiers, {"verified": 8}, "9 decisions were recorded and 8 of them derived equal"),
+        (upgrade, {"counts": Counts(9, 3, ["a: 0 ends, no error"])}, "a: 0 ends"),
+        (
+            upgrade,
+            {"hand_offs": HAND_OFFS[:1]},
+            f"ownership went to the rules [{OTHER_VERSION}",
+        ),
+        (
+            upgrade,
+            {"hand_offs": HAND_OFFS[1:]},
+            f"ownership went to the rules [{CORE_VERSION}",
+        ),
+        (upgrade, {"kept": [WARM, WARM - 1]}, f"warm prefixes kept: [{WARM}, {WARM - 1}]"),
+        (upgrade, {"kept": [WARM]}, f"warm prefixes kept: [{WARM}]"),
+        (upgrade, {"verified": {CORE_VERSION: (9, 9)}}, f"version {OTHER_VERSION} verified 0 of its 0"),
+        (
+            upgrade,
+            {"verified": {CORE_VERSION: (8, 9), OTHER_VERSION: (5, 5)}},
+            f"version {CORE_VERSION} verified 8 of",
+        ),
+        (upgrade, {"measured": 0}, "the worker wrote 0 progress.batch_measured for owners that know"),
+        (
+            upgrade,
+            {"early": 1},
+            "the worker wrote 4 progress.batch_measured for owners that know the tag, and 1",
+        ),
+        (upgrade, {"unmeasured": 0}, "the worker wrote 4 progress.batch_measured"),
+        (upgrade, {"noted": 0}, "no owner wrote cost.noted"),
+        (upgrade, {"changed": 0}, "the changed cost rule changed no decision"),
+    ],
+)
+def test_each_unmet_requirement_is_reported(demo: Verdict, change: dict[str, Any], problem: str) -> None:
+    result = demo(**change)
+    result.judge()
+    assert len(result.problems) == 1
+    assert result.problems[0].startswith(problem)
+    assert "FAILED" in result.line().splitlines()[-1]
+
+
+def test_a_failover_that_takes_longer_than_its_limit_is_a_problem() -> None:
+    row, limit_s = demo_failover.Row("owner stopped"), demo_failover.BARS.stop_max_s
+    row.require("the time without routing", limit_s, limit_s)
+    assert row.problems == []
+    row.require("the time without routing", limit_s + 0.01, limit_s)
+    assert row.problems == ["the time without routing is 0.21 s, the limit is 0.2 s"]
+
+
+def test_parts_are_known_names() -> None:
+    assert demo_failover.parts_of("owner,redis") == ["owner", "redis"]
+    assert demo_failover.parts_of(",".join(demo_failover.PARTS)) == list(demo_failover.PARTS)
+    with pytest.raises(argparse.ArgumentTypeError, match=r"unknown parts \['disk'\]; parts are: owner, stop"):
+        demo_failover.parts_of("owner,disk")
+
+
+def test_the_generated_trace_is_deterministic_and_shares_prefixes(tmp_path: Path) -> None:
+    one, two, other = tmp_path / "one", tmp_path / "two", tmp_path / "other"
+    for path, seed in ((one, SEED), (two, SEED), (other, SEED + 1)):
+        demo_kafka.write_trace(path, seed)
+    assert one.read_bytes() == two.read_bytes() != other.read_bytes()
+    found = list(open_workload(str(one), WorkloadOptions()).turns())
+    assert len(found) == demo_kafka.SESSIONS * demo_kafka.TURNS
+    assert found[-1].at_us <= demo_kafka.SECONDS * 1_000_000
+    blocks = [block for row in found for block in row.block_ids]
+    assert len(set(blocks)) < len(blocks) / 2, "turns repeat the earlier turns"
+
+
+def engine_tokens(prompt: list[int], count: int) -> list[int]:
+    """Return the tokens that a mock engine generates for a prompt."""
+    vocabulary = word_token_ids(Model(DEFAULT_MODEL).tokenizer)
+    engine = MockEngine(EngineConfig(vocabulary=vocabulary), speedup=1000.0)
+    item = WorkItem(
+        request_id="r",
+        attempt=1,
+        owner_epoch=0,
+        worker_epoch=0,
+        rank=0,
+        token_ids=pack_u32(prompt),
+        sequence_hashes=b"",
+        reply_slot=0,
+        sampling=Sampling(max_tokens=count),
+    )
+    tokens: list[int] = []
+
+    async def run() -> None:
+        done = asyncio.Event()
+
+        def publish(batch: EngineBatch) -> None:
+            tokens.extend(token for one in batch.emitted for token in unpack_u32(one.token_ids))
+            if batch.finished:
+                done.set()
+
+        running = asyncio.create_task(engine.run(publish))
+        engine.submit(item)
+        await done.wait()
+        running.cancel()
+
+    asyncio.run(run())
+    return tokens
+
+
+def submission() -> RequestSubmitted:
+    return RequestSubmitted(
+        request_id="r",
+        model="m",
+        token_ids=pack_u32(PROMPT),
+        sequence_hashes=b"",
+        reply_slot=0,
+        timeout_us=1,
+        tie_seed=1,
+        sampling=Sampling(max_tokens=COUNT),
+    )
+
+
+def emitted(attempt: int, first: int, tokens: list[int]) -> TokensEmitted:
+    chunk = TokenChunk(request_id="r", attempt=attempt, first_index=first, token_ids=pack_u32(tokens))
+    return TokensEmitted(worker_id="w", worker_epoch=0, owner_epoch=1, chunks=(chunk,), group="m")
+
+
+def test_disagg_wrong_responses_are_detected() -> None:
+    words = Words()
+    whole = engine_tokens(PROMPT, COUNT)
+    end = ResponseEnded(request_id="r", attempt=1, owner_epoch=1, finish_reason="length", group="m")
+    assert words.wrong([submission()], [emitted(1, 0, whole), end]) == []
+    assert words.wrong([submission()], [emitted(1, 0, whole)]) != [], "the response has no end"
+    assert words.wrong([submission()], [emitted(1, 0, whole[:-1]), end]) != []
+    assert words.wrong([submission()], [emitted(1, 0, [*whole[:-1], whole[0] + 1]), end]) != []
+    other = engine_tokens(PROMPT + whole[:4], COUNT - 4)
+    begins = AttemptStarted(request_id="r", attempt=2, owner_epoch=1, worker_id="v", group="m")
+    late = ResponseEnded(request_id="r", attempt=2, owner_epoch=1, finish_reason="length", group="m")
+    moved = [emitted(1, 0, whole[:4]), begins, emitted(1, 4, other), emitted(2, 4, whole[4:]), late]
+    assert words.wrong([submission()], moved) == [], "tokens of attempt 1 after attempt 2 began are stale"
+    assert words.wrong([submission()], [emitted(1, 0, whole[:4]), begins, emitted(2, 4, other), late]) != []
+
+
+def test_files_and_objects_are_damaged(tmp_path: Path) -> None:
+    content = bytes(range(100))
+    with faulty_s3("kv-blocks") as bucket:
+        client = bucket.client
+        for number in range(12):
+            (tmp_path / f"{number}.kv").write_bytes(content)
+            client.put_object(Bucket=bucket.bucket, Key=f"kv/{number}.kv", Body=content)
+        (tmp_path / "store.json").write_text("{}")
+        damage = BlockDamage(1, [tmp_path], bucket)
+        for _ in range(12):
+            damage.damage()
+        assert {kind.split()[0] for kind in damage.done} == {"truncated", "flipped", "deleted"}
+        files = [*tmp_path.glob("*.kv")]
+        assert len(files) == 12 - damage.done["deleted file"]
+        assert any(file.read_bytes() != content for file in files)
+        assert (tmp_path / "store.json").read_text() == "{}"
+        assert len(bucket.keys()) == 12 - damage.done["deleted object"]
+        before = sum(damage.done.values())
+        bucket.stop()
+        damage.damage()
+        bucket.start()
+        bucket.deny()
+        damage.damage()
+        assert sum(damage.done.values()) == before + 2, "the bucket does not serve, the directory does"
+        bucket.start()
+        assert len(bucket.keys()) == 12 - damage.done["deleted object"], "objects survive a stop"
+
+
+def problems(hand_offs: list[HandOff]) -> list[str]:
+    result = upgrade(hand_offs=hand_offs)
+    result.judge()
+    return [problem[:21] for problem in result.problems]
+
+
+def test_a_claim_without_a_seal_fails_the_demo() -> None:
+    dead = hand_off(OTHER_VERSION, CORE_VERSION, seal=-1)
+    assert problems([*HAND_OFFS, dead]) == ["a claim names no seal"]
+
+
+def test_a_second_router_may_claim_right_after_the_first_one() -> None:
+    old = Ownership("a", 1, 0, CORE_VERSION, routed_us=[0])
+    first, second = Ownership("b", 8, 0, OTHER_VERSION, seal=7), Ownership("c", 9, 0, OTHER_VERSION, routed_us=[9])
+    assert problems([hand_off_in([old, first, second], "a", second, 5), HAND_OFFS[1]]) == []
+    unsealed = hand_off_in([old, second], "a", second, 5)
+    assert problems([unsealed, HAND_OFFS[1]]) == ["a claim names no seal"]
+
+
+async def test_a_request_on_its_way_to_a_removed_ingress_is_sent_to_another_one() -> None:
+    clients: StreamClients
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        if request.url.host == "a":
+            clients.urls[:] = ["http://b"]
+            error = {"error": {"code": "shutting_down"}}
+            return httpx.Response(503, json=error, headers={"retry-after": "0"})
+        return httpx.Response(200, text="data: [DONE]\n\n")
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(respond)) as client:
+        clients = StreamClients(client, ["http://a", "http://b"], "p")
+        (result,) = await clients.answers([prompt(1)], 1)
+    assert (result.ends, result.problem, result.url, clients.rejected) == (1, "", "http://b", 1)
+
+
+def answer(worker: str, cached_tokens: int) -> StreamResult:
+    usage = {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
+    return StreamResult("r", [1], usage=usage, served={"worker": worker})
+
+
+def test_a_prefix_is_kept_if_its_worker_has_it_cached() -> None:
+    holders = [{"w1"}, {"w1"}, {"w1"}, {"w1"}]
+    answers = [answer("w1", 64), answer("w2", 64), answer("w1", 0), StreamResult("r", [1], problem="503")]
+    assert kept(holders, answers) == 1
+    assert holders == [{"w1"}, {"w1", "w2"}, {"w1"}, {"w1"}]
+
+
+def test_prompts_with_the_same_holder_are_not_asked_one_after_the_other() -> None:
+    holders = [{"w1"}, {"w2"}, {"w1"}, {"w3"}, {"w2"}, {"w3"}]
+    assert by_turns(holders) == [0, 1, 3, 2, 4, 5]
+    assert by_turns([set(), set()]) == [0, 1]
+
+
+def test_the_longest_gap_ends_after_the_stop_and_spans_owners() -> None:
+    old = Ownership("a", 1, 0, routed_us=[0, 900_000, 1_000_000])
+    new = Ownership("b", 8, 0, routed_us=[1_300_000, 1_400_000])
+    assert longest_gap_s([old, new], 950_000) == 0.3
+
+
+def terms(prefill: float, credit: float, decode: float, cost: float) -> CostTerms:
+    return CostTerms(
+        cost=cost,
+        prefill_blocks=prefill,
+        overlap_credit=credit,
+        decode_blocks=decode,
+        active_requests=0,
+        device_overlap=0,
+    )
+
+
+def test_a_changed_decision_has_a_runner_up_that_is_cheaper_by_the_rule_of_this_tree() -> None:
+    def routed(runner_up: CostTerms | None) -> RequestRouted:
+        return RequestRouted(
+            request_id="r",
+            attempt=1,
+            pool="default",
+            worker_id="a",
+            worker_epoch=1,
+            slot=0,
+            rank=0,
+            mode="kv",
+            candidates=2,
+            table_digest="0" * 16,
+            terms=terms(4.0, 0.0, 1.0, 6.0),
+            ties=1,
+            runner_up=None if runner_up is None else ScoredCandidate(worker_id="b", rank=0, terms=runner_up),
+        )
+
+    assert selects_other(routed(terms(4.0, 4.0, 4.0, 8.0)))
+    assert not selects_other(routed(terms(4.0, 0.0, 2.0, 8.0)))
+    assert not selects_other(routed(None))
