@@ -26,8 +26,7 @@ from forebay.workers.kv_transfer.api import NIXL, Offer
 from forebay.workers.kv_transfer.descriptor import BlockLocation, decode_location, slots_of
 from forebay.workers.kv_transfer.memory import Arena
 from forebay.workers.kv_transfer.nixl_agent import open_agent
-from forebay.workers.kv_transfer.nixl_peers import Peers
-from forebay.workers.kv_transfer.nixl_thread import FETCHED, LocalAgent, Read, notify
+from forebay.workers.kv_transfer.nixl_thread import FETCHED, LocalAgent, Peers, Read, notify
 from forebay.workers.kv_transfer.transport import KvTransport, open_transport
 
 CASES = ((16 << 10, 1000), (64 << 10, 256), (1 << 20, 16), (16 << 10, 16), (64 << 10, 2048), (1 << 20, 128))

@@ -17,7 +17,6 @@ from forebay.events.work import WorkCancelled, WorkerCommand
 from forebay.transport.base import Draft
 from forebay.workers.engine import EngineError, Publish
 from forebay.workers.engines.mock.engine import MockEngine
-from forebay.workers.runtime import health
 from forebay.workers.runtime import life_cycle as life
 from forebay.workers.runtime import worker as worker_module
 from forebay.workers.runtime.life_cycle import State
@@ -320,8 +319,8 @@ async def test_lease_of_a_broken_engine_is_released_while_the_log_is_unavailable
 async def test_broken_engine_ends_the_worker_and_releases_its_requests(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(health, "CHECK_S", 0.005)
-    monkeypatch.setattr(health, "CHECK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(worker_module, "CHECK_S", 0.005)
+    monkeypatch.setattr(worker_module, "CHECK_TIMEOUT_S", 0.05)
     engine = Fragile()
     engine.ends = how == "ends"
     worker = scene.worker(engine=engine)

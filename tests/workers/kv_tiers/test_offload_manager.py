@@ -11,7 +11,7 @@ from forebay.events.progress import OnboardedTokens
 from forebay.kv_tiers.manager import TierRun
 from forebay.workers.engine import EngineError
 from forebay.workers.kv_tiers.metrics import TierCounters
-from forebay.workers.kv_tiers.offload_manager import OffloadManager
+from forebay.workers.kv_tiers.offload_manager import HIT_RATE_REQUESTS, OffloadManager
 from tests.workers.kv_tiers.rank_cases import DrivenRank, ShiftedClock, inject, rank, settings
 from tests.workers.kv_tiers.store_cases import BLOCK_BYTES, content, identity, name_of
 
@@ -274,6 +274,9 @@ def test_hit_rates_count_requests(tmp_path: Path) -> None:
         one.tiers.observe_request(10, 0, {"disk": 4})
         counters: TierCounters = one.tiers.counters()
         assert counters.hit_rates == {"device": 0.2, "host": 0.1, "disk": 0.2}
+        for _ in range(HIT_RATE_REQUESTS):
+            one.tiers.observe_request(4, 1, {})
+        assert one.tiers.counters().hit_rates == {"device": 0.25, "host": 0, "disk": 0}
 
 
 def test_a_disk_tier_has_one_owner(tmp_path: Path) -> None:

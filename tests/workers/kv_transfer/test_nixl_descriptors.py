@@ -13,7 +13,7 @@ pytest.importorskip("nixl_cu12", reason="NIXL (nixl-cu12) is not installed")
 
 from forebay.events.base import hex_digest, pack_u32, pack_u64
 from forebay.events.transfer import Prefilled
-from forebay.workers.kv_transfer import nixl_peers, nixl_thread
+from forebay.workers.kv_transfer import nixl_thread
 from forebay.workers.kv_transfer.descriptor import BlockLocation, decode_location, encode_location, slots_of
 from forebay.workers.kv_transfer.nixl_agent import TransferError, open_agent
 from forebay.workers.kv_transfer.nixl_thread import DROPPED, notify
@@ -151,11 +151,11 @@ async def test_nixl_invalid_notifications_are_ignored() -> None:
 
 
 async def test_nixl_least_recently_used_holder_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_peers, "PEERS_MAX", 2)
+    monkeypatch.setattr(nixl_thread, "PEERS_MAX", 2)
     removed: list[str] = []
 
-    class RecordedPeers(nixl_peers.Peers):
-        def forget(self, peer: nixl_peers.Peer) -> None:
+    class RecordedPeers(nixl_thread.Peers):
+        def forget(self, peer: nixl_thread.Peer) -> None:
             removed.append(peer.name)
             super().forget(peer)
 

@@ -9,6 +9,7 @@ it is tried again.
 import logging
 import os
 import socket
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,6 @@ from forebay.engine_model.steps import CacheChange, Removed, StoreChange, Stored
 from forebay.events.kv import LowerTier
 from forebay.kv_tiers.costs import CostModel
 from forebay.kv_tiers.decisions import leading_runs
-from forebay.kv_tiers.hit_rates import HitRates
 from forebay.kv_tiers.manager import TierLimits, TierManager, TierRun, TierSet, Write
 from forebay.workers.engine import EngineError
 from forebay.workers.kv_tiers.block_format import file_bytes
@@ -48,6 +48,7 @@ KNOWN_MAX = 1_000_000  # blocks of the shared store that a rank remembers, about
 WRITE_BYTES = 2 << 30  # in flight to one tier: a prompt of 12,000 tokens of a large model; a disk writes it in a second
 WRITES_MAX = 1024  # blocks, if they are small
 WRITES_MIN = 16  # blocks, if they are large
+HIT_RATE_REQUESTS = 1000  # hit rates are over so many recent requests
 UNPIN_S = 1.0  # between two searches for pins that have ended
 TICK_S = 600.0  # as in KVBM, a block must be offered twice within ten minutes to pass the filter
 
@@ -82,7 +83,8 @@ class OffloadManager:
         self._identity = identity
         self._owner = owner
         self._lanes = TransferLanes(wake)
-        self._hit_rates = HitRates()
+        self._requests: deque[Counter[str]] = deque()  # blocks of recent prompts: all, and those found in each tier
+        self._found: Counter[str] = Counter()  # sums over them
         tiers = _tier_set(settings, identity, reports_evictions=reports_evictions)
         self._manager: TierManager[BlockName] = TierManager(tiers)
         host = HostMemory(tiers.host.blocks, identity.block_bytes) if tiers.host else None
@@ -255,8 +257,12 @@ class OffloadManager:
 
     def observe_request(self, total_blocks: int, device_blocks: int, loaded: Mapping[LowerTier, int]) -> None:
         """Count a request for the hit rates, once its prompt has been computed."""
-        found = {tier: loaded.get(tier, 0) for tier in TIERS}
-        self._hit_rates.observe(total_blocks, device_blocks, found["host"], found["disk"], found["store"])
+        found: Counter[str] = Counter(all=total_blocks, device=device_blocks)
+        found.update(loaded)
+        self._requests.append(found)
+        self._found.update(found)
+        if len(self._requests) > HIT_RATE_REQUESTS:
+            self._found.subtract(self._requests.popleft())
 
     def counters(self) -> TierCounters:
         self._refresh()
@@ -276,7 +282,8 @@ class OffloadManager:
             tier: blocks * self._identity.block_bytes for tier, blocks in counters.resident_blocks.items()
         }
         counters.pinned_blocks = {tier: self._manager.pinned(tier) for tier in present if tier != "store"}
-        counters.hit_rates = {tier: self._hit_rates.rate(tier) for tier in ("device", *present)}
+        total = max(1, self._found["all"])
+        counters.hit_rates = {tier: self._found[tier] / total for tier in ("device", *present)}
         return counters
 
     def _usable(self, names: Sequence[BlockName], begin: int, hinted: int) -> list[TierRun]:

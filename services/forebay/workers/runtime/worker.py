@@ -12,14 +12,14 @@ drain, it sends the worker no new work. Requests that do not finish in time cont
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
 import msgspec
 
 from forebay import runtime
-from forebay.events.codec import DecodeError
+from forebay.events.codec import DecodeError, encode
 from forebay.events.fleet import (
     AnyFleetEvent,
     IngressJoined,
@@ -33,8 +33,9 @@ from forebay.events.fleet import (
     WorkerSpec,
     WorkerSuspect,
 )
+from forebay.events.progress import EngineFailed
 from forebay.events.tokens import ResponseError
-from forebay.events.topics import FLEET, work_topic
+from forebay.events.topics import FLEET, PROGRESS, work_topic
 from forebay.events.work import AnyWorkEvent, ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
 from forebay.transport.base import Draft, Log, LogError, Record, Tail
 from forebay.transport.dead_letters import dead_letter
@@ -43,7 +44,6 @@ from forebay.transport.patience import until_available
 from forebay.workers.engine import Engine, EngineBatch, EngineError, StoreEngine, TierEngine
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.runtime.commands import CommandRunner
-from forebay.workers.runtime.health import HealthWatch, report_failure
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
 from forebay.workers.runtime.life_cycle import State, Transition, WorkerDrain, WorkerLifeCycle
 from forebay.workers.runtime.media_feed import MediaFeed
@@ -55,8 +55,54 @@ logger = logging.getLogger(__name__)
 
 READ_MAX = 256  # records processed before other tasks may run
 ENGINE_STOP_S = 30.0
+CHECK_S = 2.0  # interval between two health checks
+CHECK_TIMEOUT_S = 10.0  # a live engine replies at once; the machine may be busy
+REPORT_TIMEOUT_S = 5.0  # timeout for reporting the cause of the failure; the lease is kept as long
+ERROR_CHARS_MAX = 2_000
 DRAIN_S = 60.0  # as of the option --drain-s of `forebay worker`
 KEPT_S = 0.1  # how often a drain checks whether kept KV was fetched, because engines do not report that
+
+
+class HealthWatch:
+    """Checks the health of one engine periodically.
+
+    Attributes:
+        checked_s: time of the last successful check, in seconds of the monotonic clock.
+        healthy_s: seconds from the first to the last successful check of `run`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.checked_s = runtime.monotonic_s()
+        self.healthy_s = 0.0
+        self._engine = engine
+        self._wanted = asyncio.Event()
+
+    def check_now(self) -> None:
+        """Make `run` perform the next check immediately."""
+        self._wanted.set()
+
+    async def run(self, passed: Callable[[], None]) -> None:
+        """Check the engine until cancelled, and call `passed` after each successful check.
+
+        Raises:
+            EngineError: the engine is broken or does not reply in time.
+        """
+        first_s: float | None = None
+        while True:
+            try:
+                async with asyncio.timeout(CHECK_TIMEOUT_S):
+                    await self._engine.check()
+            except TimeoutError:
+                text = f"the engine did not reply to a health check within {CHECK_TIMEOUT_S:g} s"
+                raise EngineError(text) from None
+            self.checked_s = runtime.monotonic_s()
+            first_s = self.checked_s if first_s is None else first_s
+            self.healthy_s = self.checked_s - first_s
+            passed()
+            self._wanted.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CHECK_S):
+                    await self._wanted.wait()
 
 
 class WorkerReplaced(Exception):
@@ -474,3 +520,33 @@ class Worker:
             # A failed log ends the worker at its next token, or at its next read of the fleet topic.
             with contextlib.suppress(LogError):
                 self._log.append_soon(self._epoch.outbox.held_load())
+
+
+async def report_failure(
+    log: Log, partition: int, spec: WorkerSpec, worker_epoch: int | None, error: BaseException
+) -> None:
+    """Append an `EngineFailed` event if an EngineError has ended a worker. Other errors are not reported.
+
+    Args:
+        partition: partition of the control topics of the worker's group.
+        worker_epoch: epoch of the worker; None if it was not a member of the fleet.
+        error: exception that ended the worker. It may be an exception group that contains an EngineError.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        error = error.subgroup(EngineError) or error
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if not isinstance(error, EngineError):
+        return
+    event = EngineFailed(
+        worker_id=spec.worker_id,
+        pool=spec.pool,
+        engine=spec.engine,
+        error=str(error)[:ERROR_CHARS_MAX],
+        worker_epoch=worker_epoch,
+        at_us=runtime.wall_us(),
+    )
+    # If the log fails, other tasks of the worker report that.
+    with contextlib.suppress(LogError, TimeoutError):
+        async with asyncio.timeout(REPORT_TIMEOUT_S):
+            await log.append([Draft(PROGRESS.name, partition, encode(PROGRESS, event))])
