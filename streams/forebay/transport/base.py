@@ -57,8 +57,6 @@ class Record(msgspec.Struct, frozen=True):
 
     Attributes:
         at_us: Wall-clock time of the append in microseconds, 0 if the producer did not set it. No decision uses it.
-        value: Content of the record. Empty for a record without a value, which never decodes as an event.
-        headers: Headers by name. Of several headers with the same name, the last one.
         fault: Why the record has no value that can be decoded, for example a null value. None if it has a value.
     """
 
@@ -142,12 +140,8 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         worker_id: Id of the worker or ingress that holds the lease.
-        token: Token of the holder's incarnation.
-        payload: Encoded description of the holder.
         expires_in_ms: Milliseconds until the lease expires, negative after the expiry.
-        ttl_ms: Time to live in milliseconds.
         deadline_ms: Time of expiry on the store's clock, which may jump. It changes with every renewal.
-        released: Whether the holder released the lease.
     """
 
     worker_id: str

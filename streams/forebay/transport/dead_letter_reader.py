@@ -23,9 +23,6 @@ class Letter(msgspec.Struct, frozen=True, kw_only=True):
     """Dead letter without its value.
 
     Attributes:
-        partition: partition of the letter on `dead-letters`.
-        at_us: append time of the letter, in microseconds since 1970.
-        reason: why the record had no effect.
         omitted: parts of the record that the letter does not have because of their size; empty for none.
         retried_as: place of the record with which the letter was last retried, as TOPIC/PARTITION/OFFSET; empty if it
             was not retried.

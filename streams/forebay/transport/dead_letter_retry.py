@@ -35,11 +35,7 @@ class NotRetriable(LogError):
 
 
 class LetterRetry(msgspec.Struct, frozen=True):
-    """Record that retries a letter.
-
-    Attributes:
-        note: what the retry means for records of this topic.
-    """
+    """Record that retries a letter."""
 
     draft: Draft
     event: Event
@@ -47,11 +43,7 @@ class LetterRetry(msgspec.Struct, frozen=True):
 
 
 def decoded(letter: Letter, record: Record) -> Any:
-    """Return the event of the original record. Raises NotRetriable if it does not decode in this version.
-
-    Args:
-        record: its record on `dead-letters`.
-    """
+    """Return the event of the original record. Raises NotRetriable if it does not decode in this version."""
     if letter.omitted:
         raise NotRetriable(f"the letter does not contain the whole record: {letter.omitted} omitted")
     try:
@@ -75,9 +67,7 @@ def retry_of(letter: Letter, record: Record, group: str | None, now_us: int) -> 
     """Return the record that retries a letter.
 
     Args:
-        record: its record on `dead-letters`.
         group: group of the control partition of the original record; None if the partition has no group.
-        now_us: wall-clock time in microseconds since 1970.
 
     Raises:
         NotRetriable: the letter was retried before, its record does not decode, or a retry would have no use.

@@ -25,8 +25,6 @@ class Directory:
 
     Attributes:
         on_change: Called after `run` or a lookup has read new placements.
-        groups: The placements that were read so far.
-        undecodable: Number of records that do not decode as placements.
     """
 
     def __init__(self, log: Log) -> None:

@@ -25,7 +25,6 @@ class Following:
     """Queue of records that wait until earlier records are durable. They are appended in the order of the calls.
 
     Args:
-        write: appends the drafts of a call.
         write_followers: appends drafts that waited for others.
     """
 

@@ -45,7 +45,6 @@ class ModelStore:
     Attributes:
         cards: newest record of each card, by digest, in the order of the records.
         aliases: newest event of each alias that has targets, by its name.
-        undecodable: number of records that are no valid cards.
     """
 
     def __init__(self, log: Log) -> None:
@@ -88,14 +87,7 @@ class ModelStore:
             await self._changed.wait_for(lambda: digest not in self.cards)
 
     async def store(self, model: str, card: ModelCard, files: Mapping[str, bytes]) -> str:
-        """Store a card and its files unless they are stored already, and return the digest of the card.
-
-        Args:
-            files: content of each file of the card, by name.
-
-        Raises:
-            LogError: the log failed.
-        """
+        """Store a card and its files unless they are stored already, and return the digest of the card."""
         digest = card.digest()
         if digest in self.cards:
             return digest

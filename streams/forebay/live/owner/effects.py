@@ -23,6 +23,7 @@ from forebay.events.decisions import (
     RequestAborted,
     RequestHeld,
     RequestRejected,
+    RequestRouted,
     RouteAnswered,
 )
 from forebay.events.requests import RequestSubmitted
@@ -100,8 +101,6 @@ def encode_work(
     """Return the work item of a routed request. A worker that already has it ignores it.
 
     Args:
-        request: State of the request, with the locations of its embeddings and its prefilled KV.
-        report_output: Whether the worker reports output blocks while it decodes.
         store_blocks: Result of `expected_blocks` for the decision; 0 if the decision is not at hand.
     """
     # An encode worker gets no prompt. A decode worker gets the media, in case it has to compute the prompt itself.
@@ -189,7 +188,7 @@ def encode_effects(
         case RequestHeld():
             return []
         case CacheResyncRequested():
-            to = WorkerAddress(group, decided.pool, decided.slot, decided.worker_id, decided.worker_epoch)
+            to = address_of(group, decided)
             return [encode_reannounce(to, decided.owner_epoch, decided.rank, decided.found_seq)]
         case RouteAnswered():
             return [_encode_route_response(group, decided)]
@@ -203,22 +202,24 @@ def encode_effects(
         case RequestAborted():
             drafts = []
             if decided.worker_id:
-                to = WorkerAddress(group, decided.pool, decided.slot, decided.worker_id, decided.worker_epoch)
+                to = address_of(group, decided)
                 drafts.append(_encode_end(WorkCancelled, to, decided))
             if decided.holder is not None:
-                drafts.append(_encode_end(WorkCancelled, _address_of(group, decided.holder), decided))
+                drafts.append(_encode_end(WorkCancelled, address_of(group, decided.holder), decided))
             status, code = ABORTED[decided.reason]
             drafts.append(
                 _encode_error(group, decided, decided.attempt, decided.status or status, decided.code or code)
             )
             return drafts
         case KvReleased():
-            return [_encode_end(ReleaseKv, _address_of(group, decided.holder), decided)]
+            return [_encode_end(ReleaseKv, address_of(group, decided.holder), decided)]
         case _:
             assert_never(decided)
 
 
-def _address_of(group: str, target: CommandTarget) -> WorkerAddress:
+def address_of(
+    group: str, target: CommandTarget | CacheResyncRequested | RequestAborted | RequestRouted
+) -> WorkerAddress:
     return WorkerAddress(group, target.pool, target.slot, target.worker_id, target.worker_epoch)
 
 

@@ -49,13 +49,7 @@ class IngressPresence:
         self._unseen = {name for name, incarnation in self._members.items() if incarnation not in busy}
 
     async def update(self, leases: list[Lease], fleet: Fleet, applied: int, observed_ms: int = 0) -> list[Lease]:
-        """Append the changes since the last poll to `fleet`, and return the ended leases that may be deleted.
-
-        Args:
-            fleet: The fleet, up to the offset `applied`.
-            applied: Offset up to which the owner had applied `fleet` when the leases were read.
-            observed_ms: Milliseconds since the previous successful poll, 0 if the previous poll failed.
-        """
+        """Append the changes since the last poll to `fleet`, and return the ended leases that may be deleted."""
         held = {lease.worker_id: lease for lease in leases}
         if applied >= self._written_end:
             await self._compare({one.ingress_id: one.incarnation for one in fleet.ingresses()})

@@ -30,7 +30,6 @@ class Journal:
     Attributes:
         epoch: Offset of this owner's claim, -1 before the claim.
         end: Offset after the last valid record of this owner.
-        written: Number of records that this owner appended, without its claim.
         void: Number of stale records, invalid claims and repeated records that this owner skipped.
         foreign: Number of skipped records that are not journal records of this group.
     """
@@ -56,12 +55,7 @@ class Journal:
         self.end = self.epoch + 1
 
     async def append(self, records: Sequence[JournalRecord]) -> None:
-        """Append the records in order. When this returns, they are valid and durable.
-
-        Raises:
-            OwnershipLost: Another owner claimed the group before the last of these records. Later calls raise it too.
-            LogError: The records are not durable.
-        """
+        """Append the records in order. When this returns, they are valid and durable."""
         if self._lost is not None:
             raise OwnershipLost(self._lost)
         offsets = await self._append(records)

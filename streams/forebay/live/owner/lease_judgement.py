@@ -62,11 +62,7 @@ class ObservedTime:
         self._read_s: float | None = None
 
     def read(self, now_s: float) -> int:
-        """Return the milliseconds since the previous poll, 0 if that poll failed or this is the first.
-
-        Args:
-            now_s: Current reading of the caller's monotonic clock, in seconds.
-        """
+        """Return the milliseconds since the previous poll, 0 if that poll failed or this is the first."""
         before, self._read_s = self._read_s, now_s
         return 0 if before is None else max(0, round((now_s - before) * 1000))
 

@@ -1,9 +1,9 @@
 """Prometheus metrics of an owner, read from its state at each scrape."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import get_args
+from typing import Any, get_args
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -102,47 +102,37 @@ class OwnerMetrics(Collector):
         lost = SummaryMetricFamily("dynamo_component_router_overlap_blocks_lost", text, labels=["model"])
         lost.add_metric([self._model], selections, counts["overlap_blocks_lost"])
         yield lost
-        labels = ["model", "pool", "policy_class", "uncached_tokens_min"]
-        pending = GaugeMetricFamily(
-            "dynamo_frontend_router_queue_pending_requests", "requests pending in the router's queue", labels=labels
-        )
-        for name, pool in sorted(world.pools.items()):
-            for kind in pool.router.queue.classes:
-                label = [self._model, name, kind.name, str(kind.uncached_tokens_min)]
-                pending.add_metric(label, world.queues.length(name, kind))
-        yield pending
+        pending = {
+            (name, kind.name, str(kind.uncached_tokens_min)): world.queues.length(name, kind)
+            for name, pool in sorted(world.pools.items())
+            for kind in pool.router.queue.classes
+        }
+        labels = ("pool", "policy_class", "uncached_tokens_min")
+        text = "requests pending in the router's queue"
+        yield self._of(GaugeMetricFamily, "dynamo_frontend_router_queue_pending_requests", text, pending, labels)
 
     def _stage_metrics(self) -> Iterator[Metric]:
         """Yield the metrics of request phases, stages, prefill placement and the choice of pools."""
         owner = self._owner
         phases = Counter(str(request.phase) for request in owner.world.requests.active())
-        labels = ["model", "phase"]
-        in_flight = GaugeMetricFamily("forebay_owner_requests", "requests in flight, by phase", labels=labels)
-        for phase in Phase:
-            in_flight.add_metric([self._model, phase], phases[phase])
-        yield in_flight
-        stages = CounterMetricFamily(
-            "forebay_router_stages", "stages of requests sent to workers by this owner", labels=["model", "stage"]
-        )
-        for stage in get_args(Stage):
-            stages.add_metric([self._model, stage], owner.tally.stages[stage])
-        yield stages
-        text = "prefills of requests to decode pools, by placement (local or remote) and reason"
-        places = CounterMetricFamily("forebay_router_prefills", text, labels=["model", "place", "reason"])
+        by_phase = {(phase,): phases[phase] for phase in Phase}
+        text = "requests in flight, by phase"
+        yield self._of(GaugeMetricFamily, "forebay_owner_requests", text, by_phase, ("phase",))
+        stages = {(stage,): owner.tally.stages[stage] for stage in get_args(Stage)}
+        text = "stages of requests sent to workers by this owner"
+        yield self._of(CounterMetricFamily, "forebay_router_stages", text, stages, ("stage",))
         # Export zeros from the start, so that rate() sees the first increment.
         known = (
             [("local" if one in LOCAL_REASONS else "remote", one) for one in get_args(PrefillReason)]
             if self._has_decode_pool()
             else []
         )
-        for place, reason in sorted({*known, *owner.tally.prefills}):
-            places.add_metric([self._model, place, reason], owner.tally.prefills[place, reason])
-        yield places
+        places = {place: owner.tally.prefills[place] for place in sorted({*known, *owner.tally.prefills})}
+        text = "prefills of requests to decode pools, by placement (local or remote) and reason"
+        yield self._of(CounterMetricFamily, "forebay_router_prefills", text, places, ("place", "reason"))
         text = "choices of pools for requests by this owner, by pool and reason"
-        pools = CounterMetricFamily("forebay_router_pool_choices", text, labels=["model", "pool", "role", "reason"])
-        for labels_of_choice, count in sorted(owner.tally.pools.items()):
-            pools.add_metric([self._model, *labels_of_choice], count)
-        yield pools
+        choices, labels = dict(sorted(owner.tally.pools.items())), ("pool", "role", "reason")
+        yield self._of(CounterMetricFamily, "forebay_router_pool_choices", text, choices, labels)
 
     def _ttft_metrics(self) -> Iterator[Metric]:
         """Yield the time-to-first-token metrics of requests with remote prefill; none without a decode pool."""
@@ -183,10 +173,8 @@ class OwnerMetrics(Collector):
         yield applied
         stores = index.stores
         text = "blocks in the prefix index per shared store"
-        blocks = GaugeMetricFamily("forebay_index_store_blocks", text, labels=["model", "store"])
-        for name, size in stores.sizes().items():
-            blocks.add_metric([self._model, name], size)
-        yield blocks
+        sizes = {(name,): size for name, size in stores.sizes().items()}
+        yield self._of(GaugeMetricFamily, "forebay_index_store_blocks", text, sizes, ("store",))
         text = "blocks that workers expected in a shared store and did not find, or could not use"
         yield self._counter("forebay_index_stale_store_blocks", text, stores.stale_blocks)
         text = "events of shared stores that no worker uses (unused), for which a store was dropped (dropped), or for"
@@ -223,19 +211,27 @@ class OwnerMetrics(Collector):
         yield from (blocks, prefill, held)
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=["model"])
-        family.add_metric([self._model], value)
-        return family
+        return self._of(CounterMetricFamily, name, text, {(): value})
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=["model"])
-        family.add_metric([self._model], value)
-        return family
+        return self._of(GaugeMetricFamily, name, text, {(): value})
 
     def _counts(self, name: str, text: str, counts: Mapping[str, int]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=["model", "reason"])
-        for reason, count in sorted(counts.items()):
-            family.add_metric([self._model, reason], count)
+        rows = {(reason,): count for reason, count in sorted(counts.items())}
+        return self._of(CounterMetricFamily, name, text, rows, ("reason",))
+
+    def _of(
+        self,
+        kind: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        text: str,
+        values: Mapping[Any, float],
+        labels: Sequence[str] = (),
+    ) -> Metric:
+        """Return a metric whose first label is the model, with its values by tuples of its other labels."""
+        family = kind(name, text, labels=["model", *labels])
+        for row, value in values.items():
+            family.add_metric([self._model, *row], value)
         return family
 
 

@@ -20,6 +20,7 @@ import msgspec
 from forebay import runtime
 from forebay.core.phases import Phase
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
+from forebay.core.state.fleet import FleetWorker
 from forebay.core.step import CONSUMED_RUNS_MAX, AnyDecision, InputEvent, advance, open_run, step
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.base import Event
@@ -44,6 +45,7 @@ from forebay.events.versions import EVENTS_VERSION
 from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
 from forebay.live.owner.effects import (
     WorkerAddress,
+    address_of,
     encode_commands,
     encode_effects,
     encode_reannounce,
@@ -81,7 +83,6 @@ class GroupSettings:
 
     Attributes:
         group: Name of the model, and of the group in the leases. One owner decides for all pools of the model.
-        owner_id: Name of this owner in the journal and in heartbeats. No decision depends on it.
         pools: Settings of all pools that may have workers. The owner appends each one to `control` if it differs from
             the settings on the log. If empty, the first lease of each pool configures the pool.
         router: Routing settings of pools that leases configure. The owner appends them to `control` if they differ from
@@ -92,9 +93,7 @@ class GroupSettings:
         policies: Custom policies that the operator allowed, by router mode. The owner writes their names into its
             claim, and rejects requests of pools whose mode names any other custom policy.
         groups: Number of control partitions. Each group can use slots_max / groups slots of a pool.
-        snapshot_every: Number of journal records between two snapshots.
         snapshot_age_s: Maximum time between two snapshots in seconds, if at least one record was journalled since.
-        poll_s: Interval between two polls of the leases, in seconds.
         heartbeats: Whether the owner appends to `heartbeats`, for ingresses in other processes.
     """
 
@@ -118,7 +117,6 @@ class Owner:
 
     Attributes:
         tally: Counts of the owner's decisions, for metrics.
-        dead_letters: Number of input records sent to `dead-letters`.
         unsent: Number of effects that no topic accepts, for example because they are too large.
         first_tokens: Histograms of the time to first token of requests with remote prefill or encode.
     """
@@ -173,9 +171,7 @@ class Owner:
             standby: Stopped standby of the group. The owner continues with its world if the standby can follow the
                 journal up to the claim, and otherwise recovers from the newest snapshot.
 
-        Raises:
-            OwnershipLost: Another owner claimed the group meanwhile.
-            LogError: The log cannot be followed; see `recover`.
+        Raises OwnershipLost, or LogError if the log cannot be followed; see `recover`.
         """
         settings = self._settings
         end = await self._log.end(DECISIONS.name, settings.partition)
@@ -266,9 +262,7 @@ class Owner:
         The next owner then starts without replaying the journal. Between the seal and `Sealed` the owner applies
         nothing. All effects of its decisions are durable before `Sealed`.
 
-        Raises:
-            OwnershipLost: Another owner claimed the group.
-            LogError: The log does not accept a record.
+        Raises OwnershipLost, or LogError if the log does not accept a record.
         """
         self.snapshots.prepare_stop()
         while not self.snapshots.can_stop:
@@ -305,7 +299,9 @@ class Owner:
         letters: list[Draft] = []
         for topic in topics:
             self._apply_ready(topic, submitted, decided, records, letters)
-        self._apply_time(decided, records)
+        decisions = self._open_run(self._clock.now_us())
+        decided += decisions
+        records += decisions
         newest = self.world.fleet.owner_epoch
         if newest > self.journal.epoch:
             self.journal.surrender(
@@ -365,11 +361,6 @@ class Owner:
             if runtime.monotonic_ns() > ends_ns:
                 return
 
-    def _apply_time(self, decided: list[AnyDecision], records: list[JournalRecord]) -> None:
-        decisions = self._open_run(self._clock.now_us())
-        decided += decisions
-        records += decisions
-
     def _open_run(self, now_us: int) -> list[AnyDecision]:
         decisions = open_run(self.world, now_us)
         self.first_tokens.observe(self.world, None, decisions, now_us)
@@ -410,9 +401,9 @@ class Owner:
                 submission = submitted.get(request.submitted.offset) or await self._submissions.at(
                     request.submitted.offset
                 )
-                group, pool, epoch = self._settings.group, decision.pool, decision.owner_epoch
-                to = WorkerAddress(group, pool, decision.slot, decision.worker_id, decision.worker_epoch)
-                grown, hint = self._reports_output(pool), expected_blocks(decision.terms)
+                to = address_of(self._settings.group, decision)
+                grown, hint = self._reports_output(decision.pool), expected_blocks(decision.terms)
+                epoch = decision.owner_epoch
                 drafts.append(encode_work(to, request, epoch, submission, report_output=grown, store_blocks=hint))
                 continue
             drafts += encode_effects(self._settings.group, decision)
@@ -448,7 +439,7 @@ class Owner:
         pending: list[JournalRecord] = list(recovered.followed.pending)
         if pending:
             await self._journal(pending)
-        group, owner_epoch = self._settings.group, self.world.owner_epoch
+        owner_epoch = self.world.owner_epoch
         drafts = list(self._resyncs())
         for command in self.world.commands.pending():
             drafts += self._commands(command.command_id)
@@ -457,7 +448,7 @@ class Owner:
             if request.on_worker and worker is not None:
                 submission = await self._submissions.at(request.submitted.offset)
                 report_output = self._reports_output(request.submitted.pool)
-                to = WorkerAddress(group, worker.spec.pool, worker.slot, request.worker_id, request.worker_epoch)
+                to = self._address(worker, request.worker_epoch)
                 drafts.append(encode_work(to, request, owner_epoch, submission, report_output=report_output))
         self._submissions.forget()
         self._send(drafts)
@@ -481,9 +472,11 @@ class Owner:
         for cursor in self.world.index.resyncing():
             worker = self.world.fleet.get(cursor.worker_id)
             assert worker is not None, "the index holds only members of the fleet"
-            group = self._settings.group
-            to = WorkerAddress(group, worker.spec.pool, worker.slot, cursor.worker_id, cursor.worker_epoch)
+            to = self._address(worker, cursor.worker_epoch)
             yield encode_reannounce(to, self.world.owner_epoch, cursor.rank, cursor.last_seq)
+
+    def _address(self, worker: FleetWorker, epoch: int) -> WorkerAddress:
+        return WorkerAddress(self._settings.group, worker.spec.pool, worker.slot, worker.spec.worker_id, epoch)
 
     def _start_clock(self) -> None:
         self._clock.resume(self.world.now_us)
@@ -611,11 +604,7 @@ async def recover(
 ) -> Standby:
     """Return a replica that has followed the journal up to `end`: `standby` if it can follow, otherwise a new replica.
 
-    Raises:
-        OtherRules: The owner has other decision rules and has not stopped as planned.
-        RecoveryDiverged: The recorded events lead to other decisions in this version.
-        PolicyNotAllowed: A recorded decision was made by a custom policy that this process may not run.
-        LogError: A required part of the log is missing or damaged.
+    Raises OtherRules, RecoveryDiverged, PolicyNotAllowed, or LogError if a part of the log is missing or damaged.
     """
     if standby is not None:
         start = standby.position

@@ -46,12 +46,7 @@ KEPT = (GROUPS.name, CONTROL.name, MODELS.name)
 
 
 class RetentionLimits(msgspec.Struct, frozen=True):
-    """Limits of an embedded log.
-
-    Attributes:
-        size_bytes: Maximum bytes of all records and tables.
-        age_s: Maximum age of records in seconds, or None for no limit.
-    """
+    """Limits of an embedded log."""
 
     size_bytes: int
     age_s: float | None = None
@@ -62,7 +57,6 @@ class Retention:
 
     Attributes:
         peers: Retentions of the other groups of the log, whose requests in flight need records of shared topics.
-        trimmed: Number of deleted records by topic.
         refused: Number of snapshots that were incomplete when read back, so that no record was deleted for them.
     """
 

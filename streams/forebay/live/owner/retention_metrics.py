@@ -11,11 +11,7 @@ from forebay.transport.sqlite.log import SqliteLog
 
 
 class RetentionMetrics(Collector):
-    """Prometheus metrics of one embedded log.
-
-    Args:
-        retentions: Retentions of the groups of the log, which have the same limits.
-    """
+    """Prometheus metrics of one embedded log."""
 
     def __init__(self, log: SqliteLog, *retentions: Retention) -> None:
         self._log = log

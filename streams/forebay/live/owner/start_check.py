@@ -47,7 +47,6 @@ class CheckedLog(NamedTuple):
     """Log that was opened for writing.
 
     Attributes:
-        groups: Groups of the models to serve, by model.
         partitions: Number of control partitions, between which the groups divide the slots of workers.
     """
 
@@ -61,16 +60,8 @@ async def open_checked(
 ) -> CheckedLog:
     """Open a log for writing, and assign a control partition to each model that has none.
 
-    Args:
-        path: File of the log, or None for a log in memory.
-        custom: Custom policies that this process may run.
-        sync: Whether an acknowledged append survives a power loss (`full`), or only the death of the process.
-
-    Raises:
-        LogUnusable: The file is not a log, a part that a start depends on is damaged, or no partition is free.
-        OtherRules: A program with other decision rules wrote the journal.
-        RecoveryDiverged: The recorded events lead to other decisions in this version.
-        PolicyNotAllowed: A recorded decision was made by a custom policy that this process may not run.
+    Without a path, the log is in memory. Raises LogUnusable if the file is not a log, a part that a start depends on is
+    damaged, or no partition is free, and otherwise OtherRules, RecoveryDiverged or PolicyNotAllowed.
     """
     if path is None:
         return await _placed(SqliteLog.open(None), models, {})

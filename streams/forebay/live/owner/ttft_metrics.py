@@ -30,7 +30,6 @@ class DurationHistogram:
     Attributes:
         buckets: Number of durations up to each bound of `BUCKETS_S` and above the previous bound; the last bucket has
             no upper bound.
-        sum_us: Sum of all durations in microseconds.
     """
 
     buckets: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
@@ -72,13 +71,7 @@ class TtftRecorder:
         return len(self._pending)
 
     def observe(self, world: World, event: InputEvent | None, decided: Sequence[AnyDecision], now_us: int) -> None:
-        """Record the phases of requests after the world applied an event.
-
-        Args:
-            event: The applied event, or None if only time passed.
-            decided: Decisions that the event led to.
-            now_us: Clock reading with which the event was applied, in microseconds.
-        """
+        """Record the phases of requests after the world applied an event."""
         for decision in decided:
             if isinstance(decision, RequestRouted):
                 self._apply_routed(world, decision, now_us)

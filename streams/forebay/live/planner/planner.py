@@ -62,9 +62,6 @@ class Planner:
 
     Attributes:
         is_active: whether this planner's claim is the newest.
-        stale: number of decisions of this process without an effect.
-        forecast_failures: number of intervals without a forecast, because the predictor failed.
-        simulation_failures: number of intervals whose forecast could not be simulated.
     """
 
     def __init__(
@@ -74,7 +71,6 @@ class Planner:
         """Create a planner.
 
         Args:
-            observer: source of observations.
             forecast: returns the forecast for the next interval. Called on another thread, with the observations of the
                 state, oldest first, and the offset of the newest one.
             simulate: simulates a forecast. Method `simulate` needs it. It is cancelled if the planner stops.

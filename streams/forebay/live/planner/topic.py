@@ -22,12 +22,7 @@ OUTCOMES_MAX = READ_MAX  # results of one read, in which the writer that waits f
 
 
 class ScalingTopic:
-    """Follower and writer of the topic.
-
-    Attributes:
-        state: the state after the records that were followed.
-        changed: set after each record; a waiting task clears it.
-    """
+    """Follower and writer of the topic."""
 
     def __init__(self, log: Log, on_record: Callable[[int, ScalingEvent, Outcome], None] | None = None) -> None:
         """Create a follower.

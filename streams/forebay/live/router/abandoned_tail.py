@@ -20,7 +20,6 @@ class AbandonedTail(NamedTuple):
     Attributes:
         snapshot: Journal offset of the record of the snapshot from which the new owner continues. `BEGINNING` if it
             continues from the empty state.
-        records: Number of journal records after the state of the snapshot.
         decisions: Number of decisions among them, of the types that this version knows.
         requests: Number of requests that these decisions name. The new owner decides them again.
     """

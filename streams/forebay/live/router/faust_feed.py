@@ -12,9 +12,9 @@ of such a partition follow the log, until Faust delivers its first record after 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
-from forebay.transport.base import Draft, Log, LogError, Record, Tail, Wake
+from forebay.transport.base import Log, LogError, Record, Tail, Wake
 
 logger = logging.getLogger(__name__)
 
@@ -175,32 +175,14 @@ class FaustLog:
         self._log = log
         self._feed = feed
         self._topics = frozenset(topics)
-
-    async def append(self, drafts: Sequence[Draft]) -> list[int]:
-        return await self._log.append(drafts)
-
-    def append_soon(self, drafts: Sequence[Draft], then: Sequence[Draft] = ()) -> None:
-        """Append to the underlying log without waiting."""
-        self._log.append_soon(drafts, then)
-
-    async def flush(self) -> None:
-        await self._log.flush()
+        self.append, self.append_soon, self.flush = log.append, log.append_soon, log.flush
+        self.read, self.begin, self.end = log.read, log.begin, log.end
 
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
         """Return a tail that follows a partition from `offset`. Faust feeds it if Faust consumes the topic."""
         if topic in self._topics:
             return self._feed.tail(self._log, topic, partition, offset, wake)
         return self._log.tail(topic, partition, offset, wake)
-
-    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        return await self._log.read(topic, partition, offset, limit)
-
-    async def begin(self, topic: str, partition: int) -> int:
-        """Return the first offset in the underlying log."""
-        return await self._log.begin(topic, partition)
-
-    async def end(self, topic: str, partition: int) -> int:
-        return await self._log.end(topic, partition)
 
 
 class Feed:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Literal
 
+from msgspec.structs import replace
+
 from forebay import runtime
 from forebay.core.state.fleet import WorkerPhase
 from forebay.core.world import CORE_VERSION, World
@@ -16,6 +18,7 @@ from forebay.events.versions import EVENTS_VERSION
 from forebay.live.router.standby import Standby
 from forebay.transport.base import Draft, Log, LogError
 
+Role = Literal["owner", "standby"]
 OWNER_EVERY_S = 0.25  # standbys claim after 0.8 s without heartbeats (`forebay.live.router.succession.SILENT_S`)
 STANDBY_EVERY_S = 1.0  # a standby counts for ten seconds after its heartbeat
 
@@ -24,20 +27,27 @@ def owner_heartbeat(world: World, group: str, router_id: str, position: int = 0)
     """Return the heartbeat of an owner with this world, whose journal ends at `position`."""
     specs = [worker.spec for worker in world.fleet.workers() if worker.phase is WorkerPhase.READY]
     ready = Counter(spec.role for spec in specs)
-    return RouterHeartbeat(
-        group=group,
-        router_id=router_id,
-        role="owner",
-        owner_epoch=world.owner_epoch,
-        position=position,
+    return replace(
+        _heartbeat(group, router_id, "owner", world, position),
         ready_aggregated=ready["aggregated"],
         ready_prefill=ready["prefill"],
         ready_decode=ready["decode"],
+        card=next((spec.card for spec in specs if spec.card), ""),
+    )
+
+
+def _heartbeat(group: str, router_id: str, role: Role, world: World, position: int) -> RouterHeartbeat:
+    """Return a heartbeat without the ready workers."""
+    return RouterHeartbeat(
+        group=group,
+        router_id=router_id,
+        role=role,
+        owner_epoch=world.owner_epoch,
+        position=position,
         at_us=runtime.wall_us(),
         policies=world.owner_policies,
         core_version=CORE_VERSION,
         events_version=EVENTS_VERSION,
-        card=next((spec.card for spec in specs if spec.card), ""),
     )
 
 
@@ -79,15 +89,15 @@ class HeartbeatWriter:
         """Append the last heartbeat of an owner that has sealed its journal, so that a standby claims at once."""
         self.close()
         with contextlib.suppress(LogError):  # the standbys also find the seal in the journal
-            await self._log.append([self._draft(self._of("owner", world, position, released=True))])
+            beat = _heartbeat(self._group, self._router_id, "owner", world, position)
+            await self._log.append([self._draft(replace(beat, released=True))])
 
     async def beat_as_standby(self, standby: Standby, is_preferred: Callable[[], bool]) -> None:
         """Append heartbeats of a standby until cancelled, unless `standby` has failed or stopped."""
         while True:
             self._hurry.clear()
             if standby.failed is None and standby.stopped is None and not self._is_appending():
-                beat = self._of("standby", standby.world, standby.position, preferred=is_preferred())
-                self._append(self._draft(beat), STANDBY_EVERY_S)
+                self._append(self._standby_draft(standby, preferred=is_preferred()), STANDBY_EVERY_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.due_in_s() or STANDBY_EVERY_S):
                     await self._hurry.wait()
@@ -98,9 +108,8 @@ class HeartbeatWriter:
 
     async def probe(self, standby: Standby, *, preferred: bool) -> int | None:
         """Append a heartbeat of a standby and return its offset, or None if the log does not accept it."""
-        beat = self._of("standby", standby.world, standby.position, preferred=preferred)
         try:
-            (offset,) = await self._log.append([self._draft(beat)])
+            (offset,) = await self._log.append([self._standby_draft(standby, preferred=preferred)])
         except LogError:
             return None
         return offset
@@ -113,29 +122,9 @@ class HeartbeatWriter:
     def _is_appending(self) -> bool:
         return self._appending is not None and not self._appending.done()
 
-    def _of(
-        self,
-        role: Literal["owner", "standby"],
-        world: World,
-        position: int,
-        *,
-        preferred: bool = False,
-        released: bool = False,
-    ) -> RouterHeartbeat:
-        """Return a heartbeat without the ready workers."""
-        return RouterHeartbeat(
-            group=self._group,
-            router_id=self._router_id,
-            role=role,
-            owner_epoch=world.owner_epoch,
-            position=position,
-            at_us=runtime.wall_us(),
-            policies=world.owner_policies,
-            preferred=preferred,
-            released=released,
-            core_version=CORE_VERSION,
-            events_version=EVENTS_VERSION,
-        )
+    def _standby_draft(self, standby: Standby, *, preferred: bool) -> Draft:
+        beat = _heartbeat(self._group, self._router_id, "standby", standby.world, standby.position)
+        return self._draft(replace(beat, preferred=preferred))
 
     def _draft(self, beat: RouterHeartbeat) -> Draft:
         return Draft(HEARTBEATS.name, self._partition, encode(HEARTBEATS, beat), self._router_id.encode())

@@ -13,7 +13,6 @@ class BlockedGroup(NamedTuple):
     """Group that a router cannot take over.
 
     Attributes:
-        reason: Why the router cannot take over.
         is_ready: Whether this is expected, because the group has an owner with other decision rules at the moment.
     """
 

@@ -31,15 +31,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a router process.
 
     Attributes:
-        router_id: Name of the router in the journal and in heartbeats. No decision depends on it.
-        partitions: Number of control partitions, which is the maximum number of groups.
-        slots_max: Number of partitions of each work topic. All groups share them.
-        config: Routing settings of the pools, each of which the first lease of a worker configures.
-        policies: Custom policies that the operator allowed, by router mode.
         routing: Rules for the choice of pools, by model. A model without rules keeps those of the log.
-        snapshot_every: Number of journal records between two snapshots.
-        snapshot_age_s: Maximum time between two snapshots in seconds, if at least one record was journalled since.
-        poll_s: Interval between two polls of the leases, in seconds.
         retry_s: Pause in seconds before a group is claimed or followed again after a log failure. It doubles with each
             failure up to `RETRY_MAX_S`.
         on_loss: Called before this router continues from the newest snapshot of a group, whose journal it cannot
@@ -60,12 +52,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Router:
-    """Router process, which owns groups or stands by for them.
-
-    Attributes:
-        owners: The running owners by control partition.
-        members: The members of all groups by control partition.
-    """
+    """Router process, which owns groups or stands by for them."""
 
     def __init__(
         self,

@@ -105,7 +105,6 @@ class Standby:
             while it derives them.
         failed: Reason why the replica can no longer follow the journal. None while it can.
         caught_up: Set once `run` has followed the journal up to its end at the start of `run`.
-        followed: The world, and the decisions that were derived from events but have no journal record yet.
     """
 
     def __init__(

@@ -71,10 +71,8 @@ class Succession:
     """Watch of one standby over its owner. `until_due` returns when the standby should claim the group.
 
     Args:
-        heartbeats: Heartbeats of the group, which another task follows.
         is_assigned: Returns whether the consumer group assigned the group's partition to this router.
         probe: Appends a heartbeat of this standby, and returns the offset of the heartbeat or None if that failed.
-        backoff: Delay of claims after losses of the group.
     """
 
     def __init__(

@@ -64,7 +64,6 @@ class ShadowSettings(msgspec.Struct, frozen=True, kw_only=True):
         text: Description of the changes. A shadow with another text needs another name.
         alternative: Function that returns the changed configuration of a recorded pool.
         from_start: Whether a new shadow begins with the first decision of the journal, instead of the next one.
-        custom: Custom policies that may run, including those of the alternative.
     """
 
     name: str
@@ -83,7 +82,6 @@ class Shadow:
     """Evaluates what an alternative would select at each decision of a group's owners. Call `start`, then `run`.
 
     Attributes:
-        statistics: Statistics of the evaluated decisions since the start of this process.
         end: End offset of the journal at the last poll.
     """
 

@@ -18,8 +18,6 @@ class PoolStatistics:
     cost function. Overlap counts device blocks of the selected rank.
 
     Attributes:
-        decisions: Number of recorded decisions that the shadow evaluated.
-        agreements: Number of decisions for which the shadow selected the same rank.
         held: Number of decisions for which the shadow would have queued the request.
         failures: Number of decisions for which the shadow selected no rank, by reason.
         incomparable: Number of decisions whose recorded rank was not a candidate of the shadow.

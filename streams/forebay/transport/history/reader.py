@@ -213,6 +213,14 @@ def decode_journal(record: Record) -> JournalRecord | None:
     return decision
 
 
+async def record_at(log: Log, partition: int, offset: int) -> JournalRecord | None:
+    """Return the journal record at an offset, or None if the log does not have it or it does not decode."""
+    if offset < max(0, await log.begin(DECISIONS.name, partition)):
+        return None
+    records = await log.read(DECISIONS.name, partition, offset, 1)
+    return decode_journal(records[0]) if records else None
+
+
 class RecordStamp(msgspec.Struct):
     """Fields by which records are assigned to owners, without decoding the other fields. Every version has them."""
 
@@ -272,7 +280,6 @@ class Validity:
         rules: Version of the decision rules of this owner. `rules` of the constructor is that of the first owner.
         seal: Offset of the last valid record if it is a `Sealed`, otherwise -1.
         last: Offset of the last valid record that was read; -1 if there is none.
-        release: Package version of this owner; empty if unknown.
         void: Number of stale records and of invalid claims so far.
         repeated: Number of records so far that an earlier valid record of the same owner repeats.
         foreign: Number of records so far that are not journal records of this group.

@@ -29,6 +29,7 @@ from forebay.transport.history.reader import (
     decode_journal,
     follows,
     journal_records,
+    record_at,
 )
 
 BEGINNING = 0  # as `OwnerClaimed.snapshot`: the empty state, before the first record
@@ -94,9 +95,7 @@ async def _is_current(log: Log, partition: int, taken: SnapshotRecord, offset: i
 
 async def _has_seal(log: Log, partition: int, taken: SnapshotRecord) -> bool:
     """Return whether the owner of a snapshot sealed its state right before `journal_offset`."""
-    offset = taken.journal_offset - 1
-    records = await log.read(DECISIONS.name, partition, offset, 1) if offset >= 0 else []
-    sealed = decode_journal(records[0]) if records else None
+    sealed = await record_at(log, partition, taken.journal_offset - 1)
     named = taken.owner_epoch, taken.owner_nonce, taken.digest
     return isinstance(sealed, Advanced) and (sealed.owner_epoch, sealed.owner_nonce, sealed.digest) == named
 
@@ -129,16 +128,10 @@ async def load_snapshot(
 ) -> World:
     """Return the world that a snapshot holds.
 
-    Args:
-        custom: Custom policies that the world may run.
-        any_rules: Whether the owner may have had other decision rules. Then only the checksum of the chunks is checked,
-            because the digest of the state depends on the rules.
+    With `any_rules`, the owner may have had other decision rules. Then only the checksum of the chunks is checked,
+    because the digest of the state depends on the rules.
 
-    Raises:
-        OtherRules: An owner with other decision rules took the snapshot.
-        MissingChunk: A chunk is missing.
-        OtherState: The digest of the state differs from the sealed digest.
-        LogError: The snapshot cannot be read.
+    Raises OtherRules, MissingChunk, OtherState, or LogError if the snapshot cannot be read.
     """
     is_own = taken.core_version == CORE_VERSION
     parts = await _checked_parts(log, partition, taken) if any_rules else await _parts(log, partition, taken)
@@ -153,15 +146,12 @@ async def load_snapshot(
 async def load_continued(log: Log, partition: int, claim: OwnerClaimed, custom: CustomPolicies | None = None) -> World:
     """Return the world from which the owner of a claim continued, which is that of the snapshot that the claim names.
 
-    Raises:
-        OtherState: The snapshot is damaged.
-        LogError: The log does not have the snapshot.
+    Raises OtherState if the snapshot is damaged, and LogError if the log does not have it.
     """
     if claim.snapshot == BEGINNING:
         return World(custom or {})
     offset = max(claim.seal, claim.snapshot)
-    records = await log.read(DECISIONS.name, partition, offset, 1) if offset >= 0 else []
-    taken = decode_journal(records[0]) if records else None
+    taken = await record_at(log, partition, offset)
     if not isinstance(taken, SnapshotRecord):
         raise LogError(f"the router {claim.owner_id} continued from a snapshot at journal offset {offset}: not found")
     return await load_sealed(log, partition, taken, custom)
@@ -170,9 +160,7 @@ async def load_continued(log: Log, partition: int, claim: OwnerClaimed, custom: 
 async def load_sealed(log: Log, partition: int, taken: SnapshotRecord, custom: CustomPolicies | None = None) -> World:
     """Return the world after a `Sealed` record, or of another snapshot, of an owner with any rules.
 
-    Raises:
-        OtherState: The snapshot is damaged.
-        LogError: The snapshot cannot be read.
+    Raises OtherState if the snapshot is damaged, and LogError if it cannot be read.
     """
     world = await load_snapshot(log, partition, taken, custom, any_rules=True)
     if isinstance(taken, Sealed):
@@ -215,10 +203,7 @@ async def _parts(log: Log, partition: int, taken: SnapshotRecord) -> list[Chunk]
 async def _checked_parts(log: Log, partition: int, taken: SnapshotRecord, at_once: int = CHUNKS_READ) -> list[Chunk]:
     """Return the parts of a snapshot, whose bytes must have the recorded checksum, if there is one.
 
-    Raises:
-        MissingChunk: A chunk is missing.
-        OtherState: The checksum differs.
-        LogError: The snapshot cannot be read.
+    Raises MissingChunk, OtherState if the checksum differs, or LogError if the snapshot cannot be read.
     """
     parts: list[Chunk] = []
     hasher = xxh3_128()
@@ -263,13 +248,9 @@ async def _require_of_seal(log: Log, partition: int, taken: SnapshotRecord, part
         raise OtherState(
             f"{snapshot} is unusable: it has {len(states)} states, expected one of owner epoch {taken.owner_epoch}"
         )
-    begin = await log.begin(DECISIONS.name, partition)
-    if taken.journal_offset == begin > 0:
+    if taken.journal_offset == await log.begin(DECISIONS.name, partition) > 0:
         return  # a recording that begins at this offset does not hold the seal
-    records = (
-        await log.read(DECISIONS.name, partition, taken.journal_offset - 1, 1) if taken.journal_offset > begin else []
-    )
-    sealed = decode_journal(records[0]) if records else None
+    sealed = await record_at(log, partition, taken.journal_offset - 1)
     if not isinstance(sealed, Advanced) or (
         sealed.owner_epoch,
         sealed.owner_nonce,
@@ -298,22 +279,16 @@ class OwnerState(NamedTuple):
 
 async def owner_state(log: Log, partition: int, taken: SnapshotRecord) -> OwnerState:
     """Return the owner and the sequence number after the seal of a snapshot, from its seal or else from its chunks."""
-    if taken.journal_offset > await log.begin(DECISIONS.name, partition):
-        for record in await log.read(DECISIONS.name, partition, taken.journal_offset - 1, 1):
-            sealed = decode_journal(record)
-            if isinstance(sealed, Advanced):
-                return OwnerState(taken.owner_epoch, taken.owner_nonce, sealed.seq + 1)
+    sealed = await record_at(log, partition, taken.journal_offset - 1)
+    if isinstance(sealed, Advanced):
+        return OwnerState(taken.owner_epoch, taken.owner_nonce, sealed.seq + 1)
     return OwnerState(taken.owner_epoch, taken.owner_nonce, (await state_of(log, partition, taken)).seq)
 
 
 async def claim_at(log: Log, partition: int, owner_epoch: int) -> OwnerClaimed | None:
     """Return the claim with which an owner epoch began, or None if the log does not have it. Raises LogError."""
-    if owner_epoch >= max(0, await log.begin(DECISIONS.name, partition)):
-        for record in await log.read(DECISIONS.name, partition, owner_epoch, 1):
-            claimed = decode_journal(record)
-            if isinstance(claimed, OwnerClaimed):
-                return claimed
-    return None
+    claimed = await record_at(log, partition, owner_epoch)
+    return claimed if isinstance(claimed, OwnerClaimed) else None
 
 
 async def _chunks(

@@ -9,7 +9,7 @@ from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import OwnerClaimed, SnapshotRecord
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.transport.base import Log, LogError
-from forebay.transport.history.reader import Validity, decode_journal, journal
+from forebay.transport.history.reader import Validity, journal, record_at
 from forebay.transport.history.snapshots import BEGINNING, newest_snapshot, snapshots_taken, state_of
 
 
@@ -17,12 +17,8 @@ class StoredState(NamedTuple):
     """State of a group from which the later decisions in the log can be derived.
 
     Attributes:
-        offset: Journal offset of the first record after the state.
         view: Offset up to which the owner had applied each input topic. It is 0 for topics without an entry.
-        owner_epoch: Epoch of the owner that sealed the state, -1 before the first claim.
-        core_version: Version of the decision rules of that owner.
         now_us: Clock of that owner, in microseconds; 0 before the first event.
-        seq: Sequence number of the first record after the state.
     """
 
     offset: int
@@ -89,10 +85,9 @@ async def continued_view(log: Log, partition: int, claim: OwnerClaimed) -> dict[
     """
     if claim.snapshot == BEGINNING:
         return {}
-    for record in await log.read(DECISIONS.name, partition, claim.snapshot, 1):
-        taken = decode_journal(record)
-        if isinstance(taken, SnapshotRecord):
-            return {run.topic: run.count for run in (await state_of(log, partition, taken)).view}
+    taken = await record_at(log, partition, claim.snapshot)
+    if isinstance(taken, SnapshotRecord):
+        return {run.topic: run.count for run in (await state_of(log, partition, taken)).view}
     raise LogError(f"the journal has no snapshot at offset {claim.snapshot}, which the owner {claim.owner_id} names")
 
 

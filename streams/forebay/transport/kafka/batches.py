@@ -48,8 +48,6 @@ class BatchHead(NamedTuple):
     Attributes:
         next_offset: Offset after the last offset that the batch occupies.
         attributes: Bits for compression, timestamp type, transaction and control batch.
-        first_timestamp: Timestamp of the first record in milliseconds.
-        max_timestamp: Maximum timestamp in milliseconds.
         producer_id: Id of an idempotent or transactional producer, None in older formats.
     """
 

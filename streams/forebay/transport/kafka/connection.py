@@ -31,10 +31,6 @@ class BrokerConnection(asyncio.Protocol):
 
     Args:
         opened: connection that aiokafka has opened, with no request in flight.
-        timeout_s: time within which the broker must respond to a request.
-
-    Attributes:
-        is_open: whether requests can be sent.
     """
 
     def __init__(self, opened: AIOKafkaConnection, timeout_s: float) -> None:

@@ -37,8 +37,6 @@ class KafkaLog:
     """The port `Log` on Kafka, used from the event loop that opened it.
 
     Attributes:
-        failure: Error that ended the log, None while it works.
-        on_failure: Called once with that error.
         on_hop: Called with a topic and the seconds from the append of a record to its arrival in this process.
     """
 

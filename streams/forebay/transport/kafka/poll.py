@@ -39,7 +39,6 @@ class Poller:
 
     Args:
         on_records: called with a partition and its next records, one per offset.
-        on_failure: called once with the error that ends all polling.
 
     Attributes:
         ends: offset after the last record of each partition, as far as a broker has reported it.

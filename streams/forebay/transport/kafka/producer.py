@@ -83,9 +83,6 @@ class Producer:
 
         A batch whose append is cancelled is sent nevertheless.
 
-        Args:
-            size: their bytes.
-
         Raises:
             KafkaError: the broker rejected the batch, and will reject all later batches of the partition.
         """

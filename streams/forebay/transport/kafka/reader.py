@@ -58,33 +58,28 @@ class KafkaReader:
 
     async def end(self, topic: str, partition: int) -> int:
         """Return the offset of the next record to be appended. Raises LogError if Kafka cannot be read."""
-        place = TopicPartition(self._settings.topic(topic), partition)
-        try:
-            consumer = await self._started()
-            await _know(consumer, place)
-            end: int = (await consumer.end_offsets([place]))[place]
-        except (KafkaError, OSError) as error:
-            text = f"the end offset of {topic}/{partition} cannot be read from Kafka: {explain(error)}"
-            raise log_error(error, text) from error
-        return end
+        return await self._offset(topic, partition, "end", "end_offsets")
 
     async def begin(self, topic: str, partition: int) -> int:
         """Return the oldest offset that the partition still holds. Raises LogError if Kafka cannot be read."""
-        place = TopicPartition(self._settings.topic(topic), partition)
-        try:
-            consumer = await self._started()
-            await _know(consumer, place)
-            begin: int = (await consumer.beginning_offsets([place]))[place]
-        except (KafkaError, OSError) as error:
-            text = f"the first offset of {topic}/{partition} cannot be read from Kafka: {explain(error)}"
-            raise log_error(error, text) from error
-        return begin
+        return await self._offset(topic, partition, "first", "beginning_offsets")
 
     async def close(self) -> None:
         self._closed = True
         async with self._starting:
             if self._consumer is not None:
                 await self._consumer.stop()
+
+    async def _offset(self, topic: str, partition: int, name: str, query: str) -> int:
+        place = TopicPartition(self._settings.topic(topic), partition)
+        try:
+            consumer = await self._started()
+            await _know(consumer, place)
+            found: dict[TopicPartition, int] = await getattr(consumer, query)([place])
+        except (KafkaError, OSError) as error:
+            text = f"the {name} offset of {topic}/{partition} cannot be read from Kafka: {explain(error)}"
+            raise log_error(error, text) from error
+        return found[place]
 
     async def _started(self) -> DenseConsumer:
         async with self._starting:

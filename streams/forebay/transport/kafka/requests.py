@@ -56,8 +56,6 @@ class FetchedPartition(NamedTuple):
     """What a broker returned for one fetched partition.
 
     Attributes:
-        error_code: 0 without an error.
-        end: Offset of the next record to be appended.
         data: Record batches, of which the last one may be truncated.
     """
 

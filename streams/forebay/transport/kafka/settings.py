@@ -48,9 +48,7 @@ class KafkaSettings(msgspec.Struct, frozen=True):
     """Connection settings for Kafka.
 
     Attributes:
-        bootstrap: Bootstrap servers as `host:port`, separated by commas.
         namespace: Prefix of all topic and group names, without the dot.
-        properties: Security properties by librdkafka's names.
     """
 
     bootstrap: str

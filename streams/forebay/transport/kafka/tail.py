@@ -23,12 +23,7 @@ NULL_VALUE = "its value is null"
 
 
 class KafkaTail:
-    """Tail of one partition from a given offset.
-
-    Attributes:
-        position: Offset of the next record to buffer.
-        wake: Set whenever records become ready.
-    """
+    """Tail of one partition from a given offset."""
 
     def __init__(self, tails: "KafkaTails", place: TopicPartition, topic: str, offset: int, wake: Wake) -> None:
         self.position = offset

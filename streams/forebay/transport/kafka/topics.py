@@ -61,7 +61,6 @@ class TopicPlan(msgspec.Struct, frozen=True):
     Attributes:
         groups: Partitions of every control topic, which is the maximum number of models.
         slots: Partitions of each work topic. A model can have slots / groups workers in a pool.
-        replies: Partitions of `tokens`, over which responses are distributed.
         kafka_api: Partitions of `openai-requests` and of `openai-responses`.
         replication: Replicas of every partition. From three on, an append needs `MIN_INSYNC` of them.
     """
@@ -74,13 +73,7 @@ class TopicPlan(msgspec.Struct, frozen=True):
 
 
 class TopicCounts(msgspec.Struct, frozen=True):
-    """Partition counts of the topics on the broker.
-
-    Attributes:
-        replies: Partitions of `tokens`.
-        kafka_api: Partitions of `openai-requests`.
-        pools: Partitions of the work topic of each pool, by name of the pool.
-    """
+    """Partition counts of the topics on the broker."""
 
     groups: int
     replies: int

@@ -55,7 +55,6 @@ class Fetched(NamedTuple):
 
     Attributes:
         error: Why it returned no records, None without an error.
-        end: Offset of the next record to be appended, -1 after an error.
         data: Record batches, of which the last one may be truncated; empty without new records.
     """
 

@@ -72,8 +72,6 @@ class PendingAppend(NamedTuple):
     """Queued draft.
 
     Attributes:
-        size: Size of the record in bytes.
-        at_ms: Time of the append in milliseconds.
         waiter: Receiver of the offset, None for an append without waiting.
         draft_index: Index of the draft in `waiter`.
     """

@@ -54,8 +54,6 @@ class RecordedGroup(msgspec.Struct, frozen=True, order=True):
 
     Attributes:
         start: Journal offset from which the decisions are derived: 0, or that of a snapshot before the window.
-        first: Journal offset at which the window begins.
-        end: Journal offset at which the window ends, exclusive.
         core_version: Version of the decision rules that led to these decisions, 0 if unknown.
     """
 
@@ -73,12 +71,6 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         source: Kind of the recorded log: `log`, `kafka` or `recording`.
-        from_us: Time at which the first journal record of the window was appended, in microseconds since 1970.
-        to_us: Time at which the last journal record of the window was appended, in microseconds since 1970.
-        groups: Recorded groups, sorted.
-        extents: Recorded partitions, sorted. An extent may be empty.
-        asked: Options of the `forebay record` command, by name.
-        anonymized: Whether texts of users were removed.
         content: Digest of these contents and of every record, empty while the recording is being written.
     """
 

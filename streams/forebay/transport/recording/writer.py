@@ -27,7 +27,6 @@ class RecordingWriter:
 
     Attributes:
         complete: Whether all records are written and verified. If so, another process may be sealing the file.
-        log: Log with the records written so far, for reading.
     """
 
     def __init__(self, db: sqlite3.Connection, out: Path, contents: Contents, *, complete: bool = False) -> None:

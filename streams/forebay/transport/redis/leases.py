@@ -105,6 +105,8 @@ return found
 class RedisLeases:
     """The port `Leases` on one Redis server. May be used from several threads.
 
+    Each method raises LeaseError if Redis cannot be reached or rejects the command.
+
     Redis Cluster is not supported, because `poll` reads the keys of all workers in one script.
 
     Keys: a hash `<namespace>:lease:<group>:<worker>` with token, payload, ttl_ms and released; a sorted set
@@ -125,10 +127,7 @@ class RedisLeases:
         self._announce = client.register_script(_ANNOUNCE)
 
     def acquire(self, group: str, worker_id: str, token: str, payload: bytes, ttl_ms: int) -> None:
-        """Take the lease of a worker, even if another incarnation holds it.
-
-        Raises LeaseError if Redis cannot be reached or rejects the command.
-        """
+        """Take the lease of a worker, even if another incarnation holds it."""
         assert ttl_ms >= 1
         with _lease_errors():
             self._acquire(
@@ -139,7 +138,6 @@ class RedisLeases:
         """Extend the lease, even if it expired but was not deleted yet.
 
         Returns False if another incarnation holds the lease, or it was deleted.
-        Raises LeaseError if Redis cannot be reached or rejects the command.
         """
         assert ttl_ms >= 1
         with _lease_errors():
@@ -147,18 +145,12 @@ class RedisLeases:
             return bool(self._renew(keys=self._keys(group, worker_id), args=args))
 
     def release(self, group: str, worker_id: str, token: str) -> None:
-        """Mark the lease as released if this incarnation holds it. The owner can then tell a release from a loss.
-
-        Raises LeaseError if Redis cannot be reached or rejects the command.
-        """
+        """Mark the lease as released if this incarnation holds it. The owner can then tell a release from a loss."""
         with _lease_errors():
             self._release(keys=self._keys(group, worker_id), args=[_escape(worker_id), token])
 
     def poll(self, group: str) -> list[Lease]:
-        """Return every lease of the group ordered by worker id, including expired and released leases.
-
-        Raises LeaseError if Redis cannot be reached or rejects the command.
-        """
+        """Return every lease of the group ordered by worker id, including expired and released leases."""
         with _lease_errors():
             found = self._poll(keys=[self._deadlines_key(group)], args=[self._lease_key(group, "")])
         leases = [
@@ -179,7 +171,7 @@ class RedisLeases:
         """Delete a lease after the owner appended the loss to `fleet`, unless another incarnation took it since.
 
         A late renewal by the lost incarnation does not prevent the deletion, because that incarnation must learn that
-        it was declared lost. Raises LeaseError if Redis cannot be reached or rejects the command.
+        it was declared lost.
         """
         with _lease_errors():
             self._drop(keys=self._keys(group, worker_id), args=[_escape(worker_id), token])
@@ -188,16 +180,12 @@ class RedisLeases:
         """Make `groups` return the group for `ttl_ms`, although no worker has a lease in it yet.
 
         A worker calls this if its group needs a control partition before the worker has a lease.
-        Raises LeaseError if Redis cannot be reached or rejects the command.
         """
         with _lease_errors():
             self._announce(keys=[self._deadlines_key(group), self._groups_key], args=[_escape(group), ttl_ms])
 
     def groups(self) -> list[str]:
-        """Return every group with at least one unexpired lease, sorted.
-
-        Raises LeaseError if Redis cannot be reached or rejects the command.
-        """
+        """Return every group with at least one unexpired lease, sorted."""
         with _lease_errors():
             found = self._groups(keys=[self._groups_key], args=[self._deadlines_key("")])
         return sorted(_unescape(group.decode()) for group in found)

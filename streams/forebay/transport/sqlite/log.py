@@ -39,7 +39,6 @@ class SqliteLog:
 
     Attributes:
         recording: Contents of the file if it is a recording, otherwise None.
-        on_failure: Called once with the error that ended the log.
     """
 
     def __init__(
