@@ -24,10 +24,9 @@ from forebay.transport.kafka import poll as module
 from forebay.transport.kafka.consumer import GAP_RECORDS_MAX, AbsentRecord
 from forebay.transport.kafka.poll import CATCH_UP_MS, POLL_MS, Poller
 from forebay.transport.kafka.wire import Channel, Fetched, Wire
+from tests.transport.scripted_wire import A, B, C, ScriptedWire
 
-A, B, C = (TopicPartition("n.requests", number) for number in range(3))
 NEVER_S = 3_600.0
-PATIENCE_S = 20.0
 
 
 def batch(first: int, count: int, last: int | None = None) -> bytes:
@@ -61,21 +60,13 @@ class Request:
         )
 
 
-class FakeWire:
-    """Connections whose requests the test answers. A partition has leader 0 unless `leaders` names another."""
-
+class FakeWire(ScriptedWire[Request]):
     def __init__(self) -> None:
-        self.leaders: dict[TopicPartition, int | None] = {}
-        self.deleted: set[str] = set()
+        super().__init__()
+        self.runs: list[tuple[TopicPartition, list[ConsumerRecord]]] = []
+        self.errors: list[Exception] = []
         self.refreshed: list[list[str]] = []
         self.refusal: KafkaError | None = None
-        self._sent: asyncio.Queue[Request] = asyncio.Queue()
-
-    def leader(self, place: TopicPartition) -> int | None:
-        return self.leaders.get(place, 0)
-
-    def gone(self, topic: str) -> KafkaError | None:
-        return UnknownTopicOrPartitionError("deleted") if topic in self.deleted else None
 
     async def refresh(self, topics: Sequence[str] = ()) -> None:
         self.refreshed.append(list(topics))
@@ -86,26 +77,8 @@ class FakeWire:
         self, node: int, channel: Channel, offsets: Mapping[TopicPartition, int], wait_ms: int
     ) -> list[Fetched]:
         request = Request(node, channel, offsets, wait_ms)
-        self._sent.put_nowait(request)
+        self.sent.put_nowait(request)
         return await request.response
-
-    async def next_request(self) -> Request:
-        async with asyncio.timeout(PATIENCE_S):
-            return await self._sent.get()
-
-    async def settled(self) -> bool:
-        """Run all tasks that can run. Return whether no request was sent."""
-        for _ in range(20):
-            await asyncio.sleep(0)
-        return self._sent.empty()
-
-
-class Follower:
-    """Receiver of a poller's records and errors."""
-
-    def __init__(self) -> None:
-        self.runs: list[tuple[TopicPartition, list[ConsumerRecord]]] = []
-        self.errors: list[Exception] = []
 
     def push(self, place: TopicPartition, records: list[ConsumerRecord]) -> None:
         self.runs.append((place, records))
@@ -124,19 +97,14 @@ def wire() -> FakeWire:
 
 
 @pytest.fixture
-def follower() -> Follower:
-    return Follower()
-
-
-@pytest.fixture
-async def poller(wire: FakeWire, follower: Follower, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Poller]:
+async def poller(wire: FakeWire, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Poller]:
     monkeypatch.setattr(module, "RETRY_S", 0.0)
-    poller = Poller(cast("Wire", wire), follower.push, follower.errors.append)
+    poller = Poller(cast("Wire", wire), wire.push, wire.errors.append)
     yield poller
     await poller.stop()
 
 
-async def test_each_broker_gets_one_poll_of_its_partitions(poller: Poller, wire: FakeWire, follower: Follower) -> None:
+async def test_each_broker_gets_one_poll_of_its_partitions(poller: Poller, wire: FakeWire) -> None:
     wire.leaders[C] = 1
     for place, offset in ((A, 0), (B, 5), (C, 9)):
         poller.seek(place, offset)
@@ -149,20 +117,18 @@ async def test_each_broker_gets_one_poll_of_its_partitions(poller: Poller, wire:
     assert poller.ends == {A: 4}
     again.respond({A: batch(3, 1), B: batch(5, 1)})
     assert (await wire.next_request()).offsets == {A: 4, B: 6}
-    assert (follower.offsets(A), follower.offsets(B), follower.offsets(C)) == ([0, 1, 2, 3], [5], [])
+    assert (wire.offsets(A), wire.offsets(B), wire.offsets(C)) == ([0, 1, 2, 3], [5], [])
     assert await wire.settled()
 
 
-async def test_records_before_the_position_are_left_out(poller: Poller, wire: FakeWire, follower: Follower) -> None:
+async def test_records_before_the_position_are_left_out(poller: Poller, wire: FakeWire) -> None:
     poller.seek(A, 2)
     (await wire.next_request()).respond({A: batch(0, 4)})
     assert (await wire.next_request()).offsets == {A: 4}
-    assert follower.offsets(A) == [2, 3]
+    assert wire.offsets(A) == [2, 3]
 
 
-async def test_an_added_partition_is_fetched_until_a_poll_includes_it(
-    poller: Poller, wire: FakeWire, follower: Follower
-) -> None:
+async def test_an_added_partition_is_fetched_until_a_poll_includes_it(poller: Poller, wire: FakeWire) -> None:
     poller.seek(A, 0)
     poll = await wire.next_request()
     poller.seek(B, 0)
@@ -175,10 +141,10 @@ async def test_an_added_partition_is_fetched_until_a_poll_includes_it(
     assert (await wire.next_request()).offsets == {A: 0, B: 2}
     second.respond()
     assert await wire.settled()
-    assert follower.offsets(B) == [0, 1]
+    assert wire.offsets(B) == [0, 1]
 
 
-async def test_records_of_two_responses_are_passed_on_once(poller: Poller, wire: FakeWire, follower: Follower) -> None:
+async def test_records_of_two_responses_are_passed_on_once(poller: Poller, wire: FakeWire) -> None:
     poller.seek(A, 0)
     poll = await wire.next_request()
     poller.seek(B, 0)
@@ -190,12 +156,10 @@ async def test_records_of_two_responses_are_passed_on_once(poller: Poller, wire:
     await wire.next_request()
     catch_up.respond({B: batch(0, 3)})
     assert await wire.settled()
-    assert follower.offsets(B) == [0, 1, 2]
+    assert wire.offsets(B) == [0, 1, 2]
 
 
-async def test_seeking_backwards_drops_the_response_in_flight(
-    poller: Poller, wire: FakeWire, follower: Follower
-) -> None:
+async def test_seeking_backwards_drops_the_response_in_flight(poller: Poller, wire: FakeWire) -> None:
     poller.seek(A, 5)
     poll = await wire.next_request()
     poller.seek(A, 1)
@@ -205,12 +169,10 @@ async def test_seeking_backwards_drops_the_response_in_flight(
     assert (await wire.next_request()).offsets == {A: 1}
     catch_up.respond({A: batch(1, 5)})
     assert await wire.settled()
-    assert follower.offsets(A) == [1, 2, 3, 4, 5]
+    assert wire.offsets(A) == [1, 2, 3, 4, 5]
 
 
-async def test_a_paused_partition_is_fetched_after_its_resumption(
-    poller: Poller, wire: FakeWire, follower: Follower
-) -> None:
+async def test_a_paused_partition_is_fetched_after_its_resumption(poller: Poller, wire: FakeWire) -> None:
     for place in (A, B):
         poller.seek(place, 0)
     poll = await wire.next_request()
@@ -223,10 +185,10 @@ async def test_a_paused_partition_is_fetched_after_its_resumption(
     assert (catch_up.channel, catch_up.offsets) == (Channel.CATCH_UP, {A: 0})
     catch_up.respond({A: batch(0, 1)})
     await wire.settled()
-    assert (follower.offsets(A), follower.offsets(B)) == ([0], [0])
+    assert (wire.offsets(A), wire.offsets(B)) == ([0], [0])
 
 
-async def test_a_removed_partition_is_fetched_no_longer(poller: Poller, wire: FakeWire, follower: Follower) -> None:
+async def test_a_removed_partition_is_fetched_no_longer(poller: Poller, wire: FakeWire) -> None:
     for place in (A, B):
         poller.seek(place, 0)
     poll = await wire.next_request()
@@ -237,12 +199,10 @@ async def test_a_removed_partition_is_fetched_no_longer(poller: Poller, wire: Fa
     poller.remove(B)
     poll.respond({B: batch(0, 1)})
     assert await wire.settled()
-    assert (follower.runs, poller.ends) == ([], {})
+    assert (wire.runs, poller.ends) == ([], {})
 
 
-async def test_a_partition_is_followed_to_a_leader_that_no_error_announced(
-    poller: Poller, wire: FakeWire, follower: Follower
-) -> None:
+async def test_a_partition_is_followed_to_a_leader_that_no_error_announced(poller: Poller, wire: FakeWire) -> None:
     for place in (A, B):
         poller.seek(place, 0)
     poll = await wire.next_request()
@@ -269,7 +229,7 @@ async def test_the_leader_of_a_new_partition_is_searched(poller: Poller, wire: F
 
 
 async def test_a_failed_partition_rests_while_others_are_polled(
-    poller: Poller, wire: FakeWire, follower: Follower, monkeypatch: pytest.MonkeyPatch
+    poller: Poller, wire: FakeWire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "RETRY_S", NEVER_S)
     for place in (A, B):
@@ -281,10 +241,10 @@ async def test_a_failed_partition_rests_while_others_are_polled(
     assert wire.refreshed == [[]]
     poll.respond({B: batch(1, 1)})
     assert (await wire.next_request()).offsets == {B: 2}
-    assert follower.offsets(B) == [0, 1]
+    assert wire.offsets(B) == [0, 1]
 
 
-async def test_a_failed_partition_is_fetched_again(poller: Poller, wire: FakeWire, follower: Follower) -> None:
+async def test_a_failed_partition_is_fetched_again(poller: Poller, wire: FakeWire) -> None:
     poller.seek(A, 0)
     request = await wire.next_request()
     wire.leaders[A] = 1
@@ -293,18 +253,18 @@ async def test_a_failed_partition_is_fetched_again(poller: Poller, wire: FakeWir
     assert (request.node, request.offsets) == (1, {A: 0})
     request.respond({A: batch(0, 1)})
     await wire.settled()
-    assert follower.offsets(A) == [0]
-    assert not follower.errors
+    assert wire.offsets(A) == [0]
+    assert not wire.errors
 
 
-async def test_a_lost_connection_is_renewed(poller: Poller, wire: FakeWire, follower: Follower) -> None:
+async def test_a_lost_connection_is_renewed(poller: Poller, wire: FakeWire) -> None:
     poller.seek(A, 0)
     for _ in range(3):
         (await wire.next_request()).response.set_exception(KafkaConnectionError("lost"))
     (await wire.next_request()).respond({A: batch(0, 1)})
     assert (await wire.next_request()).offsets == {A: 1}
     assert wire.refreshed == [[], [], []]
-    assert not follower.errors
+    assert not wire.errors
 
 
 async def test_a_partition_with_records_comes_last_in_the_next_request(poller: Poller, wire: FakeWire) -> None:
@@ -319,18 +279,16 @@ async def test_a_partition_with_records_comes_last_in_the_next_request(poller: P
 
 
 async def test_a_truncated_batch_does_not_make_the_poll_spin(
-    poller: Poller, wire: FakeWire, follower: Follower, monkeypatch: pytest.MonkeyPatch
+    poller: Poller, wire: FakeWire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "RETRY_S", NEVER_S)
     poller.seek(A, 0)
     (await wire.next_request()).respond({A: batch(0, 1)[:-1]})
     assert await wire.settled()
-    assert not follower.errors
+    assert not wire.errors
 
 
-async def test_a_gap_is_passed_on_in_parts(
-    poller: Poller, wire: FakeWire, follower: Follower, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_gap_is_passed_on_in_parts(poller: Poller, wire: FakeWire, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RECORDS_MAX", 100)
     poller.seek(A, 0)
     data = batch(0, 10, last=249)
@@ -339,20 +297,20 @@ async def test_a_gap_is_passed_on_in_parts(
         assert request.offsets == {A: offset}
         request.respond({A: data})
     assert (await wire.next_request()).offsets == {A: 250}
-    assert follower.offsets(A) == list(range(250))
-    assert max(len(records) for _, records in follower.runs) == 100
+    assert wire.offsets(A) == list(range(250))
+    assert max(len(records) for _, records in wire.runs) == 100
 
 
-async def test_a_gap_over_the_limit_is_skipped(poller: Poller, wire: FakeWire, follower: Follower) -> None:
+async def test_a_gap_over_the_limit_is_skipped(poller: Poller, wire: FakeWire) -> None:
     poller.seek(A, 0)
     (await wire.next_request()).respond({A: batch(GAP_RECORDS_MAX + 1, 1)})
     assert (await wire.next_request()).offsets == {A: GAP_RECORDS_MAX + 2}
-    assert follower.offsets(A) == [GAP_RECORDS_MAX + 1]
+    assert wire.offsets(A) == [GAP_RECORDS_MAX + 1]
 
 
 @pytest.mark.parametrize("error", [UnknownError(), ReplicaNotAvailableError()])
 async def test_an_unknown_error_is_logged_once_and_retried(
-    poller: Poller, wire: FakeWire, follower: Follower, error: KafkaError, caplog: pytest.LogCaptureFixture
+    poller: Poller, wire: FakeWire, error: KafkaError, caplog: pytest.LogCaptureFixture
 ) -> None:
     poller.seek(A, 0)
     with caplog.at_level(logging.WARNING, module.__name__):
@@ -364,11 +322,11 @@ async def test_an_unknown_error_is_logged_once_and_retried(
     assert [record.getMessage() for record in caplog.records] == [
         f"cannot fetch n.requests/0 yet, retrying: {error}"
     ] * 2
-    assert follower.offsets(A) == [0]
-    assert not follower.errors
+    assert wire.offsets(A) == [0]
+    assert not wire.errors
 
 
-async def test_a_final_error_ends_all_polls_once(poller: Poller, wire: FakeWire, follower: Follower) -> None:
+async def test_a_final_error_ends_all_polls_once(poller: Poller, wire: FakeWire) -> None:
     wire.leaders[B] = 1
     for place in (A, B):
         poller.seek(place, 0)
@@ -377,61 +335,57 @@ async def test_a_final_error_ends_all_polls_once(poller: Poller, wire: FakeWire,
     first.respond({A: refusal})
     second.respond({B: TopicAuthorizationFailedError(B.topic)})
     assert await wire.settled()
-    assert follower.errors == [refusal]
+    assert wire.errors == [refusal]
     poller.seek(C, 0)
     assert await wire.settled()
 
 
-async def test_a_rejected_request_ends_all_polls(poller: Poller, wire: FakeWire, follower: Follower) -> None:
+async def test_a_rejected_request_ends_all_polls(poller: Poller, wire: FakeWire) -> None:
     poller.seek(A, 0)
     error = UnsupportedVersionError()
     (await wire.next_request()).response.set_exception(error)
     assert await wire.settled()
-    assert follower.errors == [error]
+    assert wire.errors == [error]
 
 
-async def test_a_topic_that_may_not_be_described_ends_all_polls(
-    poller: Poller, wire: FakeWire, follower: Follower
-) -> None:
+async def test_a_topic_that_may_not_be_described_ends_all_polls(poller: Poller, wire: FakeWire) -> None:
     wire.leaders[A] = None
     wire.refusal = TopicAuthorizationFailedError(A.topic)
     poller.seek(A, 0)
     await wire.settled()
-    assert follower.errors == [wire.refusal]
+    assert wire.errors == [wire.refusal]
 
 
-async def test_a_deleted_topic_ends_all_polls(poller: Poller, wire: FakeWire, follower: Follower) -> None:
+async def test_a_deleted_topic_ends_all_polls(poller: Poller, wire: FakeWire) -> None:
     poller.seek(A, 0)
     request = await wire.next_request()
     wire.leaders[A] = None
     wire.deleted.add(A.topic)
     request.respond({A: UnknownTopicOrPartitionError()})
     await wire.settled()
-    (error,) = follower.errors
+    (error,) = wire.errors
     assert "deleted" in str(error)
 
 
-async def test_missing_records_are_an_error_at_the_position_only(
-    poller: Poller, wire: FakeWire, follower: Follower
-) -> None:
+async def test_missing_records_are_an_error_at_the_position_only(poller: Poller, wire: FakeWire) -> None:
     poller.seek(A, 0)
     poll = await wire.next_request()
     poller.seek(A, 3)
     poll.respond({A: OffsetOutOfRangeError()})
     poll = await wire.next_request()
-    assert not follower.errors
+    assert not wire.errors
     assert poll.offsets == {A: 3}
     poll.respond({A: OffsetOutOfRangeError()})
     assert await wire.settled()
-    assert [error.args for error in follower.errors] == [({A: 3},)]
+    assert [error.args for error in wire.errors] == [({A: 3},)]
 
 
-async def test_an_unexpected_error_is_reported(poller: Poller, wire: FakeWire, follower: Follower) -> None:
+async def test_an_unexpected_error_is_reported(poller: Poller, wire: FakeWire) -> None:
     poller.seek(A, 0)
     error = ValueError("the response cannot be decoded")
     (await wire.next_request()).response.set_exception(error)
     assert await wire.settled()
-    assert follower.errors == [error]
+    assert wire.errors == [error]
 
 
 async def test_stop_ends_requests(poller: Poller, wire: FakeWire) -> None:
@@ -445,7 +399,7 @@ async def test_stop_ends_requests(poller: Poller, wire: FakeWire) -> None:
     assert await wire.settled()
 
 
-async def test_the_end_of_a_quiet_partition_is_known(poller: Poller, wire: FakeWire, follower: Follower) -> None:
+async def test_the_end_of_a_quiet_partition_is_known(poller: Poller, wire: FakeWire) -> None:
     poller.seek(A, 4)
     (await wire.next_request()).respond({A: b""}, end=4)
-    assert ((await wire.next_request()).offsets, poller.ends, follower.runs) == ({A: 4}, {A: 4}, [])
+    assert ((await wire.next_request()).offsets, poller.ends, wire.runs) == ({A: 4}, {A: 4}, [])

@@ -22,10 +22,9 @@ from forebay.transport.kafka import producer as module
 from forebay.transport.kafka.batches import HEAD
 from forebay.transport.kafka.producer import COMPRESSED_BYTES_MIN, Producer
 from forebay.transport.kafka.wire import Channel, ProducerId, Wire
+from tests.transport.scripted_wire import PATIENCE_S, A, B, C, ScriptedWire
 
-A, B, C = (TopicPartition("n.requests", number) for number in range(3))
 PRODUCER = ProducerId(7, 3)
-PATIENCE_S = 20.0
 
 Results = Mapping[TopicPartition, int | Exception]
 
@@ -84,23 +83,13 @@ class Request:
         self.response.set_exception(KafkaConnectionError("lost"))
 
 
-class FakeWire:
-    """Connections whose requests the test answers. A partition has leader 0 unless `leaders` names another."""
-
+class FakeWire(ScriptedWire[Request]):
     def __init__(self) -> None:
+        super().__init__()
         self.cluster = Cluster()
-        self.leaders: dict[TopicPartition, int | None] = {}
-        self.deleted: set[str] = set()
         self.metadata = asyncio.Event()  # while it is not set, metadata requests wait
         self.metadata.set()
         self.refreshes = 0
-        self._sent: asyncio.Queue[Request] = asyncio.Queue()
-
-    def leader(self, place: TopicPartition) -> int | None:
-        return self.leaders.get(place, 0)
-
-    def gone(self, topic: str) -> KafkaError | None:
-        return UnknownTopicOrPartitionError("deleted") if topic in self.deleted else None
 
     async def producer_id(self) -> ProducerId:
         return PRODUCER
@@ -113,18 +102,8 @@ class FakeWire:
     async def produce(self, node: int, channel: Channel, batches: Mapping[TopicPartition, bytes]) -> Results:
         assert channel is Channel.APPENDS
         request = Request(self.cluster, node, batches)
-        self._sent.put_nowait(request)
+        self.sent.put_nowait(request)
         return await request.response
-
-    async def next_request(self) -> Request:
-        async with asyncio.timeout(PATIENCE_S):
-            return await self._sent.get()
-
-    async def settled(self) -> bool:
-        """Run all tasks that can run. Return whether no request was sent."""
-        for _ in range(20):
-            await asyncio.sleep(0)
-        return self._sent.empty()
 
 
 @pytest.fixture

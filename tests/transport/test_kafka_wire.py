@@ -151,6 +151,12 @@ def records(data: bytes = b"batch", code: int = 0) -> bytes:
     return bytes(FetchResponse_v11(0, 0, 0, [(TOPIC, parts)]).encode())
 
 
+async def require_served(broker: Broker, wire: Wire) -> None:
+    fetching = fetch(wire)
+    (await broker.next()).respond(records())
+    assert await fetching == FETCHED
+
+
 FETCHED = [Fetched(A, None, 7, b"batch"), Fetched(B, None, 5, b"")]
 
 
@@ -170,9 +176,7 @@ async def test_a_broker_that_closes_a_new_connection_is_asked_again(broker: Brok
         await fetch(wire)
     assert is_transient(caught.value)
     broker.closes_after_versions = False
-    fetching = fetch(wire)
-    (await broker.next()).respond(records())
-    assert await fetching == FETCHED
+    await require_served(broker, wire)
 
 
 async def test_a_broker_with_tls_gets_the_same_requests(tmp_path: Path) -> None:
@@ -298,9 +302,7 @@ async def test_an_invalid_response_closes_the_connection_and_may_be_retried(
     with pytest.raises(error) as raised:
         await fetching
     assert is_transient(raised.value)
-    fetching = fetch(wire)
-    (await broker.next()).respond(records())
-    assert await fetching == FETCHED
+    await require_served(broker, wire)
     assert broker.connections > connections
 
 
@@ -311,9 +313,7 @@ async def test_a_lost_connection_fails_all_its_requests_and_the_next_one_reconne
     broker.disconnect()
     errors = await asyncio.gather(*both, return_exceptions=True)
     assert [type(error) for error in errors] == [KafkaConnectionError] * 2
-    fetching = fetch(wire)
-    (await broker.next()).respond(records())
-    assert await fetching == FETCHED
+    await require_served(broker, wire)
 
 
 async def test_a_request_without_response_times_out(

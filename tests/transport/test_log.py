@@ -18,21 +18,6 @@ from tests.transport.conftest import Wakes, drafts, drain, numbers, stored
 PLACES = [("a", 0), ("a", 1), ("b.with-dots-0", 0), ("b.with-dots-0", (1 << 23) - 1)]
 
 
-async def test_offsets_are_dense_in_each_partition_and_in_the_order_of_calls(log: SqliteLog) -> None:
-    assert log.next_offset("topic", 0) == 0
-    assert await log.append(drafts(3)) == [0, 1, 2]
-    mixed = [Draft("topic", 1, b"x"), Draft("topic", 0, b"y"), Draft("other", 0, b"z"), Draft("topic", 1, b"x")]
-    assert await log.append(mixed) == [0, 3, 0, 1]
-    log.append_soon(drafts(1))
-    assert await log.append(drafts(1)) == [5]
-    assert [log.next_offset(*place) for place in (("topic", 0), ("topic", 1), ("other", 0), ("none", 0))] == [
-        6,
-        2,
-        1,
-        0,
-    ]
-
-
 async def test_a_record_is_read_as_it_was_appended(log: SqliteLog) -> None:
     given = [
         Draft("topic", 5, b""),
@@ -126,23 +111,6 @@ async def test_the_end_includes_pending_appends(log: SqliteLog) -> None:
     assert numbers(stored(log)) == [0, 1]
 
 
-async def test_tails_from_the_past_the_end_and_the_future(log: SqliteLog) -> None:
-    await log.append(drafts(3))
-    wakes = [Wakes(), Wakes(), Wakes()]
-    past, end, future = (log.tail("topic", 0, offset, wake) for offset, wake in zip((1, 3, 5), wakes, strict=True))
-    assert [wake.count for wake in wakes] == [1, 0, 0]
-    assert [len(tail) > 0 for tail in (past, end, future)] == [True, False, False]
-    assert numbers(past.take(1)) == [1]
-    await log.append(drafts(2, first=3))
-    assert [wake.count for wake in wakes] == [2, 1, 0]
-    assert numbers(drain(past)) == [2, 3, 4]
-    assert numbers(drain(end)) == [3, 4]
-    assert future.take(10) == []
-    await log.append(drafts(2, first=5))
-    assert [numbers(drain(tail)) for tail in (past, end, future)] == [[5, 6]] * 3
-    assert past.take(10) == []
-
-
 async def test_a_wake_shared_by_tails_is_set_once_per_commit(log: SqliteLog) -> None:
     wake = Wakes()
     tails = [log.tail("topic", partition, 0, wake) for partition in range(3)]
@@ -150,15 +118,6 @@ async def test_a_wake_shared_by_tails_is_set_once_per_commit(log: SqliteLog) -> 
     await log.append([*drafts(2, partition=2), *drafts(1, "other")])
     assert wake.count == 1
     assert [numbers(drain(tail)) for tail in tails] == [[0, 1], [], [0, 1]]
-
-
-async def test_a_closed_tail_receives_nothing(log: SqliteLog) -> None:
-    wake = Wakes()
-    tail = log.tail("topic", 0, 0, wake)
-    tail.close()
-    tail.close()
-    await log.append(drafts(1))
-    assert wake.count == 0
 
 
 async def test_a_waiter_on_a_tail_is_woken(log: SqliteLog) -> None:
@@ -178,20 +137,6 @@ async def test_a_waiter_on_a_tail_is_woken(log: SqliteLog) -> None:
     for first in range(0, 100, 10):
         await log.append(drafts(10, first=first))
     assert await following == list(range(100))
-
-
-async def test_a_lagging_tail_misses_nothing(log: SqliteLog) -> None:
-    wake = Wakes()
-    lagging, quick = log.tail("topic", 0, 0, wake), log.tail("topic", 0, 0, wake)
-    total = 2 * sqlite_tail.TAIL_RECORDS_MAX + 5
-    seen: list[int] = []
-    for first in range(0, total, 1000):
-        await log.append(drafts(min(1000, total - first), first=first))
-        seen += numbers(drain(quick))
-    assert seen == list(range(total))
-    assert numbers(drain(lagging, 999)) == list(range(total))
-    await log.append(drafts(1, first=total))
-    assert numbers(drain(lagging)) == [total]
 
 
 async def test_a_closed_log_raises(log: SqliteLog) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from hashlib import sha256
 
 import msgspec
@@ -27,6 +27,7 @@ from forebay.transport.models import CARDS, CONTENT, ModelDamaged, ModelMissing,
 from forebay.transport.sqlite.log import SqliteLog
 from tests.transport.cards import FILES, card_of
 
+Again = Callable[[], Awaitable[ModelStore]]
 BIG = random.Random(3).randbytes(CHUNK_BYTES_MAX * 2 + 5)  # does not compress, so it has three pieces
 
 
@@ -40,21 +41,34 @@ async def store(log: SqliteLog) -> AsyncIterator[ModelStore]:
     store.close()
 
 
+@pytest.fixture
+async def again(log: SqliteLog) -> AsyncIterator[Again]:
+    """Open the store as another process does."""
+    stores: list[ModelStore] = []
+
+    async def opened() -> ModelStore:
+        stores.append(ModelStore(log))
+        await stores[-1].start()
+        return stores[-1]
+
+    yield opened
+    for store in stores:
+        store.close()
+
+
 def pieces(log: SqliteLog) -> list[FileChunk]:
     """Return the pieces of files on the topic."""
     return [decode(MODELS, record.value) for record in log.records(MODELS.name, CONTENT, 0, 1_000)]
 
 
-async def test_another_process_loads_what_was_stored(log: SqliteLog, store: ModelStore) -> None:
+async def test_another_process_loads_what_was_stored(log: SqliteLog, store: ModelStore, again: Again) -> None:
     files = {**FILES, "big.json": BIG, "same.json": FILES["config.json"], "empty.json": b""}
     card = card_of(files)
     assert await store.store("m", card, files) == card.digest()
-    other = ModelStore(log)
-    await other.start()
+    other = await again()
     assert await other.load(card.digest()) == files
     assert [piece.index for piece in pieces(log) if piece.sha256 == sha256(BIG).hexdigest()] == [0, 1, 2]
     assert max(len(piece.data) for piece in pieces(log)) == CHUNK_BYTES_MAX
-    other.close()
 
 
 async def test_equal_content_is_stored_once(log: SqliteLog, store: ModelStore) -> None:
@@ -70,29 +84,25 @@ async def test_equal_content_is_stored_once(log: SqliteLog, store: ModelStore) -
     assert await store.load(second.digest()) == FILES
 
 
-async def test_a_card_that_arrives_later_is_awaited(log: SqliteLog, store: ModelStore) -> None:
+async def test_a_card_that_arrives_later_is_awaited(store: ModelStore, again: Again) -> None:
     card = card_of(FILES)
     waiting = asyncio.create_task(store.stored(card.digest()))
-    other = ModelStore(log)
-    await other.start()
+    other = await again()
     await other.store("m", card, FILES)
     assert (await waiting).model == "m"
-    other.close()
 
 
-async def test_a_record_without_a_value_removes_a_card(log: SqliteLog, store: ModelStore) -> None:
+async def test_a_record_without_a_value_removes_a_card(log: SqliteLog, store: ModelStore, again: Again) -> None:
     digest = await store.store("m", card_of(FILES), FILES)
     await store.stored(digest)
     await log.append([Draft(MODELS.name, CARDS, b"", digest.encode())])
-    other = ModelStore(log)
-    await other.start()
+    other = await again()
     assert other.cards == {}
     with pytest.raises(ModelMissing, match=f"has no model card {digest}"):
         await other.load(digest)
-    other.close()
 
 
-async def test_a_removed_card_keeps_the_pieces_of_others(log: SqliteLog, store: ModelStore) -> None:
+async def test_a_removed_card_keeps_the_pieces_of_others(log: SqliteLog, store: ModelStore, again: Again) -> None:
     first, second = card_of({**FILES, "big.json": BIG}), card_of(FILES, context_tokens=8_192)
     await store.store("m", first, {**FILES, "big.json": BIG})
     await store.store("m", second, FILES)
@@ -101,18 +111,17 @@ async def test_a_removed_card_keeps_the_pieces_of_others(log: SqliteLog, store: 
     big = sha256(BIG).hexdigest().encode()
     removed = [record.key for record in log.records(MODELS.name, CONTENT, 0, 99) if not record.value]
     assert [key.startswith(big) for key in removed if key is not None] == [True] * 3
-    other = ModelStore(log)
-    await other.start()
+    other = await again()
     assert await other.load(second.digest()) == FILES
-    other.close()
 
 
-async def test_pieces_that_are_removed_meanwhile_are_stored_again(log: SqliteLog, store: ModelStore) -> None:
+async def test_pieces_that_are_removed_meanwhile_are_stored_again(
+    log: SqliteLog, store: ModelStore, again: Again
+) -> None:
     """A process stores a card with the files of another card, whose removal it has not read yet."""
     first, second = card_of(FILES), card_of(FILES, context_tokens=8_192)
     await store.store("m", first, FILES)
-    slow = ModelStore(log)
-    await slow.start()
+    slow = await again()
     await store.remove([first.digest()])
     assert list(slow.cards) == [first.digest()], "it has not read the removal"
     await slow.store("m", second, FILES)
@@ -121,10 +130,9 @@ async def test_pieces_that_are_removed_meanwhile_are_stored_again(log: SqliteLog
     kept = [log.records(MODELS.name, CONTENT, offset, 1)[0].key for place in stored for offset in place.offsets]
     assert len(kept) == len(FILES)
     assert not removed.intersection(kept)
-    slow.close()
 
 
-async def test_cards_are_in_the_order_of_their_newest_records(log: SqliteLog, store: ModelStore) -> None:
+async def test_cards_are_in_the_order_of_their_newest_records(log: SqliteLog, store: ModelStore, again: Again) -> None:
     first, second, third = (card_of(FILES, context_tokens=tokens) for tokens in (1, 2, 3))
     for card, model in ((first, "m"), (second, "n"), (third, "m")):
         await store.store(model, card, FILES)
@@ -132,24 +140,20 @@ async def test_cards_are_in_the_order_of_their_newest_records(log: SqliteLog, st
     assert superseded_by(store, "m", first.digest()) == []
     assert superseded_by(store, "m", "f" * 64) == []
     await log.append([Draft(MODELS.name, CARDS, encode(MODELS, store.cards[first.digest()]), first.digest().encode())])
-    other = ModelStore(log)
-    await other.start()
+    other = await again()
     assert superseded_by(other, "m", first.digest()) == [third.digest()]
-    other.close()
 
 
-async def test_the_newest_event_of_an_alias_counts(log: SqliteLog, store: ModelStore) -> None:
+async def test_the_newest_event_of_an_alias_counts(log: SqliteLog, store: ModelStore, again: Again) -> None:
     for alias, models in (("a", "m"), ("b", "m"), ("a", "no"), ("b", "")):
         targets = tuple(AliasTarget(model=model) for model in models)
         await store.set_alias(AliasSet(alias=alias, targets=targets))
-    other = ModelStore(log)
-    await other.start()
+    other = await again()
     assert {name: [one.model for one in alias.targets] for name, alias in other.aliases.items()} == {"a": ["n", "o"]}
     assert [record.key for record in log.records(MODELS.name, CARDS, 0, 9)] == [b"alias/a", b"alias/b"] * 2
-    other.close()
 
 
-async def test_records_that_are_no_cards_are_ignored(log: SqliteLog, store: ModelStore) -> None:
+async def test_records_that_are_no_cards_are_ignored(log: SqliteLog, store: ModelStore, again: Again) -> None:
     digest = await store.store("m", card_of(FILES), FILES)
     stored = await store.stored(digest)
     chunk = FileChunk(sha256="0" * 64, upload="u", index=0, data=b"x")
@@ -159,11 +163,9 @@ async def test_records_that_are_no_cards_are_ignored(log: SqliteLog, store: Mode
         ("f" * 64, encode(MODELS, msgspec.structs.replace(stored, model="other"))),
     ):
         await log.append([Draft(MODELS.name, CARDS, value, key.encode())])
-    other = ModelStore(log)
-    await other.start()
+    other = await again()
     assert (list(other.cards), other.undecodable) == ([digest], 3)
     assert other.cards[digest].model == "m"
-    other.close()
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ async def test_records_that_are_no_cards_are_ignored(log: SqliteLog, store: Mode
     ],
 )
 async def test_damaged_content_is_not_used(
-    log: SqliteLog, store: ModelStore, change: Callable[[FileChunk], FileChunk], error: type[Exception]
+    log: SqliteLog, store: ModelStore, again: Again, change: Callable[[FileChunk], FileChunk], error: type[Exception]
 ) -> None:
     digest = await store.store("m", card_of(FILES), FILES)
     stored = await store.stored(digest)
@@ -185,11 +187,9 @@ async def test_damaged_content_is_not_used(
     places = (stored.stored[0], StoredFile(sha256=stored.stored[1].sha256, offsets=(offset,)))
     falsified = msgspec.structs.replace(stored, stored=places)
     await log.append([Draft(MODELS.name, CARDS, encode(MODELS, falsified), digest.encode())])
-    other = ModelStore(log)
-    await other.start()
+    other = await again()
     with pytest.raises(error, match=r"tokenizer\.json"):
         await other.load(digest)
-    other.close()
 
 
 async def test_content_of_another_size_is_not_used(log: SqliteLog, store: ModelStore) -> None:
@@ -202,16 +202,14 @@ async def test_content_of_another_size_is_not_used(log: SqliteLog, store: ModelS
         await store.load(card.digest())
 
 
-async def test_a_piece_that_is_missing_is_named(log: SqliteLog, store: ModelStore) -> None:
+async def test_a_piece_that_is_missing_is_named(log: SqliteLog, store: ModelStore, again: Again) -> None:
     card = card_of(FILES)
     for stored in ((), (StoredFile(sha256=card.files[0].sha256, offsets=(7,)),)):
         event = ModelStored(model="m", card=card, stored=stored)
         await log.append([Draft(MODELS.name, CARDS, encode(MODELS, event), card.digest().encode())])
-        other = ModelStore(log)
-        await other.start()
+        other = await again()
         with pytest.raises(ModelMissing, match=r"config\.json"):
             await other.load(card.digest())
-        other.close()
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.binary(max_size=8), min_size=1))
