@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from forebay.cli.produce import ProduceRun
-from forebay.ingress.kafka_api.request import CHAT_PATH, TEXT_PATH
+from forebay.ingress.openai.requests import CHAT_PATH, TEXT_PATH
 from tests.cli.in_process import forebay
 
 CHAT = b'{"model":"m","messages":[]}'

@@ -287,7 +287,7 @@ async def test_the_kafka_api_sends_the_object_of_http(scene: Scene) -> None:
     given = (await pending).json()
     parsed, same = parse(TextBody, msgspec.json.encode(body)), given["id"]
     prepared = await scene.ingress.prepare(parsed, ())
-    fold = scene.ingress.completion(same, parsed, prepared, created_s=given["created"])
+    fold = scene.ingress.fold(same, parsed, prepared, created_s=given["created"])
     response = RecordResponse(WindowEntry(0, 0), ReplyAddress(same, ""), fold, scene.ingress)
     waiting = {one.request_id: PendingRequest(one.request_id, response, at, one) for at, one in enumerate(requests)}
     pieces = [

@@ -230,7 +230,7 @@ async def test_many_inputs_do_not_block_the_event_loop(scene: Scene) -> None:
             await asyncio.sleep(0)
 
     beside = asyncio.create_task(others())
-    parts = await scene.ingress.prepare_embedding(EmbeddingBody(model=NAME, input=["some words"] * 100), ())
+    parts = await scene.ingress.prepare(EmbeddingBody(model=NAME, input=["some words"] * 100), ())
     beside.cancel()
     assert len(parts) == 100
     assert turns >= 100

@@ -1,22 +1,22 @@
-"""Requests that a browser sends for a web page are rejected on every route, without effect."""
+"""Who may send requests: API keys, the admin token, web pages, and the header `Host`, on every route."""
 
 import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
+import openai
 import pytest
 from starlette.routing import Route
 
 from forebay.events.topics import CONTROL, REQUESTS
 from forebay.ingress.errors import Unusable
 from forebay.ingress.http.app import build_app
-from forebay.ingress.http.origin_guard import PAGES, UNCHECKED, allowed_hosts
-from forebay.ingress.http.server import build_server
+from forebay.ingress.http.guards import PAGES, UNCHECKED, allowed_hosts, allowed_origins, requires_api_key
 from forebay.ingress.served import OneModel
 from tests.ingress.conftest import ADMIN_TOKEN, HEADERS, NAME, Scene, make_scene
-from tests.system import until
 
 PUBLIC = {
     "/docs/{name}",
@@ -33,6 +33,10 @@ PUBLIC = {
     "/version",
 }
 BODY = {"model": NAME, "prompt": "a", "input": "a", "lora_name": "x", "lora_path": "/x", "action": "pause"}
+KEYS = ("first-key", "second-key")
+OPEN = {"/", "/docs", "/docs/x", "/health", "/live", "/metrics", "/openapi.json", "/ready", "/version"}
+WITH_KEY = {"authorization": "Bearer key"}
+PAGE = "https://app.example"
 FOREIGN = [
     "https://evil.example",
     "http://127.0.0.1",
@@ -59,6 +63,12 @@ def operations(scene: Scene) -> list[tuple[str, str]]:
     return found
 
 
+def all_operations(scene: Scene) -> list[tuple[str, str]]:
+    """Return method and concrete path of all routes."""
+    routes = [route for route in scene.app.routes if isinstance(route, Route)]
+    return [(method, concrete(one.path)) for one in routes for method in sorted(one.methods or ())]
+
+
 def concrete(path: str) -> str:
     """Return the path of a route with values for its parameters."""
     return re.sub(r"\{[^}]*\}", "x", path)
@@ -72,14 +82,8 @@ def is_untouched(scene: Scene) -> bool:
 @asynccontextmanager
 async def over_tcp(scene: Scene) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
     """Yield a client of a real HTTP server that sends only the given headers."""
-    listener, port = scene.listen()
-    server = build_server(scene.app)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    await until(lambda: server.started)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
-        yield client, port
-    server.should_exit = True
-    await serving
+    async with scene.served() as (port, _), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as made:
+        yield made, port
 
 
 async def test_web_pages_are_rejected_on_every_route(scene: Scene) -> None:
@@ -204,3 +208,192 @@ async def test_an_unknown_host_is_rejected(
 def test_an_allowed_host_is_a_name_or_an_address(name: str) -> None:
     with pytest.raises(Unusable, match="without scheme and port"):
         allowed_hosts("127.0.0.1", "127.0.0.1", [name])
+
+
+@pytest.fixture
+async def keyed() -> AsyncIterator[Scene]:
+    async with make_scene(api_keys=KEYS, admin_token=ADMIN_TOKEN) as made:
+        del made.client.headers["authorization"]
+        yield made
+
+
+async def status(scene: Scene, method: str, path: str, key: str | None) -> tuple[int, str]:
+    """Return the status and error code of a request with this bearer token."""
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    response = await scene.client.request(method, path, json=BODY if method == "POST" else None, headers=headers)
+    is_json = response.content and response.headers["content-type"] == "application/json"
+    return response.status_code, (response.json().get("error") or {}).get("code", "") if is_json else ""
+
+
+async def test_every_route_is_open_or_requires_a_key_or_the_admin_token(keyed: Scene) -> None:
+    found: dict[str, set[str]] = {"open": set(), "key": set(), "admin": set()}
+    for method, path in all_operations(keyed):
+        code = (await status(keyed, method, path, None))[1]
+        found[{"invalid_api_key": "key", "admin_token_missing": "admin"}.get(code, "open")].add(path)
+    assert found["open"] <= OPEN
+    assert found["key"] >= {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/v1/route"}
+    assert found["admin"] >= {"/v1/commands", "/v1/loras", "/v1/loras/x", "/pause", "/busy_threshold"}
+    assert all(requires_api_key(path) for path in ("/tokenize", "/detokenize", "/v1/anything"))
+    assert is_untouched(keyed)
+
+
+async def test_an_api_key_opens_no_admin_route_and_the_admin_token_no_other_route(keyed: Scene) -> None:
+    for method, path in all_operations(keyed):
+        if path in OPEN:
+            continue
+        admin = not requires_api_key(path)
+        refused = (403, "admin_token_wrong") if admin else (401, "invalid_api_key")
+        assert await status(keyed, method, path, KEYS[0] if admin else ADMIN_TOKEN) == refused, path
+    status_code, code = await status(keyed, "GET", "/busy_threshold", ADMIN_TOKEN)
+    assert (status_code, code) == (200, "")
+    assert (await status(keyed, "POST", "/v1/commands", ADMIN_TOKEN))[1] not in ("invalid_api_key", "admin_token_wrong")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *([], ["first-key"], ["Basic first-key"], ["Bearer"], ["Bearer "], ["Bearer first-ke"], ["Bearer first-keyy"]),
+        ["Bearer first-key second-key"],
+        ["Bearer first-key", "Bearer first-key"],
+        ["Bearer f\xefrst-key"],
+    ],
+)
+async def test_requests_without_a_valid_key_get_401(keyed: Scene, given: list[str]) -> None:
+    headers = [(b"authorization", value.encode("latin-1")) for value in given]
+    response = await keyed.client.get("/v1/models", headers=headers)
+    error = response.json()["error"]
+    assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+    assert (error["code"], error["type"], error["param"]) == ("invalid_api_key", "invalid_request_error", None)
+    assert "first" not in response.text
+    assert keyed.metric('forebay_ingress_refused_total{code="invalid_api_key"} 1.0')
+
+
+@pytest.mark.parametrize("given", ["Bearer first-key", "bearer second-key", "BEARER  first-key"])
+async def test_each_key_is_accepted(keyed: Scene, given: str) -> None:
+    assert (await keyed.client.get("/v1/models", headers={"authorization": given})).status_code == 200
+
+
+async def test_the_openai_client_sends_its_key(keyed: Scene) -> None:
+    async with keyed.served() as (port, _):
+        for key in (KEYS[1], "wrong"):
+            client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0)
+            async with client:
+                pending = asyncio.create_task(client.completions.create(model=NAME, prompt="a"))
+                if key == "wrong":
+                    with pytest.raises(openai.AuthenticationError) as caught:
+                        await pending
+                    assert caught.value.code == "invalid_api_key"
+                else:
+                    request = await keyed.next_request()
+                    keyed.end(request.request_id, output=keyed.emit_text(request.request_id, " b"))
+                    assert (await pending).choices[0].text == " b"
+
+
+async def test_the_document_names_the_key(keyed: Scene) -> None:
+    whole = (await keyed.client.get("/openapi.json")).json()
+    assert "ApiKey" in whole["components"]["securitySchemes"]
+    for path, found in whole["paths"].items():
+        for operation in found.values():
+            assert (operation.get("security") == [{"ApiKey": []}]) is requires_api_key(path), path
+            assert not requires_api_key(path) or "401" in operation["responses"]
+
+
+async def test_a_key_is_no_part_of_settings_and_logs(keyed: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG"):
+        await status(keyed, "GET", "/v1/models", KEYS[0])
+        await status(keyed, "GET", "/v1/models", "guessed-key")
+    assert not re.search("first-key|guessed-key", caplog.text + repr(keyed.ingress.settings))
+
+
+async def test_the_admin_token_must_differ_from_the_keys() -> None:
+    with pytest.raises(Unusable, match="the admin token is also an API key"):
+        async with make_scene(api_keys=(ADMIN_TOKEN,), admin_token=ADMIN_TOKEN):
+            pass
+
+
+def preflight(origin: str) -> dict[str, str]:
+    return {
+        "origin": origin,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+        "sec-fetch-site": "cross-site",
+    }
+
+
+@pytest.mark.parametrize("allowed", [PAGE, "*"])
+async def test_a_preflight_request_needs_no_key(allowed: str) -> None:
+    async with make_scene(api_keys=("key",), cors_origins=allowed_origins((allowed,))) as scene:
+        headers = {**preflight(PAGE), "access-control-request-private-network": "true"}
+        response = await scene.client.request("OPTIONS", "/v1/chat/completions", headers=headers)
+    assert (response.status_code, response.content) == (204, b"")
+    assert response.headers["access-control-allow-origin"] == PAGE
+    assert "POST" in response.headers["access-control-allow-methods"]
+    assert response.headers["access-control-allow-headers"] == headers["access-control-request-headers"]
+    assert response.headers["access-control-allow-private-network"] == "true"
+    assert response.headers["vary"] == "origin"
+
+
+@pytest.mark.parametrize("allowed", [PAGE, "*"])
+async def test_a_page_of_an_allowed_origin_reads_responses_and_errors(allowed: str) -> None:
+    async with make_scene(api_keys=("key",), cors_origins=allowed_origins((allowed,))) as scene:
+        del scene.client.headers["authorization"]
+        page = {"origin": PAGE, "sec-fetch-site": "cross-site"}
+        body: Any = {"model": "other", "prompt": "a"}
+        read = await scene.client.get("/v1/models", headers=page | WITH_KEY)
+        missing = await scene.client.post("/v1/completions", json=body, headers=page | WITH_KEY)
+        refused = await scene.client.get("/v1/models", headers=page)
+        form = await scene.client.post(
+            "/v1/completions", content=b"a", headers={**page, **WITH_KEY, "content-type": "text/plain"}
+        )
+    assert [one.status_code for one in (read, missing, refused, form)] == [200, 404, 401, 415]
+    for response in (read, missing, refused, form):
+        assert response.headers["access-control-allow-origin"] == PAGE
+        assert "x-request-id" in response.headers["access-control-expose-headers"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "https://evil.example"},
+        {"origin": "null"},
+        {"origin": "http://app.example"},
+        {"origin": "https://app.example:8443"},
+        {"sec-fetch-site": "cross-site"},
+        preflight("https://evil.example"),
+    ],
+)
+async def test_other_pages_are_rejected(headers: dict[str, str]) -> None:
+    async with make_scene(cors_origins=allowed_origins((PAGE,))) as scene:
+        response = await scene.client.request("OPTIONS" if len(headers) > 2 else "GET", "/v1/models", headers=headers)
+    assert (response.status_code, response.json()["error"]["code"]) == (403, "foreign_origin")
+    assert "access-control-allow-origin" not in response.headers
+    assert response.headers["vary"] == "origin"
+
+
+async def test_two_origins_must_both_be_allowed() -> None:
+    async with make_scene(cors_origins=allowed_origins((PAGE,))) as scene:
+        both = httpx.Headers([("origin", "https://evil.example"), ("origin", PAGE)])
+        assert (await scene.client.get("/v1/models", headers=both)).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("given", "origin"),
+    [
+        ("https://App.Example:443", "https://app.example"),
+        ("http://localhost:3000", "http://localhost:3000"),
+        ("HTTP://[::1]:80", "http://[::1]"),
+        ("*", "*"),
+    ],
+)
+def test_origins_are_compared_as_browsers_send_them(given: str, origin: str) -> None:
+    assert allowed_origins((given,)) == {origin}
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", "null", "app.example", "https://", "https://app.example/", "https://a@app.example", "ftp://app.example",
+     "https://app.example:x", "https://*.example", "https://app.example?a"],
+)  # fmt: skip
+def test_other_values_are_rejected(given: str) -> None:
+    with pytest.raises(Unusable, match="--cors-allow-origin"):
+        allowed_origins((given,))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from forebay.ingress.http.origin_guard import UNCHECKED
+from forebay.ingress.http.guards import UNCHECKED
 from forebay.ingress.http.queries import TokenizeTextBody
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.requests import TextBody
@@ -144,10 +144,8 @@ HELLO = [{"role": "user", "content": "hi"}]
         ("EmbeddingBody", {"model": NAME, "input": "a", "nvext": {"extra_fields": ["worker_id"]}}, False),
         ("AnyCommandBody", {"action": "pause", "timeout_s": 1}, True),
         ("AnyCommandBody", {"action": "dream"}, False),
-        ("AnyCommandBody", {"action": "load_lora", "lora_name": "x"}, False),
-        ("LoadBody", {"lora_name": "x", "source": {"uri": "file:///x"}, "lora_int_id": 3}, True),
-        ("LoadBody", {"lora_name": "x", "source": {"uri": "s3://x"}}, False),
-        ("UnloadBody", {}, False),
+        ("LoraBody", {"lora_name": "x", "source": {"uri": "file:///x"}, "lora_int_id": 3}, True),
+        ("LoraBody", {"lora_name": "x", "source": {"uri": "s3://x"}}, False),
         ("DisaggregationBody", {"model": NAME, "policy": "never"}, True),
         ("DisaggregationBody", {"model": NAME, "policy": "other"}, False),
     ],

@@ -25,7 +25,7 @@ from forebay.ingress.streams import READ_MAX, ReplyReader, ReplySlot
 from forebay.transport.base import Draft, LogError
 from forebay.transport.sqlite.log import SqliteLog
 from tests.harness.memory_log import memory_log
-from tests.system import until
+from tests.system import PATIENCE_S, until
 
 GROUP = "model"
 KEY = 77
@@ -58,6 +58,19 @@ def output(name: str, first: int, *tokens: int) -> TokensEmitted:
     return TokensEmitted(worker_id="w1", worker_epoch=1, owner_epoch=1, chunks=(chunk,), group=GROUP)
 
 
+def called(reader: ReplyReader) -> "tuple[asyncio.Task[RouteResponse], asyncio.Task[CommandResponse]]":
+    """Return a route query and a command in flight."""
+
+    async def send() -> None:
+        """Append nothing, because the test plays the owner."""
+
+    query, command = (RouteResponse, "q"), (CommandResponse, "c")
+    return (
+        asyncio.create_task(reader.call(*query, KEY, send, PATIENCE_S)),
+        asyncio.create_task(reader.call(*command, KEY, send, PATIENCE_S)),
+    )
+
+
 async def test_events_of_another_group_on_the_same_slot_are_ignored(log: SqliteLog) -> None:
     ids: dict[str, Any] = {"request_id": "a", "owner_epoch": 9, "reply_key": KEY}
     strangers: list[TokenEvent] = [
@@ -75,13 +88,13 @@ async def test_events_of_another_group_on_the_same_slot_are_ignored(log: SqliteL
         CommandResponse(command_id="c", owner_epoch=1, group=GROUP, reply_key=KEY),
     ]
     async with reading(log, 0) as reader:
-        stream, query, command = reader.open("a", KEY), reader.open_query("q", KEY), reader.open_command("c", KEY)
+        stream, (query, command) = reader.open("a", KEY), called(reader)
         for group in ("other-model", ""):
             await append(log, *[replace(event, group=group) for event in strangers])
         await append(log, *own)
-        await until(lambda: stream.ended is not None and query.done() and command.done())
+        await until(lambda: stream.ended is not None)
+        assert [await query, await command] == own[2:]
     assert (stream.tokens, stream.attempt, stream.ended) == ([7, 8], 1, own[1])
-    assert (query.result(), command.result()) == (own[2], own[3])
 
 
 @pytest.mark.parametrize("key", [0, KEY - 1, 2**63 - 1])
@@ -99,12 +112,14 @@ async def test_events_without_the_key_of_the_request_are_ignored_and_counted(log
     own = ResponseEnded(request_id="a", owner_epoch=1, attempt=1, finish_reason="stop", group=GROUP, reply_key=KEY)
     foreign: list[float] = []
     async with reading(log, 0, foreign.append) as reader:
-        stream, query, command = reader.open("a", KEY), reader.open_query("q", KEY), reader.open_command("c", KEY)
+        stream, (query, command) = reader.open("a", KEY), called(reader)
         await append(log, *forged, output("a", 0, 7, 8), own)
         await until(lambda: stream.ended is not None)
         reader.close("a")
         assert (stream.tokens, stream.attempt, stream.ended) == ([7, 8], 1, own)
         assert not (query.done() or command.done())
+        for call in (query, command):
+            call.cancel()
     assert foreign == [4]
 
 

@@ -280,7 +280,7 @@ async def test_kafka_api_sends_the_objects_of_http(tools: Scene, stream: bool) -
     parsed = parse(ChatBody, msgspec.json.encode(body))
     prepared = await tools.ingress.prepare(parsed, ())
     same = request.request_id
-    fold = tools.ingress.completion(same, parsed, prepared, created_s=0)
+    fold = tools.ingress.fold(same, parsed, prepared, created_s=0)
     waiting = PendingRequest(
         same, RecordResponse(WindowEntry(0, 0), ReplyAddress(same, ""), fold, tools.ingress), 0, request
     )

@@ -17,8 +17,7 @@ from aiokafka.errors import KafkaError
 
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
-from forebay.ingress.kafka_api.request import CHAT_PATH, TEXT_PATH
-from forebay.ingress.openai.requests import REQUEST_ID
+from forebay.ingress.openai.requests import CHAT_PATH, REQUEST_ID, TEXT_PATH
 from forebay.transport.base import LogError
 from forebay.transport.kafka.consumer import DenseConsumer
 from forebay.transport.kafka.errors import explain

@@ -22,9 +22,8 @@ from forebay.console.console import Console
 from forebay.console.routes import add_routes
 from forebay.console.settings import ConsoleSettings
 from forebay.ingress.errors import ApiError, internal_error, invalid
-from forebay.ingress.http.api_key import ApiKeyGuard
 from forebay.ingress.http.endpoint import TlsFiles
-from forebay.ingress.http.origin_guard import OriginGuard, allowed_hosts
+from forebay.ingress.http.guards import ApiKeyGuard, OriginGuard, allowed_hosts
 from forebay.ingress.http.server import build_server, listen
 from forebay.transport.base import LogError
 

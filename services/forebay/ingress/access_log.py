@@ -35,11 +35,7 @@ class _ErrorBody(msgspec.Struct):
 
 
 class AccessEntry:
-    """What the access log knows about one HTTP request.
-
-    Attributes:
-        fields: fields of the record that the route adds, such as the request id and the tokens.
-    """
+    """What the access log knows about one HTTP request."""
 
     __slots__ = ("_began_s", "_error", "_is_complete", "_method", "_path", "_status", "fields")
 
@@ -107,7 +103,6 @@ def write_record(partition: int, offset: int, status: int, **fields: Any) -> Non
     """Log the record of a request of the Kafka API, once its response is complete.
 
     Args:
-        partition: partition of `openai-requests`.
         fields: further fields; empty strings are left out.
     """
     if logger.isEnabledFor(logging.INFO):

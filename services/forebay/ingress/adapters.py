@@ -33,9 +33,6 @@ class Adapters:
     """Directory of the LoRA adapters of one model.
 
     Args:
-        log: log whose topics `fleet` and `control` the directory follows.
-        commands: sends the command `list_loras` to workers.
-        static: configured adapters, which are always served.
         find_partition: returns the partition of the model's control topics; None while no router has assigned one.
     """
 
@@ -80,8 +77,7 @@ class Adapters:
     async def resolve(self, name: str) -> str:
         """Return the adapter that the field `model` of a request names; empty for the base model.
 
-        Raises:
-            ApiError: 404 for an unknown name, 503 if the log fails.
+        Raises ApiError: 404 for an unknown name, 503 if the log fails.
         """
         if name == self._model:
             return ""
@@ -92,8 +88,7 @@ class Adapters:
     async def names(self) -> tuple[str, ...]:
         """Return the names of the configured adapters, followed by the sorted names of the loaded adapters.
 
-        Raises:
-            ApiError: 503 if the log fails.
+        Raises ApiError (503) if the log fails.
         """
         partition = self._find_partition()
         if partition is not None:

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from forebay import runtime
 from forebay.ingress.errors import RETRY_AFTER_S, ApiError
 from forebay.ingress.metrics import IngressMetrics
+from forebay.ingress.openai.requests import KINDS
 
 POOL_FULL = "pool_full"  # error code of the owner when its queue is full
 IN_FLIGHT_MAX = 8_192  # per process, about 100 kB each; a Python process cannot stream more responses at once
@@ -30,19 +31,10 @@ BURST_S = 1.0  # a burst of this length is always queued, because its rate is no
 FULL_S = 1.0  # other ingresses may have freed capacity: reject for at most one second
 RATE_WINDOW_S = 5.0  # window in which completed requests are counted
 RETRY_AFTER_S_MAX = 30  # a longer estimate is useless, because the load changes within this time
-GATED = {
-    "/v1/chat/completions": "chat_completions",
-    "/v1/completions": "completions",
-    "/v1/embeddings": "embeddings",
-}
 
 
 class FullPool:
-    """Whether an ingress assumes that the queue of a pool is full, because the owner just rejected a request.
-
-    Args:
-        in_flight: returns the number of requests in flight that may be in this queue.
-    """
+    """Whether an ingress assumes that the queue of a pool is full, because the owner just rejected a request."""
 
     def __init__(self, in_flight: Callable[[], int], now_s: Callable[[], float] = runtime.monotonic_s) -> None:
         self._in_flight = in_flight
@@ -71,7 +63,6 @@ class IngressAdmission:
     A request is rejected if too many are in flight, or if it would wait too long.
 
     Attributes:
-        in_flight: number of admitted requests that have not ended.
         full: whether the queue of the only model is assumed to be full.
     """
 
@@ -90,8 +81,7 @@ class IngressAdmission:
     def enter(self, count: int = 1) -> None:
         """Admit a request, or `count` more choices of it. The caller must call `leave` with the same count at its end.
 
-        Raises:
-            ApiError: 429 if the router's queue is full, 503 if too many requests are in flight or wait.
+        Raises ApiError: 429 if the router's queue is full, 503 if too many requests are in flight or wait.
         """
         if self.full:
             raise self.full.error(self.retry_after_s)
@@ -171,15 +161,15 @@ class AdmissionMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass an admitted request to the application, or respond to a rejected one with its error."""
-        endpoint = GATED.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if endpoint is None:
+        kind = KINDS.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if kind is None:
             await self._app(scope, receive, send)
             return
         try:
             self._admission.enter()
         except ApiError as error:
             self._metrics.errors.labels(error.code).inc()
-            self._metrics.rejected(endpoint)
+            self._metrics.rejected(kind.endpoint)
             # The connection stays open. If it were closed during the upload, the client might not see the response.
             await error.send(send)
             return

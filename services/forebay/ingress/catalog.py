@@ -27,7 +27,7 @@ from forebay.ingress.front import Front
 from forebay.ingress.group import GroupClient, Readiness
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.model_cards import open_model
-from forebay.ingress.served import ServedModel, card_of
+from forebay.ingress.served import ServedModel, ServedModels, card_of
 from forebay.transport.base import LogError
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import OwnerPresence, RouterHeartbeats
@@ -46,7 +46,6 @@ class _Failure(NamedTuple):
 
     Attributes:
         until_s: time of the next attempt, on the monotonic clock.
-        code: code of the error that requests get until then.
     """
 
     card: str
@@ -59,11 +58,7 @@ class Entry:
     """One model of the catalog.
 
     Attributes:
-        ready: whether it can be served now.
-        ingress: its ingress; None while its card is not loaded.
         digest: digest of the loaded card; empty while no card is loaded.
-        loading: held while its card is loaded.
-        failure: the newest failure to load its card.
     """
 
     def __init__(self, name: str, heartbeats: OwnerPresence, ready: Readiness, group: GroupClient) -> None:
@@ -90,19 +85,13 @@ class Entry:
             raise ApiError(503, failure.code, failure.message)
 
 
-class Catalog:
-    """The models of a distributed system, as `ServedModels`.
+class Catalog(ServedModels):
+    """The models of a distributed system.
 
     Args:
-        front: parts that all models share.
         directory: the models and their control partitions, which another task reads.
-        folder: folder for the files of loaded models.
-        on_loaded: called with the name of a model before its first request.
         presence_of: returns the owner of a model; None for a model that this process does not serve. By default the
             heartbeats on the log show the owners.
-
-    Attributes:
-        front: parts that all models share.
     """
 
     def __init__(
@@ -157,7 +146,6 @@ class Catalog:
 
     @property
     def ready_details(self) -> dict[str, str]:
-        """Additional fields of the response to `GET /ready`: the models that can be served."""
         return {"models": ", ".join(entry.name for entry in self.ready())}
 
     def has_owner(self) -> bool:
@@ -168,7 +156,6 @@ class Catalog:
         """Do nothing, because the body of a request names its model."""
 
     def why_not_ready(self) -> str | None:
-        """Return why no model can be served now, or None if one can be served."""
         if not self._entries:
             return "no model has workers yet"
         reasons = []
@@ -182,10 +169,6 @@ class Catalog:
         return "; ".join(reasons)
 
     async def find(self, name: str, request_id: str) -> ServedModel:
-        """Return the model that a request names, also by an alias or an adapter.
-
-        Raises ApiError: 404 for an unknown name, 503 if the model cannot be served now.
-        """
         alias = None if name in self._entries else self._store.aliases.get(name)
         if alias is not None:
             name = self._target(alias, request_id)
@@ -206,7 +189,6 @@ class Catalog:
         await self._ingress(self._entries[name])
 
     def require_capacity(self, ingress: Ingress, endpoint: str) -> None:
-        """Raise ApiError (429), and count it for this endpoint, if the pool of the model is assumed to be full."""
         if ingress.full:
             ingress.metrics.rejected(endpoint)
             raise ingress.full.error(self.front.admission.retry_after_s)
@@ -215,10 +197,6 @@ class Catalog:
         return [entry.heartbeats for _, entry in sorted(self._entries.items())]
 
     def group(self, name: str) -> GroupClient:
-        """Return the client of a model's group. An empty name means the only model.
-
-        Raises ApiError: 400 if the name is missing, 404 for an unknown name.
-        """
         names = sorted(self._entries)
         if not name and len(names) != 1:
             raise model_required(names)
@@ -246,12 +224,10 @@ class Catalog:
         return alias.fallback if alias.fallback in ready else alias.targets[0].model
 
     async def only(self, name: str) -> ServedModel:
-        """Return the model of this name. An empty name means the only model. Raises ApiError as `find` and `group`."""
         name = name or self.group("").settings.model_name
         return await self.find(name, name)
 
     async def cards(self) -> list[dict[str, Any]]:
-        """Return the models with ready workers, their adapters and aliases, as `GET /v1/models` lists them."""
         entries = [entry for entry in self.ready() if entry.card in self._store.cards]
         contexts = [self._store.cards[entry.card].card.context_tokens for entry in entries]  # they may leave meanwhile
         adapters = await asyncio.gather(*(_adapters_of(entry) for entry in entries))

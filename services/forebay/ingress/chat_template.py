@@ -100,12 +100,10 @@ class ChatTemplate:
     """One chat template of a model.
 
     Args:
-        source: source of the template.
         special: variables of the template: the special tokens of the model, such as `bos_token`.
         placeholders: text for an image or a video, by its kind, if the content of a message is one text.
 
-    Raises:
-        COMPILE_ERRORS: the template does not compile.
+    Raises COMPILE_ERRORS if the template does not compile.
     """
 
     def __init__(self, source: str, special: Mapping[str, str], placeholders: Mapping[Any, str]) -> None:
@@ -127,13 +125,6 @@ class ChatTemplate:
         continues: bool = False,
     ) -> str:
         """Return the output of the template.
-
-        Args:
-            messages: the messages. Arguments of tool calls may be JSON text or objects.
-            tools: tools that the model may call.
-            chars_max: maximum characters of the output. Rendering stops there, because a template may repeat its input.
-            is_open: whether the output ends with the beginning of the assistant's next message.
-            continues: whether the output ends within the last message, so that the model continues it.
 
         Raises:
             TEMPLATE_ERRORS: the template rejects the messages.

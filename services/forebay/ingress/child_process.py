@@ -141,8 +141,6 @@ class ChildResponse(msgspec.Struct, frozen=True):
 
     Attributes:
         content: the result as JSON; unset for an error.
-        code: error code; empty if there is content.
-        message: error message; empty if there is content.
     """
 
     content: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -155,11 +153,8 @@ class SharedChild:
     """Passes messages to a child process, one at a time.
 
     Args:
-        child: the process, which answers each message with a `ChildResponse`.
         limit_s: maximum seconds from the call to the answer. After that the process is killed.
         work: what the process does, in the plural, for messages: "requests are being explained".
-        code: prefix of error codes.
-        hint: sentence that follows the message about an exceeded time limit.
     """
 
     def __init__(self, child: ChildProcess, *, limit_s: float, work: str, code: str, hint: str) -> None:
@@ -174,9 +169,8 @@ class SharedChild:
     async def request(self, message: msgspec.Struct) -> bytes:
         """Return the result for a message as JSON.
 
-        Raises:
-            ApiError: 503 if too many callers wait or the process ends, 504 if the time limit is exceeded, or an error
-                of the child process.
+        Raises ApiError: 503 if too many callers wait or the process ends, 504 if the time limit is exceeded, or an
+        error of the child process.
         """
         if self._callers >= CALLERS_MAX:
             raise ApiError(503, f"{self._code}_busy", f"{CALLERS_MAX} {self._work} already; try again later")
@@ -210,11 +204,7 @@ class SharedChild:
 
 
 class ChildConnection:
-    """The child's side of the connection to its parent.
-
-    Attributes:
-        setup: the first message of the parent.
-    """
+    """The child's side of the connection to its parent."""
 
     def __init__(self) -> None:
         """Read the first message, and reserve stdout for frames. Call this before an event loop runs."""

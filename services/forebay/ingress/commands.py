@@ -1,6 +1,5 @@
 """Client for commands to workers: appends a command to the log and waits for the outcomes. It does not use HTTP."""
 
-import asyncio
 from collections.abc import Callable
 
 from forebay import runtime
@@ -17,14 +16,7 @@ NONCE_BYTES = 7  # JSON parsers of other languages may support only 63 bits
 
 
 class CommandClient:
-    """Sends commands of one ingress to workers, for example to load an adapter.
-
-    Args:
-        replies: reader of the reply slot, which receives the results.
-        model: name of the model whose workers get the commands.
-        reply_slot: partition of `tokens` on which the ingress reads results.
-        require_partition: returns the control partition of the model, or raises ApiError.
-    """
+    """Sends commands of one ingress to workers, for example to load an adapter."""
 
     def __init__(
         self, log: Log, replies: ReplyReader, model: str, reply_slot: int, require_partition: Callable[[], int]
@@ -52,14 +44,12 @@ class CommandClient:
             command_id: unique id of the command; generated if empty.
             pool: pool whose workers execute the command; empty for all pools.
             worker_ids: workers that execute the command; empty for all workers.
-            operator: name of the operator; empty if the ingress itself sends the command.
 
-        Raises:
-            ApiError: the owner rejected the command, the id is in flight already, or no result arrived.
+        Raises ApiError if the owner rejected the command, the id is in flight already, or no result arrived.
         """
         partition = self._require_partition()
         command_id = command_id or f"command-{runtime.random_id()}"
-        if self._replies.has_command(command_id):
+        if self._replies.is_called(CommandResponse, command_id):
             raise ApiError(
                 409, "duplicate_command_id", f"the command id {command_id} is already in flight; use another id"
             )
@@ -75,19 +65,11 @@ class CommandClient:
             at_us=runtime.wall_us(),
             operator=operator,
         )
-        future = self._replies.open_command(command_id, event.nonce)
-        try:
-            async with asyncio.timeout(timeout_s + GRACE_S):
+
+        async def send() -> None:
+            try:
                 await self._log.append([Draft(CONTROL.name, partition, encode(CONTROL, event))])
-                result = await future
-        except TimeoutError as error:
-            raise ApiError(504, "deadline_exceeded", f"no router responded within {timeout_s + GRACE_S:g} s") from error
-        except LogError as error:
-            raise ApiError(503, "log_unavailable", str(error)) from error
-        finally:
-            self._replies.close_command(command_id)
-        if isinstance(result, str):
-            raise ApiError(503, "log_unavailable", result)
-        if result.error is not None:
-            raise ApiError(result.error.status, result.error.code, result.error.message)
-        return result
+            except LogError as error:
+                raise ApiError(503, "log_unavailable", str(error)) from error
+
+        return await self._replies.call(CommandResponse, command_id, event.nonce, send, timeout_s + GRACE_S)

@@ -52,12 +52,7 @@ class ApiError(Exception):
         return msgspec.json.encode(self.body())
 
     def raw_headers(self, body: bytes, *, request_id: str = "", closes: bool = False) -> list[tuple[bytes, bytes]]:
-        """Return all headers of the response as ASGI expects them.
-
-        Args:
-            request_id: id of the request, empty if it has none yet.
-            closes: whether the server closes the connection after the response.
-        """
+        """Return all headers of the response as ASGI expects them."""
         headers = {"content-type": "application/json", "content-length": str(len(body)), **self.headers()}
         if request_id:
             headers["x-request-id"] = request_id
@@ -66,13 +61,7 @@ class ApiError(Exception):
         return [(name.encode(), value.encode()) for name, value in headers.items()]
 
     async def send(self, send: "Send", request_id: str = "", *, closes: bool = False) -> None:
-        """Send the error as a complete HTTP response.
-
-        Args:
-            send: ASGI function that sends messages.
-            request_id: id of the request, empty if it has none yet.
-            closes: whether the server closes the connection after the response.
-        """
+        """Send the error as a complete HTTP response."""
         body = self.encoded()
         headers = self.raw_headers(body, request_id=request_id, closes=closes)
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
@@ -80,11 +69,7 @@ class ApiError(Exception):
 
 
 def retry_headers(status: int, after_s: int = RETRY_AFTER_S) -> dict[str, str]:
-    """Return the header `retry-after` for status 429 or 503, and no header for any other status.
-
-    Args:
-        after_s: seconds until the client should retry.
-    """
+    """Return the header `retry-after` for status 429 or 503, and no header for any other status."""
     return {"retry-after": str(after_s)} if status in RETRY_STATUSES else {}
 
 

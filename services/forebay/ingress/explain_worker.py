@@ -27,8 +27,6 @@ class LogSource(msgspec.Struct, frozen=True):
     """Location of the log: the file of an embedded log, or Kafka.
 
     Attributes:
-        path: path of the log file; None for Kafka.
-        kafka: settings of the connection to Kafka; None for a log file.
         policies: custom routing policies that may be imported, from the command line of the ingress.
     """
 

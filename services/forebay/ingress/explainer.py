@@ -23,7 +23,6 @@ class Explainer:
 
     Args:
         source: location of the log; None for a log in memory, which cannot be explained.
-        limit_s: maximum seconds to explain one request.
     """
 
     def __init__(self, source: LogSource | None, limit_s: float = LIMIT_S) -> None:
@@ -36,21 +35,13 @@ class Explainer:
     async def explain(self, request_id: str, partition: int) -> bytes:
         """Return the explanation of a request, as JSON of `forebay.replay.explain.explanation`.
 
-        Args:
-            partition: partition of the control topics of its group.
-
-        Raises:
-            ApiError: 501 for a log in memory, 503 if too many requests wait, 404 for an unknown request, 504 if the
-                time limit is exceeded, or an error of the child process.
+        Raises ApiError: 501 for a log in memory, 503 if too many requests wait, 404 for an unknown request, 504 if the
+        time limit is exceeded, or an error of the child process.
         """
         return await self._request(ExplainRequest(request_id, partition))
 
     async def status(self, group: str, partition: int) -> GroupStatus:
-        """Return the status of a group, derived from the log.
-
-        Raises:
-            ApiError: as `explain`, but never 404.
-        """
+        """Return the status of a group, derived from the log. Raises ApiError as `explain`, but never 404."""
         return msgspec.json.decode(await self._request(StatusRequest(group, partition)), type=GroupStatus)
 
     async def _request(self, request: AnyRequest) -> bytes:

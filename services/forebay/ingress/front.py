@@ -19,14 +19,6 @@ class Front:
 
     Args:
         reply_from: offset in the reply slot at which reading begins.
-        takes_media: whether a model accepts images or videos.
-        context_tokens: largest context length of a model.
-
-    Attributes:
-        slot: reads the responses of all models.
-        admission: admits or rejects requests before their bodies are read.
-        bodies: limits the memory of request bodies.
-        tokenizer_pool: threads that tokenize long prompts.
     """
 
     def __init__(

@@ -75,14 +75,7 @@ class Readiness:
 class GroupClient:
     """Sends commands and settings of one model to its owner, and knows whether the model can be served.
 
-    Args:
-        front: parts that all models of the process share.
-        settings: settings of the ingress, with the name of the model.
-        ready: returns whether requests can be served.
-        find_partition: returns the partition of the model's control topics; None while no router has assigned one.
-
     Attributes:
-        front: parts that all models of the process share.
         ready_details: additional fields of the response to `GET /ready`.
         not_ready_reason: returns the error message of `GET /ready` while the ingress is not ready.
         has_owner: returns whether the model has an owner. In the embedded system the owner is a task of this process.

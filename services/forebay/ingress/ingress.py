@@ -23,12 +23,12 @@ from forebay.ingress.model import Model
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.fields import BodyT
 from forebay.ingress.openai.nvext import RoutingHeaders, routing_headers
-from forebay.ingress.openai.requests import ChatBody, TextBody
+from forebay.ingress.openai.requests import AnyBody, ChatBody, TextBody
 from forebay.ingress.parsers.selection import ParserFactory
 from forebay.ingress.prepare import PreparedRequest, Preparer, Target, TokenizedPrompt
-from forebay.ingress.response_fold import CompletionFold
+from forebay.ingress.response_fold import CompletionFold, EmbeddingFold, ResponseFold
 from forebay.ingress.settings import IngressSettings
-from forebay.ingress.streams import Stream, interruption
+from forebay.ingress.streams import Stream
 from forebay.transport.base import Draft, Log, LogError, LogFull
 
 logger = logging.getLogger(__name__)
@@ -48,10 +48,7 @@ class Ingress(GroupClient):
     """Appends requests to the log, and reads their responses from one reply slot (a partition of `tokens`).
 
     Args:
-        model: tokenizer, chat template and configuration of the model.
-        ready: returns whether requests can be served.
         reply_from: offset in the reply slot at which reading begins.
-        find_partition: returns the partition of the model's control topics; None while no router has assigned one.
     """
 
     def __init__(
@@ -100,34 +97,37 @@ class Ingress(GroupClient):
             self.close()
 
     async def prepare(
-        self,
-        body: ChatBody | TextBody,
-        headers: Iterable[tuple[str, str]],
-        model: str = "",
-        *,
-        is_patient: bool = False,
+        self, body: AnyBody, headers: Iterable[tuple[str, str]], model: str = "", *, is_patient: bool = False
     ) -> list[PreparedRequest]:
-        """Turn a chat or text completion into requests for the log: tokenize the prompts and fetch their media.
+        """Turn a body into requests for the log: tokenize its prompts or inputs, and fetch their media.
 
-        The result has one request per choice: `n` for the first prompt, then `n` for the next one.
+        The result has one request per choice (`n` for the first prompt, then `n` for the next one) or per input.
 
         Args:
-            body: parsed body of the client's request.
             headers: HTTP headers, or headers of the Kafka record.
             model: name of the model or of its adapter, if it differs from the name in the body.
             is_patient: whether to wait if the tokenizer queue is full, instead of raising ApiError 503.
 
-        Raises:
-            ApiError: the request is invalid or cannot be served.
+        Raises ApiError if the request is invalid or cannot be served.
         """
         steps = self._preparer
         lora_name = await self.adapters.resolve(model or body.model)
+        if isinstance(body, EmbeddingBody):
+            body.require_dimensions(self.model)
         routing = steps.routing(body.nvext, self._routing_headers(headers))
+        prepared: list[PreparedRequest] = []
+        if isinstance(body, EmbeddingBody):
+            target = Target(lora_name, routing, await self._block_size())
+            chars = sum(len(text) for text in body.inputs if isinstance(text, str))
+            work = partial(steps.tokenize_inputs, body.inputs)
+            for index, token_ids in enumerate(await self.tokenizer_pool.run(work, chars, is_patient=is_patient)):
+                await asyncio.sleep(0)  # thousands of inputs must not block other requests
+                prepared.append(steps.embed(body, index, token_ids, target))
+            return prepared
         refs = steps.media_refs(body)
         prompts = await self._tokenize(body, refs, is_patient=is_patient)
         fetched = await self._fetcher.fetch(refs)  # only after the text was validated
         target = Target(lora_name, routing, await self._block_size())
-        prepared = []
         for number, prompt in enumerate(prompts):
             if number:
                 await asyncio.sleep(0)  # many prompts must not block other requests
@@ -137,12 +137,7 @@ class Ingress(GroupClient):
     async def tokenize(self, body: ChatBody | TextBody, model: str = "") -> list[int]:
         """Return the token ids of the prompt of a chat, or of the only prompt of a text completion.
 
-        Args:
-            body: parsed body of the client's request.
-            model: name of the model or of its adapter, if it differs from the name in the body.
-
-        Raises:
-            ApiError: the body is invalid, its prompt does not fit into the context, or it has images or videos.
+        Raises ApiError if the body is invalid, its prompt does not fit into the context, or it has images or videos.
         """
         await self.resolve_adapter(model or body.model)
         if refs := self._preparer.media_refs(body):
@@ -160,50 +155,11 @@ class Ingress(GroupClient):
         """Return a parsed body. Raises ApiError (400) for an invalid one, by the settings also for unknown fields."""
         return self.front.parse(kind, raw)
 
-    async def prepare_embedding(
-        self,
-        body: EmbeddingBody,
-        headers: Iterable[tuple[str, str]],
-        model: str = "",
-        *,
-        is_patient: bool = False,
-    ) -> list[PreparedRequest]:
-        """Turn each input of an embedding request into a request for the log.
-
-        Args:
-            body: parsed body of the client's request.
-            headers: HTTP headers, or headers of the Kafka record.
-            model: name of the model or of its adapter, if it differs from the name in the body.
-            is_patient: whether to wait if the tokenizer queue is full, instead of raising ApiError 503.
-
-        Raises:
-            ApiError: the request is invalid or cannot be served.
-        """
-        steps, inputs = self._preparer, body.inputs
-        lora_name = await self.adapters.resolve(model or body.model)
-        body.require_dimensions(self.model)
-        routing = steps.routing(body.nvext, self._routing_headers(headers))
-        target = Target(lora_name, routing, await self._block_size())
-        chars = sum(len(text) for text in inputs if isinstance(text, str))
-        tokenized = await self.tokenizer_pool.run(partial(steps.tokenize_inputs, inputs), chars, is_patient=is_patient)
-        prepared = []
-        for index, token_ids in enumerate(tokenized):
-            await asyncio.sleep(0)  # thousands of inputs must not block other requests
-            prepared.append(steps.embed(body, index, token_ids, target))
-        return prepared
-
-    def completion(
-        self, request_id: str, body: ChatBody | TextBody, prepared: Sequence[PreparedRequest], created_s: int
-    ) -> CompletionFold:
-        """Return an empty response to a chat or text completion, which `CompletionFold.step` fills.
-
-        Args:
-            body: parsed body of the client's request.
-            prepared: result of `prepare`.
-            created_s: time of the response, in seconds of Unix time.
-        """
-        ids = choice_ids(request_id, len(prepared))
-        parts = zip(ids, prepared, strict=True)
+    def fold(self, request_id: str, body: AnyBody, prepared: Sequence[PreparedRequest], created_s: int) -> ResponseFold:
+        """Return an empty response, which `ResponseFold.step` fills."""
+        if isinstance(body, EmbeddingBody):
+            return EmbeddingFold(request_id, body, sum(one.prompt_tokens for one in prepared), len(prepared))
+        parts = zip(choice_ids(request_id, len(prepared)), prepared, strict=True)
         composers = [one.output.composer(self.model, self.parsers, name) for name, one in parts]
         prompt_tokens = sum(one.prompt_tokens for one in prepared[:: body.choices_per_prompt])
         return CompletionFold(request_id, body, prompt_tokens, composers, created_s)
@@ -237,27 +193,14 @@ class Ingress(GroupClient):
     async def query(self, request_id: str, prepared: PreparedRequest) -> RouteResponse:
         """Query the owner which worker it would select for a request with a unique id, and return its response.
 
-        Raises:
-            ApiError: the owner rejects the request or does not respond in time, or the log fails.
+        Raises ApiError if the owner rejects the request or does not respond in time, or the log fails.
         """
         partition = self.require_partition()
         slot, nonce = self.settings.reply_slot, runtime.random_int(8)
         event = prepared.query(request_id, reply_slot=slot, nonce=nonce, at_us=runtime.wall_us())
         wait_s = min(QUERY_S, self.settings.timeout_s)
-        future = self.replies.open_query(request_id, event.reply_key)
-        try:
-            async with asyncio.timeout(wait_s):
-                await self._append(partition, request_id, event)
-                result = await future
-        except TimeoutError as error:
-            raise ApiError(504, "deadline_exceeded", f"no router responded within {wait_s:g} s") from error
-        finally:
-            self.replies.close_query(request_id)
-        if isinstance(result, str):
-            raise interruption(result)
-        if result.error is not None:
-            raise ApiError(result.error.status, result.error.code, result.error.message)
-        return result
+        send = partial(self._append, partition, request_id, event)
+        return await self.replies.call(RouteResponse, request_id, event.reply_key, send, wait_s)
 
     def observe(self, error: ApiError) -> ApiError:
         """Return an error of the owner, with the estimated time for a retry if it concerns the router's queue.

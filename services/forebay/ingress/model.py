@@ -66,8 +66,6 @@ class Model:
         text_chars_max: maximum number of characters of a text that fits into the context; None if the tokenizer
             allows no such bound.
         dimensions: lengths to which embeddings may be truncated; None if truncation is not allowed, empty for any.
-        template_source: sources of the chat templates; empty if the model has none.
-        media: placeholder tokens of images and videos.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -116,14 +114,11 @@ class Model:
         """Return the prompt of a chat as text: the output of the chat template.
 
         Args:
-            messages: the messages, as in a request; `ChatTemplate` adapts them to the template.
-            arguments: additional variables of the chat template.
             chars_max: maximum characters of the prompt. Rendering stops there, because a template may repeat its input.
             is_open: whether the prompt ends with the beginning of the assistant's next message.
             continues: whether the prompt ends within the last message, so that the model continues it.
 
-        Raises:
-            ApiError: the template rejects the messages, or the prompt is too long.
+        Raises ApiError if the template rejects the messages, or the prompt is too long.
         """
         template = self._templates.get("tool_use" if tools else "default", self._templates.get("default"))
         if template is None:
@@ -259,11 +254,9 @@ def model_name_of(directory: Path | None, name: str) -> str:
     """Return the name of a model in the API.
 
     Args:
-        directory: model directory, whose name is the default; None if there is none.
         name: value of `--model-name`; empty for the default.
 
-    Raises:
-        Unusable: the name is invalid.
+    Raises Unusable if the name is invalid.
     """
     try:
         return require_name("model", name or (DEFAULT_NAME if directory is None else directory.resolve().name))
@@ -311,7 +304,6 @@ def _special_tokens(config: Mapping[str, Any], mapped: Mapping[str, Any]) -> dic
 
     Args:
         config: the tokenizer_config.json of a model. Its tokens have priority.
-        mapped: its special_tokens_map.json.
     """
     found = {name: _token_text(config.get(name), mapped.get(name)) for name in SPECIAL_TOKENS}
     own = {name: _token_text(token) for name, token in config.items() if name.endswith("_token")}
@@ -340,9 +332,7 @@ def context_tokens_of(directory: Path) -> int:
     """Return the maximum number of tokens of a prompt and its response together.
 
     It is in the config.json of a model, or else in its tokenizer_config.json. If it is in neither, log a warning.
-
-    Raises:
-        ModelUnusable: a file is not valid.
+    Raises ModelUnusable if a file is not valid.
     """
     for config in _text_configs(read_json(directory / "config.json")):
         if length := _length(config.get(MAX_LENGTH)) or min(

@@ -36,10 +36,8 @@ TOKENIZER_FILES = (
 def read_card(directory: Path) -> tuple[ModelCard, dict[str, bytes]] | None:
     """Return the card of a model directory and the content of its files, or None if it has no usable tokenizer.
 
-    Its files need a tokenizer.json, and together at most `FILE_BYTES_MAX` bytes.
-
-    Raises:
-        ModelUnusable: a file is not valid.
+    Its files need a tokenizer.json, and together at most `FILE_BYTES_MAX` bytes. Raises ModelUnusable if a file is not
+    valid.
     """
     files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
     if "tokenizer.json" not in files or sum(map(len, files.values())) > FILE_BYTES_MAX:

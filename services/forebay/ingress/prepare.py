@@ -76,13 +76,7 @@ class PreparedRequest:
         token_ids: token ids of the prompt, packed as little-endian u32.
         sequence_hashes: hash of each full block of the prompt, packed as little-endian u64. The hashes depend on the
             adapter and on `cache_namespace`.
-        prompt_tokens: number of prompt tokens.
-        lora_name: name of the LoRA adapter; empty for the base model.
         cache_namespace: salt of the block hashes. Requests share KV blocks only if their salts are equal.
-        media: images and videos of the prompt, in order.
-        timeout_us: maximum time for the whole request, in microseconds.
-        output: how output tokens become the response.
-        task: `generate` or `embed`.
         kv_pin_s: seconds for which the worker keeps the KV of the prompt.
     """
 
@@ -143,9 +137,7 @@ class PreparedRequest:
         """Return the event that queries where the request would be routed.
 
         Args:
-            reply_slot: partition of `tokens` that receives the response.
             nonce: random number for tie-breaking, so that two equal queries may select different workers.
-            at_us: Unix time in microseconds.
         """
         return RouteQueried(
             request_id=request_id,
@@ -170,11 +162,7 @@ def tie_seed_of(nonce: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Preparer:
-    """Turns request bodies into prepared requests, in several methods. Each raises ApiError for an invalid request.
-
-    Attributes:
-        model: tokenizer, chat template and configuration of the model.
-    """
+    """Turns request bodies into prepared requests, in several methods. Each raises ApiError for an invalid request."""
 
     model: Model
     parsers: ParserFactory
@@ -217,13 +205,8 @@ class Preparer:
     def tokenize(self, body: ChatBody | TextBody, rendered: Sequence[str | list[int]]) -> list[TokenizedPrompt]:
         """Return the tokens of each prompt.
 
-        Args:
-            body: parsed body of the client's request.
-            rendered: result of `render`.
-
-        Raises:
-            ApiError: a prompt does not fit into the context, all choices together have too many prompt tokens, or the
-                tool calls could not be parsed.
+        Raises ApiError if a prompt does not fit into the context, all choices together have too many prompt tokens, or
+        the tool calls could not be parsed.
         """
         prompts = [self._tokenize(body, one) for one in rendered]
         total = sum(len(prompt.token_ids) for prompt in prompts) * body.choices_per_prompt
@@ -257,15 +240,7 @@ class Preparer:
         fetched: Sequence[FetchedMedia],
         target: Target,
     ) -> PreparedRequest:
-        """Return the prepared request of a chat or text completion.
-
-        Args:
-            body: parsed body of the client's request.
-            prompt: result of `tokenize`.
-            refs: result of `media_refs`.
-            fetched: the fetched media of `refs`, in the same order.
-            target: adapter, routing hints and block size.
-        """
+        """Return the prepared request of a chat or text completion."""
         expanded, parsing = ExpandedPrompt(prompt.token_ids), prompt.parsing
         if self.model.media.ids:
             expanded = self.model.media.expand(prompt.token_ids, refs, fetched)
@@ -313,14 +288,7 @@ class Preparer:
         ]
 
     def embed(self, body: EmbeddingBody, index: int, token_ids: list[int], target: Target) -> PreparedRequest:
-        """Return the prepared request of one input of an embedding request.
-
-        Args:
-            body: parsed body of the client's request.
-            index: position of the input, from 0, for error messages.
-            token_ids: token ids of the input, from `tokenize_inputs`.
-            target: adapter, routing hints and block size.
-        """
+        """Return the prepared request of one input of an embedding request."""
         context = self.model.context_tokens
         if len(token_ids) > context:
             text = f"input[{index}] has {len(token_ids)} tokens, more than the context of {context} tokens; shorten it"

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from forebay.core.state.reply_slot import ResponseState
-from forebay.events.request_ids import choice_ids, client_id_of
+from forebay.events.request_ids import choice_ids, client_id_of, part_id
 from forebay.events.tokens import TokenLogprob, Usage
 from forebay.ingress.errors import RETRY_AFTER_S, RETRY_STATUSES, ApiError
 from forebay.ingress.openai.embeddings import EmbeddingBody, embeddings
@@ -30,18 +30,20 @@ class ResponseFold(ABC):
     """Builds the response to one request of a client from the events of the reply slot.
 
     Args:
-        prompt_tokens: number of prompt tokens of all inputs together.
+        ids: ids of the requests on the log, one per choice or input.
 
     Attributes:
         cached_tokens: number of prompt tokens that the engine found in its cache; 0 until the response is over.
-        output_tokens: number of output tokens of all choices so far.
         is_over: whether the response is complete, successfully or with an error.
         error: error that ended the response; None for success, or if it is not over.
     """
 
-    def __init__(self, endpoint: str, request_id: str, prompt_tokens: int, *, stream: bool = False) -> None:
+    def __init__(
+        self, endpoint: str, request_id: str, ids: Sequence[str], prompt_tokens: int, *, stream: bool = False
+    ) -> None:
         self.endpoint = endpoint
         self.request_id = request_id
+        self.ids = ids
         self.prompt_tokens = prompt_tokens
         self.stream = stream
         self.cached_tokens = 0
@@ -108,7 +110,6 @@ class _Choice:
     """State of one choice of a completion.
 
     Attributes:
-        composer: turns output tokens into text and tool calls.
         served: workers that served the choice; None until it is complete.
         deltas: output so far, if the response is not a stream.
         content: the complete choice, if the response is not a stream.
@@ -129,9 +130,7 @@ class CompletionFold(ResponseFold):
     """Builds the response to a chat or text completion request.
 
     Args:
-        prompt_tokens: number of tokens of all prompts together.
         composers: one per choice; each turns output tokens into text and tool calls.
-        created_s: time of the response, in seconds of Unix time.
     """
 
     def __init__(
@@ -142,16 +141,14 @@ class CompletionFold(ResponseFold):
         composers: Sequence[Composer],
         created_s: int,
     ) -> None:
-        chat = isinstance(body, ChatBody)
-        endpoint = "chat_completions" if chat else "completions"
-        super().__init__(endpoint, request_id, prompt_tokens, stream=bool(body.stream))
-        self._ids = choice_ids(request_id, len(composers))
+        ids = choice_ids(request_id, len(composers))
+        super().__init__(body.endpoint, request_id, ids, prompt_tokens, stream=bool(body.stream))
         self._per_prompt = body.choices_per_prompt
         self._choices = [
             _Choice(
                 composer,
                 ResponseFormatter(
-                    chat=chat,
+                    chat=isinstance(body, ChatBody),
                     response_id=request_id,
                     model=body.model,
                     created=created_s,
@@ -209,7 +206,7 @@ class CompletionFold(ResponseFold):
         self.is_over = not self._missing
         formatter, reason = choice.formatter, choice.composer.reason(reason)
         served = choice.served = ServingInfo(
-            self._ids[index], state.worker_id, state.rank, state.attempt, state.prefilled
+            self.ids[index], state.worker_id, state.rank, state.attempt, state.prefilled
         )
         objects = self._add(choice, delta)
         usage = self._usage()
@@ -228,14 +225,11 @@ class CompletionFold(ResponseFold):
 
 
 class EmbeddingFold(ResponseFold):
-    """Builds the response to an embedding request: one vector per input, in the order of the inputs.
-
-    Args:
-        prompt_tokens: number of prompt tokens of all inputs together.
-    """
+    """Builds the response to an embedding request: one vector per input, in the order of the inputs."""
 
     def __init__(self, request_id: str, body: EmbeddingBody, prompt_tokens: int, inputs: int) -> None:
-        super().__init__("embeddings", request_id, prompt_tokens)
+        ids = [part_id(request_id, index) for index in range(inputs)]
+        super().__init__(body.endpoint, request_id, ids, prompt_tokens)
         self._body = body
         self._vectors = [b""] * inputs
         self._missing = inputs

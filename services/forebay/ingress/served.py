@@ -1,7 +1,8 @@
 """The models that an ingress process serves: one from a directory, or all models of a distributed system."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from forebay import runtime
 from forebay.ingress.front import Front
@@ -20,68 +21,63 @@ class ServedModel(NamedTuple):
     name: str
 
 
-class ServedModels(Protocol):
+class ServedModels(ABC):
     """The models of an ingress process."""
 
     front: Front
 
     @property
+    @abstractmethod
     def ready_details(self) -> dict[str, str]:
         """Additional fields of the response to `GET /ready`."""
-        ...
 
+    @abstractmethod
     def has_owner(self) -> bool:
         """Return whether the only model has an owner, or whether there can be several models."""
-        ...
 
+    @abstractmethod
     def require_any(self) -> None:
         """Raise ApiError (503) if no model can be served now. Called before the body of a request is read."""
-        ...
 
+    @abstractmethod
     async def find(self, name: str, request_id: str) -> ServedModel:
         """Return the model that a request names, also by an alias or an adapter.
 
         Args:
-            name: field `model` of the request.
             request_id: id of the request, which decides between the models of an alias.
 
         Raises ApiError: 404 for an unknown name, 503 if the model cannot be served now.
         """
-        ...
 
+    @abstractmethod
     def require_capacity(self, ingress: Ingress, endpoint: str) -> None:
         """Raise ApiError (429), and count it for this endpoint, if the pool of the model is assumed to be full.
 
         Requests of the Kafka API wait in the router's queue instead.
         """
-        ...
 
+    @abstractmethod
     async def only(self, name: str) -> ServedModel:
         """Return the model of this name. An empty name means the only model. Raises ApiError as `find`."""
-        ...
 
+    @abstractmethod
     def group(self, name: str) -> GroupClient:
         """Return the client of a model's group. An empty name means the only model.
 
         Raises ApiError: 400 if the name is missing, 404 for an unknown name.
         """
-        ...
 
+    @abstractmethod
     async def cards(self) -> list[dict[str, Any]]:
-        """Return the models with ready workers and their adapters, as `GET /v1/models` lists them."""
-        ...
+        """Return the models with ready workers, their adapters and aliases, as `GET /v1/models` lists them."""
 
+    @abstractmethod
     def why_not_ready(self) -> str | None:
         """Return why no request can be served now, or None if requests can be served."""
-        ...
 
 
 def card_of(name: str, context_tokens: int, created_s: int, adapters: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return the entries of a model and its adapters for `GET /v1/models`.
-
-    Args:
-        created_s: Unix time in seconds.
-    """
+    """Return the entries of a model and its adapters for `GET /v1/models`."""
     card = {
         "id": name,
         "object": "model",
@@ -92,7 +88,7 @@ def card_of(name: str, context_tokens: int, created_s: int, adapters: Sequence[s
     return [card, *({**card, "id": adapter, "parent": name} for adapter in adapters)]
 
 
-class OneModel:
+class OneModel(ServedModels):
     """The only model of an ingress process."""
 
     def __init__(self, ingress: Ingress) -> None:
@@ -102,14 +98,12 @@ class OneModel:
 
     @property
     def ready_details(self) -> dict[str, str]:
-        """Additional fields of the response to `GET /ready`."""
         return self.ingress.ready_details
 
     def has_owner(self) -> bool:
         return self.ingress.find_partition() is not None and self.ingress.has_owner()
 
     def require_any(self) -> None:
-        """Raise ApiError (503) if the model has no owner."""
         self.ingress.require_owner()
 
     async def find(self, name: str, request_id: str) -> ServedModel:
@@ -134,5 +128,4 @@ class OneModel:
         return card_of(ingress.settings.model_name, ingress.model.context_tokens, self._created_s, adapters)
 
     def why_not_ready(self) -> str | None:
-        """Return why no request can be served now, or None if requests can be served."""
         return None if self.ingress.ready() else self.ingress.not_ready_reason()

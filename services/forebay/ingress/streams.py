@@ -5,7 +5,8 @@ The buffer of a request needs no limit of its own, because an engine generates a
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from forebay.core.state.reply_slot import ResponseState, apply
 from forebay.events.codec import DecodeError, decode
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 READ_MAX = 256  # records per iteration of the event loop
 NOT_OPEN = (0, None)
+
+CallT = TypeVar("CallT", RouteResponse, CommandResponse)
 
 
 class Stream(ResponseState):
@@ -58,11 +61,6 @@ class Stream(ResponseState):
 
 class ReplySlot:
     """Reads one reply slot (partition of `tokens`), and passes each event to the `ReplyReader` of its group.
-
-    Args:
-        log: the log with the topic `tokens`.
-        on_undecodable: called for each record that cannot be decoded.
-        on_foreign: called with the number of foreign events of a request, if there were any.
 
     Attributes:
         position: offset of the first record that was not dispatched yet.
@@ -135,15 +133,13 @@ class ReplyReader:
 
     Args:
         slot: the reply slot. Owners of other groups may write to it, too.
-        group: the group whose events are dispatched.
     """
 
     def __init__(self, slot: ReplySlot, group: str) -> None:
         self._slot = slot
         self._group = group
         self._streams: dict[str, Stream] = {}
-        self._queries: dict[str, tuple[int, asyncio.Future[RouteResponse | str]]] = {}
-        self._commands: dict[str, tuple[int, asyncio.Future[CommandResponse | str]]] = {}
+        self._calls: dict[tuple[type, str], tuple[int, asyncio.Future[Any]]] = {}
 
     @property
     def position(self) -> int:
@@ -151,15 +147,15 @@ class ReplyReader:
         return self._slot.position
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._streams or request_id in self._queries
+        return request_id in self._streams or (RouteResponse, request_id) in self._calls
 
     def __len__(self) -> int:
-        return len(self._streams) + len(self._queries) + len(self._commands)
+        return len(self._streams) + len(self._calls)
 
     def open(self, request_id: str, key: int) -> Stream:
         """Register a request, and return the stream that receives its events. The id must not be registered yet.
 
-        Events with another `reply_key` than `key` are ignored. This also holds for queries and commands.
+        Events with another `reply_key` than `key` are ignored. This also holds for `call`.
         """
         assert request_id not in self
         stream = self._streams[request_id] = Stream(key)
@@ -171,52 +167,52 @@ class ReplyReader:
         if stream is not None:
             count_foreign(request_id, stream, self._slot.on_foreign)
 
-    def open_query(self, request_id: str, key: int) -> "asyncio.Future[RouteResponse | str]":
-        """Register a route query. The returned future resolves to the result, or to the reason of an interruption."""
-        assert request_id not in self
-        future: asyncio.Future[RouteResponse | str] = asyncio.get_running_loop().create_future()
-        self._queries[request_id] = key, future
-        return future
+    async def call(
+        self, kind: type[CallT], name: str, key: int, send: Callable[[], Awaitable[object]], timeout_s: float
+    ) -> CallT:
+        """Send a route query or a command, and return the response of the owner.
 
-    def close_query(self, request_id: str) -> None:
-        """Remove a route query and cancel its future."""
-        self._queries.pop(request_id)[1].cancel()
+        Args:
+            kind: class of the response.
+            name: id of the query or command, which is not in flight yet.
+            send: appends it to the log.
 
-    def open_command(self, command_id: str, key: int) -> "asyncio.Future[CommandResponse | str]":
-        """Register a command. The returned future resolves to the result, or to the reason of an interruption."""
-        assert command_id not in self._commands
-        future: asyncio.Future[CommandResponse | str] = asyncio.get_running_loop().create_future()
-        self._commands[command_id] = key, future
-        return future
+        Raises ApiError: 504 if there is no response in time, 503 after an interruption, or the error in the response.
+        """
+        assert not self.is_called(kind, name)
+        future = asyncio.get_running_loop().create_future()
+        self._calls[kind, name] = key, future
+        try:
+            async with asyncio.timeout(timeout_s):
+                await send()
+                result = await future
+        except TimeoutError as error:
+            raise ApiError(504, "deadline_exceeded", f"no router responded within {timeout_s:g} s") from error
+        finally:
+            self._calls.pop((kind, name))[1].cancel()
+        if not isinstance(result, kind):
+            raise interruption(result)
+        if result.error is not None:
+            raise ApiError(result.error.status, result.error.code, result.error.message)
+        return result
 
-    def close_command(self, command_id: str) -> None:
-        """Remove a command and cancel its future."""
-        self._commands.pop(command_id)[1].cancel()
-
-    def has_command(self, command_id: str) -> bool:
-        return command_id in self._commands
+    def is_called(self, kind: type, name: str) -> bool:
+        return (kind, name) in self._calls
 
     def interrupt_all(self, reason: str) -> None:
         """Interrupt every request, route query and command in flight, for this reason."""
         for stream in self._streams.values():
             stream.interrupt(reason)
-        for _, query in self._queries.values():
-            if not query.done():
-                query.set_result(reason)
-        for _, command in self._commands.values():
-            if not command.done():
-                command.set_result(reason)
+        for _, future in self._calls.values():
+            if not future.done():
+                future.set_result(reason)
 
     def apply(self, event: TokenEvent) -> None:
-        if isinstance(event, RouteResponse):
-            key, query = self._queries.get(event.request_id, NOT_OPEN)
-            if query is not None and key == event.reply_key and not query.done():
-                query.set_result(event)
-            return
-        if isinstance(event, CommandResponse):
-            key, command = self._commands.get(event.command_id, NOT_OPEN)
-            if command is not None and key == event.reply_key and not command.done():
-                command.set_result(event)
+        if isinstance(event, RouteResponse | CommandResponse):
+            name = event.request_id if isinstance(event, RouteResponse) else event.command_id
+            key, future = self._calls.get((type(event), name), NOT_OPEN)
+            if future is not None and key == event.reply_key and not future.done():
+                future.set_result(event)
             return
         for stream in apply(self._streams, event, self._group):
             stream.notify()

@@ -54,8 +54,7 @@ class TokenizerPool:
             chars: number of characters that `work` processes.
             is_patient: whether to wait if the queue is full, as the Kafka API does.
 
-        Raises:
-            ApiError: 503 if the queue is full and `is_patient` is false.
+        Raises ApiError (503) if the queue is full and `is_patient` is false.
         """
         if chars <= INLINE_CHARS_MAX:
             return work()
@@ -81,21 +80,14 @@ def encode_prompt(model: Model, text: str, what: str, param: str, *, special: bo
         param: parameter of the request that contains the text.
         special: whether to add the special tokens that the tokenizer puts around a prompt.
 
-    Raises:
-        ApiError: 400 if the text does not fit into the context.
+    Raises ApiError (400) if the text does not fit into the context.
     """
     require_fits(model, text, what, param)
     return model.encode(text, special=special)
 
 
 def require_fits(model: Model, text: str, what: str, param: str) -> None:
-    """Raise ApiError (400) for a text with more tokens than the context, without tokenizing all of it.
-
-    Args:
-        model: the model, with its tokenizer and context length.
-        what: name of the text in an error message.
-        param: parameter of the request that contains the text.
-    """
+    """Raise ApiError (400) for a text with more tokens than the context, without tokenizing all of it."""
     context = model.context_tokens
     if model.text_chars_max is not None and len(text) > model.text_chars_max:
         problem = f"{what} has {len(text):,} characters, more than the context of {context} tokens can hold; shorten it"

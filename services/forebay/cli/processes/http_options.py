@@ -91,7 +91,7 @@ class HttpOptions:
             Unusable: The admin API has no token, or a key, an origin or a host name is invalid.
         """
         # Imported here, so that other commands do not wait for an HTTP server to load.
-        from forebay.ingress.http.origin_guard import allowed_origins  # noqa: PLC0415
+        from forebay.ingress.http.guards import allowed_origins  # noqa: PLC0415
         from forebay.ingress.settings import IngressSettings  # noqa: PLC0415
 
         return IngressSettings(

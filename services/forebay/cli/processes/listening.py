@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from forebay.cli.common.errors import complain
 from forebay.ingress.http.endpoint import Endpoint
-from forebay.ingress.http.origin_guard import allowed_hosts
+from forebay.ingress.http.guards import allowed_hosts
 from forebay.ingress.http.server import listen
 from forebay.ingress.settings import IngressSettings
 

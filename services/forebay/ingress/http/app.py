@@ -14,7 +14,6 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forebay.events.names import unknown_name
-from forebay.ingress.access_log import add_fields
 from forebay.ingress.admission import AdmissionMiddleware
 from forebay.ingress.errors import ApiError
 from forebay.ingress.explainer import Explainer
@@ -22,13 +21,9 @@ from forebay.ingress.front import Front
 from forebay.ingress.group import GroupClient
 from forebay.ingress.http.admin import BODIES as ADMIN_BODIES
 from forebay.ingress.http.admin import add_admin
-from forebay.ingress.http.api_key import ApiKeyGuard
-from forebay.ingress.http.body import request_id_of
-from forebay.ingress.http.completions import CompletionRoutes, complete, error_response
 from forebay.ingress.http.drain import DrainMiddleware
-from forebay.ingress.http.embedding_response import EmbeddingResponse
+from forebay.ingress.http.guards import ApiKeyGuard, Cors, OriginGuard
 from forebay.ingress.http.openapi import RUNS, body_of, describe, errors, streamed, text
-from forebay.ingress.http.origin_guard import Cors, OriginGuard
 from forebay.ingress.http.pages import add_pages
 from forebay.ingress.http.queries import BODIES as TOKENIZATION_BODIES
 from forebay.ingress.http.queries import (
@@ -40,9 +35,9 @@ from forebay.ingress.http.queries import (
     add_status,
     add_tokenization,
 )
+from forebay.ingress.http.requests import RunRoutes, error_response, respond
 from forebay.ingress.openai.embeddings import EmbeddingBody
-from forebay.ingress.openai.requests import ChatBody, TextBody
-from forebay.ingress.response_fold import EmbeddingFold
+from forebay.ingress.openai.requests import CHAT_PATH, EMBEDDING_PATH, TEXT_PATH, AnyBody, ChatBody, TextBody
 from forebay.ingress.served import OneModel, ServedModels
 from forebay.replay.status import GroupStatus, with_heartbeats
 from forebay.transport.base import LogError
@@ -69,8 +64,7 @@ def build_app(
     settings = models.front.settings
     _add_errors(app, models.front)
     add_pages(app, settings.model_name)
-    _add_completions(app, models)
-    _add_embeddings(app, models)
+    _add_runs(app, models)
     _add_models(app, models)
     _add_health(app, models, registry)
     add_route_query(app, models)
@@ -160,46 +154,26 @@ class IngressApp(FastAPI):
 def _front(app: IngressApp, models: ServedModels, hosts: frozenset[str] | None) -> ASGIApp:
     """Return the middleware of the application, outermost first: CORS, origin, API key, drain, admission."""
     settings, metrics = models.front.settings, models.front.metrics
-    front: ASGIApp = CompletionRoutes(app.serve_route, models)
+    front: ASGIApp = RunRoutes(app.serve_route, models)
     front = AdmissionMiddleware(front, models.front.admission, metrics)
-    front = DrainMiddleware(front, models.front.drain, lambda error: metrics.reject(error.code))
+    front = DrainMiddleware(front, models.front.drain, metrics.reject)
     if settings.api_keys:
         front = ApiKeyGuard(front, settings.api_keys, metrics.reject)
     front = OriginGuard(front, hosts, settings.cors_origins, metrics.reject)
     return Cors(front, settings.cors_origins) if settings.cors_origins else front
 
 
-def _add_completions(app: FastAPI, models: ServedModels) -> None:
-    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatBody), responses={**streamed(), **errors(*RUNS)})
-    async def chat_completions(request: Request) -> Response:
-        """Create a chat completion."""
-        return await complete(request, models, ChatBody)
+def _add_runs(app: FastAPI, models: ServedModels) -> None:
+    def add(path: str, kind: type[AnyBody], text: str) -> None:
+        responses = {**({} if kind is EmbeddingBody else streamed()), **errors(*RUNS)}
 
-    @app.post("/v1/completions", openapi_extra=body_of(TextBody), responses={**streamed(), **errors(*RUNS)})
-    async def completions(request: Request) -> Response:
-        """Continue a text or a list of token ids."""
-        return await complete(request, models, TextBody)
+        @app.post(path, name=kind.endpoint, description=text, openapi_extra=body_of(kind), responses=responses)
+        async def run(request: Request) -> Response:
+            return await respond(request, models, kind)
 
-
-def _add_embeddings(app: FastAPI, models: ServedModels) -> None:
-    front = models.front
-
-    @app.post("/v1/embeddings", openapi_extra=body_of(EmbeddingBody), responses=errors(*RUNS))
-    async def embeddings(request: Request) -> Response:
-        """Create embeddings."""
-        models.require_any()
-        with front.bodies.reader() as reader:
-            raw = await reader.read(request)
-            await front.admission.turn()
-            body = front.parse(EmbeddingBody, raw)
-            request_id = request_id_of(request, "embd-")
-            add_fields(request.scope, request_id=request_id)
-            ingress, model = await models.find(body.model, request_id)
-            models.require_capacity(ingress, "embeddings")
-            inputs = await ingress.prepare_embedding(body, request.headers.items(), model)
-            add_fields(request.scope, model=body.model)
-        prompt_tokens = sum(one.prompt_tokens for one in inputs)
-        return EmbeddingResponse(ingress, EmbeddingFold(request_id, body, prompt_tokens, len(inputs)), inputs)
+    add(CHAT_PATH, ChatBody, "Create a chat completion.")
+    add(TEXT_PATH, TextBody, "Continue a text or a list of token ids.")
+    add(EMBEDDING_PATH, EmbeddingBody, "Create embeddings.")
 
 
 def _add_models(app: FastAPI, models: ServedModels) -> None:

@@ -47,7 +47,6 @@ class BodyLimits:
     Attributes:
         text_bytes_max: maximum bytes of a body, not counting the URLs of its images and videos.
         media_bytes_max: maximum bytes of a whole body with these URLs. Used only if `takes_media`.
-        takes_media: whether the model accepts images or videos.
         values_max: maximum number of JSON values. At least the context length of the model, because a prompt of
             token ids has one value per token.
     """
@@ -116,9 +115,6 @@ class BodyMemory:
 
     Args:
         bytes_max: maximum bytes of all bodies together; at least one body of the maximum size always fits.
-
-    Attributes:
-        held: current bytes of all counted bodies.
     """
 
     def __init__(self, limits: BodyLimits, bytes_max: int = MEMORY_BYTES_MAX) -> None:
@@ -181,8 +177,7 @@ class BodyReader:
 async def read_body(request: Request, bytes_max: int) -> bytes:
     """Return a body of at most `bytes_max` bytes, without counting it in `BodyMemory`.
 
-    Raises:
-        ApiError: 413 if the body is larger.
+    Raises ApiError (413) if the body is larger.
     """
     raw = bytearray()
     async for part in request.stream():
@@ -198,8 +193,7 @@ def request_id_of(request: Request, prefix: str) -> str:
     Args:
         prefix: begin of the random id that replaces a missing header.
 
-    Raises:
-        ApiError: 400 if the header is not a valid id.
+    Raises ApiError (400) if the header is not a valid id.
     """
     given = client_id(request) or prefix + runtime.random_bytes(CLIENT_ID_BYTES).hex()
     return http_request_id(given, runtime.random_int(NUMBER_BYTES))
@@ -208,8 +202,7 @@ def request_id_of(request: Request, prefix: str) -> str:
 def client_id(request: Request) -> str | None:
     """Return the header `x-request-id` of a request, None if the header is missing.
 
-    Raises:
-        ApiError: 400 if the header is not a valid id.
+    Raises ApiError (400) if the header is not a valid id.
     """
     given = request.headers.get("x-request-id")
     if given is not None and not REQUEST_ID.fullmatch(given):

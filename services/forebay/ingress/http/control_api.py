@@ -63,17 +63,11 @@ STATUSES: tuple[tuple[Literal["timed_out", "left", "refused"], int, str], ...] =
 LORA_NEUTRAL: Neutral = {"load_inplace": (None, False)}  # if true, vLLM replaces a loaded adapter of the same name
 LORA_IGNORED = frozenset({"lora_int_id"})  # vLLM's number of an adapter
 
-# Parts of JSON schemas: the name of an adapter, and two ways to name its directory.
-NAMED = {"required": ["lora_name"], "properties": {"lora_name": {"minLength": 1}}}
-IN_PATH = {
-    "required": ["lora_path"],
-    "properties": {"lora_path": {"minLength": 1}, "source": {"type": "null"}},
-}
+# Part of a JSON schema: a drain names workers or a pool.
 DRAINED = [
     {"required": ["worker_ids"], "properties": {"worker_ids": {"minItems": 1}}},
     {"required": ["pool"], "properties": {"pool": {"minLength": 1}}},
 ]
-IN_SOURCE = {"required": ["source"], "properties": {"source": {"type": "object"}}}
 
 
 class CommandBody(CheckedBody):
@@ -100,7 +94,6 @@ class DrainBody(CommandBody):
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add to the JSON schema that workers or a pool are required."""
         schema["anyOf"] = DRAINED
 
     def command(self, action: Action) -> Command:
@@ -157,34 +150,11 @@ class LoraBody(CommandBody):
         return Command(action=action, lora_name=self.lora_name, lora_path=path)
 
 
-class LoadBody(LoraBody):
-    @classmethod
-    def describe(cls, schema: dict[str, Any]) -> None:
-        """Add to the JSON schema that the name and the directory of the adapter are required."""
-        schema["allOf"] = [NAMED, {"anyOf": [IN_PATH, IN_SOURCE]}]
-
-
-class UnloadBody(LoraBody):
-    @classmethod
-    def describe(cls, schema: dict[str, Any]) -> None:
-        """Add to the JSON schema that the name of the adapter is required."""
-        schema["allOf"] = [NAMED]
-
-
 class AnyCommandBody(LoraBody):
     """Body of POST /v1/commands: `action` names the command, the other fields are its parameters."""
 
-    action: str
+    action: Annotated[str, Field(json_schema_extra={"enum": [*ACTIONS]})]
     level: Level = 1
-
-    @classmethod
-    def describe(cls, schema: dict[str, Any]) -> None:
-        """Add to the JSON schema the values of `action`, and the fields that each of them requires."""
-        others = [action for action in ACTIONS if action not in LORA_CHANGES and action != "drain"]
-        loads = {"allOf": [{"properties": {"action": {"const": "load_lora"}}}, NAMED, {"anyOf": [IN_PATH, IN_SOURCE]}]}
-        unloads = {"allOf": [{"properties": {"action": {"const": "unload_lora"}}}, NAMED]}
-        drains = {"allOf": [{"properties": {"action": {"const": "drain"}}}, {"anyOf": DRAINED}]}
-        schema["anyOf"] = [{"properties": {"action": {"enum": others}}}, loads, unloads, drains]
 
     def named(self) -> Command:
         """Return the command that `action` names. Raises ApiError (400) if it is unknown or a field is missing."""
@@ -196,17 +166,13 @@ class AnyCommandBody(LoraBody):
         return self.command(action) if action in LORA_CHANGES else Command(action=action, level=self.level)
 
 
-COMMAND_BODIES = (AnyCommandBody, CommandBody, DrainBody, LoadBody, SleepBody, UnloadBody)
+COMMAND_BODIES = (AnyCommandBody, CommandBody, DrainBody, LoraBody, SleepBody)
 
 BodyT = TypeVar("BodyT", bound=CommandBody)
 
 
 def add_commands(router: APIRouter, ingress: GroupClient) -> None:
-    """Add the routes that send commands to workers.
-
-    Args:
-        ingress: the ingress whose `commands` run the commands.
-    """
+    """Add the routes that send commands to workers."""
 
     @router.post("/v1/commands", openapi_extra=body_of(AnyCommandBody), responses=errors(*COMMANDS))
     async def any_command(request: Request) -> Response:
@@ -242,9 +208,9 @@ def add_commands(router: APIRouter, ingress: GroupClient) -> None:
             body = await _body(kind, request)
             return await _run(request, ingress, body, body.command(action))
 
-    add("/v1/loras", "load_lora", LoadBody, "Load an adapter.")
-    add("/v1/load_lora_adapter", "load_lora", LoadBody, "Load an adapter.")
-    add("/v1/unload_lora_adapter", "unload_lora", UnloadBody, "Unload an adapter.")
+    add("/v1/loras", "load_lora", LoraBody, "Load an adapter.")
+    add("/v1/load_lora_adapter", "load_lora", LoraBody, "Load an adapter.")
+    add("/v1/unload_lora_adapter", "unload_lora", LoraBody, "Unload an adapter.")
     add("/clear_kv_blocks", "clear_kv_blocks", CommandBody, "Clear the KV caches.")
     add("/reset_prefix_cache", "clear_kv_blocks", CommandBody, "Clear the KV caches.")
     add("/sleep", "sleep", SleepBody, "Free the memory of engines until they wake up.")

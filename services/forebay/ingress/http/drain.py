@@ -59,12 +59,7 @@ class IngressDrain:
         await self.cut(interrupt, AT_ONCE_S if self._hurried.is_set() else CLOSE_S)
 
     async def cut(self, interrupt: Callable[[str], None], within_s: float) -> None:
-        """Interrupt every request in flight, and wait up to `within_s` seconds until clients have read the error.
-
-        Args:
-            interrupt: interrupts every request in flight; its argument is the reason for the client.
-            within_s: maximum seconds to wait.
-        """
+        """Interrupt every request in flight, and wait up to `within_s` seconds until clients have read the error."""
         self._began.set()
         interrupt(SHUTTING_DOWN)
         with contextlib.suppress(TimeoutError):
@@ -84,15 +79,9 @@ class IngressDrain:
 
 
 class DrainMiddleware:
-    """ASGI middleware that counts requests in flight, and rejects new requests once the drain has begun.
+    """ASGI middleware that counts requests in flight, and rejects new requests once the drain has begun."""
 
-    Args:
-        app: the application that serves the accepted requests.
-        drain: counts the requests, and determines whether new ones are rejected.
-        on_rejected: called with the error of each rejected request.
-    """
-
-    def __init__(self, app: ASGIApp, drain: IngressDrain, on_rejected: Callable[[ApiError], None]) -> None:
+    def __init__(self, app: ASGIApp, drain: IngressDrain, on_rejected: Callable[[str], None]) -> None:
         self._app = app
         self._drain = drain
         self._on_rejected = on_rejected
@@ -112,5 +101,5 @@ class DrainMiddleware:
 
     async def _reject(self, send: Send) -> None:
         error = ApiError(503, "shutting_down", SHUTTING_DOWN)
-        self._on_rejected(error)
+        self._on_rejected(error.code)
         await error.send(send, closes=True)

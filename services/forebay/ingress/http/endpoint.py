@@ -17,8 +17,7 @@ class TlsFiles:
         certfile: the certificate, followed by the certificates of intermediate authorities.
         keyfile: the private key; None if `certfile` contains it.
 
-    Raises:
-        Unusable: the files cannot be used as a pair.
+    Raises Unusable if the files cannot be used as a pair.
     """
 
     certfile: Path
@@ -57,10 +56,8 @@ class Endpoint:
     """Address at which an ingress serves HTTP.
 
     Attributes:
-        host: value of `--host`.
         allow_hosts: names accepted in the header `Host`, in addition to the names of a loopback address.
         allow_anonymous: whether clients beyond loopback may be served without an API key.
-        tls: certificate and private key; None for HTTP without TLS.
     """
 
     host: str
@@ -84,10 +81,8 @@ class Endpoint:
 
         Args:
             address: IP address of the listening socket.
-            has_key: whether the ingress requires an API key.
 
-        Raises:
-            Unusable: they could, and `allow_anonymous` is false.
+        Raises Unusable if they could, and `allow_anonymous` is false.
         """
         if has_key or is_loopback(address):
             return False

@@ -26,10 +26,6 @@ class ErrorGuard:
     """ASGI middleware that sends an error in OpenAI's format if the application raises an exception.
 
     It also writes the access log.
-
-    Args:
-        app: the application, including its other middleware.
-        on_rejected: called with the error code of each error that the guard sends.
     """
 
     def __init__(self, app: ASGIApp, on_rejected: Callable[[str], None]) -> None:

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from forebay.events.schema import split_description
-from forebay.ingress.http.api_key import requires_api_key
+from forebay.ingress.http.guards import requires_api_key
 from forebay.ingress.openai.fields import Body
 
 REFERENCE = "#/components/schemas/{model}"
@@ -109,13 +109,7 @@ def body_of(*kinds: type[Body], required: bool = True) -> dict[str, Any]:
 def describe(
     app: FastAPI, bodies: Sequence[type[Body]], results: Sequence[type[msgspec.Struct]], *, has_key: bool = False
 ) -> None:
-    """Complete the OpenAPI document of `app`.
-
-    Args:
-        bodies: request bodies whose schemas are added, together with OpenAI's error object.
-        results: responses whose schemas are added.
-        has_key: whether routes that use the model require an API key.
-    """
+    """Complete the OpenAPI document of `app`."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:

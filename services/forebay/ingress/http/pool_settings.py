@@ -49,11 +49,6 @@ class ListedPool:
 class PoolConfigurator:
     """Reads the configuration of the pools of one group from the topic `control`, and appends changes to it.
 
-    Args:
-        log: the log with the topic `control`.
-        find_partition: returns the partition of the group; None while no router has assigned one to the model.
-        on_undecodable: called for each record that cannot be decoded and is skipped.
-
     Attributes:
         allowed_policies: returns the custom policies that the owner may run; None while there is no owner.
     """
@@ -92,8 +87,7 @@ class PoolConfigurator:
     async def block_size(self, model: str) -> int:
         """Return the number of tokens per KV block of a model. The value may be up to `REFRESH_S` seconds old.
 
-        Raises:
-            ApiError: 503 while no pool serves the model, or if the log fails.
+        Raises ApiError (503) while no pool serves the model, or if the log fails.
         """
         if runtime.monotonic_s() - self._refreshed_s >= REFRESH_S or model not in self._block_sizes:
             await self.configured()
@@ -104,8 +98,7 @@ class PoolConfigurator:
     async def set_busy_thresholds(self, model: str, changes: Mapping[str, float | None], operator: str = "") -> None:
         """Change busy thresholds of a model; None disables a threshold.
 
-        Raises:
-            ApiError: 503 if no router or pool serves the model, or the log fails.
+        Raises ApiError (503) if no router or pool serves the model, or the log fails.
         """
 
         def event() -> ControlEvent:
@@ -120,8 +113,7 @@ class PoolConfigurator:
     async def set_disaggregation(self, model: str, changes: Mapping[str, Any], operator: str = "") -> None:
         """Change fields of the `DisaggConfig` of a model.
 
-        Raises:
-            ApiError: 409 if the model has no decode pool, 503 if no router serves the model or the log fails.
+        Raises ApiError: 409 if the model has no decode pool, 503 if no router serves the model or the log fails.
         """
 
         def event() -> ControlEvent:
@@ -143,9 +135,8 @@ class PoolConfigurator:
     async def set_rule(self, event: PoolEvent | PolicySet) -> None:
         """Append a rule for the choice of pools, or the policy of a pool, to the log.
 
-        Raises:
-            ApiError: 404 if the rule names an unknown pool, or a policy that the owner cannot run, 503 if no router
-                serves the model or the log fails.
+        Raises ApiError: 404 if the rule names an unknown pool, or a policy that the owner cannot run, 503 if no router
+        serves the model or the log fails.
         """
 
         def checked() -> ControlEvent:

@@ -53,8 +53,6 @@ class ConnectionLimits:
     """Limits of the connections of one server.
 
     Attributes:
-        on_rejected: called with the error code of each request that is rejected before it reaches the application.
-        connections_max: maximum number of open connections of the server.
         head_s: maximum time until the headers of a request are complete, in seconds.
         body_s: maximum time until its body is complete, in seconds. Each `BODY_BYTES_PER_S` received bytes add 1 s.
         linger_s: maximum time to discard the rest of a body after the response was sent, in seconds.

@@ -45,11 +45,7 @@ def add_route_query(app: FastAPI, models: ServedModels) -> None:
 
 
 def add_explain(app: FastAPI, ingress: GroupClient, explainer: Explainer) -> None:
-    """Add `GET /v1/requests/{request_id}/explain` to `app`.
-
-    Args:
-        ingress: serves the model of the requests.
-    """
+    """Add `GET /v1/requests/{request_id}/explain` to `app`."""
 
     @app.get("/v1/requests/{request_id:path}/explain", responses=errors(404, 501, 504))
     async def explain(request_id: str) -> Response:
@@ -70,12 +66,7 @@ def add_explain(app: FastAPI, ingress: GroupClient, explainer: Explainer) -> Non
 async def respond_to_query(request: Request, models: ServedModels, body: ChatBody | TextBody) -> Response:
     """Query the owner where it would route a request now, and return the HTTP response with the selected worker.
 
-    Args:
-        request: HTTP request of the client, for its headers.
-        body: parsed body of the request that would be routed.
-
-    Raises:
-        ApiError: the body is invalid, or the owner does not respond.
+    Raises ApiError if the body is invalid, or the owner does not respond.
     """
     if isinstance(body, TextBody) and len(body.prompts) > 1:
         raise invalid("a route query has one prompt; send one query per prompt", "prompt", "unsupported_parameter")
@@ -95,8 +86,7 @@ async def respond_to_query(request: Request, models: ServedModels, body: ChatBod
 def kind_of(raw: bytes) -> type[ChatBody] | type[TextBody]:
     """Return the class of a completion body: ChatBody if it has `messages`, TextBody if it has `prompt`.
 
-    Raises:
-        ApiError: 400 if the body has neither of them.
+    Raises ApiError (400) if the body has neither of them.
     """
     try:
         found = msgspec.json.decode(raw, type=_Kind)

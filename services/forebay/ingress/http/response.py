@@ -1,4 +1,4 @@
-"""Send a chat or text completion to an HTTP client, as server-sent events or as one JSON object.
+"""Send a response to an HTTP client, as server-sent events or as one JSON object.
 
 Status and headers are sent with the first token, so a request that the router or an engine rejects gets an HTTP error
 status.
@@ -11,12 +11,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from forebay import runtime
-from forebay.events.request_ids import choice_ids
 from forebay.ingress.access_log import add_fields
 from forebay.ingress.errors import ApiError, deadline_exceeded
 from forebay.ingress.ingress import GRACE_S, Ingress
+from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.prepare import PreparedRequest
-from forebay.ingress.response_fold import CompletionFold, ResponseFold, was_rejected
+from forebay.ingress.response_fold import ResponseFold, was_rejected
 from forebay.ingress.streams import Stream, interruption
 
 PARTS_IN_FLIGHT_MAX = 64  # per client request, so that other requests are interleaved
@@ -30,31 +30,21 @@ OnStep = Callable[[Stream, list[bytes]], Awaitable[None]]
 class PartRunner:
     """Submits the parts of one client request, and folds their output into one response. If a part fails, all end.
 
-    Args:
-        parts: the parts, in the order of `ids`.
-
     Attributes:
         interrupt_reason: reason with which parts in flight are cancelled if `run` is cancelled.
     """
 
-    def __init__(
-        self, ingress: Ingress, fold: ResponseFold, ids: Sequence[str], parts: Sequence[PreparedRequest]
-    ) -> None:
+    def __init__(self, ingress: Ingress, fold: ResponseFold, parts: Sequence[PreparedRequest]) -> None:
         self.interrupt_reason = DISCONNECTED
         self._ingress = ingress
         self._fold = fold
-        self._ids = ids
         self._parts = parts
         self._capacity = asyncio.Semaphore(PARTS_IN_FLIGHT_MAX)
 
     async def run(self, on_step: OnStep) -> None:
         """Run all parts until the response is complete. If cancelled, cancel the parts in flight.
 
-        Args:
-            on_step: called after each step of the fold.
-
-        Raises:
-            ApiError: a part failed or was interrupted.
+        Raises ApiError if a part failed or was interrupted.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -66,7 +56,7 @@ class PartRunner:
     async def _run_part(self, index: int, on_step: OnStep) -> None:
         async with self._capacity:
             try:
-                stream = await self._ingress.submit(self._ids[index], self._parts[index])
+                stream = await self._ingress.submit(self._fold.ids[index], self._parts[index])
                 await self._follow(stream, index, on_step)
             except ApiError as error:
                 if self._fold.error is None:
@@ -75,7 +65,7 @@ class PartRunner:
 
     async def _follow(self, stream: Stream, index: int, on_step: OnStep) -> None:
         """Fold the output of a submitted part until it is complete."""
-        ingress, fold, request_id = self._ingress, self._fold, self._ids[index]
+        ingress, fold, request_id = self._ingress, self._fold, self._fold.ids[index]
         try:
             while fold.error is None and not fold.is_part_over(index):
                 await stream.ready()
@@ -103,19 +93,16 @@ DONE = b"data: [DONE]\n\n"
 OBJECTS_MAX = 1_024  # of several choices; a client that reads more slowly lets output wait as token ids
 
 
-class CompletionResponse(Response):
-    """ASGI response to one completion request.
+class OneResponse(Response):
+    """ASGI response that is one request on the log.
 
     It is not a StreamingResponse of Starlette, because that class creates a task group for each response.
 
     Args:
-        ingress: the ingress, which cancels the request if the response fails.
-        fold: turns the events of the request into the response.
-        stream: events of the request, as the ingress receives them.
         began_s: time at which the request arrived, in seconds of the monotonic clock.
     """
 
-    def __init__(self, ingress: Ingress, fold: CompletionFold, stream: Stream, began_s: float) -> None:
+    def __init__(self, ingress: Ingress, fold: ResponseFold, stream: Stream, began_s: float) -> None:
         self.status_code = 200
         self.background = None
         self._ingress = ingress
@@ -124,7 +111,7 @@ class CompletionResponse(Response):
         self._stream = stream
         self._began_s = began_s
         self._first_s = 0.0
-        self._choices = 1
+        self._parts = 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response. If the client disconnects or the response fails, cancel the request."""
@@ -250,29 +237,22 @@ class CompletionResponse(Response):
         now_s = runtime.monotonic_s()
         metrics.duration.observe(now_s - self._began_s)
         metrics.input_tokens.observe(fold.prompt_tokens)
+        if fold.endpoint == EmbeddingBody.endpoint:
+            return
         metrics.output_tokens.observe(tokens)
         metrics.cached_tokens.observe(fold.cached_tokens)
-        if tokens > self._choices:
-            metrics.itl.observe((now_s - self._first_s) / (tokens / self._choices - 1))
+        if tokens > self._parts:
+            metrics.itl.observe((now_s - self._first_s) / (tokens / self._parts - 1))
 
 
-class ChoicesResponse(CompletionResponse):
-    """ASGI response to one completion request with several choices. Chunks of a stream are interleaved.
+class PartsResponse(OneResponse):
+    """ASGI response that is several requests on the log, its choices or inputs. Chunks of a stream are interleaved."""
 
-    Args:
-        ingress: submits and cancels one request per choice.
-        fold: turns the events of these requests into the response.
-        choices: one prepared request per choice.
-        began_s: time at which the request arrived, in seconds of the monotonic clock.
-    """
-
-    def __init__(
-        self, ingress: Ingress, fold: CompletionFold, choices: Sequence[PreparedRequest], began_s: float
-    ) -> None:
+    def __init__(self, ingress: Ingress, fold: ResponseFold, parts: Sequence[PreparedRequest], began_s: float) -> None:
         # No event is dispatched to this stream. It is notified when a step of the fold returned objects.
         super().__init__(ingress, fold, Stream(), began_s)
-        self._runner = PartRunner(ingress, fold, choice_ids(fold.request_id, len(choices)), choices)
-        self._choices = len(choices)
+        self._runner = PartRunner(ingress, fold, parts)
+        self._parts = len(parts)
         self._objects: list[bytes] = []
         self._has_room = asyncio.Event()
         self._has_room.set()
@@ -280,7 +260,9 @@ class ChoicesResponse(CompletionResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the choices and send the response, or an error if they are not admitted. At its end, cancel the rest."""
-        admission, more = self._ingress.admission, self._choices - 1  # the middleware has admitted one request
+        admission = self._ingress.admission
+        # The middleware has admitted one request. The inputs of an embedding request count as one.
+        more = 0 if self._fold.endpoint == EmbeddingBody.endpoint else self._parts - 1
         try:
             admission.enter(more)
         except ApiError as error:

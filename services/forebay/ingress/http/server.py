@@ -50,9 +50,6 @@ class Server(uvicorn.Server):
     If a listening socket fails, uvloop raises no exception: it logs the error and closes the socket. So `serve` checks
     its sockets, and raises PortTaken or NotListening, because a process that accepts no connections must not keep
     running.
-
-    Args:
-        on_started: called once, when the server accepts connections.
     """
 
     def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
@@ -90,8 +87,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Return whether the server must stop. uvicorn calls this method ten times per second.
 
-        Raises:
-            NotListening: a listening socket was closed.
+        Raises NotListening if a listening socket was closed.
         """
         if not self.should_exit and self._has_closed_listener():
             raise NotListening("HTTP is no longer served: the listening socket failed; start the process again")
@@ -118,10 +114,8 @@ def listen(host: str, port: int, option: str = "--port") -> socket.socket:
     """Return a listening socket for `host` and `port`. An error names the `option` that sets the port.
 
     The socket listens at once, so that a second process on the same port fails before it prints that it serves. Clients
-    that connect before the server accepts connections wait in the backlog.
-
-    Raises:
-        PortTaken: the process cannot listen on the address.
+    that connect before the server accepts connections wait in the backlog. Raises PortTaken if the process cannot
+    listen on the address.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only if the protocol is given. Without it, a response of two packets can take 40 ms more.
@@ -147,7 +141,6 @@ def build_server(
     Args:
         on_started: called once, when the server accepts connections.
         limits: limits of the connections. `limits.on_rejected` is also called for errors that `ErrorGuard` sends.
-        tls: certificate and private key; None for HTTP without TLS.
     """
     logging.getLogger("uvicorn.error").addFilter(_is_no_duplicate)
     config = uvicorn.Config(
@@ -175,9 +168,6 @@ async def serve_until_drained(
     """Serve HTTP until the drain has ended. If this coroutine is cancelled, interrupt requests in flight at once.
 
     Args:
-        listener: the listening socket, which is closed at the end.
-        drain: drain of the ingress; serving ends after it.
-        interrupt: interrupts every request in flight; its argument is the reason for the client.
         drain_s: maximum seconds to wait for requests in flight once the drain has begun.
     """
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")

@@ -29,13 +29,7 @@ REJOIN_S = 1.0  # pause before joining the group again
 
 
 class KafkaApi:
-    """Serves the partitions of `openai-requests` that the Kafka consumer group assigns to one ingress.
-
-    Args:
-        log: the log on Kafka, whose connection settings the API uses.
-        models: the models, which prepare and submit the requests.
-        reply_slots: number of partitions of `tokens`.
-    """
+    """Serves the partitions of `openai-requests` that the Kafka consumer group assigns to one ingress."""
 
     def __init__(self, log: KafkaLog, models: ServedModels, metrics: KafkaApiMetrics, reply_slots: int) -> None:
         self._log = log

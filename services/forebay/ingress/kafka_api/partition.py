@@ -20,7 +20,7 @@ from collections import deque
 from forebay import runtime
 from forebay.core.state.reply_slot import apply
 from forebay.events.codec import DecodeError, decode, encode
-from forebay.events.request_ids import choice_ids, kafka_api_request_id, part_id
+from forebay.events.request_ids import kafka_api_request_id
 from forebay.events.tokens import TokenEvent
 from forebay.events.topics import REQUESTS, TOKENS
 from forebay.ingress.access_log import write_record
@@ -29,8 +29,7 @@ from forebay.ingress.ingress import GRACE_S
 from forebay.ingress.kafka_api.request import ReplyAddress, address, body_of, nonce_of, slot_of
 from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, ResponseRecord, WindowEntry
 from forebay.ingress.kafka_api.shared import SharedState
-from forebay.ingress.openai.embeddings import EmbeddingBody
-from forebay.ingress.response_fold import EmbeddingFold, ResponseFold, was_rejected
+from forebay.ingress.response_fold import was_rejected
 from forebay.ingress.streams import count_foreign
 from forebay.transport.base import Draft, LogError, Record, Tail
 from forebay.transport.kafka.group import Committed
@@ -263,20 +262,13 @@ class PartitionServer:
         body = body_of(record, front.bodies.limits, ignores_unknown=front.settings.ignore_unknown_fields)
         ingress, model = await self._shared.find(body.model, request_id)
         headers = (record.headers or {}).items()
-        fold: ResponseFold
-        if isinstance(body, EmbeddingBody):
-            inputs = await ingress.prepare_embedding(body, headers, model, is_patient=True)
-            fold = EmbeddingFold(request_id, body, sum(one.prompt_tokens for one in inputs), len(inputs))
-            ids = [part_id(request_id, index) for index in range(len(inputs))]
-        else:
-            inputs = await ingress.prepare(body, headers, model, is_patient=True)
-            fold = ingress.completion(request_id, body, inputs, created_s=record.at_us // 1_000_000)
-            ids = [*choice_ids(request_id, len(inputs))]
+        inputs = await ingress.prepare(body, headers, model, is_patient=True)
+        fold = ingress.fold(request_id, body, inputs, created_s=record.at_us // 1_000_000)
         if where.request_id in self._shared.ids:
             text = f"the request id {where.request_id} is already in flight; use another id"
             raise ApiError(409, "duplicate_request_id", text)
         response = RecordResponse(entry, where, fold, ingress)
-        for index, (name, prepared) in enumerate(zip(ids, inputs, strict=True)):
+        for index, (name, prepared) in enumerate(zip(fold.ids, inputs, strict=True)):
             submission = prepared.submission(
                 name,
                 reply_slot=self._slot,

@@ -11,9 +11,8 @@ from forebay.events.names import unknown_name
 from forebay.events.topics import OPENAI_RESPONSES, topic_named
 from forebay.ingress.errors import ApiError, Unusable, invalid
 from forebay.ingress.http.body import BodyLimits
-from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.fields import parse
-from forebay.ingress.openai.requests import REQUEST_ID, ChatBody, TextBody
+from forebay.ingress.openai.requests import CHAT_PATH, KINDS, REQUEST_ID, AnyBody
 from forebay.transport.base import Record
 
 TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")  # valid names in Kafka
@@ -66,16 +65,6 @@ def _is_forebay_topic(topic: str) -> bool:
     return False
 
 
-CHAT_PATH = "/v1/chat/completions"
-TEXT_PATH = "/v1/completions"
-EMBEDDING_PATH = "/v1/embeddings"
-KINDS: dict[str, type[ChatBody | TextBody | EmbeddingBody]] = {
-    CHAT_PATH: ChatBody,
-    TEXT_PATH: TextBody,
-    EMBEDDING_PATH: EmbeddingBody,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class ReplyAddress:
     """Request id and topic of a response, from the headers of the request record. An error response uses them too.
@@ -95,10 +84,6 @@ def address(record: Record, allowed: ReplyTopics) -> ReplyAddress:
     """Return the request id and the reply topic of a request record.
 
     An invalid header is replaced by its default and reported as `problem`.
-
-    Args:
-        record: record of `openai-requests`.
-        allowed: topics that a client may name.
     """
     headers = record.headers or {}
     request_id = headers.get("request-id")
@@ -118,14 +103,8 @@ def address(record: Record, allowed: ReplyTopics) -> ReplyAddress:
     return ReplyAddress(request_id, reply_topic, problem)
 
 
-def body_of(
-    record: Record, limits: BodyLimits, *, ignores_unknown: bool = False
-) -> ChatBody | TextBody | EmbeddingBody:
+def body_of(record: Record, limits: BodyLimits, *, ignores_unknown: bool = False) -> AnyBody:
     """Return the parsed body of a request record. Its header `path` determines the kind of the body.
-
-    Args:
-        record: record of `openai-requests`.
-        ignores_unknown: whether unknown fields have no effect. If false, they are rejected.
 
     Raises:
         ApiError: the record is unreadable, the path is unknown, or the body is too large, invalid or a route query.
@@ -157,9 +136,5 @@ def slot_of(partition: int, reply_slots: int) -> int:
     """Return the reply slot (partition of `tokens`) for the requests of a partition of `openai-requests`.
 
     All ingresses use the same one, so that another ingress can continue.
-
-    Args:
-        partition: partition of `openai-requests`.
-        reply_slots: number of partitions of `tokens`.
     """
     return xxh3_64_intdigest(b"kafka-api-%d" % partition) % reply_slots

@@ -24,7 +24,6 @@ class ResponseRecord:
 
     Attributes:
         index: position of the record in the response, from 0.
-        value: JSON object of the response, or of one stream chunk.
     """
 
     index: int
@@ -38,7 +37,6 @@ class WindowEntry:
     """State of one request record, from its acceptance until all earlier records are complete too.
 
     Attributes:
-        offset: offset of the record in its partition of `openai-requests`.
         slot_from: offset in the reply slot at which the response can begin.
         is_complete: whether the broker has acknowledged the complete response.
         diverted: whether the response is sent to the default topic because its reply topic failed.
@@ -54,8 +52,6 @@ class RecordResponse:
     """Response to one record of `openai-requests`.
 
     Attributes:
-        where: request id and topic of the response.
-        fold: builds the response from the events of its requests.
         requests: the requests on the log, one per choice or input.
     """
 
@@ -71,11 +67,7 @@ class RecordResponse:
         self._began_s = runtime.monotonic_s()
 
     def write_access(self, partition: int) -> None:
-        """Log the complete response in the access log.
-
-        Args:
-            partition: partition of `openai-requests` with the request.
-        """
+        """Log the complete response in the access log."""
         fold, error = self.fold, self.fold.error
         write_record(
             partition,

@@ -61,9 +61,8 @@ class MediaFetcher:
     async def fetch(self, refs: Sequence[MediaRef]) -> list[FetchedMedia]:
         """Return the images and videos of one request, in the order of `refs`.
 
-        Raises:
-            ApiError: there are too many, one of them cannot be fetched or is invalid, or together they exceed the
-                limits of size or time.
+        Raises ApiError if there are too many, one of them cannot be fetched or is invalid, or together they exceed the
+        limits of size or time.
         """
         if not refs:
             return []

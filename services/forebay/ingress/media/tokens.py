@@ -33,8 +33,6 @@ class MediaRef:
     """Reference to an image or a video in the body of a request.
 
     Attributes:
-        kind: `image` or `video`.
-        url: http, https or data URL.
         where: path of the URL in the body, for error messages.
     """
 
@@ -48,9 +46,7 @@ class FetchedMedia:
     """A fetched image or video.
 
     Attributes:
-        kind: `image` or `video`.
         mime: MIME type, detected from the bytes.
-        content: the bytes.
         digest: SHA-256 of the bytes, in hex.
     """
 
@@ -105,12 +101,9 @@ class MediaTokens:
         """Return a prompt in which each placeholder is repeated as often as the engine does.
 
         Args:
-            token_ids: token ids of the prompt, with one placeholder per image or video.
-            refs: references to the images and videos, for error messages.
             fetched: the fetched images and videos, in the order of `refs`.
 
-        Raises:
-            ApiError: the numbers of placeholders and of images or videos differ.
+        Raises ApiError if the numbers of placeholders and of images or videos differ.
         """
         kinds = {token_id: kind for kind, token_id in self.ids.items()}
         waiting = {kind: [one for one in fetched if one.kind == kind] for kind in self.ids}
@@ -147,7 +140,6 @@ class ExpandedPrompt:
 
     Attributes:
         token_ids: token ids, with all placeholder tokens.
-        media: images and videos, each with the position of its tokens, in order.
     """
 
     token_ids: list[int]
@@ -158,7 +150,6 @@ def media_tokens_of(config: Mapping[str, Any], text_of: Callable[[int], str | No
     """Return the placeholder tokens of a model.
 
     Args:
-        config: the model's config.json.
         text_of: returns the text of a token, None for an unknown token. Unknown placeholders are ignored.
     """
     ids: dict[MediaKind, int] = {}

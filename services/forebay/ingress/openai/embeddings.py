@@ -16,9 +16,9 @@ from pydantic import Field, model_validator
 from forebay.events.base import U32_BYTES
 from forebay.ingress.errors import invalid
 from forebay.ingress.model import Model
-from forebay.ingress.openai.fields import CheckedBody, Neutral, describe_non_empty
-from forebay.ingress.openai.nvext import NAME_CHARS_MAX, Nvext
-from forebay.ingress.openai.sampling import TokenIds
+from forebay.ingress.openai.fields import Neutral, describe_non_empty
+from forebay.ingress.openai.nvext import RoutedBody
+from forebay.ingress.openai.sampling import TokenIds, listed
 
 INPUTS_MAX = 2_048  # OpenAI's limit
 DIMENSIONS_MAX = 1 << 20
@@ -48,13 +48,14 @@ IGNORED = frozenset({"user"})
 Tokens = Annotated[TokenIds, Field(min_length=1)]
 
 
-class EmbeddingBody(CheckedBody):
+class EmbeddingBody(RoutedBody):
     """Body of POST /v1/embeddings. `input` is a text, a list of token ids, or a list of several texts or lists."""
 
+    endpoint = "embeddings"
+    id_prefix = "embd-"
     neutral = NEUTRAL
     ignored = IGNORED
 
-    model: str
     input: (
         str
         | Tokens
@@ -63,8 +64,6 @@ class EmbeddingBody(CheckedBody):
     )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=DIMENSIONS_MAX)] | None = None
-    cache_salt: Annotated[str, Field(max_length=NAME_CHARS_MAX)] | None = None
-    nvext: Nvext | None = None
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
@@ -82,22 +81,7 @@ class EmbeddingBody(CheckedBody):
     @property
     def inputs(self) -> list[str | list[int]]:
         """The inputs as a list; each is a text or a list of token ids, and gets one vector."""
-        value = self.input
-        if isinstance(value, str):
-            return [value]
-        if isinstance(value[0], int):
-            return [[token for token in value if isinstance(token, int)]]
-        return [one for one in value if not isinstance(one, int)]
-
-    @property
-    def queries_route(self) -> bool:
-        """Whether the request is a route query. Always false, because embeddings support none."""
-        return False
-
-    @property
-    def cache_namespace(self) -> str:
-        """Salt of the block hashes: `nvext.cache_salt`, else `cache_salt`. Empty if the client set none."""
-        return (self.nvext and self.nvext.cache_salt) or self.cache_salt or ""
+        return listed(self.input)
 
     def require_dimensions(self, model: Model) -> None:
         """Raise ApiError if vectors of this model cannot be truncated to `dimensions`."""
@@ -114,12 +98,9 @@ def embeddings(body: EmbeddingBody, vectors: list[bytes], prompt_tokens: int) ->
     """Return the response object as JSON.
 
     Args:
-        body: body of the request.
         vectors: vector of each input, packed as little-endian float32.
-        prompt_tokens: tokens of all inputs.
 
-    Raises:
-        ApiError: a vector has fewer dimensions than the client requested.
+    Raises ApiError if a vector has fewer dimensions than the client requested.
     """
     data = [
         {"object": "embedding", "index": index, "embedding": _embedding(packed, body)}

@@ -87,7 +87,6 @@ def reject_extra(body: Body, where: str) -> None:
     """Raise ApiError if a body has an unknown field, or an unsupported field with a value that is not neutral.
 
     Args:
-        body: parsed body or part of a body.
         where: path of the part in the request, with a dot at its end; empty for a whole body.
     """
     for name, value in (body.model_extra or {}).items():
@@ -146,8 +145,6 @@ def parse(kind: type[BodyT], raw: bytes, *, ignores_unknown: bool = False) -> Bo
     """Return the body of a request, parsed as `kind`. Raises ApiError (400), which names the first invalid field.
 
     Args:
-        kind: class of the body.
-        raw: the body as JSON.
         ignores_unknown: whether to drop unknown fields. Unsupported fields that are known still raise ApiError.
     """
     context = IGNORES_UNKNOWN if ignores_unknown else None

@@ -10,7 +10,7 @@ of Dynamo's Python API) and `routing_constraints.allowed_worker_ids`.
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -205,11 +205,6 @@ class Nvext(CheckedBody):
         return self
 
     @property
-    def queries_route(self) -> bool:
-        """Whether the request is a route query: it returns the worker that would be selected, and generates nothing."""
-        return bool(self.annotations)
-
-    @property
     def session_id(self) -> str:
         """Session id in `session_control`, else in `agent_context`; empty if neither has one."""
         if self.session_control is not None:
@@ -226,6 +221,38 @@ class Nvext(CheckedBody):
                         yield f"nvext.{name}.{part}"
             elif value is not None:
                 yield f"nvext.{name}"
+
+
+class RoutedBody(CheckedBody):
+    """Base of the bodies of requests that workers run.
+
+    Attributes:
+        endpoint: name of the route in metrics.
+        id_prefix: begin of the random id of a request whose client chose none.
+    """
+
+    endpoint: ClassVar[str]
+    id_prefix: ClassVar[str]
+
+    model: str
+    cache_salt: Annotated[str, Field(max_length=NAME_CHARS_MAX)] | None = None
+    nvext: Nvext | None = None
+
+    @property
+    def cache_namespace(self) -> str:
+        """Salt of the block hashes: `nvext.cache_salt`, else `cache_salt`. Empty if the client set none."""
+        return (self.nvext and self.nvext.cache_salt) or self.cache_salt or ""
+
+    @property
+    def queries_route(self) -> bool:
+        """Whether the request is a route query: it returns the worker that would be selected, and generates nothing."""
+        return self.nvext is not None and bool(self.nvext.annotations)
+
+    @property
+    def kv_pin_s(self) -> int:
+        """Seconds for which the KV of the prompt is pinned; 0 if the client pins nothing."""
+        pin = self.nvext and self.nvext.cache_control
+        return pin.seconds if pin else 0
 
 
 HINTS = tuple(name for name in Nvext.model_fields if name not in ("annotations", "extra_fields", "cache_salt"))
@@ -276,12 +303,7 @@ def reject_hints(nvext: Nvext | None) -> None:
 def routing_of(nvext: Nvext | None, found: RoutingHeaders) -> RoutingHints:
     """Return the routing hints of a request.
 
-    Args:
-        nvext: extension `nvext` of the body, None if it has none.
-        found: values of the routing headers, from `routing_headers`. A header overrides the body.
-
-    Raises:
-        ApiError: 400 for an invalid header, or for hints that contradict each other.
+    Raises ApiError (400) for an invalid header, or for hints that contradict each other.
     """
     if nvext is None and not found:
         return NO_HINTS

@@ -18,9 +18,6 @@ class ServingInfo:
     """The workers that served a request. The response contains them as its extension `forebay`.
 
     Attributes:
-        request_id: id of the request.
-        worker: id of the worker that generated the output.
-        rank: data-parallel rank of that worker.
         attempts: number of attempts to serve the request, including the successful one.
         prefilled: the worker that computed the prompt; None if `worker` computed it itself.
     """
@@ -63,11 +60,6 @@ class ResponseFormatter:
     """Encodes one choice of the response to a chat or text completion request as JSON.
 
     Args:
-        chat: true for a chat completion, false for a text completion.
-        response_id: field `id` of the response.
-        model: field `model` of the response.
-        created: field `created` of the response, in seconds of Unix time.
-        index: position of the choice that this formatter encodes.
         names_worker: whether to include the worker ids in the extension `nvext`.
     """
 
@@ -131,13 +123,7 @@ class ResponseFormatter:
         return {"index": self._index, **content, "logprobs": self._logprobs(delta), "finish_reason": reason}
 
     def whole(self, choices: Sequence[dict[str, Any]], usage: Usage, served: Sequence[ServingInfo]) -> bytes:
-        """Return the complete response object of a request without streaming.
-
-        Args:
-            choices: results of `choice`, in their order in the response.
-            usage: token counts of the request.
-            served: workers that served each choice.
-        """
+        """Return the complete response object of a request without streaming."""
         return _encode({**self._head, "choices": choices, "usage": usage_of(usage), **self._extensions(served)})
 
     def _logprobs(self, delta: OutputDelta) -> dict[str, Any] | None:
@@ -208,8 +194,6 @@ def route_of(result: RouteResponse, model: str, prompt_tokens: int) -> dict[str,
 
     Args:
         result: result of the query. The worker is null if no worker is available.
-        model: name of the model in the body of the query.
-        prompt_tokens: number of prompt tokens.
     """
     choice = result.choice
     return {

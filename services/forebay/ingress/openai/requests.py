@@ -14,9 +14,10 @@ from forebay.events.names import unknown_name
 from forebay.events.requests import StructuredOutput
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.media.tokens import MediaRef
+from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, describe_non_empty, reject_extra
-from forebay.ingress.openai.nvext import NAME_CHARS_MAX, WORKER_ID, Nvext
-from forebay.ingress.openai.sampling import JsonObject, SamplingFields, TokenIds
+from forebay.ingress.openai.nvext import NAME_CHARS_MAX, WORKER_ID, RoutedBody
+from forebay.ingress.openai.sampling import JsonObject, SamplingFields, TokenIds, listed
 from forebay.ingress.openai.tools import (
     CallId,
     ToolCall,
@@ -26,6 +27,9 @@ from forebay.ingress.openai.tools import (
     choice_of,
 )
 
+CHAT_PATH = "/v1/chat/completions"
+TEXT_PATH = "/v1/completions"
+EMBEDDING_PATH = "/v1/embeddings"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 STOP_STRINGS_MAX = 4
@@ -162,20 +166,17 @@ class Message(Body):
     reasoning: str | None = None
 
 
-class CompletionBody(SamplingFields):
+class CompletionBody(RoutedBody, SamplingFields):
     """Fields that the bodies of chat and text completions share."""
 
     neutral = NEUTRAL
     ignored = IGNORED
 
-    model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1, le=N_MAX)] | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: Annotated[str, Field(max_length=NAME_CHARS_MAX)] | None = None
-    nvext: Nvext | None = None
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
@@ -222,22 +223,6 @@ class CompletionBody(SamplingFields):
         return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
 
     @property
-    def cache_namespace(self) -> str:
-        """Salt of the block hashes: `nvext.cache_salt`, else `cache_salt`. Empty if the client set none."""
-        return (self.nvext and self.nvext.cache_salt) or self.cache_salt or ""
-
-    @property
-    def kv_pin_s(self) -> int:
-        """Seconds for which the KV of the prompt is pinned; 0 if the client pins nothing."""
-        pin = self.nvext and self.nvext.cache_control
-        return pin.seconds if pin else 0
-
-    @property
-    def queries_route(self) -> bool:
-        """Whether the request is a route query: it returns the worker that would be selected, and generates nothing."""
-        return self.nvext is not None and self.nvext.queries_route
-
-    @property
     def names_worker(self) -> bool:
         """Whether the client requests the worker ids in the extension `nvext` of the response."""
         return self.nvext is not None and WORKER_ID in (self.nvext.extra_fields or ())
@@ -256,6 +241,8 @@ class CompletionBody(SamplingFields):
 class ChatBody(CompletionBody):
     """Body of POST /v1/chat/completions: fields of `CompletionBody`, messages and tools."""
 
+    endpoint = "chat_completions"
+    id_prefix = "chatcmpl-"
     neutral = CHAT_NEUTRAL
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX)]
@@ -336,6 +323,8 @@ class ChatBody(CompletionBody):
 class TextBody(CompletionBody):
     """Body of POST /v1/completions: fields of `CompletionBody`, and one or several prompts as text or token ids."""
 
+    endpoint = "completions"
+    id_prefix = "cmpl-"
     neutral = TEXT_NEUTRAL
 
     prompt: (
@@ -371,12 +360,7 @@ class TextBody(CompletionBody):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts as a list; each is a text or a list of token ids."""
-        value = self.prompt
-        if isinstance(value, str):
-            return [value]
-        if not value or isinstance(value[0], int):
-            return [[token for token in value if isinstance(token, int)]]
-        return [one for one in value if not isinstance(one, int)]
+        return listed(self.prompt)
 
     @property
     def logprobs_wanted(self) -> int | None:
@@ -384,16 +368,15 @@ class TextBody(CompletionBody):
         return self.logprobs
 
 
+AnyBody = ChatBody | TextBody | EmbeddingBody
+# Class of the body of each path whose requests workers run.
+KINDS: dict[str, type[AnyBody]] = {CHAT_PATH: ChatBody, TEXT_PATH: TextBody, EMBEDDING_PATH: EmbeddingBody}
+
+
 def adapter_of(name: str, served: str, adapters: Sequence[str]) -> str:
     """Return the LoRA adapter that the field `model` of a request names; empty for the base model.
 
-    Args:
-        name: value of the field.
-        served: name of the base model.
-        adapters: names of the loaded adapters.
-
-    Raises:
-        ApiError: 404 if the name is neither the base model nor a loaded adapter.
+    Raises ApiError (404) if the name is neither the base model nor a loaded adapter.
     """
     if name == served:
         return ""

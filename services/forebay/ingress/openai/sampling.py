@@ -106,13 +106,7 @@ class SamplingFields(CheckedBody):
 def sampling_of(body: SamplingFields, max_tokens: int, vocabulary_size: int) -> Sampling:
     """Return the sampling parameters of a request as an event field, with defaults for missing parameters.
 
-    Args:
-        body: body of the request.
-        max_tokens: maximum number of output tokens.
-        vocabulary_size: number of token ids of the model.
-
-    Raises:
-        ApiError: 400 for an unknown token id, contradictory parameters, or an invalid or too large structure.
+    Raises ApiError (400) for an unknown token id, contradictory parameters, or an invalid or too large structure.
     """
     if (body.min_tokens or 0) > max_tokens:
         raise invalid(f"min_tokens is {body.min_tokens}, which exceeds max_tokens {max_tokens}", "min_tokens")
@@ -140,14 +134,18 @@ def sampling_of(body: SamplingFields, max_tokens: int, vocabulary_size: int) -> 
 def encoded_schema(schema: JsonValue, where: str) -> str:
     """Return a JSON schema as text.
 
-    Args:
-        schema: the schema.
-        where: path of the schema in the request, for the error.
-
-    Raises:
-        ApiError: 400 if the text is too large.
+    Raises ApiError (400) if the text is too large.
     """
     return _bounded(msgspec.json.encode(schema).decode(), where)
+
+
+def listed(prompts: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
+    """Return a prompt or a list of prompts as a list; each is a text or a list of token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not prompts or isinstance(prompts[0], int):
+        return [[token for token in prompts if isinstance(token, int)]]
+    return [one for one in prompts if not isinstance(one, int)]
 
 
 def _or_default(value: float | None, default: float) -> float:

@@ -88,11 +88,7 @@ class ToolCall(Body):
 
         The arguments need not be a JSON object, because an earlier response may have been cut off.
 
-        Args:
-            where: path of the call in the request, for errors.
-
-        Raises:
-            ApiError: 400 if a field is not supported.
+        Raises ApiError (400) if a field is not supported.
         """
         reject_extra(self, f"{where}.")
         reject_extra(self.function, f"{where}.function.")
@@ -127,8 +123,7 @@ class ToolSelection(msgspec.Struct, frozen=True):
     def structure(self) -> StructuredOutput | None:
         """Return the structure of the output that a forced call requires; None if no call is forced.
 
-        Raises:
-            ApiError: 400 if a schema of a tool is invalid or too large.
+        Raises ApiError (400) if a schema of a tool is invalid or too large.
         """
         if self.forced is None:
             return None
@@ -145,11 +140,6 @@ NO_TOOLS = ToolSelection((), None, parallel=True)
 
 def choice_of(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolSelection:
     """Return the tools that the model may or must call.
-
-    Args:
-        tools: field `tools` of the request.
-        choice: field `tool_choice` of the request.
-        parallel: field `parallel_tool_calls` of the request; None allows parallel calls.
 
     Raises:
         ApiError: 400 for a choice without tools, a choice of an unknown tool, duplicate names or unsupported fields.

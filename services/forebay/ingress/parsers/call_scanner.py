@@ -42,12 +42,7 @@ class ValueScanner:
         self._escaped = False
 
     def take(self, text: str, at: int) -> int:
-        """Process the next part of the text, and return the position after the characters that belong to the value.
-
-        Args:
-            text: a text that contains the next part of the value.
-            at: position in `text` at which the part begins.
-        """
+        """Process the next part of the text, and return the position after the characters that belong to the value."""
         if not self._kind:
             first = text[at]
             self._kind = "string" if first == '"' else "nested" if first in "{[" else "scalar"

@@ -39,7 +39,6 @@ class OutputPlan:
         """Return a new composer for the response to the request.
 
         Args:
-            model: decodes the tokens.
             request_id: id of the request, from which the ids of tool calls are derived.
         """
         options = self.parsing
@@ -89,14 +88,9 @@ class Composer:
     """Turns the output tokens of one response into deltas: parts of the text, of tool calls and of log probabilities.
 
     Args:
-        text: detokenizer, which also detects stop strings.
         parser: splits the text into reasoning, content and tool calls; None to emit all text as content.
         logprobs: bytes of the model's tokens, and the number of alternative tokens to report per output token; None
             reports no log probabilities.
-        echo: text with which the content of the first delta begins.
-
-    Attributes:
-        stopped: whether a stop string ended the response.
     """
 
     __slots__ = ("_arguments", "_echo", "_logprobs", "_parser", "_text", "stopped")
@@ -119,7 +113,6 @@ class Composer:
         """Return the delta of the next output tokens. Text that could begin a stop string or a tag is kept back.
 
         Args:
-            token_ids: ids of the tokens.
             logprobs: log probability of each token; empty if the engine reported none.
         """
         decoded: tuple[DecodedLogprob, ...] = ()

@@ -45,8 +45,6 @@ class OutputDelta(msgspec.Struct, frozen=True):
 
     Attributes:
         content: text outside of reasoning and tool calls.
-        calls: parts of tool calls, in order.
-        logprobs: log probabilities of the output tokens.
     """
 
     content: str = ""

@@ -37,7 +37,6 @@ class DeltaCollector:
     """Collects the content, reasoning and tool calls that the stages of a `ParserChain` emit.
 
     Args:
-        id_of: returns the id of a tool call by its index.
         parallel: whether a response may have several tool calls; if false, all calls after the first are dropped.
     """
 
@@ -105,12 +104,7 @@ class ParserStage(ABC):
 
 
 class ParserChain:
-    """Parser of one response, made of stages.
-
-    Args:
-        sink: the collector to which all stages emit.
-        first: the first stage; each stage knows the next one.
-    """
+    """Parser of one response, made of stages."""
 
     def __init__(self, sink: DeltaCollector, first: ParserStage) -> None:
         self._sink = sink
@@ -146,8 +140,6 @@ class ReasoningParser(ParserStage):
     Newlines after a tag belong to the tag.
 
     Args:
-        sink: the collector to which the stage emits reasoning.
-        rest: the next stage, which gets the text after the reasoning.
         is_open: whether the response begins inside reasoning. If false, reasoning must begin with `<think>`.
     """
 

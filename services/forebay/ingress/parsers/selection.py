@@ -46,7 +46,6 @@ class ParseOptions:
     """Options for parsing the response to one chat request.
 
     Attributes:
-        choice: the tools that the model may or must call.
         is_open: whether the prompt ends with the tag that begins reasoning, so that the response begins inside it.
         structured: whether the engine constrains the output to a structure, such as a JSON schema.
         prompt_ids: token ids of the prompt, which vLLM's parsers need.
@@ -66,8 +65,7 @@ class ParserFactory:
         tool: name of the tool call parser, `auto` or `none`.
         reasoning: name of the reasoning parser, `auto` or `none`.
 
-    Raises:
-        Unusable: a parser has an unknown name.
+    Raises Unusable if a parser has an unknown name.
     """
 
     def __init__(self, model: Model, tool: str = AUTO, reasoning: str = AUTO) -> None:
@@ -106,11 +104,7 @@ class ParserFactory:
         return prompt.rstrip().endswith(THINK)
 
     def parser(self, options: ParseOptions, request_id: str) -> Parser | None:
-        """Return a new parser for one response; None if it can contain neither tool calls nor reasoning.
-
-        Args:
-            request_id: id of the request, from which the ids of tool calls are derived.
-        """
+        """Return a new parser for one response; None if it can contain neither tool calls nor reasoning."""
         choice = options.choice
         if not choice.tools and not self.reasoning:
             return None

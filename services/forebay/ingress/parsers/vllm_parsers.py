@@ -24,8 +24,7 @@ class VllmParsers:
         tool: vLLM's name of the tool call parser; empty for none.
         reasoning: vLLM's name of the reasoning parser; empty for none.
 
-    Raises:
-        Unusable: vLLM is not installed, or has no parser of this name.
+    Raises Unusable if vLLM is not installed, or has no parser of this name.
     """
 
     def __init__(self, directory: Path, tool: str, reasoning: str) -> None:
@@ -51,12 +50,7 @@ class VllmParsers:
     def parser(self, choice: ToolSelection, prompt_ids: list[int], id_of: Any) -> "VllmParser":
         """Return a new parser for one response.
 
-        Args:
-            choice: the tools that the model may call.
-            id_of: returns the id of a tool call by its index.
-
-        Raises:
-            ApiError: vLLM rejects the tools.
+        Raises ApiError if vLLM rejects the tools.
         """
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: PLC0415
 

@@ -1,7 +1,7 @@
-"""Reject requests that a browser sends for a web page of another origin, before they reach a route.
+"""Reject requests without an API key, and requests of web pages of another origin, before they reach a route.
 
-Theory of operation. A page cannot read responses of another origin, but its browser sends the requests, even to
-127.0.0.1. Three checks stop such requests. They do not affect clients other than browsers.
+Theory of operation. A page cannot read responses of another origin, but its browser sends the requests,
+even to 127.0.0.1. Three checks stop such requests. They do not affect clients other than browsers.
 
 - `Origin` and `Sec-Fetch-Site`, which a page cannot change, name the origin of the page.
 - A body must be declared as `application/json`. A browser sends such a body to another origin only after a preflight
@@ -12,14 +12,17 @@ Theory of operation. A page cannot read responses of another origin, but its bro
 The checks apply to every path except those in `UNCHECKED`.
 """
 
+import hashlib
 import ipaddress
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from forebay import runtime
 from forebay.ingress.errors import ApiError, Unusable
 from forebay.ingress.http.endpoint import is_loopback
 
@@ -33,8 +36,7 @@ READABLE = b"x-request-id, x-forebay-worker, retry-after"  # headers of response
 def allowed_origins(given: tuple[str, ...]) -> frozenset[str]:
     """Return the allowed origins as browsers send them: in lower case, without default ports.
 
-    Raises:
-        Unusable: a value is neither `*` nor an origin.
+    Raises Unusable if a value is neither `*` nor an origin.
     """
     return frozenset(ANY if value == ANY else _origin(value) for value in given)
 
@@ -48,10 +50,6 @@ class Cors:
     """ASGI middleware that responds to preflight requests of allowed origins, and adds headers to responses for them.
 
     Requests of other origins pass unchanged, because `OriginGuard` rejects them.
-
-    Args:
-        app: the application that serves all other requests.
-        origins: result of `allowed_origins`.
     """
 
     def __init__(self, app: ASGIApp, origins: frozenset[str]) -> None:
@@ -109,6 +107,12 @@ JSON = "application/json"
 DEFAULT_PORTS = {"http": 80, "https": 443}  # which browsers omit
 SHOWN_CHARS_MAX = 256  # length of a header quoted in an error
 
+SECRET_BYTES = 32
+PREFIX = "/v1/"
+PATHS = frozenset({"/tokenize", "/detokenize"})
+ADMIN_PATHS = frozenset({"/v1/commands", "/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+ADMIN_PREFIX = "/v1/loras/"
+BEARER = b"bearer"
 ADDRESSES_MAX = 16  # cached; clients use few names, and a name has at most 64 KiB
 
 HostAddress = tuple[str, str, int | None]  # scheme, host, port
@@ -124,8 +128,7 @@ def allowed_hosts(host: str, address: str, names: Sequence[str]) -> frozenset[st
         address: IP address of the listening socket.
         names: values of `--allow-host`.
 
-    Raises:
-        Unusable: a name has a scheme, a port or a path.
+    Raises Unusable if a name has a scheme, a port or a path.
     """
     extra = [_plain(name) for name in names]
     for name, plain in zip(names, extra, strict=True):
@@ -136,38 +139,81 @@ def allowed_hosts(host: str, address: str, names: Sequence[str]) -> frozenset[st
     return frozenset((*LOOPBACK_NAMES, _plain(host), _plain(address), *extra))
 
 
-class OriginGuard:
-    """ASGI middleware that rejects requests which a browser sends for a page of another origin.
+class Guard(ABC):
+    """ASGI middleware that rejects some requests, and calls `on_rejected` with the error code of each."""
 
-    Args:
-        app: the application that serves the accepted requests.
-        hosts: accepted values of the header `Host`; None accepts every value.
-        origins: origins of other web pages whose requests are accepted, as `cors.allowed_origins` returns them.
-        on_rejected: called with the error code of each rejected request.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        hosts: frozenset[str] | None,
-        origins: frozenset[str],
-        on_rejected: Callable[[str], None],
-    ) -> None:
+    def __init__(self, app: ASGIApp, on_rejected: Callable[[str], None]) -> None:
         self._app = app
-        self._hosts = hosts
-        self._origins = origins
         self._on_rejected = on_rejected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application, or send an error if a check rejects the request."""
-        if scope["type"] == "http" and scope["path"] not in UNCHECKED and (error := self._rejection(scope)) is not None:
+        error = self._rejection(scope)
+        if error is None:
+            await self._app(scope, receive, send)
+        else:
             self._on_rejected(error.code)
             await error.send(send)
-        else:
-            await self._app(scope, receive, send)
 
+    @abstractmethod
     def _rejection(self, scope: Scope) -> ApiError | None:
         """Return the error of a request, None if it is allowed."""
+
+
+def requires_api_key(path: str) -> bool:
+    """Return whether requests for `path` require an API key, if the ingress has one."""
+    if not path.startswith(PREFIX):
+        return path in PATHS
+    return path not in ADMIN_PATHS and not path.startswith(ADMIN_PREFIX)
+
+
+class ApiKeyGuard(Guard):
+    """ASGI middleware that rejects requests without a valid API key.
+
+    A client cannot predict digests with the secret of this process. So the time of the lookup does not tell how much of
+    a key the client has guessed. The routes of the admin API have their own token, and an API key never opens them.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], on_rejected: Callable[[str], None]) -> None:
+        super().__init__(app, on_rejected)
+        self._secret = runtime.random_bytes(SECRET_BYTES)
+        self._digests = frozenset(self._digest(key.encode()) for key in keys)
+
+    def _rejection(self, scope: Scope) -> ApiError | None:
+        if not requires_api_key(scope["path"]):
+            return None
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if not given:
+            return _invalid_key("this server requires an API key; send the header 'Authorization: Bearer KEY'")
+        scheme, _, key = given[0].partition(b" ")
+        if len(given) == 1 and scheme.lower() == BEARER and self._digest(key.strip()) in self._digests:
+            return None
+        return _invalid_key("the API key is wrong; send a key of this server as 'Authorization: Bearer KEY'")
+
+    def _digest(self, key: bytes) -> bytes:
+        return hashlib.blake2b(key, key=self._secret).digest()
+
+
+def _invalid_key(message: str) -> ApiError:
+    return ApiError(401, "invalid_api_key", message)
+
+
+class OriginGuard(Guard):
+    """ASGI middleware that rejects requests which a browser sends for a page of another origin.
+
+    Args:
+        hosts: accepted values of the header `Host`; None accepts every value.
+    """
+
+    def __init__(
+        self, app: ASGIApp, hosts: frozenset[str] | None, origins: frozenset[str], on_rejected: Callable[[str], None]
+    ) -> None:
+        super().__init__(app, on_rejected)
+        self._hosts = hosts
+        self._origins = origins
+
+    def _rejection(self, scope: Scope) -> ApiError | None:
+        if scope["path"] in UNCHECKED:
+            return None
         headers: dict[bytes, list[str]] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name, []).append(value.decode("latin-1"))

@@ -1,0 +1,376 @@
+"""Pools over the admin API: GET and POST of busy thresholds, disaggregation and rules, as events on the log."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.core.block_hashes import sequence_hashes
+from forebay.events.base import pack_u32
+from forebay.events.codec import decode, encode
+from forebay.events.control import (
+    BusyThresholds,
+    BusyThresholdsSet,
+    ControlEvent,
+    DisaggConfig,
+    DisaggregationSet,
+    PolicySet,
+    PoolConfigured,
+    RouterConfig,
+)
+from forebay.events.pools import GridPool, PoolCanarySet, PoolDrainSet, PoolGrid, PoolRouting, PoolRoutingConfigured
+from forebay.events.topics import CONTROL
+from forebay.ingress.http.pool_settings import PoolConfigurator
+from forebay.transport.base import Draft
+from forebay.transport.sqlite.log import SqliteLog
+from tests.ingress.conftest import ADMIN_TOKEN, MODULE_LOOP, NAME, Scene, make_scene
+
+BUSY, DISAGG, POOLS = "/busy_threshold", "/disaggregation", "/v1/pools"
+DECODE, PREFILL, SHARE = BusyThresholds.__struct_fields__
+OFF = dict.fromkeys(BusyThresholds.__struct_fields__)
+CLASSIC = {"model": NAME, **msgspec.structs.asdict(DisaggConfig(policy="classic")), "pool": "answers"}
+GRID = {
+    "isl_max": 8_192,
+    "target_max_ms": 1_000,
+    "pools": [{"pool": "short", "priority": 0}, {"pool": "long", "priority": 1}],
+    "cells": [["short"], ["long"]],
+}
+
+
+def pool(name: str = "default", role: Any = "aggregated", model: str = NAME, **router: Any) -> PoolConfigured:
+    return PoolConfigured(pool=name, model=model, block_size=4, router=RouterConfig(**router), role=role)
+
+
+def busy(**thresholds: Any) -> PoolConfigured:
+    return pool(busy=BusyThresholds(**thresholds))
+
+
+def disagg(role: Any = "decode", **settings: Any) -> PoolConfigured:
+    return pool("answers", role, disagg=DisaggConfig(**settings))
+
+
+HALF = busy(active_decode_blocks_threshold=0.5)
+SPLIT = (disagg(policy="classic"), pool("prompts", "prefill"))
+LISTED = (pool("short"), pool("long"), pool("foreign", model="other"))
+
+
+@asynccontextmanager
+async def with_pools(*pools: PoolConfigured, **settings: Any) -> AsyncIterator[Scene]:
+    async with make_scene(admin_token=ADMIN_TOKEN, **settings) as scene:
+        for one in pools:
+            scene.control(one)
+        yield scene
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_scene() -> AsyncIterator[Scene]:
+    async with with_pools(*LISTED, disagg(policy="classic")) as made:
+        yield made
+
+
+def appended(scene: Scene, after: int) -> list[ControlEvent]:
+    """Return the events after the configuration of the pools, without their times."""
+    records = scene.log.records(CONTROL.name, 0, after, 1000)
+    events = [decode(CONTROL, record.value) for record in records]
+    return [msgspec.structs.replace(event, at_us=0) if hasattr(event, "at_us") else event for event in events]
+
+
+async def read(scene: Scene, path: str) -> Any:
+    response = await scene.client.get(path)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def post(scene: Scene, path: str, **body: Any) -> Any:
+    response = await scene.client.post(path, json={"model": NAME, **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def test_missing_thresholds_keep_their_value_and_null_disables() -> None:
+    async with with_pools(HALF) as scene:
+        assert await post(scene, BUSY, operator="alice") == {"model": NAME, **OFF, DECODE: 0.5}
+        assert appended(scene, 1) == [], "no setting was changed"
+        changed = await post(scene, BUSY, **{PREFILL: 1000}, operator="alice")
+        assert changed == {"model": NAME, DECODE: 0.5, PREFILL: 1000, SHARE: None}
+        changed = await post(scene, BUSY, **{DECODE: None, SHARE: 2})
+        assert changed == {"model": NAME, DECODE: None, PREFILL: 1000, SHARE: 2}
+        first, last = appended(scene, 1)
+        expected = BusyThresholds(active_prefill_tokens_threshold=1000, active_prefill_tokens_threshold_frac=2)
+        assert last == BusyThresholdsSet(model=NAME, thresholds=expected)
+        assert isinstance(first, BusyThresholdsSet)
+        assert first.operator == "alice"
+        assert await read(scene, BUSY) == {"thresholds": [{**changed, "pool": "default"}]}
+
+
+async def test_disagg_missing_fields_keep_their_value() -> None:
+    async with with_pools(*SPLIT) as scene:
+        assert await post(scene, DISAGG) == CLASSIC
+        assert appended(scene, 2) == [], "asking changes nothing"
+        changed = await post(scene, DISAGG, max_local_prefill_length=10, prefill_busy_threshold=None)
+        assert changed == {**CLASSIC, "max_local_prefill_length": 10, "prefill_busy_threshold": None}
+        assert await post(scene, DISAGG, enforce=True, operator="alice") == {**changed, "enforce": True}
+        expected = DisaggConfig(
+            policy="classic", max_local_prefill_length=10, prefill_busy_threshold=None, enforce=True
+        )
+        assert appended(scene, 2)[-1] == DisaggregationSet(model=NAME, disagg=expected, operator="alice")
+        assert await read(scene, DISAGG) == {"disaggregation": [{**changed, "enforce": True}]}, "as POST answers"
+
+
+async def test_changes_by_another_ingress_or_a_router_apply() -> None:
+    async with with_pools(HALF, *SPLIT) as scene:
+        await post(scene, BUSY, **{DECODE: 0.9})
+        scene.control(BusyThresholdsSet(model=NAME, thresholds=BusyThresholds(active_prefill_tokens_threshold=7)))
+        assert await post(scene, BUSY) == {"model": NAME, **OFF, PREFILL: 7}
+        scene.control(busy(active_decode_blocks_threshold=0.25))
+        scene.control(disagg())
+        found = {one["pool"]: one[DECODE] for one in (await read(scene, BUSY))["thresholds"]}
+        assert found == {"default": 0.25, "answers": None, "prompts": None}
+        scene.control(DisaggregationSet(model=NAME, disagg=DisaggConfig(policy="never")))
+        scene.control(DisaggregationSet(model="other", disagg=DisaggConfig(policy="always")))
+        assert (await post(scene, DISAGG))["policy"] == "never"
+        scene.control(disagg(policy="isl_bounding"))
+        assert (await post(scene, DISAGG))["policy"] == "isl_bounding"
+        scene.control(disagg("aggregated"))
+        assert await read(scene, DISAGG) == {"disaggregation": []}
+
+
+@MODULE_LOOP
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "code"),
+    [
+        (BUSY, {"model": "gpt", DECODE: 0.5}, 404, "model", "model_not_found"),
+        (BUSY, {DECODE: 0.5}, 400, "model", "invalid_value"),
+        (BUSY, {"model": NAME, DECODE: 1.5}, 400, DECODE, "invalid_value"),
+        (BUSY, {"model": NAME, DECODE: -0.1}, 400, DECODE, "invalid_value"),
+        (BUSY, {"model": NAME, PREFILL: 1.5}, 400, PREFILL, "invalid_value"),
+        (BUSY, {"model": NAME, PREFILL: 1 << 63}, 400, PREFILL, "invalid_value"),
+        (BUSY, {"model": NAME, SHARE: "1"}, 400, SHARE, "invalid_value"),
+        (BUSY, {"model": NAME, "threshold": 1}, 400, "threshold", "unknown_parameter"),
+        (BUSY, b'{"model": "test-model", "active_prefill_tokens_threshold_frac": NaN}', 400, SHARE, "invalid_value"),
+        (BUSY, b"{", 400, None, "invalid_json"),
+        (DISAGG, {"model": "gpt", "policy": "never"}, 404, "model", "model_not_found"),
+        (DISAGG, {"model": NAME, "policy": "sometimes"}, 400, "policy", "invalid_value"),
+        (DISAGG, {"model": NAME, "max_local_prefill_length": -1}, 400, "max_local_prefill_length", "invalid_value"),
+        (DISAGG, {"model": NAME, "eff_isl_threshold": 1 << 63}, 400, "eff_isl_threshold", "invalid_value"),
+        (DISAGG, {"model": NAME, "eff_isl_ratio_threshold": 1.1}, 400, "eff_isl_ratio_threshold", "invalid_value"),
+        (DISAGG, {"model": NAME, "decode_busy_threshold": 1.1}, 400, "decode_busy_threshold", "invalid_value"),
+        (DISAGG, {"model": NAME, "max_prefill_queue_size": 0}, 400, "max_prefill_queue_size", "invalid_value"),
+        (DISAGG, {"model": NAME, "enforce": "yes"}, 400, "enforce", "invalid_value"),
+        (DISAGG, {"model": NAME, "limit": 1}, 400, "limit", "unknown_parameter"),
+    ],
+)
+async def test_invalid_settings_are_rejected_by_field_name(
+    shared_scene: Scene, path: str, body: Any, status: int, param: str | None, code: str
+) -> None:
+    payload = {"content": body} if isinstance(body, bytes) else {"json": body}
+    response = await shared_scene.client.post(path, **payload)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (status, param, code), error
+    assert appended(shared_scene, 4) == []
+
+
+async def test_changes_need_a_pool_of_the_model() -> None:
+    async with with_pools(pool(model="other"), pool("apart", "decode", model="other")) as scene:
+        assert await post(scene, BUSY) == {"model": NAME, **OFF}
+        for path, body, status, code in (
+            (BUSY, {DECODE: 0.5}, 503, "no_group"),
+            (DISAGG, {}, 409, "not_disaggregated"),
+            (DISAGG, {"policy": "never"}, 409, "not_disaggregated"),
+        ):
+            response = await scene.client.post(path, json={"model": NAME, **body})
+            assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+        assert appended(scene, 2) == []
+
+
+CHANGES: Sequence[tuple[str, dict[str, Any]]] = (
+    (BUSY, {DECODE: 0.5}),
+    (DISAGG, {"policy": "never"}),
+    (f"{POOLS}/drain", {"pool": "short"}),
+)
+
+
+async def test_nothing_is_changed_while_no_router_has_placed_the_model() -> None:
+    async with with_pools(find_partition=lambda: None) as scene:
+        assert (await read(scene, BUSY), await read(scene, DISAGG)) == ({"thresholds": []}, {"disaggregation": []})
+        assert (await read(scene, POOLS))["pools"] == []
+        for path, body in CHANGES:
+            response = await scene.client.post(path, json={"model": NAME, **body})
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "no_group")
+        assert appended(scene, 0) == []
+
+
+async def test_a_log_that_cannot_be_written_is_a_503_and_is_still_read() -> None:
+    async with with_pools(*LISTED, disagg()) as scene:
+        scene.log.append_soon([Draft(CONTROL.name, 0, b"\xff")])
+        before = [await read(scene, path) for path in (BUSY, DISAGG, POOLS)]
+        assert scene.metric("forebay_ingress_undecodable_total 1.0"), "the record was skipped"
+        scene.fail_commits()
+        for path, body in CHANGES:
+            response = await scene.client.post(path, json={"model": NAME, **body})
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "log_unavailable")
+        assert [await read(scene, path) for path in (BUSY, DISAGG, POOLS)] == before
+        scene.log.close()
+        assert (await scene.client.get(BUSY)).status_code == 503
+
+
+THRESHOLDS = st.builds(
+    BusyThresholds,
+    active_decode_blocks_threshold=st.none() | st.floats(0, 1),
+    active_prefill_tokens_threshold=st.none() | st.integers(0, 9),
+)
+MODELS = st.sampled_from("ab")
+EVENTS = st.one_of(
+    st.builds(BusyThresholdsSet, model=MODELS, thresholds=THRESHOLDS),
+    st.builds(pool, st.sampled_from("pq"), model=MODELS, busy=THRESHOLDS),
+)
+
+
+@given(steps=st.lists(st.tuples(EVENTS, st.booleans()), max_size=12))
+async def test_thresholds_equal_those_of_the_log_at_any_time(steps: list[tuple[ControlEvent, bool]]) -> None:
+    log = SqliteLog.open(None)
+    pools = PoolConfigurator(log, lambda: 0, lambda: None)
+    written: list[ControlEvent] = []
+    for event, is_query in steps:
+        log.append_soon([Draft(CONTROL.name, 0, encode(CONTROL, event))])
+        written.append(event)
+        if is_query:
+            found = (await pools.configured()).values()
+            assert [(one.pool, one.model, one.router.busy) for one in found] == naive(written)
+    log.close()
+
+
+def naive(events: list[ControlEvent]) -> list[tuple[str, str, BusyThresholds]]:
+    """Return for each pool the thresholds of the newest record about the pool or its model."""
+    found: dict[str, tuple[str, str, BusyThresholds]] = {}
+    for event in events:
+        if isinstance(event, PoolConfigured):
+            found[event.pool] = event.pool, event.model, event.router.busy
+        elif isinstance(event, BusyThresholdsSet):
+            same = {name: one for name, one in found.items() if one[1] == event.model}
+            found |= {name: (name, model, event.thresholds) for name, model, _ in same.values()}
+    return [found[name] for name in sorted(found)]
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+async def test_prompts_are_hashed_with_the_block_size_of_the_pool(block_size: int) -> None:
+    async with with_pools(block_size=None) as scene:
+        payload = {"model": NAME, "prompt": [*range(100, 140)], "max_tokens": 1}
+        refused = await scene.client.post("/v1/completions", json=payload)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_group")
+        scene.control(msgspec.structs.replace(pool(model="other"), block_size=5))
+        scene.control(msgspec.structs.replace(pool(), block_size=block_size))
+        reply = asyncio.create_task(scene.client.post("/v1/completions", json=payload))
+        submitted = await scene.next_request()
+        scene.end(submitted.request_id)
+        assert (await reply).status_code == 200
+        assert submitted.sequence_hashes == sequence_hashes(pack_u32(range(100, 140)), block_size)
+
+
+def rows(rules: dict[str, Any]) -> dict[str, tuple[bool, Any]]:
+    return {one["pool"]: (one["drained"], one["canary"]) for one in rules["pools"]}
+
+
+async def test_rules_are_written_to_the_log_and_read_from_it() -> None:
+    name = "Zoë"
+    async with with_pools(*LISTED) as scene:
+        row = {"role": "aggregated", "block_size": 4, "policy": "kv", "drained": False, "canary": None}
+        pools = [{"pool": name, **row} for name in ("long", "short")]
+        assert await read(scene, POOLS) == {"model": NAME, "retry": False, "grids": [], "pools": pools}
+        shown = await post(scene, f"{POOLS}/routing", grids=[GRID], retry=True, operator=name)
+        assert (shown["retry"], {**shown["grids"][0], **GRID}) == (True, shown["grids"][0])
+        shown = await post(scene, f"{POOLS}/canary", pool="long", base="short", share=0.25, operator=name)
+        assert rows(shown) == {"long": (False, {"base": "short", "share": 0.25}), "short": (False, None)}
+        shown = await post(scene, f"{POOLS}/drain", pool="long", operator=name)
+        assert rows(shown)["long"] == (True, {"base": "short", "share": 0.25})
+        assert rows(await post(scene, f"{POOLS}/canary", pool="long"))["long"] == (True, None)
+        shown = await post(scene, f"{POOLS}/drain", pool="long", drained=False)
+        assert rows(shown)["long"] == (False, None)
+        assert shown == await read(scene, POOLS)
+        grid_pools = (GridPool(pool="short", priority=0), GridPool(pool="long", priority=1))
+        grid = PoolGrid(isl_max=8_192, target_max_ms=1_000.0, pools=grid_pools, cells=(("short",), ("long",)))
+        assert appended(scene, 3) == [
+            PoolRoutingConfigured(model=NAME, routing=PoolRouting(grids=(grid,), retry=True), operator=name),
+            PoolCanarySet(model=NAME, pool="long", base="short", share=0.25, operator=name),
+            PoolDrainSet(model=NAME, pool="long", drained=True, operator=name),
+            PoolCanarySet(model=NAME, pool="long"),
+            PoolDrainSet(model=NAME, pool="long", drained=False),
+        ]
+        scene.control(PoolDrainSet(model=NAME, pool="short", drained=True))  # by another ingress
+        scene.control(PoolDrainSet(model="other", pool="foreign", drained=True))
+        scene.control(PoolRoutingConfigured(model="other", routing=PoolRouting(retry=False)))
+        shown = await read(scene, POOLS)
+        assert (rows(shown), shown["retry"]) == ({"long": (False, None), "short": (True, None)}, True)
+
+
+async def policies(scene: Scene) -> dict[str, str]:
+    return {one["pool"]: one["policy"] for one in (await read(scene, POOLS))["pools"]}
+
+
+async def test_the_policy_of_a_pool_is_changed_and_reset() -> None:
+    async with with_pools(*LISTED) as scene:
+        pools = scene.ingress.pools
+        pools.allowed_policies = lambda: ("mine.Policy",)
+        await post(scene, f"{POOLS}/policy", pool="short", mode="round-robin", operator="alice")
+        await post(scene, f"{POOLS}/policy", pool="long", mode="mine.Policy")
+        changed = {"long": "mine.Policy", "short": "round-robin"}
+        assert await policies(scene) == changed
+        assert appended(scene, 3) == [
+            PolicySet(model=NAME, pool="short", mode="round-robin", operator="alice"),
+            PolicySet(model=NAME, pool="long", mode="mine.Policy"),
+        ]
+        pools.allowed_policies = lambda: None
+        assert await policies(scene) == changed, "no owner has reset anything yet"
+        pools.allowed_policies = lambda: ()
+        assert await policies(scene) == {"long": "kv", "short": "round-robin"}, "an owner may not run it"
+        pools.allowed_policies = lambda: ("mine.Policy",)
+        assert await policies(scene) == {"long": "kv", "short": "round-robin"}, "a later owner does not set it again"
+        scene.control(pool("short"))
+        scene.control(PolicySet(model=NAME, pool="gone", mode="random"))
+        assert await policies(scene) == {"long": "kv", "short": "kv"}, "a new configuration resets it"
+
+
+def routing(**changes: Any) -> dict[str, Any]:
+    return {"grids": [{**GRID, **changes}]}
+
+
+@MODULE_LOOP
+@pytest.mark.parametrize(
+    ("rule", "body", "status", "param", "code", "message"),
+    [
+        ("drain", {"pool": "shot"}, 404, "pool", "unknown_pool", "unknown pool 'shot'; did you mean short?"),
+        ("drain", {"pool": "foreign"}, 404, "pool", "unknown_pool", "pools are: answers, long, short"),
+        ("canary", {"pool": "x", "base": "short"}, 404, "pool", "unknown_pool", ""),
+        ("canary", {"pool": "long", "base": "shot"}, 404, "base", "unknown_pool", ""),
+        ("canary", {"pool": "long", "base": "long"}, 400, "base", "invalid_value", ""),
+        ("canary", {"pool": "long", "base": "short", "share": 1.5}, 400, "share", "invalid_value", ""),
+        ("canary", {"pool": "long", "basis": "short"}, 400, "basis", "unknown_parameter", ""),
+        ("policy", {"pool": "shot", "mode": "kv"}, 404, "pool", "unknown_pool", ""),
+        ("policy", {"pool": "short", "mode": "round"}, 404, "mode", "unknown_policy", "did you mean round-robin?"),
+        ("policy", {"pool": "short", "mode": "their.Policy"}, 404, "mode", "unknown_policy", "with --allow-policy"),
+        ("policy", {"pool": "short"}, 400, "mode", "invalid_value", ""),
+        ("drain", {"pool": "short", "operator": "x" * 257}, 400, "operator", "invalid_value", ""),
+        ("drain", {"pool": "short", "operator": "a\n"}, 400, "operator", "invalid_value", ""),
+        ("drain", {"pool": ""}, 400, "pool", "invalid_value", ""),
+        ("drain", {"model": "gpt", "pool": "short"}, 404, "model", "model_not_found", ""),
+        ("routing", routing(role="decode"), 404, "grids[0].pools", "unknown_pool", "unknown decode pool 'short'"),
+        ("routing", routing(isl_max=0), 400, "grids", "invalid_value", "isl_max is 0; it must be above isl_min, 0"),
+        ("routing", routing(cells=[["short"], ["lng"]]), 400, "grids", "invalid_value", "grids[0]: the pool 'lng' of"),
+        ("routing", routing(isl_mx=5), 400, "grids", "invalid_value", "grids[0]: unknown parameter 'isl_mx'; did you"),
+        ("routing", {"grids": [GRID, GRID]}, 400, "grids", "invalid_value", "duplicate grid for the role aggregated"),
+    ],
+)
+async def test_invalid_rules_are_rejected_by_name_and_change_nothing(
+    shared_scene: Scene, rule: str, body: dict[str, Any], status: int, param: str, code: str, message: str
+) -> None:
+    response = await shared_scene.client.post(f"{POOLS}/{rule}", json={"model": NAME, **body})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (status, param, code), error
+    assert message in error["message"]
+    assert appended(shared_scene, 4) == []
