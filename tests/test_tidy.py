@@ -222,7 +222,6 @@ def test_no_module_imports_a_test_module() -> None:
     exempt = {
         "tests/integration/test_parts.py",
         "tests/integration/test_two_hosts_disagg.py",
-        "tests/core/test_kv_released.py",
         "tests/replay/test_anonymize.py",
     }
     faults = [shown(path) for path in MODULES if pattern.search(path.read_text()) and shown(path) not in exempt]

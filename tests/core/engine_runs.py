@@ -4,6 +4,7 @@ from array import array
 from typing import Any
 
 from forebay.core.block_hashes import HASH_SEED, sequence_hashes
+from forebay.engine_model.loading import TierMatch
 from forebay.engine_model.model import (
     EngineConfig,
     EngineModel,
@@ -48,6 +49,14 @@ def request(
         hash_seed=salt,
         stage=stage,
     )
+
+
+def engine(*requests: EngineRequest, match: TierMatch | None = None, **changes: Any) -> EngineModel:
+    """Return an engine model to which these requests were submitted."""
+    model = EngineModel(config(**changes), match)
+    for one in requests:
+        model.submit(one)
+    return model
 
 
 class RecordingTiming:

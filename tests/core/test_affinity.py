@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.state.sessions import CHUNK_SESSIONS, Binding, SessionAffinity
+from forebay.core.state.sessions import Binding, SessionAffinity
 
 A = Binding("a", 1, 0)
 B = Binding("b", 2, 1)
@@ -31,17 +31,6 @@ def test_a_session_stays_until_it_ends() -> None:
     assert (len(affinity), affinity.digest()) == (0, 0)
 
 
-def test_a_session_expiry_may_move_earlier() -> None:
-    affinity = SessionAffinity()
-    affinity.bind("p", "s", A, 100)
-    affinity.bind("p", "s", A, 50)
-    affinity.expire(50)
-    assert affinity.find("p", "s") is None
-    affinity.bind("p", "s", A, 200)
-    affinity.expire(100)
-    assert affinity.find("p", "s") == A
-
-
 def test_a_session_can_be_rebound() -> None:
     affinity = SessionAffinity()
     affinity.bind("p", "s", A, 100)
@@ -61,33 +50,6 @@ def test_the_least_recently_used_session_is_evicted_at_the_limit() -> None:
     assert not affinity.bind("p", "s", A, 102)
     assert affinity.bind("p", "u", B, 103)
     assert [affinity.find("p", name) for name in "stu"] == [A, None, B]
-
-
-def test_a_rank_with_very_many_sessions_takes_several_chunks() -> None:
-    affinity = SessionAffinity()
-    for number in range(CHUNK_SESSIONS + 1):
-        affinity.bind("p", f"s{number}", A, number + 1)
-    assert [len(chunk.keys) // 8 for chunk in affinity.snapshot()] == [CHUNK_SESSIONS, 1]
-    assert restored(affinity).digest() == affinity.digest()
-    affinity.expire(CHUNK_SESSIONS)
-    assert len(affinity) == 1
-
-
-def test_the_digest_covers_every_session_field() -> None:
-    digests = set()
-    for pool, name, binding, due_us in [
-        ("p", "s", A, 1),
-        ("q", "s", A, 1),
-        ("p", "t", A, 1),
-        ("p", "s", B, 1),
-        ("p", "s", A._replace(worker_epoch=2), 1),
-        ("p", "s", A._replace(rank=2), 1),
-        ("p", "s", A, 2),
-    ]:
-        affinity = SessionAffinity()
-        affinity.bind(pool, name, binding, due_us)
-        digests.add(affinity.digest())
-    assert len(digests) == 7
 
 
 MAX = 4

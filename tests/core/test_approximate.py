@@ -159,19 +159,6 @@ def test_equals_a_dict_of_due_times_also_after_a_restore(before: list[Any], afte
         assert other.digest() == admitted().digest()
 
 
-def test_a_block_added_again_stays_for_the_longer_time() -> None:
-    index = admitted()
-    index.add("a", 0, [1, 2, 3], 10, NO_BOUND)
-    index.add("a", 0, [1, 2], 20, NO_BOUND)
-    index.add("a", 0, [1, 9], 15, NO_BOUND)
-    index.expire(10)
-    assert index.depths([1, 2, 3]) == {("a", 0): 2}
-    index.expire(15)
-    assert index.depths([1, 2]) == {("a", 0): 2}
-    index.expire(20)
-    assert (index.depths([1]), len(index)) == ({}, 0)
-
-
 def test_the_bound_evicts_earliest_due_blocks_and_prompt_tails_first() -> None:
     index = admitted()
     index.add("a", 0, range(1, 51), 30, 100)
@@ -186,24 +173,6 @@ def test_the_bound_evicts_earliest_due_blocks_and_prompt_tails_first() -> None:
     assert len(index) == 50
 
 
-def test_the_digest_distinguishes_holders_blocks_and_due_times() -> None:
-    digests = set()
-    for key, blocks, due_us in (
-        (("a", 0), [1], 9),
-        (("a", 1), [1], 9),
-        (("b", 0), [1], 9),
-        (("a", 0), [2], 9),
-        (("a", 0), [1, 2], 9),
-        (("a", 0), [1], 8),
-        (("a", 0), [], 9),
-        (("a", 0), [0], 9),
-    ):
-        index = admitted()
-        index.add(key[0], key[1], blocks, due_us, NO_BOUND)
-        digests.add(index.digest())
-    assert len(digests) == 8
-
-
 def test_adding_blocks_to_an_unknown_rank_fails() -> None:
     index = RoutedIndex()
     index.drop_holder("a", 0)
@@ -213,15 +182,3 @@ def test_adding_blocks_to_an_unknown_rank_fails() -> None:
     with pytest.raises(KeyError):
         index.restore(chunk)
     assert index.depths([1]) == {}
-
-
-def test_a_block_from_the_middle_of_a_prompt_may_stay_longer_than_the_rest() -> None:
-    index = admitted()
-    index.add("a", 0, [1, 2, 3, 4, 5], 10, NO_BOUND)
-    index.add("a", 0, [3], 20, NO_BOUND)
-    due = {chunk.due_us: array_u64(chunk.sequence_hashes).tolist() for chunk in index.snapshot(predicted=False)}
-    assert due == {10: [1, 2, 4, 5], 20: [3]}
-    index.expire(10)
-    assert (index.depths([3]), len(index)) == ({("a", 0): 1}, 1)
-    index.expire(20)
-    assert (len(index), index.digest()) == (0, admitted().digest())

@@ -1,6 +1,5 @@
 """Sets of blocks against plain sets, on orderly histories and on any: runs are cut and joined, answers stay exact."""
 
-from array import array
 from typing import Any
 
 from hypothesis import given
@@ -84,48 +83,6 @@ def test_blocks_that_arrive_one_by_one_form_runs() -> None:
     assert sorted(runs_of(sets)) == runs
 
 
-def test_blocks_evicted_by_one_of_two_holders_stay_one_run() -> None:
-    sets = BlockSets()
-    for bit in (1, 2):
-        sets.add(bit, range(1, 31))
-    for block in range(30, 10, -1):
-        sets.remove(1, [block])
-    assert runs_of(sets) == [list(range(1, 11)), list(range(11, 31))]
-
-
-def test_a_holder_with_another_order_splits_a_run() -> None:
-    sets = BlockSets()
-    sets.add(1, range(1, 11))
-    sets.add(2, [4, 5, 99])
-    assert runs_of(sets) == [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [99]]
-    assert sets.match_depths(array("Q", [4, 5, 6]), 0b11) == [(2, 2), (3, 1)]
-    assert sets.match_depths(range(1, 6), 0b11) == [(0, 2), (5, 1)]
-
-
-def test_a_run_is_not_extended_with_its_own_block() -> None:
-    sets = BlockSets()
-    sets.add(1, [1, 2, 3])
-    assert sets.add(1, [4, 2, 5], 3) == 2
-    assert [sets.has(1, block) for block in range(1, 7)] == [True] * 5 + [False]
-    assert (len(sets), sets.counts[1]) == (5, 5)
-    assert sets.remove(1, [5, 4, 3, 2, 1]) == 5
-    assert len(sets) == 0
-
-
-def test_a_cursor_terminates_while_blocks_are_stored() -> None:
-    sets = BlockSets()
-    sets.add(1, [1])
-    sets.add(1, [2])
-    cursor = sets.cursor()
-    seen: list[int] = []
-    while (run := sets.next_run(cursor)) is not None and len(seen) < 9:
-        seen += run.blocks
-        sets.add(1, [100 + len(seen)])
-        sets.add(1, [200 + len(seen), 300 + len(seen)])
-    assert seen == [1, 2]
-    assert len(sets) == 8
-
-
 def test_retired_bits_are_swept_incrementally() -> None:
     sets = BlockSets()
     for number in range(6):
@@ -138,6 +95,15 @@ def test_retired_bits_are_swept_incrementally() -> None:
     assert sizes == [size * RUN_BLOCKS_MAX for size in (5, 5, 4, 4, 3, 3)]
     assert sets.sweep(1, 7) == 7
     assert blocks_of(sets, 2) == [*range(32, 64), *range(96, 128), *range(160, 192)]
+
+
+def test_blocks_evicted_by_one_of_two_holders_stay_one_run() -> None:
+    sets = BlockSets()
+    for bit in (1, 2):
+        sets.add(bit, range(1, 31))
+    for block in range(30, 10, -1):
+        sets.remove(1, [block])
+    assert runs_of(sets) == [list(range(1, 11)), list(range(11, 31))]
 
 
 def test_a_cursor_sees_blocks_that_join_a_run_it_has_passed() -> None:
@@ -153,40 +119,6 @@ def test_a_cursor_sees_blocks_that_join_a_run_it_has_passed() -> None:
     assert joined is not None
     assert joined.blocks.tolist() == [1, 2, 3, 4]
     assert sets.next_run(cursor) is None
-
-
-def test_a_cursor_skips_removed_runs() -> None:
-    sets = BlockSets()
-    for start in (1, 11, 21, 31):
-        sets.add(1, range(start, start + 5))
-    cursor = sets.cursor()
-    sets.next_run(cursor)
-    for start in (21, 11):
-        sets.remove(1, range(start, start + 5))
-    last = sets.next_run(cursor)
-    assert last is not None
-    assert last.blocks[0] == 31
-    assert sets.next_run(cursor) is None
-
-
-def test_input_arrays_are_not_modified() -> None:
-    sets = BlockSets()
-    first, second = array("Q", [1]), array("Q", [2])
-    sets.add(1, first)
-    sets.add(1, second, parent=1)
-    sets.remove(1, second)
-    assert (first.tolist(), second.tolist()) == ([1], [2])
-
-
-def test_a_cursor_sees_both_parts_of_a_run_that_is_cut_before_it_comes() -> None:
-    sets = BlockSets()
-    sets.add(1, range(1, 11))
-    cursor = sets.cursor()
-    sets.add(2, [1, 2, 3])
-    seen = []
-    while (run := sets.next_run(cursor)) is not None:
-        seen.append(run.blocks.tolist())
-    assert seen == [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10]]
 
 
 def test_cursors_stay_where_they_are_when_another_run_loses_its_head() -> None:

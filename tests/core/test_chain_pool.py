@@ -21,56 +21,6 @@ def counts(pool: ChainPool | BlockPool) -> tuple[int, int, int]:
     return pool.used, pool.cached, pool.free
 
 
-def hold(pool: ChainPool, hashes: "array[int]") -> list[tuple[int, int]]:
-    """Reference what can be found of a chain and fill the rest; the stretches that are new."""
-    found = pool.find(hashes, len(hashes))
-    assert pool.take(found, len(hashes) - found.blocks) is not None
-    if found.blocks == len(hashes):
-        return []
-    return pool.fill(hashes, found.blocks, len(hashes), None)[0]
-
-
-def test_a_chain_is_evicted_from_its_tail() -> None:
-    pool = ChainPool(3)
-    assert hold(pool, chain(1, 2, 3)) == [(0, 3)]
-    pool.release(chain(1, 2, 3), 3, 0)
-    assert counts(pool) == (0, 3, 0)
-    assert pool.take(NOTHING, 2) == chain(3, 2)
-    assert pool.content() == {1}
-    assert pool.take(NOTHING, 2) is None
-    assert pool.take(NOTHING, 1) == chain(1)
-
-
-def test_a_part_of_a_chain_that_is_used_leaves_the_rest_in_its_place() -> None:
-    pool = ChainPool(6)
-    for one in (chain(1, 2, 3), chain(4, 5)):
-        hold(pool, one)
-        pool.release(one, len(one), 0)
-    found = pool.find(chain(1, 2, 7), 3)
-    assert found.blocks == 2
-    assert pool.take(found, 2) == chain(3)
-    assert pool.take(NOTHING, 2) == chain(5, 4)
-    assert pool.take(NOTHING, 1) is None
-
-
-def test_blocks_filled_by_two_sequences_are_merged() -> None:
-    pool = ChainPool(12)
-    mine, theirs = chain(1, 2, 3, 4, 5, 6), chain(1, 2, 3, 9)
-    tail: ChainRun | None = None
-    for length in (1, 6):
-        found = pool.find(mine, 0)
-        if length == 1:
-            assert pool.take(found, 6) == chain()
-        begin = 0 if length == 1 else 1
-        if length == 6:
-            assert hold(pool, theirs) == [(1, 4)]
-        new, tail = pool.fill(mine, begin, length, tail)
-    assert new == [(3, 6)]
-    assert counts(pool) == (7, 0, 5)
-    pool.release(theirs, 4, 0)
-    assert counts(pool) == (6, 1, 5)
-
-
 def test_a_warmed_pool_serves_and_evicts_its_content() -> None:
     pool = ChainPool(3)
     pool.warm([7, 8, 9, 10])
@@ -82,15 +32,6 @@ def test_a_warmed_pool_serves_and_evicts_its_content() -> None:
     assert pool.fill(chain(7, 8), 0, 1, None)[0] == [(0, 1)]
     pool.clear()
     assert (counts(pool), pool.content()) == ((0, 0, 3), frozenset())
-
-
-def test_a_chain_whose_middle_is_there_already_fills_around_it() -> None:
-    pool = ChainPool(8)
-    pool.warm([3])
-    hashes = chain(1, 2, 3, 4)
-    assert pool.take(pool.find(hashes, 4), 4) == chain()
-    assert pool.fill(hashes, 0, 4, None)[0] == [(0, 2), (3, 4)]
-    assert counts(pool) == (4, 0, 4)
 
 
 class Holder:
@@ -155,3 +96,12 @@ def test_chain_pool_equals_block_pool(
             plain.release(mine.hashes[: mine.held].tolist(), mine.anonymous)
         assert counts(pool) == counts(plain)
         assert pool.content() == plain.content()
+
+
+def test_a_chain_whose_middle_is_there_already_fills_around_it() -> None:
+    pool = ChainPool(8)
+    pool.warm([3])
+    hashes = chain(1, 2, 3, 4)
+    assert pool.take(pool.find(hashes, 4), 4) == chain()
+    assert pool.fill(hashes, 0, 4, None)[0] == [(0, 2), (3, 4)]
+    assert counts(pool) == (4, 0, 4)

@@ -1,7 +1,7 @@
 """Nothing is lost or counted twice: redeliveries, ends, bookings, clock runs, and every fact of a snapshot."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from itertools import product
 from typing import Any, cast
 
@@ -11,10 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forebay.core.rederive import Rederivation
-from forebay.core.restore import restore
+from forebay.core.restore import digest_of_snapshot, restore
 from forebay.core.routing.candidates import find_candidates, must_queue
+from forebay.core.routing.counterfactual import counterfactual
 from forebay.core.routing.disaggregation import locate_prompt
 from forebay.core.routing.eligibility import Ineligible
+from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies import BUILT_IN
 from forebay.core.routing.selection import WEIGHT_ONE, softmax_weights
 from forebay.core.state.active_request import ActiveRequest
@@ -33,8 +35,11 @@ from forebay.events.control import (
     Role,
 )
 from forebay.events.decisions import (
+    CommandEnded,
     CommandSent,
     ConsumedRun,
+    JournalRecord,
+    OwnerClaimed,
     RequestAborted,
     RequestHeld,
     RequestRejected,
@@ -46,23 +51,25 @@ from forebay.events.kv import BlocksRemoved, BlocksStored, StoreBlocksAdded
 from forebay.events.metrics import LoadReported, TierCost, TierCosts, TierCostsMeasured
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRouting, PoolRoutingConfigured
 from forebay.events.progress import FirstTokenEmitted, OutputGrown, PrefillFinished, RequestFailed, RequestFinished
-from forebay.events.requests import NO_HINTS, RequestCancelled, RoutingHints
+from forebay.events.requests import NO_HINTS, RequestSubmitted, RoutingHints
 from forebay.events.snapshots import Booking, Chunk, IndexChanges, SnapshotChunk, StoreDropped, WorldState
 from forebay.events.topics import SNAPSHOTS
 from forebay.events.transfer import Prefilled
-from tests.core.pool_rules import one_cell
+from forebay.events.versions import EVENTS_VERSION
 from tests.core.worlds import (
     BLOCK,
     ENCODED,
     PROMPTS,
     QUEUE,
     Driver,
+    Recorded,
     actions,
     commanded,
     decode_pool,
     histories,
     joined,
     obeyed,
+    one_cell,
     perform_all,
     pool,
     prefill_pool,
@@ -113,11 +120,6 @@ def state(world: World) -> tuple[Any, ...]:
     return [machine.digest() for machine in world.machines()], dict(world.pools), dict(world.busy), dict(world.turns)
 
 
-def expanded(runs: Iterator[ConsumedRun]) -> Iterator[tuple[str, int]]:
-    for run in runs:
-        yield from [(run.topic, run.now_us)] * (run.count or 1)
-
-
 def through_the_wire(world: World) -> list[Chunk]:
     chunk = SnapshotChunk(owner_epoch=0, number=0, parts=tuple(world.snapshot()))
     decoded: SnapshotChunk = decode(SNAPSHOTS, encode(SNAPSHOTS, chunk))
@@ -129,46 +131,80 @@ def test_a_redelivered_event_changes_nothing(history: list[Any]) -> None:
     perform_all(Careful(twice=True).fleet("a", "b"), history)
 
 
-@given(histories)
-def test_submitted_is_under_way_and_ended_and_rejected(history: list[Any]) -> None:
+@given(histories, st.sampled_from([{}, {"mode": "least-loaded"}, {"temperature": 3.0}, {"overlap_score_credit": 0.0}]))
+def test_the_books_of_any_history_balance(history: list[Any], other: dict[str, Any]) -> None:
     drive = Careful()
+    plans = ask_alternatives(drive.world, other)
     perform_all(drive.fleet("a", "b"), history)
-    began: list[str] = []
-    held: set[str] = set()
-    for one in drive.decided:
-        if isinstance(one, RequestHeld):
-            held.add(one.request_id)
-            began.append(one.request_id)
-        elif isinstance(one, RequestRouted) and one.request_id not in held | set(began):
-            began.append(one.request_id)
-    aborted = [one.request_id for one in drive.decided if isinstance(one, RequestAborted)]
-    under_way = [one.submitted.request_id for one in drive.world.requests.active()]
-    assert not Counter(aborted + under_way) - Counter(began)
-    assert len(began) == len(aborted) + len(under_way) + drive.finished
-    for name in under_way:
-        drive("requests", RequestCancelled(request_id=name))
-    assert not len(drive.world.requests)
+    assert_requests_end_once(drive)
+    assert_commands_end_once(drive.decided, {one.command_id for one in drive.world.commands.pending()})
+    chosen = [one for one in drive.decided if isinstance(one, RequestRouted | RouteAnswered)]
+    chosen = [one for one in chosen if isinstance(one, RequestRouted) or one.choice is not None]
+    assert plans == [(one.request_id, getattr(one, "would_wait", False)) for one in chosen]
+    records = [*drive.decided, advance(drive.world)]
+    assert [record.seq for record in records] == list(range(len(records)))
+    runs = [run for record in records for run in record.consumed]
+    assert [(run.topic, run.now_us) for run in runs for _ in range(run.count or 1)] == drive.order
+    assert_rederived(drive, records)
+    for one in drive.world.requests.active():
+        drive.cancel(one.submitted.request_id)
+    drive.wait(10_000_000)
+    assert len(drive.world.requests) == len(drive.world.commands) == 0
     for load in drive.world.load.ranks():
         assert (load.prefill_tokens, load.decode_blocks, load.active_requests) == (0, 0.0, 0)
     assert not [chunk for chunk in drive.world.load.snapshot() if isinstance(chunk, Booking)]
 
 
-@given(histories)
-def test_consumed_names_every_event_and_every_time_at_which_only_time_passed(history: list[Any]) -> None:
-    drive = Careful()
-    perform_all(drive, history)
-    records = [*drive.decided, advance(drive.world)]
-    assert list(expanded(run for record in records for run in record.consumed)) == drive.order
+def ask_alternatives(world: World, router: dict[str, Any]) -> list[tuple[str, bool]]:
+    """Ask at every choice what the same and another configuration would do. The list gets each choice made."""
+    plans: list[tuple[str, bool]] = []
+
+    def on_plan(plan: Plan) -> None:
+        same = counterfactual(world, plan.pool, plan)
+        assert (same.agrees, same.regret_blocks, same.refusal) == (True, 0.0, None)
+        assert same.overlap_blocks == same.history_overlap_blocks
+        plans.append((plan.request.request_id, same.would_hold))
+        changed = msgspec.structs.replace(plan.pool.router, **router)
+        counterfactual(world, msgspec.structs.replace(plan.pool, router=changed), plan)
+
+    world.on_plan = on_plan
+    return plans
 
 
-@given(histories)
-def test_the_winner_is_never_dearer_than_the_runner_up(history: list[Any]) -> None:
-    drive = perform_all(Driver().fleet("a", "b"), [one for one in history if one[0] != "pool"])
-    for routed in drive.decided:
-        if isinstance(routed, RequestRouted) and routed.mode == "kv" and routed.runner_up is not None:
-            assert routed.terms.cost <= routed.runner_up.terms.cost
-            assert (routed.ties > 1) == (routed.terms.cost == routed.runner_up.terms.cost)
-            assert (routed.worker_id, routed.rank) != (routed.runner_up.worker_id, routed.runner_up.rank)
+def assert_requests_end_once(drive: Careful) -> None:
+    began: list[str] = []
+    held = {one.request_id for one in drive.decided if isinstance(one, RequestHeld)}
+    for one in drive.decided:
+        if isinstance(one, RequestHeld) or (
+            isinstance(one, RequestRouted) and one.request_id not in held and one.request_id not in began
+        ):
+            began.append(one.request_id)
+    submitted = {event.request_id for _, event, _ in drive.applied if isinstance(event, RequestSubmitted)}
+    rejected = {one.request_id for one in drive.decided if isinstance(one, RequestRejected)}
+    assert submitted <= rejected | set(began)
+    aborted = [one.request_id for one in drive.decided if isinstance(one, RequestAborted)]
+    active = drive.world.requests.active()
+    under_way = [one.submitted.request_id for one in active]
+    assert not Counter(aborted + under_way) - Counter(began)
+    assert len(began) == len(aborted) + len(under_way) + drive.finished
+    assert sum(rank.active_requests for rank in drive.world.load.ranks()) == sum(one.on_worker for one in active)
+
+
+def assert_commands_end_once(decided: list[Any], pending: set[str]) -> None:
+    sent = Counter(one.command_id for one in decided if isinstance(one, CommandSent) and one.reason is None)
+    ended = [one for one in decided if isinstance(one, CommandEnded)]
+    assert sent == Counter(one.command_id for one in ended) + Counter(pending)
+    assert all(outcome.status != "pending" for one in ended for outcome in one.outcomes)
+
+
+def assert_rederived(drive: Driver, records: Sequence[JournalRecord]) -> None:
+    """Assert that the recorded order of events leads to the same records and the same state."""
+    followed, recorded = Rederivation(World()), Recorded(drive.applied)
+    claimed = OwnerClaimed(owner_id="o", core_version=1, events_version=EVENTS_VERSION)
+    for offset, record in enumerate([claimed, *records]):
+        assert followed.apply(offset, record, recorded.events_of(record) if offset else {}) is None
+    assert followed.world.digest() == drive.world.digest()
+    assert not followed.pending
 
 
 def may_go(world: World, request: ActiveRequest) -> bool:
@@ -207,26 +243,39 @@ class Watchful(Driver):
 
 
 @given(st.lists(actions().filter(lambda one: one[0] not in ("pool", "wait")), min_size=30, max_size=60))
-def test_no_dispatchable_request_stays_queued(history: list[Any]) -> None:
-    perform_all(Watchful().fleet("a", "b", queue=QUEUE, session_ttl_s=10.0), history)
+def test_nobody_waits_who_may_go_and_the_winner_is_never_dearer_than_the_runner_up(history: list[Any]) -> None:
+    drive = perform_all(Watchful().fleet("a", "b", queue=QUEUE, session_ttl_s=10.0), history)
+    for routed in drive.decided:
+        if isinstance(routed, RequestRouted) and routed.mode == "kv" and routed.runner_up is not None:
+            assert routed.terms.cost <= routed.runner_up.terms.cost
+            assert (routed.ties > 1) == (routed.terms.cost == routed.runner_up.terms.cost)
+            assert (routed.worker_id, routed.rank) != (routed.runner_up.worker_id, routed.runner_up.rank)
 
 
 # Snapshots
 
 
-@given(histories)
-@example([("in_store", (0, 1, 0)), ("in_store", (1, 1, 0))])  # the parts of two stores had another order
-def test_a_restored_world_yields_the_same_facts(history: list[Any]) -> None:
-    whole = perform_all(Driver().fleet("a", "b"), history).world
-    advance(whole)
-    copy = restore(through_the_wire(whole))
-    assert list(copy.snapshot()) == list(whole.snapshot())
-    assert copy.digest() == whole.digest()
-    assert copy.next_due_us() == whole.next_due_us()
+@given(histories, st.integers(0, 60))
+@example([("in_store", (0, 1, 0)), ("in_store", (1, 1, 0))], 60)  # the parts of two stores had another order
+def test_a_snapshot_and_the_tail_are_the_whole(history: list[Any], cut: int) -> None:
+    whole = perform_all(Driver().fleet("a", "b", "c"), history[:cut])
+    advance(whole.world)
+    parts = through_the_wire(whole.world)
+    assert digest_of_snapshot(parts) == whole.world.digest()
+    copy = Driver(restore(parts))
+    copy.now_us = whole.now_us  # the clock is outside the world, which knows only when it last was read for a run
+    assert copy.world.digest() == whole.world.digest()
+    assert list(copy.world.snapshot()) == list(whole.world.snapshot())
+    assert copy.world.next_due_us() == whole.world.next_due_us()
     for prompt in PROMPTS:
-        assert copy.load.active_depths(prompt) == whole.load.active_depths(prompt)
-        assert copy.routed.depths(prompt) == whole.routed.depths(prompt)
-        assert copy.index.overlaps(prompt) == whole.index.overlaps(prompt)
+        assert copy.world.load.active_depths(prompt) == whole.world.load.active_depths(prompt)
+        assert copy.world.routed.depths(prompt) == whole.world.routed.depths(prompt)
+        assert copy.world.index.overlaps(prompt) == whole.world.index.overlaps(prompt)
+    whole.decided.clear()
+    for drive in (whole, copy):
+        perform_all(drive, history[cut:], cut)
+    assert copy.decided == whole.decided
+    assert copy.world.digest() == whole.world.digest()
 
 
 def test_a_snapshot_written_while_the_index_changes_is_of_the_state_at_its_end() -> None:
@@ -304,7 +353,7 @@ def eventful_world() -> World:
     request_fields: dict[str, Any] = {name: getattr(routed, name) for name in names}
     drive("progress", FirstTokenEmitted(**request_fields))
     drive("progress", OutputGrown(**request_fields, output_tokens=5))
-    drive("requests", RequestCancelled(request_id="r3"))
+    drive.cancel("r3")
     drive("control", BusyThresholdsSet(model="m", thresholds=BusyThresholds(active_prefill_tokens_threshold=999)))
     drive("control", commanded("c1", "load_lora", lora_name="x", nonce=5))
     drive("progress", obeyed("c1", "a", drive.epoch("a"), "load_lora", "x"))
@@ -391,7 +440,7 @@ def test_an_id_that_comes_back_with_the_deadline_of_its_first_use_is_ended_once(
     drive("requests", request("other", timeout_us=250_000_000))
     drive("requests", request("r", timeout_us=300_000_000, nonce=1))
     due_us = drive.now_us + 300_000_000
-    drive("requests", RequestCancelled(request_id="r"))
+    drive.cancel("r")
     drive.wait(120_000_000)
     drive("requests", request("r", timeout_us=due_us - drive.now_us - 10, nonce=2))
     ended = drive.wait(400_000_000)

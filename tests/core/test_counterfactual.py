@@ -3,8 +3,6 @@
 from typing import Any
 
 import msgspec
-from hypothesis import given
-from hypothesis import strategies as st
 
 from forebay.core.routing.counterfactual import (
     Alternative,
@@ -16,14 +14,11 @@ from forebay.core.routing.counterfactual import (
 from forebay.core.routing.plan import Plan
 from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.core.world import World
-from forebay.events.base import pack_u64
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, PoolConfigured, QueueConfig
-from forebay.events.decisions import RequestHeld, RequestRouted, RouteAnswered
+from forebay.events.decisions import RequestHeld
 from forebay.events.fleet import WorkerLost
-from forebay.events.kv import BlocksStored
 from forebay.events.requests import RouterOverride, RoutingHints
-from tests.core.worlds import PROMPTS, Driver, histories, perform_all, pool, query, request
-from tests.depth import examples
+from tests.core.worlds import PROMPTS, Driver, pool, query, request
 
 ONE_TOKEN = BusyThresholds(active_prefill_tokens_threshold=1)
 Seen = tuple[SubmittedRequest, Counterfactual]
@@ -52,37 +47,9 @@ def changed(**router: Any) -> Alternative:
     return alternative
 
 
-def store(drive: Driver, worker: str, seq: int = 1) -> None:
-    fields: dict[str, Any] = {"worker_id": worker, "worker_epoch": drive.epoch(worker), "seq": seq}
-    drive("kv-events", BlocksStored(**fields, sequence_hashes=pack_u64(PROMPTS[0])))
-
-
-@examples(0.6)
-@given(histories)
-def test_the_same_configuration_agrees_always_and_regrets_nothing(history: list[tuple[str, Any]]) -> None:
-    drive = Driver().fleet("a", "b")
-    seen = looking(drive, same)
-    perform_all(drive, history)
-    assert all(one.agrees and one.regret_blocks == 0.0 and one.refusal is None for _, one in seen)
-    assert all(one.overlap_blocks == one.history_overlap_blocks for _, one in seen)
-    decided = [one for one in drive.decided if isinstance(one, RequestRouted | RouteAnswered)]
-    chosen = [one for one in decided if isinstance(one, RequestRouted) or one.choice is not None]
-    assert [request.request_id for request, _ in seen] == [one.request_id for one in chosen]
-    assert [found.would_hold for _, found in seen] == [getattr(one, "would_wait", False) for one in chosen]
-
-
-@examples(0.6)
-@given(histories, st.sampled_from([{"mode": "least-loaded"}, {"temperature": 3.0}, {"overlap_score_credit": 0.0}]))
-def test_evaluating_a_counterfactual_changes_nothing(history: list[tuple[str, Any]], router: dict[str, Any]) -> None:
-    alone, watched = Driver().fleet("a", "b"), Driver().fleet("a", "b")
-    looking(watched, changed(**router))
-    assert perform_all(watched, history).decided == perform_all(alone, history).decided
-    assert watched.world.digest() == alone.world.digest()
-
-
 def test_another_weight_selects_another_rank_with_positive_regret() -> None:
     drive = Driver().fleet("a", "b", overlap_score_credit=0.0)
-    store(drive, "b")
+    drive.stored("b")
     seen = looking(drive, changed(overlap_score_credit=1.0))
     (routed,) = drive("requests", request("r", PROMPTS[0], tie_seed=_seed_for("a")))
     assert routed.worker_id == "a"
@@ -103,7 +70,7 @@ def _seed_for(worker: str) -> int:
 
 def test_regret_is_below_zero_where_the_alternative_pays_more() -> None:
     drive = Driver().fleet("a", "b")
-    store(drive, "b")
+    drive.stored("b")
     seen = looking(drive, changed(mode="round-robin"))
     drive("requests", request("r", PROMPTS[0]))
     [(_, found)] = seen
@@ -129,7 +96,7 @@ def test_the_recorded_rank_may_not_be_a_candidate() -> None:
     drive = Driver().fleet("a", "b")
     for name in ("r1", "r2"):
         drive("requests", request(name, PROMPTS[0], routing=RoutingHints(worker_id="b")))
-    store(drive, "b")
+    drive.stored("b")
     seen = looking(drive, changed(busy=ONE_TOKEN))
     (routed,) = drive("requests", request("r3", PROMPTS[0], routing=RoutingHints(override=cheapest_cache())))
     assert routed.worker_id == "b"

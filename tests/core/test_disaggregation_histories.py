@@ -12,7 +12,6 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from forebay.core.phases import Phase
-from forebay.core.restore import restore
 from forebay.core.routing.candidates import find_candidates, find_retry_candidates, must_queue
 from forebay.core.routing.disaggregation import (
     locate_prompt,
@@ -24,7 +23,7 @@ from forebay.core.state.active_request import ActiveRequest
 from forebay.core.step import AnyDecision, InputEvent
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, DisaggregationSet, QueueConfig
 from forebay.events.decisions import KvReleased, RequestAborted, RequestHeld, RequestRejected, RequestRouted
-from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerRecovered, WorkerSuspect
+from forebay.events.fleet import WorkerLost
 from forebay.events.progress import (
     FirstTokenEmitted,
     PrefillFailed,
@@ -32,10 +31,12 @@ from forebay.events.progress import (
     RequestFailed,
     RequestFinished,
 )
-from forebay.events.requests import RequestCancelled, RoutingHints
+from forebay.events.requests import RoutingHints
 from forebay.events.snapshots import Booking
 from tests.core.worlds import (
     DISAGGS,
+    FACTS,
+    LEASE_US,
     MEDIA,
     PROGRESS_KINDS,
     PROMPTS,
@@ -51,7 +52,6 @@ from tests.core.worlds import (
 )
 
 FLEET = {"d": "decode", "e": "decode", "p": "prefill", "q": "prefill", "n": "encode"}
-POOLS = {"decode": "default", "prefill": "prefillers", "encode": "encoders"}
 ATTEMPTS_MAX = 3
 Offer = tuple[str, int, str, int]  # request, attempt to compute its prompt, worker, its epoch
 LOCAL_BY_RULE = {"never", "begun", "short_prompt", "prefill_busy"}
@@ -135,8 +135,7 @@ class Books(Driver):
             if one.prefilled is not None
         }
         assert {offer for offer in wanted if self.epoch(offer[2]) == offer[3]} == self.offers, "nobody else keeps any"
-        self.world.take_consumed()
-        assert restore(self.world.snapshot()).digest() == self.world.digest()
+        self.copy()
 
     def _look_at_routing(self, routed: RequestRouted) -> None:
         world = self.world
@@ -230,7 +229,7 @@ KINDS = (
     *("media", "session", "query", "cancel", "cancel", "again", "too_late", "wait", "wait"),
     *("prefilled",) * 4,
     *(sorted(PROGRESS_KINDS - {"prefilled"})),
-    *("lose", "lose", "join", "join", "join", "drain", "suspect", "recover"),
+    *("lose", "lose", "lease_over", "join", "join", "join", "drain", "suspect", "recover"),
     *("disagg", "busy", "pool"),
 )
 STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 9), st.integers(0, 8)), max_size=70)
@@ -240,7 +239,6 @@ def perform(drive: Books, number: int, kind: str, first: int, depth: int, past: 
     under_way = drive.world.requests.active()
     one = under_way[first % len(under_way)] if under_way else None
     name = tuple(FLEET)[first % len(FLEET)]
-    fact: dict[str, Any] = {"owner_epoch": 0, "worker_id": name, "worker_epoch": drive.epoch(name)}
     blocks = PROMPTS[first % 3][:depth]
     match kind:
         case "request":
@@ -254,19 +252,20 @@ def perform(drive: Books, number: int, kind: str, first: int, depth: int, past: 
         case "query":
             drive("requests", query(f"q{number}", blocks))
         case "cancel" if one is not None:
-            drive("requests", RequestCancelled(request_id=one.submitted.request_id))
+            drive.cancel(one.submitted.request_id)
         case "again" | "too_late" if past:
             drive("progress", past[first % len(past)])
         case "wait":
             drive.wait(first * 200)
-        case "lose":
-            drive("fleet", WorkerLost(**fact))
-        case "drain":
-            drive("fleet", WorkerDraining(**fact))
-        case "suspect":
-            drive("fleet", WorkerSuspect(**fact))
-        case "recover":
-            drive("fleet", WorkerRecovered(**fact))
+        case "lose" | "drain" | "suspect" | "recover":
+            drive.fact(FACTS[kind], name)
+        case "lease_over":
+            for decoder in ("d", "e"):
+                drive.lose(decoder)
+            if one is not None:
+                drive("progress", said_of(one, "prefilled", 1))
+            drive.wait(LEASE_US)
+            join(drive, "d", first)
         case "join":
             join(drive, name, first)
         case "disagg":
@@ -296,6 +295,7 @@ def test_whatever_happens_every_request_ends_once_and_leaves_nothing(
         perform(drive, number, kind, first, depth, past)
     drive.wait(2_000_000)
     assert not len(drive.world.requests), "all deadlines have passed"
+    assert not drive.offers, "all that was kept was fetched or given back, or went with its holder"
     assert drive.ended == drive.began
     for load in drive.world.load.ranks():
         assert (load.prefill_tokens, load.decode_blocks, load.active_requests) == (0, 0.0, 0)
@@ -322,7 +322,7 @@ def test_a_request_that_nobody_cancels_is_answered_or_given_up_in_bounded_steps(
         stages.append(one.stage)
         if fault == "lose":
             name = one.worker_id
-            drive("fleet", WorkerLost(owner_epoch=0, worker_id=name, worker_epoch=one.worker_epoch))
+            drive.lose(name)
             join(drive, name, number)
         else:
             event = said_of(one, fault, 1 + 10 * number)

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from forebay.core.dispatch import DRAIN_MAX
-from forebay.core.restore import restore
 from forebay.core.state.queue import OFFERS_PER_LINE_MAX
 from forebay.core.world import World
 from forebay.events.base import pack_u64
@@ -21,9 +20,9 @@ from forebay.events.decisions import (
 from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSuspect
 from forebay.events.kv import BlocksStored, CacheCleared
 from forebay.events.metrics import LoadReported
-from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFinished
-from forebay.events.requests import RequestCancelled, RoutingHints
-from tests.core.worlds import BLOCK, PROMPTS, Driver, joined, pool, query, request
+from forebay.events.progress import FirstTokenEmitted, OutputGrown
+from forebay.events.requests import RoutingHints
+from tests.core.worlds import PROMPTS, Driver, joined, pool, query, request
 
 ONE_STEP = QueueConfig(threshold=0.5)  # of 64 tokens: a prompt of eight blocks is more
 
@@ -38,7 +37,7 @@ def progress(routed: RequestRouted) -> dict[str, Any]:
 
 
 def first_token(drive: Driver, routed: RequestRouted) -> list[str]:
-    made = drive("progress", FirstTokenEmitted(**progress(routed)))
+    made = drive.emit(FirstTokenEmitted, routed)
     return [one.request_id for one in made if isinstance(one, RequestRouted)]
 
 
@@ -73,7 +72,7 @@ def test_what_is_cached_is_looked_at_again_when_a_request_leaves_the_queue() -> 
     assert big(drive, "r3").uncached_tokens == 34
     stored: dict[str, Any] = {"worker_id": "b", "worker_epoch": drive.epoch("b"), "seq": 1}
     drive("kv-events", BlocksStored(**stored, sequence_hashes=pack_u64(PROMPTS[0])))
-    drive("progress", RequestFinished(**progress(on_b), finish_reason="length"))
+    drive.finish(on_b)
     routed = next(one for one in drive.decided if isinstance(one, RequestRouted) and one.request_id == "r3")
     assert (routed.worker_id, routed.terms.device_overlap) == ("b", 8)
     assert on_a.worker_id == "a"
@@ -128,19 +127,10 @@ def test_a_request_may_be_cancelled_while_it_waits_and_one_that_ends_lets_anothe
     big(drive, "r0")
     big(drive, "r1")
     big(drive, "r2")
-    (gone,) = drive("requests", RequestCancelled(request_id="r1"))
+    (gone,) = drive.cancel("r1")
     assert (gone.request_id, gone.worker_id) == ("r1", "")
-    made = drive("requests", RequestCancelled(request_id="r0"))
+    made = drive.cancel("r0")
     assert [(type(one), one.request_id) for one in made] == [(RequestAborted, "r0"), (RequestRouted, "r2")]
-
-
-def test_a_pinned_request_does_not_block_the_queue() -> None:
-    drive = Driver().fleet("a", "b", queue=ONE_STEP)
-    on_a, on_b = big(drive, "r1", worker_id="a"), big(drive, "r2", worker_id="b")
-    big(drive, "pinned", worker_id="a")
-    big(drive, "free")
-    assert first_token(drive, on_b) == ["free"]
-    assert first_token(drive, on_a) == ["pinned"]
 
 
 def test_a_queue_is_emptied_by_a_new_worker_and_by_a_new_configuration() -> None:
@@ -159,9 +149,7 @@ def test_requests_of_a_lost_worker_go_first_without_queueing() -> None:
     first = big(drive, "r1")
     big(drive, "r2")
     big(drive, "r3")
-    made = drive(
-        "fleet", WorkerLost(owner_epoch=0, worker_id=first.worker_id, worker_epoch=drive.epoch(first.worker_id))
-    )
+    made = drive.lose(first.worker_id)
     assert [(one.request_id, one.attempt, one.waited_us) for one in made] == [("r1", 2, 0)]
 
 
@@ -178,11 +166,11 @@ def test_a_lost_worker_ends_the_requests_that_are_for_it_alone() -> None:
     """Those that it runs, and those that wait for it."""
     drive = Driver().fleet("a", "b", queue=ONE_STEP)
     running = big(drive, "r1", worker_id="a")
-    drive("progress", FirstTokenEmitted(**progress(running)))
+    drive.emit(FirstTokenEmitted, running)
     big(drive, "r2", worker_id="a")
     assert isinstance(big(drive, "r3", worker_id="a"), RequestHeld)
     elsewhere = big(drive, "r4", worker_id="b")
-    made = drive("fleet", WorkerLost(owner_epoch=0, worker_id="a", worker_epoch=drive.epoch("a")))
+    made = drive.lose("a")
     reason = ("pinned_worker_lost", "worker a was lost, and the request is pinned to it", "")
     assert [(one.request_id, one.attempt, one.reason, one.message, one.worker_id) for one in made] == [
         ("r1", 1, *reason), ("r2", 1, *reason), ("r3", 0, *reason),
@@ -195,16 +183,6 @@ def test_a_lost_worker_ends_the_requests_that_are_for_it_alone() -> None:
     assert big(drive, "r5", worker_id="a").reason == "unknown_worker", "a new one is refused at once"
 
 
-def test_requests_stay_queued_when_the_last_worker_leaves() -> None:
-    drive = Driver().fleet("a", queue=ONE_STEP)
-    running = big(drive, "r0")
-    big(drive, "r1")
-    drive("fleet", WorkerLost(owner_epoch=0, worker_id="a", worker_epoch=drive.epoch("a")))
-    drive("requests", RequestCancelled(request_id=running.request_id))
-    assert drive.world.queues.waiting("default") == 1
-    assert [one.request_id for one in drive("fleet", joined("b", 0))] == ["r1"]
-
-
 @pytest.mark.parametrize("fact", [WorkerLost, WorkerSuspect, WorkerDraining])
 def test_losing_a_worker_releases_its_session_requests(
     fact: type[WorkerLost | WorkerSuspect | WorkerDraining],
@@ -212,10 +190,10 @@ def test_losing_a_worker_releases_its_session_requests(
     drive = Driver().fleet("a", "b", "c", queue=ONE_STEP, session_ttl_s=100.0)
     began = big(drive, "r1", session_id="s")
     mine = began.worker_id
-    drive("progress", RequestFinished(**progress(began), finish_reason="length"))
+    drive.finish(began)
     big(drive, "other", worker_id=mine)
     assert isinstance(big(drive, "r2", session_id="s"), RequestHeld)
-    made = drive("fleet", fact(owner_epoch=0, worker_id=mine, worker_epoch=drive.epoch(mine)))
+    made = drive.fact(fact, mine)
     assert [one.request_id for one in made if isinstance(one, RequestRouted)] == ["r2"]
     assert made[-1].worker_id != mine
 
@@ -266,7 +244,7 @@ def test_another_configuration_lets_stranded_requests_go() -> None:
     drive = Driver().fleet("a", "b")
     lost = big(drive, "r1").worker_id
     drive("control", pool(mode="no.such.Policy"))
-    assert drive("fleet", WorkerLost(owner_epoch=0, worker_id=lost, worker_epoch=drive.epoch(lost))) == []
+    assert drive.lose(lost) == []
     assert [(one.request_id, one.attempt) for one in drive("control", pool())] == [("r1", 2)]
 
 
@@ -300,23 +278,6 @@ def test_an_id_that_is_used_again_for_another_adapter_or_tenant_is_refused() -> 
 def test_queue_classes_must_take_everybody(classes: tuple[QueueClass, ...], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         QueueConfig(classes=classes)
-
-
-def test_a_restored_queue_serves_in_the_same_order() -> None:
-    drive = Driver().fleet("a", queue=ONE_STEP)
-    running = big(drive, "r0")
-    for number in range(6):
-        big(drive, f"r{number + 1}", priority=number % 3, strict_priority=number % 2)
-    drive.world.take_consumed()
-    copy = Driver(restore(drive.world.snapshot()))
-    assert copy.world.digest() == drive.world.digest()
-    for one in (drive, copy):
-        now = running
-        while one.world.queues.waiting("default"):
-            first_token(one, now)
-            now = next(done for done in reversed(one.decided) if isinstance(done, RequestRouted))
-    both = [[one.request_id for one in d.decided if isinstance(one, RequestRouted)] for d in (drive, copy)]
-    assert both[0][-6:] == both[1]
 
 
 # Queries
@@ -482,13 +443,6 @@ def test_a_gap_requests_one_resync_until_the_cache_is_reannounced() -> None:
     drive("kv-events", CacheCleared(**fields, seq=9))
     assert overlap_of(drive, "q2", PROMPTS[0])["b"] == 0
     assert len(store(11)) == 1
-
-
-def test_prompts_shorter_than_a_block_have_no_overlap() -> None:
-    drive = Driver().fleet("a")
-    (routed,) = drive("requests", request("r"))
-    assert routed.terms.decode_blocks == 0.0
-    assert routed.terms.prefill_blocks == 2 / BLOCK
 
 
 def test_an_empty_prompt_is_routed_like_any_other() -> None:

@@ -7,7 +7,7 @@ import pytest
 from forebay.core.restore import restore
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueConfig
 from forebay.events.decisions import RequestHeld, RequestRejected, RequestRouted
-from forebay.events.fleet import WorkerDraining, WorkerLost
+from forebay.events.fleet import WorkerDraining
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RoutingHints
@@ -87,7 +87,7 @@ def test_a_pinned_worker_of_another_pool_or_that_is_not_ready() -> None:
     drive = fleet()
     drive("fleet", joined("x", 0, pool="other"))
     assert ask(drive, worker_id="x").reason == "unknown_worker"
-    drive("fleet", WorkerDraining(owner_epoch=0, worker_id="a", worker_epoch=drive.epoch("a")))
+    drive.fact(WorkerDraining, "a")
     refused = ask(drive, worker_id="a")
     assert (refused.reason, refused.message) == ("no_eligible_worker", "no ready worker of the pool default is a")
 
@@ -109,7 +109,7 @@ def test_a_salted_request_goes_only_to_workers_that_separate_their_cache() -> No
     assert isinstance(salted, RequestRouted)
     assert (salted.worker_id, salted.candidates) == ("salted", 1)
     assert ask(drive, "plain").candidates == 2
-    drive("fleet", WorkerLost(owner_epoch=0, worker_id="salted", worker_epoch=drive.epoch("salted")))
+    drive.lose("salted")
     refused = drive("requests", request("other", cache_namespace="tenant"))[-1]
     assert isinstance(refused, RequestRejected)
     assert refused.reason == "no_eligible_worker"
@@ -136,16 +136,6 @@ def test_a_queued_salted_request_waits_for_its_workers_only() -> None:
         done = RequestFinished(**progress(first), finish_reason="stop", output_tokens=1, cached_tokens=0)
         freed = [made for made in one("progress", done) if isinstance(made, RequestRouted)]
         assert [(made.request_id, made.worker_id) for made in freed] == [("r", "salted")]
-
-
-def test_a_shared_cache_changes_the_digest_of_the_fleet() -> None:
-    digests = set()
-    for salts in (True, False):
-        drive = Driver()
-        drive("control", pool())
-        drive("fleet", joined("a", 0, salts_cache=salts))
-        digests.add(drive.world.fleet.digest())
-    assert len(digests) == 2
 
 
 # Busy
@@ -210,8 +200,8 @@ def test_thresholds_stand_until_the_pool_is_configured_anew_and_are_those_of_a_m
 
 
 def finish(drive: Driver, routed: RequestRouted) -> None:
-    drive("progress", FirstTokenEmitted(**progress(routed)))
-    drive("progress", RequestFinished(**progress(routed), finish_reason="length"))
+    drive.emit(FirstTokenEmitted, routed)
+    drive.finish(routed)
 
 
 def load_up(drive: Driver, worker_id: str) -> None:
@@ -241,7 +231,7 @@ def test_a_session_ends_after_its_time_and_with_its_worker() -> None:
     drive.now_us += 1_000_000
     assert ask(drive, "r4", session_id="s").candidates == 2
     finish(drive, ask(drive, "r5", session_id="t", worker_id="b"))
-    drive("fleet", WorkerLost(owner_epoch=0, worker_id="b", worker_epoch=drive.epoch("b")))
+    drive.lose("b")
     drive("fleet", joined("b", 1))
     assert ask(drive, "r6", session_id="t").candidates == 2
 
@@ -249,7 +239,7 @@ def test_a_session_ends_after_its_time_and_with_its_worker() -> None:
 def test_a_session_moves_on_from_a_worker_that_is_leaving() -> None:
     drive = Driver().fleet("a", "b", session_ttl_s=1.0)
     ask(drive, "r1", session_id="s", worker_id="b")
-    drive("fleet", WorkerDraining(owner_epoch=0, worker_id="b", worker_epoch=drive.epoch("b")))
+    drive.fact(WorkerDraining, "b")
     drive("fleet", joined("c", 2))
     moved = ask(drive, "r2", session_id="s")
     assert moved.candidates == 2
@@ -288,8 +278,8 @@ def test_an_embedding_request_ends_without_a_first_token() -> None:
     assert isinstance(held, RequestHeld)
     load = drive.world.load.rank_load("e", 0)
     assert load.prefill_tokens > 0
-    (second,) = drive("progress", RequestFinished(**progress(first), finish_reason="stop", output_tokens=0))
+    (second,) = drive.finish(first, output_tokens=0)
     assert (second.request_id, second.worker_id) == ("r2", "e")
-    assert drive("progress", RequestFinished(**progress(second), finish_reason="stop")) == []
+    assert drive.finish(second) == []
     assert (load.prefill_tokens, load.decode_blocks, load.active_requests) == (0, 0, 0)
     assert len(drive.world.requests) == 0

@@ -5,7 +5,15 @@ from array import array
 import msgspec
 import pytest
 
-from forebay.engine_model.model import Computed, EngineModel, EngineStep, Fetch, FirstTokenStep, Load, Stored
+from forebay.engine_model.model import (
+    Computed,
+    EngineModel,
+    EngineStep,
+    Fetch,
+    FirstTokenStep,
+    Load,
+    Stored,
+)
 from forebay.engine_model.sequence import generate_tokens
 from forebay.engine_model.timing import prefill_us
 from forebay.events.base import pack_u32
@@ -15,6 +23,7 @@ from tests.core.engine_runs import (
     Tier,
     answers,
     config,
+    engine,
     finished,
     hashes,
     replay_cache,
@@ -38,8 +47,7 @@ def loading(model: EngineModel) -> list[Load]:
 
 def test_a_prompt_is_loaded_before_its_rest_is_computed() -> None:
     tier = Tier(PROMPT)
-    model = EngineModel(config(), tier.match)
-    model.submit(request("a", PROMPT, 1))
+    model = engine(request("a", PROMPT, 1), match=tier.match)
     assert model.step() is None
     assert model.loads() == [Load("a", 1, 0, 4)]
     assert model.loads() == []
@@ -57,8 +65,7 @@ def test_a_prompt_is_loaded_before_its_rest_is_computed() -> None:
 @pytest.mark.parametrize("arrived", [0, 1, 3])
 def test_blocks_that_did_not_arrive_are_computed(arrived: int) -> None:
     tier = Tier(PROMPT)
-    model = EngineModel(config(max_num_batched_tokens=64), tier.match)
-    model.submit(request("a", PROMPT, 3))
+    model = engine(request("a", PROMPT, 3), match=tier.match, max_num_batched_tokens=64)
     assert loading(model) == [Load("a", 1, 0, 4)]
     assert model.loaded("a", arrived)
     steps = run(model)
@@ -71,8 +78,7 @@ def test_blocks_that_did_not_arrive_are_computed(arrived: int) -> None:
 
 def test_only_blocks_after_the_cached_ones_are_loaded_and_never_the_last_token() -> None:
     tier = Tier(PROMPT)
-    model = EngineModel(config(), tier.match)
-    model.submit(request("before", [*PROMPT[:8], 99], 1))
+    model = engine(request("before", [*PROMPT[:8], 99], 1), match=tier.match)
     assert loading(model) == [Load("before", 1, 0, 2)]
     assert model.loaded("before", 2)
     run(model)
@@ -87,8 +93,7 @@ def test_only_blocks_after_the_cached_ones_are_loaded_and_never_the_last_token()
 
 def test_others_run_and_are_admitted_while_a_prompt_is_loaded() -> None:
     tier = Tier(PROMPT)
-    model = EngineModel(config(max_num_batched_tokens=64), tier.match)
-    model.submit(request("running", [1] * 5, 9))
+    model = engine(request("running", [1] * 5, 9), match=tier.match, max_num_batched_tokens=64)
     steps = [step] if (step := model.step()) else []
     model.submit(request("a", PROMPT, 1))
     model.submit(request("b", [3] * 5, 2))
@@ -210,15 +215,13 @@ def test_blocks_whose_tokens_do_not_determine_them_are_not_named() -> None:
 
 def test_a_prefill_stage_loads_and_a_decode_stage_fetches_what_was_not_loaded() -> None:
     tier = Tier(PROMPT[:8])
-    model = EngineModel(config(max_num_batched_tokens=64), tier.match)
-    model.submit(request("a", PROMPT, 1, stage="prefill"))
+    model = engine(request("a", PROMPT, 1, stage="prefill"), match=tier.match, max_num_batched_tokens=64)
     assert loading(model) == [Load("a", 1, 0, 2)]
     assert model.loaded("a", 2)
     (step,) = run(model)
     assert (step.duration_us, step.computed) == (prefill_us(10), [Computed("a", 1, 8)])
 
-    model = EngineModel(config(), tier.match)
-    model.submit(request("a", PROMPT, 3, stage="decode"))
+    model = engine(request("a", PROMPT, 3, stage="decode"), match=tier.match)
     assert model.fetches() == []
     assert model.step() is None
     assert model.loads() == [Load("a", 1, 0, 2)]
@@ -259,8 +262,7 @@ def test_a_cleared_cache_computes_what_was_being_loaded() -> None:
 
 def test_reset_forgets_what_is_being_loaded() -> None:
     tier = Tier(PROMPT)
-    model = EngineModel(config(), tier.match)
-    model.submit(request("a", PROMPT, 3))
+    model = engine(request("a", PROMPT, 3), match=tier.match)
     assert model.step() is None
     model.reset()
     assert (model.loads(), model.loaded("a", 1), model.step(), model.pool.used) == ([], False, None, 0)

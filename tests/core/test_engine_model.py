@@ -1,6 +1,7 @@
 """The engine model: scheduling, prefix reuse, preemption, and what must hold on any history."""
 
 from array import array
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from forebay.engine_model.model import (
     EngineConfig,
     EngineModel,
     EngineRequest,
+    EngineStage,
     EngineStep,
     Finished,
     QueueFull,
@@ -29,6 +31,7 @@ from tests.core.engine_runs import (
     RecordingTiming,
     answers,
     config,
+    engine,
     finished,
     replay_cache,
     request,
@@ -38,8 +41,7 @@ from tests.depth import examples
 
 
 def test_one_request_from_prompt_to_end() -> None:
-    model = EngineModel(config())
-    model.submit(request("a", list(range(6)), 3))
+    model = engine(request("a", list(range(6)), 3))
     assert model.load().waiting == 1
     steps = run(model)
     assert [step.duration_us for step in steps] == [prefill_us(6), decode_us(2, 32), decode_us(2, 32)]
@@ -63,8 +65,7 @@ def test_given_output_tokens_precede_sampled_ones(output: int) -> None:
 
 
 def test_decoding_takes_as_long_as_its_contexts_are_whoever_shares_or_prefills() -> None:
-    model = EngineModel(config(max_num_batched_tokens=8))
-    model.submit(request("a", [1, 2, 3, 4, 5], 9))
+    model = engine(request("a", [1, 2, 3, 4, 5], 9), max_num_batched_tokens=8)
     first = model.step()
     assert first is not None
     model.submit(request("b", [1, 2, 3, 4, 6], 3))
@@ -78,8 +79,7 @@ def test_decoding_takes_as_long_as_its_contexts_are_whoever_shares_or_prefills()
 
 def test_a_timing_gets_the_work_of_a_step() -> None:
     timing = RecordingTiming()
-    model = EngineModel(config(max_num_batched_tokens=8, timing=timing))
-    model.submit(request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 3))
+    model = engine(request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 3), max_num_batched_tokens=8, timing=timing)
     first = model.step()
     assert first is not None
     assert first.duration_us == 10
@@ -97,15 +97,13 @@ def test_a_timing_gets_the_work_of_a_step() -> None:
 
 def test_a_timing_is_called_once_for_combined_iterations() -> None:
     timing = RecordingTiming()
-    model = EngineModel(config(timing=timing))
-    model.submit(request("a", [1], 4))
+    model = engine(request("a", [1], 4), timing=timing)
     assert [step.duration_us for step in run(model, until_us=1_000)] == [10, 30]
     assert len(timing.calls) == 2
 
 
 def test_a_one_token_response_ends_in_its_prefill_step() -> None:
-    model = EngineModel(config())
-    model.submit(request("a", [1], 1))
+    model = engine(request("a", [1], 1))
     (step,) = run(model)
     assert len(step.emitted) == len(step.first_tokens) == len(step.finished) == 1
 
@@ -148,8 +146,7 @@ def test_the_next_turn_of_a_conversation_finds_the_answer_in_the_cache() -> None
 
 
 def test_a_block_that_another_fills_meanwhile_is_stored_once() -> None:
-    model = EngineModel(config())
-    model.submit(request("a", [0, 1, 2, 3], 20))
+    model = engine(request("a", [0, 1, 2, 3], 20))
     for _ in range(4):
         model.step()
     # The first leaves two tokens of the budget to the second, which computes what "a" is about to say.
@@ -176,9 +173,7 @@ def test_output_blocks_are_salted_as_the_prompt_is() -> None:
 
 
 def test_a_long_prompt_is_computed_in_chunks_while_others_decode() -> None:
-    model = EngineModel(config())
-    model.submit(request("a", [1, 2], 20))
-    model.submit(request("b", list(range(100, 140)), 2))
+    model = engine(request("a", [1, 2], 20), request("b", list(range(100, 140)), 2))
     steps = run(model)
     assert steps[0].duration_us == prefill_us(16)
     assert [chunk.request_id for chunk in steps[1].emitted] == ["a"]
@@ -200,8 +195,7 @@ def test_admission_is_first_come_first_served_within_max_num_seqs() -> None:
 
 
 def test_of_those_that_end_together_the_oldest_is_first() -> None:
-    model = EngineModel(config())
-    model.submit(request("a", [1], 7))
+    model = engine(request("a", [1], 7))
     for _ in range(3):
         model.step()
     model.submit(request("b", [2], 4))
@@ -210,9 +204,7 @@ def test_of_those_that_end_together_the_oldest_is_first() -> None:
 
 
 def test_a_cancelled_request_limits_no_step() -> None:
-    model = EngineModel(config())
-    model.submit(request("a", [1, 2, 3], 20))
-    model.submit(request("b", [1], 20))
+    model = engine(request("a", [1, 2, 3], 20), request("b", [1], 20))
     model.step()
     model.cancel("a")
     step = model.step(until_us=1_000_000)
@@ -256,9 +248,7 @@ def test_cancel_frees_the_blocks_wherever_the_request_is() -> None:
 
 
 def test_reset_drops_requests_and_cache() -> None:
-    model = EngineModel(config(max_num_seqs=1))
-    model.submit(request("a", list(range(8)), 5))
-    model.submit(request("b", [1], 5))
+    model = engine(request("a", list(range(8)), 5), request("b", [1], 5), max_num_seqs=1)
     model.step()
     model.reset()
     assert model.step() is None
@@ -312,14 +302,6 @@ def test_a_vocabulary_has_a_size() -> None:
 
 
 prompts = st.builds(lambda root, size: [root] * min(size, 3) + list(range(size)), st.integers(0, 2), st.integers(1, 30))
-arrivals = st.lists(
-    st.one_of(
-        st.tuples(st.just("submit"), prompts, st.integers(1, 25)),
-        st.tuples(st.just("cancel"), st.just([0]), st.integers(0, 30)),
-        st.tuples(st.just("step"), st.just([0]), st.integers(1, 8)),
-    ),
-    max_size=40,
-)
 sizes = st.fixed_dictionaries(
     {
         "kv_blocks_total": st.integers(15, 40),
@@ -327,47 +309,6 @@ sizes = st.fixed_dictionaries(
         "max_num_batched_tokens": st.integers(6, 40),
     }
 )
-
-
-def drive(
-    model: EngineModel, arrivals: list[tuple[str, list[int], int]]
-) -> tuple[list[EngineStep], dict[str, int], set[str]]:
-    """Apply a history and run to the end: the steps, tokens wanted by request, requests cancelled."""
-    steps: list[EngineStep] = []
-    wanted: dict[str, int] = {}
-    cancelled: set[str] = set()
-    for action, prompt, number in arrivals:
-        if action == "submit":
-            name = f"r{len(wanted)}"
-            wanted[name] = number
-            model.submit(request(name, prompt, number, seed=number))
-        elif action == "cancel":
-            if model.cancel(f"r{number}"):
-                cancelled.add(f"r{number}")
-        else:
-            steps += [step for _ in range(number) if (step := model.step()) is not None]
-    return steps + run(model), wanted, cancelled
-
-
-@examples(3)
-@given(sizes=sizes, arrivals=arrivals)
-def test_any_history_conserves_requests_tokens_and_blocks(
-    sizes: dict[str, int], arrivals: list[tuple[str, list[int], int]]
-) -> None:
-    model = EngineModel(config(**sizes))
-    steps, wanted, cancelled = drive(model, arrivals)
-    ends = finished(steps)
-    assert sorted([end.request_id for end in ends] + list(cancelled)) == sorted(wanted)
-    output = answers(steps)
-    for end in ends:
-        assert output[end.request_id] == generate_tokens(wanted[end.request_id], 0, wanted[end.request_id], VOCABULARY)
-        assert end.output_tokens == wanted[end.request_id]
-        assert 0 <= end.cached_tokens < end.prompt_tokens
-    assert replay_cache(steps) == model.pool.content()
-    assert model.pool.used == 0
-    assert all(step.load.running <= sizes["max_num_seqs"] for step in steps)
-    again = EngineModel(config(**sizes))
-    assert drive(again, arrivals)[0] == steps
 
 
 @examples(3)
@@ -491,3 +432,84 @@ def test_generated_counts_are_exact_at_any_iteration() -> None:
             assert model.generated(undone) == {name: output[name] - undone * (name in spoke) for name in output}
         preempted |= step.load.waiting == 1 and output["b"] > 0
     assert preempted
+
+
+# Responses that are continued
+
+
+class Response(NamedTuple):
+    """One response, and the positions at which attempts begin to continue it."""
+
+    prompt: list[int]
+    length: int
+    scripted: int  # number of tokens that are not sampled
+    begins: list[int]
+    stage: EngineStage
+
+    def tokens(self, seed: int) -> list[int]:
+        """Return the undisturbed response."""
+        scripted = min(self.scripted, self.length)
+        sampled = generate_tokens(seed, scripted, self.length - scripted, VOCABULARY)
+        return [*range(2000, 2000 + scripted), *sampled]
+
+    def attempt(self, name: str, seed: int, begin: int) -> EngineRequest:
+        """Return an attempt that continues the response after `begin` tokens."""
+        whole = self.tokens(seed)
+        # At the stage `decode` the seed comes with the fetched KV.
+        token_seed = seed if self.stage == "aggregated" else 0
+        made = request(name, self.prompt + whole[:begin], self.length - begin, seed=token_seed, stage=self.stage)
+        return msgspec.structs.replace(made, output=pack_u32(whole[begin : self.scripted]), first_position=begin)
+
+
+responses = st.builds(
+    Response,
+    prompt=st.lists(st.integers(0, 3), min_size=1, max_size=12),
+    length=st.integers(1, 20),
+    scripted=st.sampled_from([0, 0, 3, 30]),
+    begins=st.lists(st.integers(0, 19), min_size=1, max_size=3),
+    stage=st.sampled_from(["aggregated", "decode"]),
+)
+
+
+def fetch_all(model: EngineModel, seeds: dict[str, int], until_us: int) -> list[EngineStep]:
+    """Run the model to the end. All KV arrives at once."""
+    steps: list[EngineStep] = []
+    while True:
+        for fetch in model.fetches():
+            assert model.fetched(fetch.request_id, seeds[fetch.request_id])
+        step = model.step(until_us)
+        if step is None:
+            return steps
+        steps.append(step)
+
+
+@examples(3)
+@given(
+    drawn=st.lists(responses, min_size=1, max_size=6),
+    sizes=st.sampled_from([{}, {"kv_blocks_total": 9}, {"max_num_seqs": 1}, {"max_num_batched_tokens": 4}]),
+    until_us=st.sampled_from([0, 1_000_000]),
+)
+def test_continued_tokens_equal_those_of_the_undisturbed_response(
+    drawn: list[Response], sizes: dict[str, int], until_us: int
+) -> None:
+    model = EngineModel(config(**sizes))
+    seeds, expected = dict[str, int](), dict[str, list[int]]()
+    for number, one in enumerate(drawn):
+        seed = number + 1
+        for begin in sorted({0, *one.begins}):
+            if begin < one.length:
+                name = f"r{number} from {begin}"
+                seeds[name], expected[name] = seed, one.tokens(seed)[begin:]
+                model.submit(one.attempt(name, seed, begin))
+    steps = fetch_all(model, seeds, until_us)
+    assert answers(steps) == expected
+    assert replay_cache(steps) == model.pool.content()
+
+
+def test_without_a_vocabulary_the_position_changes_nothing() -> None:
+    runs = []
+    for first_position in (0, 7):
+        model = EngineModel(config(vocabulary=None))
+        model.submit(msgspec.structs.replace(request("a", [1, 2, 3], 20), first_position=first_position))
+        runs.append(run(model))
+    assert runs[0] == runs[1]

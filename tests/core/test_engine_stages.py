@@ -3,13 +3,12 @@
 from array import array
 
 import pytest
-from hypothesis import event, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.engine_model.model import (
     Computed,
     EngineModel,
-    EngineStage,
     Fetch,
     FirstTokenStep,
     RequestTooLarge,
@@ -24,6 +23,7 @@ from tests.core.engine_runs import (
     RecordingTiming,
     answers,
     config,
+    engine,
     finished,
     hashes,
     replay_cache,
@@ -46,8 +46,7 @@ def fetch_all(model: EngineModel, until_us: int = 0) -> list[EngineStep]:
 
 
 def test_a_computed_prompt_emits_nothing_and_is_kept_until_release() -> None:
-    model = EngineModel(config())
-    model.submit(request("a", list(range(10)), 50, stage="prefill"))
+    model = engine(request("a", list(range(10)), 50, stage="prefill"))
     (step,) = run(model)
     assert (step.duration_us, step.emitted, step.first_tokens, step.finished) == (prefill_us(10), [], [], [])
     assert step.computed == [Computed("a", 1, 0)]
@@ -76,8 +75,7 @@ def test_what_is_kept_is_neither_evicted_nor_counted_free() -> None:
 
 
 def test_a_prefill_request_needs_no_output_blocks() -> None:
-    model = EngineModel(config(kv_blocks_total=2))
-    model.submit(request("a", list(range(8)), 1_000, stage="prefill"))
+    model = engine(request("a", list(range(8)), 1_000, stage="prefill"), kv_blocks_total=2)
     assert run(model)[0].computed
     with pytest.raises(RequestTooLarge, match=r"9 prompt tokens and 0 to generate need 3 KV blocks .* has 2"):
         model.submit(request("b", list(range(9)), 1, stage="prefill"))
@@ -119,8 +117,7 @@ def test_cached_blocks_are_not_fetched_except_the_last(own: int, first: int) -> 
 
 
 def test_a_request_without_room_waits_while_others_run() -> None:
-    model = EngineModel(config(kv_blocks_total=8))
-    model.submit(request("running", [1, 2], 20))
+    model = engine(request("running", [1, 2], 20), kv_blocks_total=8)
     model.step()
     model.submit(request("a", list(range(20)), 1, stage="decode"))
     model.submit(request("b", list(range(50, 62)), 1, stage="decode"))
@@ -155,9 +152,7 @@ def test_admission_order_is_independent_of_the_stage() -> None:
 
 
 def test_cancelled_while_it_is_fetched_or_was_it_frees_its_blocks() -> None:
-    model = EngineModel(config())
-    model.submit(request("first", [1] * 5, 5))
-    model.submit(request("a", list(range(10)), 3, stage="decode"))
+    model = engine(request("first", [1] * 5, 5), request("a", list(range(10)), 3, stage="decode"))
     model.step()
     assert model.cancel("a")  # it has its blocks, and no fetch was requested
     assert model.fetches() == []
@@ -189,8 +184,7 @@ def test_preempted_after_its_kv_came_it_is_computed_here() -> None:
 
 
 def test_who_is_preempted_for_what_is_fetched_goes_on_when_that_has_gone() -> None:
-    model = EngineModel(config(kv_blocks_total=6, max_num_batched_tokens=8))
-    model.submit(request("decoding", [1, 2, 3], 20))
+    model = engine(request("decoding", [1, 2, 3], 20), kv_blocks_total=6, max_num_batched_tokens=8)
     steps = [step] if (step := model.step()) else []
     model.submit(request("a", list(range(16)), 1, stage="decode"))
     model.submit(request("b", [5] * 8, 1, stage="decode"))
@@ -205,8 +199,7 @@ def test_who_is_preempted_for_what_is_fetched_goes_on_when_that_has_gone() -> No
 
 
 def test_a_prompt_in_chunks_makes_way_for_one_that_was_fetched() -> None:
-    model = EngineModel(config(kv_blocks_total=6, max_num_batched_tokens=8))
-    model.submit(request("long", list(range(24)), 1, stage="prefill"))
+    model = engine(request("long", list(range(24)), 1, stage="prefill"), kv_blocks_total=6, max_num_batched_tokens=8)
     model.step()
     model.submit(request("a", [5] * 9, 1, stage="decode"))
     assert model.fetches() == [Fetch("a", 1, 0, 3)]
@@ -217,8 +210,7 @@ def test_a_prompt_in_chunks_makes_way_for_one_that_was_fetched() -> None:
 
 
 def test_a_cleared_cache_keeps_nothing_for_others_and_computes_what_was_to_be_fetched() -> None:
-    model = EngineModel(config(max_num_seqs=2))
-    model.submit(request("kept", list(range(10)), 1, stage="prefill"))
+    model = engine(request("kept", list(range(10)), 1, stage="prefill"), max_num_seqs=2)
     run(model)
     names = ("running", "came", "fetched", "waiting")
     for name in names:
@@ -237,8 +229,7 @@ def test_a_cleared_cache_keeps_nothing_for_others_and_computes_what_was_to_be_fe
 
 
 def test_reset_forgets_what_is_kept_and_fetched() -> None:
-    model = EngineModel(config())
-    model.submit(request("kept", list(range(10)), 1, stage="prefill"))
+    model = engine(request("kept", list(range(10)), 1, stage="prefill"))
     run(model)
     model.submit(request("a", list(range(10)), 1, stage="decode"))
     model.fetches()
@@ -251,15 +242,7 @@ def test_reset_forgets_what_is_kept_and_fetched() -> None:
     assert finished(run(model))
 
 
-sizes = st.fixed_dictionaries(
-    {
-        "kv_blocks_total": st.sampled_from([15, 18, 40]),
-        "max_num_seqs": st.integers(1, 6),
-        "max_num_batched_tokens": st.integers(6, 40),
-    }
-)
 prompts = st.builds(lambda root, size: [root] * min(size, 3) + list(range(size)), st.integers(0, 2), st.integers(1, 30))
-STAGES: tuple[EngineStage, ...] = ("aggregated", "prefill", "decode")
 
 
 @examples(2)
@@ -293,99 +276,3 @@ def test_a_fetched_prompt_is_answered_as_one_that_is_in_the_cache(
     for one, other in zip(fetched, cached, strict=True):
         assert (one.duration_us, one.iterations, one.load) == (other.duration_us, other.iterations, other.load)
         assert (one.first_tokens, one.finished) == (other.first_tokens, other.finished)
-
-
-class Drive:
-    """A history of one model, with whoever fetches and keeps; ends with everything fetched and released."""
-
-    def __init__(self, changes: dict[str, int]) -> None:
-        self.model = EngineModel(config(**changes))
-        self.steps: list[EngineStep] = []
-        self.fetching: list[str] = []
-        self.kept: list[str] = []
-        self.wanted: dict[str, tuple[EngineStage, int]] = {}
-        self.gone: set[str] = set()
-
-    def submit(self, prompt: list[int], number: int) -> None:
-        name, stage = f"r{len(self.wanted)}", STAGES[number % 3]
-        self.wanted[name] = stage, number
-        self.model.submit(request(name, prompt, number, seed=number, stage=stage))
-
-    def step(self) -> bool:
-        self.fetching += [fetch.request_id for fetch in self.model.fetches()]
-        step = self.model.step()
-        if step is None:
-            return False
-        self.steps.append(step)
-        self.kept += [one.request_id for one in step.computed]
-        return True
-
-    def fetched(self, at: int) -> None:
-        if self.fetching:
-            name = self.fetching.pop(at % len(self.fetching))
-            assert self.model.fetched(name) == (name not in self.gone)
-
-    def release(self, at: int) -> None:
-        if self.kept:
-            name = self.kept.pop(at % len(self.kept))
-            assert self.model.release(name) == (name not in self.gone)
-
-    def cancel(self, name: str) -> None:
-        under_way = name in self.wanted and name not in self.gone
-        ended = any(end.request_id == name for end in finished(self.steps))
-        released = under_way and self.wanted[name][0] == "prefill" and name not in self.kept
-        if self.model.cancel(name):
-            assert under_way
-            assert not ended
-            self.gone.add(name)
-        else:
-            assert not under_way or ended or released
-
-    def end(self) -> None:
-        while self.step() or self.fetching or self.kept:
-            self.fetched(0)
-            self.release(0)
-
-
-@examples(3)
-@given(
-    sizes=sizes,
-    actions=st.lists(
-        st.tuples(
-            st.sampled_from(("submit", "submit", "step", "fetched", "release", "cancel")), prompts, st.integers(1, 25)
-        ),
-        max_size=60,
-    ),
-)
-def test_any_history_conserves_requests_tokens_and_blocks(
-    sizes: dict[str, int], actions: list[tuple[str, list[int], int]]
-) -> None:
-    drive = Drive(sizes)
-    for action, prompt, number in actions:
-        match action:
-            case "submit":
-                drive.submit(prompt, number)
-            case "step":
-                for _ in range(number):
-                    drive.step()
-            case "fetched":
-                drive.fetched(number)
-            case "release":
-                drive.release(number)
-            case "cancel":
-                drive.cancel(f"r{number}")
-    drive.end()
-    ends = finished(drive.steps)
-    computed = [one.request_id for step in drive.steps for one in step.computed]
-    event(f"waited: {any(step.load.waiting for step in drive.steps)}")
-    assert len(set(computed)) == len(computed)
-    assert {end.request_id for end in ends} | set(computed) | drive.gone == set(drive.wanted)
-    output = answers(drive.steps)
-    for end in ends:
-        stage, number = drive.wanted[end.request_id]
-        assert stage != "prefill"
-        assert output[end.request_id] == generate_tokens(number, 0, number, VOCABULARY)
-    assert not output.keys() & set(computed)
-    assert all(one.load.running <= sizes["max_num_seqs"] for one in drive.steps)
-    assert replay_cache(drive.steps) == drive.model.pool.content()
-    assert (drive.model.pool.used, drive.model.load().waiting) == (0, 0)

@@ -64,44 +64,6 @@ def test_own_blocks_fade_with_the_expected_answer_and_shared_ones_do_not() -> No
     assert now(load)[1] == 0.0
 
 
-def test_a_query_that_leaves_a_stretch_midway_ends_there() -> None:
-    load = loaded()
-    load.book("r1", ("w", 0), prefill_tokens=0, blocks=[1, 2, 3, 4])
-    load.book("r2", ("w", 0), prefill_tokens=0, blocks=[1, 2, 3, 5])
-    assert load.active_depths([1, 4]) == {("w", 0): 1}
-    assert load.active_depths([1, 2]) == load.active_depths((1, 2, 5)) == {("w", 0): 2}
-
-
-def test_the_digest_sees_all_of_a_booking() -> None:
-    digests = set()
-    for key, tokens, blocks, reuse, expected, output in [
-        (("w", 0), 1, [1], True, 0, 0),
-        (("w", 1), 1, [1], True, 0, 0),
-        (("w", 0), 2, [1], True, 0, 0),
-        (("w", 0), 1, [2], True, 0, 0),
-        (("w", 0), 1, [0, 1], True, 0, 0),
-        (("w", 0), 1, [1], False, 0, 0),
-        (("w", 0), 1, [1], True, 1, 0),
-        (("w", 0), 1, [1], True, 0, 1),
-    ]:
-        load = loaded()
-        load.book("r", key, prefill_tokens=tokens, blocks=blocks, reuse=reuse, expected_output_tokens=expected)
-        load.grow("r", output)
-        digests.add(load.digest())
-    assert len(digests) == 8
-
-
-def test_ranks_come_in_order_and_each_is_its_own() -> None:
-    load = loaded(("w", 1), ("v", 0), ("w", 0))
-    assert [(rank.worker_id, rank.rank) for rank in load.ranks()] == RANKS
-    assert load.rank_load("w", 1) is load.ranks()[2]
-    with pytest.raises(AssertionError):
-        load.add_rank("v", 0, BLOCK)
-    load.book("r", ("v", 0), prefill_tokens=0, blocks=[])
-    with pytest.raises(AssertionError):
-        load.book("r", ("w", 0), prefill_tokens=0, blocks=[])
-
-
 def test_a_rank_with_requests_cannot_be_dropped() -> None:
     load = loaded()
     load.book("r", ("w", 0), prefill_tokens=0, blocks=[])

@@ -39,7 +39,6 @@ from forebay.events.progress import (
     RequestProgress,
     TransferFailed,
 )
-from forebay.events.requests import RequestCancelled
 from forebay.events.snapshots import WorkerState
 from tests.core.worlds import ENCODED, PROMPTS, Driver, joined, prefilled_by, request
 
@@ -260,7 +259,7 @@ def test_progress_of_a_queued_request_without_a_worker_is_stale() -> None:
     )
     assert drive("progress", event) == []
     assert drive.world.counts["stale_progress"] == 1
-    assert drive("requests", RequestCancelled(request_id="r1"))[0].request_id == "r1"
+    assert drive.cancel("r1")[0].request_id == "r1"
 
 
 def test_every_progress_event_has_a_transition() -> None:

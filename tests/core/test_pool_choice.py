@@ -20,7 +20,7 @@ from forebay.events.pools import (
     SkipReason,
 )
 from forebay.events.requests import RoutingHints
-from tests.core.pool_rules import one_cell
+from tests.core.worlds import one_cell
 from tests.events.strategies import pool_grids
 
 NAMES = ("a", "b", "c", "d")

@@ -12,8 +12,8 @@ from forebay.core.state.fleet import AVOIDED_S_MAX
 from forebay.events.control import QueueConfig
 from forebay.events.decisions import RequestAborted, RequestHeld, RequestRouted
 from forebay.events.fleet import WorkerLost
-from forebay.events.progress import AttemptRejected, FirstTokenEmitted, PrefillFailed, RequestFailed, RequestFinished
-from forebay.events.requests import RequestCancelled, RoutingHints
+from forebay.events.progress import AttemptRejected, FirstTokenEmitted, PrefillFailed, RequestFailed
+from forebay.events.requests import RoutingHints
 from tests.core.worlds import PROMPTS, Driver, joined, pool, prefill_pool, request
 
 SECOND_US = 1_000_000
@@ -38,12 +38,12 @@ def to(routed: RequestRouted) -> dict[str, Any]:
 
 def reject(drive: Driver, routed: RequestRouted, after_s: int = 0, **fields: Any) -> Any:
     error: dict[str, Any] = {"error": "not now", "status": 503, "code": "engine_overloaded"} | fields
-    return drive("progress", AttemptRejected(**to(routed), retry_after_s=after_s, **error))[-1]
+    return drive.emit(AttemptRejected, routed, retry_after_s=after_s, **error)[-1]
 
 
 def finish(drive: Driver, routed: RequestRouted) -> None:
-    drive("progress", FirstTokenEmitted(**to(routed)))
-    drive("progress", RequestFinished(**to(routed), finish_reason="stop"))
+    drive.emit(FirstTokenEmitted, routed)
+    drive.finish(routed)
 
 
 def overlap(drive: Driver, worker_id: str, prompt: Any = PROMPT) -> int:
@@ -111,9 +111,9 @@ def test_a_prompt_that_was_not_computed_is_not_assumed_to_be_cached(how: str) ->
     if how == "rejected":
         reject(drive, routed)
     elif how == "failed":
-        drive("progress", RequestFailed(**to(routed), error="broken"))
+        drive.emit(RequestFailed, routed, error="broken")
     else:
-        drive("requests", RequestCancelled(request_id="r"))
+        drive.cancel("r")
     assert overlap(drive, "a") == kept, "what the worker has computed before is still cached"
 
 
@@ -121,18 +121,18 @@ def test_a_prompt_that_was_not_computed_is_not_assumed_to_be_cached(how: str) ->
 def test_a_prompt_that_was_computed_stays_cached_however_the_response_ends(end: str) -> None:
     drive = fleet("a")
     routed = ask(drive, "r")
-    drive("progress", FirstTokenEmitted(**to(routed)))
+    drive.emit(FirstTokenEmitted, routed)
     before = overlap(drive, "a")
     if end == "failed":
-        drive("progress", RequestFailed(**to(routed), error="broken"))
+        drive.emit(RequestFailed, routed, error="broken")
     else:
-        drive("requests", RequestCancelled(request_id="r"))
+        drive.cancel("r")
     assert overlap(drive, "a") == before > 0
 
 
 def test_a_response_without_tokens_has_a_computed_prompt() -> None:
     drive = fleet("a")
-    drive("progress", RequestFinished(**to(ask(drive, "r")), finish_reason="stop"))
+    drive.finish(ask(drive, "r"))
     before = overlap(drive, "a")
     reject(drive, ask(drive, "r2"))
     assert overlap(drive, "a") == before > 0
@@ -154,10 +154,10 @@ def test_a_failed_remote_prefill_is_not_assumed_to_be_cached() -> None:
     routed = ask(drive, "r")
     assert (routed.stage, routed.worker_id) == ("prefill", "p")
     assert overlap(drive, "p") > 0
-    drive("progress", PrefillFailed(**to(routed), error="no room"))
+    drive.emit(PrefillFailed, routed, error="no room")
     last = next(one for one in reversed(drive.decided) if isinstance(one, RequestRouted))
     assert last.attempt > routed.attempt or last.worker_id != "p"
-    drive("requests", RequestCancelled(request_id="r"))
+    drive.cancel("r")
     assert overlap(drive, "p") == 0
 
 
@@ -166,7 +166,7 @@ def avoided(drive: Driver, rounds: int = 3) -> set[str]:
     workers = {one.spec.worker_id for one in drive.world.fleet.workers()}
     probes = [ask(drive, f"probe-{drive.now_us}-{number}", [900 + number]) for number in range(rounds * len(workers))]
     for routed in probes:
-        drive("requests", RequestCancelled(request_id=routed.request_id))
+        drive.cancel(routed.request_id)
     return workers - {routed.worker_id for routed in probes}
 
 
@@ -256,7 +256,7 @@ def test_no_request_is_sent_twice_to_a_worker_that_rejected_it_while_there_is_an
         elif on_worker:
             one = on_worker[which % len(on_worker)]
             if kind == "cancel":
-                drive("requests", RequestCancelled(request_id=one.submitted.request_id))
+                drive.cancel(one.submitted.request_id)
                 continue
             of = {
                 "request_id": one.submitted.request_id,

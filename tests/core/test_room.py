@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.phases import Phase
-from forebay.core.restore import restore
 from forebay.events.base import pack_u64
 from forebay.events.control import DisaggConfig, QueueConfig
 from forebay.events.decisions import (
@@ -17,11 +16,10 @@ from forebay.events.decisions import (
     RequestRouted,
     RouteAnswered,
 )
-from forebay.events.fleet import WorkerLost
 from forebay.events.kv import BlocksStored
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import FirstTokenEmitted, PrefillFinished, RequestFinished
-from forebay.events.requests import RequestCancelled, RoutingHints
+from forebay.events.requests import RoutingHints
 from tests.core.worlds import (
     PROMPTS,
     Driver,
@@ -195,7 +193,7 @@ def test_a_request_of_a_lost_worker_is_not_queued_again() -> None:
     drive = Driver().fleet("a", "b", queue=LIMITED)
     for at in range(20):
         submit(drive, f"r{at}")
-    moved = drive("fleet", WorkerLost(owner_epoch=0, worker_id="a", worker_epoch=drive.epoch("a")))
+    moved = drive.lose("a")
     assert [type(one) for one in moved] == [RequestRouted] * 10
     assert active(drive, "b") == 20, "accepted requests are served, also beyond the limit"
 
@@ -278,13 +276,13 @@ def move(drive: Driver, kind: str, number: int, at: int) -> list[Any]:
         case "finish" if sent:
             return finish(drive, sent[number % len(sent)])
         case "cancel":
-            return drive("requests", RequestCancelled(request_id=one))
+            return drive.cancel(one)
         case "wait":
             return drive.wait(number * 5_000)
         case "report":
             return report(drive, "ab"[number % 2], waiting=number % 12) if drive.epoch("ab"[number % 2]) else []
         case "lose" if drive.epoch("a") and number < 20:
-            return drive("fleet", WorkerLost(owner_epoch=0, worker_id="a", worker_epoch=drive.epoch("a")))
+            return drive.lose("a")
         case _:
             return []
 
@@ -328,18 +326,3 @@ def assert_bounds(drive: Driver, config: QueueConfig, *, moved: bool) -> None:
     for one in world.requests.queued():
         assert one.phase is Phase.QUEUED
         assert not config.timeout_s or one.queued_at_us + round(config.timeout_s * 1e6) > drive.now_us
-
-
-@given(config=configs, history=moves)
-def test_a_snapshot_in_the_middle_decides_the_same_from_there_on(
-    config: QueueConfig, history: list[tuple[str, int]]
-) -> None:
-    drive = Driver().fleet("a", "b", queue=config)
-    for at, (kind, number) in enumerate(history):
-        move(drive, kind, number, at)
-    drive.world.take_consumed()
-    other = Driver(restore(drive.world.snapshot()))
-    assert other.world.digest() == drive.world.digest()
-    assert other.world.next_due_us() == drive.world.next_due_us()
-    other.now_us = drive.now_us
-    assert [*map(type, other.wait(2 * TIMEOUT_US))] == [*map(type, drive.wait(2 * TIMEOUT_US))]

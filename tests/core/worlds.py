@@ -351,7 +351,7 @@ class Driver:
     def lose(self, worker_id: str, **fields: Any) -> list[Any]:
         return self.fact(WorkerLost, worker_id, **fields)
 
-    def stored(self, worker_id: str, blocks: Iterable[int], seq: int = 1, **changes: Any) -> list[Any]:
+    def stored(self, worker_id: str, blocks: Iterable[int] = PROMPTS[0], seq: int = 1, **changes: Any) -> list[Any]:
         """Apply the KV event of blocks that a worker has stored."""
         fields: dict[str, Any] = {"worker_epoch": self.epoch(worker_id), "seq": seq, **changes}
         return self("kv-events", BlocksStored(worker_id=worker_id, sequence_hashes=pack_u64(blocks), **fields))

@@ -11,7 +11,6 @@ from forebay.events.media import Encoded
 from forebay.events.topics import work_topic
 from forebay.events.work import WorkItem
 from forebay.live.owner.effects import WorkerAddress, encode_work
-from tests.core.encodings import ask, encoded, staged
 from tests.core.worlds import ENCODED, MEDIA, PROMPTS, Driver, request
 
 ANSWERS = WorkerSpec(
@@ -33,11 +32,11 @@ def work_of(drive: Driver, decided: RequestRouted, result: Encoded | None) -> Wo
 
 
 def test_each_stage_gets_only_its_own_inputs() -> None:
-    drive = staged("e")
-    first = ask(drive)
+    drive = Driver().fleet("a", "b").encoders("e")
+    first = drive.ask(media=(MEDIA,))
     item = work_of(drive, first, None)
     assert (item.stage, item.media, item.token_ids, item.sequence_hashes) == ("encode", (MEDIA,), b"", b"")
-    (main,) = encoded(drive, first)
+    (main,) = drive.encoded(first)
     item = work_of(drive, main, ENCODED)
     assert (item.stage, item.encoded, len(item.token_ids)) == ("aggregated", ENCODED, 34 * 4)
     assert item.media == (msgspec.structs.replace(MEDIA, content=b""),)
@@ -46,8 +45,8 @@ def test_each_stage_gets_only_its_own_inputs() -> None:
 
 
 def test_a_new_owner_resends_the_unfinished_stage() -> None:
-    drive = staged("e", "f")
-    first = ask(drive)
+    drive = Driver().fleet("a", "b").encoders("e", "f")
+    first = drive.ask(media=(MEDIA,))
     submission = request("r", PROMPTS[0], media=(MEDIA,))
 
     def resent() -> WorkItem:
@@ -62,5 +61,5 @@ def test_a_new_owner_resends_the_unfinished_stage() -> None:
         return item
 
     assert (resent().stage, resent().attempt, resent().owner_epoch) == ("encode", 1, 9)
-    (main,) = encoded(drive, first)
+    (main,) = drive.encoded(first)
     assert (resent().stage, resent().attempt, resent().encoded) == ("aggregated", main.attempt, ENCODED)

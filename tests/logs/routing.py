@@ -1,36 +1,30 @@
 """Recordings of routing: modes, weights, hints, sessions, queues and thresholds."""
 
+from functools import partial
+from typing import Any
+
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueClass, QueueConfig
 from forebay.events.fleet import WorkerLost
 from forebay.events.requests import RouterOverride, RoutingHints, TaintWeight
 from forebay.events.topics import CONTROL, REQUESTS
-from tests.logs.playing import FLEET, mixed, routed, scenario
+from tests.logs.playing import FLEET, SCENARIOS, mixed, routed, scenario
 from tests.logs.stage import MODEL, Stage, hashes, prompt
 
-
-@scenario
-async def kv() -> Stage:
-    return await routed()
-
-
-@scenario
-async def round_robin() -> Stage:
-    return await routed(mode="round-robin")
-
-
-@scenario
-async def random_choice() -> Stage:
-    return await routed(mode="random")
-
-
-@scenario
-async def power_of_two() -> Stage:
-    return await routed(mode="power-of-two")
-
-
-@scenario
-async def least_loaded() -> Stage:
-    return await routed(mode="least-loaded")
+ROUTED: dict[str, dict[str, Any]] = {  # router configurations that get the same traffic
+    "kv": {},
+    "round-robin": {"mode": "round-robin"},
+    "random-choice": {"mode": "random"},
+    "power-of-two": {"mode": "power-of-two"},
+    "least-loaded": {"mode": "least-loaded"},
+    "own-policy": {"mode": "tests.logs.own_policy.CheapestTwo"},
+    "temperature": {"temperature": 0.7},
+    "lmetric": {"selection_policy": "lmetric"},
+    "overlap-decay": {"overlap_score_credit_decay": 0.5},
+    "active-request-weight": {"decode_active_request_weight": 2.0, "prefill_load_scale": 0.5},
+    "untracked-prefill": {"track_prefill_tokens": False},
+    "no-reuse": {"assume_kv_reuse": False, "track_active_blocks": True},
+}
+SCENARIOS.update((name, partial(routed, **router)) for name, router in ROUTED.items())
 
 
 @scenario
@@ -41,41 +35,6 @@ async def direct() -> Stage:
     stage.submit("nobody", prompt(0, 3))
     await stage.play()
     return stage
-
-
-@scenario
-async def own_policy() -> Stage:
-    return await routed(mode="tests.logs.own_policy.CheapestTwo")
-
-
-@scenario
-async def temperature() -> Stage:
-    return await routed(temperature=0.7)
-
-
-@scenario
-async def lmetric() -> Stage:
-    return await routed(selection_policy="lmetric")
-
-
-@scenario
-async def overlap_decay() -> Stage:
-    return await routed(overlap_score_credit_decay=0.5)
-
-
-@scenario
-async def active_request_weight() -> Stage:
-    return await routed(decode_active_request_weight=2.0, prefill_load_scale=0.5)
-
-
-@scenario
-async def untracked_prefill() -> Stage:
-    return await routed(track_prefill_tokens=False)
-
-
-@scenario
-async def no_reuse() -> Stage:
-    return await routed(assume_kv_reuse=False, track_active_blocks=True)
 
 
 @scenario
@@ -170,16 +129,6 @@ async def dp_ranks() -> Stage:
     return stage
 
 
-@scenario
-async def sessions_hard() -> Stage:
-    return await with_sessions("hard")
-
-
-@scenario
-async def sessions_soft() -> Stage:
-    return await with_sessions("soft")
-
-
 async def with_sessions(mode: str) -> Stage:
     """Sessions stay, end, and lose their worker."""
     stage = await Stage(session_ttl_s=30.0, session_mode=mode).begin(*FLEET)
@@ -196,6 +145,9 @@ async def with_sessions(mode: str) -> Stage:
     await stage.pass_time(40.0)
     await mixed(stage, 4, "bob-again", hints=RoutingHints(session_id="bob"))
     return stage
+
+
+SCENARIOS.update({f"sessions-{mode}": partial(with_sessions, mode) for mode in ("hard", "soft")})
 
 
 @scenario

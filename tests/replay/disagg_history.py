@@ -1,8 +1,7 @@
 """A recorded group with prefill and decode workers."""
 
 from forebay.events.control import DisaggConfig, DisaggPolicy, DisaggregationSet
-from forebay.events.progress import FirstTokenEmitted, RequestFinished, TransferFailed
-from tests.core.disaggregated import prefilled, progress_fields
+from forebay.events.progress import FirstTokenEmitted, TransferFailed
 from tests.core.worlds import PROMPTS, request
 from tests.replay.recorder import Recorder, stored
 
@@ -20,11 +19,11 @@ def history(policy: DisaggPolicy, *, by_hand: DisaggPolicy | None = None, cached
     for number in range(COUNT):
         (routed,) = made("requests", request(f"r{number}", PROMPTS[number % 2]))
         if routed.stage == "prefill":
-            (routed,) = prefilled(made, routed)
+            (routed,) = made.prefilled(routed)
         if number == 3 and routed.stage == "decode":
-            _, routed = made("progress", TransferFailed(**progress_fields(routed), error="lost"))
-            (routed,) = prefilled(made, routed)
-        made("progress", FirstTokenEmitted(**progress_fields(routed)))
-        made("progress", RequestFinished(**progress_fields(routed), finish_reason="stop", output_tokens=2))
+            _, routed = made.emit(TransferFailed, routed, error="lost")
+            (routed,) = made.prefilled(routed)
+        made.emit(FirstTokenEmitted, routed)
+        made.finish(routed, output_tokens=2)
     made.seal()
     return made

@@ -5,24 +5,20 @@ from typing import Any
 import pytest
 
 from forebay.events.pools import PoolGrid, PoolRouting
-from forebay.events.progress import RequestFinished
 from forebay.events.requests import RoutingHints
 from forebay.replay.diff.diff import diff
 from forebay.replay.diff.other_rules import OtherPoolRules
 from forebay.replay.observed import observe_history
 from forebay.replay.status import read_status
 from forebay.replay.verify.verify import verify
-from tests.core.disaggregated import progress_fields
-from tests.core.pool_rules import one_cell
-from tests.core.several_pools import add_pools, drain, rules, set_canary
-from tests.core.worlds import PROMPTS, query, request
+from tests.core.worlds import PROMPTS, one_cell, query, request
 from tests.replay.recorder import Recorder, words
 
 SHORT = PROMPTS[0][:2]
 
 
 def recorder(*names: str, **fields: Any) -> Recorder:
-    return add_pools(Recorder(), *names, **fields)
+    return Recorder().pools(*names, **fields)
 
 
 async def texts(made: Recorder, name: str = "r") -> list[str]:
@@ -33,8 +29,8 @@ async def texts(made: Recorder, name: str = "r") -> list[str]:
 
 async def test_the_grid_and_skipped_pools_are_explained() -> None:
     made = recorder("long", "short")
-    rules(made, one_cell("long", "short", isl_max=40, cells=(("short",), ("long",))))
-    drain(made, "short")
+    made.rules(one_cell("long", "short", isl_max=40, cells=(("short",), ("long",))))
+    made.drain("short")
     made("requests", request("r", SHORT))
     explanation = await made.explain("r")
     assert words(explanation) == ["submitted", "pool_chosen", "routed"]
@@ -54,7 +50,7 @@ async def test_the_grid_and_skipped_pools_are_explained() -> None:
 )
 async def test_other_reasons_are_explained(hints: dict[str, Any], text: str) -> None:
     made = recorder("a", "b", session_ttl_s=10.0)
-    set_canary(made, "b", "a")
+    made.canary("b", "a")
     made("requests", request("s", SHORT, routing=RoutingHints(session_id="s")))
     made("requests", request("r", SHORT, routing=RoutingHints(**hints)))
     assert await texts(made) == [text]
@@ -62,13 +58,13 @@ async def test_other_reasons_are_explained(hints: dict[str, Any], text: str) -> 
 
 async def test_the_move_of_a_queued_request_is_explained_and_derived_again() -> None:
     made = recorder("a", "b")
-    rules(made, one_cell("a"))
+    made.rules(one_cell("a"))
     running = [
         made("requests", request(f"on-{name}", SHORT, routing=RoutingHints(worker_id=f"w-{name}")))[0] for name in "ab"
     ]
     made("requests", request("r", SHORT))
-    drain(made, "a")
-    made("progress", RequestFinished(**progress_fields(running[1]), finish_reason="length"))
+    made.drain("a")
+    made.finish(running[1])
     made.seal()
     explanation = await made.explain("r")
     assert words(explanation) == ["submitted", "pool_chosen", "held", "pool_chosen", "routed"]
@@ -79,13 +75,13 @@ async def test_the_move_of_a_queued_request_is_explained_and_derived_again() -> 
 
 async def test_a_rejection_names_the_ranks_of_the_chosen_pool() -> None:
     made = recorder("a", "b")
-    rules(made, one_cell("b"))
+    made.rules(one_cell("b"))
     made("requests", query("r", SHORT, routing=RoutingHints(required_taints=("gpu",))))
     explanation = await made.explain("r")
     assert explanation.ending is not None
     assert [one.seen.worker_id for one in explanation.ending.left_out] == ["w-b"]
-    drain(made, "a")
-    drain(made, "b")
+    made.drain("a")
+    made.drain("b")
     made("requests", request("r2", SHORT))
     refused = await made.explain("r2")
     assert refused.ending is not None
@@ -94,8 +90,8 @@ async def test_a_rejection_names_the_ranks_of_the_chosen_pool() -> None:
 
 async def test_the_status_shows_drains_and_canaries_and_needs_one_pool_with_workers() -> None:
     made = recorder("a", "b")
-    set_canary(made, "b", "a", 0.25)
-    drain(made, "a")
+    made.canary("b", "a", 0.25)
+    made.drain("a")
     made.seal()
     status = await read_status(await made.log(), 0, "m")
     assert [(one.pool, one.drained, one.canary_of, one.canary_share) for one in status.pools] == [
@@ -103,7 +99,7 @@ async def test_the_status_shows_drains_and_canaries_and_needs_one_pool_with_work
         ("b", False, "a", 0.25),
     ]
     assert status.ready
-    drain(made, "b")
+    made.drain("b")
     made.seal()
     assert (await read_status(await made.log(), 0, "m")).problems == ["no worker is ready"]
 
@@ -112,11 +108,11 @@ async def served(*routing: Any) -> Recorder:
     """Return a log in which an operator sets a grid, a canary and a drain between requests."""
     made = recorder("a", "b", "c")
     made("requests", request("r0", SHORT))
-    rules(made, one_cell("b"), retry=True)
+    made.rules(one_cell("b"), retry=True)
     made("requests", request("r1", SHORT))
-    set_canary(made, "c", "b")
+    made.canary("c", "b")
     made("requests", request("r2", SHORT))
-    drain(made, "c")
+    made.drain("c")
     made("requests", request("r3", SHORT))
     made.seal()
     return made
@@ -137,11 +133,11 @@ async def one_by_one() -> Recorder:
     for number, change in enumerate((None, one_cell("b"), "canary", "drain")):
         match change:
             case PoolGrid():
-                rules(made, change, retry=True)
+                made.rules(change, retry=True)
             case "canary":
-                set_canary(made, "c", "b")
+                made.canary("c", "b")
             case "drain":
-                drain(made, "c")
+                made.drain("c")
         ask(made, f"r{number}")
     made.seal()
     return made
@@ -150,7 +146,7 @@ async def one_by_one() -> Recorder:
 def ask(made: Recorder, name: str) -> None:
     """Route a request and finish it."""
     (routed,) = made("requests", request(name, SHORT))
-    made("progress", RequestFinished(**progress_fields(routed), finish_reason="length"))
+    made.finish(routed)
 
 
 @pytest.mark.parametrize(
@@ -174,8 +170,8 @@ async def test_a_comparison_replaces_recorded_rules(other: OtherPoolRules, moved
 
 async def test_a_comparison_that_begins_at_a_snapshot_replaces_its_rules() -> None:
     made = await one_by_one()
-    set_canary(made, "c", "b")
-    drain(made, "c", drained=False)
+    made.canary("c", "b")
+    made.drain("c", drained=False)
     made.seal()
     ask(made, "r4")
     made.seal()

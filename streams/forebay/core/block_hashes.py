@@ -49,10 +49,6 @@ def mm_hashes(media: Iterable[Media], block_size: int) -> Mapping[int, Iterable[
     """Return by block index the `mm_hash` values of all images and videos that have a placeholder token in the block.
 
     As in Dynamo and vLLM, an object counts for every block that contains any part of it.
-
-    Args:
-        media: images and videos of the prompt.
-        block_size: tokens per block.
     """
     found: dict[int, list[int]] = {}
     for one in media:
@@ -72,7 +68,6 @@ def block_hashes(
 
     Args:
         token_ids: prompt tokens, as packed u32.
-        block_size: tokens per block.
         seed: result of `hash_seed`.
         mm_hashes: `mm_hash` values of the objects in each block, by block index from 0, in any order.
     """

@@ -55,10 +55,6 @@ AnyDecision = (
 def submit(world: World, event: RequestSubmitted, offset: int) -> list[AnyDecision]:
     """Route, queue or reject a new request.
 
-    Args:
-        world: current state; the decision is booked in it.
-        offset: offset of the event on `requests`.
-
     Returns:
         The decision as a list of one journal record. The list is empty if the request was already submitted.
     """
@@ -150,7 +146,6 @@ def reroute(world: World, requests: list[ActiveRequest], cause: str | None = Non
     of the queue do not apply again.
 
     Args:
-        world: current state; the decisions are booked in it.
         requests: requests in the phase `waiting`.
         cause: error of the worker that failed to encode, compute or fetch; None if no worker failed.
     """

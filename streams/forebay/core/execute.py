@@ -245,6 +245,5 @@ def _count_reused(world: World, plan: Plan) -> int:
 
 
 def _holder_of(world: World, worker_id: str, worker_epoch: int) -> CommandTarget | None:
-    """Return the worker that keeps KV as the target of an order, or None if this epoch of the worker left the fleet."""
     worker = world.fleet.get(worker_id)
     return None if worker is None or worker.worker_epoch != worker_epoch else worker.target

@@ -7,7 +7,6 @@ from forebay.events.control import PoolConfigured
 
 
 def queued_request(request: ActiveRequest, pool: PoolConfigured) -> QueuedRequest:
-    """Return the entry of an active request in the queue of its pool."""
     wanted = requirements_key(request.submitted)
     if pool.role == "decode":
         # Candidates also depend on the prompt length. Short requests must not wait behind long ones.

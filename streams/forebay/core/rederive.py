@@ -43,7 +43,6 @@ class Divergence:
     """First journal record that does not follow from the recorded events.
 
     Attributes:
-        reason: what is wrong with the record.
         derived: record that follows from the events instead; None if they lead to no decision here.
     """
 
@@ -129,7 +128,6 @@ class Rederivation:
 
     @property
     def next_seq(self) -> int:
-        """Sequence number of the next journal record that is not a claim."""
         return self.pending[0].seq if self.pending else self.world.seq
 
     def _follow_seal(self, offset: int, record: Advanced | SnapshotRecord) -> Divergence | None:

@@ -30,7 +30,6 @@ class TimeByPart:
     """
 
     def __init__(self, now_us: int) -> None:
-        """Start at the submission of the request, at time `now_us`."""
         self.phase = Phase.SUBMITTED
         self.prefilled_us: int | None = None
         self._since_us = now_us

@@ -23,10 +23,6 @@ class _CommandRejected(Exception):
 def submit_command(world: World, event: WorkerCommanded, offset: int) -> list[CommandSent]:
     """Send a command to its workers, or reject it.
 
-    Args:
-        world: current state; the decision is booked in it.
-        offset: offset of the event on `control`.
-
     Returns:
         The decision as a list of one journal record. The list is empty if the command was already submitted.
     """

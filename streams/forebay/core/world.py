@@ -66,7 +66,6 @@ class World:
         registry: rules by which pools are chosen.
         view: next offset to apply, by input topic.
         consumed: runs of events applied since the last decision. The next decision's journal record contains them.
-        now_us: the owner's clock, in microseconds.
         turns: number of routed requests per pool.
         owner_epoch: offset of the owner's claim; -1 before the first.
         owner_nonce: random text in the owner's claim.
@@ -254,7 +253,6 @@ class World:
         return {name: pool.with_mode(self.modes.get(name, pool.router.mode)) for name, pool in self.pools.items()}
 
     def roster(self, pool: str) -> Roster:
-        """Return the ranks of all ready workers of a pool. The result is cached until `forget_rosters`."""
         roster = self._rosters.get(pool)
         if roster is None:
             roster = self._rosters[pool] = roster_of(pool, self.fleet, self.load)
@@ -347,7 +345,6 @@ class World:
         self.fleet.expire(self.now_us)
 
     def machines(self) -> tuple[Digested, ...]:
-        """Return all parts of the state that have a digest of their own, in digest order."""
         return (
             self.fleet,
             self.index,

@@ -1,6 +1,6 @@
 """Events of a group for tests of the observation, with a clock that the test moves."""
 
-from typing import Any
+from typing import Any, Self
 
 from forebay.core.scaling.observation import GroupObservation
 from forebay.events.base import Event
@@ -44,9 +44,10 @@ class Group:
         self.observation.apply(event, self.offset, self.now_us)
         self.offset += 1
 
-    def join(self, worker_id: str, pool: str = "default", role: Role = "aggregated", **changes: Any) -> None:
+    def join(self, worker_id: str, pool: str = "default", role: Role = "aggregated", **changes: Any) -> Self:
         self.epochs[worker_id] = self.offset
         self(joined(worker_id, pool=pool, role=role, **changes))
+        return self
 
     def fact(self, kind: str, worker_id: str) -> None:
         self(FACTS[kind](owner_epoch=EPOCH, worker_id=worker_id, worker_epoch=self.epochs[worker_id]))
@@ -57,6 +58,11 @@ class Group:
 
     def route(self, name: str, worker_id: str, after_ms: float = 0, overlap: int = 0, **changes: Any) -> None:
         self(routed(name, worker_id, overlap, **{"worker_epoch": self.epochs.get(worker_id, 0), **changes}), after_ms)
+
+    def send(self, name: str, worker_id: str, blocks: int = 2, **changes: Any) -> None:
+        """Submit a request, and route it to a worker."""
+        self.submit(name, blocks, **changes)
+        self.route(name, worker_id)
 
     def hold(self, name: str, pool: str = "default") -> None:
         self(RequestHeld(request_id=name, pool=pool, queue_class="default", uncached_tokens=1, ahead=0, owner_epoch=0))
@@ -130,7 +136,6 @@ def finish(group: Group, name: str, worker_id: str, after_ms: float = 0, output_
 
 def serve(group: Group, name: str, worker_id: str, ttft_ms: float = 30, itl_ms: float = 5, blocks: int = 2) -> None:
     """Serve a request with eleven output tokens."""
-    group.submit(name, blocks, sampling=LONG)
-    group.route(name, worker_id)
+    group.send(name, worker_id, blocks, sampling=LONG)
     group.emit(FirstTokenEmitted, name, worker_id, ttft_ms)
     finish(group, name, worker_id, 10 * itl_ms)

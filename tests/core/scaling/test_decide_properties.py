@@ -127,31 +127,33 @@ def named(one: Record | None, pool: PoolScaling) -> list[Record]:
     return [] if one is None else [msgspec.structs.replace(one, pool=pool.pool)]
 
 
-def play(loop: Loop, pools: tuple[PoolScaling, ...], rounds: list[Round]) -> list[ScalingDecided]:
-    """Play rounds and return the decisions."""
-    decisions = []
-    for one in rounds:
-        for pool, size in zip(pools, one.manual, strict=False):
-            if (GROUP, pool.pool) in loop.state.manual or size is not None:
-                loop.set_size(pool, size)
-        loop.observe(*(found for pool, part in zip(pools, one.observed, strict=False) for found in named(part, pool)))
-        loop.forecast(*(found for pool, part in zip(pools, one.wanted, strict=False) for found in named(part, pool)))
-        decisions.append(loop.decide())
-        if one.replies:
-            first = pools[0]
-            loop.reply({} if one.reached is None else {(GROUP, first.pool): one.reached})
-    return decisions
+def play(loop: Loop, pools: tuple[PoolScaling, ...], one: Round) -> ScalingDecided:
+    """Play a round and return the decision."""
+    for pool, size in zip(pools, one.manual, strict=False):
+        if (GROUP, pool.pool) in loop.state.manual or size is not None:
+            loop.set_size(pool, size)
+    loop.observe(*(found for pool, part in zip(pools, one.observed, strict=False) for found in named(part, pool)))
+    loop.forecast(*(found for pool, part in zip(pools, one.wanted, strict=False) for found in named(part, pool)))
+    decision = loop.decide()
+    if one.replies:
+        loop.reply({} if one.reached is None else {(GROUP, pools[0].pool): one.reached})
+    return decision
 
 
 @given(SETTINGS, st.lists(ROUNDS, max_size=8))
-def test_changes_respect_limits_budget_and_cool_down(settings: PlannerSettings, rounds: list[Round]) -> None:
-    decisions = play(Loop(settings), settings.pools, rounds)
+def test_decisions_respect_operators_limits_budget_and_cool_down(
+    settings: PlannerSettings, rounds: list[Round]
+) -> None:
+    loop = Loop(settings)
     last: dict[str, tuple[bool, int]] = {}
-    for decision in decisions:
-        assert decode(SCALING, encode(SCALING, decision)) == decision
+    for each in rounds:
+        decision = play(loop, settings.pools, each)
         gpus = 0
         grown = False
         for pool, one in zip(settings.pools, decision.pools, strict=True):
+            manual = loop.state.manual.get((GROUP, pool.pool))
+            if manual is not None and one.reason not in {"in_progress", "no_observation"}:
+                assert (one.to_size, one.reason) == (manual, "manual")
             gpus += pool.gpus_per_worker * one.to_size
             if one.to_size == one.from_size:
                 continue
@@ -165,19 +167,19 @@ def test_changes_respect_limits_budget_and_cool_down(settings: PlannerSettings, 
                     assert decision.at_us - last[pool.pool][1] >= settings.cooldown_s * S
             last[pool.pool] = (up, decision.at_us)
         assert not (grown and settings.gpu_budget) or gpus <= settings.gpu_budget
+    assert_derived_from_records(loop)
 
 
-@given(SETTINGS, st.lists(ROUNDS, max_size=8))
-def test_a_manual_size_is_decided_unless_the_last_decision_is_open(
-    settings: PlannerSettings, rounds: list[Round]
-) -> None:
-    loop = Loop(settings)
-    for one in rounds:
-        (decision,) = play(loop, settings.pools, [one])
-        for pool, found in zip(settings.pools, decision.pools, strict=True):
-            manual = loop.state.manual.get((GROUP, pool.pool))
-            if manual is not None and found.reason not in {"in_progress", "no_observation"}:
-                assert (found.to_size, found.reason) == (manual, "manual")
+def assert_derived_from_records(loop: Loop) -> None:
+    """Assert that the decoded records alone lead to the same decisions and the same state."""
+    again = PlannerState()
+    for offset, event in enumerate(loop.records):
+        if isinstance(event, ScalingDecided):
+            derived = decide(again)
+            assert derived is not None
+            assert msgspec.structs.replace(derived, at_us=event.at_us) == event
+        again.apply(offset, decode(SCALING, encode(SCALING, event)))
+    assert again == loop.state
 
 
 def reversals(sizes: list[int]) -> int:
@@ -236,17 +238,3 @@ def test_a_constant_load_ends_in_a_constant_size_with_one_reversal_at_most(
     (sizes,) = settled(loop, (first,), observe, [])
     assert reversals(sizes) <= 1, sizes
     assert len(set(sizes[-SIZES_MAX:])) == 1, sizes
-
-
-@given(SETTINGS, st.lists(ROUNDS, max_size=6))
-def test_decisions_derive_from_the_decoded_records_alone(settings: PlannerSettings, rounds: list[Round]) -> None:
-    loop = Loop(settings)
-    play(loop, settings.pools, rounds)
-    again = PlannerState()
-    for offset, event in enumerate(loop.records):
-        if isinstance(event, ScalingDecided):
-            derived = decide(again)
-            assert derived is not None
-            assert msgspec.structs.replace(derived, at_us=event.at_us) == event
-        again.apply(offset, decode(SCALING, encode(SCALING, event)))
-    assert again == loop.state

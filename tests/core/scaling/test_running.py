@@ -20,12 +20,14 @@ from forebay.events.scaling import (
     PoolObserved,
     PoolScaling,
     PrefillPoint,
+    ScalingDecided,
     ScalingObserved,
+    SimulatedSize,
+    WorkerObserved,
 )
 from tests.core.scaling.loop import Loop
-from tests.core.scaling.records import GROUP
+from tests.core.scaling.records import GROUP, POOL, S
 
-S = 1_000_000
 FAST: Any = {"interval_s": 10.0, "ttft_ms": 10.0, "itl_ms": 10.0}
 ONE_PER_S = (PrefillPoint(isl=1_000, ttft_ms=1, tokens_per_s=1_000),)  # one prompt of 1,000 tokens per second
 DECODES = (DecodePoint(context=1_000, concurrency=1, itl_ms=1, tokens_per_s=1_000),)
@@ -230,3 +232,75 @@ def test_a_pool_without_demand_shrinks_to_its_lowest_size() -> None:
     planner = VirtualPlanner(PlannerSettings(pools=(pool,), **FAST), expected)
     planner.plan((PoolObserved(group=GROUP, pool="default", ready=5),), 10 * S)
     assert planner.state.size(pool) == 1
+
+
+# The planner in virtual time
+
+
+PREFILL = (PrefillPoint(isl=100, ttft_ms=10, tokens_per_s=1_000),)
+
+
+def planner_settings(**fields: object) -> PlannerSettings:
+    pool = PoolScaling(group=GROUP, pool=POOL, role="prefill", prefill=PREFILL)
+    options = {"pools": (pool,), "gpu_budget": 0, "interval_s": 10.0, **fields}
+    return PlannerSettings(**options)  # type: ignore[arg-type]
+
+
+def last_value(history: Sequence[ScalingObserved], observed: int) -> DemandForecast:
+    (pool,) = history[-1].pools
+    demand = PoolDemand(
+        group=GROUP, pool=POOL, requests_per_s=pool.requests / history[-1].interval_s, isl=pool.isl or 0, osl=0
+    )
+    return DemandForecast(predictor="constant", observed=observed, pools=(demand,))
+
+
+def idle(ready: int) -> tuple[PoolObserved, ...]:
+    workers = tuple(
+        WorkerObserved(
+            worker_id=f"w{at}", running=0, waiting=0, prefill_tokens=0, kv_tokens=0, kv_tokens_max=0, ttft_ms=5.0
+        )
+        for at in range(ready)
+    )
+    return (PoolObserved(group=GROUP, pool=POOL, ready=ready, workers=workers),)
+
+
+def busy(requests: int, ready: int) -> tuple[PoolObserved, ...]:
+    return (PoolObserved(group=GROUP, pool=POOL, ready=ready, requests=requests, isl=100.0),)
+
+
+def sizes_decided(decisions: list[ScalingDecided]) -> list[int]:
+    return [decided.pools[0].to_size for decided in decisions]
+
+
+def test_method_simulate_decides_the_simulated_size() -> None:
+    rates: list[float] = []
+
+    def simulate(forecast: DemandForecast, target: float) -> list[SimulatedSize]:
+        rates.append(forecast.pools[0].requests_per_s)
+        attained = {2: 0.9, 3: target, 4: 1.0}
+        return [SimulatedSize(group=GROUP, pool=POOL, size=size, attained=share) for size, share in attained.items()]
+
+    planner = VirtualPlanner(planner_settings(method="simulate"), last_value, simulate=simulate)
+    assert sizes_decided(planner.plan(busy(600, 1), 10 * S)) == [3, 3]
+    assert rates == [60.0], "one forecast per interval"
+    with pytest.raises(ValueError, match="method simulate"):
+        VirtualPlanner(planner_settings(method="simulate"), last_value)
+
+
+def test_a_change_that_is_limited_per_decision_continues() -> None:
+    planner = VirtualPlanner(planner_settings(max_change=2), last_value)
+    assert sizes_decided(planner.plan(busy(600, 1), 10 * S)) == [3, 5, 6, 6]
+    assert sizes_decided(planner.plan(busy(80, 6), 20 * S)) == [4, 2, 1, 1]
+    assert planner.state.open == {}
+
+
+def test_a_load_leads_to_one_reduction() -> None:
+    planner = VirtualPlanner(planner_settings(method="load", min_observations=1), last_value)
+    assert sizes_decided(planner.plan(idle(4), 10 * S)) == [3, 3]
+    assert sizes_decided(planner.plan(idle(3), 20 * S)) == [2, 2]
+
+
+def test_an_advisory_decision_is_not_executed() -> None:
+    planner = VirtualPlanner(planner_settings(advisory=True), last_value)
+    assert sizes_decided(planner.plan(busy(600, 1), 10 * S)) == [6]
+    assert sizes_decided(planner.plan(busy(600, 1), 20 * S)) == [6]

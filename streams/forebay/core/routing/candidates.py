@@ -21,9 +21,6 @@ def find_candidates(
     while that rank is busy or has too many prompt tokens to compute. Workers that are avoided because of their
     rejections are candidates only if there are no others.
 
-    Args:
-        busy: busy thresholds to apply; None applies the thresholds in effect.
-
     Raises:
         Ineligible: no worker may take the request.
     """

@@ -112,13 +112,11 @@ class Demand:
     """Load that one request would put on a rank, and how much of its prompt each rank has cached.
 
     Attributes:
-        prompt_tokens: length of the prompt, in tokens.
         blocks: number of prompt blocks that count as decode load.
         active: by rank, the number of leading prompt blocks that other requests in flight on this rank already use;
             ranks without an entry have none.
         overlaps: by rank, the cached leading blocks of the prompt; ranks without an entry have none.
         preferred_taints: taints that raise or lower the cost of a worker.
-        now_us: the owner's clock, in microseconds.
         has_tight_caches: whether any rank has less than a quarter of its cache free.
     """
 
@@ -140,7 +138,6 @@ def cost_table(config: RouterConfig, block_size: int, roster: Roster, demand: De
 
     Args:
         config: router configuration, including the overrides of the request.
-        block_size: tokens per KV block.
         demand: load of the request, and cached blocks of its prompt.
     """
     loads, positions = roster.loads, roster.positions
@@ -170,7 +167,6 @@ def cost_table(config: RouterConfig, block_size: int, roster: Roster, demand: De
 def _weighted(
     config: RouterConfig, roster: Roster, overlaps: Mapping[int, Overlap], decay: list[float] | None
 ) -> list[float]:
-    """Return the credit of each candidate by the weights of the tiers."""
     host, disk = config.host_cache_hit_weight, config.disk_cache_hit_weight
     store, credit, same, saved = config.shared_cache_hit_weight, config.overlap_score_credit, NO_OVERLAP, 0.0
     saved_blocks = [0.0] * len(roster.loads)

@@ -58,7 +58,6 @@ class Counterfactual:
 
     @property
     def agrees(self) -> bool:
-        """Whether the alternative selected the recorded rank."""
         return self.choice is not None and self.choice.selected.key == self.history.selected.key
 
     @property

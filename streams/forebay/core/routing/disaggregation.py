@@ -98,7 +98,6 @@ def _find_remote(world: World, pool: PoolConfigured, request: ActiveRequest) -> 
 
 
 def _apply_classic(config: DisaggConfig, decode: Plan, prefill: StageCandidates | None) -> PrefillPlace:
-    """Apply the policy `classic`."""
     uncached = _count_uncached(decode)
     loads = [] if prefill is None else prefill.roster.loads
     waiting = sum([max(0, load.active_requests - 1) for load in loads])

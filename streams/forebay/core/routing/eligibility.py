@@ -31,7 +31,6 @@ def filter_eligible(roster: Roster, fleet: Fleet, pool: PoolConfigured, request:
     """Return the ranks that meet the conditions of a request: routing hints, adapter, task and cache namespace.
 
     Args:
-        roster: ranks of the pool that may be used at all.
         fleet: workers of all pools, to explain an unknown worker.
 
     Raises:

@@ -64,7 +64,6 @@ def select(
 
     Args:
         config: router configuration, including the overrides of the request.
-        demand: result of `demand_of`.
         as_owner: as in `evaluate`.
 
     Raises:
@@ -85,9 +84,6 @@ def find_overlaps(world: World, pool: PoolConfigured, blocks: Sequence[int]) -> 
 
     If a rank is assumed to have more blocks than its KV events say, the assumption counts. Ranks without any are
     omitted.
-
-    Args:
-        blocks: sequence hashes of the prompt from the first block on.
     """
     found = world.index.overlaps(blocks) if pool.router.use_kv_events else {}
     for routed in (world.routed, world.predicted):
@@ -107,7 +103,6 @@ def count_uncached_tokens(world: World, pool: PoolConfigured, request: Submitted
 
 @lru_cache(maxsize=256)
 def apply_override(config: RouterConfig, override: RouterOverride) -> RouterConfig:
-    """Return a pool's router configuration with the fields that a request overrides."""
     changes = {name: getattr(override, name) for name in override.__struct_fields__}
     return msgspec.structs.replace(config, **{name: value for name, value in changes.items() if value is not None})
 

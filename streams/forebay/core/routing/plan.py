@@ -61,7 +61,6 @@ class Plan:
 
     @property
     def roster(self) -> Roster:
-        """The candidates, including the selected one."""
         return self.table.roster
 
     @property

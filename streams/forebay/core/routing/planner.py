@@ -111,7 +111,6 @@ def find_exhausted_attempts(
     """Return why an accepted request must be aborted, because it has used up its attempts.
 
     Args:
-        request: request whose last attempt failed.
         cause: error of the worker that failed, or None if no worker reported an error.
 
     Returns:
@@ -167,5 +166,4 @@ def _plan_queueing(world: World, pool: PoolConfigured, request: ActiveRequest, r
 
 
 def _shorten(cause: str) -> str:
-    """Return a worker's error text, shortened for a journal record."""
     return cause[:CAUSE_CHARS_MAX] or "the worker reported no reason"

@@ -38,7 +38,6 @@ class PoolPreference:
     """Order in which pools are tried for a request, and why.
 
     Attributes:
-        reason: why the first pool is preferred.
         names: the preferred pools in order, at least one.
         others: pools to try if no preferred pool can take the request, in order.
         row: row of the request's cell; None if no cell was read.
@@ -95,9 +94,7 @@ def prefer(
     """Return the order of pools for a new request, whatever their load.
 
     Args:
-        grid: grid of the pools; None if there is none.
         names: all pools that serve the model in this role, in order of their names.
-        canaries: canaries of the model, in order of their names.
         hints: routing hints, with priority and targets.
     """
     shared = {canary.pool for canary in canaries}
@@ -148,7 +145,6 @@ def choose(
     """Return the first pool that can take a request, with the pools that were skipped before it.
 
     Args:
-        preference: order of the pools.
         availability: returns why a pool cannot take the request now; None if it can.
         allow_refusal: if no pool can take the request, neither now nor from its queue, return the first pool that
             could take other requests. Its refusal explains to the client what is wrong.

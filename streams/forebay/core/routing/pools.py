@@ -125,7 +125,6 @@ def _of_worker(world: World, pools: Sequence[PoolConfigured], request: Submitted
 
 
 def _prefer(world: World, pools: Sequence[PoolConfigured], request: SubmittedRequest) -> PoolPreference:
-    """Return the order of pools by session, grid and canaries."""
     registry, first = world.registry, pools[0]
     grid = registry.grid(first.model, _role_of(first))
     hints, canaries = request.hints, registry.canaries(first.model)

@@ -33,9 +33,6 @@ def softmax_weights(costs: Sequence[float], temperature: float) -> list[int]:
     """Return the softmax weight of each cost, as an integer from 0 to `WEIGHT_ONE`.
 
     The lowest cost has the weight `WEIGHT_ONE`. Equal costs have equal weights.
-
-    Args:
-        temperature: softmax temperature, above 0.
     """
     assert temperature > 0.0
     least, most = min(costs), max(costs)

@@ -56,8 +56,6 @@ def find_prefill_candidates(
     """Return the ranks of a prefill pool that may compute the prompt of a request.
 
     Args:
-        request: request whose prompt must be computed.
-        busy: busy thresholds to apply; None applies the thresholds in effect.
         again: whether the request was sent to a worker before. If so, ranks of busy workers are candidates, too.
 
     Raises:
@@ -82,7 +80,6 @@ def find_decode_candidates(
 
     Args:
         request: request whose KV a prefill worker keeps.
-        busy: busy thresholds to apply; None applies the thresholds in effect.
 
     Raises:
         Ineligible: no worker may take the request.
@@ -138,7 +135,6 @@ def as_decode_request(request: SubmittedRequest) -> SubmittedRequest:
 
 @lru_cache(maxsize=256)
 def _as_prefill_pool(pool: PoolConfigured) -> PoolConfigured:
-    """Return the configuration of a prefill pool, changed so that active blocks do not count as load."""
     return msgspec.structs.replace(pool, router=msgspec.structs.replace(pool.router, track_active_blocks=False))
 
 

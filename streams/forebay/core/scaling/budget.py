@@ -33,7 +33,6 @@ class Fitted:
 
     Attributes:
         sizes: size of each pool; all 0 if the budget does not suffice for the lowest sizes.
-        feasible: whether the budget suffices for the lowest sizes.
     """
 
     sizes: tuple[int, ...]
@@ -47,7 +46,6 @@ def fit(wanted: Sequence[Wanted], budget_gpus: int | None, min_gpus: int) -> Fit
     limits could not be met: with 2 GPUs per worker, no size has exactly 5 GPUs.
 
     Args:
-        budget_gpus: highest number of GPUs; None for no limit.
         min_gpus: lowest number of GPUs; 0 for no limit.
     """
     sizes = [one.size for one in wanted]

@@ -58,11 +58,7 @@ class PoolSizing:
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """A decision that follows from a state, and the steps that led to it.
-
-    Attributes:
-        sizings: steps for each pool, in the order of the settings.
-    """
+    """A decision that follows from a state, and the steps that led to it."""
 
     decision: ScalingDecided
     sizings: tuple[PoolSizing, ...]
@@ -81,7 +77,6 @@ def decide(state: PlannerState) -> ScalingDecided | None:
 
 
 def derive(state: PlannerState) -> Derivation | None:
-    """Return the decision as `decide` does, with the steps that led to it."""
     settings = state.settings
     if settings is None:
         return None
@@ -97,7 +92,6 @@ def derive(state: PlannerState) -> Derivation | None:
 
 
 def _guarded(state: PlannerState, settings: PlannerSettings, pool: PoolScaling) -> PoolSizing:
-    """Return the decision about one pool before the budget."""
     demand = _demand(state, pool)
     current = state.size(pool)
     if kept := _kept(state, pool, current):

@@ -17,13 +17,7 @@ DecodeCurve = Sequence[DecodePoint]  # points of one context length, by rising c
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpeed:
-    """Prefill of one worker at one prompt length.
-
-    Attributes:
-        ttft_ms: time to first token of a request alone, in milliseconds.
-        tokens_per_s: prompt tokens per second.
-        covered: whether the profile covers the prompt length.
-    """
+    """Prefill of one worker at one prompt length."""
 
     ttft_ms: float
     tokens_per_s: float
@@ -46,7 +40,6 @@ class DecodeCapacity:
 
 
 def uncached(isl: float, kv_hit_rate: float | None) -> float:
-    """Return the prompt tokens that a worker has to compute. A missing or impossible hit rate counts as 0."""
     return isl * (1 - kv_hit_rate) if kv_hit_rate is not None and 0 <= kv_hit_rate <= 1 else isl
 
 

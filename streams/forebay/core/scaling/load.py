@@ -32,7 +32,6 @@ class _Line:
     slope: float
 
     def at(self, load: float) -> float:
-        """Return the estimate, at least 0."""
         return max(self.base + self.slope * load, 0.0)
 
 
@@ -62,7 +61,6 @@ def _step(
     current: int,
     signals: Sequence[LoadSignal],
 ) -> tuple[int, Reason | None]:
-    """Return the size that follows from the signals, and the reason of the proposal."""
     reason: Reason | None = None if all(one.attainable for one in signals) else "target_unattainable"
     if any(one.above for one in signals):
         return min(current + 1, SIZE_MAX), reason
@@ -80,7 +78,6 @@ def _step(
 
 
 def _is_complete(observed: PoolObserved) -> bool:
-    """Return whether each ready worker has reported its load."""
     return 0 < len(observed.workers) == observed.ready
 
 
@@ -96,7 +93,6 @@ def _is_idle(settings: PlannerSettings, history: Sequence[PoolObserved]) -> bool
 
 
 def _ttft(pool: PoolScaling, settings: PlannerSettings, history: Sequence[PoolObserved]) -> LoadSignal | None:
-    """Return what the TTFT says. None if no worker has a TTFT."""
     intervals = _samples(history, lambda worker: worker.prefill_tokens, lambda worker: worker.ttft_ms)
     if len(intervals) < settings.min_observations:
         return LoadSignal("ttft", len(intervals), known=False) if intervals else None
@@ -127,7 +123,6 @@ def _ttft(pool: PoolScaling, settings: PlannerSettings, history: Sequence[PoolOb
 
 
 def _itl(pool: PoolScaling, settings: PlannerSettings, history: Sequence[PoolObserved]) -> LoadSignal | None:
-    """Return what the ITL says. None if no worker has an ITL."""
     intervals = _samples(history, lambda worker: worker.kv_tokens, lambda worker: worker.itl_ms)
     if len(intervals) < settings.min_observations:
         return LoadSignal("itl", len(intervals), known=False) if intervals else None
@@ -162,7 +157,6 @@ def _estimates(line: _Line, loads: Sequence[float]) -> tuple[float, ...]:
 
 
 def _isl(history: Sequence[PoolObserved]) -> float:
-    """Return the newest observed prompt length, 0 if there is none."""
     lengths = (observed.isl for observed in reversed(history))
     return next((isl for isl in lengths if isl is not None and 0 < isl < inf), 0.0)
 

@@ -78,7 +78,6 @@ class GroupObservation:
     """
 
     def __init__(self, pools: Sequence[PoolScaling]) -> None:
-        """Observe these pools, all of one group, without a worker."""
         self.forgotten = 0
         self._pools = {pool.pool: pool for pool in pools}
         self._fleet = Fleet()
@@ -235,7 +234,6 @@ class GroupObservation:
             self.forgotten += not self._requests.pop(name).ended
 
     def _request(self, request_id: str) -> TrackedRequest:
-        """Return a request, which is new if no event has named it yet."""
         request = self._requests.get(request_id)
         if request is None:
             if len(self._requests) >= ACTIVE_REQUESTS_MAX:

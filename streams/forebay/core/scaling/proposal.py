@@ -19,7 +19,6 @@ class PrefillNeed:
         tokens_per_s: prompt tokens per second of the forecast, multiplied by `correction`.
         worker_tokens_per_s: prompt tokens per second of one worker according to the profile.
         attainable: whether a request alone meets the target.
-        covered: whether the profile covers the prompt length.
     """
 
     isl: float

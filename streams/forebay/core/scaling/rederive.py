@@ -46,7 +46,6 @@ class RecordedDecision:
 
     @property
     def has_own_rules(self) -> bool:
-        """Whether a planner with the rules of this version made the decision."""
         return self.claim is not None and self.claim.rules_version == RULES_VERSION
 
     @property
@@ -56,7 +55,6 @@ class RecordedDecision:
 
     @property
     def is_verified(self) -> bool:
-        """Whether the decision was derived again with the same result."""
         return self.derived == msgspec.structs.replace(self.decided, at_us=0)
 
     @property
@@ -77,7 +75,6 @@ class ScalingRederivation:
     """
 
     def __init__(self) -> None:
-        """Start before the first record."""
         self.state = PlannerState()
         self._waiting: dict[int, RecordedDecision] = {}
 

@@ -110,7 +110,6 @@ class PlannerState:
 
     @property
     def settings(self) -> PlannerSettings | None:
-        """Settings of the newest planner, None before the first claim."""
         return self.claim.settings if self.claim else None
 
     def size(self, pool: PoolScaling) -> int | None:
@@ -136,7 +135,6 @@ class PlannerState:
         return most if observed is None else max(most, observed.ready) + observed.draining
 
     def last_observed(self, pool: PoolScaling) -> PoolObserved | None:
-        """Return the pool in the newest observation, None if it is not in it."""
         pools = self.history[-1].pools if self.history else ()
         return next((one for one in pools if (one.group, one.pool) == (pool.group, pool.pool)), None)
 
@@ -153,7 +151,6 @@ class PlannerState:
         return "applied"
 
     def skip(self, offset: int) -> None:
-        """Pass over a record that does not decode."""
         self.end = offset + 1
         self.stale += 1
 

@@ -140,10 +140,8 @@ def _itl_expected_share(pool: PoolScaling, observed: PoolObserved | None) -> flo
 
 
 def _context(isl: float, osl: float) -> float:
-    """Return the mean context length of a request while it generates."""
     return isl + osl / 2
 
 
 def _positive(measured: float | None) -> float | None:
-    """Return a measurement, or None if it is missing, zero or impossible."""
     return measured if measured is not None and 0 < measured < inf else None

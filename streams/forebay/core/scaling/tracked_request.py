@@ -19,13 +19,11 @@ class Mean:
     count: int = 0
 
     def add(self, us: int, count: int = 1) -> None:
-        """Add a duration that covers `count` tokens or requests."""
         self.total_us += us
         self.count += count
 
     @property
     def ms(self) -> float | None:
-        """Mean in milliseconds, None without a duration."""
         return self.total_us / self.count / 1000 if self.count else None
 
 

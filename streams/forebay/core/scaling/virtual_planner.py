@@ -88,7 +88,6 @@ class VirtualPlanner:
         return decisions
 
     def _decide(self, at_us: int) -> ScalingDecided:
-        """Decide, and reply that the decision was executed."""
         decided = decide(self.state)
         assert decided is not None, "the topic is claimed"
         decided = msgspec.structs.replace(decided, at_us=at_us)
@@ -100,7 +99,6 @@ class VirtualPlanner:
         return decided
 
     def _append(self, event: ScalingEvent) -> int:
-        """Apply the next record and return its offset."""
         offset = self.state.end
         self.state.apply(offset, event)
         return offset

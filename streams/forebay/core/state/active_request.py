@@ -16,29 +16,11 @@ class ActiveRequest:
 
     Times are on the owner's clock, in microseconds.
 
+    `RequestState` describes the fields that a snapshot has.
+
     Attributes:
-        phase: phase in the transition table (`forebay.core.state.transitions`).
-        attempt: last attempt at the response, from 1; 0 before the first.
-        worker_id: worker to which the request was last routed, at any stage; empty if none.
-        worker_epoch: epoch of `worker_id`.
-        rank: rank of `worker_id`.
-        queue_class: queue class in which the request is or was queued; empty if it never was.
-        uncached_tokens: prompt tokens that even the rank with the largest overlap had to compute when the request was
-            queued.
-        queue_due_us: when the request times out in the queue; 0 if only its deadline applies.
-        encodings: last attempt to encode its images and videos, from 1; 0 if there was none.
-        encoded: location of the embeddings; None if no worker keeps embeddings.
-        prefills: last attempt to compute its prompt in a prefill pool, from 1; 0 if there was none.
-        prefilled: location of the KV of the prompt; None if no prefill worker keeps it.
-        prefilled_due_us: when the lease of that KV expires.
-        begun: whether a worker has emitted output tokens; tracked for decode pools, and if failed requests move to
-            faster pools.
-        decoder_id: worker that was last sent to fetch the KV; empty if none.
-        prefill_pool: pool that a grid or canary chose for its last remote prefill; empty if there was none.
-        rejected_by: workers that have rejected an attempt at it, in order.
         sent: attempt, worker id and worker epoch of each routing since submission or restore. It distinguishes late
             progress events from events of a worker that never had the request. Not part of the state.
-        identity_hash: hash of `submitted`.
         term: the request's current contribution to the digest.
     """
 
@@ -77,7 +59,6 @@ class ActiveRequest:
 
     @property
     def was_dispatched(self) -> bool:
-        """Whether the owner ever sent the request to a worker, for any stage."""
         return self.attempt > 0 or self.encodings > 0 or self.prefills > 0
 
     def has_kept_kv(self, now_us: int) -> bool:

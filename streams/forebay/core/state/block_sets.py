@@ -138,7 +138,6 @@ class BlockSets:
         return removed
 
     def has(self, bit: int, block: int) -> bool:
-        """Return whether the holder with the mask `bit` has this block."""
         run = self._runs.get(block)
         return run is not None and bool(run.mask & bit)
 
@@ -199,7 +198,6 @@ class BlockSets:
         return run
 
     def release(self, cursor: Cursor) -> None:
-        """Close a cursor that `cursor` returned."""
         self._cursors.remove(cursor)
 
     def retire(self, bit: int) -> None:
@@ -271,7 +269,6 @@ class BlockSets:
         return listed, count
 
     def _append(self, bit: int, block: int, parent: int | None) -> None:
-        """Add one block that no holder has."""
         run = self._joinable(parent, bit, 1)
         if run is None:
             run = BlockRun(array("Q", (block,)), bit)
@@ -316,7 +313,6 @@ class BlockSets:
         return sum(listed)
 
     def _forget(self, run: BlockRun, begin: int, end: int) -> int:
-        """Remove blocks of a run that no holder has any more; return their sum."""
         runs, blocks = self._runs, run.blocks
         listed = blocks[begin:end].tolist()
         for block in listed:

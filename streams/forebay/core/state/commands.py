@@ -63,7 +63,6 @@ class PendingCommand:
         self.term = digest_of(*fixed, plain(self.command))
 
     def digest(self) -> int:
-        """Return the command's current contribution to the digest of all commands."""
         return self.term + sum(self.term_of(one) for one in self.outcomes.values())
 
     def term_of(self, outcome: CommandOutcome) -> int:
@@ -82,11 +81,9 @@ class PendingCommands:
         return len(self._pending)
 
     def get(self, command_id: str) -> PendingCommand | None:
-        """Return the command with this id, or None if it is not pending."""
         return self._pending.get(command_id)
 
     def pending(self) -> list[PendingCommand]:
-        """Return all pending commands, in the order of their events on `control`."""
         return sorted(self._pending.values(), key=lambda one: one.offset)
 
     def known_nonce(self, command_id: str) -> int | None:
@@ -168,7 +165,6 @@ class PendingCommands:
         return min([one.due_us for one in self._pending.values()]) if self._pending else None
 
     def expire(self, now_us: int) -> None:
-        """Forget the ids of ended commands whose time is over at `now_us`."""
         self._remembered.forget(now_us)
 
     def digest(self) -> int:
@@ -176,7 +172,6 @@ class PendingCommands:
         return (self._sum + self._remembered.digest()) & U64_MASK
 
     def snapshot(self) -> Iterator[CommandState | Remembered]:
-        """Yield the state as snapshot parts: one per pending command, then the remembered ids, oldest first."""
         for one in self.pending():
             yield CommandState(
                 command_id=one.command_id,
@@ -191,7 +186,6 @@ class PendingCommands:
             yield msgspec.structs.replace(chunk, commands=True)
 
     def restore(self, chunk: CommandState | Remembered) -> None:
-        """Apply one part of a snapshot. Parts must come in the order of `snapshot`."""
         match chunk:
             case CommandState():
                 self.add(

@@ -77,7 +77,6 @@ class FleetWorker:
         slot: partition of the pool's work topic that the worker reads.
         worker_epoch: offset of its `WorkerJoined`.
         from_offset: first offset that the worker reads in that partition.
-        phase: current state of its life cycle.
         lease_ttl_ms: duration of the lease in milliseconds, for a new owner that does not find the lease; 0 if unknown.
         rejections: attempts that it has rejected since it last computed a prompt.
         avoided_until_us: time until which other workers are preferred, on the owner's clock; 0 if it is not avoided.
@@ -104,7 +103,6 @@ class FleetIngress:
     """Ingress with a lease, in one incarnation.
 
     Attributes:
-        incarnation: a new process with the same ingress id has another incarnation.
         lease_ttl_ms: duration of the lease in milliseconds; 0 if unknown.
     """
 
@@ -131,15 +129,12 @@ class Fleet:
         return len(self._workers)
 
     def get(self, worker_id: str) -> FleetWorker | None:
-        """Return the worker with this id, or None if it is not in the fleet."""
         return self._workers.get(worker_id)
 
     def workers(self) -> list[FleetWorker]:
-        """Return all workers in order of worker id."""
         return [self._workers[worker_id] for worker_id in sorted(self._workers)]
 
     def ingresses(self) -> list[FleetIngress]:
-        """Return the ingresses that have leases, in order of ingress id."""
         return [self._ingresses[ingress_id] for ingress_id in sorted(self._ingresses)]
 
     def apply(self, event: AnyFleetEvent, offset: int) -> FleetWorker | None:
@@ -191,7 +186,6 @@ class Fleet:
         """Count a rejection by a worker of the fleet, and avoid the worker if it is not the first one in a row.
 
         Args:
-            now_us: the owner's clock in microseconds.
             retry_after_s: seconds for which the worker asked to get no requests; 0 if it did not ask.
         """
         worker = self._workers[worker_id]
@@ -218,7 +212,6 @@ class Fleet:
         return min((self._workers[worker_id].avoided_until_us for worker_id in self.avoided), default=None)
 
     def expire(self, now_us: int) -> None:
-        """Stop avoiding the workers whose time is over."""
         for worker_id in sorted(self.avoided):
             worker = self._workers[worker_id]
             if worker.avoided_until_us <= now_us:
@@ -228,11 +221,9 @@ class Fleet:
                 self.avoided.remove(worker_id)
 
     def digest(self) -> int:
-        """Return a 64-bit digest over all workers, all ingresses and the newest owner epoch."""
         return (self._sum + self._owner_epoch) & U64_MASK
 
     def snapshot(self) -> Iterator[WorkerState | IngressState]:
-        """Yield the state as snapshot parts: one per worker, then one per ingress."""
         for worker in self.workers():
             yield msgspec.convert(worker, WorkerState, from_attributes=True)
         for one in self.ingresses():

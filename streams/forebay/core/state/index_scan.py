@@ -32,7 +32,6 @@ class ScanSource(NamedTuple):
     """Blocks that a scan visits: those of one tier, or those of all shared stores.
 
     Attributes:
-        name: name of the source.
         live: returns the mask of the bits in use.
         part: returns blocks of the holder with a bit as a part of a snapshot.
     """
@@ -55,7 +54,6 @@ class IndexScan:
 
     @property
     def done(self) -> bool:
-        """Whether the scan has visited all blocks and returned all of them."""
         return not (self._ahead or self._open or self._full)
 
     def advance(self, blocks_max: int) -> list[ScannedBlocks]:
@@ -88,7 +86,6 @@ class IndexScan:
             self._open.pop((name, number), None)
 
     def _see(self, source: ScanSource, cursor: Cursor) -> int:
-        """Add the blocks of the next run to the parts of all holders that have them. Return the cost in blocks."""
         run = source.sets.next_run(cursor)
         if run is None:
             source.sets.release(cursor)
@@ -142,7 +139,6 @@ class ChangeBuffer:
                 self._close()
 
     def drop(self, store: str) -> None:
-        """Record that a shared store was dropped."""
         self._close()
         self._chunks.append(StoreDropped(store=store))
 

@@ -97,10 +97,7 @@ class FleetLoad:
         """Add a rank without requests, and return its load.
 
         Args:
-            rank: data-parallel rank of the worker's engine.
-            block_size: tokens per KV block.
             kv_blocks: KV blocks of the rank; `UNKNOWN_BLOCKS` if its worker sends no KV events.
-            now_us: the owner's clock, in microseconds.
         """
         key = (worker_id, rank)
         assert key not in self._ranks
@@ -126,7 +123,6 @@ class FleetLoad:
         return self._ranks[worker_id, rank]
 
     def ranks(self) -> list[RankLoad]:
-        """Return the load of every rank, in order of (worker id, rank)."""
         return list(self._ranks.values())
 
     def book(
@@ -151,7 +147,6 @@ class FleetLoad:
             reuse: whether the request shares prompt blocks with other requests of the rank. Otherwise each of its
                 blocks counts, and `active_depths` does not find them.
             expected_output_tokens: expected length of the response; 0 if unknown.
-            now_us: the owner's clock, in microseconds.
         """
         assert request_id not in self._booked, "a request has one booking"
         rank = self._ranks[key]
@@ -279,7 +274,6 @@ class FleetLoad:
         return found
 
     def digest(self) -> int:
-        """Return a 64-bit digest over all bookings, load reports, measured costs, computed tokens and their times."""
         return self._sum & U64_MASK
 
     def snapshot(self) -> Iterator[Booking | ComputedTokens | MeasuredCosts | Reported]:
@@ -315,7 +309,6 @@ class FleetLoad:
             )
 
     def restore(self, chunk: Booking | ComputedTokens | MeasuredCosts | Reported) -> None:
-        """Apply one part of a snapshot. Its rank must have been added before."""
         match chunk:
             case Booking():
                 self.book(
@@ -360,7 +353,6 @@ class FleetLoad:
         rank.reported, rank.reported_term = reported, term
 
     def _sum_up(self, booked: _ActiveBooking) -> None:
-        """Update the digest for a booking that changed."""
         term = _booking_term(booked)
         self._sum += term - booked.term
         booked.term = term
@@ -421,7 +413,6 @@ class FleetLoad:
 
 
 def _common(edge: "array[int]", query: "array[int]", at: int) -> int:
-    """Return how many blocks of `edge` the query has from `at` on."""
     part = query[at : at + len(edge)]
     if part == edge:
         return len(edge)
@@ -429,7 +420,6 @@ def _common(edge: "array[int]", query: "array[int]", at: int) -> int:
 
 
 def _split(node: _Node, size: int) -> _Node:
-    """Split a node after `size` blocks; return the upper part."""
     upper = _Node(node.blocks[:size], node.parent, references=dict(node.references), requests=node.requests)
     assert node.parent is not None
     node.parent.children[upper.blocks[0]] = upper

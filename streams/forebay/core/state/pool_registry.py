@@ -23,7 +23,6 @@ class PoolRegistry:
         self._models: frozenset[str] = frozenset()
 
     def apply(self, event: PoolEvent) -> None:
-        """Apply an event. A canary without base and a pool that is not drained leave the state."""
         key = event.model, "" if isinstance(event, PoolRoutingConfigured) else event.pool
         match event:
             case PoolRoutingConfigured():
@@ -49,15 +48,12 @@ class PoolRegistry:
         return NO_ROUTING if found is None else found.routing
 
     def retries(self, model: str) -> bool:
-        """Return whether a failed request of a model moves to a faster pool."""
         return self.routing_of(model).retry
 
     def grid(self, model: str, role: GridRole) -> PoolGrid | None:
-        """Return the grid of a model for pools of a role, or None if it has none."""
         return next((grid for grid in self.routing_of(model).grids if grid.role == role), None)
 
     def canaries(self, model: str) -> list[PoolCanarySet]:
-        """Return the canaries of a model, in order of their names."""
         return [self._canaries[key] for key in sorted(self._canaries) if key[0] == model]
 
     def is_drained(self, model: str, pool: str) -> bool:
@@ -70,17 +66,14 @@ class PoolRegistry:
 
     @property
     def routing(self) -> tuple[PoolRoutingConfigured, ...]:
-        """Rules of all models, in order of their names."""
         return tuple(self._routing[model] for model in sorted(self._routing))
 
     @property
     def all_canaries(self) -> tuple[PoolCanarySet, ...]:
-        """Canaries of all models, in order of model and pool."""
         return tuple(self._canaries[key] for key in sorted(self._canaries))
 
     @property
     def drains(self) -> tuple[PoolDrainSet, ...]:
-        """Drained pools of all models, in order of model and pool."""
         return tuple(self._drains[key] for key in sorted(self._drains))
 
 

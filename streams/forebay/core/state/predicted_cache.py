@@ -105,7 +105,6 @@ class RoutedIndex:
         would delay a request.
 
         Args:
-            blocks: sequence hashes of the prompt.
             due_us: when the assumption ends, on the owner's clock in microseconds.
             blocks_max: maximum number of (rank, block) pairs.
             computed: whether the rank has reported that it computed the prompt.
@@ -125,9 +124,6 @@ class RoutedIndex:
         """Remove the blocks of a prompt that a rank did not compute, except blocks of prompts that it has computed.
 
         Blocks of a prompt that it still computes are removed, too. They are added again once it has computed them.
-
-        Args:
-            blocks: sequence hashes of the prompt.
 
         Raises:
             KeyError: the rank is unknown.
@@ -173,7 +169,6 @@ class RoutedIndex:
         return len(self._holders[worker_id, rank].batches)
 
     def digest(self) -> int:
-        """Return a 64-bit digest over every (rank, block) pair and its due time."""
         return (self._sum + self._pairs) & U64_MASK
 
     def snapshot(self, predicted: bool) -> Iterator[RoutedBlocks]:
@@ -234,7 +229,6 @@ class RoutedIndex:
         self._tidy()
 
     def _leave(self, batch: _Batch, members: "array[int]") -> None:
-        """Remove blocks from a batch that move to another one."""
         count = len(members)
         if batch.blocks[:count] == members:
             del batch.blocks[:count]
@@ -244,7 +238,6 @@ class RoutedIndex:
         self._count(batch, -sum(members))
 
     def _remove(self, batch: _Batch, start: int) -> None:
-        """Remove the blocks of a batch from `start` on."""
         gone = batch.blocks[start:]
         del batch.blocks[start:]
         batches = batch.holder.batches

@@ -71,7 +71,6 @@ class Gap(NamedTuple):
     """Missing KV events of a worker rank.
 
     Attributes:
-        rank: rank whose events are missing.
         expected_seq: sequence number of the first missing event.
         found_seq: sequence number of the event that arrived instead.
     """
@@ -236,7 +235,6 @@ class PrefixIndex:
         return device.counts.get(bit, 0), below
 
     def holders(self) -> list[HolderKey]:
-        """Return every rank in the index, in order of (worker id, rank)."""
         return sorted(self._holders)
 
     def digest(self) -> int:

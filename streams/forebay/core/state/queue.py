@@ -196,7 +196,6 @@ class Queues:
         return queued
 
     def waiting(self, pool: str) -> int:
-        """Return how many requests are queued in a pool."""
         return sum(line.size for line in self._pools[pool].lines)
 
     def in_order(self, pool: str) -> list[tuple[QueueClass, list[QueuedRequest]]]:
@@ -204,7 +203,6 @@ class Queues:
         return [(line.kind, line.in_order()) for line in self._pools[pool].lines]
 
     def length(self, pool: str, kind: QueueClass) -> int:
-        """Return how many requests are queued in the class `kind` of a pool."""
         return next(line.size for line in self._pools[pool].lines if _key(line.kind) == _key(kind))
 
     def digest(self) -> int:
@@ -255,7 +253,6 @@ def class_of(config: QueueConfig, policy_class: str, uncached_tokens: int) -> Qu
     request reaches. If there is no class with this name, the default classes are used.
 
     Args:
-        config: queue configuration of the pool.
         policy_class: class that the client named; empty for none.
         uncached_tokens: prompt tokens that even the rank with the largest overlap must compute.
     """

@@ -27,8 +27,6 @@ class RankLoad:
     Only `FleetLoad` changes it. The router may keep the object and read it at any time.
 
     Attributes:
-        rank: data-parallel rank of the worker's engine.
-        block_size: tokens per KV block.
         prefill_tokens: uncached prompt tokens of requests without a first token.
         decode_blocks: KV blocks of booked requests; blocks that several requests share count once.
         computed_tokens: uncached prompt tokens sent to the rank since it joined, plus the lowest total of any rank at

@@ -44,7 +44,6 @@ class RecentIds:
         """Remember a new id until `due_us`.
 
         Args:
-            id_hash: hash of the id.
             content: hash of the request, or nonce of the command.
             due_us: expiry in microseconds, not lower than that of the previous id.
         """
@@ -75,11 +74,9 @@ class RecentIds:
             self._forgotten = 0
 
     def digest(self) -> int:
-        """Return a 64-bit digest over all remembered ids, their contents and their expiry."""
         return self._sum & U64_MASK
 
     def snapshot(self) -> Iterator[Remembered]:
-        """Yield all remembered ids as snapshot parts, in order of expiry."""
         for start in range(self._forgotten, len(self._ids), CHUNK_IDS):
             part = slice(start, start + CHUNK_IDS)
             yield Remembered(

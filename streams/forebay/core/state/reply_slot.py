@@ -143,9 +143,6 @@ def apply(replies: Mapping[str, R], event: TokenEvent, group: str) -> list[R]:
     """Apply the next event of a reply slot to the responses that it contains, and return the responses that changed.
 
     Groups share a slot, and two groups may use the same request id. Events of other groups than `group` are ignored.
-
-    Args:
-        replies: responses by request id.
     """
     if event.group != group:
         return []

@@ -62,7 +62,6 @@ class ActiveRequests:
         return len(self._active)
 
     def get(self, request_id: str) -> ActiveRequest | None:
-        """Return the request with this id, or None if it is not active."""
         return self._active.get(request_id)
 
     def known_content(self, request_id: str) -> int | None:
@@ -123,9 +122,7 @@ class ActiveRequests:
         """Move a request to the router's queue.
 
         Args:
-            request: request that was submitted and not sent to a worker yet.
             uncached_tokens: prompt tokens that even the rank with the largest overlap must compute.
-            now_us: the owner's clock in microseconds.
             timeout_us: microseconds after which the request times out in the queue; 0 for no timeout.
 
         Raises:
@@ -251,7 +248,6 @@ class ActiveRequests:
         )
 
     def queued(self) -> list[ActiveRequest]:
-        """Return the requests in the router's queue, in order of submission."""
         return self._in_order(request for request in self._active.values() if request.phase is Phase.QUEUED)
 
     def waiting(self) -> list[ActiveRequest]:
@@ -262,7 +258,6 @@ class ActiveRequests:
         return self._in_order(request for request in self._active.values() if request.phase is Phase.WAITING)
 
     def active(self) -> list[ActiveRequest]:
-        """Return all active requests, in order of submission."""
         return self._in_order(iter(self._active.values()))
 
     def next_due_us(self) -> int | None:
@@ -285,11 +280,9 @@ class ActiveRequests:
         return [self._active[request_id] for request_id in self._queue_deadlines.take(now_us)]
 
     def digest(self) -> int:
-        """Return a 64-bit digest over active requests and remembered ids."""
         return (self._sum + self._remembered.digest()) & U64_MASK
 
     def snapshot(self) -> Iterator[RequestState | Remembered]:
-        """Yield the state as snapshot parts: one per active request, then the remembered ids, oldest first."""
         for request in self.active():
             submitted = request.submitted
             fields: dict[str, Any] = {name: getattr(submitted, name) for name in SUBMITTED_FIELDS}
@@ -298,7 +291,6 @@ class ActiveRequests:
         yield from self._remembered.snapshot()
 
     def restore(self, chunk: RequestState | Remembered) -> None:
-        """Apply one part of a snapshot. Parts must come in the order of `snapshot`."""
         match chunk:
             case RequestState():
                 fields: dict[str, Any] = {name: getattr(chunk, name) for name in SUBMITTED_FIELDS}
@@ -333,7 +325,6 @@ class ActiveRequests:
             self.unfetched.append(UnfetchedKv(request.submitted.request_id, request.prefills, *keeper, reason))
 
     def _sum_up(self, request: ActiveRequest) -> None:
-        """Update the digest for a request that changed."""
         term = request_term(request)
         self._sum += term - request.term
         request.term = term
@@ -363,7 +354,6 @@ class UnfetchedKv:
 
     Attributes:
         attempt: attempt in which the worker computed the prompt.
-        reason: why no worker will fetch the KV.
     """
 
     request_id: str

@@ -35,11 +35,7 @@ class CandidateRank:
 
 @dataclass(frozen=True, eq=False)
 class Roster:
-    """Candidate ranks in order of (worker id, rank), with data that is derived from them once.
-
-    Attributes:
-        loads: load of each candidate, in the same order.
-    """
+    """Candidate ranks in order of (worker id, rank), with data that is derived from them once."""
 
     ranks: Sequence[CandidateRank]
     loads: list[RankLoad] = field(init=False)

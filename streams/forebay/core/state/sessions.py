@@ -76,7 +76,6 @@ class SessionAffinity:
         return None if found is None else found[0].binding
 
     def expire(self, now_us: int) -> None:
-        """Remove sessions that expire at or before `now_us`."""
         if now_us < self._next_us:
             return
         while self._bound:
@@ -96,7 +95,6 @@ class SessionAffinity:
                 del self._places[name]
 
     def digest(self) -> int:
-        """Return a 64-bit digest over all sessions."""
         return self._sum & U64_MASK
 
     def snapshot(self) -> Iterator[Sessions]:
@@ -115,7 +113,6 @@ class SessionAffinity:
                 )
 
     def restore(self, chunk: Sessions) -> None:
-        """Add the sessions in one part of a snapshot."""
         place = self._place(chunk.pool, Binding(chunk.worker_id, chunk.worker_epoch, chunk.rank))
         for key, due_us in zip(unpack_u64(chunk.keys), unpack_u64(chunk.due_us), strict=True):
             self._put(key, place, due_us)
@@ -146,7 +143,6 @@ class SessionAffinity:
         self._sum -= _term(key, place, due_us)
 
     def _earliest(self) -> tuple[int, int]:
-        """Return the expiry and the key of the session that expires first; there must be one."""
         while True:
             due_us, key = self._ends[0]
             _, end_us = self._bound.get(key, (None, -1))

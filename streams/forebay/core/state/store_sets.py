@@ -40,11 +40,9 @@ class StoreSets:
 
     @property
     def live(self) -> int:
-        """Mask of the bits of all stores."""
         return self._bits.live
 
     def sizes(self) -> dict[str, int]:
-        """Return the number of blocks of each store, in order of names."""
         return {name: self.sets.counts[self.names[name]] for name in sorted(self.names)}
 
     def dropped_for(self, event: StoreEvent, used: Collection[str]) -> list[str] | None:

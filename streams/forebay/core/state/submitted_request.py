@@ -16,18 +16,12 @@ class SubmittedRequest:
 
     For the routing of one stage there is a changed copy, see `forebay.core.routing.stages`.
 
+    `RequestState` describes the fields that a snapshot has.
+
     Attributes:
-        content: hash of the content, see `content_hash`.
-        offset: offset of its `RequestSubmitted`.
-        due_us: deadline on the owner's clock, in microseconds.
         reply_slot: partition of the topic `tokens` that gets the response.
         blocks: sequence hashes of the full prompt blocks.
         packed: `blocks` as packed u64, kept for snapshots.
-        lora_name: adapter; empty for none.
-        task: whether to generate a response or an embedding.
-        media_tokens: number of placeholder tokens of its images and videos.
-        ingress: incarnation of the ingress whose HTTP client waits; empty if there is none.
-        is_salted: whether it has a cache namespace, so that it must not use blocks of other namespaces.
         patient: whether the request ignores the length limit and the timeout of the queue. It is used on submission
             only and is not part of the state.
     """
@@ -121,7 +115,6 @@ def request_from_query(event: RouteQueried, pool: str) -> SubmittedRequest:
 
 
 def in_pool(request: SubmittedRequest, pool: str) -> SubmittedRequest:
-    """Return a request with another pool that generates the response."""
     return request if request.pool == pool else replace(request, pool=pool)
 
 

@@ -1,9 +1,15 @@
-"""Histories of the engine model with loads from slower tiers."""
+"""The engine model through whatever may happen to it: nothing is lost, and the same is answered in another way."""
 
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from forebay.engine_model.model import EngineModel, EngineStage, EngineStep, Load, Stored
+from forebay.engine_model.model import (
+    EngineModel,
+    EngineStage,
+    EngineStep,
+    Load,
+    Stored,
+)
 from forebay.engine_model.sequence import generate_tokens
 from tests.core.engine_runs import (
     BLOCK,
@@ -74,103 +80,109 @@ drawn_prompts = st.builds(
 STAGES: tuple[EngineStage, ...] = ("aggregated", "prefill", "decode")
 
 
-class TieredDrive:
-    """History of one model with a tier that gets every stored block, and loses every `lost`-th block that it has."""
+class History:
+    """A history of one model, with whoever fetches, loads and keeps. It ends with all of that done and released.
 
-    def __init__(self, changes: dict[str, int], lost: int) -> None:
+    A tier gets every stored block, and loses every `lost`-th block that it has.
+    """
+
+    def __init__(self, sizes: dict[str, int], lost: int) -> None:
         self.tier = Tier()
         self.lost = lost
-        self.model = EngineModel(config(**changes), self.tier.match)
+        self.model = EngineModel(config(**sizes), self.tier.match)
         self.steps: list[EngineStep] = []
+        self.fetching: list[str] = []
+        self.kept: list[str] = []
         self.loads: list[Load] = []
-        self.arrived = 0
         self.steps_before_clear = 0
         self.is_cleared = False
         self.wanted: dict[str, tuple[EngineStage, int]] = {}
         self.gone: set[str] = set()
 
-    def submit(self, prompt: list[int], number: int) -> None:
-        name, stage = f"r{len(self.wanted)}", STAGES[number % 3]
-        self.wanted[name] = stage, number
-        self.model.submit(request(name, prompt, number, seed=number, stage=stage))
+    def do(self, action: str, prompt: list[int], number: int) -> None:
+        match action:
+            case "submit":
+                name, stage = f"r{len(self.wanted)}", STAGES[number % 3]
+                self.wanted[name] = stage, number
+                self.model.submit(request(name, prompt, number, seed=number, stage=stage))
+            case "step":
+                for _ in range(number):
+                    self.step()
+            case "fetched" if self.fetching:
+                name = self.fetching.pop(number % len(self.fetching))
+                assert self.model.fetched(name) == (name not in self.gone) or self.is_cleared
+            case "loaded" if self.loads:
+                load = self.loads.pop(number % len(self.loads))
+                arrived = self.model.loaded(load.request_id, number % (load.blocks + 1))
+                assert arrived or load.request_id in self.gone or self.is_cleared
+            case "release" if self.kept:
+                name = self.kept.pop(number % len(self.kept))
+                assert self.model.release(name) == (name not in self.gone) or self.is_cleared
+            case "cancel" if self.model.cancel(f"r{number}"):
+                assert f"r{number}" in self.wanted.keys() - self.gone
+                assert all(end.request_id != f"r{number}" for end in finished(self.steps))
+                self.gone.add(f"r{number}")
+            case "clear":
+                self.model.clear_cache()
+                assert self.model.pool.content() == set()
+                self.steps_before_clear = len(self.steps)
+                self.is_cleared = True
+            case _:
+                pass
 
     def step(self) -> bool:
-        fetches = self.model.fetches()
-        for fetch in fetches:
-            assert self.model.fetched(fetch.request_id)
+        self.fetching += [fetch.request_id for fetch in self.model.fetches()]
         step = self.model.step()
         if step is not None:
             self.steps.append(step)
+            self.kept += [one.request_id for one in step.computed]
             for change in step.cache_changes:
                 if isinstance(change, Stored):
                     self.tier.content.update(block for block in change.hashes if block % self.lost)
-            for one in step.computed:
-                assert self.model.release(one.request_id)
         new = self.model.loads()
         self.loads += new
-        return step is not None or bool(new) or bool(fetches)
+        return step is not None or bool(new)
 
-    def loaded(self, at: int) -> None:
-        if self.loads:
-            load = self.loads.pop(at % len(self.loads))
-            blocks = at % (load.blocks + 1)
-            if self.model.loaded(load.request_id, blocks):
-                self.arrived += blocks
-            else:
-                assert load.request_id in self.gone or self.is_cleared
+    def end(self) -> None:
+        while self.step() or self.fetching or self.loads or self.kept:
+            for action in ("fetched", "loaded", "release"):
+                self.do(action, [], 7)
 
-    def clear(self) -> None:
-        self.model.clear_cache()
-        self.steps_before_clear = len(self.steps)
-        self.is_cleared = True
+
+ACTIONS = ("submit", "submit", "step", "step", "fetched", "loaded", "release", "cancel", "clear")
 
 
 @examples(3)
 @given(
     sizes=sizes,
     lost=st.sampled_from([1, 2, 5, 1 << 62]),
-    actions=st.lists(
-        st.tuples(
-            st.sampled_from(("submit", "submit", "step", "step", "loaded", "cancel", "clear")),
-            drawn_prompts,
-            st.integers(1, 25),
-        ),
-        max_size=60,
-    ),
+    actions=st.lists(st.tuples(st.sampled_from(ACTIONS), drawn_prompts, st.integers(1, 25)), max_size=60),
 )
-def test_any_history_with_loads_conserves_requests_tokens_and_blocks(
+def test_any_history_conserves_requests_tokens_and_blocks(
     sizes: dict[str, int], lost: int, actions: list[tuple[str, list[int], int]]
 ) -> None:
-    drive = TieredDrive(sizes, lost)
-    for action, prompt, number in actions:
-        match action:
-            case "submit":
-                drive.submit(prompt, number)
-            case "step":
-                for _ in range(number):
-                    drive.step()
-            case "loaded":
-                drive.loaded(number)
-            case "cancel":
-                if drive.model.cancel(f"r{number}"):
-                    drive.gone.add(f"r{number}")
-            case "clear":
-                drive.clear()
-    while drive.step() or drive.loads:
-        drive.loaded(7)
-    event(f"blocks arrived: {drive.arrived > 0}")
-    ends = finished(drive.steps)
-    computed = [one.request_id for step in drive.steps for one in step.computed]
-    assert sorted([*(end.request_id for end in ends), *computed, *drive.gone]) == sorted(drive.wanted)
-    output = answers(drive.steps)
+    history, again = History(sizes, lost), History(sizes, lost)
+    for one in (history, again):
+        for action in actions:
+            one.do(*action)
+        one.end()
+    assert again.steps == history.steps
+    ends = finished(history.steps)
+    event(f"waited: {any(step.load.waiting for step in history.steps)}")
+    computed = [one.request_id for step in history.steps for one in step.computed]
+    assert len(set(computed)) == len(computed)
+    assert {end.request_id for end in ends} | set(computed) | history.gone == set(history.wanted)
+    output = answers(history.steps)
     for end in ends:
-        stage, number = drive.wanted[end.request_id]
+        stage, number = history.wanted[end.request_id]
         assert stage != "prefill"
+        assert end.output_tokens == number
         assert output[end.request_id] == generate_tokens(number, 0, number, VOCABULARY)
         assert 0 <= end.cached_tokens < end.prompt_tokens
-    assert all(step.load.running <= sizes["max_num_seqs"] for step in drive.steps)
-    assert replay_cache(drive.steps[drive.steps_before_clear :]) == drive.model.pool.content()
-    assert (drive.model.pool.used, drive.model.load().waiting) == (0, 0)
+    assert not output.keys() & set(computed)
+    assert all(one.load.running <= sizes["max_num_seqs"] for one in history.steps)
+    assert replay_cache(history.steps[history.steps_before_clear :]) == history.model.pool.content()
+    assert (history.model.pool.used, history.model.load().waiting) == (0, 0)
 
 
 @examples(2)
