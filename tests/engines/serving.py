@@ -1,7 +1,7 @@
 """A cluster whose workers are real vLLM, watched from three sides: its clients, its log, and the engines themselves."""
 
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +14,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from forebay.core.state.reply_slot import ResponseState, apply
 from forebay.events.base import unpack_u64
 from forebay.events.codec import decode
+from forebay.events.decisions import RequestRouted
 from forebay.events.kv import BlocksStored
-from forebay.events.topics import TOKENS
+from forebay.events.request_ids import client_id_of
+from forebay.events.topics import DECISIONS, TOKENS
 from forebay.transport.kafka.log import KafkaLog
 from infra.kafka.kafka import HOST
 from tests.harness.cluster import INGRESSES_MAX, PLAN, Cluster
 from tests.harness.local import free_ports
+from tests.integration import kafka_api
 
 MODEL = "tiny"
 BLOCK = 32  # tokens; vLLM on a CPU wants a multiple of 32
@@ -84,9 +87,6 @@ class Answer:
     """What a client observed of one answer.
 
     Attributes:
-        status: of the HTTP response.
-        worker: who answered first, by the response's header.
-        pieces: of the text, as they came.
         served: forebay's own part of the last chunk: who answered in the end, after how many attempts.
         problem: an error in place of the answer or of its rest; empty for none.
     """
@@ -159,6 +159,14 @@ class Serving:
                     apply({name: reply}, event, group)
         return reply
 
+    async def stages(self, request_id: str, group: str = MODEL) -> list[tuple[str, str]]:
+        """Return stage and worker of each routing of a request, by the id of the client."""
+        decided = await self.cluster.events(DECISIONS, group)
+        routed = [
+            one for one in decided if isinstance(one, RequestRouted) and client_id_of(one.request_id) == request_id
+        ]
+        return [(one.stage, one.worker_id) for one in routed]
+
     async def metric(self, worker: str, name: str) -> float:
         """Return a metric of a worker, summed over its labels. Raises KeyError if it is missing."""
         page = await self._client.get(f"http://{HOST}:{self.ports[worker].metrics}/metrics")
@@ -227,8 +235,41 @@ def _note(observed: Answer, data: str) -> None:
     observed.served = chunk.get("forebay") or observed.served
 
 
+def prompt_of(number: int, blocks: int = 6) -> list[int]:
+    """Return a prompt of some blocks and five tokens; `number` selects the first block."""
+    return [10 + number, *(100 + (place * (number + 3)) % 200 for place in range(blocks * BLOCK + 4))]
+
+
 @asynccontextmanager
 async def served(cluster: Cluster, log: KafkaLog, ports: dict[str, Ports]) -> AsyncIterator[Serving]:
     """Clients of a cluster that serves."""
     async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=cluster.admin_headers) as client:
         yield Serving(cluster, log, client, ports)
+
+
+@asynccontextmanager
+async def vllm_cluster(
+    kafka: str,
+    redis_url: str,
+    namespace: str,
+    folder: Path,
+    model: Path,
+    workers: Mapping[str, Sequence[str]],
+    *ingress_options: str,
+) -> AsyncIterator[Serving]:
+    """Run a router, an ingress with the admin API, and vLLM workers with their options, all serving."""
+    ports = ports_of(workers)
+    async with Cluster(kafka, redis_url, namespace, folder) as cluster:
+        for name, options in workers.items():
+            cluster.worker(name, *options, *vllm_options(model, ports[name], folder / f"{name}.ipc"))
+        cluster.router("r1")
+        shared = ("--model", str(model), "--model-name", MODEL, "--block-size", str(BLOCK))
+        cluster.ingress("i1", *shared, *ingress_options)
+
+        async def joined() -> bool:
+            return len(await cluster.members(MODEL)) == len(workers)
+
+        await cluster.processes.until("both vLLM are members", joined, within_s=STARTED_WITHIN_S)
+        await cluster.until_serving(len(workers), MODEL)
+        async with kafka_api.opened(cluster.settings) as log, served(cluster, log, ports) as serving:
+            yield serving

@@ -11,7 +11,7 @@ import importlib.util
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,9 @@ import openai
 import pytest
 import pytest_asyncio
 
-from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import WorkerLost
 from forebay.events.request_ids import client_id_of
-from forebay.events.topics import DECISIONS, FLEET
+from forebay.events.topics import FLEET
 from forebay.transport.kafka.topics import TopicPlan
 from tests.engines.oracle import GREEDY, Transformers
 from tests.engines.serving import (
@@ -31,8 +30,10 @@ from tests.engines.serving import (
     MODEL,
     STARTED_WITHIN_S,
     TIMEOUT_S,
+    Answer,
     Serving,
     ports_of,
+    prompt_of,
     served,
     vllm_options,
 )
@@ -60,55 +61,24 @@ pytestmark = [
 ]
 
 
-@dataclass(slots=True)
-class Streamed:
-    """A streamed response, as far as it was received.
-
-    Attributes:
-        pieces: parts of the text.
-        served: forebay's part of the last chunk: worker, attempts and id on the log.
-    """
-
-    pieces: list[str] = field(default_factory=list)
-    usage: dict[str, Any] = field(default_factory=dict)
-    served: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def worker(self) -> str:
-        """Return the worker that finished the response."""
-        return str(self.served["worker"])
-
-    @property
-    def cached_tokens(self) -> int:
-        """Return how many prompt tokens the engine had in its cache."""
-        return int(self.usage["prompt_tokens_details"]["cached_tokens"])
-
-
 @dataclass(frozen=True, slots=True)
 class System:
-    """The running cluster.
-
-    Attributes:
-        serving: readers of the log and of the engines' metrics.
-        client: OpenAI's client of the ingress.
-        server: attached server of `tiny` and `split`.
-        command: command that starts it.
-    """
+    """The running cluster."""
 
     serving: Serving
     client: openai.AsyncOpenAI
     server: VllmServer
     command: list[str]
 
-    async def complete(self, prompt: list[int], worker: str = "", model: str = MODEL, **body: Any) -> Streamed:
+    async def complete(self, prompt: list[int], worker: str = "", model: str = MODEL, **body: Any) -> Answer:
         """Complete a prompt greedily, optionally on a given worker."""
-        response = Streamed()
+        response = Answer("")
         await self.receive(response, prompt, worker, model, **body)
         return response
 
     async def receive(
         self,
-        response: Streamed,
+        response: Answer,
         prompt: list[int],
         worker: str = "",
         model: str = MODEL,
@@ -130,10 +100,15 @@ class System:
             response.pieces += [choice.text for choice in chunk.choices if choice.text]
             response.usage = response.usage if chunk.usage is None else chunk.usage.model_dump()
             response.served = (chunk.model_extra or {}).get("forebay") or response.served
+        response.worker = response.served["worker"]
 
-    async def tokens(self, response: Streamed, model: str = MODEL) -> list[int]:
+    async def tokens(self, response: Answer, model: str = MODEL) -> list[int]:
         """Return the output tokens of a response from the log."""
         return (await self.serving.generated(response.served["request_id"], model)).tokens
+
+    async def stages(self, response: Answer) -> list[tuple[str, str]]:
+        """Return stage and worker of each routing of a response of `SPLIT`."""
+        return await self.serving.stages(client_id_of(response.served["request_id"]), SPLIT)
 
     async def until_known(self, prompt: list[int], blocks: int) -> None:
         """Wait until the router knows that the attached server has these leading blocks of a prompt, and it alone."""
@@ -186,11 +161,6 @@ async def system(
 async def client_of(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
         yield client
-
-
-def prompt_of(number: int, blocks: int = 6) -> list[int]:
-    """Return a prompt of some blocks and five tokens; `number` selects the first block."""
-    return [10 + number, *(100 + (place * (number + 3)) % 200 for place in range(blocks * BLOCK + 4))]
 
 
 async def test_one_ingress_serves_all_models(system: System, oracle: Transformers) -> None:
@@ -290,7 +260,7 @@ async def test_sampling_parameters_have_the_same_effect_on_both_vllm(system: Sys
 
 
 async def test_a_client_that_disconnects_frees_the_attached_server(system: System) -> None:
-    serving, response = system.serving, Streamed()
+    serving, response = system.serving, Answer("")
     receiving = asyncio.create_task(system.receive(response, prompt_of(8), ATTACHED, tokens=LONG))
 
     async def begun() -> bool:
@@ -364,7 +334,7 @@ async def test_attached_servers_compute_and_decode_a_prompt_over_nixl(system: Sy
         assert (split.served["prefill"]["worker"], split.cached_tokens) == (PREFILL, 0)
         tokens = [await system.tokens(split, SPLIT), await system.tokens(together)]
         assert tokens == [oracle.greedy(prompt, TOKENS)] * 2
-        assert await stages(system, split) == [("prefill", PREFILL), ("decode", DECODE)]
+        assert await system.stages(split) == [("prefill", PREFILL), ("decode", DECODE)]
     expected = [sum(map(len, prompts)), len(prompts)]
 
     async def counted() -> bool:
@@ -375,16 +345,8 @@ async def test_attached_servers_compute_and_decode_a_prompt_over_nixl(system: Sy
     assert await system.serving.metric(ATTACHED, "vllm:nixl_num_failed_transfers_total") == 0
 
 
-async def stages(system: System, response: Streamed) -> list[tuple[str, str]]:
-    """Return stage and worker of each routing of a response of `SPLIT`."""
-    wanted = client_id_of(response.served["request_id"])
-    decided = await system.serving.cluster.events(DECISIONS, SPLIT)
-    routed = [one for one in decided if isinstance(one, RequestRouted) and client_id_of(one.request_id) == wanted]
-    return [(one.stage, one.worker_id) for one in routed]
-
-
 async def test_a_stream_of_a_killed_server_continues_on_the_hosted_one(system: System, oracle: Transformers) -> None:
-    cluster, prompt, response = system.serving.cluster, prompt_of(6), Streamed()
+    cluster, prompt, response = system.serving.cluster, prompt_of(6), Answer("")
     await system.complete(prompt, ATTACHED, tokens=1)
     await system.until_known(prompt, 6)
     receiving = asyncio.create_task(system.receive(response, prompt, tokens=LONG))
@@ -421,7 +383,7 @@ async def test_a_server_that_returns_is_attached_again(system: System, oracle: T
 
     await cluster.processes.until("the router knows the blocks of the new server", known)
     split = await system.complete(prompt_of(9), model=SPLIT)
-    assert await stages(system, split) == [("prefill", PREFILL), ("decode", DECODE)]
+    assert await system.stages(split) == [("prefill", PREFILL), ("decode", DECODE)]
     assert await system.tokens(split, SPLIT) == oracle.greedy(prompt_of(9), TOKENS)
 
 

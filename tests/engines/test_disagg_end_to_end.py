@@ -22,10 +22,8 @@ from forebay.events.request_ids import client_id_of
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS
 from forebay.ingress.model import Model
 from tests.engines.oracle import GREEDY, Transformers
-from tests.engines.serving import BLOCK, MODEL, STARTED_WITHIN_S, Serving, ports_of, served, vllm_options
-from tests.harness.cluster import Cluster
+from tests.engines.serving import BLOCK, MODEL, Serving, prompt_of, vllm_cluster
 from tests.harness.processes import still_running
-from tests.integration import kafka_api
 from tests.integration.conftest import RUN
 
 ROLES = {"p1": "prefill", "d1": "decode"}
@@ -44,40 +42,16 @@ pytestmark = [
 async def serving(
     kafka: str, redis_url: str, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Serving]:
-    """A router, an ingress with the admin API, a prefill and a decode worker, all serving."""
-    ports = ports_of(ROLES)
+    workers = {name: ("--role", role) for name, role in ROLES.items()}
     folder = tmp_path_factory.mktemp("vllm-disagg")
-    async with Cluster(kafka, redis_url, NAMESPACE, folder) as cluster:
-        for name, role in ROLES.items():
-            cluster.worker(name, "--role", role, *vllm_options(model, ports[name], folder / f"{name}.ipc"))
-        cluster.router("r1")
-        cluster.ingress("i1", "--model", str(model), "--model-name", MODEL, "--block-size", str(BLOCK))
-
-        async def joined() -> bool:
-            return len(await cluster.members(MODEL)) == len(ROLES)
-
-        await cluster.processes.until("both vLLM are members", joined, within_s=STARTED_WITHIN_S)
-        await cluster.until_serving(len(ROLES), MODEL)
-        async with kafka_api.opened(cluster.settings) as log, served(cluster, log, ports) as serving:
-            yield serving
-
-
-def prompt_of(number: int, blocks: int = 6) -> list[int]:
-    """Return a prompt of some blocks and five tokens; `number` selects the first block."""
-    return [10 + number, *(100 + (place * (number + 3)) % 200 for place in range(blocks * BLOCK + 4))]
+    async with vllm_cluster(kafka, redis_url, NAMESPACE, folder, model, workers) as serving:
+        yield serving
 
 
 async def reported(serving: Serving, kind: type[ProgressEvent], request_id: str | None = None) -> list[Any]:
     """Return the progress events of the workers."""
     events = await serving.cluster.events(PROGRESS, MODEL)
     return [one for one in events if isinstance(one, kind) and request_id in (None, client_id_of(one.request_id))]
-
-
-async def stages(serving: Serving, request_id: str) -> list[tuple[str, str]]:
-    """Where a request went, stage by stage."""
-    decided = await serving.cluster.events(DECISIONS, MODEL)
-    routed = [one for one in decided if isinstance(one, RequestRouted) and client_id_of(one.request_id) == request_id]
-    return [(one.stage, one.worker_id) for one in routed]
 
 
 def is_core(pid: int) -> bool:
@@ -98,7 +72,7 @@ async def test_disagg_processes_prefill_and_decode(serving: Serving, oracle: Tra
         observed = await serving.complete(request_id, prompt, TOKENS)
         assert (observed.status, observed.problem, observed.worker) == (200, "", "d1")
         assert (await serving.generated(request_id)).tokens == oracle.greedy(prompt, TOKENS)
-        assert await stages(serving, request_id) == [("prefill", "p1"), ("decode", "d1")]
+        assert await serving.stages(request_id) == [("prefill", "p1"), ("decode", "d1")]
         (computed,) = await reported(serving, PrefillFinished, request_id)
         assert (computed.worker_id, computed.prefilled.tokens) == ("p1", len(prompt))
         assert computed.prefilled.bytes > 0
@@ -133,8 +107,8 @@ async def test_disagg_response_equals_the_aggregated_one(serving: Serving, oracl
     together = await serving.chat("together", messages, TOKENS)
     assert whole["choices"][0]["message"]["content"] == streamed.text == together.text == text
     assert (await serving.generated("together")).tokens == (await serving.generated("streamed")).tokens == expected
-    assert await stages(serving, "streamed") == [("prefill", "p1"), ("decode", "d1")]
-    assert await stages(serving, "together") == [("aggregated", "d1")]
+    assert await serving.stages("streamed") == [("prefill", "p1"), ("decode", "d1")]
+    assert await serving.stages("together") == [("aggregated", "d1")]
     await disaggregate(serving, "always")
     long = await serving.complete("long", prompt_of(1), LONG)
     assert len(long.pieces) > 1, "it came in one piece: that is no stream"
@@ -171,12 +145,12 @@ async def test_disagg_prefill_worker_killed_during_prefill(serving: Serving, ora
         assert observed.served["worker"] == "d1"
     lost = [one for one in await cluster.events(FLEET, MODEL) if isinstance(one, WorkerLost)]
     assert [one.worker_id for one in lost] == ["p1"]
-    assert [await stages(serving, name) for name in others] == [[("prefill", "p1"), ("aggregated", "d1")]] * len(others)
+    assert [await serving.stages(name) for name in others] == [[("prefill", "p1"), ("aggregated", "d1")]] * len(others)
     assert still_running(family) == []
     after = await serving.complete("after", prompt_of(30), TOKENS)
     assert (after.status, after.problem) == (200, "")
     assert (await serving.generated("after")).tokens == oracle.greedy(prompt_of(30), TOKENS)
-    assert await stages(serving, "after") == [("aggregated", "d1")]
+    assert await serving.stages("after") == [("aggregated", "d1")]
 
 
 async def test_the_recording_is_derived_again(serving: Serving) -> None:

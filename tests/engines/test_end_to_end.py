@@ -27,17 +27,12 @@ from tests.engines.serving import (
     BLOCKS,
     LORA_RANK_MAX,
     MODEL,
-    STARTED_WITHIN_S,
     Answer,
     Serving,
-    ports_of,
-    served,
-    vllm_options,
+    vllm_cluster,
 )
-from tests.harness.cluster import Cluster
 from tests.harness.models import make_tiny_model
 from tests.harness.processes import still_running
-from tests.integration import kafka_api
 from tests.integration.conftest import RUN
 
 WORKERS = ("v1", "v2")
@@ -58,23 +53,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def serving(
     kafka: str, redis_url: str, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Serving]:
-    """A router, an ingress with the admin API, and two vLLM workers, all serving."""
-    ports = ports_of(WORKERS)
-    folder = tmp_path_factory.mktemp("vllm")
-    async with Cluster(kafka, redis_url, NAMESPACE, folder) as cluster:
-        for name in WORKERS:
-            cluster.worker(name, *vllm_options(model, ports[name], folder / f"{name}.ipc"))
-        cluster.router("r1")
-        shared = ("--model", str(model), "--model-name", MODEL, "--block-size", str(BLOCK))
-        cluster.ingress("i1", *shared, "--routing-hints")
-
-        async def joined() -> bool:
-            return len(await cluster.members(MODEL)) == len(WORKERS)
-
-        await cluster.processes.until("both vLLM are members", joined, within_s=STARTED_WITHIN_S)
-        await cluster.until_serving(len(WORKERS), MODEL)
-        async with kafka_api.opened(cluster.settings) as log, served(cluster, log, ports) as serving:
-            yield serving
+    folder, workers = tmp_path_factory.mktemp("vllm"), dict.fromkeys(WORKERS, ())
+    async with vllm_cluster(kafka, redis_url, NAMESPACE, folder, model, workers, "--routing-hints") as serving:
+        yield serving
 
 
 def long_prompt(number: int) -> list[int]:

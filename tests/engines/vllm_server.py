@@ -20,7 +20,6 @@ class VllmServer:
     """Addresses of a server.
 
     Attributes:
-        model_names: names of the model in its API.
         first_port: first of its `PORTS` ports.
     """
 
@@ -38,13 +37,7 @@ class VllmServer:
         return Ports(replay=self.first_port + 2, metrics=self.first_port)
 
     def command(self, model: Path, transfer: Mapping[str, Any], *options: str) -> list[str]:
-        """Return the command that starts the server.
-
-        Args:
-            model: model directory.
-            transfer: value of --kv-transfer-config.
-            options: further options.
-        """
+        """Return the command that starts the server."""
         events = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",

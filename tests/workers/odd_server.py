@@ -36,9 +36,6 @@ class OddServer:
         replies: status and parts of the body, by path. Other paths are not found.
         streams: events of the next streams, or replies. Each part is sent on its own.
         refuses: fields of a request that the server rejects.
-        completion: response to a completion that is no stream.
-        requests: bodies of the streams, in order.
-        connections: number of connections.
     """
 
     def __init__(self, owner: str = "vllm") -> None:

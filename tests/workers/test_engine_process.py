@@ -100,10 +100,9 @@ async def test_calls_end_when_the_engine_dies() -> None:
             await waiting
 
 
-@pytest.mark.parametrize("way", ["fail", pytest.param("bug", marks=pytest.mark.slow)])
-async def test_a_failed_check_has_its_cause(way: str) -> None:
-    async with driven(hosted(settings(check=way)), HOSTED_SPEC) as one:
-        with pytest.raises(EngineError, match=r"the weights are broken|ZeroDivisionError"):
+async def test_a_failed_check_has_its_cause() -> None:
+    async with driven(hosted(settings(check="fail")), HOSTED_SPEC) as one:
+        with pytest.raises(EngineError, match="the weights are broken"):
             await one.engine.check()
 
 
@@ -125,7 +124,7 @@ async def test_log_records_have_the_level_of_the_worker(caplog: pytest.LogCaptur
                 await one.engine.check()
     assert not caplog.records
     async with driven(hosted(settings(check="bug")), HOSTED_SPEC) as one:
-        with pytest.raises(EngineError):
+        with pytest.raises(EngineError, match="the engine failed unexpectedly: ZeroDivisionError: 1 / 0"):
             await one.engine.check()
     (record,) = caplog.records
     assert record.name == "forebay.workers.engines.engine_host"

@@ -11,7 +11,6 @@ import pytest
 from forebay.events.decisions import Stage
 from forebay.events.transfer import Prefilled
 from forebay.workers.engines.kv_descriptor import decoded
-from forebay.workers.engines.sglang import core as sglang_core
 from forebay.workers.engines.sglang import engine as sglang_engine
 from forebay.workers.engines.sglang.core import bootstrap_host
 from forebay.workers.engines.sglang.engine import CONNECTOR, Rendezvous, SglangEngine, new_room
@@ -21,17 +20,6 @@ from tests.workers.engine_setup import PROMPT, StandinPair, standin_pair
 from tests.workers.standins import sglang_standin
 from tests.workers.standins.little import answer_of
 from tests.workers.standins.sglang_standin import Engine, TokenizerManager
-
-
-class Free:
-    """Lock that lets several stand-ins run in one process."""
-
-    def acquire(self, *, blocking: bool) -> bool:
-        return not blocking
-
-    def release(self) -> None:
-        """Nothing is held."""
-
 
 Pair = StandinPair[TokenizerManager]
 
@@ -43,7 +31,6 @@ def started_manager() -> TokenizerManager | None:
 @pytest.fixture
 async def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     sglang_standin.install(monkeypatch)
-    monkeypatch.setattr(sglang_core, "ENGINE_LOCK", Free())
     monkeypatch.setattr(Engine, "rooms", {})
     async with standin_pair(tmp_path, SglangEngine, started_manager) as both:
         yield both

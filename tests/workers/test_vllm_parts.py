@@ -3,7 +3,7 @@
 import itertools
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,47 +116,30 @@ def test_logprobs_are_sorted_by_rank() -> None:
 
 def test_engine_arguments_override_settings() -> None:
     plain = engine_arguments(SETTINGS, kv_events=True, sockets=Path("/private"))
-    assert plain == {
-        "enable_mm_embeds": True,
-        "model": "/models/tiny",
-        "served_model_name": "tiny",
-        "block_size": 32,
-        "num_gpu_blocks_override": 24,
-        "kv_events_config": {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": "ipc:///private/events",
-            "replay_endpoint": "ipc:///private/replay",
-        },
-    }
-    own = EngineSettings(
-        model=Path("/models/tiny"),
-        model_name="tiny",
+    assert (plain["model"], plain["served_model_name"], plain["block_size"]) == ("/models/tiny", "tiny", 32)
+    assert plain["num_gpu_blocks_override"] == 24, "vLLM reserves one"
+    assert plain["kv_events_config"]["endpoint"] == "ipc:///private/events"
+    assert plain["kv_events_config"]["replay_endpoint"] == "ipc:///private/replay"
+    assert not {"max_num_seqs", "data_parallel_size", "enable_lora", "kv_transfer_config"} & plain.keys()
+    own = replace(
+        SETTINGS,
         role="prefill",
-        block_size=32,
         dp_size=2,
         loras={"a": Path("/a")},
         arguments={"block_size": 64, "dtype": "float32"},
     )
-    generated = engine_arguments(own, kv_events=False, sockets=Path("/private"))
-    assert generated == {
-        "enable_mm_embeds": True,
-        "model": "/models/tiny",
-        "served_model_name": "tiny",
-        "block_size": 64,
-        "data_parallel_size": 2,
-        "enable_lora": True,
-        "kv_transfer_config": {
-            "kv_connector": "NixlConnector",
-            "kv_role": "kv_producer",
-            "kv_load_failure_policy": "fail",
-            "kv_connector_extra_config": {"kv_lease_duration": 60},
-        },
-        "worker_extension_cls": "forebay.workers.engines.vllm.extension.KvLeases",
-        "dtype": "float32",
+    generated = engine_arguments(own, kv_events=True, sockets=Path("/private"))
+    assert (generated["block_size"], generated["dtype"]) == (64, "float32")
+    assert (generated["data_parallel_size"], generated["enable_lora"]) == (2, True)
+    assert generated["kv_transfer_config"] == {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_producer",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"kv_lease_duration": 60},
     }
-    ranked = engine_arguments(own, kv_events=True, sockets=Path("/private"))["kv_events_config"]
-    assert {ranked["endpoint"], ranked["replay_endpoint"]} == {"tcp://*:0"}
+    assert generated["worker_extension_cls"] == "forebay.workers.engines.vllm.extension.KvLeases"
+    events = generated["kv_events_config"]
+    assert {events["endpoint"], events["replay_endpoint"]} == {"tcp://*:0"}
 
 
 def test_model_directory_is_checked(tmp_path: Path) -> None:

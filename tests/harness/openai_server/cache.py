@@ -14,13 +14,7 @@ from forebay.events.base import U64_BYTES, pack_u32
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What a block depends on besides tokens.
-
-    Attributes:
-        salt: cache salt; empty for none.
-        lora_name: adapter; empty for none.
-        lora_id: number of the adapter; 0 for none.
-    """
+    """What a block depends on besides tokens."""
 
     salt: str = ""
     lora_name: str = ""
@@ -29,13 +23,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Consecutive full blocks are now cached.
-
-    Attributes:
-        parent: hash of the block before them; None at the beginning of a prompt.
-        token_ids: their tokens.
-        prefix: what they depend on besides tokens.
-    """
+    """Consecutive full blocks are now cached."""
 
     hashes: list[int]
     parent: int | None
@@ -76,13 +64,7 @@ class Block:
 
 @dataclass(slots=True)
 class BlockTable:
-    """Blocks of one sequence.
-
-    Attributes:
-        prefix: what its blocks depend on besides tokens.
-        tokens: its tokens.
-        hashes: hashes of its full blocks, as far as they are known.
-    """
+    """Blocks of one sequence."""
 
     prefix: Prefix
     tokens: list[int]
@@ -95,11 +77,9 @@ class BlockCache:
     """Pool of KV blocks.
 
     Args:
-        block_size: tokens per block.
         counts_copies: whether every copy of a block is reported.
 
     Attributes:
-        block_size: tokens per block.
         events: changes that have not been published yet.
     """
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forebay.events.requests import Sampling
-from forebay.ingress.model import Model
+from forebay.ingress.model import Decoder, Model
 from tests.harness.openai_server.cache import Prefix
 from tests.harness.openai_server.engine import Delta, EngineRequest, StandInEngine
 from tests.harness.openai_server.protocol import ApiFailure, CompletionBody, error_body, invalid
 from tests.harness.openai_server.settings import Faults, ServerSettings
-from tests.harness.openai_server.text import StopText
 from tests.harness.openai_server.tokens import structure_of
 
 FINGERPRINT = "vllm-0.32.0-standin"
@@ -25,18 +24,46 @@ class StreamCut(Exception):
     """The connection of a stream is closed, by a fault."""
 
 
+class StopText:
+    """Decodes output tokens, and finds stop strings."""
+
+    def __init__(self, decoder: Decoder, stops: Sequence[str]) -> None:
+        self._decoder = decoder
+        self._stops = stops
+        self._held = max((len(stop) - 1 for stop in stops), default=0)  # characters that may begin a stop string
+        self._text = ""
+        self._taken = 0
+        self._end: int | None = None
+
+    def push(self, token_ids: list[int], *, has_ended: bool) -> str | None:
+        """Add tokens. Return the stop string that the output contains now, without which it ends."""
+        before = max(0, len(self._text) - self._held)
+        self._text += self._decoder.push(token_ids)
+        for stop in self._stops:
+            at = self._text.find(stop, before)
+            if at >= 0:
+                self._end = at
+                return stop
+        if has_ended:
+            self._end = len(self._text)
+        return None
+
+    def take(self) -> str:
+        """Return the new text. The end that may be the beginning of a stop string is returned later."""
+        end = max(self._taken, len(self._text) - self._held) if self._end is None else self._end
+        text = self._text[self._taken : end]
+        self._taken = end
+        return text
+
+
 @dataclass(slots=True)
 class Choice:
     """Response to one prompt.
 
     Attributes:
-        prompt: tokens of the prompt.
         text: text of the output, up to a stop string.
-        token_ids: output tokens.
         cached_tokens: cached prompt tokens, as `usage` reports them.
-        finish_reason: why the output ended; None until then.
         stop_reason: stop string or stop token that ended the output.
-        transfer: `kv_transfer_params` of the response.
     """
 
     index: int
@@ -55,7 +82,6 @@ class Completion:
 
     Args:
         request_id: id that the client gave; None for none.
-        lora: name and number of the adapter; None for none.
 
     Raises:
         ApiFailure: the request is invalid.
@@ -152,11 +178,7 @@ class Completion:
         return Choice(index, prompt, request, StopText(self._model.decoder(() if hides else None), stops))
 
     async def stream(self) -> AsyncIterator[str]:
-        """Yield the events of a stream.
-
-        Raises:
-            StreamCut: a fault closes the connection.
-        """
+        """Yield the events of a stream. Raises StreamCut if a fault closes the connection."""
         options = self._body.stream_options
         for choice in self._choices:
             is_first = True
@@ -186,11 +208,7 @@ class Completion:
         yield "data: [DONE]\n\n"
 
     async def response(self) -> dict[str, Any]:
-        """Return the whole response.
-
-        Raises:
-            ApiFailure: the KV of a prompt could not be fetched.
-        """
+        """Return the whole response. Raises ApiFailure if the KV of a prompt could not be fetched."""
         texts = []
         for choice in self._choices:
             texts.append("".join([text async for text, _ in self._run(choice)]))

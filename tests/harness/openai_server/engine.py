@@ -27,11 +27,9 @@ class EngineRequest:
 
     Attributes:
         client_id: id that the client gave; the seed of sampling depends on it.
-        prompt: tokens of the prompt.
         sampling: sampling parameters; `max_tokens` fits into the context.
         prefix: what cached blocks depend on besides tokens.
         priority: a lower value goes first.
-        transfer: `kv_transfer_params`; None for none.
     """
 
     request_id: str
@@ -48,12 +46,10 @@ class Delta:
     """Output tokens of a request.
 
     Attributes:
-        token_ids: the tokens.
         cached_tokens: prompt tokens that were not computed; for a prompt that another server computed, those that that
             server did not compute.
         finish_reason: why the output ends with these tokens; None if it goes on.
         stop_reason: token of `stop_token_ids` that ended the output, and with SGLang also the end token; None for none.
-        transfer: `kv_transfer_params` of the response; None for none.
     """
 
     token_ids: list[int]
@@ -80,7 +76,6 @@ class StandInEngine:
 
     Attributes:
         keeper: KV that is kept for other servers; None unless the server transfers KV.
-        max_model_len: maximum tokens of a prompt and its response.
     """
 
     def __init__(

@@ -15,7 +15,6 @@ from forebay.events.base import U64_BYTES
 from tests.harness.openai_server.cache import BlockRemoved, BlocksCleared, BlocksStored, CacheEvent
 from tests.harness.openai_server.settings import Flavor
 
-HOST = "tcp://127.0.0.1"
 REPLAY_BATCHES = 10_000
 REQUEST_FRAMES = 3
 END_OF_REPLAY = (-1).to_bytes(U64_BYTES, "big", signed=True)
@@ -26,12 +25,7 @@ SIGN = 1 << 63
 class EventPublisher:
     """Publishes numbered batches of KV events, and replays the last 10,000 of them.
 
-    Args:
-        flavor: wire format; `vllm` or `sglang`.
-        block_size: tokens per block.
-
     Attributes:
-        port: port of the PUB socket; 0 until the publisher is opened.
         drops: whether batches are only replayed, as if they were lost on the way.
     """
 
@@ -45,14 +39,12 @@ class EventPublisher:
         self._router = self._context.socket(zmq.ROUTER)
         self._replay: deque[tuple[bytes, bytes]] = deque(maxlen=REPLAY_BATCHES)
         self._serving: asyncio.Task[None] | None = None
-        self.port = self.replay_port = 0
         self.batches = 0
         self.drops = False
 
-    async def open(self, port: int) -> None:
-        await _bind(self._pub, port)
-        await _bind(self._router, port + 1)
-        self.port, self.replay_port = port, port + 1
+    async def open(self, endpoint: str, replay_endpoint: str) -> None:
+        await _bind(self._pub, endpoint)
+        await _bind(self._router, replay_endpoint)
         self._serving = asyncio.create_task(self._serve())
 
     async def close(self) -> None:
@@ -82,10 +74,10 @@ class EventPublisher:
             await self._router.send_multipart([client, b"", b"", END_OF_REPLAY, b""])
 
 
-async def _bind(socket: "zmq.Socket[Any]", port: int) -> None:
+async def _bind(socket: "zmq.Socket[Any]", endpoint: str) -> None:
     while True:
         try:
-            socket.bind(f"{HOST}:{port}")
+            socket.bind(endpoint)
         except zmq.ZMQError as error:
             if error.errno != zmq.EADDRINUSE:
                 raise

@@ -17,7 +17,6 @@ class ApiFailure(Exception):
     """A request is answered with an error.
 
     Args:
-        kind: type of the error in the response.
         param: parameter that is wrong; None for none.
     """
 

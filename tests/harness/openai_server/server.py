@@ -57,13 +57,9 @@ class OpenAiServer:
     """Stand-in for one server of an engine. Use it as an async context manager, or call `start` and `stop`.
 
     Args:
-        settings: settings; None for the defaults.
         port: port to listen on; 0 for a free one, which the server keeps when it is started again.
 
     Attributes:
-        faults: the present faults, which may be replaced at any time.
-        counters: counters since the last start.
-        engine: the engine since the last start.
         events: publisher of KV events; None if there are none.
     """
 
@@ -91,13 +87,13 @@ class OpenAiServer:
     def kv_events(self) -> str:
         """Address of the PUB socket of KV events."""
         assert self.events is not None
-        return f"tcp://{HOST}:{self.events.port}"
+        return f"tcp://{HOST}:{self._events_port}"
 
     @property
     def kv_replay(self) -> str:
         """Address of the ROUTER socket that replays KV events."""
         assert self.events is not None
-        return f"tcp://{HOST}:{self.events.replay_port}"
+        return f"tcp://{HOST}:{self._events_port + 1}"
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -115,7 +111,7 @@ class OpenAiServer:
         if settings.kv_events and settings.flavor != "plain":
             self._events_port = self._events_port or free_ports(2)
             self.events = EventPublisher(settings.flavor, settings.block_size, settings.kv_events_topic)
-            await self.events.open(self._events_port)
+            await self.events.open(self.kv_events, self.kv_replay)
         self.port = self.port or free_ports(1)
         listener = listen(HOST, self.port)
         if self.engine.keeper is not None:
@@ -303,8 +299,8 @@ class OpenAiServer:
         source = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
-            "endpoint": f"tcp://*:{self.events.port}",
-            "replay_endpoint": f"tcp://*:{self.events.replay_port}",
+            "endpoint": f"tcp://*:{self._events_port}",
+            "replay_endpoint": f"tcp://*:{self._events_port + 1}",
             "buffer_steps": REPLAY_BATCHES,
             "hwm": 100_000,
             "max_queue_size": 100_000,
@@ -389,7 +385,7 @@ class OpenAiServer:
             info["kv_events"] = {
                 "publisher": "zmq",
                 "endpoint_host": "*",
-                "endpoint_port_base": self.events.port,
+                "endpoint_port_base": self._events_port,
                 "topic": settings.kv_events_topic,
                 "block_size": settings.block_size,
                 "dp_size": 1,

@@ -15,17 +15,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one stand-in.
 
     Attributes:
-        block_size: tokens per KV block.
         kv_blocks: KV blocks. With vLLM one of them is never used.
-        max_num_seqs: maximum number of running requests. Others wait.
         max_model_len: maximum tokens of a prompt and its response; 0 for the maximum of the model.
-        token_s: seconds per output token.
         prefill_us_per_token: microseconds to compute a prompt token that is not cached.
         chunk_tokens: maximum output tokens per chunk of a stream.
         kv_events_port: port of the PUB socket; replays are on the next port. 0 for two free ports.
         kv_transfer: whether prompts can be computed for, and fetched from, other servers.
         kv_lease_s: seconds for which the KV of a prompt is kept for another server.
-        enable_lora: whether adapters can be loaded.
         prompt_tokens_details: whether `usage` has the number of cached tokens.
         priorities: whether a lower `priority` goes first, as with vLLM's `--scheduling-policy priority`.
     """
@@ -55,12 +51,9 @@ class Faults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         cut_after_tokens: number of output tokens after which the connection of a stream is closed.
-        status: status of all completions, such as 500 or 503.
-        health_status: status of `/health`.
         hang: whether completions are accepted and never answered.
         hang_all: whether no route is answered, except `/fault` and `/counters`.
         without_token_ids: whether `return_token_ids` is ignored.
-        metrics: whether `/metrics` is well-formed.
         model_name: name of the served model, instead of that of the settings.
         token_s: seconds per output token, instead of those of the settings; also for running requests.
         lose_kv: whether fetches of KV from this server fail.
@@ -82,15 +75,7 @@ class Counters(msgspec.Struct, kw_only=True):
     """What the server has done since it was started.
 
     Attributes:
-        requests: prompts that the engine accepted.
-        finished: prompts whose output is complete.
         aborted: prompts that ended because their client closed the connection, or by a fault.
-        refused: completions that were answered with an error.
-        prompt_tokens: tokens of the prompts that were started.
-        cached_tokens: those of them that were in the cache of this server.
-        fetched_tokens: those of them whose KV was fetched from another server.
-        generated_tokens: output tokens.
-        kv_offered: prompts whose KV was kept for another server.
     """
 
     requests: int = 0

@@ -40,11 +40,7 @@ class Output(NamedTuple):
 
 
 class TokenSource:
-    """Generates the output of one model.
-
-    Attributes:
-        vocabulary: token ids that words are sampled from.
-    """
+    """Generates the output of one model."""
 
     def __init__(self, model: Model) -> None:
         self.vocabulary = word_token_ids(model.tokenizer)

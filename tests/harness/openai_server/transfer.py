@@ -35,7 +35,6 @@ class KvKeeper:
     """Keeps the KV of prompts until another server has fetched it or its lease expires, and fetches KV from others.
 
     Args:
-        lease_s: seconds for which KV is kept.
         freed: called when blocks were freed.
 
     Attributes:
@@ -92,8 +91,7 @@ class KvKeeper:
     async def fetch(self, params: dict[str, Any]) -> list[int]:
         """Return the contents of blocks of another server.
 
-        Raises:
-            FetchFailed: the server does not answer, or has another engine.
+        Raises FetchFailed if the server does not answer, or has another engine.
         """
         engine_id = str(params.get("remote_engine_id"))
         url = self._peers.get(engine_id, f"http://{params.get('remote_host')}:{params.get('remote_port')}/kv")

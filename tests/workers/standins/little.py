@@ -4,6 +4,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tests.harness.openai_server.cache import BlockRemoved, BlocksStored, CacheEvent, Prefix
+
 Key = tuple[str, str, tuple[int, ...]]  # adapter, salt, and all tokens up to the end of the block
 
 
@@ -34,18 +36,6 @@ class StandinRequest:
     cached: int = 0
 
 
-@dataclass(frozen=True)
-class Change:
-    """Blocks that were stored after `parent`, or removed."""
-
-    came: tuple[int, ...] = ()
-    parent: int | None = None
-    token_ids: tuple[int, ...] = ()
-    lora: str = ""
-    salt: str = ""
-    went: tuple[int, ...] = ()
-
-
 class LittleCache:
     """Cache of full blocks by content, with LRU eviction."""
 
@@ -68,16 +58,16 @@ class LittleCache:
             self.names.move_to_end(self.key(requested, requested.prompt, blocks))
         return blocks * self.block_size
 
-    def store(self, requested: StandinRequest, tokens: Sequence[int]) -> list[Change]:
+    def store(self, requested: StandinRequest, tokens: Sequence[int]) -> list[CacheEvent]:
         """Cache all full blocks of the tokens, and return the changes."""
         full = len(tokens) // self.block_size
         new = [number for number in range(1, full + 1) if self.key(requested, tokens, number) not in self.names]
         if not new:
             return []
-        changes: list[Change] = []
+        changes: list[CacheEvent] = []
         while len(self.names) + len(new) > self.blocks:
             _, gone = self.names.popitem(last=False)
-            changes.append(Change(went=(gone,)))
+            changes.append(BlockRemoved(gone))
         first = new[0]
         parent = self.names[self.key(requested, tokens, first - 1)] if first > 1 else None
         came = []
@@ -86,11 +76,7 @@ class LittleCache:
             name = self.numbers * 0x9E3779B97F4A7C15 % (1 << 64)
             self.names[self.key(requested, tokens, number)] = name
             came.append(name)
-        token_ids = tuple(tokens[(first - 1) * self.block_size : full * self.block_size])
-        changes.append(Change(tuple(came), parent, token_ids, requested.lora, requested.salt))
+        token_ids = list(tokens[(first - 1) * self.block_size : full * self.block_size])
+        prefix = Prefix(requested.salt, requested.lora, lora_id=1 if requested.lora else 0)
+        changes.append(BlocksStored(came, parent, token_ids, prefix))
         return changes
-
-
-def signed(number: int) -> int:
-    """Return a hash as engines publish it."""
-    return number - (1 << 64) if number >> 63 else number

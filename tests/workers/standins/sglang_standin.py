@@ -18,8 +18,10 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from tests.workers.standins.little import Change, LittleCache, StandinRequest, next_token
-from tests.workers.standins.sglang_publisher import Publisher, wire
+from forebay.workers.kv_events.zmq_feed import KvSource
+from tests.harness.openai_server.cache import BlocksCleared, CacheEvent
+from tests.harness.openai_server.events import EventPublisher
+from tests.workers.standins.little import LittleCache, StandinRequest, next_token
 
 SERVER_ARGS: dict[str, Any] = {  # with the defaults
     "model_path": None, "served_model_name": None, "page_size": 1, "max_total_tokens": 256,
@@ -155,12 +157,16 @@ class TokenizerManager:
         pages = arguments["max_total_tokens"] // arguments["page_size"]
         self.caches = [LittleCache(arguments["page_size"], pages) for _ in range(arguments["dp_size"])]
         self.config = json.loads(arguments["kv_events_config"] or "{}")
-        self.publishers: list[Publisher] = []
+        self.publishers: list[EventPublisher] = []
 
     async def handle_loop(self) -> None:
         self.event_loop = self.event_loop or asyncio.get_running_loop()
         if self.config.get("publisher") == "zmq":
-            self.publishers = [Publisher(self.config, rank) for rank in range(len(self.caches))]
+            self.publishers = [EventPublisher("sglang", cache.block_size, "") for cache in self.caches]
+            for rank, publisher in enumerate(self.publishers):
+                source = KvSource(self.config["endpoint"], self.config["replay_endpoint"]).at_rank(rank)
+                assert source.replay_endpoint is not None
+                await publisher.open(source.endpoint, source.replay_endpoint)
         try:
             while True:
                 await asyncio.sleep(0)
@@ -168,14 +174,14 @@ class TokenizerManager:
                 if self.broken is not None:
                     raise self.broken
                 if not (self.is_pause or self.deaf or self.asleep is not None):
-                    await self._scheduler_step()
+                    self._scheduler_step()
                 if not self.rid_to_state:
                     await asyncio.sleep(0.001)
         finally:
             for publisher in self.publishers:
-                publisher.close()
+                await publisher.close()
 
-    async def _scheduler_step(self) -> None:
+    def _scheduler_step(self) -> None:
         for name, state in list(self.rid_to_state.items()):
             requested = state.requested
             if not self._meets(state.room):
@@ -185,7 +191,7 @@ class TokenizerManager:
             if first:
                 self.seen.append(name)
                 requested.cached = cache.cached_tokens(requested)
-                await self._publish(requested.rank, cache.store(requested, requested.prompt))
+                self._publish(requested.rank, cache.store(requested, requested.prompt))
             if state.vector:
                 self._emit(name, state, {"embedding": [float(len(requested.prompt)), 0.5]}, {"type": "stop"})
                 continue
@@ -199,9 +205,7 @@ class TokenizerManager:
             requested.generated.append(next_token([*requested.prompt, *requested.generated]))
             done = len(requested.generated) >= requested.max_tokens
             if done:
-                await self._publish(
-                    requested.rank, cache.store(requested, [*requested.prompt, *requested.generated[:-1]])
-                )
+                self._publish(requested.rank, cache.store(requested, [*requested.prompt, *requested.generated[:-1]]))
             self._emit(name, state, {"output_ids": requested.generated[-1:]}, {"type": "length"} if done else None)
 
     def _meets(self, room: int | None) -> bool:
@@ -229,9 +233,9 @@ class TokenizerManager:
         state.out.append({"meta_info": meta, **out})
         state.event.set()
 
-    async def _publish(self, rank: int, changes: list[Change]) -> None:
+    def _publish(self, rank: int, changes: list[CacheEvent]) -> None:
         if self.publishers and changes:
-            await self.publishers[rank].publish([wire(one, self.caches[rank].block_size) for one in changes])
+            self.publishers[rank].publish(changes)
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[dict[str, Any]]:
         assert request is None
@@ -294,14 +298,13 @@ class TokenizerManager:
             return Outcome(success=False, message="Timed out waiting for idle state.")
         if self.rid_to_state and not self.retracted:
             return Outcome(success=False, message="Cache not flushed because there are pending requests.")
-        await self._flush()
+        self._flush()
         return Outcome(success=True)
 
-    async def _flush(self) -> None:
+    def _flush(self) -> None:
         for rank, cache in enumerate(self.caches):
             cache.names.clear()
-            if self.publishers:
-                await self.publishers[rank].publish([{"type": "AllBlocksCleared"}])
+            self._publish(rank, [BlocksCleared()])
 
     async def pause_generation(self, obj: PauseGenerationReqInput) -> None:
         self.calls.append(obj)
@@ -317,7 +320,7 @@ class TokenizerManager:
         assert not self.rid_to_state, "the scheduler dies of it"
         self.asleep = obj.tags or ["kv_cache", "weights", "cuda_graph"]
         self.weights_lost = "weights" in self.asleep and not self.arguments["enable_weights_cpu_backup"]
-        await self._flush()
+        self._flush()
 
     async def resume_memory_occupation(self, obj: ResumeMemoryOccupationReqInput, request: Any = None) -> None:
         self.calls.append(obj)

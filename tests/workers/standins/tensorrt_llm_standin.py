@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.workers.standins.little import Change, LittleCache, StandinRequest, next_token
+from tests.harness.openai_server.cache import BlockRemoved, BlocksStored, CacheEvent
+from tests.workers.standins.little import LittleCache, StandinRequest, next_token
 
 LLM_ARGS: dict[str, Any] = {
     "model": None, "tensor_parallel_size": 1, "enable_attention_dp": False, "max_batch_size": 2048,
@@ -201,28 +202,29 @@ class LLM:
             self.events.append(event if len(self.caches) == 1 else {**event, "attention_dp_rank": rank})
         self.next_ids[rank] += 1
 
-    def _emit(self, rank: int, changes: list[Change]) -> None:
+    def _emit(self, rank: int, changes: list[CacheEvent]) -> None:
         for change in changes:
-            if change.went:
-                self._event(rank, {"type": "removed", "block_hashes": list(change.went)})
-                continue
-            size = self.block_size
-            blocks = [
-                {
-                    "type": "stored_block",
-                    "block_hash": name,
-                    "tokens": [
-                        {"type": "unique_token", "token_id": one, "token_extra_id": 0}
-                        for one in change.token_ids[at * size : (at + 1) * size]
-                    ],
-                    "cache_level": 0,
-                    "priority": 35,
-                }
-                for at, name in enumerate(change.came)
-            ]
-            salted = {"cache_salt": change.salt} if change.salt else {}
-            named = {"lora_name": change.lora} if change.lora else {}
-            self._event(rank, {"type": "stored", "parent_hash": change.parent, "blocks": blocks, **salted, **named})
+            match change:
+                case BlockRemoved(block):
+                    self._event(rank, {"type": "removed", "block_hashes": [block]})
+                case BlocksStored(hashes, parent, token_ids, prefix):
+                    size = self.block_size
+                    blocks = [
+                        {
+                            "type": "stored_block",
+                            "block_hash": name,
+                            "tokens": [
+                                {"type": "unique_token", "token_id": one, "token_extra_id": 0}
+                                for one in token_ids[at * size : (at + 1) * size]
+                            ],
+                            "cache_level": 0,
+                            "priority": 35,
+                        }
+                        for at, name in enumerate(hashes)
+                    ]
+                    salted = {"cache_salt": prefix.salt} if prefix.salt else {}
+                    named = {"lora_name": prefix.lora_name} if prefix.lora_name else {}
+                    self._event(rank, {"type": "stored", "parent_hash": parent, "blocks": blocks, **salted, **named})
 
     def generate_async(  # noqa: PLR0917 - as the real one
         self,

@@ -13,8 +13,9 @@ from forebay.events.requests import Sampling
 from forebay.events.tokens import ResponseError
 from forebay.workers.engines.loras import LoraAdapter
 from forebay.workers.engines.vllm.core import VllmCore
-from tests.workers.standins.little import Change, LittleCache, StandinRequest, next_token
-from tests.workers.standins.sglang_publisher import Publisher
+from tests.harness.openai_server.cache import BlocksCleared, CacheEvent
+from tests.harness.openai_server.events import EventPublisher
+from tests.workers.standins.little import LittleCache, StandinRequest, next_token
 
 CONTEXT_TOKENS = 256
 
@@ -58,7 +59,11 @@ class AsyncLLM:
             )
             for index in range(ranks)
         }
-        self.publishers = [Publisher(vars(source), 0) for source in self.sources.values()]
+        self.publishers = [EventPublisher("vllm", block_size, "") for _ in range(ranks)]
+
+    async def open(self) -> None:
+        for source, publisher in zip(self.sources.values(), self.publishers, strict=True):
+            await publisher.open(source.endpoint, source.replay_endpoint)
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
@@ -85,13 +90,13 @@ class AsyncLLM:
         request.cached = cache.cached_tokens(request)
         self._step(rank, 1)
         try:
-            await self._publish(rank, cache.store(request, tokens))
+            self._publish(rank, cache.store(request, tokens))
             while len(request.generated) < sampling.max_tokens:
                 await asyncio.sleep(0)
                 request.generated.append(next_token([*tokens, *request.generated]))
                 is_last = len(request.generated) == sampling.max_tokens
                 if is_last:
-                    await self._publish(rank, cache.store(request, [*tokens, *request.generated[:-1]]))
+                    self._publish(rank, cache.store(request, [*tokens, *request.generated[:-1]]))
                 reason = "length" if is_last else None
                 one = SimpleNamespace(token_ids=request.generated[-1:], logprobs=None, finish_reason=reason)
                 yield SimpleNamespace(outputs=[one], finished=is_last, num_cached_tokens=request.cached)
@@ -102,7 +107,7 @@ class AsyncLLM:
         assert reset_running_requests and reset_connector
         for cache, publisher in zip(self.caches, self.publishers, strict=True):
             cache.names.clear()
-            await publisher.publish([{"type": "AllBlocksCleared"}])
+            publisher.publish([BlocksCleared()])
         return True
 
     async def add_lora(self, adapter: LoraAdapter) -> None:
@@ -111,9 +116,9 @@ class AsyncLLM:
     async def remove_lora(self, number: int) -> None:
         assert number
 
-    def close(self) -> None:
+    async def close(self) -> None:
         for publisher in self.publishers:
-            publisher.close()
+            await publisher.close()
 
     def _step(self, rank: int, change: int) -> None:
         self.running[rank] += change
@@ -127,29 +132,9 @@ class AsyncLLM:
         )
         self.loggers[rank].record(stats, None)
 
-    async def _publish(self, rank: int, changes: list[Change]) -> None:
+    def _publish(self, rank: int, changes: list[CacheEvent]) -> None:
         if changes:
-            await self.publishers[rank].publish([self._event(change) for change in changes])
-
-    def _event(self, change: Change) -> dict[str, Any]:
-        if change.went:
-            return {"type": "BlockRemoved", "block_hashes": list(change.went), "medium": "GPU", "group_idx": 0}
-        keys: list[list[str]] = [[change.lora] if change.lora else [] for _ in change.came]
-        if change.salt and change.parent is None:
-            keys[0].append(change.salt)
-        return {
-            "type": "BlockStored",
-            "block_hashes": list(change.came),
-            "parent_block_hash": change.parent,
-            "token_ids": list(change.token_ids),
-            "block_size": self.block_size,
-            "lora_id": 1 if change.lora else None,
-            "medium": "GPU",
-            "lora_name": change.lora or None,
-            "extra_keys": [one or None for one in keys],
-            "group_idx": 0,
-            "kv_cache_spec_kind": "full_attention",
-        }
+            self.publishers[rank].publish(changes)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, sockets: Path) -> None:
@@ -159,11 +144,12 @@ def install(monkeypatch: pytest.MonkeyPatch, sockets: Path) -> None:
 
     async def start(_: VllmCore, arguments: dict[str, Any], logger: Any, __: dict[str, str]) -> Any:
         started.append(AsyncLLM(arguments, logger, sockets))
+        await started[-1].open()
         return started[-1]
 
     async def stop(_: VllmCore) -> None:
         while started:
-            started.pop().close()
+            await started.pop().close()
 
     calls = SimpleNamespace(
         EngineDeadError=EngineDeadError,

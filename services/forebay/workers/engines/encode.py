@@ -92,7 +92,6 @@ class EncodeEngine:
         )
 
     async def run(self, publish: Publish) -> None:
-        """Encode queued requests one after another, until cancelled."""
         while True:
             self._wake.clear()
             self._report_rejections(publish)
@@ -107,12 +106,10 @@ class EncodeEngine:
                 publish(msgspec.structs.replace(batch, load=self._load()))
 
     async def stop(self) -> None:
-        """Free all kept embeddings and stop the thread."""
         self._forget()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def held(self, rank: int) -> Sequence[int]:
-        """Return no blocks, because there is no KV cache."""
         return ()
 
     def submit(self, item: WorkItem) -> None:
@@ -130,7 +127,6 @@ class EncodeEngine:
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request. If it is being encoded, its result is discarded."""
         self._waiting = deque(item for item in self._waiting if item.request_id != request_id)
         if self._running is not None and self._running.request_id == request_id:
             self._running = None
@@ -143,11 +139,9 @@ class EncodeEngine:
         """Do nothing, because the engine is alive as long as the process of the worker."""
 
     def collectors(self) -> Sequence[Collector]:
-        """Return no Prometheus collectors, because the engine has no metrics."""
         return ()
 
     def reset(self) -> None:
-        """Drop every request and free all kept embeddings."""
         self._generation += 1
         self._waiting.clear()
         self._refused.clear()

@@ -26,8 +26,6 @@ KEPT_S = 0.1  # interval at which a worker that drains looks whether KV is kept
 
 
 class _Host:
-    """Runs one engine for the process at the other end of a socket."""
-
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._loop = asyncio.get_running_loop()

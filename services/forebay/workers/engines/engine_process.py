@@ -43,7 +43,6 @@ from forebay.workers.engine import (
     EngineBatch,
     EngineError,
     EngineRefused,
-    KvEngine,
     Publish,
 )
 from forebay.workers.engines.settings import EngineSettings
@@ -69,17 +68,14 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 def engine_process(module: str, name: str, settings: EngineSettings) -> "EngineProcess":
     """Return an engine of the class `name` of a module, which `start` runs in a process of its own.
 
-    It implements the same optional interfaces as the class.
+    It accepts images and videos if the class does.
     """
-    hosted = getattr(import_module(module), name)
-    parts = [part for wanted, part in ((KvEngine, _KvPart), (MediaEngine, _MediaPart)) if issubclass(hosted, wanted)]
-    made: EngineProcess = type(name, (*parts, EngineProcess), {})(module, name, settings)
+    process = _MediaProcess if issubclass(getattr(import_module(module), name), MediaEngine) else EngineProcess
+    made: EngineProcess = type(name, (process,), {})(module, name, settings)
     return made
 
 
 class EngineProcess:
-    """An engine in a process of its own."""
-
     def __init__(self, module: str, name: str, settings: EngineSettings) -> None:
         self.settings = settings
         self._target = module, name
@@ -151,7 +147,6 @@ class EngineProcess:
                 raise
 
     def held(self, rank: int) -> Sequence[int]:
-        """Return the sequence hashes of a rank's blocks in device memory, as the engine has reported them."""
         return tuple(self._blocks[rank, "device"])
 
     def held_in_tiers(self, rank: int) -> Sequence[CacheChange]:
@@ -165,6 +160,18 @@ class EngineProcess:
     def cancel(self, request_id: str) -> None:
         self._send("cancel", request_id)
 
+    def release(self, request_id: str) -> None:
+        self._send("release", request_id)
+
+    def drop(self, prefilled: Prefilled) -> None:
+        self._send("drop", prefilled)
+
+    def kept(self) -> int:
+        return self._kept
+
+    def stored(self) -> Sequence[int]:
+        return tuple(self._stored)
+
     def reset(self) -> None:
         """Drop every request and clear the cache. Batches from before the call are ignored."""
         self._resets += 1
@@ -174,16 +181,13 @@ class EngineProcess:
         self._send("reset", self._resets)
 
     async def command(self, command: Command) -> tuple[str, ...]:
-        """Execute a command of an operator. Raises EngineRefused if the engine does not support or execute it."""
         loras: tuple[str, ...] = await self._call("command", command)
         return loras
 
     async def check(self) -> None:
-        """Check the engine, and read its metrics. Raises EngineError if the engine is broken."""
         self._metrics = await self._call("check")
 
     def collectors(self) -> Sequence[Collector]:
-        """Return a collector of the engine's metrics at the last check."""
         return (_Collected(self._metrics),)
 
     def _send(self, *message: Any) -> None:
@@ -264,30 +268,10 @@ class EngineProcess:
                 self._stored.pop(block, None)
 
 
-class _KvPart(EngineProcess):
-    """Part of an engine that transfers KV, and may share a store."""
-
-    def release(self, request_id: str) -> None:
-        self._send("release", request_id)
-
-    def drop(self, prefilled: Prefilled) -> None:
-        """Notify the prefill worker that its KV is not needed."""
-        self._send("drop", prefilled)
-
-    def kept(self) -> int:
-        """Return the number of requests whose KV the engine keeps, as it has last reported."""
-        return self._kept
-
-    def stored(self) -> Sequence[int]:
-        """Return the sequence hashes of the blocks in the shared store, as the engine has reported them."""
-        return tuple(self._stored)
-
-
-class _MediaPart(EngineProcess):
-    """Part of an engine that accepts images and videos."""
+class _MediaProcess(EngineProcess):
+    """An engine that accepts images and videos."""
 
     def submit_embedded(self, item: WorkItem, embeddings: "Array") -> None:
-        """Pass a request with its embeddings to the engine."""
         self._send("submit_embedded", item, embeddings)
 
 
@@ -313,7 +297,6 @@ class _EngineLog:
         return f"; the last line of its log: {self._last[:LINE_CHARS_MAX]}" if self._last else ""
 
     def end(self) -> None:
-        """Wait until the output of killed processes is copied."""
         self._thread.join(EXIT_S)
 
     def _copy(self) -> None:
@@ -338,7 +321,6 @@ class _EngineLog:
 
 
 def _spawn() -> "tuple[subprocess.Popen[bytes], _EngineLog, socket.socket]":
-    """Start the process of an engine, and return it with its log and its connection."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(  # noqa: S603 - this program

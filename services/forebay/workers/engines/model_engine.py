@@ -58,6 +58,7 @@ CANARY_TIMEOUT_S = 30.0
 WARM_UP_TIMEOUT_S = 600.0  # the first step may compile
 WATCH_S = 0.5
 FILTERED = "content_filter"
+ABORTED = "abort"  # the engine dropped the request, which may be sent again
 REASONS: dict[str, Literal["stop", "length"]] = {
     "stop": "stop",
     "length": "length",
@@ -233,7 +234,6 @@ class ModelEngine(ABC):
         return await self._described(spec)
 
     async def _described(self, spec: WorkerSpec) -> WorkerSpec:
-        """Return the spec of the worker of a started engine."""
         return msgspec.structs.replace(
             await self._sized(spec),
             tasks=self._tasks,
@@ -305,7 +305,6 @@ class ModelEngine(ABC):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def submit(self, item: WorkItem) -> None:
-        """Start a request in its own task."""
         self._begin(item, self._run_request)
 
     def _begin(self, item: WorkItem, run_request: RunRequest) -> None:
@@ -364,7 +363,6 @@ class ModelEngine(ABC):
         self._wake.set()
 
     def _refusal(self, item: WorkItem, prompt_tokens: int) -> ResponseError | None:
-        """Return the error for a request that the engine cannot run; None if it can."""
         if item.task not in self._tasks:
             does = ", ".join(self._tasks)
             return ResponseError(
@@ -394,12 +392,9 @@ class ModelEngine(ABC):
         if (reason := REASONS.get(why)) is not None:
             rank.finished(Finished(item.request_id, item.attempt, reason, *tokens, filtered=why == FILTERED))
         else:
-            rank.failed(
-                item,
-                ResponseError(
-                    status=500, code="engine_error", message=f"{self.NAME} ended the response with reason {why}"
-                ),
-            )
+            message = f"{self.NAME} ended the response with reason {why}"
+            status = 503 if why == ABORTED else 500
+            rank.failed(item, ResponseError(status=status, code="engine_error", message=message))
 
     async def _warm_up(self) -> None:
         """Run a small request on each rank. Raises EngineError if a request fails or is not completed in time."""
@@ -461,7 +456,6 @@ class ModelEngine(ABC):
         return cache.held()
 
     def stored(self) -> Sequence[int]:
-        """Return the sequence hashes of the blocks in the shared store, as the ranks have reported them."""
         feeds = [cache for cache in self._caches.values() if isinstance(cache, KvFeed)]
         return tuple({block: None for feed in feeds for block in feed.resident.shared()})
 
@@ -581,7 +575,6 @@ class ModelEngine(ABC):
             return tuple(self._loras.loaded)
 
     async def _load_configured_lora(self, name: str, directory: str) -> None:
-        """Load an adapter of the settings. Raises EngineRefused if the engine refuses or fails."""
         await self._load_lora(name, directory)
 
     async def _load_lora(self, name: str, directory: str) -> None:
@@ -611,7 +604,6 @@ class ModelEngine(ABC):
         raise EngineRefused(f"the {self.NAME} engine does not support resume")
 
     def collectors(self) -> Sequence[Collector]:
-        """Return Prometheus collectors of the engine's own metrics and of its KV event counters."""
         totals = {rank: cache.totals for rank, cache in self._caches.items()}
         return (PrefixedMetrics(*self.METRICS), KvEventMetrics(self._worker_id, totals))
 
@@ -690,7 +682,6 @@ class Clearing:
             self.task.add_done_callback(self._ended)
 
     async def over(self) -> None:
-        """Wait until all requested clearings have ended."""
         while self.task is not None:
             await asyncio.wait([self.task])
 

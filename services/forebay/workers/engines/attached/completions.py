@@ -113,7 +113,6 @@ class _Completion(msgspec.Struct):
 
     @property
     def choice(self) -> _Choice | None:
-        """The first choice; others were not requested."""
         return next((one for one in self.choices or () if not one.index), None)
 
 

@@ -259,7 +259,6 @@ class AttachedEngine(ModelEngine):
     # Requests
 
     def _refusal(self, item: WorkItem, prompt_tokens: int) -> ResponseError | None:
-        """Return the error for a request that the server cannot run correctly."""
         if item.cache_namespace and not (self._api.salts_cache or self._attached.allow_shared_cache):
             message = (
                 f"the server {self._url} cannot separate the cache of the namespace of this request;"
@@ -458,7 +457,6 @@ class AttachedEngine(ModelEngine):
     # Metrics
 
     def collectors(self) -> Sequence[Collector]:
-        """Return Prometheus collectors of the counters of this adapter and of its KV events."""
         totals = {rank: cache.totals for rank, cache in self._caches.items()}
         return (AttachedMetrics(self._worker_id, self.counts), KvEventMetrics(self._worker_id, totals))
 
@@ -482,8 +480,6 @@ def _is_success(reply: bytes) -> bool:
 
 
 class AttachedMetrics(Collector):
-    """Prometheus collector of an attached server's counters."""
-
     def __init__(self, worker_id: str, counts: Mapping[str, int]) -> None:
         self._worker_id = worker_id
         self._counts = counts
@@ -504,7 +500,6 @@ def limited(sampling: Sampling, room: int) -> Sampling:
 
 
 def remaining(sampling: Sampling, done: int) -> Sampling:
-    """Return the sampling parameters for the output after the first `done` tokens."""
     if not done:
         return sampling
     left = max(1, sampling.max_tokens - done)
@@ -521,6 +516,5 @@ def why_not_continued(sampling: Sampling) -> str:
 
 
 def interrupted(tokens: int, reason: str) -> ResponseError:
-    """Return the error of a response that cannot continue after `tokens` output tokens."""
     message = f"the response was interrupted after {tokens} output tokens: {reason}"
     return ResponseError(status=502, code="response_interrupted", message=message)

@@ -86,12 +86,10 @@ def _text(value: Any) -> str:
 
 
 def clipped(text: str) -> str:
-    """Return a server's text as one line of at most `TEXT_CHARS_MAX` characters."""
     return " ".join(text.split())[:TEXT_CHARS_MAX]
 
 
 def rejection(url: str, status: int, body: bytes, retry_after: str = "") -> Rejected:
-    """Return the exception for an error response of a server."""
     text, after_s = message_of(body), _seconds(retry_after)
     if status in OPERATOR:
         hint = "denied access; set --upstream-api-key-file" if status in UNAUTHORIZED else f"responded with {status}"

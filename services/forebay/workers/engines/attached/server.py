@@ -19,14 +19,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from forebay.events.codec import MALFORMED
 from forebay.workers.engine import EngineError, one_line
 from forebay.workers.engines.attached.errors import StreamCut, message_of, rejection
+from forebay.workers.engines.tensorrt_llm.requests import COUNT_END, TrtLlmStepStats
 
 VLLM = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 SGLANG = ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage")
 FAMILIES = (VLLM, SGLANG)
 JSON_LIST = "["
-NUMBER_MAX = 10**9  # larger values are malformed
-
-Number = Annotated[int, msgspec.Meta(ge=0, lt=NUMBER_MAX)]
 
 
 class MetricsUnreadable(ValueError):
@@ -43,25 +41,6 @@ class ServerLoad(NamedTuple):
     running: int
     waiting: int
     usage: float
-
-
-class _CacheStats(msgspec.Struct, rename="camel"):
-    used_num_blocks: Number = 0
-    max_num_blocks: Number = 0
-
-
-class _BatchStats(msgspec.Struct, rename="camel"):
-    num_context_requests: Number = 0
-    num_gen_requests: Number = 0
-    num_queued_context_requests: Number = 0
-    num_queued_gen_requests: Number = 0
-
-
-class _Iteration(msgspec.Struct, rename="camel"):
-    """Fields of TensorRT-LLM's statistics of one iteration that are read here."""
-
-    kv_cache_stats: _CacheStats = msgspec.field(default_factory=_CacheStats)
-    inflight_batching_stats: _BatchStats = msgspec.field(default_factory=_BatchStats)
 
 
 def sample_lines(metrics: str, names: Sequence[str]) -> Iterator[str]:
@@ -94,7 +73,7 @@ def read_load(metrics: str) -> ServerLoad | None:
         except ValueError as error:
             raise MetricsUnreadable(f"the metrics are malformed: {error}") from error
         running, waiting, usage = (found[name] for name in names)
-        if running and all(0 <= value < NUMBER_MAX for values in found.values() for value in values):
+        if running and all(0 <= value < COUNT_END for values in found.values() for value in values):
             return ServerLoad(int(sum(running)), int(sum(waiting)), min(1.0, max(usage, default=0.0)))
         raise MetricsUnreadable(f"the metrics have no valid value of {names[0]}")
     raise MetricsUnreadable("the metrics have no known names: " + ", ".join(names[0] for names in FAMILIES))
@@ -102,17 +81,13 @@ def read_load(metrics: str) -> ServerLoad | None:
 
 def _load_of_iterations(metrics: str) -> ServerLoad | None:
     try:
-        iterations = msgspec.json.decode(metrics, type=list[_Iteration])
+        iterations = msgspec.json.decode(metrics, type=list[TrtLlmStepStats])
     except MALFORMED as error:
         raise MetricsUnreadable(f"the statistics of iterations are malformed: {error}") from error
     if not iterations:
         return None
-    batch, cache = iterations[-1].inflight_batching_stats, iterations[-1].kv_cache_stats
-    return ServerLoad(
-        batch.num_context_requests + batch.num_gen_requests,
-        batch.num_queued_context_requests + batch.num_queued_gen_requests,
-        min(1.0, cache.used_num_blocks / cache.max_num_blocks) if cache.max_num_blocks > 0 else 0.0,
-    )
+    last = iterations[-1]
+    return ServerLoad(last.running, last.waiting, last.usage)
 
 
 CONNECT_S = 5.0
@@ -210,7 +185,6 @@ class SseDecoder:
         return b"\n".join([*self._data, *last])
 
     def feed(self, received: bytes) -> list[ServerEvent]:
-        """Return the events that are complete with the bytes that were received next."""
         if self._ended_with_cr and received.startswith(b"\n"):
             received = received[1:]
             self._ended_with_cr = False
@@ -326,7 +300,6 @@ class UpstreamServer:
             raise StreamCut(one_line(error)) from error
 
     async def _body(self, response: aiohttp.ClientResponse) -> bytes:
-        """Return the whole body of a response. Raises EngineError if it is too long."""
         body = bytearray()
         async for part in response.content.iter_any():
             body += part

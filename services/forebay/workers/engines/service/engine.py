@@ -47,8 +47,6 @@ Outcome = Literal["ok", "failed", "refused", "cancelled"]
 
 @dataclass(slots=True, eq=False)
 class _Execution:
-    """Queued or running request."""
-
     item: WorkItem
     request: Request
     task: "asyncio.Task[None] | None" = None
@@ -122,7 +120,6 @@ class ServiceEngine:
         )
 
     async def run(self, publish: Publish) -> None:
-        """Publish batches with the events of all requests until cancelled."""
         while True:
             self._wake.clear()
             self._rank.changed(self._cache.take_changes())
@@ -198,7 +195,6 @@ class ServiceEngine:
             raise EngineError(f"{self._service.name} is broken: {_describe(error)}") from error
 
     def collectors(self) -> Sequence[Collector]:
-        """Return one Prometheus collector: the number of requests and commands, by endpoint and outcome."""
         return (self._count,)
 
     def reset(self) -> None:
@@ -371,7 +367,6 @@ class ServiceEngine:
             await (hook(self._settings) if inspect.signature(hook).parameters else hook())
 
     async def _control(self, command: Command) -> None:
-        """Await a control endpoint and update the list of adapters."""
         method = self._service.endpoints.get(command.action)
         if method is None:
             known = ", ".join(self._service.endpoints)

@@ -35,7 +35,6 @@ KILLED_S = 10.0
 DISAGGREGATION = ("prefill", "decode")
 PORT = "disaggregation_bootstrap_port"
 FOLLOWERS_RETURN = "SGLANG_BLOCK_NONZERO_RANK_CHILDREN"  # 0: `Engine` returns on nodes that are not the first
-ENGINE_LOCK = threading.Lock()  # a process can run only one engine
 
 
 def engine_arguments(settings: EngineSettings, sources: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -146,13 +145,11 @@ class SglangCore:
         self._signalled = False
 
     async def start(self, arguments: dict[str, Any], on_fault: Callable[[BaseException], None]) -> Any:
-        """Start and return the engine. Raises EngineError if the engine cannot start, or this process already runs one.
+        """Start and return the engine. Raises EngineError if the engine cannot start.
 
         Args:
             on_fault: called with an exception that ends SGLang's response loop.
         """
-        if not ENGINE_LOCK.acquire(blocking=False):
-            raise EngineError("a process can run only one SGLang engine: start each worker in its own process")
         loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sglang")
         self._others = {process.pid for process in multiprocessing.active_children()}
@@ -180,7 +177,6 @@ class SglangCore:
         return self.engine is None or not self._expected <= {process.pid for process in self.processes()}
 
     async def stop(self) -> None:
-        """Stop the engine and kill its processes."""
         if self._thread is None:
             return
         if self._responses is not None:
@@ -202,7 +198,6 @@ class SglangCore:
             asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
         self._thread.shutdown(wait=False)
         self._thread = self.engine = self._responses = self._building = None
-        ENGINE_LOCK.release()
 
     def _kill(self) -> None:
         processes = self.processes()

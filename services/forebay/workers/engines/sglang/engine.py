@@ -74,12 +74,10 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     room: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
     def arguments(self) -> dict[str, str | int]:
-        """Return the arguments of SGLang's `async_generate` for this descriptor."""
         return {"bootstrap_host": self.host, "bootstrap_port": self.port, "bootstrap_room": self.room}
 
 
 def new_room(rank: int, dp_size: int) -> int:
-    """Return a random room number for a request on one rank."""
     return secrets.randbits(ROOM_BITS) // dp_size * dp_size + rank
 
 

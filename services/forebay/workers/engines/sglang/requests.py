@@ -81,7 +81,6 @@ def logprob_arguments(sampling: Sampling) -> dict[str, Any]:
 
 
 def token_logprobs(meta: Mapping[str, Any], top: int) -> tuple[TokenLogprob, ...]:
-    """Return the log probability of each output token in a chunk of SGLang."""
     likeliest: Sequence[Any] = meta.get("output_top_logprobs") or ()
     converted = []
     for at, (logprob, _, _) in enumerate(meta["output_token_logprobs"]):
@@ -91,7 +90,6 @@ def token_logprobs(meta: Mapping[str, Any], top: int) -> tuple[TokenLogprob, ...
 
 
 def abort_error(reason: Mapping[str, Any]) -> ResponseError:
-    """Return the error for a request that SGLang aborted."""
     return status_error(reason.get("status_code"), reason.get("message") or "no reason given")
 
 

@@ -1,7 +1,7 @@
 """Convert work items to TensorRT-LLM's arguments, and decode its statistics. Does not import TensorRT-LLM."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -12,8 +12,11 @@ from forebay.workers.engines.vllm.requests import structured_arguments
 
 EVENTS_MAX = 100_000  # unread KV events that the engine keeps; one step of a busy engine creates some hundred
 DEFAULT_PRIORITY = 0.5
+COUNT_END = 10**9  # larger numbers are malformed
 CACHE = "kv_cache_config"
 DISAGGREGATED = ("prefill", "decode")
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=COUNT_END)]
 
 _AS_IS = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos")
 
@@ -97,26 +100,26 @@ def engine_priority(priority: int) -> float:
 
 
 class _KvCache(msgspec.Struct, frozen=True, rename="camel"):
-    used_num_blocks: int
-    max_num_blocks: int
-    tokens_per_block: int = 0
+    used_num_blocks: Count = 0
+    max_num_blocks: Count = 0
+    tokens_per_block: Count = 0
 
 
 class _Batching(msgspec.Struct, frozen=True, rename="camel"):
-    num_context_requests: int = 0
-    num_gen_requests: int = 0
-    num_paused_requests: int = 0
-    num_queued_context_requests: int = 0
-    num_queued_gen_requests: int = 0
+    num_context_requests: Count = 0
+    num_gen_requests: Count = 0
+    num_paused_requests: Count = 0
+    num_queued_context_requests: Count = 0
+    num_queued_gen_requests: Count = 0
 
 
 class TrtLlmStepStats(msgspec.Struct, frozen=True, rename="camel"):
-    """Statistics of one engine step, as TensorRT-LLM's `get_stats_async` returns them."""
+    """Statistics of one engine step, of TensorRT-LLM's `get_stats_async` and of the `/metrics` of its server."""
 
-    kv_cache_stats: _KvCache
+    kv_cache_stats: _KvCache = _KvCache()
     inflight_batching_stats: _Batching = _Batching()
     attention_dp_rank: int | None = None
-    num_queued_requests: int = 0
+    num_queued_requests: Count = 0
 
     @property
     def rank(self) -> int:
@@ -145,9 +148,10 @@ class TrtLlmStepStats(msgspec.Struct, frozen=True, rename="camel"):
 def step_stats(raw: object) -> TrtLlmStepStats | None:
     """Return the decoded statistics of a step; None if they are invalid or have no part for the KV cache."""
     try:
-        return msgspec.convert(raw, TrtLlmStepStats)
+        stats = msgspec.convert(raw, TrtLlmStepStats)
     except msgspec.ValidationError:
         return None
+    return stats if stats.kv_cache_stats.max_num_blocks else None
 
 
 def is_refusal(error: BaseException) -> bool:

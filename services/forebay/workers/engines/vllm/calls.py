@@ -42,7 +42,6 @@ def sampling_params(
 
 
 def pooling_params() -> PoolingParams:
-    """Return vLLM's parameters for one embedding of the whole prompt."""
     return PoolingParams(task="embed")
 
 

@@ -1,11 +1,12 @@
 """Start and stop vLLM: its arguments, its processes, and its errors as messages for an operator.
 
-The engine is built in a thread, because that takes seconds to minutes. Its child processes are recorded as they start.
-So they can be killed at any time, even while vLLM starts or when it hangs.
+The engine is built in a thread, because that takes seconds to minutes. Its child processes can be killed at any time,
+even while vLLM starts or when it hangs. If the worker is killed, `engine_host` kills them with their process group.
 """
 
 import asyncio
 import logging
+import multiprocessing
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +19,6 @@ from forebay.workers.engine import EngineError, PackageMissing, one_line
 from forebay.workers.engines.free_ports import free_ports, reserve_ports
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.extension import EXTENSION
-from forebay.workers.engines.vllm.processes import owning
 from forebay.workers.engines.vllm.tiers.configuration import TierConfig, connector, unsupported
 from forebay.workers.engines.vllm.transfer import LEASE_S
 
@@ -127,11 +127,10 @@ def require_nixl(settings: EngineSettings) -> None:
 
 
 class VllmCore:
-    """Starts and stops one `AsyncLLM` of vLLM and its processes."""
-
     def __init__(self) -> None:
         self.llm: Any = None
-        self._started: list[BaseProcess] = []
+        self._others: set[BaseProcess] = set()  # children of this process that do not belong to the engine
+        self._own: set[BaseProcess] | None = None  # None while the engine starts
         self._built: asyncio.Future[Any] | None = None
 
     async def start(self, arguments: dict[str, Any], stat_logger: Any, environment: Mapping[str, str]) -> Any:
@@ -143,14 +142,21 @@ class VllmCore:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         # A forked child would share locks and sockets with threads that exist only in the worker.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        loop = asyncio.get_running_loop()
-        self._built = loop.run_in_executor(None, _build, arguments, stat_logger, self._started, environment)
-        # A cancelled start continues in its thread; `stop` ends it.
-        self.llm = await asyncio.shield(self._built)
+        os.environ.update(environment)
+        self._others, self._own = set(multiprocessing.active_children()), None
+        self._built = asyncio.get_running_loop().run_in_executor(None, _build, arguments, stat_logger)
+        try:
+            # A cancelled start continues in its thread; `stop` ends it.
+            self.llm = await asyncio.shield(self._built)
+        finally:
+            for name in environment:  # another engine in this process needs other values
+                os.environ.pop(name, None)
+        self._own = set(self.processes())
         return self.llm
 
     def processes(self) -> Sequence[BaseProcess]:
-        return [process for process in tuple(self._started) if process.is_alive()]
+        running = multiprocessing.active_children()
+        return [one for one in running if (one not in self._others if self._own is None else one in self._own)]
 
     async def stop(self) -> None:
         """Stop the engine, then kill processes that remain. If this coroutine is cancelled, kill them immediately."""
@@ -186,9 +192,7 @@ class VllmCore:
             process.join(KILLED_S)
 
 
-def _build(
-    arguments: dict[str, Any], stat_logger: Any, started: list[BaseProcess], environment: Mapping[str, str]
-) -> Any:
+def _build(arguments: dict[str, Any], stat_logger: Any) -> Any:
     from vllm.config import KVEventsConfig, KVTransferConfig  # noqa: PLC0415 - takes seconds to import
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
@@ -207,9 +211,6 @@ def _build(
     if reason:
         raise EngineError(reason)
     try:
-        with owning(started, environment):
-            return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[stat_logger])
-    except EngineError:
-        raise
+        return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[stat_logger])
     except Exception as error:
         raise EngineError(f"vLLM died while it started; see its log for the cause: {one_line(error)}") from error

@@ -197,7 +197,6 @@ class VllmEngine(ModelEngine):
             self._notify(releasing)
 
     def drop(self, prefilled: Prefilled) -> None:
-        """Notify the prefill worker, through vLLM's connector, that its KV is not needed."""
         self._notify(self._transfers.drop(prefilled))
 
     def _notify(self, notification: Coroutine[Any, Any, None]) -> None:
@@ -219,7 +218,6 @@ class VllmEngine(ModelEngine):
         return await super().command(command)
 
     def collectors(self) -> Sequence[Collector]:
-        """Return Prometheus collectors of vLLM's own metrics, of its KV events, and of the tiers."""
         tiers = {rank: partial(self._counters, rank) for rank in self._ranks if self._settings.tiers is not None}
         return (*super().collectors(), *([TierMetrics(self._worker_id, tiers)] if tiers else ()))
 
@@ -332,13 +330,6 @@ class VllmEngine(ModelEngine):
                     raise Unfetchable("vLLM could not load the KV; see its log for the cause")
                 self._end_response(response, one.finish_reason)
             self._wake.set()
-
-    def _finish(self, item: WorkItem, rank: RankBuffer, why: str, tokens: tuple[int, int, int]) -> None:
-        if why == "abort":  # vLLM dropped the request, which may be sent again
-            message = "vLLM ended the response with reason abort"
-            rank.failed(item, ResponseError(status=503, code="engine_error", message=message))
-        else:
-            super()._finish(item, rank, why, tokens)
 
     async def _embed(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
         outputs = self.llm.encode(

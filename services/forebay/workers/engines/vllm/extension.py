@@ -20,7 +20,6 @@ class KvLeases:
             rank.tiers.clear()
 
     def forebay_store_name(self) -> str:
-        """Return the name of the shared store of the rank; empty without one."""
         return next((rank.tiers.store_name for rank in _tier_ranks()), "")
 
     def forebay_block_bytes(self) -> tuple[int, int, bool]:

@@ -13,20 +13,8 @@ from forebay.events.tokens import TokenLogprob, TopLogprob
 
 LOGPROB_MIN = -9999.0  # replaces minus infinity, which JSON does not have, as in vLLM's own server
 
-_AS_IS = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "logprobs",
-    "ignore_eos",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-)
+_CONVERTED = ("structured", "stop_token_ids", "logit_bias")
+_AS_IS = tuple(name for name in Sampling.__struct_fields__ if name not in _CONVERTED)
 
 
 class Logprob(Protocol):
@@ -90,7 +78,6 @@ def engine_priority(priority: int, scheduling_policy: str) -> int:
 def token_logprobs(
     token_ids: Sequence[int], places: Sequence[Mapping[int, Logprob]], top: int
 ) -> tuple[TokenLogprob, ...]:
-    """Return the log probability of each output token."""
     converted = []
     for token_id, place in zip(token_ids, places, strict=True):
         ranked = sorted((one.rank, other, one.logprob) for other, one in place.items() if one.rank is not None)

@@ -56,8 +56,6 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvTransfers:
-    """Creates and reads the KV descriptors of one vLLM engine."""
-
     def __init__(self, model: str, kept: KeptKv) -> None:
         self._model = model
         self._worker_id = ""

@@ -52,18 +52,15 @@ class TierConfig(msgspec.Struct, frozen=True):
         return replace(self.tiers, disk=self.tiers.disk / f"rank-{self.first_rank + index}")
 
     def encode(self) -> dict[str, Any]:
-        """Return the configuration as a dictionary of JSON values."""
         encoded: dict[str, Any] = msgspec.to_builtins(self, enc_hook=str)
         return encoded
 
     @classmethod
     def decode(cls, extra: Mapping[str, Any]) -> "TierConfig":
-        """Return the configuration in a dictionary from `encode`. Raises ValueError if it is invalid."""
         return msgspec.convert(dict(extra), cls, dec_hook=_path)
 
 
 def connector(config: TierConfig) -> dict[str, Any]:
-    """Return the entry of the tiers in vLLM's `kv_transfer_config`."""
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": MODULE,

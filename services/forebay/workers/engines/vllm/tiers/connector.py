@@ -81,7 +81,6 @@ class TierStats(KVConnectorStats):  # type: ignore[misc]  # mypy runs without vL
         return {}
 
     def is_empty(self) -> bool:
-        """Return whether there is no report."""
         return not self.data
 
 
@@ -205,7 +204,6 @@ class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs witho
         self.tier_rank.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Note which blocks the next step completes."""
         state = scheduler_output.kv_connector_block_state
         assert state is not None
         scheduled = scheduler_output.num_scheduled_tokens
@@ -248,7 +246,6 @@ class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs witho
 
     @classmethod
     def build_prom_metrics(cls, *arguments: Any) -> KVConnectorPromMetrics:
-        """Return the metrics that vLLM exports itself."""
         return NoPromMetrics(*arguments)
 
     def _adapter(self, request: "Request") -> str:
@@ -318,7 +315,6 @@ def check_groups(config: KVCacheConfig) -> None:
 def identity_of(
     vllm_config: VllmConfig, config: TierConfig, kv_cache_config: KVCacheConfig, memory: DeviceMemory
 ) -> KvIdentity:
-    """Return what the KV of the rank depends on, besides prompts."""
     import vllm  # noqa: PLC0415
 
     model = vllm_config.model_config

@@ -47,7 +47,6 @@ class DeviceMemory:
             self._computed.record()
 
     def gather(self, block: int) -> memoryview:
-        """Return a copy of a block as a payload."""
         payload = torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=self._cuda)
         self._copy([(payload[part], rows[block]) for rows, part in self._layers()], self._computed)
         return memoryview(payload.numpy())

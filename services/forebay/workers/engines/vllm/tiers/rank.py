@@ -59,12 +59,10 @@ class TierReport(msgspec.Struct, frozen=True):
     counters: TierCounters
 
     def encode(self) -> bytes:
-        """Return the report as bytes."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, encoded: bytes) -> "TierReport":
-        """Return the report in these bytes."""
         return msgspec.msgpack.decode(encoded, type=cls, dec_hook=_counter)
 
 
@@ -203,11 +201,9 @@ class VllmRank:
     # Scheduler
 
     def bind(self, pool: Any) -> None:
-        """Set the pool in which blocks are referenced while they are copied."""
         self._pool = pool
 
     def add(self, request: Any, hints: RequestHints, adapter: str) -> None:
-        """Add a request that waits."""
         names = PromptNames(
             self._identity,
             salt=request.cache_salt or "",
@@ -353,12 +349,10 @@ class VllmRank:
             self._end_load(self._placed.popleft())
 
     def take_received(self) -> set[str]:
-        """Return vLLM's ids of the requests whose loads have ended since the last call."""
         received, self._received = self._received, set()
         return received
 
     def take_failed(self) -> set[int]:
-        """Return the blocks that were not loaded, as reported since the last call."""
         failed, self._failed = self._failed, set()
         return failed
 
@@ -376,12 +370,10 @@ class VllmRank:
         return TierReport(onboarded, self.tiers.costs.measured(self._block_size), counters)
 
     def close(self) -> None:
-        """Close the tiers, after the copies in progress."""
         self.tiers.close()
         self._copier.shutdown()
 
     def take_changes(self) -> tuple[list[CacheChange], list[StoreChange]]:
-        """Return the changes of the tiers and of the shared store since the last call."""
         changes, store_changes = self.tiers.changes()
         if self._announces:
             self._announces = False
@@ -390,7 +382,6 @@ class VllmRank:
         return changes, store_changes
 
     def announce(self) -> None:
-        """Report the whole content of the tiers with the next changes."""
         self._announces = True
 
     def finish(self, request_id: str) -> None:
