@@ -10,6 +10,7 @@ import msgspec
 
 from forebay.events.topics import DEAD_LETTERS
 from forebay.transport.base import Draft, Log, LogError, Record
+from forebay.transport.history.reader import records_of
 
 PAGE_RECORDS = 256  # letters have up to 8 MiB, so the log returns fewer of them if they are large
 
@@ -80,7 +81,7 @@ async def letters(log: Log, partition: int, keep: Callable[[Letter], bool]) -> A
     while end > begin:
         start = max(begin, end - PAGE_RECORDS)
         page: list[Letter] = []
-        async for record in _span(log, partition, start, end):
+        async for record in records_of(log, DEAD_LETTERS, partition, start, end):
             headers = record.headers or {}
             if (offset := headers.get(RETRIED_LETTER, "")).isdecimal():
                 marks[int(offset)] = headers.get(RETRIED_AS, "")
@@ -111,20 +112,10 @@ async def read_letter(log: Log, partition: int, offset: int) -> tuple[Letter, Re
             " list` shows the letters"
         )
     retried_as = ""
-    async for later in _span(log, partition, offset + 1, end):
+    async for later in records_of(log, DEAD_LETTERS, partition, offset + 1, end):
         headers = later.headers or {}
         if headers.get(RETRIED_LETTER) == str(offset):
             retried_as = headers.get(RETRIED_AS, "")
     letter = letter_of(record, retried_as)
     assert letter is not None, "checked above"
     return letter, record
-
-
-async def _span(log: Log, partition: int, start: int, end: int) -> AsyncIterator[Record]:
-    while start < end:
-        records = await log.read(DEAD_LETTERS.name, partition, start, min(PAGE_RECORDS, end - start))
-        if not records:
-            return
-        for record in records:
-            yield record
-        start = records[-1].offset + 1

@@ -69,8 +69,7 @@ def retry_of(letter: Letter, record: Record, group: str | None, now_us: int) -> 
     Args:
         group: group of the control partition of the original record; None if the partition has no group.
 
-    Raises:
-        NotRetriable: the letter was retried before, its record does not decode, or a retry would have no use.
+    Raises NotRetriable: the letter was retried before, its record does not decode, or a retry would have no use.
     """
     if letter.retried_as:
         raise NotRetriable(f"it was retried before, as {letter.retried_as}")

@@ -51,34 +51,22 @@ class Directory:
             self._tail.close()
 
     def partition_of(self, group: str) -> int | None:
-        """Return the current control partition of a group, or None if it has none.
-
-        Raises LogError if the log cannot be read.
-        """
+        """Return the current control partition of a group, or None if it has none. Raises LogError."""
         self._read()
         return self.groups.partitions.get(group)
 
     def group_in(self, partition: int) -> str | None:
-        """Return the group to which a control partition is assigned, or None if it is free.
-
-        Raises LogError if the log cannot be read.
-        """
+        """Return the group to which a control partition is assigned, or None if it is free. Raises LogError."""
         self._read()
         return self.groups.group_in(partition)
 
     async def placed(self, group: str) -> int:
-        """Wait until a group has a control partition, and return the partition.
-
-        Raises LogError if the log cannot be read.
-        """
+        """Wait until a group has a control partition, and return the partition. Raises LogError."""
         await self._until(lambda: group in self.groups.partitions)
         return self.groups.partitions[group]
 
     async def reach(self, offset: int) -> None:
-        """Wait until every record of `groups` before `offset` has been read.
-
-        Raises LogError if the log cannot be read.
-        """
+        """Wait until every record of `groups` before `offset` has been read. Raises LogError."""
         await self._until(lambda: self._position >= offset)
 
     async def _until(self, condition: Callable[[], bool]) -> None:

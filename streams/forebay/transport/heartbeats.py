@@ -88,10 +88,7 @@ class RouterHeartbeats:
         return [beat for _, (at_s, beat) in sorted(self._standbys.items()) if at_s >= since_s]
 
     async def follow(self, partition: int) -> None:
-        """Read the heartbeats in the group's control partition until cancelled.
-
-        Raises LogError if the log cannot be read.
-        """
+        """Read the heartbeats in the group's control partition until cancelled. Raises LogError."""
         wake = asyncio.Event()
         # Begin at the end, because older heartbeats would look new on arrival.
         end = await until_available(lambda: self._log.end(HEARTBEATS.name, partition))

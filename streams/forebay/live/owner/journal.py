@@ -46,10 +46,7 @@ class Journal:
         self._nonce = ""
 
     async def claim(self, claimed: OwnerClaimed) -> None:
-        """Append the claim, which makes this process the owner of the group.
-
-        Raises LogError if the log does not accept the claim.
-        """
+        """Append the claim, which makes this process the owner of the group. Raises LogError."""
         self._nonce = claimed.owner_nonce
         (self.epoch,) = await self._append([claimed])
         self.end = self.epoch + 1

@@ -123,10 +123,7 @@ class Snapshots:
             self._wake.set()
 
     def work(self, world: World) -> None:
-        """Run one slice of the snapshot in progress, and begin a snapshot if one is due.
-
-        Raises LogError if the log does not accept a record.
-        """
+        """Run one slice of the snapshot in progress, and begin a snapshot if one is due. Raises LogError."""
         if self._current is None and self._is_due():
             self.begin(world)
         if self._current is not None:
@@ -226,10 +223,7 @@ class _Snapshot:
         return self.sealed is not None and not self._parts
 
     def work(self, ends_ns: int) -> None:
-        """Walk, gather and write until `ends_ns`, at least one step.
-
-        Raises LogError if the log does not accept a record.
-        """
+        """Walk, gather and write until `ends_ns`, at least one step. Raises LogError."""
         self._take_offset()
         while self._do_one() and runtime.monotonic_ns() < ends_ns:
             pass

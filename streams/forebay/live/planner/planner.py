@@ -75,8 +75,7 @@ class Planner:
                 state, oldest first, and the offset of the newest one.
             simulate: simulates a forecast. Method `simulate` needs it. It is cancelled if the planner stops.
 
-        Raises:
-            ValueError: the method is `simulate`, and `simulate` is None.
+        Raises ValueError: the method is `simulate`, and `simulate` is None.
         """
         if settings.method == "simulate" and simulate is None:
             raise ValueError("method simulate needs a function that simulates")

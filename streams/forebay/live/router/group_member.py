@@ -165,10 +165,7 @@ class GroupMember:
         return self._is_assigned and not self._backoff.delay_s
 
     async def _own(self, standby: Standby, following: "asyncio.Task[None]") -> None:
-        """Own the group until another router claims it, or this router hands it over or stops.
-
-        Raises LogError if the log fails.
-        """
+        """Own the group until another router claims it, or this router hands it over or stops. Raises LogError."""
         owner = self._new_owner()
         self._was_reassigned = False
         try:

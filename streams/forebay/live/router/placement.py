@@ -34,10 +34,7 @@ class GroupPlacement:
         self.refused = 0
 
     async def update(self) -> None:
-        """Read the groups that have leases, and assign a partition to each group that has none.
-
-        Raises LogError if the topic `groups` cannot be read or written.
-        """
+        """Read the groups that have leases, and assign a partition to each group that has none. Raises LogError."""
         try:
             groups = await runtime.offload(self._leases.groups)
         except LeaseError as error:

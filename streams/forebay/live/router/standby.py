@@ -158,10 +158,7 @@ class Standby:
     async def prepare_claim(self) -> None:
         """Check that an owner can continue with this replica, and call `on_loss` if it must give up records.
 
-        Raises:
-            OtherRules: The owner has other decision rules and has not stopped as planned, and no loss is accepted.
-            JournalBroken: Records cannot be derived, and no loss is accepted.
-            LogError: The log has no state from which an owner can continue.
+        Raises OtherRules, JournalBroken or LogError.
         """
         if not self._is_foreign or self.released:
             return
@@ -186,11 +183,7 @@ class Standby:
     async def catch_up(self, end: int) -> None:
         """Follow the journal up to offset `end`. The first call begins at the newest snapshot before `end`.
 
-        Raises:
-            RecoveryDiverged: The recorded events lead to other decisions in this version.
-            PolicyNotAllowed: A recorded decision was made by a custom policy that this process may not run.
-            OtherRules: A program with other decision rules wrote the journal.
-            LogError: A required part of the log is missing or damaged.
+        Raises RecoveryDiverged, PolicyNotAllowed, OtherRules or LogError.
         """
         if self.failed is not None:
             raise LogError(self.failed)

@@ -47,10 +47,7 @@ SLICE_RECORDS = 512  # journal records derived between two writes; bounds the nu
 
 class ShadowSink(Protocol):
     async def last(self) -> ShadowEvent | None:
-        """Return the newest event of this shadow, or None if there is none.
-
-        Raises LogError if the log cannot be read.
-        """
+        """Return the newest event of this shadow, or None if there is none. Raises LogError."""
 
     async def write(self, events: Sequence[ShadowEvent]) -> None:
         """Append all events durably. Raises LogError if the log does not accept them."""
@@ -122,10 +119,7 @@ class Shadow:
     async def start(self) -> None:
         """Derive the state from which the shadow continues, without writing events.
 
-        Raises:
-            RecoveryDiverged: The recorded events lead to other decisions in this version.
-            OtherRules: A program with other decision rules wrote the journal.
-            LogError: A required part of the log is missing or damaged, or another alternative used the same name.
+        Raises RecoveryDiverged, OtherRules or LogError.
         """
         self.end = await self._journal_end()
         last = await self._sink.last()

@@ -50,8 +50,7 @@ async def valid_claims(
         state: State before `start`; None if it is unknown or there was no owner.
         rules: Version of the decision rules of that owner; -1 if there was none.
 
-    Raises:
-        LogError: The log is damaged.
+    Raises LogError: the log is damaged.
     """
     if state is None or state.owner_epoch < 0:
         validity = Validity(-1, -1, nonce=None if start else "", seq=None if start else 0)
@@ -72,8 +71,7 @@ async def validity_at(log: Log, partition: int, offset: int, state: OwnedState, 
     Args:
         rules: Version of the decision rules of the owner in that state; None for this program's version.
 
-    Raises:
-        LogError: The log is damaged.
+    Raises LogError: the log is damaged.
     """
     epoch, nonce, seq = state.owner_epoch, state.owner_nonce, state.seq
     if nonce is None and (claim := await claim_at(log, partition, epoch)) is not None:

@@ -60,10 +60,7 @@ async def pools_of(log: Log, partition: int) -> list[PoolConfigured]:
 
 
 async def policies_run(log: Log, partition: int) -> set[str]:
-    """Return the custom policies that any recorded owner of a group was allowed to run.
-
-    Raises LogError if the log cannot be read.
-    """
+    """Return the custom policies that any recorded owner of a group was allowed to run. Raises LogError."""
     begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
     state = await oldest_world_state(log, partition) if begin else None
     found = set() if state is None else set(state.owner_policies)

@@ -460,10 +460,7 @@ def can_continue(claim: OwnerClaimed, rules: int, seal: int = -1) -> bool:
 async def journal(
     log: Log, partition: int, start: int, end: int, validity: Validity
 ) -> AsyncIterator[tuple[int, JournalRecord]]:
-    """Yield the valid journal records in [start, end) with their offsets.
-
-    Raises LogError for a record whose claim is missing.
-    """
+    """Yield the valid journal records in [start, end) with their offsets. Raises LogError."""
     async for record in journal_records(log, partition, start, end):
         decision = validity.read(record)
         if decision is not None:

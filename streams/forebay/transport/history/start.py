@@ -34,10 +34,7 @@ EMPTY_STATE = StoredState(0, {}, -1, CORE_VERSION)
 
 
 async def begins_of(log: Log, partition: int) -> dict[str, int]:
-    """Return the oldest stored offset in `partition` of each topic that a replay reads.
-
-    Raises LogError if the log cannot be read.
-    """
+    """Return the oldest stored offset in `partition` of each topic that a replay reads. Raises LogError."""
     return {topic.name: await log.begin(topic.name, partition) for topic in (*INPUTS, DECISIONS, SNAPSHOTS)}
 
 
@@ -92,10 +89,7 @@ async def continued_view(log: Log, partition: int, claim: OwnerClaimed) -> dict[
 
 
 async def recorded_view(log: Log, partition: int) -> dict[str, int]:
-    """Return the offset up to which the owner applied each input topic according to the journal.
-
-    Raises LogError if the log cannot be read.
-    """
+    """Return the offset up to which the owner applied each input topic according to the journal. Raises LogError."""
     end = await log.end(DECISIONS.name, partition)
     taken = await newest_snapshot(log, partition, end)
     start, validity = 0, Validity()

@@ -114,8 +114,7 @@ def records_of(frame: memoryview, head: BatchHead, *, check_crcs: bool = True) -
     Returns:
         The records, and the reason. The reason is empty if all records are readable.
 
-    Raises:
-        BatchUnreadable: None of the records can be read.
+    Raises BatchUnreadable: none of the records can be read.
     """
     if head.magic in (0, 1):
         return _legacy_records(frame, head)

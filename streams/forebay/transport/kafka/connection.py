@@ -60,8 +60,7 @@ class BrokerConnection(asyncio.Protocol):
     async def request(self, key: int, version: int, body: bytes, decode: Callable[[bytes], T]) -> T:
         """Send a request, and return its decoded response.
 
-        Raises:
-            KafkaError: No valid response arrived, so the broker may have executed the request.
+        Raises KafkaError: no valid response arrived, so the broker may have executed the request.
         """
         if not self.is_open:
             raise KafkaConnectionError("the connection to the broker is closed")

@@ -159,10 +159,7 @@ class KafkaGroup:
         return await query_with_retry(query, f"the offsets of {self._full} cannot be read")
 
     async def committed(self, partition: int) -> Committed | None:
-        """Return the committed position of the group, or None if it never committed.
-
-        Raises LogError if Kafka cannot be read.
-        """
+        """Return the committed position of the group, or None if it never committed. Raises LogError."""
         place = self._place(partition)
 
         async def query() -> Committed | None:
@@ -249,8 +246,7 @@ async def query_with_retry(query: Callable[[], Awaitable[Response]], problem: st
     Args:
         problem: Beginning of error and log messages, for example "the offsets of x cannot be read".
 
-    Raises:
-        LogError: The query failed with a permanent error.
+    Raises LogError: the query failed with a permanent error.
     """
 
     async def read() -> Response:

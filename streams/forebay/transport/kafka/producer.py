@@ -83,8 +83,7 @@ class Producer:
 
         A batch whose append is cancelled is sent nevertheless.
 
-        Raises:
-            KafkaError: the broker rejected the batch, and will reject all later batches of the partition.
+        Raises KafkaError: the broker rejected the batch, and will reject all later batches of the partition.
         """
         first = self._sequences.get(place, 0)
         codec = SNAPPY if size >= COMPRESSED_BYTES_MIN else NO_CODEC

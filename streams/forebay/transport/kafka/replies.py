@@ -91,10 +91,7 @@ class KafkaReplies:
             await stop_within(STOP_S, *clients)
 
     async def exists(self, topic: str) -> bool:
-        """Return whether a topic of this full name exists, without creating it.
-
-        Raises LogError if Kafka cannot be read.
-        """
+        """Return whether a topic of this full name exists, without creating it. Raises LogError."""
         assert self._admin is not None
         admin = self._admin
         async with self._looking:

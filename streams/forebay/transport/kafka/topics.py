@@ -92,10 +92,7 @@ def planned(plan: TopicPlan, pools: Sequence[str]) -> list[tuple[Topic, int, dic
 
 
 async def create_topics(settings: KafkaSettings, plan: TopicPlan, pools: Sequence[str]) -> list[str]:
-    """Create the missing topics, wait until the broker lists them, and return their names.
-
-    Raises KafkaUnusable if the broker rejects the creation.
-    """
+    """Create the missing topics, wait until the broker lists them, and return their names. Raises KafkaUnusable."""
     admin = await _admin(settings)
     try:
         created = await _create(admin, settings, plan, pools)
@@ -128,10 +125,7 @@ async def plan_of(settings: KafkaSettings) -> TopicPlan:
 
 
 async def partitions_of(settings: KafkaSettings) -> dict[str, int]:
-    """Return the partition count of every topic of the namespace, by name without prefix.
-
-    Raises KafkaUnusable if the topics cannot be listed.
-    """
+    """Return the partition count of every topic of the namespace, by name without prefix. Raises KafkaUnusable."""
     partitions, _ = await _described(settings)
     return partitions
 

@@ -92,8 +92,7 @@ class Wire:
     async def partitions(self, topic: str) -> set[int]:
         """Return the partitions of a topic. Waits while no broker responds.
 
-        Raises:
-            KafkaError: The brokers have not known the topic for `REQUEST_MS`, or it may not be described.
+        Raises KafkaError: the brokers have not known the topic for `REQUEST_MS`, or it may not be described.
         """
         cluster, until_s = self._client.cluster, math.inf
         while (known := cluster.partitions_for_topic(topic)) is None:
@@ -115,8 +114,7 @@ class Wire:
     async def refresh(self, topics: Sequence[str] = ()) -> None:
         """Fetch the metadata of all topics in use, and of `topics`. Raises nothing if no broker responds.
 
-        Raises:
-            TopicAuthorizationFailedError: One of `topics` may not be described.
+        Raises TopicAuthorizationFailedError: one of `topics` may not be described.
         """
         for topic in topics:
             self._client.add_topic(topic)
@@ -153,8 +151,7 @@ class Wire:
         Returns:
             For each partition the offset of the first record, or the error of the broker.
 
-        Raises:
-            KafkaError: no response arrived, so the batches may have been appended.
+        Raises KafkaError: no response arrived, so the batches may have been appended.
         """
         connection = await self._connection(node, channel)
         version = connection.version_of(PRODUCE)
@@ -169,8 +166,7 @@ class Wire:
 
         The broker fills the response in the order of `offsets`.
 
-        Raises:
-            KafkaError: no response arrived, or the broker rejected the request.
+        Raises KafkaError: no response arrived, or the broker rejected the request.
         """
         connection = await self._connection(node, channel)
         body = fetch_body(offsets, wait_ms, FETCH_BYTES_MAX, PARTITION_BYTES_MAX)

@@ -120,9 +120,7 @@ class KafkaWriter:
     def write(self, drafts: Sequence[Draft], waiter: Waiter | None) -> None:
         """Queue drafts for their partitions.
 
-        Raises:
-            ValueError: A draft is too large.
-            LogFull: More than `BUFFER_BYTES_MAX` would wait for the broker.
+        Raises ValueError for a large draft, and LogFull if more than `BUFFER_BYTES_MAX` would wait for the broker.
         """
         self.reserve(drafts)
         self.write_reserved(drafts, waiter)
@@ -130,9 +128,7 @@ class KafkaWriter:
     def reserve(self, drafts: Sequence[Draft]) -> int:
         """Count drafts as buffered that `write_reserved` queues later, and return their bytes.
 
-        Raises:
-            ValueError: A draft is too large.
-            LogFull: More than `BUFFER_BYTES_MAX` would wait for the broker.
+        Raises ValueError for a large draft, and LogFull if more than `BUFFER_BYTES_MAX` would wait for the broker.
         """
         size = sum(map(self.check, drafts))
         if self._buffered + size > BUFFER_BYTES_MAX:

@@ -119,10 +119,7 @@ def is_recording(db: sqlite3.Connection) -> bool:
 
 
 def read_contents(db: sqlite3.Connection, path: Path) -> Contents:
-    """Return the contents of a finished recording after checking their digest.
-
-    Raises LogUnusable if the recording is unfinished or damaged.
-    """
+    """Return the contents of a finished recording after checking their digest. Raises LogUnusable."""
     (size,) = db.execute("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size").fetchone()
     if path.stat().st_size != size:
         raise LogUnusable(f"{path}: is damaged or cut off (it should have {size} bytes); restore a copy")

@@ -164,10 +164,7 @@ def part_of(out: Path) -> Path:
 
 
 def require_free(out: Path) -> None:
-    """Check that a recording can be created at a path without overwriting a file.
-
-    Raises LogUnusable if a file exists there or the path cannot be written.
-    """
+    """Check that a recording can be created at a path without overwriting a file. Raises LogUnusable."""
     for path in (out, part_of(out)):
         schema.check_place(path, readonly=False)
     if os.path.lexists(out):

@@ -342,10 +342,7 @@ class SqliteLog:
         return starts.get((topic, partition), 0)
 
     def _extent(self, topic: str, partition: int) -> Extent | None:
-        """Return the extent of a partition in a recording; None for a log.
-
-        Raises LogError if the recording does not contain the partition.
-        """
+        """Return the extent of a partition in a recording; None for a log. Raises LogError."""
         if self.recording is None:
             return None
         extent = self._extents.get((topic, partition))
