@@ -1,6 +1,5 @@
 """Programs with different versions of the decision rules, for tests."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -12,7 +11,7 @@ from forebay.live.owner.owner import Owner
 from forebay.live.router import standby
 from forebay.transport.history import reader
 from forebay.transport.history import snapshots as recorded_snapshots
-from tests.system import System, settings, until
+from tests.system import System, until
 
 OTHER = CORE_VERSION + 1
 OTHER_RELEASE = "0.9.9"
@@ -42,13 +41,5 @@ class Program:
                 patch.setattr(module, "CORE_VERSION", self._version)
             if self._version != CORE_VERSION:
                 patch.setattr(owner, "own_release", lambda: OTHER_RELEASE)
-            serving = Owner(system.log, system.leases, settings())
-            await serving.start()
-            running = asyncio.create_task(serving.run())
-            await until(lambda: len(serving.world.fleet) == 1)
-            yield serving
-            await serving.stop()
-            await running
-            if seals:
-                await serving.close()
-            serving.drop()
+            async with system.owned(fleet=1, dies=not seals) as serving:
+                yield serving

@@ -13,13 +13,15 @@ from forebay.core.state_machine import IllegalTransition
 from forebay.events.codec import decode
 from forebay.events.decisions import JournalRecord
 from forebay.events.topics import DECISIONS, FLEET
+from forebay.live.owner.metrics import OwnerMetrics
+from forebay.live.owner.owner import Owner
 from forebay.live.owner.start_check import open_checked
 from forebay.live.router.standby import Standby
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft, Log, Record, Tail, Wake
 from forebay.transport.history.reader import Validity, journal
 from forebay.transport.sqlite.log import SqliteLog
-from tests.system import System
+from tests.system import MODEL, System
 
 Kind = TypeVar("Kind", bound=JournalRecord)
 Hook = Callable[[Draft | None], Awaitable[None]]
@@ -142,6 +144,22 @@ class Altered(SharedLog):
         if topic != self._topic:
             return records
         return [msgspec.structs.replace(record, value=self._alter(record.value)) for record in records]
+
+
+def samples(owner: Owner) -> dict[tuple[str, ...], float]:
+    """Return the metrics of an owner by their names and labels, without the model."""
+    return {
+        (sample.name, *(value for label, value in sample.labels.items() if label != "model")): sample.value
+        for metric in OwnerMetrics(owner, MODEL).collect()
+        for sample in metric.samples
+    }
+
+
+async def followed(log: SqliteLog) -> Standby:
+    """Return a new standby that has followed the journal to its end."""
+    cold = Standby(log, 0)
+    await cold.catch_up(log.next_offset(DECISIONS.name, 0))
+    return cold
 
 
 async def opened_one(path: Path) -> tuple[SqliteLog, Standby | None]:

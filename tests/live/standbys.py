@@ -1,16 +1,15 @@
 """Owners that a standby follows, and a log that alters records."""
 
-import asyncio
-
 import msgspec
 
 from forebay.events.codec import decode, encode
 from forebay.events.decisions import RequestRouted
 from forebay.events.topics import DECISIONS
 from forebay.live.owner.owner import Owner
-from forebay.transport.base import Record
-from tests.live.shared import SharedLog
-from tests.system import System, settings, until
+from forebay.transport.base import Log
+from forebay.transport.sqlite.log import SqliteLog
+from tests.live.shared import Altered
+from tests.system import System, until
 
 PREFIX = list(range(12))
 
@@ -26,26 +25,25 @@ async def serve(system: System, owner: Owner, *names: str) -> None:
 
 async def serve_unsealed(system: System, *names: str) -> None:
     """Serve requests with an owner that takes no final snapshot."""
-    owner = Owner(system.log, system.leases, settings())
-    await owner.start()
-    running = asyncio.create_task(owner.run())
-    await serve(system, owner, *names)
-    await owner.stop()
-    await running
-    owner.drop()
+    async with system.owned(dies=True) as owner:
+        await serve(system, owner, *names)
 
 
-class AlteredLog(SharedLog):
-    """A log that returns every routing decision with a higher cost."""
+async def served(log: SqliteLog, *names: str) -> None:
+    """Serve requests by a system whose owner takes no final snapshot."""
+    async with System(log).started(workers=2) as system:
+        await serve_unsealed(system, *names)
 
-    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        records = await super().read(topic, partition, offset, limit)
-        return [self._changed(record) if topic == DECISIONS.name else record for record in records]
 
-    @staticmethod
-    def _changed(record: Record) -> Record:
-        event = decode(DECISIONS, record.value)
-        if not isinstance(event, RequestRouted):
-            return record
-        lie = msgspec.structs.replace(event, terms=msgspec.structs.replace(event.terms, cost=event.terms.cost + 1))
-        return msgspec.structs.replace(record, value=encode(DECISIONS, lie))
+def dearer(value: bytes) -> bytes:
+    """Return a routing decision with a higher cost, and other records as they are."""
+    event = decode(DECISIONS, value)
+    if not isinstance(event, RequestRouted):
+        return value
+    lie = msgspec.structs.replace(event, terms=msgspec.structs.replace(event.terms, cost=event.terms.cost + 1))
+    return encode(DECISIONS, lie)
+
+
+def altered(log: Log) -> Altered:
+    """Return a log with higher costs of all routing decisions."""
+    return Altered(log, DECISIONS.name, dearer)

@@ -13,21 +13,13 @@ from forebay.events.progress import EncodeFinished, PrefillFailed, PrefillFinish
 from forebay.events.topics import FLEET, TOKENS, work_topic
 from forebay.events.work import WorkCancelled
 from forebay.live.owner.effects import encode_effects
-from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import Owner
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import ENCODED, MEDIA
 from tests.live.disagg import PROMPT, ROLES, IdleWorkers, flush, prefilled_by
+from tests.live.shared import samples
 from tests.system import MODEL, SLOT, settings, submitted, until, until_ended
-
-
-def shown(owner: Owner) -> dict[tuple[str, ...], float]:
-    return {
-        (sample.name, *(value for label, value in sample.labels.items() if label != "model")): sample.value
-        for metric in OwnerMetrics(owner, MODEL).collect()
-        for sample in metric.samples
-    }
 
 
 async def test_disagg_each_stage_gets_its_work_and_a_new_owner_sends_it_again(log: SqliteLog) -> None:
@@ -48,7 +40,7 @@ async def test_disagg_each_stage_gets_its_work_and_a_new_owner_sends_it_again(lo
         item = system.item(decoding)
         assert (item.media, item.encoded, item.prefilled) == ((MEDIA,), None, kept)
         assert (item.stage, item.attempt, len(item.token_ids)) == ("decode", 1, 4 * len(PROMPT))
-        metrics = shown(owner)
+        metrics = samples(owner)
     assert metrics["forebay_owner_requests", "transfer"] == 1
     assert metrics["forebay_owner_requests", "decode"] == 0
     assert [metrics["forebay_router_stages_total", stage] for stage in (*ROLES, "aggregated")] == [1, 1, 1, 0]
@@ -113,7 +105,7 @@ async def test_disagg_without_prefill_workers_a_request_is_local_or_rejected(log
             routed = await system.routed(1, "aggregated")
             assert routed.prefill is not None
             assert (routed.prefill.remote, routed.prefill.reason) == (False, "no_prefill_worker")
-        metrics = shown(owner)
+        metrics = samples(owner)
     assert metrics.get(("forebay_router_prefills_total", "local", "no_prefill_worker"), 0) == (not enforce)
     assert metrics.get(("forebay_router_requests_rejected_total", "no_workers"), 0) == enforce
 

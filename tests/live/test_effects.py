@@ -23,54 +23,22 @@ from forebay.events.decisions import (
     RouteAnswered,
     ScoredCandidate,
 )
-from forebay.events.fleet import WorkerLease, WorkerLost, WorkerSpec
+from forebay.events.fleet import WorkerLost
 from forebay.events.kv import AnyKvEvent, BlocksStored, CacheCleared
 from forebay.events.requests import RoutingHints
 from forebay.events.tokens import RouteResponse
 from forebay.events.topics import DECISIONS, FLEET, KV_EVENTS, TOKENS, Topic, work_topic
 from forebay.events.work import ReannounceCache, ReleaseKv, WorkCancelled, WorkItem
-from forebay.live.owner.effects import encode_effects
-from forebay.live.owner.metrics import OwnerMetrics
+from forebay.live.owner.effects import ABORTED, REJECTED, encode_effects
 from forebay.live.owner.owner import Owner
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
+from tests.live.shared import samples
 from tests.system import BLOCK, MODEL, SLOT, System, settings, submitted, until
 
 WORK = work_topic("default")
 PROMPT = list(range(12))
 HOUR_US = 3_600_000_000
-
-STATUSES = {
-    "no_workers": (503, "no_workers"),
-    "wrong_model": (404, "model_not_found"),
-    "duplicate_id": (409, "duplicate_request_id"),
-    "overloaded": (503, "overloaded"),
-    "busy": (503, "busy"),
-    "queue_full": (429, "queue_full"),
-    "pool_full": (429, "pool_full"),
-    "unknown_worker": (400, "unknown_worker"),
-    "contradictory_routing": (400, "contradictory_routing"),
-    "no_eligible_worker": (503, "no_eligible_worker"),
-    "policy_failed": (500, "policy_failed"),
-    "cancelled": (499, "cancelled"),
-    "deadline": (504, "deadline_exceeded"),
-    "queue_deadline": (504, "queue_deadline_exceeded"),
-    "queue_timeout": (503, "queue_timeout"),
-    "attempts_exhausted": (503, "workers_lost"),
-    "encode_failed": (502, "encode_failed"),
-    "prefill_failed": (502, "prefill_failed"),
-    "prefill_refused": (400, "prefill_refused"),
-    "worker_refused": (502, "engine_error"),
-    "pinned_worker_lost": (503, "pinned_worker_lost"),
-    "ingress_lost": (503, "ingress_lost"),
-}
-
-
-def join(system: System, name: str, **offers: Any) -> None:
-    """Register a worker that holds a lease and does nothing."""
-    size = {"block_size": BLOCK, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    spec = WorkerSpec(**{"worker_id": name, "model": MODEL, **size, **offers})
-    system.leases.acquire(MODEL, name, f"{name}-1", msgspec.msgpack.encode(WorkerLease(spec=spec)), 60_000)
 
 
 def decoded(drafts: list[Draft], topic: Topic) -> list[Any]:
@@ -85,7 +53,7 @@ def test_a_rejection_has_its_status_for_requests_and_route_queries(reason: Rejec
     queried = RouteAnswered(owner_epoch=3, request_id="q", reply_slot=SLOT, reason=reason, message="no")
     (answered,) = decoded(encode_effects(MODEL, queried), TOKENS)
     for error in (ended.error, answered.error):
-        assert (error.status, error.code, error.message) == (*STATUSES[reason], "no")
+        assert (error.status, error.code, error.message) == (*REJECTED[reason], "no")
     assert (draft.partition, ended.request_id, ended.owner_epoch, answered.request_id) == (SLOT, "r", 3, "q")
 
 
@@ -95,7 +63,7 @@ def test_an_aborted_request_has_its_status_and_its_work_is_cancelled(reason: Abo
         owner_epoch=3, request_id="r", reply_slot=SLOT, reason=reason, message="no", attempt=1, pool="default"
     )
     (ended,) = decoded(encode_effects(MODEL, aborted), TOKENS)
-    assert (ended.error.status, ended.error.code) == STATUSES[reason]
+    assert (ended.error.status, ended.error.code) == ABORTED[reason]
     drafts = encode_effects(MODEL, msgspec.structs.replace(aborted, worker_id="w", worker_epoch=7, slot=2))
     (cancelled,) = decoded(drafts, WORK)
     assert cancelled == WorkCancelled(
@@ -149,7 +117,7 @@ def test_a_route_query_is_answered_and_a_held_request_waits() -> None:
 @pytest.mark.parametrize("tracked", [False, True])
 async def test_a_work_item_carries_the_options_of_its_engine(log: SqliteLog, *, tracked: bool) -> None:
     system = System(log)
-    join(system, "w0", loras=("lora",))
+    system.join("w0", loras=("lora",))
     router = RouterConfig(track_output_blocks=tracked)
     pool = PoolConfigured(pool="default", model=MODEL, block_size=BLOCK, router=router)
     async with system.owned(pool=pool, dies=True, fleet=1):
@@ -169,7 +137,7 @@ def has_items(system: System, count: int) -> bool:
 
 async def test_work_is_sent_again_only_if_the_owner_died(log: SqliteLog) -> None:
     system = System(log)
-    join(system, "w0")
+    system.join("w0")
     for dies, items in ((False, 1), (True, 1), (False, 2), (False, 2)):
         async with system.owned(dies=dies, fleet=1) as owner:
             if not system.decisions(RequestRouted):
@@ -202,7 +170,7 @@ class CacheEvents:
 
 async def test_a_cache_with_a_gap_is_requested_again_until_it_is_announced(log: SqliteLog) -> None:
     system = System(log)
-    join(system, "w0")
+    system.join("w0")
     epochs = []
     async with system.owned() as owner:
         epochs.append(owner.journal.epoch)
@@ -254,8 +222,8 @@ async def test_a_request_that_moves_and_ends_in_one_turn_sends_no_work(log: Sqli
     system = System(log)
     clock = JumpingClock()
     owner = Owner(log, system.leases, settings(), clock)
-    join(system, "w0")
-    join(system, "w1")
+    system.join("w0")
+    system.join("w1")
     await owner.start()
     assert owner.admission is not None
     await owner.admission.update(
@@ -292,11 +260,7 @@ async def test_router_metrics_are_exported_to_prometheus(log: SqliteLog) -> None
         system.send(submitted("wrong", PROMPT, model="another"))
         await until(lambda: len(system.ends()) == 2 and not len(owner.world.requests))
         owner.world.counts.update(non_max_overlap_selections=2, overlap_blocks_lost=5)
-        metrics = {
-            (sample.name, *(value for label, value in sample.labels.items() if label != "model")): sample.value
-            for metric in OwnerMetrics(owner, MODEL).collect()
-            for sample in metric.samples
-        }
+        metrics = samples(owner)
     assert metrics["dynamo_component_router_requests_total",] == 1
     assert metrics["forebay_router_requests_rejected_total", "wrong_model"] == 1
     assert ("forebay_owner_events_total", "rejected_wrong_model") not in metrics

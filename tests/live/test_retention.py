@@ -20,7 +20,6 @@ from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, REQUESTS, S
 from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.live.owner.retention import Retention, RetentionLimits
 from forebay.live.owner.retention_metrics import RetentionMetrics
-from forebay.live.router.standby import Standby
 from forebay.replay.applied import applied
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft
@@ -33,7 +32,7 @@ from forebay.transport.sqlite.log import SqliteLog
 from forebay.transport.sqlite.schema import checksum
 from tests.benchmarks.recordings import Shape, write_recording
 from tests.harness.fake_runtime import FakeRuntime
-from tests.live.shared import opened_one
+from tests.live.shared import followed, opened_one
 from tests.replay.mutations import rewrite_topic
 from tests.system import SLOT, System, settings, submitted, until
 
@@ -106,8 +105,7 @@ async def test_history_behind_a_verified_snapshot_is_deleted_and_the_rest_verifi
         assert retention.trimmed[DECISIONS.name] == taken.journal_offset
         oldest = owner.world.requests.active()[0]
         assert await log.begin(REQUESTS.name, 0) <= oldest.submitted.offset
-        cold = Standby(log, 0)
-        await cold.catch_up(log.next_offset(DECISIONS.name, 0))
+        await followed(log)
     after = await verified(path)
     assert after.start == taken.journal_offset
     assert 0 < after.decisions < whole.decisions
@@ -131,11 +129,15 @@ async def test_nothing_is_deleted_behind_a_damaged_snapshot(path: Path) -> None:
     async with owned(path) as (log, owner):
         with closing(sqlite3.connect(path)) as db, db:
             db.execute("UPDATE snapshots SET checksum = 5")
-        retention = Retention(log, owner, 0, SMALL)
-        await retention.enforce()
-        assert log.starts() == {}
-        assert retention.refused > 1
-        assert not retention.trimmed
+        await require_refused(log, owner)
+
+
+async def require_refused(log: SqliteLog, owner: Owner) -> None:
+    """Check that retention refuses all snapshots, and deletes nothing."""
+    retention = Retention(log, owner, 0, SMALL)
+    await retention.enforce()
+    assert (log.starts(), dict(retention.trimmed)) == ({}, {})
+    assert retention.refused > 1
 
 
 def with_another_state(value: bytes) -> bytes:
@@ -151,10 +153,7 @@ def with_another_state(value: bytes) -> bytes:
 async def test_nothing_is_deleted_behind_a_snapshot_that_differs_from_its_seal(path: Path) -> None:
     async with owned(path) as (log, owner):
         rewrite_topic(path, SNAPSHOTS, lambda values: [*map(with_another_state, values)])
-        retention = Retention(log, owner, 0, SMALL)
-        await retention.enforce()
-        assert log.starts() == {}
-        assert retention.refused > 1
+        await require_refused(log, owner)
 
 
 async def test_nothing_is_deleted_behind_a_snapshot_that_the_journal_did_not_seal(path: Path) -> None:
@@ -171,10 +170,7 @@ async def test_nothing_is_deleted_behind_a_snapshot_that_the_journal_did_not_sea
                     other = encode(DECISIONS, moved)
                     seal = checksum(DECISIONS.name, 0, offset, at_us, key, headers, other)
                     db.execute("UPDATE decisions SET value = ?, checksum = ? WHERE id = ?", (other, seal, offset))
-        retention = Retention(log, owner, 0, SMALL)
-        await retention.enforce()
-        assert log.starts() == {}
-        assert retention.refused > 1
+        await require_refused(log, owner)
 
 
 async def test_damaged_history_does_not_prevent_trimming(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from forebay.transport.history.start import recorded_view
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.in_process import forebay
 from tests.live.programs import OTHER, OTHER_RELEASE, Program
-from tests.live.shared import Altered, SharedLog
+from tests.live.shared import Altered, SharedLog, followed
 from tests.system import System, settings, until
 
 REFUSAL = (
@@ -108,8 +108,7 @@ async def test_a_standby_waits_for_the_seal_of_an_owner_with_other_rules(log: Sq
         await owner.start(standby)
         await owner.close()
         assert claims(system)[-1] == (CORE_VERSION, seals(system)[-2])
-        cold = Standby(log, 0)
-        await cold.catch_up(end_of(log))
+        cold = await followed(log)
         assert cold.world.digest() == owner.world.digest()
 
 
@@ -280,8 +279,7 @@ async def test_an_operator_lets_a_router_continue_from_the_last_snapshot(
     report = await verify(log)
     assert report.divergence is None
     assert (report.claims, len(report.others)) == (1, 1)
-    cold = Standby(log, 0)
-    await cold.catch_up(end_of(log))
+    cold = await followed(log)
     assert await recorded_view(log, 0) == {topic: at for topic, at in cold.world.view.items() if topic != CLOCK}
 
 

@@ -32,7 +32,7 @@ from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, Driver, histories, perform_all, request
 from tests.depth import examples
 from tests.live.shared import SharedLog, valid
-from tests.live.standbys import AlteredLog, serve, serve_unsealed
+from tests.live.standbys import altered, serve, serve_unsealed, served
 from tests.system import System, submitted, until
 
 NAME = "try"
@@ -323,9 +323,8 @@ async def test_foreign_records_of_the_topic_are_skipped(log: SqliteLog) -> None:
 
 
 async def test_a_shadow_stops_at_a_journal_that_cannot_be_derived_again(log: SqliteLog) -> None:
-    async with System(log).started(workers=2) as system:
-        await serve_unsealed(system, "a")
-    shadow = shadow_of(AlteredLog(log), from_start=True)
+    await served(log, "a")
+    shadow = shadow_of(altered(log), from_start=True)
     await shadow.start()
     with pytest.raises(RecoveryDiverged):
         await shadow.run()
@@ -379,8 +378,7 @@ class Failing:
 
 
 async def test_a_failing_policy_is_counted_and_reported(log: SqliteLog) -> None:
-    async with System(log).started(workers=2) as system:
-        await serve_unsealed(system, "a", "b")
+    await served(log, "a", "b")
     shadow = shadow_of(log, routed_by(mode="mine.Failing"), from_start=True, custom={"mine.Failing": Failing})
     async with running(log, shadow):
         pass
@@ -396,8 +394,7 @@ async def test_a_failing_policy_is_counted_and_reported(log: SqliteLog) -> None:
 async def test_a_shadow_warns_about_state_taken_from_the_recording(
     log: SqliteLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with System(log).started(workers=2) as system:
-        await serve_unsealed(system, "a", "b")
+    await served(log, "a", "b")
     async with running(log, shadow_of(log, routed_by(session_ttl_s=60.0), from_start=True)):
         pass
     warnings = [record.getMessage() for record in caplog.records if "session_ttl_s" in record.getMessage()]
@@ -407,8 +404,7 @@ async def test_a_shadow_warns_about_state_taken_from_the_recording(
 
 
 async def test_statistics_are_exported_to_prometheus(log: SqliteLog) -> None:
-    async with System(log).started(workers=2) as system:
-        await serve_unsealed(system, *(f"r{number}" for number in range(6)))
+    await served(log, *(f"r{number}" for number in range(6)))
     shadow = shadow_of(log, routed_by(mode="round-robin"), from_start=True)
     registry = CollectorRegistry()
     registry.register(ShadowMetrics(shadow))

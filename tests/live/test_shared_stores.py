@@ -1,8 +1,5 @@
 """Shared stores at a live owner: hints to workers, a store that survives everybody, snapshots, and metrics."""
 
-from typing import Any
-
-import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -10,7 +7,6 @@ from forebay.core.block_hashes import sequence_hashes
 from forebay.events.base import U64_BYTES, pack_u32
 from forebay.events.codec import encode
 from forebay.events.decisions import RequestRouted
-from forebay.events.fleet import WorkerLease, WorkerSpec
 from forebay.events.kv import StoreBlocksAdded, StoreBlocksRemoved, StoreEvent
 from forebay.events.topics import KV_EVENTS, work_topic
 from forebay.events.work import WorkItem
@@ -25,13 +21,6 @@ pytestmark = pytest.mark.asyncio
 WORK = work_topic("default")
 PROMPT = list(range(5 * BLOCK))
 BLOCKS = sequence_hashes(pack_u32(PROMPT), BLOCK)
-
-
-def join(system: System, name: str, **changes: Any) -> None:
-    """Register a worker that holds a lease and does nothing."""
-    size = {"block_size": BLOCK, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    spec = WorkerSpec(**{"worker_id": name, "model": MODEL, **size, **changes})
-    system.leases.acquire(MODEL, name, f"{name}-1", msgspec.msgpack.encode(WorkerLease(spec=spec)), 60_000)
 
 
 def write(system: System, *events: StoreEvent) -> None:
@@ -52,7 +41,7 @@ async def known(owner: Owner, sizes: dict[str, int]) -> None:
 
 async def test_the_work_item_says_for_how_long_the_prompt_is_pinned(log: SqliteLog) -> None:
     system = System(log)
-    join(system, "w0")
+    system.join("w0")
     async with system.owned(fleet=1):
         system.send(submitted("r", PROMPT, kv_pin_s=300))
         system.send(submitted("s", PROMPT))
@@ -62,7 +51,7 @@ async def test_the_work_item_says_for_how_long_the_prompt_is_pinned(log: SqliteL
 
 async def test_the_work_item_says_how_many_blocks_the_store_should_have(log: SqliteLog) -> None:
     system = System(log)
-    join(system, "w0", kv_store="s")
+    system.join("w0", kv_store="s")
     async with system.owned(dies=True, fleet=1) as owner:
         write(system, added(3))
         await known(owner, {"s": 3})
@@ -78,7 +67,7 @@ async def test_the_work_item_says_how_many_blocks_the_store_should_have(log: Sql
 
 async def test_without_a_store_there_is_no_hint(log: SqliteLog) -> None:
     system = System(log)
-    join(system, "w0")
+    system.join("w0")
     async with system.owned(fleet=1):
         system.send(submitted("r", PROMPT))
         await until(lambda: items(system))
@@ -88,7 +77,7 @@ async def test_without_a_store_there_is_no_hint(log: SqliteLog) -> None:
 @pytest.mark.parametrize("dies", [False, True])
 async def test_a_store_survives_its_workers_and_owners(log: SqliteLog, *, dies: bool) -> None:
     system = System(log)
-    join(system, "w0", kv_store="s")
+    system.join("w0", kv_store="s")
     async with system.owned(dies=dies, fleet=1) as owner:
         write(system, added(4))
         await known(owner, {"s": 4})
@@ -98,7 +87,7 @@ async def test_a_store_survives_its_workers_and_owners(log: SqliteLog, *, dies: 
         await known(owner, {"s": 3})
     async with system.owned() as owner:
         await known(owner, {"s": 3})
-        join(system, "w1", kv_store="s")
+        system.join("w1", kv_store="s")
         await until(lambda: len(owner.world.fleet) == 1)
         system.send(submitted("r", PROMPT))
         await until(lambda: items(system))
@@ -107,7 +96,7 @@ async def test_a_store_survives_its_workers_and_owners(log: SqliteLog, *, dies: 
 
 async def test_the_owner_counts_stale_blocks_and_unused_stores(log: SqliteLog) -> None:
     system = System(log)
-    join(system, "w0", kv_store="s")
+    system.join("w0", kv_store="s")
     registry = CollectorRegistry()
     async with system.owned() as owner:
         registry.register(OwnerMetrics(owner, MODEL))

@@ -12,17 +12,16 @@ from forebay.events.decisions import Advanced, RequestRouted, Sealed, SnapshotRe
 from forebay.events.kv import BlocksStored
 from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import IndexBlocks, IndexChanges, SnapshotChunk
-from forebay.events.topics import DECISIONS, KV_EVENTS, REQUESTS, SNAPSHOTS
+from forebay.events.topics import KV_EVENTS, REQUESTS, SNAPSHOTS
 from forebay.live.owner import snapshots
 from forebay.live.owner.owner import Owner
-from forebay.live.router.standby import Standby
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Draft, Record
 from forebay.transport.history.snapshots import load_snapshot
 from forebay.transport.sqlite.log import SqliteLog
 from tests.live.scenarios import all_ended as all_of_scenario_ended
 from tests.live.scenarios import run_until_append, scenario
-from tests.live.shared import SharedLog, admit, proven
+from tests.live.shared import SharedLog, admit, followed, proven
 from tests.system import System, settings, submitted, until, until_ended
 
 PREFIX = list(range(12))
@@ -41,8 +40,7 @@ def prompt(number: int) -> list[int]:
 
 
 async def require_restored_state_equals(log: SqliteLog, owner: Owner) -> None:
-    cold = Standby(log, 0)
-    await cold.catch_up(log.next_offset(DECISIONS.name, 0))
+    cold = await followed(log)
     assert cold.world.digest() == owner.world.digest()
 
 

@@ -17,7 +17,7 @@ from forebay.transport.base import LogError, Record
 from forebay.transport.history import reader as recorded
 from forebay.transport.sqlite.log import SqliteLog
 from tests.live.shared import SharedLog
-from tests.live.standbys import AlteredLog, serve, serve_unsealed
+from tests.live.standbys import altered, serve, serve_unsealed
 from tests.system import System, settings, until
 
 SEED = 20_240
@@ -124,7 +124,7 @@ class TornLog(SharedLog):
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"), [(AlteredLog, "cannot be derived again"), (TornLog, "cannot be derived again")]
+    ("kind", "message"), [(altered, "cannot be derived again"), (TornLog, "cannot be derived again")]
 )
 async def test_a_standby_that_cannot_follow_logs_it_and_the_owner_starts_cold(
     log: SqliteLog, kind: type[SharedLog], message: str, caplog: pytest.LogCaptureFixture
@@ -147,7 +147,7 @@ async def test_a_standby_that_cannot_follow_logs_it_and_the_owner_starts_cold(
 async def test_an_owner_whose_rules_decide_differently_does_not_start(log: SqliteLog) -> None:
     async with System(log).started(workers=2) as system:
         await serve_unsealed(system, "a")
-        owner = Owner(AlteredLog(log), system.leases, settings())
+        owner = Owner(altered(log), system.leases, settings())
         with pytest.raises(RecoveryDiverged, match="replay verify"):
             await owner.start()
         owner.drop()

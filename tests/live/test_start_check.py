@@ -15,7 +15,6 @@ from forebay.events.tokens import TokenChunk, TokensEmitted
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, INPUTS, REQUESTS, SNAPSHOTS, TOKENS
 from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.live.owner.start_check import GROUPS_MAX, open_checked
-from forebay.live.router.standby import Standby
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft, LogError, Record
 from forebay.transport.history.groups import groups_of
@@ -25,7 +24,7 @@ from forebay.transport.sqlite.log import LogUnusable, SqliteLog
 from forebay.transport.sqlite.schema import WriterLock
 from tests.benchmarks.recordings import Shape, write_recording
 from tests.depth import sampled
-from tests.live.shared import opened_one
+from tests.live.shared import followed, opened_one
 
 PLACES = 150
 READ_MAX = 100_000
@@ -60,8 +59,7 @@ def _tokens(number: int) -> TokensEmitted:
 async def in_flight(path: Path) -> list[int]:
     """Return the offsets of the requests that are in flight at the end of the journal."""
     with closing(SqliteLog.open(path, readonly=True)) as log:
-        cold = Standby(log, 0)
-        await cold.catch_up(log.next_offset(DECISIONS.name, 0))
+        cold = await followed(log)
         return [request.submitted.offset for request in cold.world.requests.active()]
 
 

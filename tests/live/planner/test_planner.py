@@ -256,22 +256,29 @@ async def test_after_a_failed_simulation_or_forecast_no_older_simulation_counts(
     assert all(one.is_verified for one in derived(log))
 
 
-async def test_commands_and_the_end_of_the_planner_do_not_wait_for_a_simulation(log: SqliteLog) -> None:
-    began, cancelled = asyncio.Event(), asyncio.Event()
+class EndlessSimulation:
+    """A simulation that ends only if it is cancelled."""
 
-    async def simulate(demand: DemandForecast, target: float) -> tuple[SimulatedSize, ...]:
-        began.set()
+    def __init__(self) -> None:
+        self.began = asyncio.Event()
+        self.cancelled = False
+
+    async def __call__(self, demand: DemandForecast, target: float) -> tuple[SimulatedSize, ...]:
+        self.began.set()
         try:
             await asyncio.Event().wait()
         finally:
-            cancelled.set()
+            self.cancelled = True
         return ()
 
+
+async def test_commands_and_the_end_of_the_planner_do_not_wait_for_a_simulation(log: SqliteLog) -> None:
+    simulate = EndlessSimulation()
     async with actuating(log) as actuator, planning(log, simulating_planner(log, simulate)):
-        await asyncio.wait_for(began.wait(), PATIENCE_S)
+        await asyncio.wait_for(simulate.began.wait(), PATIENCE_S)
         await append(log, PoolSizeSet(group=GROUP, pool=POOL, size=3, operator="ops"))
         await eventually(lambda: actuator.calls == [{(GROUP, POOL): 3}])
-    assert cancelled.is_set()
+    assert simulate.cancelled
     assert records(log, PlannerStopped)
     assert not records(log, SizesSimulated)
 
@@ -279,13 +286,7 @@ async def test_commands_and_the_end_of_the_planner_do_not_wait_for_a_simulation(
 async def test_a_stop_while_a_decision_is_written_ends_a_simulation(
     log: SqliteLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began = asyncio.Event()
-
-    async def simulate(demand: DemandForecast, target: float) -> tuple[SimulatedSize, ...]:
-        began.set()
-        await asyncio.Event().wait()
-        return ()
-
+    simulate = EndlessSimulation()
     planner, to_log = simulating_planner(log, simulate), log.append
 
     async def stop_and_append(drafts: Sequence[Draft]) -> list[int]:
@@ -295,7 +296,7 @@ async def test_a_stop_while_a_decision_is_written_ends_a_simulation(
 
     task = asyncio.create_task(planner.run())
     try:
-        await asyncio.wait_for(began.wait(), PATIENCE_S)
+        await asyncio.wait_for(simulate.began.wait(), PATIENCE_S)
         monkeypatch.setattr(log, "append", stop_and_append)
         await append(log, PoolSizeSet(group=GROUP, pool=POOL, size=3, operator="ops"))
         await asyncio.wait_for(task, PATIENCE_S)
@@ -306,15 +307,9 @@ async def test_a_stop_while_a_decision_is_written_ends_a_simulation(
 
 
 async def test_a_planner_whose_simulation_is_replaced_stands_by(log: SqliteLog) -> None:
-    began = asyncio.Event()
-
-    async def simulate(demand: DemandForecast, target: float) -> tuple[SimulatedSize, ...]:
-        began.set()
-        await asyncio.Event().wait()
-        return ()
-
+    simulate = EndlessSimulation()
     async with planning(log, simulating_planner(log, simulate)) as planner:
-        await asyncio.wait_for(began.wait(), PATIENCE_S)
+        await asyncio.wait_for(simulate.began.wait(), PATIENCE_S)
         slow = msgspec.structs.replace(SIMULATING, interval_s=3600.0)
         await append(log, PlannerClaimed(planner_id="p2", rules_version=RULES_VERSION, settings=slow))
         await eventually(lambda: not planner.is_active)
