@@ -6,6 +6,7 @@ the faults and the invariants.
 """
 
 import argparse
+import asyncio
 import os
 import random
 import sys
@@ -14,8 +15,9 @@ from collections.abc import Iterable
 from itertools import chain, count, islice
 from pathlib import Path
 
+from forebay.transport.base import Draft, Record
+from forebay.transport.sqlite.log import SqliteLog
 from tests.faults.plan import DEPTHS, KINDS, depth_of, draw_plan, read_plan
-from tests.faults.saving import save_log
 from tests.faults.search import Tally, results_of
 from tests.faults.shrinking import shrink
 from tests.faults.simulation import Result, simulate
@@ -23,6 +25,7 @@ from tests.faults.simulation import Result, simulate
 FOLDER = Path(".fuzz")
 PROGRESS_S = 10.0
 SHRINK_S = 60.0
+APPEND_MAX = 500
 FAILED_MAX = 5  # seeds that are reported with a smaller plan
 
 
@@ -86,7 +89,8 @@ def _run_one(result: Result) -> int:
     FOLDER.mkdir(exist_ok=True)
     log, kept = FOLDER / f"seed-{plan.seed}.db", FOLDER / f"seed-{plan.seed}.json"
     plan.save(kept)
-    save_log(result.partitions, log)
+    log.unlink(missing_ok=True)
+    asyncio.run(_save(result.partitions, log))
     if result.violation:
         print(f"      {len(plan.requests)} requests and {len(plan.faults)} faults are left:")
         for fault in plan.faults:
@@ -98,6 +102,18 @@ def _run_one(result: Result) -> int:
     print(f"      repeat it: .venv/bin/python -m tests.faults --plan {kept}")
     print(f"      its log:   .venv/bin/forebay replay explain {log} REQUEST")
     return 1 if result.violation else 0
+
+
+async def _save(partitions: dict[tuple[str, int], list[Record]], path: Path) -> None:
+    """Write the records of all partitions at their offsets to a new file. The times of the appends are not kept."""
+    log = SqliteLog.open(path)
+    try:
+        for (topic, partition), records in partitions.items():
+            drafts = [Draft(topic, partition, record.value, record.key, record.headers) for record in records]
+            for begin in range(0, len(drafts), APPEND_MAX):
+                await log.append(drafts[begin : begin + APPEND_MAX])
+    finally:
+        log.close()
 
 
 def _print_tally(tally: Tally) -> None:

@@ -5,7 +5,7 @@ import asyncio
 from forebay.core.block_hashes import sequence_hashes
 from forebay.events.base import U32_BYTES
 from forebay.events.codec import encode
-from forebay.events.requests import RequestSubmitted, RoutingHints, Sampling
+from forebay.events.requests import RequestSubmitted, RoutingHints
 from forebay.events.topics import REQUESTS
 from forebay.ingress.errors import ApiError
 from forebay.ingress.ingress import GRACE_S, Ingress
@@ -14,7 +14,7 @@ from forebay.transport.base import Draft, LogError
 from tests.faults.cluster import Cluster
 from tests.faults.coordinator import PARTITION
 from tests.faults.effects import Violation
-from tests.faults.invariants import Outcome, prompt_tokens
+from tests.faults.invariants import planned_outcome
 from tests.faults.plan import PlannedRequest
 from tests.faults.process import Process
 from tests.faults.services import BLOCK, GROUP
@@ -28,10 +28,7 @@ class Client:
     """One client, which sends one request and reads the response."""
 
     def __init__(self, cluster: Cluster, planned: PlannedRequest, number: int) -> None:
-        prompt = prompt_tokens(planned.family, planned.shared_tokens, planned.name, planned.own_tokens)
-        temperature = 0.0 if planned.seed is None else 1.0
-        sampling = Sampling(max_tokens=planned.max_tokens, temperature=temperature, seed=planned.seed)
-        self.outcome = Outcome(planned.name, planned.repeats or planned.name, prompt, sampling)
+        self.outcome = planned_outcome(planned, planned.repeats or planned.name)
         self._cluster = cluster
         self._planned = planned
         self._number = number

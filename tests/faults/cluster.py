@@ -51,18 +51,10 @@ COMMAND_US = 3_000_000  # a lost or slow worker does not respond within this tim
 OPERATOR_S = 3.0  # until an operator reacts to routers that are not ready
 STOP_S_MAX = 40.0  # a router that waits before it tries again waits for up to 30 s
 FOREIGN_TOPICS = (REQUESTS, PROGRESS, KV_EVENTS, FLEET, CONTROL, TOKENS, DECISIONS)
-POINT_KINDS = frozenset(
-    (
-        "append_rejected",
-        "append_without_ack",
-        "ack_late",
-        "log_full",
-        "read_failed",
-        "lease_error",
-        "lease_response_lost",
-        "spurious_wake",
-    )
-)
+POINT_KINDS = (
+    "append_rejected", "append_without_ack", "ack_late", "log_full", "read_failed", "lease_error",
+    "lease_response_lost", "spurious_wake",
+)  # fmt: skip
 MODEL = Model(DEFAULT_MODEL)
 KAFKA = KafkaSettings("simulated:9092", NAMESPACE)
 
@@ -334,23 +326,18 @@ class Cluster:
                 process.slow_down(fault.amount)
                 self._later(end_s, lambda: process.slow_down(1))
             case "network_split":
-                faults.cut = True
-                self._later(end_s, lambda: setattr(faults, "cut", False))
+                self._hold(end_s, faults, "cut", True)
             case "lease_split":
-                member.lease_cut = True
-                self._later(end_s, lambda: setattr(member, "lease_cut", False))
+                self._hold(end_s, member, "lease_cut", True)
             case "deaf":  # a worker goes on writing although it is lost
                 faults.lag_s, member.lease_cut = fault.amount / 1000, True
                 self._later(fault.amount / 1000, lambda: self._hear(member))
             case "slow_network":
-                faults.slowness = float(fault.amount)
-                self._later(end_s, lambda: setattr(faults, "slowness", 1.0))
+                self._hold(end_s, faults, "slowness", float(fault.amount), 1.0)
             case "slow_reader":
-                faults.lag_s = fault.amount / 1000
-                self._later(end_s, lambda: setattr(faults, "lag_s", 0.0))
+                self._hold(end_s, faults, "lag_s", fault.amount / 1000, 0.0)
             case "truncated_fetch":
-                faults.truncates = True
-                self._later(end_s, lambda: setattr(faults, "truncates", False))
+                self._hold(end_s, faults, "truncates", True)
             case "lease_expiry":
                 self._store.expire("worker", GROUP, member.name)
             case "clock_jump":
@@ -368,14 +355,11 @@ class Cluster:
         self._count(kind)
         match kind:
             case "broker_down":
-                broker.down = True
-                self._later(end_s, lambda: setattr(broker, "down", False))
+                self._hold(end_s, broker, "down", True)
             case "disk_full":
-                broker.full = True
-                self._later(end_s, lambda: setattr(broker, "full", False))
+                self._hold(end_s, broker, "full", True)
             case "lease_store_down":
-                store.down = True
-                self._later(end_s, lambda: setattr(store, "down", False))
+                self._hold(end_s, store, "down", True)
             case "lease_flush":
                 store.flush()
             case "lease_clock_jump":
@@ -390,8 +374,7 @@ class Cluster:
                 self.kafka.change_leaders()
             case "stale_metadata":
                 self.kafka.change_leaders()
-                self.kafka.is_stale = True
-                self._later(end_s, lambda: setattr(self.kafka, "is_stale", False))
+                self._hold(end_s, self.kafka, "is_stale", True)
             case "group_rebalance":
                 for group in self.kafka.groups.values():
                     (group.expel if fault.duration_ms > SESSION_LOST_MS else group.rebalance)()
@@ -464,6 +447,11 @@ class Cluster:
                     self._start(member)
 
         self._loop.call_main_later(seconds, up)
+
+    def _hold(self, seconds: float, target: object, name: str, value: object, normal: object = False) -> None:
+        """Set an attribute for some seconds."""
+        setattr(target, name, value)
+        self._later(seconds, lambda: setattr(target, name, normal))
 
     def _later(self, seconds: float, end: Callable[[], None]) -> None:
         self._loop.call_main_later(seconds, end)

@@ -27,6 +27,7 @@ from forebay.transport.base import Record
 from forebay.workers.engines.mock.outputs import sampler_seed
 from tests.faults.coordinator import PARTITION
 from tests.faults.effects import Effects, Violation
+from tests.faults.plan import PlannedRequest
 from tests.faults.services import VOCABULARY, WorkerService
 
 
@@ -352,3 +353,11 @@ def prompt_tokens(family: int, shared: int, name: str, own: int) -> bytes:
     prefix = [100 + (family * 31 + position * 7) % 500 for position in range(shared)]
     tail = [100 + (sum(name.encode()) * 13 + position * 11) % 500 for position in range(own)]
     return pack_u32([*prefix, *tail])
+
+
+def planned_outcome(planned: PlannedRequest, request_id: str) -> Outcome:
+    """Return the outcome of a planned request before it is submitted."""
+    prompt = prompt_tokens(planned.family, planned.shared_tokens, planned.name, planned.own_tokens)
+    temperature = 0.0 if planned.seed is None else 1.0
+    sampling = Sampling(max_tokens=planned.max_tokens, temperature=temperature, seed=planned.seed)
+    return Outcome(planned.name, request_id, prompt, sampling)

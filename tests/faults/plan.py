@@ -12,60 +12,22 @@ from typing import Literal, get_args
 
 import msgspec
 
-ProcessKind = Literal[
-    "kill",
-    "loss",
-    "stop",
-    "pause",
-    "slow_process",
-    "network_split",
-    "lease_split",
-    "deaf",
-    "slow_network",
-    "slow_reader",
-    "truncated_fetch",
-    "append_rejected",
-    "append_without_ack",
-    "ack_late",
-    "log_full",
-    "read_failed",
-    "lease_error",
-    "lease_response_lost",
-    "spurious_wake",
-    "clock_jump",
-    "clock_drift",
-]
-SystemKind = Literal[
-    "broker_down",
-    "disk_full",
-    "lease_store_down",
-    "lease_flush",
-    "lease_expiry",
-    "lease_clock_jump",
-    "rebalance",
-    "split_brain",
-    "no_owner",
-    "foreign_record",
-]
-JournalKind = Literal["repeated_record", "foreign_decision"]
-KafkaKind = Literal["leader_change", "stale_metadata", "group_rebalance"]
-RouterKind = Literal["upgrade"]
-OperatorKind = Literal["command", "route_query", "stale_owner"]
-ClientKind = Literal["disconnect", "repeated_id"]
-Kind = ProcessKind | SystemKind | JournalKind | KafkaKind | ClientKind | RouterKind | OperatorKind
-Depth = Literal["log", "kafka"]
-
-PROCESS_KINDS: tuple[ProcessKind, ...] = get_args(ProcessKind)
-SYSTEM_KINDS: tuple[SystemKind, ...] = get_args(SystemKind)
-CLIENT_KINDS: tuple[ClientKind, ...] = get_args(ClientKind)
-KAFKA_KINDS: tuple[KafkaKind, ...] = get_args(KafkaKind)
-ROUTER_KINDS: tuple[RouterKind, ...] = get_args(RouterKind)
-OPERATOR_KINDS: tuple[OperatorKind, ...] = get_args(OperatorKind)
-JOURNAL_KINDS: tuple[JournalKind, ...] = get_args(JournalKind)
-KINDS: tuple[str, ...] = (
-    *PROCESS_KINDS, *SYSTEM_KINDS, *CLIENT_KINDS, *KAFKA_KINDS, *ROUTER_KINDS, *JOURNAL_KINDS,
-    *OPERATOR_KINDS,
+PROCESS_KINDS = (
+    "kill", "loss", "stop", "pause", "slow_process", "network_split", "lease_split", "deaf", "slow_network",
+    "slow_reader", "truncated_fetch", "append_rejected", "append_without_ack", "ack_late", "log_full", "read_failed",
+    "lease_error", "lease_response_lost", "spurious_wake", "clock_jump", "clock_drift",
 )  # fmt: skip
+SYSTEM_KINDS = (
+    "broker_down", "disk_full", "lease_store_down", "lease_flush", "lease_expiry", "lease_clock_jump", "rebalance",
+    "split_brain", "no_owner", "foreign_record",
+)  # fmt: skip
+CLIENT_KINDS = ("disconnect", "repeated_id")
+KAFKA_KINDS = ("leader_change", "stale_metadata", "group_rebalance")
+ROUTER_KINDS = ("upgrade",)
+JOURNAL_KINDS = ("repeated_record", "foreign_decision")
+OPERATOR_KINDS = ("command", "route_query", "stale_owner")
+KINDS = (*PROCESS_KINDS, *SYSTEM_KINDS, *CLIENT_KINDS, *KAFKA_KINDS, *ROUTER_KINDS, *JOURNAL_KINDS, *OPERATOR_KINDS)
+Depth = Literal["log", "kafka"]
 
 # A slow engine takes seconds for a response, so faults hit its requests in the middle. Fast ones serve many requests.
 SPEEDUPS = (0.2, 16.0, 32.0)

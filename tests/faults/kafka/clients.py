@@ -7,13 +7,12 @@ import msgspec
 
 from forebay.events.base import unpack_u32
 from forebay.events.request_ids import kafka_api_request_id
-from forebay.events.requests import Sampling
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
 from forebay.ingress.model import NO_TEXT
 from forebay.transport.base import Draft, Record
 from tests.faults.cluster import MODEL, Cluster
 from tests.faults.effects import Violation
-from tests.faults.invariants import Outcome, expected_tokens, prompt_tokens
+from tests.faults.invariants import expected_tokens, planned_outcome
 from tests.faults.kafka.server import API_PARTITIONS
 from tests.faults.plan import PlannedRequest
 from tests.faults.services import GROUP
@@ -31,10 +30,7 @@ class KafkaClient:
     """
 
     def __init__(self, cluster: Cluster, planned: PlannedRequest) -> None:
-        prompt = prompt_tokens(planned.family, planned.shared_tokens, planned.name, planned.own_tokens)
-        temperature = 0.0 if planned.seed is None else 1.0
-        sampling = Sampling(max_tokens=planned.max_tokens, temperature=temperature, seed=planned.seed)
-        self.outcome = Outcome(planned.name, kafka_api_request_id(planned.name), prompt, sampling)
+        self.outcome = planned_outcome(planned, kafka_api_request_id(planned.name))
         self._cluster = cluster
         self._planned = planned
         self._read = [0] * API_PARTITIONS
