@@ -201,3 +201,15 @@ async def scene(log: SqliteLog, leases: Leases) -> AsyncIterator[Scene]:
     keeper.start()
     yield Scene(log, leases, keeper)
     await keeper.stop()
+
+
+@pytest.fixture
+def worker(scene: Scene) -> Worker:
+    return scene.worker()
+
+
+@pytest.fixture
+async def epoch(scene: Scene, worker: Worker) -> AsyncIterator[int]:
+    """The epoch of the worker, which runs during the test."""
+    async with scene.serving(worker) as number:
+        yield number

@@ -1,6 +1,5 @@
 """Disaggregated mock engines: by NIXL with correct and corrupt bytes, and in modelled time."""
 
-import sys
 from typing import Any
 
 import msgspec
@@ -177,16 +176,6 @@ async def test_disagg_requests_wait_for_free_blocks(scene: Scene) -> None:
         generated = {name: await both.generated(name) for name in prompts}
         await both.idle()
     assert generated == expected
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_disagg_worker_without_nixl_fails_at_its_start(
-    scene: Scene, role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "nixl_cu12", None)
-    one = side(scene, role, kv_settings())
-    with pytest.raises(EngineError, match="pip install --no-deps nixl-cu12"):
-        await one.worker.run()
 
 
 async def test_disagg_blocks_must_hold_whole_words(scene: Scene) -> None:

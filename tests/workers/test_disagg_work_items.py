@@ -117,6 +117,16 @@ def item_of(name: str, stage: str, epoch: int, **changes: Any) -> WorkItem:
     return work_item(name, PROMPT, 4, **{"stage": stage, "worker_epoch": epoch, "prefilled": kept, **changes})
 
 
+@pytest.fixture
+def engine() -> KvEngine:
+    return KvEngine()
+
+
+@pytest.fixture
+def worker(scene: Scene, engine: KvEngine) -> Worker:
+    return worker_of(scene, engine)
+
+
 async def computed(scene: Scene, engine: KvEngine, item: WorkItem, lease_us: int = 60_000_000) -> None:
     """Send a prefill and publish its result."""
     before = len(scene.progress(PrefillFinished))
@@ -128,11 +138,10 @@ async def computed(scene: Scene, engine: KvEngine, item: WorkItem, lease_us: int
     await until(lambda: len(scene.progress(PrefillFinished)) > before)
 
 
-async def test_prefill_result_is_reported_to_the_owner_only(scene: Scene) -> None:
-    engine = KvEngine()
-    worker = worker_of(scene, engine)
-    async with scene.serving(worker) as epoch:
-        await computed(scene, engine, item_of("r", "prefill", epoch, owner_epoch=7))
+async def test_prefill_result_is_reported_to_the_owner_only(
+    scene: Scene, engine: KvEngine, worker: Worker, epoch: int
+) -> None:
+    await computed(scene, engine, item_of("r", "prefill", epoch, owner_epoch=7))
     (generated,) = scene.progress()
     assert generated.prefilled == msgspec.structs.replace(prefilled(epoch), cached_tokens=4)
     assert (generated.request_id, generated.attempt, generated.owner_epoch, generated.worker_epoch) == (
@@ -156,25 +165,23 @@ async def test_disagg_result_has_the_rank(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(("status", "reported"), [(400, 400), (503, 503), (0, 500), (302, 500), (700, 500)])
-async def test_prefill_failure_is_reported_to_the_owner_only(scene: Scene, status: int, reported: int) -> None:
-    engine = KvEngine()
-    async with scene.serving(worker_of(scene, engine)) as epoch:
-        await scene.send(item_of("r", "prefill", epoch))
-        await until(lambda: engine.items)
-        engine.emit(failed=[Failed("r", 1, ResponseError(status=status, code="c" * 300, message="m" * 900))])
-        await until(scene.progress)
+async def test_prefill_failure_is_reported_to_the_owner_only(
+    scene: Scene, engine: KvEngine, epoch: int, status: int, reported: int
+) -> None:
+    await scene.send(item_of("r", "prefill", epoch))
+    await until(lambda: engine.items)
+    engine.emit(failed=[Failed("r", 1, ResponseError(status=status, code="c" * 300, message="m" * 900))])
+    await until(scene.progress)
     (generated,) = scene.progress(PrefillFailed)
     assert (generated.status, generated.code, generated.error) == (reported, "c" * 256, "m" * 500)
     assert not scene.tokens()
     assert not scene.progress(RequestFailed)
 
 
-async def test_disagg_stage_with_an_unknown_rank_fails(scene: Scene) -> None:
-    engine = KvEngine()
-    async with scene.serving(worker_of(scene, engine)) as epoch:
-        await scene.send(item_of("p", "prefill", epoch, rank=3))
-        await scene.send(item_of("d", "decode", epoch, rank=3))
-        await until(lambda: scene.progress(PrefillFailed) and scene.tokens(ResponseEnded))
+async def test_disagg_stage_with_an_unknown_rank_fails(scene: Scene, engine: KvEngine, epoch: int) -> None:
+    await scene.send(item_of("p", "prefill", epoch, rank=3))
+    await scene.send(item_of("d", "decode", epoch, rank=3))
+    await until(lambda: scene.progress(PrefillFailed) and scene.tokens(ResponseEnded))
     (generated,) = scene.progress(PrefillFailed)
     assert (generated.request_id, generated.status, generated.code) == ("p", 500, "no_such_rank")
     assert [end.request_id for end in scene.tokens(ResponseEnded)] == ["d"]
@@ -198,19 +205,17 @@ async def test_disagg_stages_are_refused_by_engines_without_kv_transfer(scene: S
     assert [item.request_id for item in engine.items] == ["a"]
 
 
-async def test_disagg_transfer_is_reported_with_the_first_token(scene: Scene) -> None:
-    engine = KvEngine()
-    async with scene.serving(worker_of(scene, engine)) as epoch:
-        kept = msgspec.structs.replace(prefilled(), rank=3)
-        item = item_of("r", "decode", epoch, prefilled=kept)
-        await scene.send(item)
-        await until(lambda: engine.items == [item])
-        engine.emit(
-            emitted=[Emitted("r", 1, 0, pack_u32([9, 9, 9, 9]))],
-            first_tokens=[FirstTokenStep("r", 1, 5, transferred_bytes=32, transfer_us=11)],
-            finished=[Finished("r", 1, "length", 6, 4, 5)],
-        )
-        await until(lambda: scene.progress(RequestFinished))
+async def test_disagg_transfer_is_reported_with_the_first_token(scene: Scene, engine: KvEngine, epoch: int) -> None:
+    kept = msgspec.structs.replace(prefilled(), rank=3)
+    item = item_of("r", "decode", epoch, prefilled=kept)
+    await scene.send(item)
+    await until(lambda: engine.items == [item])
+    engine.emit(
+        emitted=[Emitted("r", 1, 0, pack_u32([9, 9, 9, 9]))],
+        first_tokens=[FirstTokenStep("r", 1, 5, transferred_bytes=32, transfer_us=11)],
+        finished=[Finished("r", 1, "length", 6, 4, 5)],
+    )
+    await until(lambda: scene.progress(RequestFinished))
     (first,) = scene.progress(FirstTokenEmitted)
     assert (first.cached_tokens, first.transferred_bytes, first.transfer_us) == (5, 32, 11)
     assert not first.unfetched
@@ -220,53 +225,50 @@ async def test_disagg_transfer_is_reported_with_the_first_token(scene: Scene) ->
     assert scene.tokens(ResponseEnded)
 
 
-async def test_disagg_prefill_worker_is_named_with_the_first_token_only(scene: Scene) -> None:
-    engine = KvEngine()
-    async with scene.serving(worker_of(scene, engine)) as epoch:
-        for name in "rs":
-            await scene.send(item_of(name, "decode", epoch))
-        await until(lambda: len(engine.items) == 2)
-        engine.emit(
-            emitted=[Emitted(name, 1, 0, pack_u32([9])) for name in "sr"],
-            first_tokens=[FirstTokenStep(name, 1, 5, transferred_bytes=size) for name, size in (("r", 8), ("s", 16))],
-        )
-        engine.emit(emitted=[Emitted(name, 1, 1, pack_u32([9])) for name in "sr"])
-        await until(lambda: sum(len(event.chunks) for event in scene.tokens(TokensEmitted)) == 4)
+async def test_disagg_prefill_worker_is_named_with_the_first_token_only(
+    scene: Scene, engine: KvEngine, epoch: int
+) -> None:
+    for name in "rs":
+        await scene.send(item_of(name, "decode", epoch))
+    await until(lambda: len(engine.items) == 2)
+    engine.emit(
+        emitted=[Emitted(name, 1, 0, pack_u32([9])) for name in "sr"],
+        first_tokens=[FirstTokenStep(name, 1, 5, transferred_bytes=size) for name, size in (("r", 8), ("s", 16))],
+    )
+    engine.emit(emitted=[Emitted(name, 1, 1, pack_u32([9])) for name in "sr"])
+    await until(lambda: sum(len(event.chunks) for event in scene.tokens(TokensEmitted)) == 4)
     chunks = [chunk for event in scene.tokens(TokensEmitted) for chunk in event.chunks]
     reported = [(one.request_id, one.first_index, one.prefilled and one.prefilled.transferred_bytes) for one in chunks]
     assert reported == [("s", 0, 16), ("r", 0, 8), ("s", 1, None), ("r", 1, None)]
 
 
-async def test_disagg_kv_that_cannot_be_fetched_goes_back_to_the_owner(scene: Scene) -> None:
-    engine = KvEngine()
-    worker = worker_of(scene, engine)
-    async with scene.serving(worker) as epoch:
-        await scene.send(item_of("r", "decode", epoch))
-        await until(lambda: engine.items)
-        engine.emit(not_fetched=[NotFetched("r", 2, "another attempt"), NotFetched("r", 1, "w9 is gone" * 100)])
-        await until(scene.progress)
-        assert not worker.active_requests
+async def test_disagg_kv_that_cannot_be_fetched_goes_back_to_the_owner(
+    scene: Scene, engine: KvEngine, worker: Worker, epoch: int
+) -> None:
+    await scene.send(item_of("r", "decode", epoch))
+    await until(lambda: engine.items)
+    engine.emit(not_fetched=[NotFetched("r", 2, "another attempt"), NotFetched("r", 1, "w9 is gone" * 100)])
+    await until(scene.progress)
+    assert not worker.active_requests
     (generated,) = scene.progress()
     assert type(generated) is TransferFailed
     assert generated.error == ("w9 is gone" * 100)[:500]
     assert not scene.tokens()
 
 
-async def test_disagg_failure_before_the_first_token_drops_the_kv(scene: Scene) -> None:
-    engine = KvEngine()
+async def test_disagg_failure_before_the_first_token_drops_the_kv(scene: Scene, engine: KvEngine, epoch: int) -> None:
     refused = ResponseError(status=404, code="adapter_not_loaded", message="it is not loaded")
-    async with scene.serving(worker_of(scene, engine)) as epoch:
-        for name in ("refused", "begun", "stale"):
-            await scene.send(item_of(name, "decode", epoch, attempt=1))
-        await scene.send(item_of("whole", "aggregated", epoch))
-        await until(lambda: len(engine.items) == 4)
-        engine.emit(failed=[Failed("stale", 2, refused), Failed("whole", 1, refused), Failed("nobody", 1, refused)])
-        engine.emit(first_tokens=[FirstTokenStep("begun", 1, 5)])
-        engine.emit(failed=[Failed("begun", 1, refused)])
-        await until(lambda: len(scene.progress(RequestFailed)) == 2)
-        assert not engine.dropped, "it was fetched, or is somebody else's"
-        engine.emit(failed=[Failed("refused", 1, refused)])
-        await until(lambda: len(scene.progress(RequestFailed)) == 3)
+    for name in ("refused", "begun", "stale"):
+        await scene.send(item_of(name, "decode", epoch, attempt=1))
+    await scene.send(item_of("whole", "aggregated", epoch))
+    await until(lambda: len(engine.items) == 4)
+    engine.emit(failed=[Failed("stale", 2, refused), Failed("whole", 1, refused), Failed("nobody", 1, refused)])
+    engine.emit(first_tokens=[FirstTokenStep("begun", 1, 5)])
+    engine.emit(failed=[Failed("begun", 1, refused)])
+    await until(lambda: len(scene.progress(RequestFailed)) == 2)
+    assert not engine.dropped, "it was fetched, or is somebody else's"
+    engine.emit(failed=[Failed("refused", 1, refused)])
+    await until(lambda: len(scene.progress(RequestFailed)) == 3)
     assert engine.dropped == [b"here"]
 
 
@@ -283,25 +285,21 @@ async def append_earlier_output(scene: Scene, tokens: list[int], ended: bool = F
         await scene.append(TOKENS, 3, event)
 
 
-async def test_disagg_later_attempt_without_output_fetches(scene: Scene) -> None:
-    engine = KvEngine()
-    async with scene.serving(worker_of(scene, engine)) as epoch:
-        item = item_of("r", "decode", epoch, attempt=2)
-        await scene.send(item)
-        await until(lambda: engine.items == [item])
+async def test_disagg_later_attempt_without_output_fetches(scene: Scene, engine: KvEngine, epoch: int) -> None:
+    item = item_of("r", "decode", epoch, attempt=2)
+    await scene.send(item)
+    await until(lambda: engine.items == [item])
     assert scene.tokens(AttemptStarted)
     assert not engine.dropped
 
 
-async def test_disagg_later_attempt_with_output_continues_locally(scene: Scene) -> None:
-    engine = KvEngine()
+async def test_disagg_later_attempt_with_output_continues_locally(scene: Scene, engine: KvEngine, epoch: int) -> None:
     await append_earlier_output(scene, [70, 71])
-    async with scene.serving(worker_of(scene, engine)) as epoch:
-        await scene.send(item_of("r", "decode", epoch, attempt=2))
-        await until(lambda: engine.items)
-        engine.emit(first_tokens=[FirstTokenStep("r", 2, 0)], emitted=[Emitted("r", 2, 0, pack_u32([72]))])
-        engine.emit(failed=[Failed("r", 2, ResponseError(status=503, code="full", message="no room"))])
-        await until(lambda: scene.tokens(ResponseEnded))
+    await scene.send(item_of("r", "decode", epoch, attempt=2))
+    await until(lambda: engine.items)
+    engine.emit(first_tokens=[FirstTokenStep("r", 2, 0)], emitted=[Emitted("r", 2, 0, pack_u32([72]))])
+    engine.emit(failed=[Failed("r", 2, ResponseError(status=503, code="full", message="no room"))])
+    await until(lambda: scene.tokens(ResponseEnded))
     chunks = [chunk for event in scene.tokens(TokensEmitted) for chunk in event.chunks]
     assert [chunk.prefilled for chunk in chunks if chunk.attempt == 2] == [None], "nobody else computed it"
     (first,) = scene.progress(FirstTokenEmitted)
@@ -315,97 +313,92 @@ async def test_disagg_later_attempt_with_output_continues_locally(scene: Scene) 
 
 
 @pytest.mark.parametrize(("generated", "ended"), [([], True), ([70], True), ([70, 71, 72, 73], False)])
-async def test_disagg_complete_response_needs_no_kv(scene: Scene, generated: list[int], ended: bool) -> None:
-    engine = KvEngine()
+async def test_disagg_complete_response_needs_no_kv(
+    scene: Scene, engine: KvEngine, worker: Worker, epoch: int, generated: list[int], ended: bool
+) -> None:
     await append_earlier_output(scene, generated, ended)
-    worker = worker_of(scene, engine)
-    async with scene.serving(worker) as epoch:
-        await scene.send(item_of("r", "decode", epoch, attempt=2))
-        await until(scene.progress)
-        assert not worker.active_requests
+    await scene.send(item_of("r", "decode", epoch, attempt=2))
+    await until(scene.progress)
+    assert not worker.active_requests
     assert engine.dropped == [b"here"]
     assert not engine.items
 
 
 async def test_disagg_later_prefill_releases_the_kv_of_the_previous_attempt(
     scene: Scene,
+    engine: KvEngine,
+    worker: Worker,
+    epoch: int,
 ) -> None:
-    engine = KvEngine()
-    worker = worker_of(scene, engine)
-    async with scene.serving(worker) as epoch:
-        await computed(scene, engine, item_of("r", "prefill", epoch))
-        engine.released.clear()
-        await scene.send(item_of("r", "prefill", epoch, attempt=2))
-        await until(lambda: len(engine.items) == 2)
-        assert engine.released == ["r"]
+    await computed(scene, engine, item_of("r", "prefill", epoch))
+    engine.released.clear()
+    await scene.send(item_of("r", "prefill", epoch, attempt=2))
+    await until(lambda: len(engine.items) == 2)
+    assert engine.released == ["r"]
     assert worker.counters.reading.passes == 0
     assert not scene.tokens()
 
 
-async def test_disagg_cancellation_frees_kept_kv(scene: Scene) -> None:
-    engine = KvEngine()
-    worker = worker_of(scene, engine)
-    async with scene.serving(worker) as epoch:
-        await computed(scene, engine, item_of("r", "prefill", epoch))
-        engine.released.clear()
-        cancelled = WorkCancelled(request_id="r", attempt=1, owner_epoch=0, worker_epoch=epoch)
-        await scene.send(cancelled)
-        await until(lambda: engine.released == ["r"])
-        # The result is not sent again either.
-        await scene.send(item_of("r", "prefill", epoch, owner_epoch=9))
-        await until(lambda: worker.counters.repeated == 1)
-        # One that is under way is cancelled; what comes of it all the same is given back.
-        await scene.send(item_of("s", "prefill", epoch))
-        await until(lambda: len(engine.items) == 2)
-        await scene.send(msgspec.structs.replace(cancelled, request_id="s"))
-        await until(lambda: engine.cancelled == ["s"])
-        engine.released.clear()
-        engine.emit(prefilled=[PromptPrefilled("s", 1, prefilled(epoch))])
-        await until(lambda: engine.released == ["s"])
+async def test_disagg_cancellation_frees_kept_kv(scene: Scene, engine: KvEngine, worker: Worker, epoch: int) -> None:
+    await computed(scene, engine, item_of("r", "prefill", epoch))
+    engine.released.clear()
+    cancelled = WorkCancelled(request_id="r", attempt=1, owner_epoch=0, worker_epoch=epoch)
+    await scene.send(cancelled)
+    await until(lambda: engine.released == ["r"])
+    # The result is not sent again either.
+    await scene.send(item_of("r", "prefill", epoch, owner_epoch=9))
+    await until(lambda: worker.counters.repeated == 1)
+    # One that is under way is cancelled; what comes of it all the same is given back.
+    await scene.send(item_of("s", "prefill", epoch))
+    await until(lambda: len(engine.items) == 2)
+    await scene.send(msgspec.structs.replace(cancelled, request_id="s"))
+    await until(lambda: engine.cancelled == ["s"])
+    engine.released.clear()
+    engine.emit(prefilled=[PromptPrefilled("s", 1, prefilled(epoch))])
+    await until(lambda: engine.released == ["s"])
     assert len(scene.progress(PrefillFinished)) == 1
 
 
-async def test_disagg_release_frees_only_its_attempt(scene: Scene) -> None:
+async def test_disagg_release_frees_only_its_attempt(
+    scene: Scene, engine: KvEngine, worker: Worker, epoch: int
+) -> None:
     """A release may come late, from an owner that does not know whether its predecessor sent it."""
-    engine = KvEngine()
-    worker = worker_of(scene, engine)
-    async with scene.serving(worker) as epoch:
-        first = ReleaseKv(request_id="r", attempt=1, owner_epoch=0, worker_epoch=epoch)
-        await computed(scene, engine, item_of("r", "prefill", epoch))
-        engine.released.clear()
-        await scene.send(first)
-        await until(lambda: engine.released == ["r"])
-        await scene.send(item_of("r", "prefill", epoch, owner_epoch=9))
-        await until(lambda: worker.counters.repeated == 1)
-        assert len(scene.progress(PrefillFinished)) == 1, "a released result is not sent again"
-        # The next attempt: while it is computed, and while its KV is kept.
-        await scene.send(item_of("r", "prefill", epoch, attempt=2))
-        await until(lambda: len(engine.items) == 2)
-        engine.released.clear()
-        await scene.send(first)
-        engine.holds.add("r")
-        engine.emit(prefilled=[PromptPrefilled("r", 2, prefilled(epoch), 4)])
-        await until(lambda: len(scene.progress(PrefillFinished)) == 2)
-        await scene.send(first)
-        await scene.send(msgspec.structs.replace(first, request_id="unknown"))
-        await until(lambda: engine.released == ["unknown"])
-        assert not engine.cancelled
-        await scene.send(msgspec.structs.replace(first, attempt=2))
-        await until(lambda: not engine.kept())
+    first = ReleaseKv(request_id="r", attempt=1, owner_epoch=0, worker_epoch=epoch)
+    await computed(scene, engine, item_of("r", "prefill", epoch))
+    engine.released.clear()
+    await scene.send(first)
+    await until(lambda: engine.released == ["r"])
+    await scene.send(item_of("r", "prefill", epoch, owner_epoch=9))
+    await until(lambda: worker.counters.repeated == 1)
+    assert len(scene.progress(PrefillFinished)) == 1, "a released result is not sent again"
+    # The next attempt: while it is computed, and while its KV is kept.
+    await scene.send(item_of("r", "prefill", epoch, attempt=2))
+    await until(lambda: len(engine.items) == 2)
+    engine.released.clear()
+    await scene.send(first)
+    engine.holds.add("r")
+    engine.emit(prefilled=[PromptPrefilled("r", 2, prefilled(epoch), 4)])
+    await until(lambda: len(scene.progress(PrefillFinished)) == 2)
+    await scene.send(first)
+    await scene.send(msgspec.structs.replace(first, request_id="unknown"))
+    await until(lambda: engine.released == ["unknown"])
+    assert not engine.cancelled
+    await scene.send(msgspec.structs.replace(first, attempt=2))
+    await until(lambda: not engine.kept())
 
 
 async def test_disagg_repeated_prefill_has_the_same_descriptor(
     scene: Scene,
+    engine: KvEngine,
+    worker: Worker,
+    epoch: int,
 ) -> None:
-    engine = KvEngine()
-    worker = worker_of(scene, engine)
-    async with scene.serving(worker) as epoch:
-        await computed(scene, engine, item_of("r", "prefill", epoch))
-        await scene.send(item_of("r", "prefill", epoch, owner_epoch=9))
-        await until(lambda: len(scene.progress(PrefillFinished)) == 2)
-        await computed(scene, engine, item_of("short", "prefill", epoch), lease_us=1)
-        await scene.send(item_of("short", "prefill", epoch, owner_epoch=9))
-        await until(lambda: worker.counters.repeated == 2)
+    await computed(scene, engine, item_of("r", "prefill", epoch))
+    await scene.send(item_of("r", "prefill", epoch, owner_epoch=9))
+    await until(lambda: len(scene.progress(PrefillFinished)) == 2)
+    await computed(scene, engine, item_of("short", "prefill", epoch), lease_us=1)
+    await scene.send(item_of("short", "prefill", epoch, owner_epoch=9))
+    await until(lambda: worker.counters.repeated == 2)
     first, again, _ = scene.progress(PrefillFinished)
     assert again.owner_epoch == 9
     left_us = again.prefilled.lease_us
@@ -414,37 +407,31 @@ async def test_disagg_repeated_prefill_has_the_same_descriptor(
     assert [item.request_id for item in engine.items] == ["r", "short"], "nothing is computed twice"
 
 
-async def test_disagg_rejected_decode_drops_the_kv(scene: Scene) -> None:
-    engine = KvEngine()
+async def test_disagg_rejected_decode_drops_the_kv(scene: Scene, engine: KvEngine, epoch: int) -> None:
     media = (Media(kind="image", digest="ab" * 32, mime="image/png", first_token=1, tokens=2, content=b"x"),)
-    async with scene.serving(worker_of(scene, engine)) as epoch:
-        await scene.send(item_of("r", "decode", epoch, media=media))
-        await until(lambda: scene.progress(RequestFailed))
+    await scene.send(item_of("r", "decode", epoch, media=media))
+    await until(lambda: scene.progress(RequestFailed))
     (ended,) = scene.tokens(ResponseEnded)
     assert ended.error.code == "media_not_supported"
     assert engine.dropped == [b"here"]
 
 
-async def test_disagg_repeated_earlier_attempt_is_ignored(scene: Scene) -> None:
-    engine = KvEngine()
-    worker = worker_of(scene, engine)
-    async with scene.serving(worker) as epoch:
-        for attempt in (1, 2):
-            await computed(scene, engine, item_of("r", "prefill", epoch, attempt=attempt))
-        await scene.send(item_of("r", "prefill", epoch, attempt=1, owner_epoch=9))
-        await until(lambda: worker.counters.repeated == 1)
+async def test_disagg_repeated_earlier_attempt_is_ignored(
+    scene: Scene, engine: KvEngine, worker: Worker, epoch: int
+) -> None:
+    for attempt in (1, 2):
+        await computed(scene, engine, item_of("r", "prefill", epoch, attempt=attempt))
+    await scene.send(item_of("r", "prefill", epoch, attempt=1, owner_epoch=9))
+    await until(lambda: worker.counters.repeated == 1)
     assert [generated.attempt for generated in scene.progress(PrefillFinished)] == [1, 2]
 
 
-async def test_disagg_lost_epoch_frees_kept_kv(scene: Scene) -> None:
-    engine = KvEngine()
-    worker = worker_of(scene, engine)
-    async with scene.serving(worker) as epoch:
-        await computed(scene, engine, item_of("r", "prefill", epoch))
-        await scene.lose(epoch)
-        await until(lambda: worker.worker_epoch is None)
-        assert engine.resets == 1
-        assert not engine.kept()
+async def test_disagg_lost_epoch_frees_kept_kv(scene: Scene, engine: KvEngine, worker: Worker, epoch: int) -> None:
+    await computed(scene, engine, item_of("r", "prefill", epoch))
+    await scene.lose(epoch)
+    await until(lambda: worker.worker_epoch is None)
+    assert engine.resets == 1
+    assert not engine.kept()
 
 
 @pytest.mark.parametrize("fetched", [True, False])

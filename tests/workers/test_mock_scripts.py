@@ -139,20 +139,21 @@ LONG = {"type": "array", "minItems": 999, "items": {"type": "string", "minLength
 
 
 @pytest.mark.parametrize(
-    "schema",
+    ("kind", "structure"),
     [
-        LONG,
-        {"type": "array", "minItems": 999, "items": {"const": "a" * 5_000}},
-        {"type": "array", "minItems": 999, "items": {"enum": [["b"] * 1_000]}},
-        {"type": "array", "minItems": 99, "items": {"required": ["c" * 5_000]}},
-        {"const": "d" * 100_000},
+        ("json_schema", LONG),
+        ("json_schema", {"type": "array", "minItems": 999, "items": {"const": "a" * 5_000}}),
+        ("json_schema", {"type": "array", "minItems": 999, "items": {"enum": [["b"] * 1_000]}}),
+        ("json_schema", {"type": "array", "minItems": 99, "items": {"required": ["c" * 5_000]}}),
+        ("json_schema", {"const": "d" * 100_000}),
+        ("choice", ["e" * 100_000]),
     ],
 )
-def test_the_size_of_a_structure_is_limited(schema: Any) -> None:
-    structured = StructuredOutput(kind="json_schema", text=json.dumps(schema))
-    script = script_of("prompt", structured=structured)
+def test_the_size_of_a_structure_is_limited(kind: Any, structure: Any) -> None:
+    script = script_of("prompt", structured=StructuredOutput(kind=kind, text=json.dumps(structure)))
     assert script is not None
-    msgspec.json.decode(script[0])
+    if kind == "json_schema":
+        msgspec.json.decode(script[0])
     assert len(script[0]) <= CHARS_MAX
 
 
@@ -165,13 +166,6 @@ def test_the_calls_of_all_tools_share_one_limit() -> None:
     assert script is not None
     assert script[0].count("<tool_call>") == 1
     assert len(script[0]) <= CHARS_MAX + 100
-
-
-def test_a_long_choice_is_cut() -> None:
-    structured = StructuredOutput(kind="choice", text=json.dumps(["e" * 100_000]))
-    script = script_of("prompt", structured=structured)
-    assert script is not None
-    assert len(script[0]) <= CHARS_MAX
 
 
 def prompt(text: str, *tools: Any, **arguments: Any) -> str:
@@ -192,7 +186,7 @@ def script_of(text: str, **sampling: Any) -> tuple[str, bool] | None:
     [
         ("What is the weather?", ["get_weather"]),
         ("WEATHER, and query the table", ["get_weather", "Query"]),
-        ("List all queries", []),
+        ("List all orders", ["Query"]),
         ("Hello, get this one", []),
         ("weather</tools>\n<tools>", ["get_weather"]),
     ],

@@ -134,13 +134,12 @@ async def test_response_continues_on_another_worker_despite_late_output(scene: S
     assert heir.counters.continued == 1
 
 
-async def test_structured_response_is_not_continued(scene: Scene) -> None:
+async def test_structured_response_is_not_continued(scene: Scene, epoch: int) -> None:
     sampling = Sampling(max_tokens=10, structured=StructuredOutput(kind="json_object"))
-    async with scene.serving(scene.worker()) as epoch:
-        await scene.append(TOKENS, SLOT, emitted("a", 0, [7, 8]))
-        await scene.send(later("a", epoch, sampling=sampling))
-        await scene.send(later("b", epoch, sampling=sampling))  # without output
-        await until(lambda: scene.progress(RequestFailed) and scene.progress(RequestFinished))
+    await scene.append(TOKENS, SLOT, emitted("a", 0, [7, 8]))
+    await scene.send(later("a", epoch, sampling=sampling))
+    await scene.send(later("b", epoch, sampling=sampling))  # without output
+    await until(lambda: scene.progress(RequestFailed) and scene.progress(RequestFinished))
     ended = observed(scene, "a").ended
     assert ended is not None
     assert ended.error is not None
@@ -149,15 +148,14 @@ async def test_structured_response_is_not_continued(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 10])
-async def test_a_response_of_text_is_not_continued(scene: Scene, count: int) -> None:
+async def test_a_response_of_text_is_not_continued(scene: Scene, epoch: int, count: int) -> None:
     """Even with `max_tokens` tokens: they were computed from text, so their number is approximate."""
-    async with scene.serving(scene.worker()) as epoch:
-        event = emitted("a", 0, [7] * count)
-        chunks = tuple(msgspec.structs.replace(chunk, text_only=True) for chunk in event.chunks)
-        await scene.append(TOKENS, SLOT, msgspec.structs.replace(event, chunks=chunks))
-        await scene.send(later("a", epoch))
-        await scene.send(later("b", epoch))  # without output
-        await until(lambda: scene.progress(RequestFailed) and scene.progress(RequestFinished))
+    event = emitted("a", 0, [7] * count)
+    chunks = tuple(msgspec.structs.replace(chunk, text_only=True) for chunk in event.chunks)
+    await scene.append(TOKENS, SLOT, msgspec.structs.replace(event, chunks=chunks))
+    await scene.send(later("a", epoch))
+    await scene.send(later("b", epoch))  # without output
+    await until(lambda: scene.progress(RequestFailed) and scene.progress(RequestFinished))
     ended = observed(scene, "a").ended
     assert ended is not None
     assert ended.error is not None
@@ -174,14 +172,13 @@ def test_continued_response_keeps_the_remaining_min_tokens() -> None:
         assert (rest.max_tokens, rest.min_tokens) == (8, left)
 
 
-async def test_earlier_output_is_cached_and_not_counted_as_prompt(scene: Scene) -> None:
+async def test_earlier_output_is_cached_and_not_counted_as_prompt(scene: Scene, epoch: int) -> None:
     generated = list(range(1000, 1010))
-    async with scene.serving(scene.worker()) as epoch:
-        await scene.append(TOKENS, SLOT, emitted("a", 0, generated))
-        await scene.send(work_item("warm", PROMPT + generated, 1, worker_epoch=epoch))
-        await until(lambda: finished(scene, "warm", 1))
-        await scene.send(later("a", epoch, 12))
-        await until(lambda: finished(scene, "a", 2))
+    await scene.append(TOKENS, SLOT, emitted("a", 0, generated))
+    await scene.send(work_item("warm", PROMPT + generated, 1, worker_epoch=epoch))
+    await until(lambda: finished(scene, "warm", 1))
+    await scene.send(later("a", epoch, 12))
+    await until(lambda: finished(scene, "a", 2))
     reply = observed(scene, "a")
     assert reply.tokens == generated + expected_output(PROMPT, 12)[10:]
     assert reply.ended is not None
@@ -220,34 +217,31 @@ async def test_growth_of_a_continued_response_counts_from_its_prompt(scene: Scen
     assert reported == [6, *range(7, 60, 4)]
 
 
-async def test_ended_response_is_reported_to_the_owner_only(scene: Scene) -> None:
-    async with scene.serving(scene.worker()) as epoch:
-        await scene.send(later("a", epoch, 6, attempt=1))
-        await until(lambda: finished(scene, "a", 1))
-        await scene.send(later("a", epoch, 6))
-        await until(lambda: finished(scene, "a", 2))
+async def test_ended_response_is_reported_to_the_owner_only(scene: Scene, epoch: int) -> None:
+    await scene.send(later("a", epoch, 6, attempt=1))
+    await until(lambda: finished(scene, "a", 1))
+    await scene.send(later("a", epoch, 6))
+    await until(lambda: finished(scene, "a", 2))
     assert [type(event) for event in scene.tokens()][-2:] == [ResponseEnded, AttemptStarted]
     (first,), (second,) = finished(scene, "a", 1), finished(scene, "a", 2)
     assert (second.finish_reason, second.output_tokens) == (first.finish_reason, first.output_tokens) == ("length", 6)
     assert [event.attempt for event in scene.progress(FirstTokenEmitted)] == [1]
 
 
-async def test_an_end_with_an_error_is_reported_as_a_failure(scene: Scene) -> None:
+async def test_an_end_with_an_error_is_reported_as_a_failure(scene: Scene, epoch: int) -> None:
     error = ResponseError(status=400, code="context_length_exceeded", message="too long")
     ended = ResponseEnded(request_id="a", attempt=1, owner_epoch=0, finish_reason="error", error=error, group=GROUP)
-    async with scene.serving(scene.worker()) as epoch:
-        await scene.append(TOKENS, SLOT, ended)
-        await scene.send(later("a", epoch))
-        await until(lambda: scene.progress(RequestFailed))
+    await scene.append(TOKENS, SLOT, ended)
+    await scene.send(later("a", epoch))
+    await until(lambda: scene.progress(RequestFailed))
     assert [(failed.attempt, failed.error) for failed in scene.progress(RequestFailed)] == [(2, "too long")]
     assert scene.tokens(ResponseEnded) == [ended]
 
 
-async def test_complete_response_without_an_end_is_ended(scene: Scene) -> None:
-    async with scene.serving(scene.worker()) as epoch:
-        await scene.append(TOKENS, SLOT, emitted("a", 0, [7] * 10))
-        await scene.send(later("a", epoch))
-        await until(lambda: finished(scene, "a", 2))
+async def test_complete_response_without_an_end_is_ended(scene: Scene, epoch: int) -> None:
+    await scene.append(TOKENS, SLOT, emitted("a", 0, [7] * 10))
+    await scene.send(later("a", epoch))
+    await until(lambda: finished(scene, "a", 2))
     reply = observed(scene, "a")
     assert (reply.tokens, of_attempt(scene, "a", 2)) == ([7] * 10, [])
     assert reply.ended is not None
@@ -255,53 +249,47 @@ async def test_complete_response_without_an_end_is_ended(scene: Scene) -> None:
     assert [type(event) for event in scene.progress()] == [RequestFinished]
 
 
-async def test_response_with_a_gap_fails(scene: Scene) -> None:
-    async with scene.serving(scene.worker()) as epoch:
-        await scene.append(TOKENS, SLOT, emitted("a", 0, [7]))
-        await scene.append(TOKENS, SLOT, emitted("a", 2, [9]))
-        await scene.send(later("a", epoch))
-        await until(lambda: scene.progress(RequestFailed))
+async def test_response_with_a_gap_fails(scene: Scene, epoch: int) -> None:
+    await scene.append(TOKENS, SLOT, emitted("a", 0, [7]))
+    await scene.append(TOKENS, SLOT, emitted("a", 2, [9]))
+    await scene.send(later("a", epoch))
+    await until(lambda: scene.progress(RequestFailed))
     (ended,) = scene.tokens(ResponseEnded)
     assert ended.error == ResponseError(
         status=502, code="tokens_missing", message="output tokens after the first 1 were lost; send the request again"
     )
 
 
-async def test_superseded_attempt_emits_nothing(scene: Scene) -> None:
-    worker = scene.worker()
-    async with scene.serving(worker) as epoch:
-        started = AttemptStarted(request_id="a", attempt=3, owner_epoch=0, worker_id="w3")
-        await scene.append(TOKENS, SLOT, started)
-        await scene.send(later("a", epoch))
-        await until(lambda: worker.counters.superseded)
-        await scene.send(later("b", epoch))
-        await until(lambda: finished(scene, "b", 2))
+async def test_superseded_attempt_emits_nothing(scene: Scene, worker: Worker, epoch: int) -> None:
+    started = AttemptStarted(request_id="a", attempt=3, owner_epoch=0, worker_id="w3")
+    await scene.append(TOKENS, SLOT, started)
+    await scene.send(later("a", epoch))
+    await until(lambda: worker.counters.superseded)
+    await scene.send(later("b", epoch))
+    await until(lambda: finished(scene, "b", 2))
     assert of_attempt(scene, "a", 2) == []
     assert {event.request_id for event in [*scene.progress(), *scene.tokens(ResponseEnded)]} == {"b"}
 
 
-async def test_earlier_request_with_the_same_id_is_ignored(scene: Scene) -> None:
+async def test_earlier_request_with_the_same_id_is_ignored(scene: Scene, epoch: int) -> None:
     """An id may be used again."""
-    async with scene.serving(scene.worker()) as epoch:
-        await scene.append(TOKENS, SLOT, emitted("a", 0, [1, 2, 3]))
-        usage = Usage(prompt_tokens=1, output_tokens=3)
-        ended = ResponseEnded(request_id="a", attempt=1, owner_epoch=0, finish_reason="stop", usage=usage)
-        begin = await scene.append(TOKENS, SLOT, ended) + 1
-        await scene.append(TOKENS, SLOT, emitted("a", 0, [7, 8]))
-        await scene.append(TOKENS, SLOT, emitted("b", 0, [5]))
-        for item in (later("b", epoch), later("a", epoch, reply_from=begin), later("c", epoch, reply_from=10_000)):
-            await scene.send(item)
-        await until(lambda: all(finished(scene, name, 2) for name in "abc"))
+    await scene.append(TOKENS, SLOT, emitted("a", 0, [1, 2, 3]))
+    usage = Usage(prompt_tokens=1, output_tokens=3)
+    ended = ResponseEnded(request_id="a", attempt=1, owner_epoch=0, finish_reason="stop", usage=usage)
+    begin = await scene.append(TOKENS, SLOT, ended) + 1
+    await scene.append(TOKENS, SLOT, emitted("a", 0, [7, 8]))
+    await scene.append(TOKENS, SLOT, emitted("b", 0, [5]))
+    for item in (later("b", epoch), later("a", epoch, reply_from=begin), later("c", epoch, reply_from=10_000)):
+        await scene.send(item)
+    await until(lambda: all(finished(scene, name, 2) for name in "abc"))
     assert [of_attempt(scene, name, 2)[0].first_index for name in "abc"] == [2, 1, 0]
 
 
-async def test_undecodable_output_is_skipped_and_counted(scene: Scene) -> None:
-    worker = scene.worker()
-    async with scene.serving(worker) as epoch:
-        await scene.log.append([Draft(TOKENS.name, SLOT, b"\xc1")])
-        begin = await scene.append(TOKENS, SLOT, emitted("a", 0, [7, 8]))
-        await scene.send(later("a", epoch))
-        await until(lambda: finished(scene, "a", 2))
+async def test_undecodable_output_is_skipped_and_counted(scene: Scene, worker: Worker, epoch: int) -> None:
+    await scene.log.append([Draft(TOKENS.name, SLOT, b"\xc1")])
+    begin = await scene.append(TOKENS, SLOT, emitted("a", 0, [7, 8]))
+    await scene.send(later("a", epoch))
+    await until(lambda: finished(scene, "a", 2))
     assert finished(scene, "a", 2)[0].output_tokens == 10
     assert worker.counters.reading.undecodable == 1
     records = scene.log.records(TOKENS.name, SLOT, begin, 100)
@@ -309,16 +297,14 @@ async def test_undecodable_output_is_skipped_and_counted(scene: Scene) -> None:
     assert [chunk.first_index for chunk in chunks][:2] == [0, 2]
 
 
-async def test_moved_requests_share_one_read_of_a_slot(scene: Scene) -> None:
-    worker = scene.worker()
+async def test_moved_requests_share_one_read_of_a_slot(scene: Scene, worker: Worker, epoch: int) -> None:
     names = [f"r{number}" for number in range(40)]
-    async with scene.serving(worker) as epoch:
-        generated = [emitted(name, at, [at]) for at in range(40) for name in names]
-        assert len(generated) > 2 * PAGE_RECORDS
-        await scene.log.append([Draft(TOKENS.name, SLOT, encode(TOKENS, event)) for event in generated])
-        items = [later(name, epoch, 42) for name in names]
-        await scene.log.append([Draft(WORK.name, WORK_SLOT, encode(WORK, item)) for item in items])
-        await until(lambda: all(finished(scene, name, 2) for name in names))
+    generated = [emitted(name, at, [at]) for at in range(40) for name in names]
+    assert len(generated) > 2 * PAGE_RECORDS
+    await scene.log.append([Draft(TOKENS.name, SLOT, encode(TOKENS, event)) for event in generated])
+    items = [later(name, epoch, 42) for name in names]
+    await scene.log.append([Draft(WORK.name, WORK_SLOT, encode(WORK, item)) for item in items])
+    await until(lambda: all(finished(scene, name, 2) for name in names))
     assert all(observed(scene, name).tokens[:40] == list(range(40)) for name in names)
     assert worker.counters.continued == len(names)
     assert worker.counters.reading.passes == 1

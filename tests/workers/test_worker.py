@@ -50,14 +50,12 @@ def over(scene: Scene, *names: str) -> bool:
     return {end.request_id for end in ends}.issuperset(names)
 
 
-async def test_response_is_on_the_log_in_order(scene: Scene) -> None:
-    worker = scene.worker()
-    async with scene.serving(worker) as epoch:
-        lease = scene.lease()
-        assert lease is not None
-        assert msgspec.msgpack.decode(lease.payload, type=WorkerLease) == WorkerLease(spec=worker.spec)
-        await scene.send(work_item("a", list(range(9)), 10, worker_epoch=epoch, owner_epoch=4))
-        await until(lambda: over(scene, "a"))
+async def test_response_is_on_the_log_in_order(scene: Scene, worker: Worker, epoch: int) -> None:
+    lease = scene.lease()
+    assert lease is not None
+    assert msgspec.msgpack.decode(lease.payload, type=WorkerLease) == WorkerLease(spec=worker.spec)
+    await scene.send(work_item("a", list(range(9)), 10, worker_epoch=epoch, owner_epoch=4))
+    await until(lambda: over(scene, "a"))
     assert len(answer(scene, "a")) == 10
     last = scene.tokens()[-1]
     assert last == ResponseEnded(
@@ -103,21 +101,19 @@ def work_of_every_kind(**to: Any) -> WorkEvents:
     ],
 )
 async def test_only_events_for_the_own_group_name_and_epoch_are_run(
-    scene: Scene, caplog: pytest.LogCaptureFixture, reason: str, to: dict[str, Any]
+    scene: Scene, worker: Worker, epoch: int, caplog: pytest.LogCaptureFixture, reason: str, to: dict[str, Any]
 ) -> None:
     """The epoch is the worker's own in most cases: epochs of two groups can be equal."""
-    worker = scene.worker()
     registry = CollectorRegistry()
     registry.register(WorkerMetrics(worker))
-    async with scene.serving(worker) as epoch:
-        await scene.send(work_item("under-way", [1], 200, worker_epoch=epoch))
-        await until(lambda: "under-way" in worker.active_requests)
-        strangers = work_of_every_kind(**{"worker_epoch": epoch, **to})
-        await scene.log.append([Draft(WORK.name, WORK_SLOT, encode(WORK, event)) for event in strangers])
-        await scene.send(work_item("last", [1], 1, worker_epoch=epoch))
-        await until(lambda: over(scene, "under-way", "last"))
-        labels = {"worker_id": "w1", "reason": reason}
-        assert registry.get_sample_value("forebay_worker_items_skipped_total", labels) == len(strangers)
+    await scene.send(work_item("under-way", [1], 200, worker_epoch=epoch))
+    await until(lambda: "under-way" in worker.active_requests)
+    strangers = work_of_every_kind(**{"worker_epoch": epoch, **to})
+    await scene.log.append([Draft(WORK.name, WORK_SLOT, encode(WORK, event)) for event in strangers])
+    await scene.send(work_item("last", [1], 1, worker_epoch=epoch))
+    await until(lambda: over(scene, "under-way", "last"))
+    labels = {"worker_id": "w1", "reason": reason}
+    assert registry.get_sample_value("forebay_worker_items_skipped_total", labels) == len(strangers)
     assert answer(scene, "mine") == []
     assert len(answer(scene, "under-way")) == 200
     assert (worker.counters.reannounced, scene.progress(CommandDone)) == (0, [])
@@ -148,27 +144,23 @@ async def test_newer_attempt_replaces_an_older_one_in_flight(scene: Scene) -> No
     assert worker.counters.repeated == 1
 
 
-async def test_repeated_and_foreign_items_are_not_run(scene: Scene) -> None:
-    worker = scene.worker()
-    async with scene.serving(worker) as epoch:
-        item = work_item("a", [1], 2, worker_epoch=epoch)
-        await scene.send(work_item("other", [1], 2, worker_epoch=epoch + 1))
-        await scene.send(item)
-        await scene.send(item)
-        await until(lambda: over(scene, "a"))
-        await scene.send(item)
-        await scene.send(work_item("b", [1], 2, worker_epoch=epoch))
-        await until(lambda: over(scene, "b"))
+async def test_repeated_and_foreign_items_are_not_run(scene: Scene, worker: Worker, epoch: int) -> None:
+    item = work_item("a", [1], 2, worker_epoch=epoch)
+    await scene.send(work_item("other", [1], 2, worker_epoch=epoch + 1))
+    await scene.send(item)
+    await scene.send(item)
+    await until(lambda: over(scene, "a"))
+    await scene.send(item)
+    await scene.send(work_item("b", [1], 2, worker_epoch=epoch))
+    await until(lambda: over(scene, "b"))
     assert [end.request_id for end in scene.tokens(ResponseEnded)] == ["a", "b"]
     assert (worker.counters.repeated, worker.counters.other_epoch) == (2, 1)
 
 
-async def test_an_id_that_is_used_again_is_another_request(scene: Scene) -> None:
-    worker = scene.worker()
-    async with scene.serving(worker) as epoch:
-        for number in range(2):
-            await scene.send(work_item("a", [1], 2, worker_epoch=epoch, reply_from=len(scene.tokens())))
-            await until(lambda: len(scene.tokens(ResponseEnded)) == number + 1)  # noqa: B023 - awaited here
+async def test_an_id_that_is_used_again_is_another_request(scene: Scene, worker: Worker, epoch: int) -> None:
+    for number in range(2):
+        await scene.send(work_item("a", [1], 2, worker_epoch=epoch, reply_from=len(scene.tokens())))
+        await until(lambda: len(scene.tokens(ResponseEnded)) == number + 1)  # noqa: B023 - awaited here
     assert worker.counters.repeated == 0
 
 
@@ -200,12 +192,10 @@ async def test_a_cancelled_request_has_no_end_and_frees_its_blocks(scene: Scene)
     assert scene.loads()[-1].kv_blocks_used == 0
 
 
-async def test_undecodable_records_become_dead_letters(scene: Scene) -> None:
-    worker = scene.worker()
-    async with scene.serving(worker) as epoch:
-        await scene.log.append([Draft(WORK.name, WORK_SLOT, b"\xc1 nonsense", b"key")])
-        await scene.send(work_item("a", [1], 1, worker_epoch=epoch))
-        await until(lambda: over(scene, "a"))
+async def test_undecodable_records_become_dead_letters(scene: Scene, worker: Worker, epoch: int) -> None:
+    await scene.log.append([Draft(WORK.name, WORK_SLOT, b"\xc1 nonsense", b"key")])
+    await scene.send(work_item("a", [1], 1, worker_epoch=epoch))
+    await until(lambda: over(scene, "a"))
     (letter,) = scene.dead_letters()
     assert (letter.value, letter.key) == (b"\xc1 nonsense", b"key")
     assert letter.headers is not None
@@ -215,11 +205,10 @@ async def test_undecodable_records_become_dead_letters(scene: Scene) -> None:
     assert worker.counters.dead_letters == 1
 
 
-async def test_refused_requests_end_with_an_error(scene: Scene) -> None:
-    async with scene.serving(scene.worker()) as epoch:
-        await scene.send(work_item("large", [1] * 5, 1000, worker_epoch=epoch))
-        await scene.send(work_item("rank", [1], 1, worker_epoch=epoch, rank=1))
-        await until(lambda: over(scene, "large", "rank"))
+async def test_refused_requests_end_with_an_error(scene: Scene, epoch: int) -> None:
+    await scene.send(work_item("large", [1] * 5, 1000, worker_epoch=epoch))
+    await scene.send(work_item("rank", [1], 1, worker_epoch=epoch, rank=1))
+    await until(lambda: over(scene, "large", "rank"))
     errors = {end.request_id: end.error for end in scene.tokens(ResponseEnded)}
     assert (errors["large"].status, errors["large"].code) == (400, "context_length_exceeded")
     assert "5 prompt tokens and 1000 to generate" in errors["large"].message
@@ -269,12 +258,11 @@ async def test_later_worker_of_the_same_name_wins(scene: Scene) -> None:
     assert scene.holds("later")
 
 
-async def test_evictions_are_reported_in_sequence(scene: Scene) -> None:
-    async with scene.serving(scene.worker()) as epoch:
-        names = [f"r{number}" for number in range(20)]
-        for number, name in enumerate(names):
-            await scene.send(work_item(name, [number] * 16, 4, worker_epoch=epoch))
-            await until(partial(over, scene, name))
+async def test_evictions_are_reported_in_sequence(scene: Scene, epoch: int) -> None:
+    names = [f"r{number}" for number in range(20)]
+    for number, name in enumerate(names):
+        await scene.send(work_item(name, [number] * 16, 4, worker_epoch=epoch))
+        await until(partial(over, scene, name))
     changes = scene.kv()
     assert [event.seq for event in changes] == list(range(1, len(changes) + 1))
     cached: set[int] = set()
@@ -377,32 +365,30 @@ async def test_burst_is_processed_in_slices(scene: Scene) -> None:
     assert [end.request_id for end in scene.tokens(ResponseEnded)] == names
 
 
-async def test_suspect_or_draining_worker_continues_its_requests(scene: Scene) -> None:
-    worker = scene.worker()
-    async with scene.serving(worker) as epoch:
-        for kind in (WorkerSuspect, WorkerRecovered, WorkerDraining):
-            await scene.append(FLEET, PARTITION, kind(worker_id="w1", worker_epoch=epoch, owner_epoch=0))
-            await scene.send(work_item(kind.__name__, [1], 1, worker_epoch=epoch))
-            await until(partial(over, scene, kind.__name__))
-        assert worker.worker_epoch == epoch
+async def test_suspect_or_draining_worker_continues_its_requests(scene: Scene, worker: Worker, epoch: int) -> None:
+    for kind in (WorkerSuspect, WorkerRecovered, WorkerDraining):
+        await scene.append(FLEET, PARTITION, kind(worker_id="w1", worker_epoch=epoch, owner_epoch=0))
+        await scene.send(work_item(kind.__name__, [1], 1, worker_epoch=epoch))
+        await until(partial(over, scene, kind.__name__))
+    assert worker.worker_epoch == epoch
 
 
 @pytest.mark.parametrize(
     "newer", [OwnershipAnnounced(owner_epoch=7), WorkerSuspect(worker_id="w2", worker_epoch=1, owner_epoch=7)]
 )
-async def test_stale_and_foreign_fleet_events_are_ignored(scene: Scene, newer: Event) -> None:
-    worker = scene.worker()
-    async with scene.serving(worker) as epoch:
-        await scene.append(FLEET, PARTITION, newer)
-        await scene.lose(epoch)
-        await scene.append(FLEET, PARTITION, WorkerLost(worker_id="w2", worker_epoch=epoch, owner_epoch=7))
-        await scene.append(FLEET, PARTITION, WorkerLost(worker_id="w1", worker_epoch=epoch + 9, owner_epoch=7))
-        await scene.log.append([Draft(FLEET.name, PARTITION, b"{}")])
-        await until(lambda: worker.counters.fleet_undecodable == 1)
-        assert worker.worker_epoch == epoch
-        await scene.send(work_item("a", [1], 1, worker_epoch=epoch))
-        await until(lambda: over(scene, "a"))
-        assert worker.worker_epoch == epoch
+async def test_stale_and_foreign_fleet_events_are_ignored(
+    scene: Scene, worker: Worker, epoch: int, newer: Event
+) -> None:
+    await scene.append(FLEET, PARTITION, newer)
+    await scene.lose(epoch)
+    await scene.append(FLEET, PARTITION, WorkerLost(worker_id="w2", worker_epoch=epoch, owner_epoch=7))
+    await scene.append(FLEET, PARTITION, WorkerLost(worker_id="w1", worker_epoch=epoch + 9, owner_epoch=7))
+    await scene.log.append([Draft(FLEET.name, PARTITION, b"{}")])
+    await until(lambda: worker.counters.fleet_undecodable == 1)
+    assert worker.worker_epoch == epoch
+    await scene.send(work_item("a", [1], 1, worker_epoch=epoch))
+    await until(lambda: over(scene, "a"))
+    assert worker.worker_epoch == epoch
 
 
 async def test_a_worker_knows_the_event_types_of_the_newest_owner(scene: Scene) -> None:

@@ -251,14 +251,6 @@ def test_loading_is_skipped_where_computing_is_faster(tmp_path: Path) -> None:
         assert one.tiers.counters().rejected_blocks == 12
 
 
-def test_the_costs_learn_from_loads(tmp_path: Path) -> None:
-    with rank(settings(tmp_path, host=16)) as one:
-        one.offload(PROMPT)
-        for count in (1, 2, 6, 12):
-            one.load(range(count))
-        assert one.tiers.costs.transfer("host") is not None
-
-
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_tier_without_room_for_a_block_is_an_error(tier: str, tmp_path: Path) -> None:
     given = settings(tmp_path, host=1, disk=1)

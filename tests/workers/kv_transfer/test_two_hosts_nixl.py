@@ -98,25 +98,6 @@ async def test_nixl_hosts_blocks_are_transferred_between_hosts(hosts: tuple[Host
         assert (stats.blocks, stats.retries, stats.corrupt, stats.failed) == (len(blocks), 0, 0, {})
 
 
-async def test_nixl_hosts_killed_holder_is_reported_as_gone(hosts: tuple[Host, Host]) -> None:
-    one, two = hosts
-    async with (
-        other("p@1", on=one, **SIZES) as holder,
-        other("d@1", on=two, fetch_s=PATIENCE_S, **SIZES) as reader,
-    ):
-        assert await reader.fetch(await holder.offer("before", ALL), ALL) == "done"
-        offer = await holder.offer("a", ALL)
-        await begin_and_pause(holder, reader, one, offer)
-        await holder.kill()
-        reader.signal(signal.SIGCONT)
-        assert await reader.ask("end") == "gone"
-        assert await reader.fetch(offer, ALL) == "gone", "nor later"
-        assert await kept_apart(reader) == 0, "the dead write to nothing"
-        async with other("q@1", on=one, **SIZES) as successor:
-            assert await reader.fetch(await successor.offer("b", ALL), ALL) == "done"
-            assert await reader.has(ALL, ALL)
-
-
 @pytest.mark.slow
 async def test_nixl_hosts_temporary_network_failure(hosts: tuple[Host, Host]) -> None:
     one, two = hosts

@@ -96,7 +96,6 @@ class Stats(msgspec.Struct, kw_only=True):
     quarantined_blocks: int = 0
 
     def add_fetch(self, fetch: FetchedKv) -> None:
-        """Count a completed fetch."""
         self.fetched += 1
         self.blocks += fetch.blocks
         self.bytes += fetch.bytes

@@ -75,7 +75,6 @@ def encode_location(place: BlockLocation) -> bytes:
 
 
 def pack_slots(slots: "Slots") -> bytes:
-    """Return slot numbers packed as little-endian u32."""
     return pack_u32(slots.tolist())
 
 

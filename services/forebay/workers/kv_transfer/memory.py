@@ -104,7 +104,6 @@ class Arena:
         return numbers
 
     def distinct(self, numbers: "Numbers") -> bool:
-        """Return whether no block number occurs twice."""
         import numpy  # noqa: PLC0415 - an extra
 
         places = numpy.arange(len(numbers), dtype=numpy.int32)
@@ -112,7 +111,6 @@ class Arena:
         return bool((self._marks[numbers] == places).all())
 
     def slots_of(self, numbers: "Numbers") -> "Slots":
-        """Return the numbers of the slots that currently are the memory of these blocks."""
         slots: Slots = self._slot_of[numbers]
         return slots
 
@@ -130,7 +128,6 @@ class Arena:
         self._promised += count
 
     def unreserve(self, count: int) -> None:
-        """Cancel the reservation of `count` spare slots."""
         self._promised -= count
 
     def quarantine(self, numbers: "Numbers") -> "Slots":

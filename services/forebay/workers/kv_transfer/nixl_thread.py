@@ -54,18 +54,11 @@ class Peer:
     broken: bool = False
 
     def is_of(self, place: BlockLocation) -> bool:
-        """Return whether a descriptor refers to the memory for which this peer was prepared."""
         return (self.metadata, self.address, self.slots) == (place.route, place.address, place.slots)
 
 
 def prepare(agent: Any, whose: str, address: int, length: int, count: int) -> Any:
-    """Return NIXL's prepared list of consecutive pieces of memory.
-
-    Args:
-        whose: name of the agent that owns the memory.
-        address: memory address of the first piece.
-        length: bytes per piece.
-    """
+    """Return NIXL's prepared list of consecutive pieces of memory."""
     import numpy  # noqa: PLC0415 - an extra
 
     strided = numpy.array([[address, length, 0, length, count]], dtype=numpy.uint64)
@@ -115,7 +108,6 @@ class Peers:
         return peer or self._learn(place)
 
     def ended(self, peer: Peer) -> None:
-        """Record that a read from a holder has ended."""
         peer.reads -= 1
         if not peer.reads:
             peer.silent = False
@@ -127,7 +119,6 @@ class Peers:
         self._known[name].silent = True
 
     def close(self) -> None:
-        """Disconnect from all holders. The caller ensures that no reads are in progress."""
         for peer in list(self._known.values()):
             self.forget(peer)
 
@@ -189,7 +180,6 @@ class LocalAgent:
         self.free_words = list(range(READS_MAX))
 
     def close(self) -> None:
-        """Release the prepared lists. The caller ensures that no reads are in progress."""
         self.agent.release_dlist_handle(self.slots)
         self.agent.release_dlist_handle(self.words)
 
@@ -252,15 +242,7 @@ class Read:
 
 
 def notify(agent: Any, place: BlockLocation, what: bytes) -> None:
-    """Send a connected holder the notification that it can free its blocks.
-
-    Args:
-        place: location of the offered blocks.
-        what: `FETCHED`, or `DROPPED` if the blocks will not be fetched.
-
-    Raises:
-        TransferError: NIXL cannot send it. The offer then ends when its lease expires.
-    """
+    """Send a connected holder the notification that it can free its blocks."""
     try:
         agent.send_notif(place.agent, what + b"%d" % place.generation)
     except Exception as error:
@@ -268,17 +250,7 @@ def notify(agent: Any, place: BlockLocation, what: bytes) -> None:
 
 
 def transfer(agent: Any, ours: Any, our_numbers: Any, theirs: Any, their_numbers: Any) -> Iterator[None]:
-    """Return a generator that runs one READ of NIXL. The caller resumes it whenever NIXL may have made progress.
-
-    Args:
-        ours: prepared list of this worker's memory.
-        our_numbers: indices in that list of the pieces to write.
-        theirs: prepared list of the holder's memory.
-        their_numbers: indices in that list of the pieces to read.
-
-    Raises:
-        TransferError: the transfer failed.
-    """
+    """Return a generator that runs one READ of NIXL. The caller resumes it whenever NIXL may have made progress."""
     handle = agent.make_prepped_xfer("READ", ours, our_numbers, theirs, their_numbers)
     try:
         state = agent.transfer(handle)

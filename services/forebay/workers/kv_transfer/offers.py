@@ -109,7 +109,6 @@ class KvOffers:
         )
 
     def end(self, generation: int, why: FreeReason) -> bool:
-        """End the offer with this generation, for this reason. Return False if it has already ended."""
         held = self._by_generation.get(generation)
         if held is None:
             return False
@@ -117,7 +116,6 @@ class KvOffers:
         return True
 
     def release(self, request_id: str) -> bool:
-        """End the offer of a request with reason `released`. Return False if there is none."""
         held = self._held.get(request_id)
         if held is None:
             return False
@@ -125,7 +123,6 @@ class KvOffers:
         return True
 
     def close(self) -> None:
-        """End all offers with reason `released`."""
         for held in list(self._held.values()):
             self._end(held, "released")
 

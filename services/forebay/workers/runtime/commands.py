@@ -75,12 +75,10 @@ class CommandRunner:
 
     @property
     def waiting(self) -> int:
-        """Number of queued commands, without the one that runs."""
         return len(self._waiting)
 
     @property
     def busy(self) -> bool:
-        """Whether a command is queued or is being executed."""
         return self._executing or bool(self._waiting)
 
     def join(self, outbox: Outbox) -> None:

@@ -88,23 +88,16 @@ class MediaFeed:
             task.cancel()
 
     def release(self, request_id: str) -> None:
-        """Free KV that the engine keeps for another worker; see `KvEngine.release`.
-
-        Does nothing if the engine cannot keep KV.
-        """
+        """Free KV that the engine keeps for another worker; see `KvEngine.release`."""
         if self._kv is not None:
             self._kv.release(request_id)
 
     def drop(self, prefilled: Prefilled) -> None:
-        """Notify the prefill worker that its KV is not needed; see `KvEngine.drop`.
-
-        Does nothing if the engine cannot fetch KV.
-        """
+        """Notify the prefill worker that its KV is not needed; see `KvEngine.drop`."""
         if self._kv is not None:
             self._kv.drop(prefilled)
 
     def kept(self) -> int:
-        """Return the number of requests whose KV the engine keeps for another worker; 0 if it cannot keep KV."""
         return 0 if self._kv is None else self._kv.kept()
 
     def reset(self) -> None:

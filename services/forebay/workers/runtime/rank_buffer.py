@@ -82,7 +82,6 @@ class RankBuffer:
         self.load = EngineLoad(running, waiting, round(usage * total), total)
 
     def changed(self, changes: Sequence[CacheChange]) -> None:
-        """Add changes of the cache that the engine reported, in order."""
         for change in changes:
             if isinstance(change, Cleared):
                 self.clears += 1
@@ -127,30 +126,18 @@ class RankBuffer:
         chunk.logprobs += logprobs
 
     def began(self, item: WorkItem, cached_tokens: int, onboarded: tuple[OnboardedTokens, ...] = ()) -> None:
-        """Add the event that the prompt of a request was computed.
-
-        Args:
-            cached_tokens: number of prompt tokens that were in the cache, or loaded into it.
-            onboarded: the part of them that was loaded from other tiers.
-        """
+        """Add the event that the prompt of a request was computed."""
         first = FirstTokenStep(item.request_id, item.attempt, cached_tokens, onboarded=onboarded)
         self._events["first_tokens"].append(first)
 
     def embedded(self, item: WorkItem, packed: bytes) -> None:
-        """Add the embedding vector of a prompt, packed as float32."""
         self._events["vectors"].append(Vector(item.request_id, item.attempt, packed))
 
     def finished(self, end: Finished) -> None:
         self._events["finished"].append(end)
 
     def failed(self, item: WorkItem, error: ResponseError, *, is_rejection: bool = False) -> None:
-        """Add the failure of a request.
-
-        Args:
-            error: the error for the client.
-            is_rejection: whether another worker may take the request, because the attempt has no output and the request
-                is not at fault.
-        """
+        """Add the failure of a request."""
         self._events["failed"].append(Failed(item.request_id, item.attempt, error, is_rejection))
 
     def prefilled(
@@ -160,18 +147,11 @@ class RankBuffer:
         cached_tokens: int,
         onboarded: tuple[OnboardedTokens, ...] = (),
     ) -> None:
-        """Add the event that the KV of a prompt was computed and is kept for another worker.
-
-        Args:
-            prefilled: descriptor of the KV for the other worker.
-            cached_tokens: number of prompt tokens that were in the cache, or loaded into it.
-            onboarded: the part of them that was loaded from other tiers.
-        """
+        """Add the event that the KV of a prompt was computed and is kept for another worker."""
         kept = PromptPrefilled(item.request_id, item.attempt, prefilled, cached_tokens, onboarded)
         self._events["prefilled"].append(kept)
 
     def not_fetched(self, item: WorkItem, error: str) -> None:
-        """Add the event that the KV of a prompt could not be fetched, with the reason."""
         self._events["not_fetched"].append(NotFetched(item.request_id, item.attempt, error))
 
     def take(self) -> EngineBatch | None:

@@ -78,7 +78,6 @@ class HealthWatch:
         self._wanted = asyncio.Event()
 
     def check_now(self) -> None:
-        """Make `run` perform the next check immediately."""
         self._wanted.set()
 
     async def run(self, passed: Callable[[], None]) -> None:

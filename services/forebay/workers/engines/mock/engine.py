@@ -108,7 +108,6 @@ class MockEngine:
         return msgspec.structs.replace(spec, kv_layout=layout) if has_transfers else spec
 
     async def run(self, publish: Publish) -> None:
-        """Run all ranks and publish batches of their events, until cancelled."""
         async with asyncio.TaskGroup() as group:
             for rank in self.ranks.values():
                 group.create_task(rank.run(publish))
@@ -127,15 +126,12 @@ class MockEngine:
         self.ranks[rank].model.warm(hashes)
 
     def held(self, rank: int) -> list[int]:
-        """Return the sequence hashes of the blocks in the cache of a rank."""
         return self.ranks[rank].model.held()
 
     def held_in_tiers(self, rank: int) -> Sequence[CacheChange]:
-        """Return the blocks in host memory and on the disk of a rank."""
         return self.ranks[rank].held_in_tiers()
 
     def stored(self) -> Sequence[int]:
-        """Return the sequence hashes of the blocks that the shared store has, as far as the ranks know."""
         names = [name for tiers in self._opened_tiers().values() for name in tiers.manager.resident("store")]
         return list(dict.fromkeys(name.sequence_hash for name in names))
 
@@ -157,22 +153,18 @@ class MockEngine:
         self._submit(item, xxh3_64_intdigest(embeddings.tobytes()))
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request, if it is in flight, and free the KV that is kept for it."""
         for rank in self.ranks.values():
             rank.cancel(request_id)
 
     def release(self, request_id: str) -> None:
-        """Free the KV that is kept for a request, if there is any."""
         if self.kv is not None:
             self.kv.release(request_id)
 
     def drop(self, prefilled: Prefilled) -> None:
-        """Notify the prefill worker that this worker will not fetch its KV."""
         if self.kv is not None:
             self.kv.drop(prefilled)
 
     def kept(self) -> int:
-        """Return the number of requests whose KV this worker keeps for other workers."""
         return 0 if self.kv is None else self.kv.kept
 
     def requests(self) -> dict[str, RequestState]:
@@ -180,7 +172,6 @@ class MockEngine:
         return {name: state for rank in self.ranks.values() for name, state in rank.requests().items()}
 
     def kv_stats(self) -> Stats:
-        """Return the statistics of KV transfers since the start of the engine, over all worker epochs."""
         return Stats() if self.kv is None else self.kv.stats
 
     async def command(self, command: Command) -> tuple[str, ...]:
@@ -226,7 +217,6 @@ class MockEngine:
         return tuple(self._loras)
 
     def _load(self, name: str, path: str) -> None:
-        """Load an adapter. Its directory must exist but is not read."""
         if not name or not path:
             raise EngineRefused("an adapter needs a name and a directory")
         if name in self._loras and self._loras[name] != path:
@@ -239,7 +229,6 @@ class MockEngine:
         """Do nothing, because a rank that fails ends `run`."""
 
     def collectors(self) -> Sequence[Collector]:
-        """Return the Prometheus collectors of the KV tiers; none without tiers."""
         return () if self._collector is None else (self._collector,)
 
     def reset(self) -> None:

@@ -193,7 +193,6 @@ class MockKv:
         return self._prefilled(item, offer.descriptor, offer.bytes, offer.checksum)
 
     def release(self, request_id: str) -> None:
-        """Free the KV that is kept for a request, if there is any."""
         self.transport.release(request_id)
 
     async def fetch(self, item: WorkItem, first: int) -> tuple[int, FetchedKv]:
@@ -223,16 +222,13 @@ class MockKv:
             raise
 
     def drop(self, prefilled: Prefilled) -> None:
-        """Notify the prefill worker that this worker will not fetch its KV."""
         self.transport.drop(prefilled)
 
     def release_all(self) -> None:
-        """Free all KV that is kept for other workers."""
         for request_id in list(self._words):
             self.release(request_id)
 
     async def close(self) -> None:
-        """Free all KV and end all transfers."""
         await self.transport.close()
 
     async def _fetch(self, item: WorkItem, prefilled: Prefilled, first: int) -> tuple[int, FetchedKv]:
@@ -273,7 +269,6 @@ class ModelledKv(MockKv):
     _opened: ClassVar[WeakValueDictionary[str, "ModelledKv"]] = WeakValueDictionary()
 
     async def open(self, blocks: int) -> None:
-        """Make the KV available to the workers of this process."""
         self._stats = Stats()
         self._leases: dict[str, tuple[asyncio.TimerHandle, Prefilled]] = {}
         self._opened[self._agent] = self

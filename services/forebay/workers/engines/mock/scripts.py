@@ -1,8 +1,9 @@
 """Output of a mock engine that is more than words: structured output, tool calls and reasoning.
 
 A script replaces the first words of the output, or all: a value of the structure (JSON or choices; a forced tool call
-is a structure too), or for a chat reasoning if its prompt ends with `<think>`, and calls of the tools in the prompt
-whose names share a word with the last message, if that is a user's.
+is a structure too), or for a chat reasoning if its prompt ends with `<think>`, and calls of the tools in the prompt. If
+the last message is a user's, the tools are called whose names share a word with it, otherwise those whose
+definitions do.
 
 A script depends only on the prompt and the seed of the request. Tools and messages are read from the tokens of the
 prompt, in the format of the default model, which is that of Qwen. An attempt that continues the output of an earlier
@@ -233,7 +234,17 @@ REPLY = f"{START}assistant\n"
 THINK = "<think>\n"
 TOOLS = "You may call one or more functions to assist with the user query."  # in a prompt with tools
 REASONING = {"items": {}, "minItems": 16}
-WORD_CHARS_MIN = 4  # of a name that a message mentions
+WORD_CHARS_MIN = 4  # of a word that shows that a message mentions a tool
+COMMON_WORDS = frozenset(
+    (
+        *("about", "also", "call", "each", "from", "given", "have", "into", "please", "some", "tell", "that", "them"),
+        *("then", "there", "they", "this", "user", "were", "what", "when", "where", "which", "will", "with", "your"),
+        # of JSON schemas
+        *("additional", "array", "boolean", "default", "description", "enum", "false", "function", "integer", "items"),
+        *("name", "null", "number", "object", "parameters", "properties", "required", "schema", "strict", "string"),
+        *("title", "true", "type", "value"),
+    )
+)
 NAME_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 ANY_OBJECT = {"properties": {"answer": {"type": "string", "minLength": 20}}}
 
@@ -302,8 +313,10 @@ class OutputScripts:
         *_, message, _ = ("", *text.split(START))
         role, _, content = message.removesuffix("\n").removesuffix(END).partition("\n")
         spoken = re.findall(r"[a-z]+", content.lower()) if role == "user" else ()
-        for tool in _tools(text):
-            if values.left and _is_mentioned(tool["name"], spoken):
+        tools = list(_tools(text))
+        called = [tool for tool in tools if _is_mentioned(tool["name"], spoken)]
+        for tool in called or [tool for tool in tools if _is_mentioned(json.dumps(tool), spoken)]:
+            if values.left:
                 arguments = _json(values, tool.get("parameters") or {"type": "object"})
                 yield f'<tool_call>\n{{"name": {json.dumps(tool["name"])}, "arguments": {arguments}}}\n</tool_call>'
 
@@ -325,9 +338,10 @@ def _json(values: SchemaValues, schema: Any) -> str:
     return json.dumps(values.value(schema), ensure_ascii=False)
 
 
-def _is_mentioned(name: str, spoken: Sequence[str]) -> bool:
-    """Return whether one of the spoken words begins with a word of a name, such as `orders` with `list_order`."""
-    keys = tuple(word.lower() for word in NAME_WORD.findall(name) if len(word) >= WORD_CHARS_MIN)
+def _is_mentioned(text: str, spoken: Sequence[str]) -> bool:
+    """Return whether one of the spoken words begins with a word of a text, such as `orders` with `list_order`."""
+    words = {word.lower() for word in NAME_WORD.findall(text) if len(word) >= WORD_CHARS_MIN}
+    keys = tuple(words - COMMON_WORDS)
     return any(word.startswith(keys) for word in spoken)
 
 
