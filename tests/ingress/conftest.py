@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import copy
 import functools
+import json
 import socket
 import sqlite3
 from asyncio.subprocess import Process
@@ -38,6 +39,7 @@ from forebay.events.tokens import (
 from forebay.events.topics import CONTROL, REQUESTS, TOKENS
 from forebay.ingress.errors import Unusable
 from forebay.ingress.http.app import build_app
+from forebay.ingress.http.endpoint import TlsFiles
 from forebay.ingress.http.protocol import ConnectionLimits
 from forebay.ingress.http.server import Server, build_server, listen
 from forebay.ingress.ingress import Ingress
@@ -157,6 +159,15 @@ class Scene:
         ended = ResponseEnded(request_id=name, attempt=attempt, owner_epoch=owner, finish_reason=reason, usage=usage)
         self.send(ended)
 
+    def reply(self, name: str, text: str, **end: Any) -> int:
+        """Emit the tokens of a text, end the response successfully, and return the number of tokens."""
+        output = self.emit_text(name, text)
+        self.end(name, output=output, **end)
+        return output
+
+    def start(self, path: str, body: Any, **headers: str) -> "asyncio.Task[httpx.Response]":
+        return asyncio.create_task(self.client.post(path, json=body, headers=headers))
+
     def refuse(self, name: str, status: int, code: str, *, attempt: int = 0) -> None:
         """End a response with an error."""
         error = ResponseError(status=status, code=code, message=f"because of {code}")
@@ -180,10 +191,10 @@ class Scene:
         raise AssertionError("no port is free")
 
     @asynccontextmanager
-    async def served(self, **limits: Any) -> AsyncIterator[tuple[int, Server]]:
+    async def served(self, tls: TlsFiles | None = None, **limits: Any) -> AsyncIterator[tuple[int, Server]]:
         """Serve over TCP with these limits of connections; yield the port and the server."""
         listener, port = self.listen()
-        server = build_server(self.app, limits=ConnectionLimits(self.ingress.metrics.reject, **limits))
+        server = build_server(self.app, limits=ConnectionLimits(self.ingress.metrics.reject, **limits), tls=tls)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await until(lambda: server.started)
         try:
@@ -210,6 +221,12 @@ class Scene:
     def metric(self, line: str) -> bool:
         """Return whether /metrics has a line with this prefix."""
         return any(found.startswith(line) for found in generate_latest(self.registry).decode().splitlines())
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """Return the decoded events of a stream, with the last one, [DONE], as text."""
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
 @functools.cache

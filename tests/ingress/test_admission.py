@@ -22,7 +22,7 @@ CONNECTIONS = 96
 
 
 def start_request(scene: Scene, body: object = CHAT) -> "asyncio.Task[httpx.Response]":
-    return asyncio.create_task(scene.client.post("/v1/chat/completions", json=body))
+    return scene.start("/v1/chat/completions", body)
 
 
 async def test_after_a_full_pool_requests_are_rejected_unread_until_one_ends(scene: Scene) -> None:
@@ -35,13 +35,11 @@ async def test_after_a_full_pool_requests_are_rejected_unread_until_one_ends(sce
     assert 1 <= int(left.headers["retry-after"]) <= RETRY_AFTER_S_MAX
     assert len(scene.requests(RequestSubmitted)) == 2, "it is not on the log"
     assert scene.metric(f'forebay_ingress_refused_total{{code="{POOL_FULL}"}} 2.0')
-    scene.emit_text(first.request_id, " well")
-    scene.end(first.request_id)
+    scene.reply(first.request_id, " well")
     assert {(await served).status_code, (await refused).status_code} == {200, 429}
     again = start_request(scene)
     third = await scene.next_request()
-    scene.emit_text(third.request_id, " well")
-    scene.end(third.request_id)
+    scene.reply(third.request_id, " well")
     assert (await again).status_code == 200
     assert scene.ingress.admission.in_flight == 0
     assert scene.metric("forebay_ingress_requests_in_flight 0.0")
@@ -51,8 +49,7 @@ async def test_a_burst_is_prepared_gradually_without_rejections(scene: Scene) ->
     pending = [start_request(scene) for _ in range(40)]
     for _ in pending:
         request = await scene.next_request()
-        scene.emit_text(request.request_id, " well")
-        scene.end(request.request_id)
+        scene.reply(request.request_id, " well")
     assert {(await one).status_code for one in pending} == {200}
     assert scene.ingress.admission.in_flight == 0
 

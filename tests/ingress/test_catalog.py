@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -22,6 +22,7 @@ from forebay.events.models import AliasSet, AliasTarget, ModelFile
 from forebay.events.request_ids import http_request_id
 from forebay.events.tokens import ResponseEnded
 from forebay.events.topics import CONTROL, FLEET, GROUPS, HEARTBEATS, TOKENS
+from forebay.ingress import admission
 from forebay.ingress import catalog as module
 from forebay.ingress.catalog import Catalog
 from forebay.ingress.errors import ApiError
@@ -84,6 +85,17 @@ class Scene:
         expected = {name} if ready else set()
         await until(lambda: {one.name for one in self.catalog.ready()} & {name} == expected)
 
+    async def serve_all(self, *names: str) -> str:
+        """Store one card, and report that each of these models has a worker with it. Return the digest of the card."""
+        digest = await self.store()
+        for name in names:
+            await self.serve(name, digest)
+        return digest
+
+    async def chosen(self, alias: str, ids: Iterable[str]) -> list[str]:
+        """Return the name of the model of each request."""
+        return [(await self.catalog.find(alias, name)).name for name in ids]
+
     async def find(self, name: str, request_id: str = "r") -> Ingress:
         """Return the ingress for a request."""
         return (await self.catalog.find(name, request_id)).ingress
@@ -144,8 +156,7 @@ async def opened(folder: Path) -> AsyncIterator[Scene]:
 
 
 async def test_a_model_is_loaded_at_its_first_request(scene: Scene) -> None:
-    digest = await scene.store()
-    await scene.serve("one", digest)
+    await scene.serve_all("one")
     assert await scene.listed() == {"one": 4_096}
     assert scene.loaded == []
     ingress = await scene.find("one")
@@ -222,9 +233,7 @@ async def test_a_card_that_is_removed_and_stored_again_is_loaded(scene: Scene, m
     """A loaded model goes on without its card. A model that is not loaded yet fails until a worker stores the card."""
     monkeypatch.setattr(module, "CARD_S", 0.01)
     monkeypatch.setattr(module, "FAILED_S", 0.0)
-    digest = await scene.store()
-    for name in ("one", "two"):
-        await scene.serve(name, digest)
+    digest = await scene.serve_all("one", "two")
     loaded = await scene.find("one")
     await scene.remove(digest)
     assert await scene.find("one") is loaded
@@ -306,8 +315,7 @@ async def test_a_model_may_leave_while_it_is_listed(scene: Scene, monkeypatch: p
         return ()
 
     monkeypatch.setattr(module, "LISTED_S", 3_600.0)
-    digest = await scene.store()
-    await scene.serve("one", digest)
+    digest = await scene.serve_all("one")
     (entry,) = scene.catalog.ready()
     monkeypatch.setattr(entry.group.adapters, "names", names)
     listing = asyncio.create_task(scene.listed())
@@ -355,9 +363,7 @@ async def test_the_model_that_was_not_used_for_the_longest_time_is_freed(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(module, "LOADED_MAX", 2)
-    digest = await scene.store()
-    for name in MODELS:
-        await scene.serve(name, digest)
+    await scene.serve_all(*MODELS)
     loaded = {name: weakref.ref((await scene.find(name)).model) for name in ("one", "two", "one", "three")}
     gc.collect()
     assert {name for name, model in loaded.items() if model() is not None} == {"one", "three"}
@@ -366,9 +372,7 @@ async def test_the_model_that_was_not_used_for_the_longest_time_is_freed(
 
 async def test_a_response_of_a_dropped_model_goes_on(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOADED_MAX", 1)
-    digest = await scene.store()
-    for name in ("one", "two"):
-        await scene.serve(name, digest)
+    await scene.serve_all("one", "two")
     dropped = await scene.find("one")
     stream = dropped.replies.open("request", 0)
     await scene.find("two")
@@ -387,8 +391,7 @@ async def test_a_card_that_cannot_be_loaded_is_not_tried_again_by_each_request(
         raise ModelUnusable("broken")
 
     monkeypatch.setattr(module, "open_model", fail)
-    digest = await scene.store()
-    await scene.serve("one", digest)
+    digest = await scene.serve_all("one")
     results = await asyncio.gather(*(scene.find("one") for _ in range(5)), return_exceptions=True)
     assert {str(result) for result in results} == {"the model card of one: broken"}
     assert opened == [digest]
@@ -396,10 +399,11 @@ async def test_a_card_that_cannot_be_loaded_is_not_tried_again_by_each_request(
     assert len({id(error) for error in errors}) == len(results), "a shared error would keep the frames of all requests"
 
 
-async def test_the_full_pool_of_a_model_does_not_reject_requests_for_others(scene: Scene) -> None:
-    digest = await scene.store()
-    for name in ("one", "two"):
-        await scene.serve(name, digest)
+async def test_the_full_pool_of_a_model_does_not_reject_requests_for_others(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "FULL_S", 3_600.0)
+    await scene.serve_all("one", "two")
     (await scene.find("one")).observe(ApiError(429, "pool_full", "full"))
     body = {"prompt": "a", "max_tokens": 1}
     async with client_of(scene) as client:
@@ -446,9 +450,7 @@ async def test_routes_about_a_model_work_without_its_card(scene: Scene) -> None:
 
 
 async def test_an_alias_names_a_model_and_can_be_moved(scene: Scene) -> None:
-    digest = await scene.store()
-    for name in ("one", "two"):
-        await scene.serve(name, digest)
+    await scene.serve_all("one", "two")
     await scene.alias("prod", "one")
     assert await scene.catalog.find("prod", "r") == (await scene.find("one"), "one")
     cards = {card["id"]: card.get("root") for card in await scene.catalog.cards()}
@@ -461,47 +463,36 @@ async def test_an_alias_names_a_model_and_can_be_moved(scene: Scene) -> None:
 
 
 async def test_the_requests_of_an_alias_are_divided_by_weight(scene: Scene) -> None:
-    digest = await scene.store()
-    for name in ("one", "two"):
-        await scene.serve(name, digest)
+    await scene.serve_all("one", "two")
     await scene.alias("prod", "one", "two", weight=3.0)
-    chosen = [(await scene.catalog.find("prod", f"request-{number}")).name for number in range(400)]
-    again = [(await scene.catalog.find("prod", f"request-{number}")).name for number in range(400)]
-    assert chosen == again
+    ids = [f"request-{number}" for number in range(400)]
+    chosen = await scene.chosen("prod", ids)
+    assert chosen == await scene.chosen("prod", ids)
     assert 270 <= chosen.count("one") <= 330  # a function of the ids, so always the same number
-    sent_again = [(await scene.catalog.find("prod", http_request_id("mine", number))).name for number in range(20)]
+    sent_again = await scene.chosen("prod", [http_request_id("mine", number) for number in range(20)])
     assert len(set(sent_again)) == 1, "only the part of the id that the client chose counts"
     await scene.serve("one", "", ready=0)
-    assert {(await scene.catalog.find("prod", f"request-{number}")).name for number in range(9)} == {"two"}
+    assert set(await scene.chosen("prod", ids[:9])) == {"two"}
 
 
 async def test_a_target_that_is_not_ready_moves_only_its_own_requests(scene: Scene) -> None:
-    digest = await scene.store()
-    for name in MODELS:
-        await scene.serve(name, digest)
+    await scene.serve_all(*MODELS)
     await scene.alias("prod", *MODELS)
     ids = [f"request-{number}" for number in range(200)]
-    before = {name: (await scene.catalog.find("prod", name)).name for name in ids}
+    before = await scene.chosen("prod", ids)
     await scene.serve("one", "", ready=0)
-    after = {name: (await scene.catalog.find("prod", name)).name for name in ids}
-    assert {before[name] for name in ids if before[name] != after[name]} == {"one"}
+    after = await scene.chosen("prod", ids)
+    assert {was for was, now in zip(before, after, strict=True) if was != now} == {"one"}
 
 
 async def test_the_fallback_of_an_alias_serves_while_no_target_is_ready(scene: Scene) -> None:
-    digest = await scene.store()
-    await scene.serve("two", digest)
+    digest = await scene.serve_all("two")
     await scene.alias("prod", "one", fallback="two")
     assert (await scene.catalog.find("prod", "r")).name == "two"
     await scene.serve("one", digest)
     assert (await scene.catalog.find("prod", "r")).name == "one"
-
-
-async def test_a_model_has_precedence_over_an_alias_of_its_name(scene: Scene) -> None:
-    digest = await scene.store()
-    for name in ("one", "two"):
-        await scene.serve(name, digest)
     await scene.alias("one", "two")
-    assert (await scene.catalog.find("one", "r")).name == "one"
+    assert (await scene.catalog.find("one", "r")).name == "one", "a model has precedence over an alias of its name"
 
 
 def test_files_that_no_ingress_would_load_have_no_card(monkeypatch: pytest.MonkeyPatch) -> None:

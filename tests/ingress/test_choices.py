@@ -20,7 +20,7 @@ from forebay.ingress.kafka_api.request import ReplyAddress
 from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, WindowEntry
 from forebay.ingress.openai.fields import parse
 from forebay.ingress.openai.requests import CHOICES_MAX, TextBody
-from tests.ingress.conftest import NAME, SLOT, Scene, make_scene
+from tests.ingress.conftest import NAME, SLOT, Scene, events, make_scene
 from tests.system import until
 
 CHAT = "/v1/chat/completions"
@@ -41,17 +41,6 @@ async def submitted(scene: Scene, count: int) -> list[RequestSubmitted]:
     return sorted(found, key=lambda one: int(one.request_id.rpartition("-")[2]))
 
 
-def reply(scene: Scene, request: RequestSubmitted, text: str, *, cached: int = 0, reason: str = "stop") -> int:
-    output = scene.emit_text(request.request_id, text)
-    scene.end(request.request_id, reason=reason, output=output, cached=cached)
-    return output
-
-
-def events(response: httpx.Response) -> list[Any]:
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    return [line if line == "[DONE]" else json.loads(line) for line in lines]
-
-
 async def test_each_choice_of_each_prompt_is_a_request_and_usage_is_summed(scene: Scene) -> None:
     prompts = ["one", "two words and more"]
     pending = start(scene, prompt=prompts, n=2, seed=7)
@@ -65,7 +54,7 @@ async def test_each_choice_of_each_prompt_is_a_request_and_usage_is_summed(scene
     assert [one.sampling.seed for one in requests] == [7, 8, 7, 8]
     output = 0
     for at in (3, 0, 2, 1):
-        output += reply(scene, requests[at], WORDS[at], cached=at + 1)
+        output += scene.reply(requests[at].request_id, WORDS[at], reason="stop", cached=at + 1)
     body = (await pending).json()
     assert body["id"] == whole
     assert [(one["index"], one["text"], one["finish_reason"]) for one in body["choices"]] == [
@@ -87,7 +76,7 @@ async def test_a_stream_interleaves_the_choices(scene: Scene) -> None:
     pending = start(scene, CHAT, n=2, stream=True, stream_options={"include_usage": True})
     first, second = await submitted(scene, 2)
     at = scene.emit_text(first.request_id, " water")
-    output = reply(scene, second, " stone")
+    output = scene.reply(second.request_id, " stone", reason="stop")
     at = scene.emit_text(first.request_id, " river", first=at)
     scene.end(first.request_id, output=at)
     response = await pending
@@ -113,7 +102,7 @@ async def test_a_choice_that_stops_is_cancelled_and_the_others_continue(scene: S
     scene.emit_text(first.request_id, " water stone river")
     cancelled = await scene.cancelled()
     assert (cancelled.request_id, cancelled.reason) == (first.request_id, "stop")
-    reply(scene, second, " river", reason="length")
+    scene.reply(second.request_id, " river", reason="length")
     choices = (await pending).json()["choices"]
     assert [(one["message"]["content"], one["finish_reason"]) for one in choices] == [
         (" water ", "stop"),
@@ -171,7 +160,7 @@ async def test_a_reply_may_arrive_before_the_append_is_acknowledged(rejects: boo
             if rejects:
                 scene.refuse(request.request_id, 429, "pool_full")
             else:
-                reply(scene, request, " water")
+                scene.reply(request.request_id, " water")
         await until(lambda: scene.ingress.replies.position == (2 if rejects else 4))
         acknowledged.set()
         response = await pending
@@ -236,7 +225,7 @@ async def test_every_choice_counts_for_admission(scene: Scene, monkeypatch: pyte
     requests = await submitted(scene, 3)
     assert (await start(scene, prompt="a")).status_code == 503
     for request in requests:
-        reply(scene, request, " water")
+        scene.reply(request.request_id, " water")
     assert (await pending).status_code == 200
     assert scene.ingress.admission.in_flight == 0
 
@@ -247,7 +236,7 @@ async def test_echo_begins_with_the_prompt(scene: Scene, stream: bool, as_tokens
     prompt = scene.model.encode("Once upon") if as_tokens else "Once upon"
     pending = start(scene, prompt=prompt, echo=True, stream=stream, stop="upon")
     request = await scene.next_request()
-    reply(scene, request, " a time")
+    scene.reply(request.request_id, " a time")
     response = await pending
     chunks = [one for one in events(response) if one != "[DONE]"] if stream else [response.json()]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Once upon a time"
@@ -273,17 +262,12 @@ async def test_invalid_bodies_are_rejected_by_field_name(scene: Scene, body: dic
     assert scene.requests() == []
 
 
-async def test_a_route_query_has_one_prompt(scene: Scene) -> None:
-    response = await scene.client.post("/v1/route", json={"model": NAME, "prompt": ["a", "b"]})
-    assert "one prompt" in response.json()["error"]["message"]
-
-
 async def test_the_kafka_api_sends_the_object_of_http(scene: Scene) -> None:
     body = {"model": NAME, "prompt": ["a", "b"], "max_tokens": 4, "stop": "river"}
-    pending = asyncio.create_task(scene.client.post(TEXT, json=body))
+    pending = scene.start(TEXT, body)
     requests = await submitted(scene, 2)
     scene.emit_text(requests[1].request_id, " stone river")
-    reply(scene, requests[0], " water")
+    scene.reply(requests[0].request_id, " water")
     given = (await pending).json()
     parsed, same = parse(TextBody, msgspec.json.encode(body)), given["id"]
     prepared = await scene.ingress.prepare(parsed, ())
@@ -304,7 +288,7 @@ async def test_unmodified_clients_get_every_choice(scene: Scene) -> None:
     async with scene.openai_client() as client:
         pending = asyncio.create_task(client.completions.create(model=NAME, prompt=[[5, 6], [7]], n=2, max_tokens=3))
         for at, request in enumerate(await submitted(scene, 4)):
-            reply(scene, request, WORDS[at])
+            scene.reply(request.request_id, WORDS[at])
         assert [one.text for one in (await pending).choices] == [*WORDS]
         with pytest.raises(openai.BadRequestError, match="n: "):
             await client.completions.create(model=NAME, prompt="a", n=1000)

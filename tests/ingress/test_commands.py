@@ -1,15 +1,15 @@
 """Commands over HTTP: events on the log, responses, and the adapters served afterwards."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
+import httpx
 import pytest
 
 from forebay import runtime
-from forebay.events.codec import encode
+from forebay.events.codec import decode, encode
 from forebay.events.control import Command, WorkerCommanded
 from forebay.events.decisions import CommandOutcome
 from forebay.events.fleet import WorkerJoined, WorkerLost, WorkerRecovered, WorkerSpec
@@ -17,8 +17,8 @@ from forebay.events.tokens import CommandResponse, ResponseError
 from forebay.events.topics import CONTROL, FLEET
 from forebay.ingress import adapters
 from forebay.transport.base import Draft, LogError
+from forebay.transport.sqlite.log import SqliteLog
 from tests.harness.fake_runtime import FakeRuntime
-from tests.ingress.commands import LORA, answered, given, next_command, outcome
 from tests.ingress.conftest import ADMIN_TOKEN, MODULE_LOOP, NAME, SLOT, Scene, make_scene
 from tests.system import until
 
@@ -30,28 +30,54 @@ def admin_token() -> str:
     return ADMIN_TOKEN
 
 
+LORA = {"lora_name": "sql", "lora_path": "/adapters/sql"}
+LOAD = Command(action="load_lora", lora_name="sql", lora_path="/adapters/sql")
+UNLOAD = Command(action="unload_lora", lora_name="sql")
+
+
+def given(log: SqliteLog) -> list[WorkerCommanded]:
+    found = [decode(CONTROL, record.value) for record in log.records(CONTROL.name, 0, 0, 1000)]
+    return [event for event in found if isinstance(event, WorkerCommanded)]
+
+
+def outcome(worker_id: str = "w1", **changes: Any) -> CommandOutcome:
+    return CommandOutcome(**{"worker_id": worker_id, "worker_epoch": 1, "pool": "default", "status": "done", **changes})
+
+
+def refused(worker_id: str, message: str) -> CommandOutcome:
+    return outcome(worker_id, status="refused", message=message)
+
+
+def left(worker_id: str) -> CommandOutcome:
+    return outcome(worker_id, status="left", message="gone")
+
+
+def late(worker_id: str) -> CommandOutcome:
+    return outcome(worker_id, status="timed_out", message="late")
+
+
+async def next_command(scene: Scene, count: int = 1) -> WorkerCommanded:
+    await until(lambda: len(given(scene.log)) >= count)
+    return given(scene.log)[count - 1]
+
+
+async def answered(
+    scene: Scene, call: Awaitable[httpx.Response], *outcomes: CommandOutcome, count: int = 1, error: Any = None
+) -> tuple[httpx.Response, WorkerCommanded]:
+    """Send a command, and respond as the router."""
+    pending = asyncio.ensure_future(call)
+    command = await next_command(scene, count)
+    scene.send(CommandResponse(command_id=command.command_id, owner_epoch=1, outcomes=outcomes, error=error))
+    return await pending, command
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "command"),
     [
-        ("POST", "/v1/loras", LORA, Command(action="load_lora", lora_name="sql", lora_path="/adapters/sql")),
-        (
-            "POST",
-            "/v1/loras",
-            {"lora_name": "sql", "source": {"uri": "file:///adapters/a%20b"}},
-            Command(action="load_lora", lora_name="sql", lora_path="/adapters/a b"),
-        ),
-        (
-            "POST",
-            "/v1/load_lora_adapter",
-            {**LORA, "load_inplace": False},
-            Command(action="load_lora", lora_name="sql", lora_path="/adapters/sql"),
-        ),
-        (
-            "POST",
-            "/v1/unload_lora_adapter",
-            {"lora_name": "sql", "lora_int_id": 3},
-            Command(action="unload_lora", lora_name="sql"),
-        ),
+        ("POST", "/v1/loras", LORA, LOAD),
+        ("POST", "/v1/loras", {"lora_name": "sql", "source": {"uri": "file:///adapters%2Fsql"}}, LOAD),
+        ("POST", "/v1/load_lora_adapter", {**LORA, "load_inplace": False}, LOAD),
+        ("POST", "/v1/unload_lora_adapter", {"lora_name": "sql", "lora_int_id": 3}, UNLOAD),
         ("DELETE", "/v1/loras/team/sql", None, Command(action="unload_lora", lora_name="team/sql")),
         ("GET", "/v1/loras", None, Command(action="list_loras")),
         ("POST", "/clear_kv_blocks", None, Command(action="clear_kv_blocks")),
@@ -62,12 +88,7 @@ def admin_token() -> str:
         ("POST", "/pause", None, Command(action="pause")),
         ("POST", "/resume", None, Command(action="resume")),
         ("POST", "/v1/commands", {"action": "sleep", "level": 2}, Command(action="sleep", level=2)),
-        (
-            "POST",
-            "/v1/commands",
-            {"action": "unload_lora", "lora_name": "sql"},
-            Command(action="unload_lora", lora_name="sql"),
-        ),
+        ("POST", "/v1/commands", {"action": "unload_lora", "lora_name": "sql"}, UNLOAD),
     ],
     ids=str,
 )
@@ -123,24 +144,9 @@ async def test_workers_and_timeout_of_a_command(scene: Scene, path: str, body: A
 @pytest.mark.parametrize(
     ("outcomes", "status", "code", "message"),
     [
-        (
-            [outcome("a"), outcome("b", status="refused", message="no room")],
-            409,
-            "command_refused",
-            "1 of 2 workers did not pause: b: no room",
-        ),
-        (
-            [outcome("a", status="left", message="gone"), outcome("b", status="refused", message="no")],
-            502,
-            "worker_left",
-            "2 of 2 workers did not pause: a: gone; b: no",
-        ),
-        (
-            [outcome(name, status="timed_out", message="late") for name in "abcd"],
-            504,
-            "command_timed_out",
-            "4 of 4 workers did not pause: a: late; b: late; c: late; …",
-        ),
+        ([outcome("a"), refused("b", "no room")], 409, "command_refused", "1 of 2 workers did not pause: b: no room"),
+        ([left("a"), refused("b", "no")], 502, "worker_left", "2 of 2 workers did not pause: a: gone; b: no"),
+        ([*map(late, "abcd")], 504, "command_timed_out", "4 of 4 workers did not pause: a: late; b: late; c: late; …"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -235,14 +241,25 @@ async def test_a_failed_log_is_a_503(scene: Scene, monkeypatch: pytest.MonkeyPat
     assert (response.status_code, response.json()["error"]["message"]) == (503, "no broker")
 
 
-async def test_without_the_admin_api_there_are_no_commands() -> None:
-    async with make_scene(admin_token="") as scene:
-        for path in ("/v1/commands", "/v1/loras", "/sleep"):
-            assert (await scene.client.post(path, json=LORA)).status_code == 404
-        assert given(scene.log) == []
+@pytest.mark.parametrize(
+    "name", [NAME, "../x", "a/../b", "/etc/passwd", "a\0b", "a\nb", " sql", "sql ", "\x1b[2J", "x" * 257]
+)
+@MODULE_LOOP
+@pytest.mark.parametrize("path", ["/v1/loras", "/v1/load_lora_adapter", "/v1/commands"])
+async def test_adapters_need_a_valid_model_name(shared_scene: Scene, path: str, name: str) -> None:
+    body = {**LORA, "lora_name": name, **({"action": "load_lora"} if path == "/v1/commands" else {})}
+    response = await shared_scene.client.post(path, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "lora_name")
+    assert error["message"].isprintable()
+    assert given(shared_scene.log) == []
 
 
-# Adapters
+async def test_adapters_accept_every_valid_model_name(scene: Scene) -> None:
+    for count, name in enumerate(("org/sql:v2", "meta-llama/Llama-3.1-8B-sql"), 1):
+        call = scene.client.post("/v1/loras", json={**LORA, "lora_name": name})
+        response, command = await answered(scene, call, outcome(), count=count)
+        assert (response.status_code, command.command.lora_name) == (200, name)
 
 
 class Workers:
@@ -262,6 +279,19 @@ class Workers:
             WorkerCommanded(command_id=f"{action}-{name}", model=NAME, command=command, reply_slot=9, timeout_us=1)
         )
 
+    def joined(self, worker_id: str, *loras: str) -> None:
+        """Report that a worker joined, with these adapters."""
+        spec = WorkerSpec(
+            worker_id=worker_id,
+            model=NAME,
+            block_size=4,
+            kv_blocks_total=9,
+            max_num_seqs=9,
+            max_num_batched_tokens=9,
+            loras=loras,
+        )
+        self.fleet(WorkerJoined(owner_epoch=1, spec=spec, lease="l", slot=0, from_offset=0))
+
     def fleet(self, event: WorkerJoined | WorkerLost | WorkerRecovered) -> None:
         self.scene.log.append_soon([Draft(FLEET.name, 0, encode(FLEET, event))])
 
@@ -275,8 +305,7 @@ class Workers:
                 continue
             self.listed += 1
             outcomes = tuple(
-                outcome(name, status="timed_out", message="late") if name in self.late else outcome(name, loras=loras)
-                for name, loras in self.loras.items()
+                late(name) if name in self.late else outcome(name, loras=loras) for name, loras in self.loras.items()
             )
             reported = CommandResponse(command_id=event.command_id, owner_epoch=1, outcomes=outcomes, error=self.error)
             self.scene.send(reported)
@@ -318,7 +347,7 @@ async def test_an_adapter_loaded_through_another_ingress_is_served_as_a_model() 
         assert await served(scene) == [NAME, "legal", "sql"]
         card = (await scene.client.get("/v1/models/sql")).json()
         assert (card["id"], card["parent"]) == ("sql", NAME)
-        pending = asyncio.create_task(scene.client.post("/v1/completions", json={"model": "sql", "prompt": "once"}))
+        pending = scene.start("/v1/completions", {"model": "sql", "prompt": "once"})
         request = await scene.next_request()
         assert request.lora_name == "sql"
         scene.end(request.request_id)
@@ -332,17 +361,13 @@ async def test_an_adapter_loaded_through_another_ingress_is_served_as_a_model() 
 
 
 async def test_adapters_follow_joining_and_leaving_workers() -> None:
-    spec = WorkerSpec(
-        worker_id="w1", model=NAME, block_size=4, kv_blocks_total=9, max_num_seqs=9, max_num_batched_tokens=9
-    )
     async with workers() as played:
         played.fleet(WorkerLost(owner_epoch=1, worker_id="w0", worker_epoch=0))
-        played.fleet(WorkerJoined(owner_epoch=1, spec=spec, lease="l", slot=0, from_offset=0))
+        played.joined("w1")
         assert await served(played.scene) == [NAME]
         assert played.listed == 0
-        with_loras = msgspec.structs.replace(spec, worker_id="w2", loras=("sql",))
         played.loras = {"w1": (), "w2": ("sql",)}
-        played.fleet(WorkerJoined(owner_epoch=1, spec=with_loras, lease="l", slot=1, from_offset=0))
+        played.joined("w2", "sql")
         assert await served(played.scene) == [NAME, "sql"]
         played.loras = {"w1": ()}
         played.fleet(WorkerLost(owner_epoch=1, worker_id="w2", worker_epoch=2))
@@ -379,15 +404,7 @@ async def test_adapters_are_listed_if_retention_removed_records(monkeypatch: pyt
     async with workers() as played:
         played.loras = {"w1": ("sql",)}
         for number in range(2):
-            spec = WorkerSpec(
-                worker_id=f"w{number}",
-                model=NAME,
-                block_size=4,
-                kv_blocks_total=9,
-                max_num_seqs=9,
-                max_num_batched_tokens=9,
-            )
-            played.fleet(WorkerJoined(owner_epoch=1, spec=spec, lease="l", slot=number, from_offset=0))
+            played.joined(f"w{number}")
         log, begin = played.scene.log, played.scene.log.begin
 
         async def later(topic: str, partition: int) -> int:
@@ -412,16 +429,7 @@ async def test_a_log_that_fails_at_first_is_read_completely_later(
             patch.setattr(log, "begin", fail)
             assert (await played.scene.client.get("/v1/models")).status_code == 503
         played.loras = {"w1": ("sql",)}
-        spec = WorkerSpec(
-            worker_id="w1",
-            model=NAME,
-            block_size=4,
-            kv_blocks_total=9,
-            max_num_seqs=9,
-            max_num_batched_tokens=9,
-            loras=("sql",),
-        )
-        played.fleet(WorkerJoined(owner_epoch=1, spec=spec, lease="l", slot=0, from_offset=0))
+        played.joined("w1", "sql")
         assert await served(played.scene) == [NAME, "sql"]
 
 

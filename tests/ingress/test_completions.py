@@ -11,10 +11,11 @@ import pytest
 from forebay.core.block_hashes import sequence_hashes
 from forebay.events.base import unpack_u32
 from forebay.events.request_ids import client_id_of
+from forebay.events.tokens import PrefilledBy
 from forebay.ingress.http import response as response_module
 from forebay.ingress.openai.requests import REQUEST_ID
 from forebay.transport.base import Draft
-from tests.ingress.conftest import NAME, Scene, make_scene
+from tests.ingress.conftest import NAME, Scene, events, make_scene
 from tests.system import until
 
 CHAT = "/v1/chat/completions"
@@ -25,15 +26,8 @@ def chat(**changes: Any) -> dict[str, Any]:
     return {"model": NAME, "messages": HELLO, "max_tokens": 50, **changes}
 
 
-def start_request(
-    scene: Scene, body: dict[str, Any], path: str = CHAT, **headers: str
-) -> "asyncio.Task[httpx.Response]":
-    return asyncio.create_task(scene.client.post(path, json=body, headers=headers))
-
-
-def events(response: httpx.Response) -> list[Any]:
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+def start_request(scene: Scene, body: Any, path: str = CHAT, **headers: str) -> "asyncio.Task[httpx.Response]":
+    return scene.start(path, body, **headers)
 
 
 def text_of(response: httpx.Response) -> str:
@@ -104,29 +98,6 @@ async def test_each_chunk_of_a_stream_can_have_the_token_counts(scene: Scene, pa
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {len(unpack_u32(request.token_ids))}
 
 
-async def test_text_completions_accept_text_or_token_ids(scene: Scene) -> None:
-    for prompt in ("Once upon", scene.model.encode("Once upon")):
-        pending = start_request(scene, {"model": NAME, "prompt": prompt, "max_tokens": 3}, "/v1/completions")
-        request = await scene.next_request()
-        assert unpack_u32(request.token_ids) == scene.model.encode("Once upon")
-        scene.emit_text(request.request_id, " a time")
-        scene.end(request.request_id)
-        body = (await pending).json()
-        assert (body["object"], body["choices"][0]["text"]) == ("text_completion", " a time")
-        assert request.request_id.startswith("cmpl-")
-
-
-async def test_a_character_that_spans_tokens_is_sent_whole(scene: Scene) -> None:
-    pending = start_request(scene, chat(stream=True))
-    request = await scene.next_request()
-    for at, token in enumerate(scene.model.encode("a 😀 b")):
-        scene.emit(request.request_id, [token], first=at)
-    scene.end(request.request_id)
-    response = await pending
-    assert text_of(response) == "a 😀 b"
-    assert "\ufffd" not in response.text
-
-
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_stop_string_across_tokens_truncates_and_cancels(scene: Scene, stream: bool) -> None:
     pending = start_request(scene, chat(stream=stream, stop=["water and", "never"]))
@@ -146,8 +117,7 @@ async def test_a_stop_string_across_tokens_truncates_and_cancels(scene: Scene, s
 async def test_text_buffered_for_a_stop_string_is_sent_at_the_end(scene: Scene) -> None:
     pending = start_request(scene, chat(stop="water and stone"))
     request = await scene.next_request()
-    scene.emit_text(request.request_id, "cold water and")
-    scene.end(request.request_id)
+    scene.reply(request.request_id, "cold water and")
     assert (await pending).json()["choices"][0]["message"]["content"] == "cold water and"
 
 
@@ -189,15 +159,13 @@ async def test_a_submission_has_the_offset_where_its_response_can_begin(scene: S
     pending = start_request(scene, chat())
     first = await scene.next_request()
     assert first.reply_from == 0
-    scene.emit_text(first.request_id, " one")
-    scene.end(first.request_id)
+    scene.reply(first.request_id, " one")
     await pending
     await until(lambda: scene.ingress.replies.position == 2)
     again = start_request(scene, chat())
     second = await scene.next_request()
     assert second.reply_from == scene.log.next_offset("tokens", 4) == 2
-    scene.emit_text(second.request_id, " two")
-    scene.end(second.request_id)
+    scene.reply(second.request_id, " two")
     assert (await again).status_code == 200
 
 
@@ -280,7 +248,7 @@ async def test_clients_may_use_an_id_for_several_requests(scene: Scene, second: 
     requests = [await scene.next_request() for _ in pending]
     assert len({request.request_id for request in requests}) == 2
     assert {client_id_of(request.request_id) for request in requests} == {"mine-1"}
-    scene.end(requests[0].request_id, output=scene.emit_text(requests[0].request_id, " a"))
+    scene.reply(requests[0].request_id, " a")
     scene.refuse(requests[1].request_id, 503, "workers_lost")
     served, refused = await pending[0], await pending[1]
     assert served.json()["id"] == requests[0].request_id
@@ -288,19 +256,15 @@ async def test_clients_may_use_an_id_for_several_requests(scene: Scene, second: 
     assert [response.headers["x-request-id"] for response in (served, refused)] == ["mine-1", "mine-1"]
 
 
-async def test_an_invalid_request_id_is_rejected(scene: Scene) -> None:
-    odd = await start_request(scene, chat(), **{"x-request-id": "no spaces, please"})
-    assert odd.status_code == 400
-
-
 async def test_no_client_can_choose_the_id_of_a_response(scene: Scene) -> None:
     """Otherwise `explain` would show another request instead of the one with this id on the log."""
     pending = start_request(scene, chat())
     request = await scene.next_request()
     assert REQUEST_ID.fullmatch(request.request_id) is None
-    taken = await start_request(scene, chat(), **{"x-request-id": request.request_id})
-    assert (taken.status_code, taken.json()["error"]["param"]) == (400, "x-request-id")
-    scene.end(request.request_id, output=scene.emit_text(request.request_id, " a"))
+    for name in (request.request_id, "no spaces, please"):
+        refused = await start_request(scene, chat(), **{"x-request-id": name})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-request-id")
+    scene.reply(request.request_id, " a")
     assert (await pending).json()["id"] == request.request_id
     assert scene.requests() == [request]
 
@@ -321,21 +285,9 @@ async def test_undecodable_records_of_the_slot_are_counted_and_skipped(scene: Sc
     scene.log.append_soon([Draft("tokens", 4, b"\xff")])
     scene.emit_text("nobody-knows", " a")
     scene.end("nobody-knows")
-    scene.emit_text(request.request_id, " a")
-    scene.end(request.request_id)
+    scene.reply(request.request_id, " a")
     assert (await pending).status_code == 200
     assert scene.metric("forebay_ingress_undecodable_total 1.0")
-
-
-async def test_a_failed_log_is_a_503(scene: Scene) -> None:
-    waiting = start_request(scene, chat())
-    await scene.next_request()
-    scene.ingress.replies.interrupt_all("the disk is full")
-    assert (await waiting).json()["error"]["code"] == "log_unavailable"
-    scene.log.close()
-    response = await start_request(scene, chat())
-    assert (response.status_code, response.json()["error"]["code"]) == (503, "log_unavailable")
-    assert not len(scene.ingress.replies)
 
 
 async def test_a_failed_commit_is_a_503_for_all_requests_in_flight(scene: Scene) -> None:
@@ -404,3 +356,74 @@ async def test_a_disconnect_cancels_the_request(scene: Scene, stream: bool) -> N
         assert (await scene.cancelled()).request_id == request.request_id
         await until(lambda: not len(scene.ingress.replies))
         assert scene.metric("dynamo_frontend_disconnected_clients")
+
+
+PREFILLED = PrefilledBy(worker_id="p1", rank=2, transferred_bytes=4_096, transfer_us=1_500)
+PREFILL = {"worker": "p1", "rank": 2, "transferred_bytes": 4_096, "transfer_ms": 1.5}
+
+
+def start_text(scene: Scene, **changes: Any) -> "asyncio.Task[httpx.Response]":
+    body = {"model": NAME, "prompt": "Once", "max_tokens": 9, "nvext": {"extra_fields": ["worker_id"]}, **changes}
+    return scene.start("/v1/completions", body)
+
+
+def last_of(response: httpx.Response, *, stream: bool) -> Any:
+    return next(one for one in events(response) if "forebay" in one) if stream else response.json()
+
+
+def worker_ids(prefill: str, prefill_rank: int, decode: str) -> dict[str, Any]:
+    return {
+        "prefill_worker_id": prefill, "prefill_dp_rank": prefill_rank, "decode_worker_id": decode, "decode_dp_rank": 0
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_disagg_responses_name_both_workers_and_the_transfer(scene: Scene, *, stream: bool) -> None:
+    pending = start_text(scene, stream=stream)
+    name = (await scene.next_request()).request_id
+    at = scene.emit(name, scene.model.encode("Once upon"), prefilled=PREFILLED)
+    scene.end(name, output=scene.emit_text(name, " a time", first=at))
+    last = last_of(await pending, stream=stream)
+    assert last["forebay"] == {"request_id": name, "worker": "w1", "rank": 0, "attempts": 1, "prefill": PREFILL}
+    assert last["nvext"] == {"worker_id": worker_ids("p1", 2, "w1")}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_aggregated_worker_is_named_for_both_stages(scene: Scene, *, stream: bool) -> None:
+    pending = start_text(scene, stream=stream)
+    name = (await scene.next_request()).request_id
+    scene.reply(name, "Once")
+    last = last_of(await pending, stream=stream)
+    assert last["nvext"] == {"worker_id": worker_ids("w1", 0, "w1")}
+    assert "prefill" not in last["forebay"]
+
+
+async def test_disagg_responses_ended_by_a_stop_string_name_both_workers(scene: Scene) -> None:
+    pending = start_text(scene, stop=["upon"])
+    name = (await scene.next_request()).request_id
+    scene.emit(name, scene.model.encode("Once upon a time"), prefilled=PREFILLED)
+    body = (await pending).json()
+    assert body["nvext"] == {"worker_id": worker_ids("p1", 2, "w1")}
+
+
+async def test_disagg_a_later_attempt_keeps_the_first_prefill_worker(scene: Scene) -> None:
+    pending = start_text(scene)
+    name = (await scene.next_request()).request_id
+    at = scene.emit(name, scene.model.encode("Once"), prefilled=PREFILLED)
+    scene.start_attempt(name, 2)
+    scene.emit(name, [9], first=at, prefilled=PrefilledBy(worker_id="void"))
+    at = scene.emit_text(name, " upon", first=at, attempt=2, worker="w2")
+    scene.end(name, output=at, attempt=2)
+    body = (await pending).json()
+    assert body["nvext"] == {"worker_id": worker_ids("p1", 2, "w2")}
+    assert (body["forebay"]["attempts"], body["forebay"]["prefill"]) == (2, PREFILL)
+
+
+async def test_disagg_an_attempt_without_output_does_not_name_its_prefill_worker(scene: Scene) -> None:
+    pending = start_text(scene)
+    name = (await scene.next_request()).request_id
+    scene.start_attempt(name, 2)
+    scene.emit(name, scene.model.encode("Never"), prefilled=PrefilledBy(worker_id="p0"))
+    at = scene.emit(name, scene.model.encode("Once"), attempt=2, prefilled=PREFILLED)
+    scene.end(name, output=at, attempt=2)
+    assert (await pending).json()["forebay"]["prefill"] == PREFILL

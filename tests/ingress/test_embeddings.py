@@ -148,18 +148,9 @@ async def test_one_failed_input_fails_the_request_and_cancels_the_others(scene: 
 async def test_an_engine_that_returns_tokens_instead_is_an_error(scene: Scene) -> None:
     pending = start_request(scene, "a")
     request = await scene.next_request()
-    scene.emit_text(request.request_id, " one")
-    scene.end(request.request_id)
+    scene.reply(request.request_id, " one")
     response = await pending
     assert (response.status_code, response.json()["error"]["code"]) == (502, "embedding_missing")
-
-
-async def test_a_failed_log_is_a_503(scene: Scene) -> None:
-    pending = start_request(scene, ["a", "b"])
-    await submitted(scene, 2)
-    scene.ingress.replies.interrupt_all("the disk is full")
-    response = await pending
-    assert (response.status_code, response.json()["error"]["message"]) == (503, "the disk is full")
 
 
 async def test_openai_client_gets_vectors_and_a_disconnect_cancels(scene: Scene) -> None:

@@ -15,8 +15,6 @@ from cryptography.hazmat.primitives import serialization
 from forebay.ingress.errors import Unusable
 from forebay.ingress.http import server as tls
 from forebay.ingress.http.endpoint import Endpoint, TlsFiles
-from forebay.ingress.http.protocol import ConnectionLimits
-from forebay.ingress.http.server import build_server
 from tests.ingress.conftest import NAME, make_scene
 from tests.system import PATIENCE_S, until
 
@@ -74,30 +72,20 @@ async def _silent_connections(files: TlsFiles, trusted: ssl.SSLContext) -> None:
             assert await reader.read() == b""
         return True
 
-    async with make_scene(admin_token="") as scene:
-        listener, port = scene.listen()
-        limits = ConnectionLimits(scene.ingress.metrics.reject, connections_max=3)
-        server = build_server(scene.app, limits=limits, tls=files)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        await until(lambda: server.started)
+    async with make_scene() as scene, scene.served(files, connections_max=3) as (port, _):
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
         ends = [asyncio.create_task(closed(reader)) for reader, _ in silent]
-        try:
-            await until(lambda: sum(end.done() for end in ends) == 2)
-            assert scene.metric('forebay_ingress_refused_total{code="connections_exhausted"} 2.0')
-            for _, writer in silent:
-                writer.close()
-            async with httpx.AsyncClient(verify=trusted) as client, asyncio.timeout(PATIENCE_S):
-                response: httpx.Response | None = None
-                while response is None:
-                    with contextlib.suppress(httpx.TransportError):  # until the server notices that they are closed
-                        response = await client.get(f"https://127.0.0.1:{port}/live")
-            assert response.status_code == httpx.codes.OK
-        finally:
-            for _, writer in silent:
-                writer.close()
-            server.should_exit = True
-            await asyncio.gather(serving, *ends)
+        await until(lambda: sum(end.done() for end in ends) == 2)
+        assert scene.metric('forebay_ingress_refused_total{code="connections_exhausted"} 2.0')
+        for _, writer in silent:
+            writer.close()
+        async with httpx.AsyncClient(verify=trusted) as client, asyncio.timeout(PATIENCE_S):
+            response: httpx.Response | None = None
+            while response is None:
+                with contextlib.suppress(httpx.TransportError):  # until the server notices that they are closed
+                    response = await client.get(f"https://127.0.0.1:{port}/live")
+        assert response.status_code == httpx.codes.OK
+        await asyncio.gather(*ends)
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -109,22 +97,16 @@ async def test_the_openai_client_uses_https(authority: trustme.CA, tmp_path: Pat
         files = TlsFiles(both)
     trusted = ssl.create_default_context()
     authority.configure_trust(trusted)
-    async with make_scene(api_keys=("key",), admin_token="") as scene:
-        listener, port = scene.listen()
-        server = build_server(scene.app, tls=files)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        await until(lambda: server.started)
+    async with make_scene(api_keys=("key",)) as scene, scene.served(files) as (port, _):
         http_client = openai.DefaultAsyncHttpxClient(verify=trusted)
         base_url = f"https://127.0.0.1:{port}/v1"
         async with openai.AsyncOpenAI(base_url=base_url, api_key="key", http_client=http_client) as client:
             pending = asyncio.create_task(client.completions.create(model=NAME, prompt="a"))
             request = await scene.next_request()
-            scene.end(request.request_id, output=scene.emit_text(request.request_id, " b"))
+            scene.reply(request.request_id, " b")
             assert (await pending).choices[0].text == " b"
             page = {"origin": f"https://127.0.0.1:{port}", "sec-fetch-site": "same-origin"}
             assert [one.id async for one in client.models.list(extra_headers=page)] == [NAME]
-        server.should_exit = True
-        await serving
 
 
 def test_unusable_files_are_rejected(authority: trustme.CA, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from forebay.replay.explain.explanation import Explanation
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, request
-from tests.ingress.conftest import Scene, make_scene
+from tests.ingress.conftest import Scene
 from tests.replay.recorder import Recorder, report_progress
 from tests.system import until
 
@@ -179,9 +179,3 @@ async def test_a_crash_is_reported_and_no_process_starts_after_close(
         assert code(await waiting) == (503, "explain_failed")
         assert code(await start_request("r")) == (503, "explain_failed")
     assert [process.returncode is None for process in processes] == [False, False]
-
-
-async def test_explanations_need_no_admin_api() -> None:
-    async with make_scene(admin_token="") as scene:
-        response = await scene.client.get("/v1/requests/r/explain")
-        assert code(response) == (501, "not_recorded"), "its log is in memory"

@@ -285,7 +285,7 @@ async def test_the_openai_client_sends_its_key(keyed: Scene) -> None:
                     assert caught.value.code == "invalid_api_key"
                 else:
                     request = await keyed.next_request()
-                    keyed.end(request.request_id, output=keyed.emit_text(request.request_id, " b"))
+                    keyed.reply(request.request_id, " b")
                     assert (await pending).choices[0].text == " b"
 
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -51,6 +53,13 @@ class FakeKafka:
         self.server.push([Record("openai-requests", 3, self.records, 1_700_000_000_000_000, value, None, fields)])
         self.records += 1
 
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator["asyncio.Task[None]"]:
+        serving = asyncio.create_task(self.server.run())
+        yield serving
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
     async def committed(self, partition: int) -> None:
         """Return that nothing was committed."""
 
@@ -78,8 +87,7 @@ async def test_a_record_that_raises_gets_a_500_and_the_next_is_served(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake = FakeKafka(scene, monkeypatch)
-    serving = asyncio.create_task(fake.server.run())
-    try:
+    async with fake.serving() as serving:
         with monkeypatch.context() as broken:
             broken.setattr(scene.model, "render", lambda *_: 1 // 0)
             await fake.start_request(CHAT)
@@ -92,9 +100,6 @@ async def test_a_record_that_raises_gets_a_500_and_the_next_is_served(
         await until(lambda: scene.requests(RequestSubmitted) or serving.done())
         assert scene.requests(RequestSubmitted)[0].request_id == "kafka-api-3-1~kafka"
         assert scene.requests(RequestSubmitted)[0].patient, "the topic holds it anyway"
-    finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
 
 
 async def test_an_error_of_a_parser_ends_the_response(
@@ -110,8 +115,7 @@ async def test_an_error_of_a_parser_ends_the_response(
 
     monkeypatch.setattr(scene.ingress.parsers, "parser", lambda how, request_id: Broken())
     fake = FakeKafka(scene, monkeypatch)
-    serving = asyncio.create_task(fake.server.run())
-    try:
+    async with fake.serving() as serving:
         await fake.start_request({**CHAT, "stream": True})
         submitted = await scene.next_request()
         scene.emit_text(submitted.request_id, "one")
@@ -125,17 +129,13 @@ async def test_an_error_of_a_parser_ends_the_response(
         assert (failed["offset"], failed["status"], failed["error"]) == (0, 502, "parser_failed")
         assert (failed["request_id"], failed["worker"]) == (submitted.request_id, "w1")
         assert (rejected["offset"], rejected["status"], rejected["error"]) == (1, 404, "model_not_found")
-    finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
 
 
 async def test_the_request_id_of_the_client_stands_for_all_choices(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = FakeKafka(scene, monkeypatch)
-    serving = asyncio.create_task(fake.server.run())
-    try:
+    async with fake.serving() as serving:
         await fake.start_request({**CHAT, "n": 3}, request_id="order-7")
         choices = [(await scene.next_request()).request_id for _ in range(3)]
         assert all("order-7" in aliases_of(choice) for choice in choices)
@@ -153,6 +153,3 @@ async def test_the_request_id_of_the_client_stands_for_all_choices(
         await fake.start_request(CHAT, request_id="order-7")
         await until(lambda: len(scene.requests(RequestSubmitted)) == 4 or serving.done())
         assert scene.requests(RequestSubmitted)[3].request_id not in choices
-    finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)

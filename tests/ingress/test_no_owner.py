@@ -1,4 +1,4 @@
-"""Without an owner, requests are rejected at once with `Retry-After`."""
+"""Requests without an owner, with a log that is late or full, and the incarnation of their ingress."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import pytest
 from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.ingress import ingress as ingress_module
 from forebay.transport.base import Draft, LogFull
-from tests.ingress.conftest import NAME, Scene
+from tests.ingress.conftest import NAME, Scene, make_scene
 from tests.system import until
 
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
@@ -18,6 +18,17 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/embeddings", {"model": NAME, "input": "Hello"}),
     ("/v1/route", {"model": NAME, "prompt": "Hello"}),
 ]
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS[:3])
+async def test_a_request_names_its_ingress(path: str, body: dict[str, Any]) -> None:
+    """So it can be aborted when the ingress is lost."""
+    async with make_scene(incarnation="incarnation-1") as scene:
+        response = scene.start(path, body)
+        request = await scene.next_request()
+        assert request.ingress_incarnation == "incarnation-1"
+        scene.refuse(request.request_id, 503, "no_workers")
+        assert (await response).status_code == 503
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
@@ -36,11 +47,10 @@ async def test_without_an_owner_a_request_is_rejected_at_once(
 
 
 async def test_a_submitted_request_continues_without_an_owner(scene: Scene) -> None:
-    pending = asyncio.create_task(scene.client.post("/v1/completions", json={"model": NAME, "prompt": "Hello"}))
+    pending = scene.start(*REQUESTS[1])
     request = await scene.next_request()
     scene.ingress.has_owner = lambda: False
-    output = scene.emit_text(request.request_id, "Hi")
-    scene.end(request.request_id, output=output)
+    scene.reply(request.request_id, "Hi")
     assert (await pending).status_code == 200
 
 
@@ -67,7 +77,7 @@ async def test_an_unacknowledged_request_fails_and_is_cancelled(
     monkeypatch.setattr(ingress_module, "CHECKED_S", 0.01)
     scene.ingress.owner_silent_s = lambda: 0.8 if is_silent else 0.1
     log = LateLog(scene, monkeypatch)
-    response = await scene.client.post("/v1/completions", json={"model": NAME, "prompt": "Hello"})
+    response = await scene.start(*REQUESTS[1])
     assert (response.status_code, response.json()["error"]["code"]) == (503, "log_unavailable")
     assert "retry-after" in response.headers
     await until(lambda: scene.requests(RequestCancelled))
@@ -88,27 +98,25 @@ async def test_a_request_waits_for_a_late_acknowledgement_while_the_owner_beats(
 
     scene.ingress.owner_silent_s = silent_s
     log = LateLog(scene, monkeypatch)
-    pending = asyncio.create_task(scene.client.post("/v1/completions", json={"model": NAME, "prompt": "Hello"}))
+    pending = scene.start(*REQUESTS[1])
     request = await scene.next_request()
     await checked.wait()
     log.is_back.set()
-    output = scene.emit_text(request.request_id, "Hi")
-    scene.end(request.request_id, output=output)
+    scene.reply(request.request_id, "Hi")
     assert (await pending).status_code == 200
 
 
 async def test_a_full_log_rejects_one_request_and_keeps_the_others(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pending = asyncio.create_task(scene.client.post("/v1/completions", json={"model": NAME, "prompt": "Hello"}))
+    pending = scene.start(*REQUESTS[1])
     request = await scene.next_request()
 
     async def full(_: Sequence[Draft]) -> list[int]:
         raise LogFull("256 MiB wait")
 
     monkeypatch.setattr(scene.log, "append", full)
-    response = await scene.client.post("/v1/completions", json={"model": NAME, "prompt": "Hello"})
+    response = await scene.start(*REQUESTS[1])
     assert (response.status_code, response.json()["error"]["code"]) == (503, "log_unavailable")
-    output = scene.emit_text(request.request_id, "Hi")
-    scene.end(request.request_id, output=output)
+    scene.reply(request.request_id, "Hi")
     assert (await pending).status_code == 200

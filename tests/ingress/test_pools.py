@@ -1,6 +1,5 @@
 """Pools over the admin API: GET and POST of busy thresholds, disaggregation and rules, as events on the log."""
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -266,7 +265,7 @@ async def test_prompts_are_hashed_with_the_block_size_of_the_pool(block_size: in
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_group")
         scene.control(msgspec.structs.replace(pool(model="other"), block_size=5))
         scene.control(msgspec.structs.replace(pool(), block_size=block_size))
-        reply = asyncio.create_task(scene.client.post("/v1/completions", json=payload))
+        reply = scene.start("/v1/completions", payload)
         submitted = await scene.next_request()
         scene.end(submitted.request_id)
         assert (await reply).status_code == 200

@@ -1,13 +1,13 @@
 """Invalid requests get a 4xx in OpenAI's format."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given
+import pytest_asyncio
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -32,6 +32,10 @@ def chat(**changes: Any) -> dict[str, Any]:
     return {"model": NAME, "messages": HELLO, **changes}
 
 
+def message(**fields: Any) -> dict[str, Any]:
+    return chat(messages=[{"role": "user", "content": "x", **fields}])
+
+
 @MODULE_LOOP
 @pytest.mark.parametrize(
     ("path", "body", "status", "code", "says"),
@@ -45,51 +49,12 @@ def chat(**changes: Any) -> dict[str, Any]:
         (CHAT, chat(model="gpt"), 404, "model_not_found", "'gpt'"),
         (CHAT, chat(messages=[]), 400, "invalid_value", "messages"),
         (CHAT, chat(messages="hi"), 400, "invalid_value", "messages"),
-        (CHAT, chat(messages=[{"role": "boss", "content": "x"}]), 400, "invalid_value", "messages[0].role"),
-        (CHAT, chat(messages=[{"role": "user"}]), 400, "invalid_value", "messages[0].content is missing"),
-        (CHAT, chat(messages=[{"role": "user", "content": 5}]), 400, "invalid_value", "messages[0].content"),
-        (
-            CHAT,
-            chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
-            400,
-            "unsupported_parameter",
-            "image_url",
-        ),
-        (
-            CHAT,
-            chat(messages=[{"role": "user", "content": "x", "tool_calls": [1]}]),
-            400,
-            "invalid_value",
-            "messages[0].tool_calls",
-        ),
-        (
-            CHAT,
-            chat(messages=[{"role": "user", "content": "x", "tool_call_id": "1"}]),
-            400,
-            "invalid_value",
-            "messages[0].tool_call_id requires the role tool",
-        ),
-        (
-            CHAT,
-            chat(messages=[{"role": "user", "content": "x", "n": 1}]),
-            400,
-            "unknown_parameter",
-            "messages[0].n",
-        ),
-        (
-            CHAT,
-            chat(messages=[{"role": "user", "content": [{"type": "text"}]}]),
-            400,
-            "invalid_value",
-            "messages[0].content[0].text is missing",
-        ),
-        (
-            CHAT,
-            chat(messages=[{"role": "user", "content": [{"type": "text", "text": "x", "odd": 1}]}]),
-            400,
-            "unknown_parameter",
-            "messages[0].content[0].odd",
-        ),
+        (CHAT, message(role="boss"), 400, "invalid_value", "messages[0].role"),
+        (CHAT, message(content=None), 400, "invalid_value", "messages[0].content is missing"),
+        (CHAT, message(content=5), 400, "invalid_value", "messages[0].content"),
+        (CHAT, message(content=[{"type": "text"}]), 400, "invalid_value", "messages[0].content[0].text is missing"),
+        (CHAT, message(tool_calls=[1]), 400, "invalid_value", "messages[0].tool_calls"),
+        (CHAT, message(tool_call_id="1"), 400, "invalid_value", "messages[0].tool_call_id requires the role tool"),
         (CHAT, chat(max_tokens=0), 400, "invalid_value", "max_tokens"),
         (CHAT, chat(max_tokens=-1), 400, "invalid_value", "max_tokens"),
         (CHAT, chat(max_tokens=10**9), 400, "context_length_exceeded", "131072"),
@@ -99,23 +64,16 @@ def chat(**changes: Any) -> dict[str, Any]:
         (CHAT, b'{"model": "test-model", "messages": [], "temperature": NaN}', 400, "invalid_value", ""),
         (CHAT, chat(temperature=3), 400, "invalid_value", "temperature"),
         (CHAT, chat(top_p=0), 400, "invalid_value", "top_p"),
-        (CHAT, chat(n=0), 400, "invalid_value", "n"),
-        (CHAT, chat(n=129), 400, "invalid_value", "128"),
         (CHAT, chat(n=True), 400, "invalid_value", "n"),
         (CHAT, chat(logprobs=0), 400, "invalid_value", "logprobs"),
-        (CHAT, chat(tools=[{"type": "function"}]), 400, "invalid_value", "tools[0].function"),
-        (CHAT, chat(magic=1), 400, "unknown_parameter", "magic"),
         (CHAT, chat(stop=["a"] * 5), 400, "invalid_value", "stop"),
         (CHAT, chat(stop=""), 400, "invalid_value", "stop"),
+        (CHAT, chat(stop=["a" * 1_025]), 400, "invalid_value", "a stop string is too long"),
         (CHAT, chat(stream_options={"include_usage": True}), 400, "invalid_value", "stream_options"),
-        (CHAT, chat(stream=True, stream_options={"odd": 1}), 400, "unknown_parameter", "stream_options.odd"),
         (TEXT, {"model": NAME, "prompt": ""}, 400, "empty_prompt", "empty"),
         (TEXT, {"model": NAME, "prompt": []}, 400, "empty_prompt", "empty"),
         (TEXT, {"model": NAME, "prompt": [10**6]}, 400, "invalid_value", "token id"),
         (TEXT, {"model": NAME, "prompt": [-1]}, 400, "invalid_value", "prompt"),
-        (TEXT, {"model": NAME, "prompt": ["a", 1]}, 400, "invalid_value", "prompt"),
-        (TEXT, {"model": NAME, "prompt": "a", "suffix": "b"}, 400, "unsupported_parameter", "suffix"),
-        (TEXT, {"model": NAME, "prompt": "a", "echo": 1}, 400, "invalid_value", "echo"),
         (CHAT, b"x" * (BODY_MAX + 1), 413, "body_too_large", f"{BODY_MAX:,}"),
         ("/v1/nothing", {}, 404, "not_found", "/v1/nothing"),
         ("/v1/models", {}, 405, "method_not_allowed", "POST"),
@@ -136,27 +94,12 @@ async def test_invalid_bodies_are_rejected_by_field_name(
     assert shared_scene.requests() == []
 
 
-@pytest.mark.parametrize(
-    "neutral",
-    [
-        {"n": 1, "logprobs": False, "presence_penalty": 0, "tools": [], "response_format": {"type": "text"}},
-        {"presence_penalty": 0.0, "frequency_penalty": 0.0},
-    ],
-)
-async def test_neutral_values_of_unsupported_fields_are_accepted(scene: Scene, neutral: dict[str, Any]) -> None:
-    pending = asyncio.create_task(scene.client.post(CHAT, json=chat(**neutral)))
-    request = await scene.next_request()
-    scene.refuse(request.request_id, 418, "teapot")
-    assert (await pending).status_code == 418
-
-
 async def test_a_response_may_be_sent_back_as_a_message(scene: Scene) -> None:
-    pending = asyncio.create_task(scene.client.post(CHAT, json=chat()))
+    pending = scene.start(CHAT, chat())
     request = await scene.next_request()
-    scene.emit_text(request.request_id, " good day")
-    scene.end(request.request_id)
+    scene.reply(request.request_id, " good day")
     message = (await pending).json()["choices"][0]["message"]
-    again = asyncio.create_task(scene.client.post(CHAT, json=chat(messages=[*HELLO, message, *HELLO])))
+    again = scene.start(CHAT, chat(messages=[*HELLO, message, *HELLO]))
     request = await scene.next_request()
     turns = [*HELLO, {"role": "assistant", "content": " good day"}, *HELLO]
     assert unpack_u32(request.token_ids) == scene.model.encode(scene.model.render(turns))
@@ -169,15 +112,6 @@ async def test_a_declared_length_beyond_64_bits_is_too_large(scene: Scene) -> No
     assert response.status_code == 413
 
 
-async def test_a_body_without_declared_length_is_bounded(scene: Scene) -> None:
-    async def endless() -> AsyncIterator[bytes]:
-        for _ in range(1_000):
-            yield b"x" * 1_000
-
-    response = await scene.client.post(CHAT, content=endless())
-    assert response.status_code == 413
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -185,40 +119,35 @@ JSON = st.recursive(
 )
 FIELDS = st.sampled_from(
     [
-        "model",
-        "messages",
-        "prompt",
-        "max_tokens",
-        "temperature",
-        "stop",
-        "stream",
-        "seed",
-        "n",
-        "stream_options",
-        "nvext",
-        "cache_salt",
-        "odd",
+        *("model", "messages", "prompt", "max_tokens", "temperature", "stop", "stream", "seed", "n"),
+        *("stream_options", "nvext", "cache_salt", "odd"),
     ]
 )
 
 
-@examples(1.5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def refusing_scene() -> AsyncIterator[Scene]:
+    """Yield a scene that rejects valid bodies, too."""
+    async with make_scene(timeout_s=0.000_001) as made:
+        made.ingress.submit = _refuse_all  # type: ignore[method-assign]
+        yield made
+
+
+@MODULE_LOOP
+@examples(1.5)
 @given(body=st.dictionaries(FIELDS, JSON, max_size=6), path=st.sampled_from([CHAT, TEXT]))
-async def test_random_bodies_get_a_4xx(body: dict[str, Any], path: str) -> None:
-    """Random fields get a 4xx; `submit` raises one for bodies that happen to be valid."""
+async def test_random_bodies_get_a_4xx(refusing_scene: Scene, body: dict[str, Any], path: str) -> None:
     body.setdefault("model", NAME)
-    async with make_scene(timeout_s=0.000_001) as scene:
-        scene.ingress.submit = _refuse_all  # type: ignore[method-assign]
-        response = await scene.client.post(path, content=json.dumps(body).encode())
-        assert 400 <= response.status_code < 500, response.text
-        assert response.json()["error"]["code"]
+    response = await refusing_scene.client.post(path, content=json.dumps(body).encode())
+    assert 400 <= response.status_code < 500, response.text
+    assert response.json()["error"]["code"]
 
 
+@MODULE_LOOP
 @given(raw=st.binary(max_size=64))
-async def test_random_bytes_get_a_4xx(raw: bytes) -> None:
-    async with make_scene() as scene:
-        response = await scene.client.post(CHAT, content=raw)
-        assert 400 <= response.status_code < 500, response.text
+async def test_random_bytes_get_a_4xx(refusing_scene: Scene, raw: bytes) -> None:
+    response = await refusing_scene.client.post(CHAT, content=raw)
+    assert 400 <= response.status_code < 500, response.text
 
 
 async def _refuse_all(request_id: str, prepared: PreparedRequest) -> Stream:
@@ -272,11 +201,6 @@ async def test_arguments_that_break_a_template_are_rejected(template: str, tmp_p
         reply = await scene.client.post(CHAT, json=chat(chat_template_kwargs={"n": 0}))
     assert reply.status_code == 400
     assert "chat template rejects" in reply.json()["error"]["message"]
-
-
-async def test_a_long_stop_string_is_rejected(scene: Scene) -> None:
-    reply = await scene.client.post(CHAT, json=chat(stop=["a" * 1_025]))
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "stop")
 
 
 @pytest.mark.parametrize(("path", "field"), [(TEXT, "prompt"), ("/v1/embeddings", "input")])

@@ -97,7 +97,7 @@ async def test_a_query_has_the_fields_of_the_request() -> None:
 
 
 async def test_a_rejection_of_the_router_is_an_http_error(scene: Scene) -> None:
-    pending = asyncio.create_task(scene.client.post(ROUTE, json={"model": NAME, "prompt": "a"}))
+    pending = scene.start(ROUTE, {"model": NAME, "prompt": "a"})
     query = await scene.next_query()
     error = ResponseError(status=503, code="busy", message="all are busy")
     scene.send(RouteResponse(request_id=query.request_id, owner_epoch=1, error=error))
@@ -117,20 +117,9 @@ async def test_a_query_without_a_response_times_out() -> None:
         await until(lambda: scene.ingress.replies.position == 1)
 
 
-async def test_two_queries_may_have_the_same_client_id(scene: Scene) -> None:
-    body = {"model": NAME, "prompt": "a"}
-    both = [asyncio.create_task(scene.client.post(ROUTE, json=body, headers={"x-request-id": "mine"})) for _ in "ab"]
-    queries = [await scene.next_query(count) for count in (1, 2)]
-    assert queries[0].request_id != queries[1].request_id
-    for query in queries:
-        scene.send(route_response(query))
-    for response in await asyncio.gather(*both):
-        assert (response.status_code, response.headers["x-request-id"]) == (200, "mine")
-
-
 async def test_a_failed_log_is_a_503_for_all_queries(scene: Scene) -> None:
     body = {"model": NAME, "prompt": "a"}
-    waiting = asyncio.create_task(scene.client.post(ROUTE, json=body))
+    waiting = scene.start(ROUTE, body)
     await scene.next_query()
     scene.fail_commits()
     for pending in (scene.client.post(ROUTE, json=body), waiting):
@@ -145,6 +134,7 @@ async def test_a_failed_log_is_a_503_for_all_queries(scene: Scene) -> None:
         ({"model": NAME}, 400, "invalid_value"),
         ({"model": "gpt", "prompt": "a"}, 404, "model_not_found"),
         ({"model": NAME, "prompt": ""}, 400, "empty_prompt"),
+        ({"model": NAME, "prompt": ["a", "b"]}, 400, "unsupported_parameter"),
         ({"model": NAME, "prompt": "a", "messages": HELLO}, 400, "unknown_parameter"),
         ({"model": NAME, "prompt": "a", "max_tokens": 10**9}, 400, "context_length_exceeded"),
         (b"{", 400, "invalid_json"),
@@ -159,22 +149,8 @@ async def test_invalid_requests_are_invalid_queries(scene: Scene, body: Any, sta
     assert scene.requests() == []
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (ROUTE, {"model": NAME, "prompt": "a"}),
-        (CHAT, {"model": NAME, "messages": HELLO, "nvext": QUERY}),
-    ],
-)
-async def test_queries_need_no_admin_api(path: str, body: dict[str, Any]) -> None:
-    async with make_scene(admin_token="") as scene:
-        pending = asyncio.create_task(scene.client.post(path, json=body, headers={"authorization": "Bearer sk-any"}))
-        scene.send(route_response(await scene.next_query()))
-        assert (await pending).status_code == 200
-
-
 async def test_disagg_a_query_names_the_prefill_worker(scene: Scene) -> None:
-    pending = asyncio.create_task(scene.client.post(ROUTE, json={"model": NAME, "prompt": "a"}))
+    pending = scene.start(ROUTE, {"model": NAME, "prompt": "a"})
     query = await scene.next_query()
     place = PrefillPlace(remote=True, reason="long_prompt", uncached_tokens=7)
     scene.send(route_response(query, pool="prefill", stage="prefill", prefill=place))

@@ -76,6 +76,7 @@ async def test_defaults_are_not_encoded(scene: Scene) -> None:
     assert (await sampled(scene, logprobs=True)).logprobs == 0
 
 
+NAMED = {"name": "x", "strict": True}
 JSON_SCHEMA = StructuredOutput(kind="json_schema", text=json.dumps(SCHEMA, separators=(",", ":")))
 
 
@@ -84,15 +85,7 @@ JSON_SCHEMA = StructuredOutput(kind="json_schema", text=json.dumps(SCHEMA, separ
     [
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, StructuredOutput(kind="json_object")),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "strict": True, "schema": SCHEMA},
-                }
-            },
-            JSON_SCHEMA,
-        ),
+        ({"response_format": {"type": "json_schema", "json_schema": {**NAMED, "schema": SCHEMA}}}, JSON_SCHEMA),
         ({"structured_outputs": {"json": SCHEMA}}, JSON_SCHEMA),
         ({"structured_outputs": {"json": JSON_SCHEMA.text, "disable_fallback": False}}, JSON_SCHEMA),
         ({"structured_outputs": {"json_object": True}}, StructuredOutput(kind="json_object")),
@@ -224,7 +217,7 @@ async def test_tokens_after_a_stop_string_have_no_log_probabilities(scene: Scene
 async def test_log_probabilities_are_null_if_the_engine_reports_none(scene: Scene) -> None:
     pending = start_request(scene, CHAT, chat(logprobs=True))
     request = await scene.next_request()
-    scene.end(request.request_id, output=scene.emit_text(request.request_id, " the river"))
+    scene.reply(request.request_id, " the river")
     choice = (await pending).json()["choices"][0]
     assert (choice["message"]["content"], choice["logprobs"]) == (" the river", None)
 
@@ -233,7 +226,7 @@ async def test_log_probabilities_are_null_if_the_engine_reports_none(scene: Scen
 async def test_special_tokens_become_text_on_request(scene: Scene, special: bool) -> None:
     pending = start_request(scene, TEXT, text(skip_special_tokens=not special))
     request = await scene.next_request()
-    scene.end(request.request_id, output=scene.emit_text(request.request_id, "a<|im_start|>b<|im_end|>"))
+    scene.reply(request.request_id, "a<|im_start|>b<|im_end|>")
     output = (await pending).json()["choices"][0]["text"]
     assert output == ("a<|im_start|>b" if special else "ab")
 

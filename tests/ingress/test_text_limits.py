@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import copy
 import json
 import threading
 from pathlib import Path
@@ -69,7 +70,8 @@ def bodies(text: str) -> list[tuple[str, dict[str, Any]]]:
 @pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize(("path", "body"), bodies(words(BODY_MAX - 1_000)))
 async def test_a_text_beyond_the_context_is_not_tokenized_whole(path: str, body: Any, *, bounded: bool) -> None:
-    model = CountingModel(DEFAULT_MODEL)
+    model = copy.copy(COUNTED)
+    model.context_tokens, model.whole = CONTEXT, []
     model.text_chars_max = CONTEXT * 12 if bounded else None  # else the pieces are counted
     async with make_scene(model) as scene:
         response = await scene.client.post(path, json={"model": NAME, **body})
@@ -104,7 +106,7 @@ async def test_a_long_prompt_that_fits_has_the_tokens_of_the_whole_text() -> Non
     text = words(PIECE_CHARS) + long * 12_000 + words(PIECE_CHARS)  # few tokens for its length: it is counted first
     assert len(text) > model.context_tokens * CHARS_PER_TOKEN
     async with make_scene(model) as scene:
-        pending = asyncio.create_task(scene.client.post(TEXT, json={"model": NAME, "prompt": text, "max_tokens": 1}))
+        pending = scene.start(TEXT, {"model": NAME, "prompt": text, "max_tokens": 1})
         request = await scene.next_request()
         assert unpack_u32(request.token_ids) == Model(DEFAULT_MODEL).encode(text)
         scene.end(request.request_id)
@@ -122,14 +124,14 @@ async def test_a_full_tokenizer_queue_is_503_but_short_prompts_are_served(scene:
             response = await scene.client.post(path, json={"model": NAME, **body})
             assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded"), path
             assert response.headers["retry-after"]
-        pending = asyncio.create_task(scene.client.post(TEXT, json={"model": NAME, "prompt": "short"}))
+        pending = scene.start(TEXT, {"model": NAME, "prompt": "short"})
         scene.end((await scene.next_request()).request_id)
         assert (await pending).status_code == 200
     finally:
         free.set()
     await asyncio.gather(*held)
     await until(lambda: scene.ingress.tokenizer_pool.chars_queued == 0)
-    pending = asyncio.create_task(scene.client.post(TEXT, json={"model": NAME, "prompt": words(INLINE_CHARS_MAX * 2)}))
+    pending = scene.start(TEXT, {"model": NAME, "prompt": words(INLINE_CHARS_MAX * 2)})
     scene.end((await scene.next_request()).request_id)
     assert (await pending).status_code == 200
 
@@ -190,7 +192,7 @@ async def test_the_memory_of_all_bodies_is_bounded(scene: Scene) -> None:
     response = await scene.client.post(TEXT, json=large)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
     assert response.headers["retry-after"]
-    small = asyncio.create_task(scene.client.post(TEXT, json={"model": NAME, "prompt": "x"}))
+    small = scene.start(TEXT, {"model": NAME, "prompt": "x"})
     scene.end((await scene.next_request()).request_id)
     assert (await small).status_code == 200
     more.set()
@@ -209,7 +211,7 @@ async def test_images_have_a_higher_limit_than_text(tmp_path: Path) -> None:
     model = Model(media_model.make(tmp_path / "m"))
     limits: dict[str, Any] = {"body_bytes_max": 100_000, "media_body_bytes_max": 400_000}
     async with make_scene(model, **limits) as scene:
-        pending = asyncio.create_task(scene.client.post(CHAT, json=image_body(200_000, 100)))
+        pending = scene.start(CHAT, image_body(200_000, 100))
         scene.end((await scene.next_request()).request_id)
         assert (await pending).status_code == 200
         for body, option in (

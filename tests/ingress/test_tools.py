@@ -6,21 +6,13 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import msgspec
 import pytest
 import pytest_asyncio
 
-from forebay.core.state.reply_slot import apply
 from forebay.events.base import unpack_u32
-from forebay.events.codec import decode
 from forebay.events.requests import RequestSubmitted
-from forebay.events.topics import TOKENS
-from forebay.ingress.kafka_api.request import ReplyAddress
-from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, WindowEntry
 from forebay.ingress.model import DEFAULT_MODEL, Model
-from forebay.ingress.openai.fields import parse
-from forebay.ingress.openai.requests import ChatBody
-from tests.ingress.conftest import MODULE_LOOP, NAME, SLOT, Scene, make_scene
+from tests.ingress.conftest import MODULE_LOOP, NAME, Scene, make_scene
 
 CHAT = "/v1/chat/completions"
 HELLO = {"role": "user", "content": "Hello"}
@@ -65,7 +57,7 @@ def chat(**changes: Any) -> dict[str, Any]:
 
 async def submit_chat(scene: Scene, **changes: Any) -> tuple["asyncio.Task[Any]", RequestSubmitted, str]:
     """Return the submitted request and its prompt as text."""
-    pending = asyncio.create_task(scene.client.post(CHAT, json=chat(**changes)))
+    pending = scene.start(CHAT, chat(**changes))
     await asyncio.sleep(0)
     request = asyncio.create_task(scene.next_request())
     await asyncio.wait((pending, request), return_when=asyncio.FIRST_COMPLETED)
@@ -267,42 +259,6 @@ async def test_openai_client_streams_reasoning_and_calls(tools: Scene) -> None:
         ("weather", '{"city": "Paris"}')
     ] * 2
     assert len({call.id for call in choice.message.tool_calls}) == 2
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_kafka_api_sends_the_objects_of_http(tools: Scene, stream: bool) -> None:
-    body = chat(tools=[WEATHER], stream=stream)
-    post = tools.client.post(CHAT, json=body)
-    pending = asyncio.ensure_future(post)
-    request = await tools.next_request()
-    emit_text(tools, request, f"<think>a</think>b{CALL}")
-    given = (await pending).text
-    parsed = parse(ChatBody, msgspec.json.encode(body))
-    prepared = await tools.ingress.prepare(parsed, ())
-    same = request.request_id
-    fold = tools.ingress.fold(same, parsed, prepared, created_s=0)
-    waiting = PendingRequest(
-        same, RecordResponse(WindowEntry(0, 0), ReplyAddress(same, ""), fold, tools.ingress), 0, request
-    )
-    pieces = []
-    for record in tools.log.records(TOKENS.name, SLOT, 0, 1000):
-        for changed in apply({same: waiting}, decode(TOKENS, record.value), NAME):
-            pieces += changed.response.step(changed)
-    events = [line.removeprefix("data: ") for line in given.split("\n\n") if line not in ("", "data: [DONE]")]
-    assert deltas([piece.value.decode() for piece in pieces]) == deltas(events)
-
-
-def deltas(events: list[str]) -> Any:
-    """Return the merged content, reasoning, arguments and calls of a stream or an object."""
-    content, reasoning, arguments, named = "", "", "", []
-    for choice in (json.loads(event)["choices"][0] for event in events):
-        output = choice.get("delta") or choice.get("message") or {}
-        content += output.get("content") or ""
-        reasoning += output.get("reasoning") or ""
-        for call in output.get("tool_calls", ()):
-            arguments += call["function"]["arguments"]
-            named += [(call["id"], call["function"]["name"])] if "id" in call else []
-    return content, reasoning, arguments, named, json.loads(events[-1])["choices"][0]["finish_reason"]
 
 
 async def test_messages_parsed_by_the_openai_client_may_be_sent_back(tools: Scene) -> None:

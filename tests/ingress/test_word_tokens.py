@@ -13,23 +13,7 @@ MODEL = Model(DEFAULT_MODEL)
 ADDED = ("<|im_start|>", "<|im_end|>", "<|im", "<think>")
 PIECES = (
     *ADDED,
-    "the",
-    "The",
-    " ",
-    "  ",
-    "\n",
-    "\r\n",
-    "\t",
-    "'s",
-    "'LL",
-    "'v",
-    "1",
-    "2345",
-    "x",
-    "_",
-    "!?",
-    "<|",
-    "\x1c",
+    *("the", "The", " ", "  ", "\n", "\r\n", "\t", "'s", "'LL", "'v", "1", "2345", "x", "_", "!?", "<|", "\x1c"),
 )
 TEXTS = st.one_of(st.text(st.characters(max_codepoint=0x7F)), st.lists(st.sampled_from(PIECES)).map("".join))
 

@@ -62,7 +62,6 @@ class AccessEntry:
                 self._error = _code_of(body.removeprefix(EVENT))
 
     def write(self) -> None:
-        """Log the record of this request, at its end."""
         method, path = self._method, printable(self._path[:PATH_CHARS_MAX])
         status = self._status or CLIENT_CLOSED
         if self._status and not self._is_complete:

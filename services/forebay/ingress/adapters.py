@@ -59,7 +59,6 @@ class Adapters:
         self._lock = asyncio.Lock()
 
     def close(self) -> None:
-        """Stop following the log."""
         for tail in self._tails.values():
             tail.close()
         self._tails.clear()
@@ -116,7 +115,6 @@ class Adapters:
         self._loaded = tuple(sorted(found.difference((self._model, *self._static))))
 
     async def _catch_up(self, partition: int) -> None:
-        """Read both topics up to their current ends."""
         try:
             async with asyncio.timeout(CATCH_UP_S):
                 if not self._tails:

@@ -52,7 +52,6 @@ class FullPool:
         self._full_until_s = self._now_s() + FULL_S
 
     def error(self, retry_after_s: int) -> ApiError:
-        """Return the error for a request that is rejected."""
         text = "all workers and the queue of the pool are full; try again later"
         return ApiError(429, POOL_FULL, text, retry_after_s=retry_after_s)
 
@@ -160,7 +159,6 @@ class AdmissionMiddleware:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass an admitted request to the application, or respond to a rejected one with its error."""
         kind = KINDS.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if kind is None:
             await self._app(scope, receive, send)
@@ -168,7 +166,7 @@ class AdmissionMiddleware:
         try:
             self._admission.enter()
         except ApiError as error:
-            self._metrics.errors.labels(error.code).inc()
+            self._metrics.reject(error.code)
             self._metrics.rejected(kind.endpoint)
             # The connection stays open. If it were closed during the upload, the client might not see the response.
             await error.send(send)

@@ -141,7 +141,6 @@ class Catalog(ServedModels):
         return Entry(name, heartbeats, ready, group)
 
     def ready(self) -> list[Entry]:
-        """Return the models that can be served now, by name."""
         return [entry for _, entry in sorted(self._entries.items()) if entry.ready()]
 
     @property
@@ -260,7 +259,6 @@ class Catalog(ServedModels):
         return None
 
     async def _ingress(self, entry: Entry) -> Ingress:
-        """Return the ingress of a model, and load its card unless it is loaded. Raises ApiError."""
         ingress = entry.ingress
         if ingress is None or entry.digest != self._card_of(entry):
             entry.require_loadable(self._card_of(entry))

@@ -43,16 +43,13 @@ class ApiError(Exception):
         return {"www-authenticate": "Bearer"} if self.status == 401 else retry_headers(self.status, self.retry_after_s)
 
     def body(self) -> dict[str, Any]:
-        """Return the body of the response: an object `error` in OpenAI's format."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def encoded(self) -> bytes:
-        """Return the body of the response as encoded JSON."""
         return msgspec.json.encode(self.body())
 
     def raw_headers(self, body: bytes, *, request_id: str = "", closes: bool = False) -> list[tuple[bytes, bytes]]:
-        """Return all headers of the response as ASGI expects them."""
         headers = {"content-type": "application/json", "content-length": str(len(body)), **self.headers()}
         if request_id:
             headers["x-request-id"] = request_id
@@ -61,7 +58,6 @@ class ApiError(Exception):
         return [(name.encode(), value.encode()) for name, value in headers.items()]
 
     async def send(self, send: "Send", request_id: str = "", *, closes: bool = False) -> None:
-        """Send the error as a complete HTTP response."""
         body = self.encoded()
         headers = self.raw_headers(body, request_id=request_id, closes=closes)
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
@@ -74,7 +70,6 @@ def retry_headers(status: int, after_s: int = RETRY_AFTER_S) -> dict[str, str]:
 
 
 def internal_error() -> ApiError:
-    """Return the error 500, for an unexpected exception."""
     return ApiError(500, "internal_error", "an internal error; the server's log has the details")
 
 
@@ -85,12 +80,10 @@ def model_required(names: Iterable[str]) -> ApiError:
 
 
 def no_router(model: str) -> ApiError:
-    """Return the error 503 for a model that no router serves yet."""
     return ApiError(503, "no_group", f"no router serves {model} yet; start a router and a worker for it")
 
 
 def deadline_exceeded(timeout_s: float) -> ApiError:
-    """Return the error 504 for a request that was not complete within `timeout_s` seconds."""
     return ApiError(504, "deadline_exceeded", f"no response within {timeout_s:g} s")
 
 

@@ -57,7 +57,6 @@ AnyRequest = ExplainRequest | StatusRequest
 
 
 def main() -> None:
-    """Respond to the messages of the parent until it ends."""
     asyncio.run(_serve(ChildConnection()))
 
 

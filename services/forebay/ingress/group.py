@@ -34,11 +34,9 @@ class Readiness:
         self.enforced: Callable[[], Awaitable[bool]] | None = None
 
     def __call__(self) -> bool:
-        """Return whether the ingress can serve requests now."""
         return self._problem() is None
 
     def why_not(self) -> str:
-        """Return the reason why the ingress cannot serve requests."""
         return self._problem() or NO_WORKER
 
     def partition(self) -> int | None:
@@ -119,7 +117,6 @@ class GroupClient:
         self.pools.allowed_policies = lambda: None if heartbeats.owner is None else heartbeats.owner.policies
 
     def close(self) -> None:
-        """Stop following the topics of the model."""
         self.adapters.close()
 
     def require_partition(self) -> int:

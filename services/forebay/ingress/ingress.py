@@ -152,7 +152,6 @@ class Ingress(GroupClient):
             await self.adapters.resolve(name)
 
     def parse(self, kind: type[BodyT], raw: bytes) -> BodyT:
-        """Return a parsed body. Raises ApiError (400) for an invalid one, by the settings also for unknown fields."""
         return self.front.parse(kind, raw)
 
     def fold(self, request_id: str, body: AnyBody, prepared: Sequence[PreparedRequest], created_s: int) -> ResponseFold:

@@ -15,71 +15,57 @@ class IngressMetrics:
     With `model` None, only the metrics without the label of a model can be used, and `of_model`.
     """
 
+    inflight: Gauge
+    disconnected: Gauge
+    ttft: Histogram
+    itl: Histogram
+    duration: Histogram
+    input_tokens: Histogram
+    output_tokens: Histogram
+    cached_tokens: Histogram
+
     def __init__(self, registry: CollectorRegistry, model: str | None) -> None:
-        name = "dynamo_frontend"
-        self.requests = Counter(
-            f"{name}_requests",
-            "completed requests by status",
-            ("model", "endpoint", "request_type", "status"),
-            registry=registry,
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"dynamo_frontend_{name}", text, ("model",), registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"dynamo_frontend_{name}", text, ("model",), buckets=buckets, registry=registry)
+
+        self.requests = counter(
+            "dynamo_frontend_requests", "completed requests by status", "model", "endpoint", "request_type", "status"
         )
-        self.errors = Counter(
-            "forebay_ingress_refused",
-            "requests that got an error, by error code",
-            ("code",),
-            registry=registry,
+        self._rejections = counter(
+            "dynamo_frontend_model_rejection", "requests rejected because no worker had capacity", "model", "endpoint"
         )
-        self.undecodable = Counter(
-            "forebay_ingress_undecodable", "records of the log that could not be decoded", registry=registry
-        )
-        self.foreign = Counter(
+        self.errors = counter("forebay_ingress_refused", "requests that got an error, by error code", "code")
+        self.undecodable = counter("forebay_ingress_undecodable", "records of the log that could not be decoded")
+        self.foreign = counter(
             "forebay_ingress_foreign_events",
             "events of responses that neither the owner nor a worker of the request wrote",
-            registry=registry,
         )
-        self.headers_ignored = Counter(
+        self.headers_ignored = counter(
             "forebay_ingress_routing_headers_ignored",
             "routing headers ignored because the ingress runs without --routing-hints",
-            ("header",),
-            registry=registry,
+            "header",
         )
-        self._rejections = Counter(
-            f"{name}_model_rejection",
-            "requests rejected because no worker had capacity",
-            ("model", "endpoint"),
-            registry=registry,
-        )
-        self._inflight = _gauge(registry, f"{name}_inflight_requests", "requests in flight")
         self.admitted = Gauge(
             "forebay_ingress_requests_in_flight", "admitted requests that have not ended", registry=registry
         )
-        self._disconnected = _gauge(
-            registry,
-            f"{name}_disconnected_clients",
-            "clients that disconnected before the response was complete",
-        )
-        self._ttft = _histogram(
-            registry,
-            f"{name}_time_to_first_token_seconds",
-            "seconds from the request to its first token",
-            SECONDS,
-        )
-        self._itl = _histogram(
-            registry,
-            f"{name}_inter_token_latency_seconds",
-            "mean seconds between output tokens of a request",
-            SECONDS,
-        )
-        self._duration = _histogram(
-            registry, f"{name}_request_duration_seconds", "seconds from the request to its last token", SECONDS
-        )
-        self._input_tokens = _histogram(registry, f"{name}_input_sequence_tokens", "prompt tokens per request", TOKENS)
-        self._output_tokens = _histogram(
-            registry, f"{name}_output_sequence_tokens", "output tokens per request", TOKENS
-        )
-        self._cached_tokens = _histogram(
-            registry, f"{name}_cached_tokens", "prompt tokens per request that were found in a KV cache", TOKENS
-        )
+        self._by_model: dict[str, Gauge | Histogram] = {
+            "inflight": gauge("inflight_requests", "requests in flight"),
+            "disconnected": gauge("disconnected_clients", "clients that disconnected before the response was complete"),
+            "ttft": histogram("time_to_first_token_seconds", "seconds from the request to its first token", SECONDS),
+            "itl": histogram("inter_token_latency_seconds", "mean seconds between output tokens of a request", SECONDS),
+            "duration": histogram("request_duration_seconds", "seconds from the request to its last token", SECONDS),
+            "input_tokens": histogram("input_sequence_tokens", "prompt tokens per request", TOKENS),
+            "output_tokens": histogram("output_sequence_tokens", "output tokens per request", TOKENS),
+            "cached_tokens": histogram(
+                "cached_tokens", "prompt tokens per request that were found in a KV cache", TOKENS
+            ),
+        }
         self._model = ""
         if model is not None:
             self._bind(model)
@@ -91,18 +77,11 @@ class IngressMetrics:
 
     def _bind(self, model: str) -> None:
         self._model = model
-        self.inflight = self._inflight.labels(model)
-        self.disconnected = self._disconnected.labels(model)
-        self.ttft = self._ttft.labels(model)
-        self.itl = self._itl.labels(model)
-        self.duration = self._duration.labels(model)
-        self.input_tokens = self._input_tokens.labels(model)
-        self.output_tokens = self._output_tokens.labels(model)
-        self.cached_tokens = self._cached_tokens.labels(model)
+        for name, metric in self._by_model.items():
+            setattr(self, name, metric.labels(model))
         self._ended: dict[tuple[str, bool, str], Counter] = {}
 
     def reject(self, code: str) -> None:
-        """Count an error response with this error code."""
         self.errors.labels(code).inc()
 
     def ended(self, endpoint: str, *, stream: bool, status: str) -> None:
@@ -121,11 +100,3 @@ class IngressMetrics:
     def rejected(self, endpoint: str) -> None:
         """Count a request of this endpoint that was rejected because no worker had capacity."""
         self._rejections.labels(self._model, endpoint).inc()
-
-
-def _gauge(registry: CollectorRegistry, name: str, text: str) -> Gauge:
-    return Gauge(name, text, ("model",), registry=registry)
-
-
-def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-    return Histogram(name, text, ("model",), buckets=buckets, registry=registry)

@@ -281,14 +281,12 @@ class Preparer:
         ]
 
     def tokenize_inputs(self, inputs: Sequence[str | list[int]]) -> list[list[int]]:
-        """Return the token ids of each input of an embedding request."""
         return [
             one if isinstance(one, list) else encode_prompt(self.model, one, f"input[{index}]", "input", special=True)
             for index, one in enumerate(inputs)
         ]
 
     def embed(self, body: EmbeddingBody, index: int, token_ids: list[int], target: Target) -> PreparedRequest:
-        """Return the prepared request of one input of an embedding request."""
         context = self.model.context_tokens
         if len(token_ids) > context:
             text = f"input[{index}] has {len(token_ids)} tokens, more than the context of {context} tokens; shorten it"

@@ -89,7 +89,6 @@ class ResponseFold(ABC):
         return objects
 
     def fail(self, error: ApiError) -> None:
-        """End the response with an error."""
         self.is_over, self.error = True, error
 
     @abstractmethod
@@ -163,7 +162,6 @@ class CompletionFold(ResponseFold):
         self._counts_each_chunk = body.counts_each_chunk
 
     def is_part_over(self, index: int) -> bool:
-        """Return whether the choice at this position is complete."""
         return self._choices[index].served is not None
 
     def _push(
@@ -235,7 +233,6 @@ class EmbeddingFold(ResponseFold):
         self._missing = inputs
 
     def is_part_over(self, index: int) -> bool:
-        """Return whether the vector of this input was received."""
         return bool(self._vectors[index])
 
     def _push(

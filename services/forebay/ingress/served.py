@@ -22,8 +22,6 @@ class ServedModel(NamedTuple):
 
 
 class ServedModels(ABC):
-    """The models of an ingress process."""
-
     front: Front
 
     @property
@@ -89,8 +87,6 @@ def card_of(name: str, context_tokens: int, created_s: int, adapters: Sequence[s
 
 
 class OneModel(ServedModels):
-    """The only model of an ingress process."""
-
     def __init__(self, ingress: Ingress) -> None:
         self.front = ingress.front
         self.ingress = ingress
@@ -107,7 +103,6 @@ class OneModel(ServedModels):
         self.ingress.require_owner()
 
     async def find(self, name: str, request_id: str) -> ServedModel:
-        """Return the ingress. It rejects unknown names itself, when it prepares a request."""
         del request_id
         return ServedModel(self.ingress, name)
 
@@ -115,7 +110,6 @@ class OneModel(ServedModels):
         """Do nothing, because the admission has rejected the request before its body was read."""
 
     async def only(self, name: str) -> ServedModel:
-        """Return the ingress. It rejects unknown names itself."""
         return ServedModel(self.ingress, name)
 
     def group(self, name: str) -> GroupClient:

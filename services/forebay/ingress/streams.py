@@ -143,7 +143,6 @@ class ReplyReader:
 
     @property
     def position(self) -> int:
-        """Offset of the first record of the slot that was not dispatched yet."""
         return self._slot.position
 
     def __contains__(self, request_id: str) -> bool:
@@ -200,7 +199,6 @@ class ReplyReader:
         return (kind, name) in self._calls
 
     def interrupt_all(self, reason: str) -> None:
-        """Interrupt every request, route query and command in flight, for this reason."""
         for stream in self._streams.values():
             stream.interrupt(reason)
         for _, future in self._calls.values():

@@ -29,8 +29,6 @@ BYTE_OF = _byte_of()
 
 
 class TokenBytes:
-    """Map from the token ids of a tokenizer to the bytes of the tokens."""
-
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.get_added_tokens_decoder()
         self.special: dict[int, str] = {token_id: token.content for token_id, token in added.items() if token.special}

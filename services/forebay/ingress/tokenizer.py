@@ -44,7 +44,6 @@ class TokenizerPool:
         self._threads = runtime.executor(THREADS, "tokenize")
 
     def close(self) -> None:
-        """Stop the threads, and drop queued work that has not started."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, work: Callable[[], T], chars: int, *, is_patient: bool = False) -> T:

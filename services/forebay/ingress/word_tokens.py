@@ -54,7 +54,6 @@ class WordTokens:
         self._words = _Words(tokenizer)
 
     def encode(self, text: str) -> list[int] | None:
-        """Return the token ids of an ASCII text, None for any other text."""
         if not text.isascii():
             return None
         ids_of = self._words.__getitem__

@@ -81,7 +81,6 @@ def build_app(
 
 
 def _add_group_routes(app: FastAPI, group: GroupClient, explainer: Explainer, read_status: StatusReader | None) -> None:
-    """Add the routes about the requests, the workers and the settings of one model."""
     add_explain(app, group, explainer)
     add_status(app, read_status)
     if group.settings.admin_token:
@@ -143,11 +142,9 @@ class IngressApp(FastAPI):
     front: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request through all middleware."""
         await self.front(scope, receive, send)
 
     async def serve_route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request with the routes of FastAPI."""
         await super().__call__(scope, receive, send)
 
 
@@ -241,7 +238,6 @@ def _add_errors(app: FastAPI, front: Front) -> None:
 
 
 def _methods_of(app: FastAPI, request: Request) -> set[str]:
-    """Return the methods that this path supports."""
     found: set[str] = set()
     for route in app.routes:
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:

@@ -97,7 +97,6 @@ class DrainBody(CommandBody):
         schema["anyOf"] = DRAINED
 
     def command(self, action: Action) -> Command:
-        """Return the command for workers. Raises ApiError (400) if the body names neither workers nor a pool."""
         if not (self.worker_ids or self.pool):
             raise invalid("worker_ids is missing; name the workers to drain, or a pool", "worker_ids")
         return Command(action=action)
@@ -139,7 +138,6 @@ class LoraBody(CommandBody):
     source: LoraSource | None = None
 
     def command(self, action: Action) -> Command:
-        """Return the command for workers. Raises ApiError (400) if the name, or to load the directory, is missing."""
         if not self.lora_name:
             raise invalid("lora_name is missing; give the name of the adapter", "lora_name")
         if action == "unload_lora":
@@ -172,8 +170,6 @@ BodyT = TypeVar("BodyT", bound=CommandBody)
 
 
 def add_commands(router: APIRouter, ingress: GroupClient) -> None:
-    """Add the routes that send commands to workers."""
-
     @router.post("/v1/commands", openapi_extra=body_of(AnyCommandBody), responses=errors(*COMMANDS))
     async def any_command(request: Request) -> Response:
         """Run the command that `action` names."""
@@ -246,7 +242,7 @@ async def _run(request: Request, ingress: GroupClient, body: CommandBody, comman
     if command.action == "list_loras":
         content["loras"] = _by_name(result.outcomes)
     if error is not None:
-        ingress.metrics.errors.labels(error.code).inc()
+        ingress.metrics.reject(error.code)
         content |= error.body()
     return Response(
         msgspec.json.encode(content),
@@ -309,7 +305,6 @@ def _path_of(source: LoraSource) -> str:
 
 
 def _error_of(action: Action, outcomes: Sequence[CommandOutcome]) -> ApiError | None:
-    """Return the error of the worst outcome, None if all workers succeeded."""
     failed = [outcome for outcome in outcomes if outcome.status != "done"]
     for kind, status, code in STATUSES:
         if any(outcome.status == kind for outcome in failed):
@@ -331,7 +326,6 @@ def _plain(outcome: CommandOutcome) -> dict[str, Any]:
 
 
 def _by_name(outcomes: Sequence[CommandOutcome]) -> dict[str, list[str]]:
-    """Return the ids of the workers that have loaded each adapter."""
     found: dict[str, list[str]] = {}
     for outcome in outcomes:
         for name in outcome.loras:

@@ -30,7 +30,6 @@ class IngressDrain:
         return self._began.is_set()
 
     def begin(self) -> None:
-        """Begin the drain: from now on `DrainMiddleware` rejects new requests, and `run` waits for those in flight."""
         self._began.set()
 
     def hurry(self) -> None:
@@ -67,27 +66,22 @@ class IngressDrain:
                 await self._idle.wait()
 
     def enter(self) -> None:
-        """Record that a request has begun: increase `in_flight` by one."""
         self.in_flight += 1
         self._idle.clear()
 
     def leave(self) -> None:
-        """Record that a request has ended: decrease `in_flight` by one."""
         self.in_flight -= 1
         if not self.in_flight:
             self._idle.set()
 
 
 class DrainMiddleware:
-    """ASGI middleware that counts requests in flight, and rejects new requests once the drain has begun."""
-
     def __init__(self, app: ASGIApp, drain: IngressDrain, on_rejected: Callable[[str], None]) -> None:
         self._app = app
         self._drain = drain
         self._on_rejected = on_rejected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; once the drain has begun, respond with 503, except to `ALWAYS_SERVED` paths."""
         if scope["type"] != "http" or scope["path"] in ALWAYS_SERVED:
             await self._app(scope, receive, send)
         elif self._drain.begun:

@@ -42,7 +42,6 @@ def allowed_origins(given: tuple[str, ...]) -> frozenset[str]:
 
 
 def permits(origins: frozenset[str], origin: str) -> bool:
-    """Return whether pages of `origin` may read responses."""
     return origin in origins or ANY in origins
 
 
@@ -57,7 +56,6 @@ class Cors:
         self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond to a preflight request, or run the application."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -60,7 +60,6 @@ BASE_POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-an
 
 
 def add_pages(app: FastAPI, model_name: str) -> None:
-    """Add `/`, `/docs` and the files of `/docs` to `app`."""
     about = {"name": "forebay", "version": version("forebay"), "model": model_name}
     root = _root(about)
     root_headers = _headers(f"style-src 'sha256-{_sha256(STYLE)}'") | {"vary": "accept"}

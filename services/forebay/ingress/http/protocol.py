@@ -161,7 +161,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = self._header_count = self._unparsed = self._body_bytes = 0
 
     def on_url(self, url: bytes) -> None:
-        """Count the bytes of the request line. Too many stop the parser."""
         self._count_head(len(url))
         super().on_url(url)
 
@@ -232,7 +231,6 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Stop the timeout, because the request is complete."""
         if self.parser.should_upgrade():
             return  # only its headers are; `_parse` repeats them
         self._phase, self._unparsed = _Phase.IDLE, 0
@@ -398,7 +396,6 @@ def _head_too_large(limit: str) -> ApiError:
 
 
 def _encoded(error: ApiError) -> bytes:
-    """Return an error as a complete HTTP response."""
     body = error.encoded()
     head = [name + b": " + value + b"\r\n" for name, value in error.raw_headers(body, closes=True)]
     return b"".join([STATUS_LINE[error.status], *head, b"\r\n", body])

@@ -31,7 +31,6 @@ class _Kind(msgspec.Struct):
 
 
 def add_route_query(app: FastAPI, models: ServedModels) -> None:
-    """Add `POST /v1/route` to `app`."""
     front = models.front
 
     @app.post("/v1/route", openapi_extra=body_of(ChatBody, TextBody), responses=errors(*QUERIES))
@@ -45,8 +44,6 @@ def add_route_query(app: FastAPI, models: ServedModels) -> None:
 
 
 def add_explain(app: FastAPI, ingress: GroupClient, explainer: Explainer) -> None:
-    """Add `GET /v1/requests/{request_id}/explain` to `app`."""
-
     @app.get("/v1/requests/{request_id:path}/explain", responses=errors(404, 501, 504))
     async def explain(request_id: str) -> Response:
         """Explain the routing and outcome of a request.
@@ -163,7 +160,6 @@ class TokenizeTextBody(TextBody):
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add to the JSON schema that there is one prompt, which may be empty."""
         super().describe(schema)
         kinds = schema["properties"]["prompt"]["anyOf"]
         one_prompt = [kind for kind in kinds if kind.get("items", {}).get("type") not in ("string", "array")]
@@ -189,7 +185,6 @@ BODIES = (TokenizeChatBody, TokenizeTextBody, DetokenizeBody)
 
 
 def add_tokenization(app: FastAPI, models: ServedModels) -> None:
-    """Add `POST /tokenize` and `POST /detokenize` to `app`."""
     front = models.front
     responses = errors(*BODY_ERRORS, 404)
 

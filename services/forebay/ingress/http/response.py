@@ -64,7 +64,6 @@ class PartRunner:
                 raise
 
     async def _follow(self, stream: Stream, index: int, on_step: OnStep) -> None:
-        """Fold the output of a submitted part until it is complete."""
         ingress, fold, request_id = self._ingress, self._fold, self._fold.ids[index]
         try:
             while fold.error is None and not fold.is_part_over(index):
@@ -114,7 +113,6 @@ class OneResponse(Response):
         self._parts = 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response. If the client disconnects or the response fails, cancel the request."""
         stream = self._stream
         watch = asyncio.get_running_loop().create_task(wait_for_disconnect(receive, stream.interrupt))
         self._metrics.inflight.inc()
@@ -156,7 +154,7 @@ class OneResponse(Response):
             try:
                 await (self._send_stream(send) if self._fold.stream else self._send_whole(send))
             except ApiError as error:
-                self._metrics.errors.labels(error.code).inc()
+                self._metrics.reject(error.code)
                 await error.send(send, self._fold.client_id)
                 return "error"
             finally:
@@ -181,7 +179,7 @@ class OneResponse(Response):
                 chunks = await self._next()
         except ApiError as error:
             # The status was sent already, so the error is the last event of the stream.
-            self._metrics.errors.labels(error.code).inc()
+            self._metrics.reject(error.code)
             await send({"type": "http.response.body", "body": BEGIN + error.encoded() + END})
 
     async def _send_whole(self, send: Send) -> None:
@@ -259,14 +257,13 @@ class PartsResponse(OneResponse):
         self._failure: Exception | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the choices and send the response, or an error if they are not admitted. At its end, cancel the rest."""
         admission = self._ingress.admission
         # The middleware has admitted one request. The inputs of an embedding request count as one.
         more = 0 if self._fold.endpoint == EmbeddingBody.endpoint else self._parts - 1
         try:
             admission.enter(more)
         except ApiError as error:
-            self._metrics.errors.labels(error.code).inc()
+            self._metrics.reject(error.code)
             self._metrics.rejected(self._fold.endpoint)
             await error.send(send, self._fold.client_id)
             return

@@ -29,8 +29,6 @@ REJOIN_S = 1.0  # pause before joining the group again
 
 
 class KafkaApi:
-    """Serves the partitions of `openai-requests` that the Kafka consumer group assigns to one ingress."""
-
     def __init__(self, log: KafkaLog, models: ServedModels, metrics: KafkaApiMetrics, reply_slots: int) -> None:
         self._log = log
         self._models = models
@@ -78,7 +76,6 @@ class KafkaApi:
             await self._leave()
 
     def assigned(self, partitions: Collection[int]) -> None:
-        """Start to serve partitions that Kafka's group coordinator assigned to this ingress."""
         if self._tasks is None:
             return
         for partition in partitions:
@@ -88,7 +85,6 @@ class KafkaApi:
         logger.info("the Kafka API serves partitions: %s", ", ".join(map(str, partitions)) or "none")
 
     async def revoked(self, partitions: Collection[int]) -> None:
-        """Stop serving partitions that Kafka's group coordinator revoked, and commit their progress."""
         offsets = await self._stop_servers(partitions)
         await self._group.commit_last({number: server.progress() for number, server in offsets.items()})
 

@@ -182,7 +182,6 @@ class PartitionServer:
             await self._read_slot()
 
     async def _serve(self) -> None:
-        """Submit recovered requests without a response, then new requests."""
         for request in list(self._pending.values()):
             await self._shared.wait_for_capacity()
             await self._submit(request)
@@ -202,7 +201,6 @@ class PartitionServer:
                 await self._submit(request)
 
     async def _follow(self) -> None:
-        """Turn events of the reply slot into responses."""
         while True:
             await self._read_slot()
             await self._expire()
@@ -223,7 +221,6 @@ class PartitionServer:
         return record if record.offset >= self._next_offset else None
 
     async def _accept(self, record: Record) -> list[PendingRequest]:
-        """Add a record to the window, and open its requests or reject it."""
         entry = WindowEntry(record.offset, self._position)
         self._window.append(entry)
         self._next_offset = record.offset + 1
@@ -284,7 +281,6 @@ class PartitionServer:
         return response.requests
 
     async def _submit(self, request: PendingRequest) -> None:
-        """Append a request to the log, unless it is complete."""
         if request.response.fold.is_over or request.submission is None:
             return
         ingress = request.response.ingress
@@ -353,7 +349,6 @@ class PartitionServer:
             )
 
     def _incomplete(self, request_id: str, entry: WindowEntry) -> PendingRequest | None:
-        """Return the request of this record, None if it is complete."""
         request = self._pending.get(request_id)
         return request if request is not None and request.response.entry is entry else None
 
@@ -368,7 +363,6 @@ class PartitionServer:
             await self._send(response.entry, response.where, record)
 
     def _close(self, request: PendingRequest) -> None:
-        """Complete a response and remove its requests."""
         shared, fold = self._shared, request.response.fold
         dropped = [self._drop(one) for one in request.response.requests]
         if not any(dropped):

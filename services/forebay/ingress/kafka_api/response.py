@@ -67,7 +67,6 @@ class RecordResponse:
         self._began_s = runtime.monotonic_s()
 
     def write_access(self, partition: int) -> None:
-        """Log the complete response in the access log."""
         fold, error = self.fold, self.fold.error
         write_record(
             partition,
@@ -83,7 +82,6 @@ class RecordResponse:
         )
 
     def step(self, request: "PendingRequest") -> list[ResponseRecord]:
-        """Return the new records of the response, after the output of `request` has changed."""
         fold = self.fold
         if fold.is_over:
             return []

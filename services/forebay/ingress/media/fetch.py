@@ -84,7 +84,6 @@ class MediaFetcher:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """Stop the threads and close all connections."""
         for threads in (self._resolving, self._decoding):
             threads.shutdown(wait=False, cancel_futures=True)
         if self._client is not None:
@@ -199,8 +198,6 @@ def _inner(address: IPv6Address) -> IPv4Address | None:
 
 
 class _Budget:
-    """Bytes that the media of a request may still have."""
-
     def __init__(self, limit: int) -> None:
         self._limit = self._left = limit
 
@@ -266,7 +263,6 @@ def _data(ref: MediaRef, budget: _Budget) -> bytes:
 
 
 def _mime_of(ref: MediaRef, content: bytes) -> str:
-    """Return the MIME type of the content. Raises ApiError for all but supported images and videos."""
     return _image(ref, content) if ref.kind == "image" else _video(ref, content)
 
 

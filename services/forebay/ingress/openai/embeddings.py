@@ -67,7 +67,6 @@ class EmbeddingBody(RoutedBody):
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add to the JSON schema that no input is empty, and that `nvext` has no annotations and no extra fields."""
         describe_non_empty(schema["properties"]["input"])
         neither: dict[str, Any] = {"enum": [None, []]}
         schema["properties"]["nvext"]["properties"] = {"annotations": neither, "extra_fields": neither}
@@ -80,7 +79,6 @@ class EmbeddingBody(RoutedBody):
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        """The inputs as a list; each is a text or a list of token ids, and gets one vector."""
         return listed(self.input)
 
     def require_dimensions(self, model: Model) -> None:

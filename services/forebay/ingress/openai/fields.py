@@ -191,7 +191,6 @@ def _integral(value: Any) -> Any:
 
 
 def _first_error(error: ValidationError) -> ApiError:
-    """Return the error of the first invalid field."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return invalid(f"the body is not valid JSON: {first['msg']}", code="invalid_json")

@@ -187,7 +187,6 @@ class Nvext(CheckedBody):
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add to the JSON schema the supported values of `annotations` and `extra_fields`."""
         query = {"anyOf": [{"const": QUERY}, {"type": "string", "pattern": f"^{QUERY}:"}]}
         for name, items in (("annotations", query), ("extra_fields", {"const": WORKER_ID})):
             listed = {"type": "array", "items": items, "maxItems": STRINGS_MAX}

@@ -39,7 +39,6 @@ class ServingInfo:
         }
 
     def plain(self) -> dict[str, Any]:
-        """Return the extension `forebay` as a JSON object."""
         plain: dict[str, Any] = {
             "request_id": self.request_id,
             "worker": self.worker,
@@ -112,7 +111,6 @@ class ResponseFormatter:
         return _encode({**self._chunk_head, "choices": [], "usage": usage_of(usage)})
 
     def choice(self, delta: OutputDelta, reason: str) -> dict[str, Any]:
-        """Return a complete choice, from its complete output and its finish reason."""
         content: dict[str, Any] = {"text": delta.content}
         if self._chat:
             message: dict[str, Any] = {"role": "assistant", "content": delta.content, "refusal": None}
@@ -123,11 +121,9 @@ class ResponseFormatter:
         return {"index": self._index, **content, "logprobs": self._logprobs(delta), "finish_reason": reason}
 
     def whole(self, choices: Sequence[dict[str, Any]], usage: Usage, served: Sequence[ServingInfo]) -> bytes:
-        """Return the complete response object of a request without streaming."""
         return _encode({**self._head, "choices": choices, "usage": usage_of(usage), **self._extensions(served)})
 
     def _logprobs(self, delta: OutputDelta) -> dict[str, Any] | None:
-        """Return the log probabilities, None if the engine reported none."""
         if not delta.logprobs:
             return None
         if self._chat:
@@ -180,7 +176,6 @@ def with_usage(chunk: bytes, usage: Usage) -> bytes:
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
-    """Return the token counts of a request as OpenAI's object `usage`."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.output_tokens,

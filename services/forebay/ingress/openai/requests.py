@@ -180,7 +180,6 @@ class CompletionBody(RoutedBody, SamplingFields):
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add to the JSON schema the limits of `stop`, and that `stream_options` requires `stream`."""
         stop = {"type": "string", "minLength": 1, "maxLength": STOP_CHARS_MAX}
         stops = {"type": "array", "items": stop, "maxItems": STOP_STRINGS_MAX}
         schema["properties"]["stop"] = {"anyOf": [stop, stops, {"type": "null"}]}
@@ -213,28 +212,23 @@ class CompletionBody(RoutedBody, SamplingFields):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether the last chunk of a stream contains the token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def counts_each_chunk(self) -> bool:
-        """Whether every chunk of a stream contains the token counts so far."""
         options = self.stream_options
         return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
 
     @property
     def names_worker(self) -> bool:
-        """Whether the client requests the worker ids in the extension `nvext` of the response."""
         return self.nvext is not None and WORKER_ID in (self.nvext.extra_fields or ())
 
     @property
     def tokens_max(self) -> int | None:
-        """Maximum number of output tokens that the client set; None if it set none."""
         return self.max_tokens
 
     @property
     def choices_per_prompt(self) -> int:
-        """Number of choices to generate for each prompt."""
         return self.n or 1
 
 
@@ -259,7 +253,6 @@ class ChatBody(CompletionBody):
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add to the JSON schema that `top_logprobs` requires `logprobs`, and `tool_choice` requires `tools`."""
         super().describe(schema)
         schema["allOf"] += [
             {
@@ -293,7 +286,6 @@ class ChatBody(CompletionBody):
 
     @property
     def logprobs_wanted(self) -> int | None:
-        """Number of alternative tokens to report per output token; None if no log probabilities are requested."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @cached_property
@@ -303,7 +295,6 @@ class ChatBody(CompletionBody):
 
     @property
     def forced(self) -> StructuredOutput | None:
-        """Structure of the output that a forced tool call requires; None if no tool call is forced."""
         return self.choice.structure()
 
     def chat(self) -> list[dict[str, Any]]:
@@ -339,7 +330,6 @@ class TextBody(CompletionBody):
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add to the JSON schema that no prompt is empty, and that `echo` excludes `logprobs`."""
         super().describe(schema)
         describe_non_empty(schema["properties"]["prompt"])
         schema["allOf"].append(
@@ -359,12 +349,10 @@ class TextBody(CompletionBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts as a list; each is a text or a list of token ids."""
         return listed(self.prompt)
 
     @property
     def logprobs_wanted(self) -> int | None:
-        """Number of alternative tokens to report per output token; None if no log probabilities are requested."""
         return self.logprobs
 
 

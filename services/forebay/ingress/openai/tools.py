@@ -117,7 +117,6 @@ class ToolSelection(msgspec.Struct, frozen=True):
     parallel: bool
 
     def plain(self) -> list[dict[str, Any]]:
-        """Return the tools as input of a chat template."""
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     def structure(self) -> StructuredOutput | None:

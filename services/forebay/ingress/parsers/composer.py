@@ -79,7 +79,6 @@ class TextAssembler:
         return output
 
     def finish(self) -> str:
-        """Return the text that was buffered until the end of the response."""
         held, self._held = self._held, ""
         return held
 
@@ -131,7 +130,6 @@ class Composer:
         return self._record_calls(delta, decoded)
 
     def finish(self) -> OutputDelta:
-        """Return the delta of the text that was kept back, at the end of the response."""
         text = self._text.finish()
         if self._parser is None:
             return OutputDelta(text) if text else EMPTY_DELTA

@@ -60,7 +60,6 @@ class DeltaCollector:
         self._reasoning.append(text)
 
     def call(self, name: str) -> None:
-        """Begin a tool call of the function `name`."""
         self._spaces = ""
         self._begun += 1
         if self._is_kept:
@@ -68,7 +67,6 @@ class DeltaCollector:
             self._calls.append(ToolCallDelta(index, name, self._id_of(index)))
 
     def arguments(self, text: str) -> None:
-        """Add arguments to the most recent tool call, as JSON text."""
         if text and self._is_kept:
             self._calls.append(ToolCallDelta(self._begun - 1, arguments=text))
 
@@ -104,8 +102,6 @@ class ParserStage(ABC):
 
 
 class ParserChain:
-    """Parser of one response, made of stages."""
-
     def __init__(self, sink: DeltaCollector, first: ParserStage) -> None:
         self._sink = sink
         self._first = first
@@ -116,7 +112,6 @@ class ParserChain:
         return self._sink.take()
 
     def finish(self) -> OutputDelta:
-        """Return the delta of the text that the stages kept back, at the end of the response."""
         self._first.finish()
         return self._sink.take(last=True)
 
@@ -151,13 +146,11 @@ class ReasoningParser(ParserStage):
         self._held = ""
 
     def push(self, text: str) -> None:
-        """Emit the part of the text that is reasoning, and pass the text after it to the next stage."""
         text, self._held = self._held + text, ""
         while text:
             text = self._step(text)
 
     def finish(self) -> None:
-        """Emit the buffered text, as reasoning if the response ends inside reasoning, and finish the next stage."""
         if self._at is _ReasoningState.INSIDE or (self._at is _ReasoningState.BEFORE and self._is_open):
             self._sink.reasoning(self._held)
         else:
@@ -165,7 +158,6 @@ class ReasoningParser(ParserStage):
         self._rest.finish()
 
     def _step(self, text: str) -> str:
-        """Consume the beginning of the text and return the remaining text."""
         match self._at:
             case _ReasoningState.BEFORE:
                 bare = text.lstrip()
@@ -216,7 +208,6 @@ class ToolCallParser(ParserStage):
         self._begun = False  # whether the scanner's call was emitted
 
     def push(self, text: str) -> None:
-        """Emit the content and the tool calls in the next part of the text."""
         text, self._held = self._held + text, ""
         while text:
             text = self._scan(text) if self._at is _CallState.CALL else self._step(text)
@@ -257,7 +248,6 @@ class ToolCallParser(ParserStage):
         self._at, self._lead = _CallState.TEXT, ""
 
     def _find(self, text: str, tag: str) -> str:
-        """Emit the text before a tag as content and return the text after the tag."""
         before, found, after = text.partition(tag)
         if found:
             self._at, self._lead = _CallState.OPEN, tag
@@ -366,7 +356,6 @@ class MistralParser(ToolCallParser):
         return bare
 
     def _next(self, text: str) -> str:
-        """Consume the text after a call, or before the first call of a list."""
         bare = text.lstrip(SPACE + "," if self._listed else "")
         if not bare:
             self._held = text
@@ -420,7 +409,6 @@ class NamedCallParser(ParserStage):
         self._name = name
 
     def push(self, text: str) -> None:
-        """Emit the text as arguments of the function."""
         if self._name and text:
             self._sink.call(self._name)
             self._name = ""

@@ -76,11 +76,9 @@ class VllmParser:
         self._begun: set[int] = set()
 
     def push(self, text: str, token_ids: list[int]) -> OutputDelta:
-        """Parse the next part of the text, and return its delta."""
         return self._parse(text, token_ids, finished=False) if text or token_ids else EMPTY_DELTA
 
     def finish(self) -> OutputDelta:
-        """Return the delta of the text that vLLM's parser kept back, at the end of the response."""
         return self._parse("", [], finished=True)
 
     def _parse(self, text: str, token_ids: list[int], *, finished: bool) -> OutputDelta:
