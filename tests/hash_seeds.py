@@ -55,9 +55,7 @@ def verified() -> str:
     """Verify each recording of `tests/logs`."""
     found = {}
     for path in sorted(FOLDER.glob(f"*{SUFFIX}")):
-        verify = command(
-            "replay", "verify", str(path), "--json", "--allow", "foreign-records", "--allow-policy", POLICY
-        )
+        verify = command("verify", str(path), "--json", "--allow", "foreign-records", "--allow-policy", POLICY)
         found[path.name] = json.loads(verify())
     return json.dumps(found)
 
@@ -74,7 +72,7 @@ def explained() -> str:
     recording = FOLDER / f"disaggregation{SUFFIX}"
     _, submitted = find(recording, REQUESTS, lambda event: isinstance(event, RequestSubmitted))
     assert isinstance(submitted, RequestSubmitted)
-    return command("replay", "explain", str(recording), submitted.request_id, "--json")()
+    return command("explain", str(recording), submitted.request_id, "--json")()
 
 
 def world() -> str:

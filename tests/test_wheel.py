@@ -66,8 +66,7 @@ def test_an_installed_wheel_serves_from_another_folder_and_names_missing_extras(
     programs = installed(tmp_path)
     folder = tmp_path / "elsewhere"
     folder.mkdir()
-    load_all = "from forebay.cli.app import COMMANDS, load; [load(name) for name in COMMANDS]; print(len(COMMANDS))"
-    assert int(output(programs / "python", "-c", load_all, cwd=folder)) > 10
+    assert "forebay control drain" in output(programs / "forebay", "control", "drain", "--help", cwd=folder)
     row = {"timestamp": 0, "input_length": 10, "output_length": 1, "hash_ids": [0]}
     (folder / "load.jsonl").write_text(json.dumps(row) + "\n")
     for extra, package, arguments in (

@@ -54,7 +54,7 @@ class Verified:
     problems: list[str] = field(default_factory=list)
 
     def add(self, report: dict[str, Any]) -> None:
-        """Add a report of `forebay replay verify --json`."""
+        """Add a report of `forebay verify --json`."""
         self.decisions += report["decisions"]
         self.verified += report["verified"]
         if report["divergence"] is not None:
@@ -115,7 +115,7 @@ def forebay(model: Path, verified: Verified, speedup: str = FAST) -> Iterator[st
         finally:
             process.send_signal(signal.SIGINT)
             process.wait()
-        command = [FOREBAY, "replay", "verify", log, "--json"]
+        command = [FOREBAY, "verify", log, "--json"]
         verified.add(json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout))
 
 

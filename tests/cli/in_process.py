@@ -12,7 +12,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from unittest.mock import patch
 
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from forebay.cli.app import app
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from forebay.cli.app import app
 from forebay.cli.simulate.against import STATISTICS
@@ -290,7 +290,7 @@ def test_tiers_of_a_simulated_recording_are_reproduced_exactly(tmp_path: Path) -
     assert "from host" in run_against("--against", log, *options)[1]
     without = found("--against", log)
     assert without["observed"]["from host"] > without["simulated"]["from host"] == 0.0
-    smaller = found("--against", log, "--kv-host-size", "1GB", "--kv-bytes-per-token", "32768")
+    smaller = found("--against", log, "--kv-tier", "host:size=1GB", "--kv-bytes-per-token", "32768")
     assert 0.0 < smaller["simulated"]["from host"] < report["observed"]["from host"]
-    error = "--kv-host-size: got a size of 1KB, but one block has 8388608 bytes"
-    assert error in error_line("--against", log, "--kv-host-size", "1KB")
+    error = "--kv-tier host: got a size of 1KB, but one block has 8388608 bytes"
+    assert error in error_line("--against", log, "--kv-tier", "host:size=1KB")

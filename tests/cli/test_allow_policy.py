@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forebay.cli.policies.allowed import require_policy
-from forebay.cli.policies.router_options import router_config_of
+from forebay.cli.policies.router_options import RouterOptions
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.ingress.errors import Unusable
 from tests.cli.in_process import forebay
@@ -26,8 +26,8 @@ class Last:
         return len(world.candidates) - 1
 """
 READING = [
-    ("replay", "verify", "LOG"),
-    ("replay", "explain", "LOG", "r0"),
+    ("verify", "LOG"),
+    ("explain", "LOG", "r0"),
     ("replay", "at", "LOG"),
     ("replay", "diff", "LOG", "--policy", "kv"),
     ("record", "LOG", "out.rec"),
@@ -91,17 +91,17 @@ def test_an_allowed_policy_is_run(log: str, command: tuple[str, ...]) -> None:
 
 
 def test_every_decision_of_an_allowed_policy_is_verified(log: str) -> None:
-    report = json.loads(forebay("replay", "verify", log, "--allow-policy", MODE, "--json").stdout)
+    report = json.loads(forebay("verify", log, "--allow-policy", MODE, "--json").stdout)
     assert (report["decisions"], report["verified"], report["divergence"]) == (3, 3, None)
 
 
 def test_rejections_by_an_owner_without_the_policy_need_no_option(log: str) -> None:
     Path(log).unlink()
     write(Recorder())
-    report = json.loads(forebay("replay", "verify", log, "--json").stdout)
+    report = json.loads(forebay("verify", log, "--json").stdout)
     assert (report["decisions"], report["verified"]) == (3, 3)
-    assert f"the policy {MODE} is not allowed on this router" in forebay("replay", "explain", log, "r0").stdout
-    allowed = json.loads(forebay("replay", "verify", log, "--allow-policy", MODE, "--json").stdout)
+    assert f"the policy {MODE} is not allowed on this router" in forebay("explain", log, "r0").stdout
+    allowed = json.loads(forebay("verify", log, "--allow-policy", MODE, "--json").stdout)
     assert allowed["verified"] == 3
 
 
@@ -114,7 +114,7 @@ def test_rejections_by_an_owner_without_the_policy_need_no_option(log: str) -> N
     ],
 )
 def test_an_unusable_policy_is_rejected(log: str, path: str, message: str) -> None:
-    run = forebay("replay", "verify", log, "--allow-policy", path)
+    run = forebay("verify", log, "--allow-policy", path)
     assert run.returncode == 2
     assert message in run.stderr
 
@@ -146,7 +146,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("mode", ["kv", "power-of-two", "custom.Policy"])
 def test_a_built_in_mode_and_a_class_of_the_folder_are_accepted(mode: str) -> None:
     require_policy(mode)
-    assert router_config_of({"FOREBAY_ROUTER_MODE": mode}).mode == mode
+    assert RouterOptions(router_mode=mode).config().mode == mode
 
 
 @pytest.mark.usefixtures("here")

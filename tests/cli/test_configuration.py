@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
-import typer
 
-from forebay.cli.app import COMMANDS, SERVICES, load
 from forebay.cli.common.cluster import leases_at
 from forebay.cli.common.command_class import SERVICE_OPTIONS
+from forebay.cli.common.config_file import SERVICES
 from tests.cli.in_process import forebay
+from tests.command_line import commands, options
 from tests.harness.local import free_ports
 
 RECORDING = "tests/logs/kv.rec"
@@ -38,38 +39,21 @@ def written(folder: Path, text: str) -> str:
     return str(path)
 
 
-def commands(name: str, command: Any) -> dict[str, Any]:
-    if not hasattr(command, "commands"):
-        return {name: command}
-    return {
-        path: one for part, sub in command.commands.items() for path, one in commands(f"{name} {part}", sub).items()
-    }
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_has_the_variable_of_its_name_or_belongs_to_services(name: str) -> None:
-    for path, command in commands(name, load(name)).items():
-        for param in command.params:
-            flag = next((one for one in param.opts if one.startswith("--")), "")
-            is_exempt = (
-                name not in SERVICES
-                and path.replace(" ", "-") not in SERVICES
-                and flag.removeprefix("--") in SERVICE_OPTIONS
-            )
-            if is_exempt:
-                assert param.envvar is None, path
-            elif flag and not getattr(param, "hidden", False):
-                expected = "FOREBAY_" + flag.removeprefix("--").replace("-", "_").upper()
-                assert param.envvar == expected, path
+def test_every_option_has_the_variable_of_its_name_or_belongs_to_services() -> None:
+    for path, command in commands():
+        for option in options(command):
+            name = option.opts[0].removeprefix("--")
+            is_exempt = "-".join(path) not in SERVICES and name in SERVICE_OPTIONS
+            expected = None if is_exempt else "FOREBAY_" + name.replace("-", "_").upper()
+            assert option.envvar == expected, (path, name)
 
 
 def test_options_with_the_same_variable_are_of_the_same_kind() -> None:
     kinds: dict[str, set[tuple[bool, bool]]] = {}
-    for name in COMMANDS:
-        for command in commands(name, load(name)).values():
-            for param in command.params:
-                if param.envvar and param.envvar not in ONE_OR_SEVERAL:
-                    kinds.setdefault(param.envvar, set()).add((param.multiple, param.is_flag))
+    for _, command in commands():
+        for option in options(command):
+            if option.envvar and option.envvar not in ONE_OR_SEVERAL:
+                kinds.setdefault(str(option.envvar), set()).add((option.multiple, option.is_flag))
     assert {one: found for one, found in kinds.items() if len(found) > 1} == {}
 
 
@@ -113,11 +97,11 @@ def test_a_string_in_a_file_is_one_value_of_a_repeatable_option(tmp_path: Path) 
 def test_flags_without_a_value_can_be_set_by_a_variable_and_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = written(tmp_path, "[worker]\nverbose = true\nkv_checksum = false\n")
+    file = written(tmp_path, "[worker]\nverbose = true\nkv_events = false\n")
     monkeypatch.setenv("FOREBAY_CONFIG", file)
-    monkeypatch.setenv("FOREBAY_KV_EVENTS", "false")
+    monkeypatch.setenv("FOREBAY_ALLOW_SHARED_CACHE", "true")
     found = shown("worker")
-    assert [found[name]["value"] for name in ("verbose", "kv-checksum", "kv-events")] == [True, False, False]
+    assert [found[name]["value"] for name in ("verbose", "kv-events", "allow-shared-cache")] == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -195,8 +179,8 @@ def test_a_url_and_another_source_on_the_command_line_are_an_error(other: list[s
 )
 def test_error_for_an_invalid_file(tmp_path: Path, service: str, text: str, expected: str) -> None:
     file = written(tmp_path, text.format(service=service))
-    more = ["x.py:X"] if service == "serve" or len(SERVICES[service]) > 1 else []
-    error = refused(*SERVICES[service], *more, "--config", file)
+    more = ["x.py:X"] if service == "serve" or service.startswith("planner-") else []
+    error = refused(*service.split("-"), *more, "--config", file)
     assert f"--config {file}: " in error
     assert expected.format(service=service) in error
 
@@ -220,11 +204,11 @@ def test_error_for_a_value_of_the_wrong_type(tmp_path: Path, text: str, expected
 
 @pytest.mark.parametrize("service", ["run", "supervise"])
 def test_services_of_the_planner_read_the_file(tmp_path: Path, service: str) -> None:
-    text = f'kafka = "a:1"\nplanner-id = "x"\n[planner-{service}]\nmetrics-port = 1001\n[up]\nport = 1002\n'
+    text = f'kafka = "a:1"\nid = "x"\n[planner-{service}]\nmetrics-port = 1001\n[up]\nport = 1002\n'
     file = written(tmp_path, text)
     found = shown("planner", service, "--config", file)
     assert [found[name]["value"] for name in ("kafka", "metrics-port", "config")] == ["a:1", 1001, file]
-    assert found.get("planner-id", {}).get("value") == ("x" if service == "run" else None)
+    assert found.get("id", {}).get("value") == ("x" if service == "run" else None)
     assert shown("up", "--config", file)["port"]["value"] == 1002
     error = refused("planner", service, "pools.toml", "--config", written(tmp_path, "[planner]\n"))
     assert "unknown table 'planner'; did you mean planner-" in error
@@ -235,7 +219,10 @@ def test_services_of_the_planner_read_the_file(tmp_path: Path, service: str) -> 
     [
         (["up", "--port", "70000"], "'--port': expected a number less than or equal to 65535, got 70000"),
         (["up", "--port", "x"], "'--port': expected a valid integer, got x"),
-        (["topics", "create", "--replies", "0"], "'--replies': expected a number greater than or equal to 1, got 0"),
+        (
+            ["topics", "create", "--replication", "0"],
+            "'--replication': expected a number greater than or equal to 1, got 0",
+        ),
         (["control", "pools", "--share", "2"], "'--share': expected a number less than or equal to 1, got 2"),
     ],
 )
@@ -279,17 +266,17 @@ def test_config_show_masks_passwords_of_urls(url: str, masked: str) -> None:
 
 
 def test_errors_about_a_url_have_no_password(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit):
+    with pytest.raises(click.exceptions.Exit):
         leases_at("redis://me:hunter2@127.0.0.1:port", "namespace")
     assert "--redis redis://me:********@127.0.0.1:port: " in (text := capsys.readouterr().err)
     assert "hunter2" not in text
 
 
 def test_config_show_prints_a_table_and_accepts_subcommands() -> None:
-    run = forebay("config", "topics", "tail", "--lines", "3")
+    run = forebay("config", "topics", "tail", "--limit", "3")
     assert run.returncode == 0
-    (row,) = (line.split() for line in run.stdout.splitlines() if line.startswith("--lines"))
-    assert row == ["--lines", "3", "flag"]
+    (row,) = (line.split() for line in run.stdout.splitlines() if line.startswith("--limit"))
+    assert row == ["--limit", "3", "flag"]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from tests.harness.local import free_ports
 
 pytestmark = pytest.mark.timeout(180)
 
+BLOCKS = "busy.active_decode_blocks_threshold"
+
 
 @pytest.fixture(autouse=True)
 def token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +48,7 @@ def completion(up: Up, model: str) -> httpx.Response:
 def test_an_adapter_is_loaded_used_and_unloaded(system: tuple[Up, Path], tmp_path: Path) -> None:
     up, _ = system
     assert completion(up, "sql").status_code == 404
-    options = ["--lora", "sql", "--path", str(tmp_path), "--worker", "mock-1", "--url", up.url]
+    options = ["--lora", f"sql={tmp_path}", "--worker", "mock-1", "--url", up.url]
     run = process("control", "adapters", "load", *options)
     table = [line.split() for line in run.stdout.splitlines()]
     assert (run.returncode, table[1:]) == (0, [["mock-1", "default", "done", "sql"]])
@@ -102,16 +104,18 @@ def test_error_for_an_unreachable_target_gives_the_reason(system: tuple[Up, Path
     for option, error in unknown.items():
         assert control(up, "power", "pause", *option)[::2] == (2, f"forebay: {error}\n")
     for arguments, message in (
-        (("adapters", "load", "--path", "x"), "load requires --lora"),
-        (("adapters", "load", "--lora", "x"), "load requires --path"),
+        (("adapters", "load"), "load requires --lora"),
+        (("adapters", "load", "--lora", "x"), "--lora x: expected NAME=DIR"),
         (("adapters", "unload"), "unload requires --lora"),
         (("adapters", "--lora", "x"), "--lora requires load or unload"),
-        (("adapters", "unload", "--lora", "x", "--path", "x"), "--path requires load"),
+        (("adapters", "unload", "--lora", "x=x"), "--lora x=x: expected NAME=DIR to load an adapter, NAME"),
         (("power", "pause", "--lora", "x"), "unknown option '--lora'"),
         (("power", "wake-up", "--level", "2"), "--level requires sleep"),
         (("power", "sleep", "--level", "3"), "expected a number less than or equal to 2, got 3"),
-        (("policy", "--disagg-policy", "never", "--active-decode-blocks-threshold", "0.9"), "with two commands"),
-        (("pools", "--routing", "x", "--pool", "p", "--base", "b", "--share", "1"), "with two commands"),
+        (("policy", "--set", "disagg.policy=never", "--set", f"{BLOCKS}=0.9"), "with two commands"),
+        (("policy", "--set", "disagg"), "--set disagg: expected PATH=VALUE"),
+        (("policy", "--set", "disag.policy=never"), "unknown setting 'disag.policy'; did you mean disagg.policy?"),
+        (("pools", "--pool-routing", "x", "--pool", "p", "--base", "b", "--share", "1"), "with two commands"),
         (("power", "dream"), "unknown value 'dream'; values are: sleep, wake-up, pause, resume"),
     ):
         code, out, err = control(up, *arguments)
@@ -126,7 +130,7 @@ def settings(text: str) -> dict[str, list[str]]:
 
 def test_busy_thresholds_are_shown_and_changed(system: tuple[Up, Path]) -> None:
     up, _ = system
-    code, out, _ = control(up, "policy", "--active-decode-blocks-threshold", "0.9")
+    code, out, _ = control(up, "policy", "--set", f"{BLOCKS}=0.9")
     assert (code, out.splitlines()[0]) == (0, "model forebay-default")
     off = ["none", "none"]
     assert settings(out) == {
@@ -137,7 +141,7 @@ def test_busy_thresholds_are_shown_and_changed(system: tuple[Up, Path]) -> None:
     }
     _, out, _ = control(up, "policy")
     assert settings(out)["active_decode_blocks_threshold"] == ["0.9"]
-    code, out, _ = control(up, "policy", "--active-decode-blocks-threshold", "none", "--json")
+    code, out, _ = control(up, "policy", "--set", f"{BLOCKS}=none", "--json")
     report = json.loads(out)
     assert code == 0
     assert [report[when]["active_decode_blocks_threshold"] for when in ("before", "now")] == [0.9, None]
@@ -145,7 +149,7 @@ def test_busy_thresholds_are_shown_and_changed(system: tuple[Up, Path]) -> None:
 
 def test_disaggregation_cannot_be_set_without_prefill_and_decode_pools(system: tuple[Up, Path]) -> None:
     up, _ = system
-    code, out, err = control(up, "policy", "--disagg-policy", "never")
+    code, out, err = control(up, "policy", "--set", "disagg.policy=never")
     assert (code, out) == (1, "")
     assert err == "forebay: forebay-default is not disaggregated: it has no decode pool\n"
 
@@ -156,8 +160,9 @@ def test_disagg_is_shown_and_changed_and_invalid_changes_are_rejected() -> None:
         assert (code, out.splitlines()[0]) == (0, "model forebay-default, pool decode")
         shown = settings(out)
         assert (shown["setting"], shown["policy"], shown["enforce"]) == (["now"], ["always"], ["false"])
-        changes = ("--disagg-policy", "classic", "--enforce-disagg", "--max-local-prefill-length", "512")
-        code, out, _ = control(up, "policy", *changes, "--prefill-busy-threshold", "none")
+        given = ("policy=classic", "enforce=true", "max_local_prefill_length=512", "prefill_busy_threshold=none")
+        changes = [part for one in given for part in ("--set", f"disagg.{one}")]
+        code, out, _ = control(up, "policy", *changes)
         changed = {name: cells for name, cells in settings(out).items() if cells[0] != cells[1]}
         assert code == 0
         assert changed == {
@@ -167,16 +172,16 @@ def test_disagg_is_shown_and_changed_and_invalid_changes_are_rejected() -> None:
             "prefill_busy_threshold": ["1.0", "none"],
             "enforce": ["false", "true"],
         }
-        for option, wrong, message in (
-            ("disagg-policy", "sometimes", "policy: Input should be 'always', 'never', 'classic'"),
-            ("max-local-prefill-length", "abc", "max_local_prefill_length: Input should be a valid integer"),
-            ("max-prefill-queue-size", "0", "max_prefill_queue_size: Input should be greater than or equal to 1"),
-            ("decode-busy-threshold", "1.5", "decode_busy_threshold: Input should be less than or equal to 1"),
+        for field, wrong, message in (
+            ("policy", "sometimes", "policy: Input should be 'always', 'never', 'classic'"),
+            ("max_local_prefill_length", "abc", "max_local_prefill_length: Input should be a valid integer"),
+            ("max_prefill_queue_size", "0", "max_prefill_queue_size: Input should be greater than or equal to 1"),
+            ("decode_busy_threshold", "1.5", "decode_busy_threshold: Input should be less than or equal to 1"),
         ):
-            code, out, err = control(up, "policy", f"--{option}", wrong)
+            code, out, err = control(up, "policy", "--set", f"disagg.{field}={wrong}")
             assert (code, out, len(err.splitlines())) == (2, "", 1)
             assert err.startswith(f"forebay: {message}")
-        code, out, _ = control(up, "policy", "--no-enforce-disagg", "--json")
+        code, out, _ = control(up, "policy", "--set", "disagg.enforce=false", "--json")
         report = json.loads(out)
         assert (report["before"]["policy"], report["before"]["enforce"]) == ("classic", True), (
             "the invalid changes had no effect"
@@ -193,7 +198,7 @@ def test_pools_are_shown_and_drained_by_name(system: tuple[Up, Path], tmp_path: 
     assert (code, out.splitlines()[0]) == (0, "model forebay-default")
     assert out.splitlines()[2].split() == ["default", "aggregated", "kv", "64", "none,", "drained"]
     assert completion(up, "forebay-default").json()["error"]["code"] == "no_workers"
-    code, out, _ = control(up, "drain", "default", "--end", "--json")
+    code, out, _ = control(up, "drain", "default", "--remove", "--json")
     assert (code, json.loads(out)["pools"][0]["drained"]) == (0, False)
     assert completion(up, "forebay-default").status_code == 200
     rules = tmp_path / "rules.toml"
@@ -201,16 +206,16 @@ def test_pools_are_shown_and_drained_by_name(system: tuple[Up, Path], tmp_path: 
     for arguments, expected, message in (
         (("drain", "deflt"), 2, "unknown pool 'deflt'; did you mean default?"),
         (("pools", "--pool", "default", "--base", "x", "--share", "0.1"), 2, "unknown pool 'x'; pools are: default"),
-        (("pools", "--pool", "default"), 2, "--base and --share are required, or --end to end the canary"),
+        (("pools", "--pool", "default"), 2, "--base and --share are required, or --remove to end the canary"),
         (
-            ("pools", "--pool", "default", "--end", "--share", "1"),
+            ("pools", "--pool", "default", "--remove", "--share", "1"),
             2,
-            "--end cannot be combined with --base and --share",
+            "--remove cannot be combined with --base and --share",
         ),
-        (("pools", "--end"), 2, "--base, --share and --end require --pool POOL"),
+        (("pools", "--remove"), 2, "--base, --share and --remove require --pool POOL"),
         (("policy", "default"), 2, "expected POOL and MODE without other settings"),
         (
-            ("pools", "--routing", str(rules)),
+            ("pools", "--pool-routing", str(rules)),
             2,
             f"{rules}: unknown model 'forebay-default'; models are: forebay-other",
         ),
@@ -245,7 +250,7 @@ def test_a_worker_drains_and_the_other_one_serves(tmp_path: Path) -> None:
         code, _, err = control(up, "drain")
         assert (code, err) == (
             2,
-            "forebay: expected POOL, POOL --end, POOL --leave or --worker WORKER; drained workers end\n",
+            "forebay: expected POOL, POOL --remove, POOL --leave or --worker WORKER; drained workers end\n",
         )
         code, out, _ = control(up, "drain", "--worker", "mock-0", "--operator", "alice", "--json")
         (outcome,) = json.loads(out)["outcomes"]
@@ -302,7 +307,7 @@ def test_the_grid_of_pools_is_shown_as_a_table(system: tuple[Up, Path], tmp_path
     up, _ = system
     rules = tmp_path / "rules.toml"
     rules.write_text(GRID)
-    code, out, _ = control(up, "pools", "--routing", str(rules))
+    code, out, _ = control(up, "pools", "--pool-routing", str(rules))
     assert code == 0
     assert [line.split("  ")[0].strip() for line in out.splitlines()[4:]] == [
         "grid of aggregated pools; pools by speed (lower is faster): default (0)",
@@ -316,13 +321,13 @@ def test_the_grid_of_pools_is_shown_as_a_table(system: tuple[Up, Path], tmp_path
     assert "ITL below 30 ms" in out
     assert "ITL from 30 ms" in out
     rules.write_text(GRID.partition("[[models.grids]]")[0].replace("true", "false"))
-    assert control(up, "pools", "--routing", str(rules))[0] == 0
+    assert control(up, "pools", "--pool-routing", str(rules))[0] == 0
     assert len(control(up, "pools")[1].splitlines()) == 3, "no grid is left"
 
 
 def test_the_log_of_commands_verifies(system: tuple[Up, Path], tmp_path: Path) -> None:
     up, log = system
-    control(up, "adapters", "load", "--lora", "x", "--path", str(tmp_path))
+    control(up, "adapters", "load", "--lora", f"x={tmp_path}")
     control(up, "power", "pause", "--worker", "nobody")
     recording = tmp_path / "secret.rec"
     run = forebay("record", str(log), str(recording), "--anonymize")
@@ -348,25 +353,25 @@ def test_commands_need_the_token_of_the_ingress(
     assert (code, err) == (
         2,
         "forebay: the admin token is wrong; send the token that the ingress was started with; "
-        "set FOREBAY_ADMIN_TOKEN or --admin-token-file\n",
+        "set FOREBAY_ADMIN_TOKEN or --token-file\n",
     )
     monkeypatch.delenv("FOREBAY_ADMIN_TOKEN")
     assert control(up, "policy")[::2][0] == 2
     token = tmp_path / "token"
     token.write_text(f"{ADMIN_TOKEN}\n")
-    assert control(up, "adapters", "--admin-token-file", str(token))[0] == 0
+    assert control(up, "adapters", "--token-file", str(token))[0] == 0
     token.write_text("two words")
-    code, _, err = control(up, "adapters", "--admin-token-file", str(token))
+    code, _, err = control(up, "adapters", "--token-file", str(token))
     assert (code, "visible ASCII" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--admin-api",), "--admin-api requires a token; set FOREBAY_ADMIN_TOKEN or use --admin-token-file FILE"),
-        (("--admin-token-file", "x"), "--admin-token-file requires --admin-api"),
-        (("--admin-api", "--admin-token-file", "/none"), "cannot read --admin-token-file /none"),
-        (("--admin-api", "--admin-token-file", "/dev/null"), "--admin-token-file /dev/null is empty"),
+        (("--admin-api",), "--admin-api requires a token; set FOREBAY_ADMIN_TOKEN or use --token-file FILE"),
+        (("--token-file", "x"), "--token-file requires --admin-api"),
+        (("--admin-api", "--token-file", "/none"), "cannot read --token-file /none"),
+        (("--admin-api", "--token-file", "/dev/null"), "--token-file /dev/null is empty"),
         (("--allow-host", "http://name:80"), "--allow-host 'http://name:80': give a host name"),
     ],
 )

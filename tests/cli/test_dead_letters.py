@@ -62,7 +62,6 @@ def listed(*arguments: object) -> list[int]:
 def test_filters_select_letters(log: Path) -> None:
     assert listed(log) == [3, 2, 1, 0]
     assert listed(log, "--topic", "control") == [3, 2, 1]
-    assert listed(log, "--reason", "JSON") == [1, 0]
     assert listed(log, "--topic", "control", "--limit", 2) == [3, 2]
     assert listed(log, "--from", "-1h") == [3, 2, 1, 0]
     assert listed(log, "--to", "-1h") == []

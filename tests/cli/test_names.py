@@ -1,39 +1,37 @@
 """Invalid names end a command with one line and exit code 2 before it connects. One concept has one option name."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from forebay.cli.app import COMMANDS, load
+from forebay.cli.common.options import Number
 from tests.cli.in_process import forebay
+from tests.command_line import commands, options
 
 MODEL = "forebay-default"
 OPTIONS = [
     ("worker", "--namespace", "../x"),
     ("worker", "--namespace", "a.work"),
-    ("worker", "--worker-id", "a\nb"),
-    ("worker", "--worker-id", "a b"),
+    ("worker", "--id", "a\nb"),
+    ("worker", "--id", "a b"),
     ("worker", "--pool", "a/b"),
     ("worker", "--pool", "p" * 250),
     ("worker", "--model-name", "../x"),
     ("worker", "--lora", MODEL),
     ("worker", "--lora", "../x"),
     ("ingress", "--namespace", "a\nb"),
-    ("ingress", "--ingress-id", "a\nb"),
+    ("ingress", "--id", "a\nb"),
     ("ingress", "--model-name", " x"),
     ("ingress", "--lora", MODEL),
     ("router", "--namespace", ""),
-    ("router", "--router-id", "a\0b"),
+    ("router", "--id", "a\0b"),
     ("topics", "--namespace", "a b"),
     ("topics", "--pool", "a/b"),
     ("up", "--model-name", "a\0b"),
     ("up", "--lora", MODEL),
 ]
 CONCEPTS = {  # name of an option, and what its help says
-    "--disagg-policy": r"\bisl_bounding, prefill_load\b",
     "--enforce-disagg": r"no prefill worker can compute its prompt",
     "--engine": r"^Engine\b[^.]*: .*sglang",
     "--engine-profile": r"^Engine profile",
@@ -43,22 +41,10 @@ CONCEPTS = {  # name of an option, and what its help says
     "--policy-config": r"^Policy file",
     "--pool": r"\b[Tt]his pool\b",
     "--report": r"\bHTML\b",
-    "--worker-id-prefix": r"[Pp]refix of the worker ids",
 }
 
 
-def options(name: str, command: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name of a command and each of its options, or those of its subcommands."""
-    if hasattr(command, "commands"):
-        for part, sub in command.commands.items():
-            yield from options(f"{name} {part}", sub)
-        return
-    for param in command.params:
-        if param.param_type_name == "option":
-            yield name, param
-
-
-OPTIONS_OF_COMMANDS = [found for name in COMMANDS for found in options(name, load(name))]
+OPTIONS_OF_COMMANDS = [(" ".join(path), option) for path, command in commands() for option in options(command)]
 
 
 @pytest.mark.parametrize(("command", "option", "name"), OPTIONS)
@@ -85,26 +71,27 @@ def test_options_with_the_same_name_take_the_same_kind_of_value() -> None:
     kinds: dict[str, set[str]] = {}
     for command, option in OPTIONS_OF_COMMANDS:
         if not command.startswith("control policy"):  # its values may also be `none`
-            kind = option.bare_type().removeprefix("list[").removesuffix("]")
-            kind = "str" if kind.startswith("typing.Literal") else kind
-            kinds.setdefault(option.opts[0], set()).add(kind)
+            kind = option.type.kind.__name__ if isinstance(option.type, Number) else option.type.name
+            kinds.setdefault(option.opts[0], set()).add("text" if kind == "choice" else kind)
     assert {name: found for name, found in kinds.items() if len(found) > 1} == {}
 
 
 def test_options_with_the_same_help_have_the_same_name() -> None:
     names: dict[str, set[str]] = {}
     for _, option in OPTIONS_OF_COMMANDS:
-        names.setdefault(option.help, set()).add(option.opts[0])
+        names.setdefault(option.help or "", set()).add(option.opts[0])
     assert {text: found for text, found in names.items() if len(found) > 1} == {}
 
 
 def test_the_help_of_every_repeatable_option_says_so() -> None:
     repeatable = [option.multiple for _, option in OPTIONS_OF_COMMANDS]
-    assert [bool(re.search(r"\bRepeatable\b", option.help)) for _, option in OPTIONS_OF_COMMANDS] == repeatable
+    assert [bool(re.search(r"\bRepeatable\b", option.help or "")) for _, option in OPTIONS_OF_COMMANDS] == repeatable
 
 
 @pytest.mark.parametrize(("name", "concept"), CONCEPTS.items())
 def test_every_option_of_a_concept_has_its_name(name: str, concept: str) -> None:
-    found = {(command, option.opts[0]) for command, option in OPTIONS_OF_COMMANDS if re.search(concept, option.help)}
+    found = {
+        (command, option.opts[0]) for command, option in OPTIONS_OF_COMMANDS if re.search(concept, option.help or "")
+    }
     assert found, "no help text matches"
     assert {one for one in found if one[1] != name} == set()

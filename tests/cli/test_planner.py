@@ -153,9 +153,9 @@ def test_the_history_is_selected_by_pool_change_time_and_number(log: Path) -> No
     newest = planner("history", log, "--limit", 2)
     assert ([one.offset for one in newest.decisions], newest.selected) == ([STALE, OPEN], 8)
     assert "the 2 newest of 8 decisions" in text("history", log, "--limit", 2)
-    late = planner("history", log, "--since", "2026-05-28T20:27:20Z")
+    late = planner("history", log, "--from", "2026-05-28T20:27:20Z")
     assert [one.offset for one in late.decisions] == [PAUSED, REPLIED, STALE, OPEN]
-    assert "decisions: none" in text("history", log, "--since", "2027-01-01")
+    assert "decisions: none" in text("history", log, "--from", "2027-01-01")
 
 
 def test_partial_late_and_missing_replies_differ(tmp_path: Path) -> None:
@@ -195,25 +195,25 @@ def test_decisions_of_another_version_are_not_verified(tmp_path: Path) -> None:
 
 
 def test_replay_verify_derives_scaling_decisions_again(log: Path, tmp_path: Path) -> None:
-    run = forebay("replay", "verify", str(log), "--json")
+    run = forebay("verify", str(log), "--json")
     assert (run.returncode, json.loads(run.stdout)["scaling"]["equal"]) == (0, 7), run.stderr
-    assert "7 of 8 decisions derived again: equal, 1 stale" in forebay("replay", "verify", str(log)).stdout
+    assert "7 of 8 decisions derived again: equal, 1 stale" in forebay("verify", str(log)).stdout
     different = tampered(tmp_path / "different.db", a_day().records, REFUSED)
-    run = forebay("replay", "verify", str(different))
+    run = forebay("verify", str(different))
     assert run.returncode == 1
     assert f"{REFUSED}: {PREFILL_POOL} to_size: recorded 9, derived 5" in run.stdout
     records = a_day().records
     records[0] = msgspec.structs.replace(records[0], rules_version=99)
     other = str(write_log(tmp_path / "other.db", records))
-    run = forebay("replay", "verify", other)
+    run = forebay("verify", other)
     assert (run.returncode, "7 scaling-rules" in run.stderr) == (1, True)
-    assert forebay("replay", "verify", other, "--allow", "scaling-rules").returncode == 0
+    assert forebay("verify", other, "--allow", "scaling-rules").returncode == 0
 
 
 def test_an_order_without_a_planner_is_not_a_decision_to_verify(tmp_path: Path) -> None:
     day = a_day().records
     path = write_log(tmp_path / "log.db", [one for one in day if isinstance(one, PlannerPaused)])
-    run = forebay("replay", "verify", str(path), "--json")
+    run = forebay("verify", str(path), "--json")
     assert (run.returncode, json.loads(run.stdout)["scaling"]["decisions"]) == (0, 0)
 
 
@@ -296,7 +296,7 @@ def test_errors_name_the_value_and_the_remedy(log: Path, tmp_path: Path) -> None
         == f"unknown pool '{GROUP}/decode2'; did you mean {DECODE_POOL}?"
     )
     assert error("status") == "expected either a log file or --kafka"
-    assert error("status", log, "--changes") == "--pool, --since, --changes, --limit and --verify require --history"
+    assert error("status", log, "--changes") == "--pool, --from, --changes, --limit and --verify require --history"
     assert error("status", log, "--history", "--decision", "3") == "--history and --decision exclude each other"
     empty = tmp_path / "empty.db"
     SqliteLog.open(empty).close()

@@ -230,10 +230,10 @@ def test_a_decode_pool_needs_decode_points_for_method_throughput(tmp_path: Path)
 
 def test_an_invalid_name_and_a_missing_broker_end_the_command(tmp_path: Path) -> None:
     path = written(tmp_path, POOL)
-    run = forebay("planner", "run", str(path), "--planner-id", "a b")
+    run = forebay("planner", "run", str(path), "--id", "a b")
     assert (run.returncode, run.stderr) == (
         2,
-        "forebay: --planner-id: the planner name 'a b' cannot be used: it has a space\n",
+        "forebay: --id: the planner name 'a b' cannot be used: it has a space\n",
     )
     run = forebay("planner", "run", str(path), "--kafka", "127.0.0.1:1")
     assert run.returncode == 2

@@ -3,9 +3,9 @@
 import socket
 from pathlib import Path
 
+import click
 import msgspec
 import pytest
-import typer
 
 from forebay.cli.produce import ProduceRun
 from forebay.ingress.openai.requests import CHAT_PATH, TEXT_PATH
@@ -35,7 +35,7 @@ def test_a_line_becomes_a_request_that_the_ingress_validates(
 
 @pytest.mark.parametrize("wrong", ["a b/!", "", None, 7, "x" * 129])
 def test_an_invalid_id_is_rejected(wrong: object, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit):
+    with pytest.raises(click.exceptions.Exit):
         ProduceRun().encode_request(3, msgspec.json.encode({"request_id": wrong}))
     assert capsys.readouterr().err.startswith(f"forebay: line 3: invalid request_id {wrong!r}; use 1 to 128 letters")
 
@@ -43,7 +43,7 @@ def test_an_invalid_id_is_rejected(wrong: object, capsys: pytest.CaptureFixture[
 def test_a_duplicate_id_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     run = ProduceRun()
     run.encode_request(1, b'{"request_id":"mine"}')
-    with pytest.raises(typer.Exit):
+    with pytest.raises(click.exceptions.Exit):
         run.encode_request(2, b'{"request_id":"mine"}')
     assert capsys.readouterr().err == "forebay: line 2: duplicate request_id 'mine'\n"
 

@@ -165,7 +165,7 @@ def later(path: Path, first: int, by_us: int) -> None:
 def test_verification_can_be_skipped(source: Path, tmp_path: Path) -> None:
     result = invoke("record", "--no-verify", source, tmp_path / "rec")
     assert result.exit_code == 0, result.output
-    assert f"not verified; run `forebay replay verify {tmp_path}/rec`" in result.stdout
+    assert f"not verified; run `forebay verify {tmp_path}/rec`" in result.stdout
     assert made("--no-verify", tmp_path / "rec", tmp_path / "again")["verified"] == {}
 
 
@@ -230,11 +230,11 @@ def test_groups_are_selected_by_name(joined: Path, tmp_path: Path) -> None:
     repeated = made("--group", OTHER, "--group", MODEL, joined, tmp_path / "repeated")
     assert repeated["groups"] == both["groups"]
     # With several groups, the other commands need a selection. A recording lists its groups.
-    assert "--group is required; " in invoke("replay", "verify", tmp_path / "both").stderr
+    assert "--group is required; " in invoke("verify", tmp_path / "both").stderr
     for name in (MODEL, OTHER):
-        assert invoke("replay", "verify", "--group", name, tmp_path / "both").exit_code == 0
-    assert invoke("replay", "verify", tmp_path / "one").exit_code == 0
-    result = invoke("replay", "verify", "--group", MODEL, tmp_path / "one")
+        assert invoke("verify", "--group", name, tmp_path / "both").exit_code == 0
+    assert invoke("verify", tmp_path / "one").exit_code == 0
+    result = invoke("verify", "--group", MODEL, tmp_path / "one")
     assert (result.exit_code, result.stderr) == (
         2,
         f"forebay: {tmp_path}/one: unknown group '{MODEL}'; groups are: {OTHER}\n",
@@ -278,7 +278,7 @@ def test_an_interrupted_recording_is_resumed_only_by_the_same_command(
         assert invoke("record", "--last", "1h", source, out).exit_code != 0
     assert part_of(out).exists()
     assert not out.exists()
-    assert "run the `forebay record` command that began it again" in invoke("replay", "verify", part_of(out)).stderr
+    assert "run the `forebay record` command that began it again" in invoke("verify", part_of(out)).stderr
     assert "(last 1h, now 2h); repeat the first command, or remove the file" in error_line("--last", "2h", source, out)
     assert "(last 1h, now not given)" in error_line(source, out)
     assert "(group not given, now model)" in error_line("--last", "1h", "--group", MODEL, source, out)
@@ -295,7 +295,7 @@ def test_every_command_works_on_a_slice(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "rec"
     held = made("--from", at(journal_of(source)[-6].at_us), source, out)
     starts = {extent["topic"]: extent for extent in held["extents"]}
-    assert invoke("replay", "verify", out).exit_code == 0
+    assert invoke("verify", out).exit_code == 0
     assert invoke("index", out).stdout == invoke("index", source).stdout != ""
     listed = invoke("topics", "list", out).stdout.splitlines()
     assert f"decisions/0\t{starts['decisions']['end']}" in listed
@@ -317,7 +317,7 @@ def test_a_changed_byte_outside_of_records_fails_the_verification(source: Path, 
     unused = content.rindex(bytes(64))
     content[unused] = 1
     out.write_bytes(content)
-    result = invoke("replay", "verify", out)
+    result = invoke("verify", out)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
         f"forebay: {out}: was changed after it was written, but its records are intact; restore a copy\n"
@@ -332,7 +332,7 @@ def test_a_recording_that_does_not_verify_is_kept_and_the_exit_code_is_1(source:
     result = invoke("record", lied, tmp_path / "rec")
     assert result.exit_code == 1
     assert f"DIVERGENCE at journal offset {offset}: differs in terms" in result.stdout
-    again = invoke("replay", "verify", "--json", tmp_path / "rec")
+    again = invoke("verify", "--json", tmp_path / "rec")
     assert (again.exit_code, json.loads(again.stdout)["divergence"]["offset"]) == (1, offset)
 
 
@@ -368,7 +368,7 @@ def test_custom_policies_are_found_in_the_snapshot_if_control_is_empty(tmp_path:
     assert not [topic for topic, _, _ in with_control.topics() if topic == CONTROL.name]
     with_control.close()
     for file in (path, tmp_path / "rec"):
-        result = invoke("replay", "verify", file)
+        result = invoke("verify", file)
         assert result.exit_code == 2
         assert "no.Policy" in result.stderr
 

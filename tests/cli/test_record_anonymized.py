@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from click.testing import CliRunner, Result
 
 from forebay.cli.app import app
 from forebay.events.codec import decode
@@ -51,7 +51,7 @@ def test_a_log_is_recorded_without_client_content(source: Path, tmp_path: Path) 
     assert all(one.request_id.startswith("request-") and not one.token_ids for one in after)
     data = out.read_bytes()
     assert str(source).encode() not in data
-    verified = invoke("replay", "verify", out)
+    verified = invoke("verify", out)
     assert verified.exit_code == 0, verified.output
 
 

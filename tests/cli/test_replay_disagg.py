@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from forebay.cli.app import app
 from forebay.events.control import DisaggConfig
@@ -30,13 +30,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shown(*arguments: str) -> str:
-    run = CliRunner().invoke(app, ["replay", *arguments])
+    run = CliRunner().invoke(app, arguments)
     assert run.exit_code == 0, run.stderr
     return " ".join(run.stdout.split())
 
 
 def test_disagg_pools_and_retained_kv_are_shown(path: Path) -> None:
-    text = shown("at", str(path))
+    text = shown("replay", "at", str(path))
     assert "m, for decode, blocks of 4 tokens" in text
     assert "m, for prefill, blocks of 4 tokens" in text
     assert "prompts computed remotely: always enforce=True" in text
@@ -50,7 +50,7 @@ def test_disagg_transfers_show_the_holder_and_the_fetching_worker(tmp_path: Path
     report_progress(made, PrefillFinished)
     made.seal()
     asyncio.run(made.log(tmp_path / "disaggregated.db")).close()
-    assert "r transfer d/0, KV at p" in shown("at", str(tmp_path / "disaggregated.db"))
+    assert "r transfer d/0, KV at p" in shown("replay", "at", str(tmp_path / "disaggregated.db"))
 
 
 def test_disagg_parts_of_the_time_to_first_token_are_shown(tmp_path: Path) -> None:
@@ -84,27 +84,27 @@ def operator_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_disagg_the_alternative_overrides_operator_settings(operator_log: Path, tmp_path: Path) -> None:
-    named = json.loads(shown("diff", str(operator_log), "--set", "disagg.policy=always", "--json"))
+    named = json.loads(shown("replay", "diff", str(operator_log), "--set", "disagg.policy=always", "--json"))
     assert not named["identical"]
     assert (named["idle"], named["undone"]) == ([], ["disagg.policy"])
     file = tmp_path / "policy.yaml"
     file.write_text("disagg:\n  policy: always\n")
-    in_file = json.loads(shown("diff", str(operator_log), "--policy-config", str(file), "--json"))
+    in_file = json.loads(shown("replay", "diff", str(operator_log), "--policy-config", str(file), "--json"))
     assert (in_file["identical"], in_file["idle"]) == (False, [])
     file.write_text("temperature: 0.0\n")
-    other = json.loads(shown("diff", str(operator_log), "--policy-config", str(file), "--json"))
+    other = json.loads(shown("replay", "diff", str(operator_log), "--policy-config", str(file), "--json"))
     assert (other["identical"], other["undone"]) == (True, [])
-    same = json.loads(shown("diff", str(operator_log), "--set", "disagg.policy=never", "--json"))
+    same = json.loads(shown("replay", "diff", str(operator_log), "--set", "disagg.policy=never", "--json"))
     assert (same["identical"], same["undone"]) == (True, [])
     assert "An operator changed disagg.policy during the recording" in shown(
-        "diff", str(operator_log), "--set", "disagg.policy=always"
+        "replay", "diff", str(operator_log), "--set", "disagg.policy=always"
     )
 
 
 def test_disagg_selections_in_recorded_states_keep_their_stage(operator_log: Path) -> None:
     for given in ("disagg.policy=always", "disagg.max_local_prefill_length=1"):
-        report = json.loads(shown("diff", str(operator_log), "--set", given, "--json"))
+        report = json.loads(shown("replay", "diff", str(operator_log), "--set", given, "--json"))
         assert report["stages_kept"], given
-    assert not json.loads(shown("diff", str(operator_log), "--set", "temperature=1", "--json"))["stages_kept"]
-    text = shown("diff", str(operator_log), "--set", "disagg.policy=always")
+    assert not json.loads(shown("replay", "diff", str(operator_log), "--set", "temperature=1", "--json"))["stages_kept"]
+    text = shown("replay", "diff", str(operator_log), "--set", "disagg.policy=always")
     assert "Each repeated decision keeps its stage" in text

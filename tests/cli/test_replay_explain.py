@@ -1,4 +1,4 @@
-"""`forebay replay explain` on a terminal and as JSON, on logs and on slices of them."""
+"""`forebay explain` on a terminal and as JSON, on logs and on slices of them."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from typer.testing import CliRunner, Result
+from click.testing import CliRunner, Result
 
 from forebay.cli.app import app
 from forebay.core.block_hashes import extend_chain
@@ -34,7 +34,7 @@ def forebay(*arguments: object) -> Result:
 
 
 def explain(*arguments: object) -> Result:
-    return forebay("replay", "explain", *arguments)
+    return forebay("explain", *arguments)
 
 
 @pytest.fixture

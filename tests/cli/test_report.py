@@ -6,12 +6,12 @@ import resource
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 import pytest
-import typer
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from forebay.cli.app import app
 from forebay.cli.common.terminal import printable
@@ -304,7 +304,7 @@ def test_a_report_overwrites_only_reports(tmp_path: Path, capsys: pytest.Capture
         (tmp_path / "no" / "page.html", "no such directory"),
         (pipe, "not a regular file"),
     ):
-        with pytest.raises(typer.Exit):
+        with pytest.raises(click.exceptions.Exit):
             require_report(refused)
         assert f"--report {refused}: " in (error := capsys.readouterr().err)
         assert reason in error
@@ -316,7 +316,7 @@ def test_a_report_overwrites_only_reports(tmp_path: Path, capsys: pytest.Capture
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))  # like a full disk
     try:
-        with pytest.raises(typer.Exit) as ended:
+        with pytest.raises(click.exceptions.Exit) as ended:
             write_report(path, [run("random", requests=5)], workload="w", slo=None, digest="d")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

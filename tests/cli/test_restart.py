@@ -109,5 +109,5 @@ def test_requests_in_flight_survive_a_restart_of_all_workers(tmp_path: Path) -> 
     with running(*options) as up:
         asyncio.run(finished(up))
         up.end(signal.SIGTERM)
-    found = [json.loads(forebay("replay", "explain", str(log), name, "--json").stdout) for name in request_ids]
+    found = [json.loads(forebay("explain", str(log), name, "--json").stdout) for name in request_ids]
     assert [(one["state"], len(one["routings"])) for one in found] == [("finished", 2)] * 8

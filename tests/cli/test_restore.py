@@ -51,7 +51,7 @@ def error(path: Path, *options: str) -> str:
 
 def test_more_control_partitions_than_planned_are_required(path: Path) -> None:
     write(path, 5, POOL)
-    assert error(path) == "--groups 4: m uses the control partition 5; expected at least 6"
+    assert error(path) == "--partitions groups=4: m uses the control partition 5; expected at least 6"
 
 
 def test_an_unreachable_broker_and_a_missing_log_are_named(path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from forebay.cli.policies.allowed import require_policy
 from forebay.cli.policies.file import read_policy_file
-from forebay.cli.policies.router_options import OPTIONS
+from forebay.cli.policies.router_options import ROUTER_OPTIONS
 from forebay.events.control import QueueClass
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/router-config.md").read_text()
@@ -28,11 +28,10 @@ def test_every_flag_is_documented_with_its_default_and_field() -> None:
         re.MULTILINE,
     )
     shown = {f"--{flag}": (default.strip("` "), field.strip("` ")) for _, flag, default, field in rows}
-    assert set(shown) == {option.flag for option in OPTIONS if not option.hidden}
-    for option in OPTIONS:
-        if not option.hidden:
-            default, field = shown[option.flag]
-            assert (default.split(",")[0], field) == (option.default, option.field)
+    assert set(shown) == {option.flag(name) for name, option in ROUTER_OPTIONS.items()}
+    for name, option in ROUTER_OPTIONS.items():
+        default, field = shown[option.flag(name)]
+        assert (default.split(",")[0], field) == (option.default_text, option.path)
 
 
 def test_the_example_file_loads(tmp_path: Path) -> None:

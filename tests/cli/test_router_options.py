@@ -1,18 +1,21 @@
 """Router flags, environment variables and policy files give a `RouterConfig` or a one-line error."""
 
+import io
 import json
+from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any
 
+import click
 import msgspec
 import pytest
-import typer
 import yaml
-from typer.testing import CliRunner
 
-from forebay.cli.policies.router_options import OPTIONS, router_config_of, router_options
+from forebay.cli.common.command_class import CliCommand
+from forebay.cli.common.errors import explained
+from forebay.cli.common.options import Number, built, parameters_of
+from forebay.cli.policies.router_options import ROUTER_OPTIONS, RouterOptions
 from forebay.events.control import BusyThresholds, DisaggConfig, QueueClass, QueueConfig, RouterConfig
-from forebay.ingress.errors import Unusable
+from tests.cli.in_process import forebay
 
 USAGE = 2
 
@@ -20,18 +23,20 @@ USAGE = 2
 SERVING = RouterConfig(queue=QueueConfig(run_ahead=0.25, depth=4.0, timeout_s=10.0))
 
 
+WEIGHTS = [
+    one.opts[0] for one in parameters_of(RouterOptions) if isinstance(one.type, Number) and one.type.kind is float
+]
+
+
 def run_probe(*arguments: str) -> tuple[int, RouterConfig | None, str]:
-    """Run a command with the router options. Return its exit code, its configuration and stderr."""
-    got: list[RouterConfig] = []
-    app = typer.Typer()
-
-    @app.command()
-    @router_options
-    def probe(router: RouterConfig, workers: int = 4) -> None:
-        got.append(router)
-
-    run = CliRunner().invoke(app, list(arguments))
-    return run.exit_code, got[0] if got else None, run.stderr
+    """Parse the router options. Return the exit code, the configuration and stderr."""
+    with redirect_stderr(io.StringIO()) as stderr:
+        try:
+            context = CliCommand("probe", RouterOptions, "up").make_context("probe", list(arguments))
+            with explained():
+                return 0, built(RouterOptions, context.params).config(), stderr.getvalue()
+        except click.exceptions.Exit as ended:
+            return ended.exit_code, None, stderr.getvalue()
 
 
 def config(*arguments: str) -> RouterConfig:
@@ -49,7 +54,7 @@ def error_line(*arguments: str) -> str:
 
 
 def test_defaults_apply_without_flags() -> None:
-    assert config() == SERVING == config("--workers", "2")
+    assert config() == SERVING
 
 
 def test_every_flag_sets_its_field() -> None:
@@ -115,16 +120,16 @@ def test_every_flag_sets_its_field() -> None:
         disagg=DisaggConfig(enforce=True),
     )
     named = {*weights, *choices, *(flag.replace("--no-", "--") for flag in switches)}
-    others = {"--router-policy-config", "--load-aware", "--router-kv-overlap-score-weight"}
+    others = {"--router-policy-config", "--load-aware"}
     others |= {"--router-conditional-disagg", "--router-conditional-disagg-config"}
-    assert named | others == {option.flag for option in OPTIONS}
+    assert named | others == {option.flag(name) for name, option in ROUTER_OPTIONS.items()}
 
 
-@pytest.mark.parametrize("option", [one for one in OPTIONS if one.kind is float], ids=lambda one: one.flag)
+@pytest.mark.parametrize("flag", WEIGHTS)
 @pytest.mark.parametrize("value", ["nan", "-1", "inf"])
-def test_negative_and_non_numeric_weights_are_rejected(option: Any, value: str) -> None:
-    error = error_line(f"{option.flag}={value}")
-    assert error.startswith(f"forebay: {option.flag} must be a number from 0 to ")
+def test_negative_and_non_numeric_weights_are_rejected(flag: str, value: str) -> None:
+    error = error_line(f"{flag}={value}")
+    assert error.startswith(f"forebay: {flag} must be a number from 0 to ")
     assert float(error.split()[-1]) == float(value) or value == "nan"
 
 
@@ -138,15 +143,6 @@ def test_error_for_an_unknown_mode_lists_the_modes(mode: str) -> None:
     error = error_line("--router-mode", mode)
     assert "--router-mode: " in error
     assert "kv, round-robin, random, power-of-two, least-loaded, direct" in error
-
-
-def test_the_deprecated_name_of_the_prefill_weight_is_accepted() -> None:
-    code, got, err = run_probe("--router-kv-overlap-score-weight", "2")
-    assert (code, got) == (0, msgspec.structs.replace(SERVING, prefill_load_scale=2.0))
-    assert err == "forebay: --router-kv-overlap-score-weight is the deprecated name of --router-prefill-load-scale\n"
-    assert "use only one of them" in error_line(
-        "--router-kv-overlap-score-weight", "2", "--router-prefill-load-scale", "2"
-    )
 
 
 def test_load_aware_mode_ignores_the_cache() -> None:
@@ -283,7 +279,7 @@ def test_missing_and_malformed_files_are_rejected(tmp_path: Path) -> None:
     assert str(path) in error_line("--router-policy-config", str(path))
 
 
-def test_environment_variables_are_equivalent_to_flags(tmp_path: Path) -> None:
+def test_environment_variables_are_equivalent_to_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "policy.json"
     path.write_text('{"ttl_s": 7}')
     environment = {
@@ -292,10 +288,10 @@ def test_environment_variables_are_equivalent_to_flags(tmp_path: Path) -> None:
         "FOREBAY_ROUTER_KV_EVENTS": "false",
         "FOREBAY_ACTIVE_PREFILL_TOKENS_THRESHOLD": "12",
         "FOREBAY_ROUTER_POLICY_CONFIG": str(path),
-        "HOME": "elsewhere",
     }
-    assert router_config_of({}) == SERVING
-    assert router_config_of(environment) == RouterConfig(
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert config() == RouterConfig(
         queue=SERVING.queue,
         mode="random",
         temperature=0.5,
@@ -309,12 +305,14 @@ def test_environment_variables_are_equivalent_to_flags(tmp_path: Path) -> None:
     ("name", "value", "message"),
     [
         ("FOREBAY_ROUTER_MODE", "fastest", "unknown router mode 'fastest'"),
-        ("FOREBAY_ROUTER_TEMPERATURE", "warm", "got warm, must be a number"),
+        ("FOREBAY_ROUTER_TEMPERATURE", "warm", "expected a valid number, got warm"),
         ("FOREBAY_ROUTER_TEMPERATURE", "nan", "must be a number from 0 to 1e+06, not nan"),
-        ("FOREBAY_ROUTER_QUEUE_POLICY", "fair", "got fair, must be one of fcfs"),
+        ("FOREBAY_ROUTER_QUEUE_POLICY", "fair", "unknown value 'fair'; values are: fcfs"),
     ],
 )
-def test_error_names_an_invalid_variable(name: str, value: str, message: str) -> None:
-    with pytest.raises(Unusable, match=name) as refusal:
-        router_config_of({name: value})
-    assert message in str(refusal.value)
+def test_error_names_an_invalid_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str) -> None:
+    monkeypatch.setenv(name, value)
+    run = forebay("up")
+    assert run.returncode == USAGE
+    assert name in run.stderr
+    assert message in run.stderr

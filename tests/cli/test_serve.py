@@ -48,8 +48,8 @@ def test_each_process_has_its_own_id_port_threads_and_gpus() -> None:
     found = shares(made("all", resources={"cpu": "1.5", "gpu": 2}), 2, "host-7", 9000, ["4", "5", "GPU-uuid", "7", "8"])
     assert [share.worker_id for share in found] == ["host-7-0", "host-7-1"]
     assert [share.options for share in found] == [
-        ("--worker-id", "host-7-0", "--metrics-port", "9000"),
-        ("--worker-id", "host-7-1", "--metrics-port", "9001"),
+        ("--id", "host-7-0", "--metrics-port", "9000"),
+        ("--id", "host-7-1", "--metrics-port", "9001"),
     ]
     assert [share.environment for share in found] == [
         {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "4,5"},
@@ -59,7 +59,7 @@ def test_each_process_has_its_own_id_port_threads_and_gpus() -> None:
 
 def test_unset_resources_keep_the_environment() -> None:
     (share,) = shares(made("none"), 1, "w", None, ["0", "1"])
-    assert (share.options, share.environment) == (("--worker-id", "w-0"), {})
+    assert (share.options, share.environment) == (("--id", "w-0"), {})
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_service_that_cannot_start_gives_the_reason(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_exit_code_is_the_highest_of_the_processes(tmp_path: Path) -> None:
     nobody = f"127.0.0.1:{free_ports(1)}"
-    run = serve(engine(tmp_path), "--worker-id-prefix", "w", "--kafka", nobody)
+    run = serve(engine(tmp_path), "--id", "w", "--kafka", nobody)
     assert run.returncode == 2
     ended = [line for line in run.stderr.splitlines() if line.startswith("forebay: worker w-")]
     assert sorted(ended) == [f"forebay: worker w-{number} ended with code 2" for number in range(2)]
@@ -129,9 +129,7 @@ def silent_broker() -> Iterator[socket.socket]:
 def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals) -> None:
     with silent_broker() as broker:
         address = f"127.0.0.1:{broker.getsockname()[1]}"
-        process = fork_server.start(
-            "serve", engine(tmp_path), "--worker-id-prefix", "w", "--kafka", address, stderr=subprocess.PIPE
-        )
+        process = fork_server.start("serve", engine(tmp_path), "--id", "w", "--kafka", address, stderr=subprocess.PIPE)
         connections = [broker.accept()[0] for _ in range(2)]
         process.send_signal(number)
         _, output = process.communicate(timeout=PATIENCE_S)

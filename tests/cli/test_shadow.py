@@ -140,7 +140,7 @@ REFUSED = [
     (("run.db", "--set", "heat=1"), "unknown field 'heat'"),
     (("run.db", "--set", "other:temperature=1"), "unknown pool 'other'; pools are: default"),
     (("run.db", "--policy", "lucky.Policy"), "lucky.Policy cannot be imported"),
-    (("run.db", "--policy", "random", "--name", "a/b"), "1 to 64 letters, digits, dots"),
+    (("run.db", "--policy", "random", "--id", "a/b"), "1 to 64 letters, digits, dots"),
     (("--kafka", "127.0.0.1:1", "--policy", "random"), "check that it runs and its address"),
 ]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from forebay.cli.app import app
 from forebay.simulate.workloads.rows import MooncakeRow

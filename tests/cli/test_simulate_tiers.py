@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from click.testing import CliRunner, Result
 
 from forebay.cli.app import app
 from tests.simulate.traces import conversations, write
 
 pytestmark = pytest.mark.timeout(120)
 SMALL = ("--workers", "2", "--kv-blocks", "300", "--policy", "kv")
-HOST = ("--kv-host-size", "2000blocks")
+HOST = ("--kv-tier", "host:size=2000blocks")
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_tiers_are_reported_only_if_there_are_any(trace: Path) -> None:
     assert sum(tiers["shares"].values()) == pytest.approx(1.0)
     assert tiered["policies"]["kv"]["prefix_reuse"] == pytest.approx(1.0 - tiers["shares"]["computed"])
     assert tiered == result(trace, *SMALL, *HOST)
-    assert result(trace, *SMALL, "--kv-host-size", "0")["policies"] == plain["policies"]
+    assert result(trace, *SMALL, "--kv-tier", "host:size=0")["policies"] == plain["policies"]
     table = forebay("simulate", trace, *SMALL, *HOST).stdout
     assert "prompt tokens by tier" in table
     assert f"{tiers['shares']['host']:.4f}" in table
@@ -68,7 +68,7 @@ def test_files_define_tiers_and_options_resize_them(trace: Path) -> None:
     assert "tiers" not in second
     assert settings["tiers"]["host"]["size"] == "8GB"
     assert (settings["tiers"]["store"]["bandwidth"], settings["tiers"]["store"]["filter"]) == (3.0, False)
-    resized = result(trace, "--fleet", fleet, "--policy", "kv", "--kv-host-size", "4GB")["settings"]
+    resized = result(trace, "--fleet", fleet, "--policy", "kv", "--kv-tier", "host:size=4GB")["settings"]
     assert resized["pools"][0]["groups"][0]["tiers"]["host"] == {**first["tiers"]["host"], "size": "4GB"}
     assert resized["tiers"] == {**settings["tiers"], "host": {**settings["tiers"]["host"], "size": "4GB"}}
 
@@ -107,9 +107,11 @@ def test_errors_name_the_file_and_the_key(trace: Path, text: str, reason: str) -
 
 
 def test_errors_name_the_option(trace: Path) -> None:
-    for option in ("--kv-host-size", "--kv-disk-size", "--kv-store-size"):
-        assert f"{option}: got 'x', expected a size" in forebay("simulate", trace, option, "x").stderr
-        assert f"{option}: got a size of 1KB" in forebay("simulate", trace, option, "1KB").stderr
+    for tier in ("host", "disk", "store"):
+        size = ("simulate", trace, "--kv-tier", f"{tier}:size=")
+        assert f"--kv-tier {tier}: got 'x', expected a size" in forebay(*size[:-1], f"{size[-1]}x").stderr
+        assert f"--kv-tier {tier}: got a size of 1KB" in forebay(*size[:-1], f"{size[-1]}1KB").stderr
+    assert "unknown kind of tier 'hosts'" in forebay("simulate", trace, "--kv-tier", "hosts:size=1GB").stderr
     profile = trace.with_name("engine.toml")
     profile.write_text('kind = "mocker"\n[tiers.disk]\nsize = "1KB"\n')
     run = forebay("simulate", trace, "--engine-profile", profile)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from click.testing import CliRunner, Result
 
 from forebay.cli.app import app
 from forebay.cli.simulate.options import FleetOptions, ShapeOptions

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from click.testing import CliRunner, Result
 from rich.console import Console
-from typer.testing import CliRunner, Result
 
 from forebay.cli.app import app
 from forebay.cli.common.terminal import in_markup, printable
@@ -87,10 +87,10 @@ def test_control_characters_in_ids_are_escaped(tmp_path: Path) -> None:
         ("explain", path, HOSTILE),
         ("explain", path, HOSTILE[:8]),
         ("explain", path, HOSTILE + "?"),
-        ("at", path),
-        ("diff", path, "--set", "busy.active_prefill_tokens_threshold=1"),
+        ("replay", "at", path),
+        ("replay", "diff", path, "--set", "busy.active_prefill_tokens_threshold=1"),
     ):
-        run = forebay("replay", *command)
+        run = forebay(*command)
         output = run.stdout + run.stderr
         assert "[bold]\\x1b[2J" in output, command
         assert not {"\x1b", "\u202e", "\r"} & set(output), command
@@ -101,7 +101,7 @@ def test_control_characters_in_a_divergence_are_escaped(tmp_path: Path) -> None:
     was = made.journal[-1]
     assert isinstance(was, RequestRouted)
     made.journal[-1] = msgspec.structs.replace(was, worker_id="\x7f\x9b[red]")
-    run = forebay("replay", "verify", write_log(made, tmp_path / "log.db"))
+    run = forebay("verify", write_log(made, tmp_path / "log.db"))
     assert run.exit_code == 1
     assert "worker_id: recorded \\x7f\\x9b[red], derived" in run.stdout
     assert not {"\x1b", "\u202e", "\x7f", "\x9b"} & set(run.stdout)
@@ -148,10 +148,10 @@ def test_output_of_a_policy_is_separate_from_the_results(tmp_path: Path, monkeyp
     for command in (
         ("verify", path),
         ("explain", path, "r1"),
-        ("at", path),
-        ("diff", path, "--set", "attempts_max=7"),
+        ("replay", "at", path),
+        ("replay", "diff", path, "--set", "attempts_max=7"),
     ):
-        arguments = map(str, ("replay", *command, "--allow-policy", "noisy.Noisy", "--json"))
+        arguments = map(str, (*command, "--allow-policy", "noisy.Noisy", "--json"))
         environment = {**os.environ, "NO_COLOR": "1"}
         run = fork_server.run(*arguments, folder=tmp_path, environment=environment, timeout_s=PATIENCE_S)
         assert run.returncode == 0, run.stderr

@@ -1,10 +1,10 @@
-"""Options of KV tiers: `--kv-host-size`, `--kv-disk`, `--kv-store` and those that change them."""
+"""Option `--kv-tier`: the tiers for the KV of each worker rank."""
 
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
-import typer
 
 from forebay.cli.processes.engine_options import ADAPTERS, EngineOptions
 from forebay.cli.processes.engines import EngineChoice, playing, tiered, with_own_disk
@@ -24,6 +24,10 @@ def choose(engine: str = "mock", **options: Any) -> EngineChoice:
     return EngineOptions(engine=engine, model=model, **options).choice()
 
 
+def settings(*tiers: str) -> TierSettings | None:
+    return TierOptions(kv_tier=list(tiers)).settings()
+
+
 def test_no_tier_is_the_default() -> None:
     assert TierOptions().settings() is None
     choice = choose()
@@ -32,23 +36,14 @@ def test_no_tier_is_the_default() -> None:
 
 
 def test_each_tier_has_a_size(tmp_path: Path) -> None:
-    host = TierOptions(kv_host_size="4GB").settings()
-    assert host == TierSettings(host_bytes=4 * 10**9)
-    disk = TierOptions(kv_disk=tmp_path).settings()
-    assert disk == TierSettings(disk=tmp_path, disk_bytes=DISK_BYTES)
-    store = TierOptions(kv_store=BUCKET).settings()
-    assert store == TierSettings(store=BUCKET, store_bytes=STORE_BYTES)
-    every = TierOptions(
-        kv_host_size="500MB",
-        kv_disk=tmp_path,
-        kv_disk_size="10GB",
-        kv_store=BUCKET,
-        kv_store_size="2TB",
-        kv_store_endpoint="http://127.0.0.1:9000",
-        kv_tier_write="eviction",
-        kv_tier_filter=False,
-        kv_tier_io="plain",
-    ).settings()
+    assert settings("host:size=4GB") == TierSettings(host_bytes=4 * 10**9)
+    assert settings(f"disk:path={tmp_path}") == TierSettings(disk=tmp_path, disk_bytes=DISK_BYTES)
+    assert settings(f"store:path={BUCKET}") == TierSettings(store=BUCKET, store_bytes=STORE_BYTES)
+    every = settings(
+        "host:size=500MB,write=eviction",
+        f"disk:size=10GB,path={tmp_path},filter=off,io=plain",
+        f"store:path={BUCKET},size=2TB,endpoint=http://127.0.0.1:9000,filter=off",
+    )
     assert every == TierSettings(
         host_bytes=500 * 10**6,
         disk=tmp_path,
@@ -63,42 +58,40 @@ def test_each_tier_has_a_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("tiers", "message"),
     [
-        ({"kv_disk_size": "1GB"}, "--kv-disk-size requires --kv-disk"),
-        ({"kv_store_size": "1GB"}, "--kv-store-size requires --kv-store"),
-        ({"kv_store_endpoint": "http://h"}, "--kv-store-endpoint requires --kv-store"),
-        ({"kv_tier_write": "through"}, "--kv-tier-write requires --kv-host-size or --kv-disk or --kv-store"),
-        ({"kv_host_size": "1GB", "kv_tier_filter": True}, "--kv-tier-filter requires --kv-disk or --kv-store"),
-        ({"kv_host_size": "1GB", "kv_tier_io": "nixl"}, "--kv-tier-io requires --kv-disk or --kv-store"),
-        ({"kv_store": "gs://bucket"}, "--kv-store gs://bucket: unsupported store; expected a directory or s3://BUCKET"),
-        ({"kv_store": "s3:///prefix"}, "--kv-store s3:///prefix: unsupported store"),
-        ({"kv_store": ""}, "--kv-store : not a directory"),
-        ({"kv_store": "FILE"}, "--kv-store FILE: not a directory"),
-        ({"kv_disk": Path("FILE")}, "--kv-disk FILE: not a directory"),
-        (
-            {"kv_store": "folder", "kv_store_endpoint": "http://h"},
-            "--kv-store-endpoint requires --kv-store s3://BUCKET/PREFIX, got folder",
-        ),
-        ({"kv_store": BUCKET, "kv_store_endpoint": "h:9000"}, "--kv-store-endpoint h:9000: expected http://HOST:PORT"),
+        (["disc:path=x"], "--kv-tier disc:path=x: unknown kind of tier 'disc'; did you mean disk?"),
+        (["disk:size=1GB"], "--kv-tier disk:size=1GB: the key path is missing"),
+        (["host"], "--kv-tier host: expected KEY=VALUE, got ''"),
+        (["host:size=1GB,filter=on"], "--kv-tier host:size=1GB,filter=on: unknown key 'filter'; keys are: size, write"),
+        (["host:size=1GB,write=later"], "--kv-tier host:size=1GB,write=later: expected one of through, eviction, got"),
+        (["host:size=1GB", "host:size=2GB"], "--kv-tier host:size=2GB: there is another host tier"),
+        (["disk:path=a,io=nixl", "store:path=b,io=plain"], "--kv-tier: the tiers of a worker have one value of io"),
+        (["store:path=gs://bucket"], "--kv-tier store:path=gs://bucket: unsupported store; expected a directory or"),
+        (["store:path=s3:///prefix"], "--kv-tier store:path=s3:///prefix: unsupported store"),
+        (["store:path="], "--kv-tier store:path=: expected KEY=VALUE, got 'path='"),
+        (["store:path=FILE"], "--kv-tier store:path=FILE: not a directory"),
+        (["disk:path=FILE"], "--kv-tier disk:path=FILE: not a directory"),
+        (["store:path=folder,endpoint=http://h"], "--kv-tier store:endpoint=http://h: expected http://HOST:PORT, of a"),
+        ([f"store:path={BUCKET},endpoint=h:9000"], "--kv-tier store:endpoint=h:9000: expected http://HOST:PORT"),
     ],
 )
-def test_options_without_effect_are_rejected(
-    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_invalid_tiers_are_rejected(
+    tiers: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("FILE").write_text("")
     with pytest.raises(Unusable) as raised:
-        TierOptions(**options).settings()
+        settings(*tiers)
     assert str(raised.value).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("4", "--kv-host-size 4: not a size"), ("1kB", "--kv-host-size 1kB: too small")]
+    ("text", "message"), [("4", "--kv-tier host:size 4: not a size"), ("1kB", "--kv-tier host:size 1kB: too small")]
 )
 def test_invalid_sizes_are_usage_errors(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit):
-        TierOptions(kv_host_size=text).settings()
+    with pytest.raises(click.exceptions.Exit):
+        settings(f"host:size={text}")
     assert message in capsys.readouterr().err
 
 
@@ -122,7 +115,7 @@ def test_storage_of_the_engines_own_connector_has_a_name(monkeypatch: pytest.Mon
     choice = choose("vllm", kv_store_name="lmcache-1")
     assert choice.settings.kv_store_name == "lmcache-1"
     assert tiered(choice, TierSettings(host_bytes=1 << 30)).settings.kv_store_name == "lmcache-1"
-    with pytest.raises(Unusable, match="--kv-store names itself"):
+    with pytest.raises(Unusable, match="--kv-tier store names itself"):
         tiered(choice, TierSettings(store=BUCKET))
     with pytest.raises(Unusable, match="--kv-store-name requires --engine vllm or sglang, got mock"):
         choose(kv_store_name="a")
@@ -139,24 +132,24 @@ def test_each_worker_of_a_process_has_its_own_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["worker", "up"])
 def test_commands_reject_options_without_effect(command: str) -> None:
     where = ("--kafka", "127.0.0.1:1") if command == "worker" else ()
-    run = forebay_process(command, *where, "--kv-disk-size", "1GB")
+    run = forebay_process(command, *where, "--kv-tier", "disk:size=1GB")
     assert run.returncode == 2
-    assert "--kv-disk-size requires --kv-disk" in run.stderr
+    assert "the key path is missing" in run.stderr
 
 
 def test_a_server_that_already_runs_has_its_own_tiers() -> None:
-    run = forebay_process("worker", "--kafka", "127.0.0.1:1", "--upstream", "http://h:1", "--kv-host-size", "1GB")
+    run = forebay_process("worker", "--kafka", "127.0.0.1:1", "--upstream", "http://h:1", "--kv-tier", "host:size=1GB")
     assert run.returncode == 2
     assert "options of KV tiers cannot be combined with --upstream" in run.stderr
 
 
 def test_a_configuration_file_selects_tiers(tmp_path: Path) -> None:
     file = tmp_path / "forebay.toml"
-    file.write_text('kv-host-size = "1GB"\n[worker]\nkv-disk-size = "10GB"\n')
+    file.write_text('[worker]\nkv-tier = ["host:size=1GB", "disk:size=10GB"]\n')
     run = forebay_process("worker", "--kafka", "127.0.0.1:1", "--config", str(file))
     assert run.returncode == 2
-    assert "--kv-disk-size requires --kv-disk" in run.stderr
-    file.write_text('kv-store = "s3://bucket"\nkv-tier-filter = false\n')
+    assert "the key path is missing" in run.stderr
+    file.write_text('kv-tier = "store:path=s3://bucket,filter=off"\n')
     run = forebay("config", "--json", "worker", "--config", str(file))
     assert run.returncode == 0, run.stderr
-    assert '"s3://bucket"' in run.stdout
+    assert '"store:path=s3://bucket,filter=off"' in run.stdout

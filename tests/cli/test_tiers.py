@@ -100,7 +100,7 @@ def test_purge_removes_what_was_selected(folder: Path) -> None:
     foreign = folder / ONE.short_digest / "ab" / "notes.txt"
     foreign.write_bytes(b"not of forebay")
     age(folder, 1, 8)
-    run = forebay("tiers", "purge", str(folder), "--older-than", "7d", "--yes")
+    run = forebay("tiers", "purge", str(folder), "--to", "-7d", "--yes")
     assert run.stdout == "removed 1 block and 0 other files, 9.1kB\n"
     run = forebay("tiers", "purge", str(folder), "--identity", OTHER.short_digest, "--yes")
     assert run.stdout == "removed 2 blocks and 0 other files, 18.2kB\n"
@@ -119,10 +119,10 @@ def test_purge_needs_a_selection_and_a_confirmation(folder: Path) -> None:
     assert (run.returncode, run.stdout) == (2, "")
     assert "5 blocks and 0 other files, 45.5kB would be removed from" in run.stderr
     assert "confirm with --yes" in run.stderr
-    for arguments in ([], ["--all", "--older-than", "1d"], ["--all", "--identity", "ab"]):
+    for arguments in ([], ["--all", "--to", "-1d"], ["--all", "--identity", "ab"]):
         run = forebay("tiers", "purge", str(folder), "--yes", *arguments)
         assert run.returncode == 2
-        assert "give --all, or --identity and --older-than" in run.stderr
+        assert "give --all, or --identity and --to" in run.stderr
     assert forebay("tiers", "verify", str(folder)).stdout.startswith("5 blocks")
 
 
@@ -146,29 +146,30 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     for name, text in KEYS.items():
         monkeypatch.setenv(name, text)
     with moto() as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         yield endpoint
 
 
 def test_a_bucket_is_managed_like_a_directory(bucket: str) -> None:
-    place, endpoint = f"s3://{BUCKET}/prefix", ["--endpoint", bucket]
-    run = forebay("tiers", "list", place, *endpoint)
+    place = f"s3://{BUCKET}/prefix"
+    run = forebay("tiers", "list", place)
     assert run.stderr == f"forebay: {place} is not a store of KV blocks: it has no store.json\n"
     store = ObjectStore(place, ONE, quota_bytes=QUOTA, io="plain", endpoint=bucket)
     write(store, range(4))
-    assert forebay("tiers", "verify", place, *endpoint).stdout == "4 blocks verified, 36.4kB\n"
+    assert forebay("tiers", "verify", place).stdout == "4 blocks verified, 36.4kB\n"
     key = f"prefix/{path_of(Path(), 2).as_posix()}"
     client(bucket).put_object(Bucket=BUCKET, Key=key, Body=b"short")
-    run = forebay("tiers", "verify", place, *endpoint, "--quarantine")
+    run = forebay("tiers", "verify", place, "--quarantine")
     assert run.returncode == 1
     assert run.stdout.split()[0] == "truncated"
-    row = forebay("tiers", "list", place, *endpoint).stdout.splitlines()[1].strip()
+    row = forebay("tiers", "list", place).stdout.splitlines()[1].strip()
     assert row.startswith(ONE.short_digest)
     assert row.split()[-5:-3] == ["3", "27.3kB"]
     assert row.endswith("1 truncated")
-    run = forebay("tiers", "purge", place, *endpoint, "--identity", ONE.short_digest[:8], "--yes")
+    run = forebay("tiers", "purge", place, "--identity", ONE.short_digest[:8], "--yes")
     assert run.stdout == "removed 3 blocks and 1 other file, 27.3kB\n"
-    assert "1 identity, 1 without blocks" in forebay("tiers", "list", place, *endpoint).stdout
-    assert "InvalidBucketName" not in forebay("tiers", "list", "s3://", *endpoint).stderr
-    run = forebay("tiers", "list", "s3://no-such-bucket/x", *endpoint)
+    assert "1 identity, 1 without blocks" in forebay("tiers", "list", place).stdout
+    assert "InvalidBucketName" not in forebay("tiers", "list", "s3://").stderr
+    run = forebay("tiers", "list", "s3://no-such-bucket/x")
     assert run.returncode == 1
     assert "NoSuchBucket" in run.stderr

@@ -4,8 +4,8 @@ import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 
+import click
 import pytest
-import typer
 
 from forebay.cli.common.times import span_us, time_us
 
@@ -33,7 +33,7 @@ def test_durations_are_parsed(text: str, span: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "5", "m", "-5m", "5 m", "5w", "0s", "0.0000001s", "1e3s", "5m3s", "nans", "٣s٣"])
 def test_invalid_durations_are_rejected(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as ended:
+    with pytest.raises(click.exceptions.Exit) as ended:
         span_us("--last", text)
     assert ended.value.exit_code == 2
     assert capsys.readouterr().err.startswith(f"forebay: --last {text}: not a duration; expected ")
@@ -71,7 +71,7 @@ def test_microseconds_are_exact() -> None:
     "text", ["", "yesterday", "25:00", "12:61", "2026-13-01", "--5m", "-5", "1767268800", "9999999"]
 )
 def test_invalid_times_are_rejected(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as ended:
+    with pytest.raises(click.exceptions.Exit) as ended:
         time_us("--from", text, NOON_US)
     assert ended.value.exit_code == 2
     assert "forebay: --" in capsys.readouterr().err

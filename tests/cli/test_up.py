@@ -128,7 +128,7 @@ def test_a_custom_policy_decides_and_its_decisions_are_verified(
     with running("--log", str(log), "--router-mode", "round-robin", "--allow-policy", "mine.Last") as up:
         assert len({complete(up.client(), f"{number}")[0] for number in range(4)}) == 4
         assert up.end(signal.SIGTERM) == 0
-    allowed = ("replay", "verify", str(log), "--allow-policy", "mine.Last")
+    allowed = ("verify", str(log), "--allow-policy", "mine.Last")
     assert json.loads(forebay(*allowed, "--json").stdout)["verified"] == 7
     (here / "mine.py").write_text(f"class Last:\n{decide.replace('len(world.candidates) - 1', '0')}")
     changed = forebay(*allowed, "--json")
@@ -211,7 +211,7 @@ def test_a_port_in_use_and_a_locked_or_foreign_log_are_rejected(tmp_path: Path) 
         assert (taken.returncode, "choose another --port" in taken.stderr) == (2, True)
         locked = forebay("up", "--port", str(free_ports(1)), "--log", str(log))
         assert (locked.returncode, str(up.process.pid) in locked.stderr) == (2, True)
-    refused = forebay("replay", "verify", str(foreign))
+    refused = forebay("verify", str(foreign))
     assert (refused.returncode, "foreign.db" in refused.stderr) == (2, True)
     assert forebay("up", "--port", str(free_ports(1)), "--log", str(foreign)).returncode == 2
 
@@ -226,7 +226,7 @@ def test_a_damaged_log_is_rejected_in_one_line_and_not_changed(tmp_path: Path, c
     refused = forebay("up", "--port", str(free_ports(1)), "--log", str(log))
     assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
     assert "restore a copy" in refused.stderr
-    assert f"forebay replay verify {log}" in refused.stderr
+    assert f"forebay verify {log}" in refused.stderr
     assert log.read_bytes() == damaged
 
 

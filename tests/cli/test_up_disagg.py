@@ -22,7 +22,7 @@ from tests.cli.up import ADMIN, Up, running, verified
 pytestmark = pytest.mark.timeout(180)
 
 APART = ("--prefill-workers", "2", "--decode-workers", "2", "--admin-api")
-ALIKE = ("--block-size", "16", "--kv-blocks", "512", "--kv-checksum")
+ALIKE = ("--block-size", "16", "--kv-blocks", "512", "--engine-args", '{"kv_checksum": true}')
 BODIES: list[dict[str, Any]] = [
     {"prompt": f"request {number}, " + "the log is the truth " * (5 * number), "max_tokens": 8 + number}
     for number in range(8)
@@ -195,7 +195,7 @@ async def complete_and_disconnect(up: Up, count: int) -> tuple[int, int]:
 @pytest.mark.slow
 def test_disagg_no_kv_is_retained_for_disconnected_clients() -> None:
     # The lease is longer than this test, so KV is released by cancellation or fetch.
-    small = ("--kv-blocks", "400", "--block-size", "16", "--kv-lease-s", "600", "--speedup", "2")
+    small = ("--kv-blocks", "400", "--block-size", "16", "--engine-args", '{"kv_lease_s": 600}', "--speedup", "2")
     with running(*APART, *small) as up:
         completed, left = asyncio.run(complete_and_disconnect(up, 150))
         assert completed > 50, "streams of clients that stayed completed"
@@ -251,7 +251,6 @@ def test_disagg_a_log_continues_with_other_worker_roles(tmp_path: Path, aggregat
         ),
         (("--workers", "2", "--enforce-disagg"), "--enforce-disagg requires --prefill-workers and --decode-workers"),
         (("--router-conditional-disagg",), "--router-conditional-disagg requires --prefill-workers and --decode"),
-        (("--kv-checksum",), "--kv-checksum requires --prefill-workers and --decode-workers"),
         (
             ("--role", "prefill"),
             "--role prefill: `forebay up` has no other role than aggregated; use --prefill-workers",

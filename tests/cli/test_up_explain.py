@@ -66,9 +66,9 @@ def test_a_response_id_is_explained_and_no_process_is_left(tmp_path: Path, numbe
         (worker,) = up.children()
         assert up.end(number) == (0 if number == signal.SIGINT else -number)
         until_ended(worker)
-    shown = forebay("replay", "explain", str(log), answers[1].id)
+    shown = forebay("explain", str(log), answers[1].id)
     assert (shown.returncode, f"request {answers[1].id}: finished" in shown.stdout) == (0, True)
-    assert "2 other requests have this ID too: mine~" in forebay("replay", "explain", str(log), "mine").stdout
+    assert "2 other requests have this ID too: mine~" in forebay("explain", str(log), "mine").stdout
 
 
 def test_explanations_need_a_log_file() -> None:

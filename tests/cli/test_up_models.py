@@ -238,11 +238,11 @@ def test_a_log_keeps_the_groups_of_all_models(folder: Path, tmp_path: Path, monk
             assert listed == models
             assert up.end(signal.SIGKILL) == -signal.SIGKILL
     for group in ("alpha", "org/beta"):
-        run = in_process.forebay("replay", "verify", str(log), "--group", group, "--json")
+        run = in_process.forebay("verify", str(log), "--group", group, "--json")
         report = json.loads(run.stdout)
         assert (run.returncode, report["divergence"], report["claims"]) == (0, None, 2), run.stdout
         assert report["verified"] == report["decisions"] >= 2
-    required = in_process.forebay("replay", "verify", str(log))
+    required = in_process.forebay("verify", str(log))
     assert (required.returncode, "--group is required; groups of" in required.stderr) == (2, True)
     recorded = tmp_path / "both.rec"
     assert in_process.forebay("record", str(log), str(recorded)).returncode == 0

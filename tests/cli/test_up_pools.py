@@ -82,7 +82,7 @@ def test_requests_follow_the_grid_a_canary_and_a_drain_and_nothing_is_lost(tmp_p
         assert choice(up, "by-canary").startswith("pool long: long is a canary of short")
         control(up, "pools", "--pool", "long", "--base", "short", "--share", "0.5")
         assert {complete(up, SHORT) for _ in range(40)} == {"short", "long"}  # all in one: 1 in 10**12
-        control(up, "pools", "--pool", "long", "--end")
+        control(up, "pools", "--pool", "long", "--remove")
         assert {complete(up, SHORT) for _ in range(5)} == {"short"}
 
         control(up, "power", "pause", "--pool", "short")
@@ -94,7 +94,7 @@ def test_requests_follow_the_grid_a_canary_and_a_drain_and_nothing_is_lost(tmp_p
         assert "; short is drain" in choice(up, "by-drain")
         control(up, "power", "resume", "--pool", "short")
         assert [one.result() for one in waiting] == ["short"] * 3
-        control(up, "drain", "short", "--end")
+        control(up, "drain", "short", "--remove")
         assert complete(up, SHORT) == "short"
         counted = choices(up)
         assert counted["short", "grid"] >= 4
@@ -150,7 +150,7 @@ def test_the_file_replaces_rules_of_the_log_at_each_start_and_canaries_stay(tmp_
     log = tmp_path / "log.db"
     with running(*pools(log)) as up:
         assert (complete(up, SHORT), complete(up, LONG)) == ("long", "long"), "without rules the first pool serves"
-        shown = control(up, "pools", "--routing", str(rules))
+        shown = control(up, "pools", "--pool-routing", str(rules))
         assert [grid["cells"] for grid in shown["grids"]] == [[["short"], ["long"]]]
         control(up, "pools", "--pool", "long", "--base", "short", "--share", "0")
         assert complete(up, LONG) == "long"

@@ -26,7 +26,12 @@ def tiered(folder: Path, *options: str) -> Iterator[Up]:
     """Run two workers with disks and a shared directory in `folder`."""
     profile = folder / "engine.toml"
     profile.write_text(PROFILE)
-    tiers = ("--kv-disk", str(folder / "disks"), "--kv-store", str(folder / "store"), "--kv-tier-io", "plain")
+    tiers = (
+        "--kv-tier",
+        f"disk:path={folder / 'disks'},io=plain,filter=off",
+        "--kv-tier",
+        f"store:path={folder / 'store'}",
+    )
     with running("--engine-profile", str(profile), *SIZES, *tiers, *options) as up:
         yield up
 
@@ -56,7 +61,7 @@ def test_tiers_of_up_survive_a_restart(tmp_path: Path) -> None:
     with running(*SIZES) as up:
         expected = texts(up)
     log = tmp_path / "log.db"
-    with tiered(tmp_path, "--log", str(log), "--kv-host-size", "1MB", "--no-kv-tier-filter") as up:
+    with tiered(tmp_path, "--log", str(log), "--kv-tier", "host:size=1MB") as up:
         assert texts(up) == expected
         assert texts(up) == expected
         assert metric(up, "kvbm_matched_tokens") > 0, "device memory has room for one prompt per worker"

@@ -75,7 +75,7 @@ def test_a_given_name_has_the_number_of_the_server() -> None:
     servers = [Upstream("http://a"), Upstream("http://b")]
     assert [one.worker_id for one in attachments(servers, "w")] == ["w-0", "w-1"]
     assert [one.worker_id for one in attachments(servers[:1], "w")] == ["w"]
-    with pytest.raises(Unusable, match="--worker-id"):
+    with pytest.raises(Unusable, match="--id"):
         attachments(servers[:1], "a name")
 
 

@@ -65,9 +65,9 @@ def check(*command: object) -> str:
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
-        (("replay", "explain", "LOG", REQUESTS[1]), [REQUESTS[1], *WORKERS]),
+        (("explain", "LOG", REQUESTS[1]), [REQUESTS[1], *WORKERS]),
         (("replay", "at", "LOG"), [*REQUESTS, *WORKERS]),
-        (("replay", "verify", "LOG"), []),
+        (("verify", "LOG"), []),
         (("replay", "diff", "LOG", "--set", "mode=round-robin"), [*REQUESTS[:2], *WORKERS]),
         (("status", "LOG"), WORKERS),
         (("topics", "list", "LOG"), []),
@@ -87,8 +87,8 @@ def test_requests_in_the_queue_keep_their_ids_whole(write: Callable[[Recorder], 
 
 def test_a_divergence_keeps_ids_whole(write: Callable[[Recorder], Path]) -> None:
     log = write(diverging())
-    assert WORKERS[0] in check("replay", "verify", log)
-    assert WORKERS[0] in check("replay", "explain", log, REQUESTS[2])
+    assert WORKERS[0] in check("verify", log)
+    assert WORKERS[0] in check("explain", log, REQUESTS[2])
 
 
 @pytest.mark.parametrize("name", ["disaggregation", "lost-workers", "queue", "temperature"])
@@ -102,7 +102,7 @@ def test_tables_of_golden_recordings_keep_words_whole(name: str) -> None:
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
-        (("config", "worker", "--worker-id", WORKERS[0]), WORKERS[0]),
+        (("config", "worker", "--id", WORKERS[0]), WORKERS[0]),
         (
             ("workload", "show", "synthetic:requests=9,prompt=100,output=20,groups=3,turns=2"),
             "synthetic:requests=9,prompt=100,output=20,groups=3,turns=2",

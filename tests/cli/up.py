@@ -105,7 +105,7 @@ def forebay(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def verified(log: Path) -> dict[str, object]:
     """Return the verification report of a log, in a process with another hash seed than its writer."""
-    run = in_process.forebay("replay", "verify", str(log), "--json")
+    run = in_process.forebay("verify", str(log), "--json")
     assert run.returncode == 0, run.stdout + run.stderr
     report: dict[str, object] = json.loads(run.stdout)
     assert report["decisions"] == report["verified"]

@@ -185,7 +185,7 @@ async def test_without_an_ingress_no_action_is_possible(log: SqliteLog) -> None:
         for action in ("policy", "pool-size"):
             response = await act(client, action)
             assert refused(response) == (501, "no_ingress")
-            assert "--ingress" in response.json()["error"]["message"]
+            assert "--url" in response.json()["error"]["message"]
 
 
 async def test_actions_in_flight_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:

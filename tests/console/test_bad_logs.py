@@ -106,7 +106,7 @@ def test_the_command_rejects_logs_that_it_cannot_show(tmp_path: Path) -> None:
         ([tmp_path / "none.db"], "none.db"),
         ([], "expected either a log file or --kafka"),
         ([several, "--group", "other"], "unknown group 'other'; groups are: model"),
-        ([several, "--ingress", "127.0.0.1:8000"], "expected an address such as http://127.0.0.1:8000"),
+        ([several, "--url", "127.0.0.1:8000"], "expected an address such as http://127.0.0.1:8000"),
         ([several, "--token-file", tmp_path / "none"], "cannot read --token-file"),
         ([several, "--ssl-certfile", tmp_path / "none.pem"], "cannot read"),
     ):

@@ -1,7 +1,7 @@
 """`python -m tests.faults`: search for faults of the control plane with seeded simulations.
 
 Prints the failing seed, the violated invariant and the smallest plan that still violates it. The log of that plan is
-saved in `.fuzz` for `forebay replay explain`, `at` and `verify`. Exits 1 if a seed fails. docs/reliability.md describes
+saved in `.fuzz` for `forebay explain`, `at` and `verify`. Exits 1 if a seed fails. docs/reliability.md describes
 the faults and the invariants.
 """
 
@@ -100,7 +100,7 @@ def _run_one(result: Result) -> int:
         for planned in plan.requests:
             print(f"      {planned.at_ms / 1000:7.3f} s  request {planned.name} to {planned.ingress}")
     print(f"      repeat it: .venv/bin/python -m tests.faults --plan {kept}")
-    print(f"      its log:   .venv/bin/forebay replay explain {log} REQUEST")
+    print(f"      its log:   .venv/bin/forebay explain {log} REQUEST")
     return 1 if result.violation else 0
 
 

@@ -128,7 +128,7 @@ class Cluster:
         self.admin_token = secrets.token_hex(16)
         token_file = folder / "admin-token"
         token_file.write_text(self.admin_token)
-        self.admin_options = ("--admin-token-file", str(token_file))  # of an ingress and of `forebay control`
+        self.admin_options = ("--token-file", str(token_file))  # of an ingress and of `forebay control`
         self.urls: dict[str, str] = {}
         self.settings = KafkaSettings(kafka, namespace)
         self._redis_url = redis_url
@@ -157,18 +157,18 @@ class Cluster:
         await self._exit.aclose()
 
     def router(self, name: str, *options: str, program: str = FOREBAY) -> None:
-        self._service(program, "router", name, "--router-id", name, *options)
+        self._service(program, "router", name, "--id", name, *options)
         self._routers.add(name)
 
     def worker(self, name: str, *options: str, on: Host | None = None, program: str = FOREBAY) -> None:
         """Start a worker, by default a mock one, on this host or on `on`."""
-        self._service(program, "worker", name, "--worker-id", name, *options, on=on)
+        self._service(program, "worker", name, "--id", name, *options, on=on)
 
     def ingress(self, name: str, *options: str, program: str = FOREBAY) -> str:
         """Start an ingress and return its URL, which is also added to `urls`."""
         port = next(self._ports)
         admin = ("--admin-api", *self.admin_options)
-        self._service(program, "ingress", name, "--ingress-id", name, "--port", str(port), *admin, *options)
+        self._service(program, "ingress", name, "--id", name, "--port", str(port), *admin, *options)
         url = self.urls[name] = f"http://{HOST}:{port}"
         return url
 
@@ -333,9 +333,7 @@ class Cluster:
     async def _replay(self, command: str, group: str, *arguments: str, program: str = FOREBAY) -> dict[str, Any]:
         """Return the JSON report of a replay command on a group. Raises ProcessError."""
         where = ["--kafka", self.settings.bootstrap, "--namespace", self.namespace, "--group", group, "--json"]
-        _, out = await self.command(
-            command, "replay", command, *arguments, *where, within_s=VERIFIED_WITHIN_S, program=program
-        )
+        _, out = await self.command(command, command, *arguments, *where, within_s=VERIFIED_WITHIN_S, program=program)
         if not out:
             raise ProcessError(f"{command} printed nothing: {tail(self.processes.folder / f'{command}.log')}")
         report: dict[str, Any] = json.loads(out)

@@ -119,7 +119,7 @@ async def run(kafka: str, redis_url: str, folder: Path, options: argparse.Namesp
             ingress = cluster.ingress("i1")
             await cluster.until_serving(options.workers)
             options_of_console = ("--kafka", kafka, "--namespace", namespace, "--port", str(port))
-            given = ("--cache-dir", str(folder), "--token-file", str(token_file), "--ingress", ingress)
+            given = ("--cache-dir", str(folder), "--token-file", str(token_file), "--url", ingress)
             cluster.begin("console", "console", *options_of_console, *given)
             report(f"two routers, {options.workers} mock workers, an ingress and a console run; logs in {folder}")
             await play(cluster, trace, total, result)

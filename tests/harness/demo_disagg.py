@@ -123,7 +123,7 @@ async def routed(cluster: Cluster, requests: int) -> None:
 def start(cluster: Cluster, name: str, options: argparse.Namespace) -> None:
     """Start a worker with the role that begins its name."""
     role = "prefill" if name.startswith("p") else "decode"
-    speed = ("--speedup", str(options.speedup), "--kv-checksum")
+    speed = ("--speedup", str(options.speedup), "--engine-args", '{"kv_checksum": true}')
     cluster.worker(name, "--role", role, *speed, "--lease-ttl-s", str(LEASE_S))
 
 

@@ -27,6 +27,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from forebay.cli.app import main
+from tests.command_line import commands
 from tests.harness import processes
 from tests.harness.processes import Started
 
@@ -297,9 +299,7 @@ def _become(order: dict[str, Any], stdout: int, stderr: int, status: int) -> Non
 
 
 def _main() -> None:
-    app = import_module("forebay.cli.app")
-    for command in app.COMMANDS.values():
-        import_module(f"forebay.cli.{command.module}")
+    list(commands())
     for name in MODULES:
         import_module(name)
     for name in LIBRARIES:
@@ -309,7 +309,7 @@ def _main() -> None:
     gc.freeze()
     _serve(socket.socket(fileno=int(sys.argv[1])))
     # Still frozen: to free a thousand modules one by one would cost each process a second.
-    app.main()
+    main()
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def start_planner(cluster: Cluster, name: str, settings: Mapping[str, object], p
     file = cluster.processes.folder / f"{name}.toml"
     tables = [*_toml(settings), "[[pools]]", f'group = "{GROUP}"', f'pool = "{POOL}"', *_toml(pool)]
     file.write_text("\n".join(tables) + "\n")
-    cluster.processes.start(name, [FOREBAY, "planner", "run", str(file), *where(cluster), "--planner-id", name])
+    cluster.processes.start(name, [FOREBAY, "planner", "run", str(file), *where(cluster), "--id", name])
 
 
 @asynccontextmanager

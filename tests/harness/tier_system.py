@@ -30,8 +30,7 @@ CONCURRENT = 12  # conversations at a time
 # Loads must be faster than computing, or the workers compute: 16 ms per block is slower than an S3 server in Python.
 PROFILE = 'kind = "linear"\ncosts_us = { step = 500, prefill_token = 1000, decode_step = 4000 }\n'
 SIZES = ("--block-size", str(BLOCK), "--kv-blocks", "64", "--kv-bytes-per-token", "1024", "--lease-ttl-s", "3")
-HOST = ("--kv-host-size", "2MB")
-TIERS = ("--kv-disk-size", "100MB", "--no-kv-tier-filter")
+HOST = ("--kv-tier", "host:size=2MB")
 DAMAGE_EVERY_S = 0.2
 SERVED_WITHIN_S = 60.0
 
@@ -100,11 +99,12 @@ class TierSystem:
 
     def worker(self, name: str, *options: str, bucket: bool = False, host: bool = True) -> None:
         """Start a worker with a disk of its own and the shared directory or the bucket, by default with host memory."""
-        store = (f"s3://{self.bucket.bucket}/kv", "--kv-store-endpoint", self.bucket.url) if bucket else (self.shared,)
+        store = f"s3://{self.bucket.bucket}/kv,endpoint={self.bucket.url}" if bucket else str(self.shared)
+        disk = f"disk:path={self.folder / 'disks' / name},size=100MB,filter=off"
         self.cluster.worker(
             name,
-            *("--engine-profile", str(self._profile), *SIZES, *TIERS, *(HOST if host else ())),
-            *("--kv-disk", str(self.folder / "disks" / name), "--kv-store", *map(str, store), *options),
+            *("--engine-profile", str(self._profile), *SIZES, *(HOST if host else ())),
+            *("--kv-tier", disk, "--kv-tier", f"store:path={store}", *options),
         )
 
     async def members(self, *names: str) -> None:

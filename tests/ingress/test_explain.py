@@ -152,7 +152,7 @@ async def test_a_timeout_fails_the_queued_explanations_too(
         responses = [code(reply) for reply in await asyncio.gather(*waiting)]
         assert responses[0] == (504, "explain_timeout")
         assert set(responses[1:]) <= {(503, "explain_busy"), (504, "explain_timeout")}
-        assert "forebay replay explain" in (await waiting[0]).json()["error"]["message"]
+        assert "forebay explain" in (await waiting[0]).json()["error"]["message"]
         assert {process.returncode for process in processes} == {-signal.SIGKILL}
 
 

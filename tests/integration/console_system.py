@@ -197,6 +197,6 @@ async def _start(stack: AsyncExitStack, cluster: Cluster, redis_url: str, thread
     port, token_file = free_ports(1), cluster.processes.folder / "console-token"
     token_file.write_text(TOKEN)
     system = ConsoleSystem(cluster, log, f"http://127.0.0.1:{port}", thread)
-    served = ("--port", str(port), "--token-file", str(token_file), "--ingress", ingress)
+    served = ("--port", str(port), "--token-file", str(token_file), "--url", ingress)
     cluster.begin("console", "console", *system.source, "--cache-dir", str(cluster.processes.folder), *served)
     return system

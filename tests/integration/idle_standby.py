@@ -42,7 +42,7 @@ def start(kafka: str, redis_url: str, namespace: str, folder: Path) -> IdleClust
     cluster = IdleCluster(processes, settings, f"http://{HOST}:{port}", time.monotonic())
     where = [*cluster.where(), "--redis", redis_url]
     for name in ("r1", "r2"):
-        processes.start(name, [FOREBAY, "router", *where, "--router-id", name, "--verbose"])
-    processes.start("w1", [FOREBAY, "worker", *where, "--worker-id", "w1"])
-    processes.start("i1", [FOREBAY, "ingress", *where, "--ingress-id", "i1", "--port", str(port)])
+        processes.start(name, [FOREBAY, "router", *where, "--id", name, "--verbose"])
+    processes.start("w1", [FOREBAY, "worker", *where, "--id", "w1"])
+    processes.start("i1", [FOREBAY, "ingress", *where, "--id", "i1", "--port", str(port)])
     return cluster

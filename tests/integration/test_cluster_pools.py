@@ -85,7 +85,7 @@ async def test_requests_follow_the_rules_of_the_file(cluster: Cluster) -> None:
 async def test_changes_through_one_ingress_apply_to_requests_of_another(cluster: Cluster) -> None:
     assert await control(cluster, "pools", "--pool", "long", "--base", "short", "--share", "1") == 0
     assert await complete(cluster, SHORT) == "long"
-    assert await control(cluster, "pools", "--pool", "long", "--end") == 0
+    assert await control(cluster, "pools", "--pool", "long", "--remove") == 0
     assert await control(cluster, "drain", "short") == 0
     assert await complete(cluster, SHORT) == "long"
     assert [one["drained"] for one in (await listed(cluster, "i1"))["pools"]] == [False, True]
@@ -98,7 +98,7 @@ async def test_rules_survive_a_takeover_and_the_file_is_written_once(cluster: Cl
     assert before is not None
     await cluster.stop(before)
     assert await complete(cluster, SHORT) == "long"
-    assert await control(cluster, "drain", "short", "--end") == 0
+    assert await control(cluster, "drain", "short", "--remove") == 0
     assert await complete(cluster, SHORT) == "short"
     assert await control(cluster, "policy", "short", "round-robin", "--operator", "alice") == 0
     assert {one["pool"]: one["policy"] for one in (await listed(cluster, "i1"))["pools"]} == {

@@ -69,7 +69,7 @@ async def test_an_adapter_is_loaded_at_one_ingress_and_served_by_another(
     cluster: Cluster, client: httpx.AsyncClient, tmp_path: Path
 ) -> None:
     assert (await complete(cluster, client, "i2", "sql")).status_code == 404
-    where = ["--lora", "sql", "--path", str(tmp_path), "--worker", "w2"]
+    where = ["--lora", f"sql={tmp_path}", "--worker", "w2"]
     assert await control(cluster, "adapters", "load", *where) == (0, {"w2": "done"})
     for ingress in ("i2", "i1"):
         answer = await complete(cluster, client, ingress, "sql")

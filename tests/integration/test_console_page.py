@@ -103,7 +103,7 @@ def test_a_request_is_explained_as_by_replay_explain(system: ConsoleSystem, brow
         assert request_id
         link.click()
         expect(page.get_by_role("heading", level=1)).to_contain_text("finished", ignore_case=True)
-        explained = json.loads(system.forebay("explain", "replay", "explain", request_id, "--json", "--group", GROUP))
+        explained = json.loads(system.forebay("explain", "explain", request_id, "--json", "--group", GROUP))
         (routing,) = explained["routings"]
         expect(page.get_by_role("main")).to_contain_text(re.compile(re.escape(routing["why"]), re.IGNORECASE))
         selected = page.get_by_role("table", name="cost").first.get_by_role("row").filter(has_text="selected")

@@ -20,7 +20,7 @@ async def test_faust_runs_a_router(kafka: str, redis_url: str, tmp_path: Path) -
             "FOREBAY_KAFKA": kafka,
             "FOREBAY_REDIS": redis_url,
             "FOREBAY_NAMESPACE": namespace,
-            "FOREBAY_ROUTER_ID": "faust",
+            "FOREBAY_ID": "faust",
         }
         environment = [f"{name}={value}" for name, value in settings.items()]
         app = ("-A", "forebay.cli.processes.faust_router", "worker", "-l", "warn")

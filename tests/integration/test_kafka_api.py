@@ -9,13 +9,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import typer
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from click.testing import CliRunner
 from prometheus_client import CollectorRegistry
-from typer.testing import CliRunner
 
-from forebay.cli.produce_command import produce
+from forebay.cli.app import app
 from forebay.events.request_ids import client_id_of
 from forebay.events.topics import OPENAI_REQUESTS, REQUESTS
 from forebay.ingress.model import DEFAULT_MODEL, Model
@@ -364,9 +363,17 @@ async def test_produce_prints_a_response_per_line(
     lines = tmp_path / "lines.jsonl"
     bodies = [{**CHAT, "request_id": "whole"}, {**STREAM, "request_id": "stream"}]
     lines.write_bytes(b"\n\n".join(msgspec.json.encode(body) for body in bodies))
-    app = typer.Typer()
-    app.command()(produce)
-    arguments = [str(lines), "--wait", "--kafka", kafka, "--namespace", settings.namespace, "--timeout-s", "40"]
+    arguments = [
+        "produce",
+        str(lines),
+        "--wait",
+        "--kafka",
+        kafka,
+        "--namespace",
+        settings.namespace,
+        "--timeout-s",
+        "40",
+    ]
     async with kafka_api_server(settings, model):
         running = asyncio.create_task(asyncio.to_thread(CliRunner().invoke, app, arguments))
         for name in ("whole", "stream"):

@@ -138,18 +138,18 @@ async def test_kafka_and_the_recording_give_the_same_results_in_other_processes(
     reports = []
     for source in ((str(out),), ("--kafka", kafka, "--namespace", NAMESPACE)):
         for hash_seed in (0, 12345):
-            done = await run("replay", "verify", "--json", *source, hash_seed=hash_seed)
+            done = await run("verify", "--json", *source, hash_seed=hash_seed)
             assert done.returncode == 0, done.stderr
             reports.append({**json.loads(done.stdout), "unapplied": 0})
     assert reports[0] == reports[1] == reports[2] == reports[3]
     assert reports[0]["verified"] == reports[0]["decisions"] > 2 * ROUTED
     listed = await run("topics", "list", out)
     assert "groups/0\t1" in listed.stdout.splitlines()
-    for command in (("replay", "verify"), ("record", tmp_path / "no.rec")):
+    for command in (("verify"), ("record", tmp_path / "no.rec")):
         nowhere = await run(*command, "--kafka", kafka, "--namespace", f"{NAMESPACE}-nobodys")
         assert (nowhere.returncode, nowhere.stdout) == (2, "")
         assert nowhere.stderr == (f"forebay: {kafka} has no topic {NAMESPACE}-nobodys.groups; check --namespace\n")
-    unknown = await run("replay", "verify", "--group", "nobodys-model", out)
+    unknown = await run("verify", "--group", "nobodys-model", out)
     error = f"forebay: {out}: unknown group 'nobodys-model'; groups are: {GROUP}\n"
     assert (unknown.returncode, unknown.stderr) == (2, error)
 
@@ -175,5 +175,5 @@ async def test_error_names_records_removed_by_retention_and_the_rest_can_be_reco
     assert f"can be recorded from {rest['from']} on" in refused.stderr
     again = await recorded(kafka, tmp_path / "again.rec", "--from", rest["from"])
     assert (again["digest"], again["groups"]) == (rest["digest"], rest["groups"])
-    report = json.loads((await run("replay", "verify", "--json", *source)).stdout)
+    report = json.loads((await run("verify", "--json", *source)).stdout)
     assert report["digest"] == rest["verified"][GROUP]["digest"]

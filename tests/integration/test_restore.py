@@ -24,7 +24,7 @@ from tests.integration.conftest import RUN
 PATIENCE_S = 60.0
 LETTERS = f"{RUN}-letters"
 LOST, NEW = f"{RUN}-lost", f"{RUN}-new"
-TOPICS = {"--groups": PLAN.groups, "--slots": PLAN.slots, "--replies": PLAN.replies}
+TOPICS = {"groups": PLAN.groups, "slots": PLAN.slots, "replies": PLAN.replies}
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -117,7 +117,7 @@ async def test_a_new_namespace_serves_with_the_settings_of_a_recording(
         assert f"the namespace {LOST} on {kafka} is in use: control/0 ends at offset" in refused
 
     async with Cluster(kafka, redis_url, NEW, tmp_path / NEW, spawn=fork_server.spawn) as new:
-        options = [text for pair in TOPICS.items() for text in pair]
+        options = [text for name, count in TOPICS.items() for text in ("--partitions", f"{name}={count}")]
         output = await command(new, "restore", recording, "--kafka", kafka, "--namespace", NEW, *options, "--json")
         (group,) = json.loads(output)["groups"]
         assert (group["name"], group["partition"], group["pools"]) == (GROUP, 0, [POOL])

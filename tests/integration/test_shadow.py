@@ -65,7 +65,7 @@ async def clients(cluster: Cluster) -> AsyncIterator[StreamClients]:
 
 def start(cluster: Cluster, kafka: str, name: str, *options: str) -> None:
     where = ("--kafka", kafka, "--namespace", NAMESPACE, "--group", GROUP)
-    cluster.begin(name, "shadow", *where, "--name", name, *SHADOWS.get(name, ()), *options)
+    cluster.begin(name, "shadow", *where, "--id", name, *SHADOWS.get(name, ()), *options)
 
 
 async def stop(cluster: Cluster, name: str) -> str:

@@ -41,7 +41,7 @@ async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathF
             running.ingress(INGRESSES[model], "--model-name", model)
             for worker in workers:
                 process = f"{worker}-{INGRESSES[model]}"
-                running.worker(process, *FAST, "--model-name", model, "--worker-id", worker)
+                running.worker(process, *FAST, "--model-name", model, "--id", worker)
         for model, workers in WORKERS.items():
             await running.until_serving(len(workers), model)
         yield running
@@ -112,4 +112,4 @@ async def test_a_command_for_one_model_does_not_affect_the_other(cluster: Cluste
 def verify_arguments(cluster: Cluster, model: str) -> list[str]:
     """Return the command line that verifies one model."""
     where = ["--kafka", cluster.settings.bootstrap, "--namespace", cluster.namespace]
-    return ["replay", "verify", *where, "--group", model, "--json"]
+    return ["verify", *where, "--group", model, "--json"]

@@ -237,7 +237,7 @@ async def test_a_worker_with_a_failed_engine_exits_with_the_reason_and_its_reque
 async def test_the_processes_of_a_service_stop_together(
     cluster: Cluster, kafka: str, redis_url: str, clients: StreamClients, lingering: str
 ) -> None:
-    serve(cluster, kafka, redis_url, lingering, "--worker-id-prefix", "lin", "--drain-s", "3600")
+    serve(cluster, kafka, redis_url, lingering, "--id", "lin", "--drain-s", "3600")
     await members(cluster, {"lin-0", "lin-1"})
     results = [clients.submit(prompt(200 + number), SHORT) for number in range(4)]
     await clients.all()
@@ -258,7 +258,7 @@ async def test_the_processes_of_a_service_stop_together(
 async def test_the_processes_of_a_service_end_with_their_parent(
     cluster: Cluster, kafka: str, redis_url: str, lingering: str
 ) -> None:
-    serve(cluster, kafka, redis_url, lingering, "--worker-id-prefix", "lin", "--workers", "1")
+    serve(cluster, kafka, redis_url, lingering, "--id", "lin", "--workers", "1")
     await members(cluster, {"lin-0"})
     assert len(children()) == 1
     os.kill(cluster.processes["serve"].process.pid, signal.SIGKILL)

@@ -241,7 +241,7 @@ async def test_verify_exits_with_3_if_it_verified_nothing(tmp_path: Path, other:
     async with System(log).started(workers=1) as system:
         await other.serve(system, "a", seals=True)
     log.close()
-    run = await asyncio.to_thread(forebay, "replay", "verify", str(path))
+    run = await asyncio.to_thread(forebay, "verify", str(path))
     assert run.returncode == 3
     assert f"the journal was decided by version {OTHER}" in run.stderr
     assert f"journal offsets 0 to 3: verified only by a forebay with version {OTHER} of the rules" in run.stdout

@@ -357,7 +357,7 @@ async def test_a_shadow_rejects_a_recreated_log(log: SqliteLog) -> None:
         short.recreated = True
         with pytest.raises(LogError, match=r"ends at offset 0, before \d+: the log was recreated"):
             await shadow.run()
-        with pytest.raises(LogError, match="this is another log; choose another --name"):
+        with pytest.raises(LogError, match="this is another log; choose another --id"):
             await shadow_of(short).start()
 
 

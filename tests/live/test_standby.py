@@ -148,6 +148,6 @@ async def test_an_owner_whose_rules_decide_differently_does_not_start(log: Sqlit
     async with System(log).started(workers=2) as system:
         await serve_unsealed(system, "a")
         owner = Owner(altered(log), system.leases, settings())
-        with pytest.raises(RecoveryDiverged, match="replay verify"):
+        with pytest.raises(RecoveryDiverged, match="verify"):
             await owner.start()
         owner.drop()

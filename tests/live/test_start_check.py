@@ -158,7 +158,7 @@ async def test_a_refusal_names_the_damaged_record_and_the_remedies(
     text = str(caught.value)
     assert "restore a copy" in text
     assert "pass a new file to --log" in text
-    assert f"forebay replay verify {log}" in text
+    assert f"forebay verify {log}" in text
     assert content_of(log) == damaged
     WriterLock(log).close()  # the lock is free again
 

@@ -38,4 +38,4 @@ def append(path: Path, line: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[sys.argv.index("--worker-id") + 1])
+    main(Path(sys.argv[1]), sys.argv[sys.argv.index("--id") + 1])

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from forebay.cli.app import app
 from tests.harness.recordings import META_DESCRIPTIONS

@@ -303,7 +303,7 @@ async def _record(path: Path) -> None:
 
 
 def command(recording: Path, name: str) -> dict[str, Any]:
-    ran = forebay("replay", "explain", str(recording), name, "--json")
+    ran = forebay("explain", str(recording), name, "--json")
     assert ran.returncode == 0, ran.stderr
     return dict(json.loads(ran.stdout))
 

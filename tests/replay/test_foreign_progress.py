@@ -1,4 +1,4 @@
-"""`replay verify` reports progress of workers that were not selected, but not late progress."""
+"""`verify` reports progress of workers that were not selected, but not late progress."""
 
 import asyncio
 import json
@@ -119,7 +119,7 @@ def foreign_log(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[in
 
 def test_foreign_progress_fails_the_verification_and_names_both_workers(foreign_log: tuple[Path, list[int]]) -> None:
     path, offsets = foreign_log
-    run = forebay("replay", "verify", str(path))
+    run = forebay("verify", str(path))
     assert run.returncode == 1
     lines = [line for line in run.stdout.splitlines() if line.startswith("foreign ")]
     assert len(lines) == len(offsets) == 5
@@ -131,12 +131,12 @@ def test_foreign_progress_fails_the_verification_and_names_both_workers(foreign_
     assert "is from worker stranger" in lines[3]
     assert "command of another model: was sent to no worker of this group" in lines[4]
     assert "not verified: 5 foreign-progress" in run.stderr
-    assert forebay("replay", "verify", str(path), "--allow", "foreign-progress").returncode == 0
+    assert forebay("verify", str(path), "--allow", "foreign-progress").returncode == 0
 
 
 def test_the_report_names_the_selected_and_the_reporting_worker(foreign_log: tuple[Path, list[int]]) -> None:
     path, offsets = foreign_log
-    report = json.loads(forebay("replay", "verify", str(path), "--json").stdout)
+    report = json.loads(forebay("verify", str(path), "--json").stdout)
     assert (report["divergence"], report["verified"]) == (None, report["decisions"])
     assert report["unverified"] == {"foreign-progress": 5}
     first = report["foreign_progress"][0]
@@ -149,5 +149,5 @@ def test_the_report_names_the_selected_and_the_reporting_worker(foreign_log: tup
 def test_late_progress_is_not_reported(tmp_path: Path) -> None:
     path = tmp_path / "late.db"
     assert asyncio.run(record(path, foreign=False)) == []
-    run = forebay("replay", "verify", str(path))
+    run = forebay("verify", str(path))
     assert (run.returncode, "foreign" in run.stdout) == (0, False), run.stdout

@@ -48,7 +48,7 @@ async def _record(path: Path) -> None:
 
 
 def command(recording: Path) -> subprocess.CompletedProcess[str]:
-    return forebay("replay", "verify", str(recording), "--json")
+    return forebay("verify", str(recording), "--json")
 
 
 def test_every_decision_of_two_owners_is_derived_again(recording: Path) -> None:

@@ -62,7 +62,7 @@ def edit(path: Path, topic: Topic, offset: int, event: Any, **changes: Any) -> N
 
 
 def test_the_original_is_verified(original: Path) -> None:
-    run = process("replay", "verify", str(original))
+    run = process("verify", str(original))
     assert run.returncode == 0
     assert f"decisions  {DECISIONS_MADE}, verified {DECISIONS_MADE}" in run.stdout
 
@@ -136,13 +136,13 @@ def test_removed_decision(recording: Path) -> None:
 def test_repeated_decision(recording: Path) -> None:
     """It has no effect, so it is counted and does not fail the verification."""
     offset, _ = routed(recording)
-    before = json.loads(process("replay", "verify", "--json", str(recording)).stdout)
+    before = json.loads(process("verify", "--json", str(recording)).stdout)
     rewrite_topic(recording, DECISIONS, lambda values: [*values, values[offset]])
-    run = process("replay", "verify", "--json", str(recording))
+    run = process("verify", "--json", str(recording))
     after = json.loads(run.stdout)
     assert (run.returncode, after["repeated"]) == (0, 1)
     assert after | {"repeated": 0} == before
-    assert "repeated   1 records that repeat an earlier record" in process("replay", "verify", str(recording)).stdout
+    assert "repeated   1 records that repeat an earlier record" in process("verify", str(recording)).stdout
 
 
 def test_swapped_decisions(recording: Path) -> None:

@@ -7,4 +7,4 @@ from tests.cli.in_process import forebay
 
 
 def verify(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return forebay("replay", "verify", str(path), *options)
+    return forebay("verify", str(path), *options)

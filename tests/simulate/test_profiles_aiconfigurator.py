@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from forebay.cli.app import app
 from forebay.engine_model.timing import LinearTiming, StepWork

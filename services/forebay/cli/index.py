@@ -5,14 +5,15 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import get_args
 
+import click
 import msgspec
-import typer
 from rich.progress import Progress, TaskID
 
+from forebay.cli.command import IndexCommand
 from forebay.cli.common.errors import explained, fail
-from forebay.cli.common.recording import KafkaSource, LogArgument, Recording
+from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import bar
-from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
+from forebay.cli.policies.allowed import allowed_policies
 from forebay.core.routing.policies import CustomPolicies
 from forebay.core.state.prefix_index import PrefixIndex
 from forebay.events.base import U64_BYTES
@@ -29,21 +30,21 @@ LOOK_S = 0.2  # seconds between updates of the progress bar
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
-def run_dump(
-    *, source: KafkaSource, log: LogArgument, group: str, worker: str, allow_policy: AllowPolicyOption
-) -> None:
-    recording = Recording(source.kafka, source.namespace, source.kafka_config, log, group)
+def run_dump(options: IndexCommand) -> None:
+    recording = Recording(
+        options.source.kafka, options.source.namespace, options.source.kafka_config, options.log, options.group
+    )
     recording.require_one_source()
     with explained():
-        custom = allowed_policies(allow_policy)
+        custom = allowed_policies(options.allow_policy)
         with bar() as progress:
             task = progress.add_task("following the journal", total=None)
             index = asyncio.run(_index_of(recording, progress, task, custom))
         names = sorted({name for name, _ in index.holders()})
-        if worker and worker not in names:
-            fail(f"{recording.name}: {unknown_name('worker', worker, names)}")
-        for event in stored_events(index, worker):
-            typer.echo(msgspec.json.encode(event))
+        if options.worker and options.worker not in names:
+            fail(f"{recording.name}: {unknown_name('worker', options.worker, names)}")
+        for event in stored_events(index, options.worker):
+            click.echo(msgspec.json.encode(event))
 
 
 async def _index_of(recording: Recording, progress: Progress, task: TaskID, custom: CustomPolicies) -> PrefixIndex:

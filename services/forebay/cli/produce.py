@@ -8,13 +8,14 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import IO, Any
 
+import click
 import msgspec
-import typer
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError
 
+from forebay.cli.command import ProduceCommand
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
 from forebay.ingress.openai.requests import CHAT_PATH, REQUEST_ID, TEXT_PATH
@@ -27,7 +28,6 @@ from forebay.transport.kafka.tail import headers_of
 from forebay.transport.kafka.topics import count_topics
 from forebay.transport.kafka.writer import RECORD_BYTES_MAX
 
-INTERRUPTED = 130  # exit code after Ctrl-C, as of a shell
 ERROR_STATUS = 400
 
 
@@ -75,23 +75,23 @@ class ProduceRun:
         return {"request_id": request_id, "status": status, **content}
 
 
-def run_produce(file: BinaryIO, settings: KafkaSettings, wait_s: float | None) -> None:
-    run = ProduceRun()
+def run_produce(options: ProduceCommand) -> None:
+    run, wait_s = ProduceRun(), options.timeout_s if options.wait else None
     try:
-        with explained():
-            asyncio.run(_produce(file, settings, run, wait_s))
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
+        with explained(), click.open_file(str(options.file), "rb") as file:
+            asyncio.run(_produce(file, options.kafka.settings(), run, wait_s))
+    except OSError as error:
+        fail(f"{options.file}: {error.strerror}")
     finally:  # also if Kafka fails or the command is interrupted
         sent, missing = len(run.pieces), len(run.waiting)
         answers = f", {sent - missing} answered, {run.errors} of them with an error, {missing} missing"
         if sent:
             complain(f"{sent} requests sent" + ("" if wait_s is None else answers))
     if wait_s is not None and (run.errors or missing):
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
-async def _produce(file: BinaryIO, settings: KafkaSettings, run: ProduceRun, wait_s: float | None) -> None:
+async def _produce(file: IO[bytes], settings: KafkaSettings, run: ProduceRun, wait_s: float | None) -> None:
     """Send every line. If `wait_s` is not None, wait that many seconds after the last line for the responses."""
     await count_topics(settings)
     consumer = DenseConsumer(**settings.client_options(), enable_auto_commit=False)
@@ -121,7 +121,7 @@ async def _produce(file: BinaryIO, settings: KafkaSettings, run: ProduceRun, wai
         raise LogError(f"Kafka at {settings.bootstrap} failed: {explain(error)}") from error
 
 
-async def _send(file: BinaryIO, producer: AIOKafkaProducer, topic: str, run: ProduceRun) -> None:
+async def _send(file: IO[bytes], producer: AIOKafkaProducer, topic: str, run: ProduceRun) -> None:
     """Send every line. Raises KafkaError as soon as a request could not be delivered."""
     unconfirmed: deque[asyncio.Future[Any]] = deque()
     async for number, line in _lines(file):
@@ -140,12 +140,12 @@ async def _collect(consumer: DenseConsumer, run: ProduceRun, is_sent: asyncio.Ev
     async for message in consumer:
         answer = run.add_record(headers_of(message.headers) or {}, message.value or b"")
         if answer is not None:
-            typer.echo(msgspec.json.encode(answer))
+            click.echo(msgspec.json.encode(answer))
         if is_sent.is_set() and not run.waiting:
             return
 
 
-async def _lines(file: BinaryIO) -> AsyncIterator[tuple[int, bytes]]:
+async def _lines(file: IO[bytes]) -> AsyncIterator[tuple[int, bytes]]:
     """Yield numbered lines that are not blank. Neither the event loop nor Ctrl-C waits for the next line of a pipe."""
     loop = asyncio.get_running_loop()
     lines: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue(1)

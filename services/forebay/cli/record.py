@@ -6,18 +6,19 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
-import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from xxhash import xxh3_64_hexdigest
 
+from forebay.cli.command import RecordCommand
 from forebay.cli.common.errors import complain, explained, fail
-from forebay.cli.common.recording import KafkaSource, Recording
+from forebay.cli.common.recording import Recording
 from forebay.cli.common.scaling_lines import verification_lines
 from forebay.cli.common.terminal import bar, own_stdout, printable
 from forebay.cli.common.times import span_us, time_us
 from forebay.cli.common.unverified import DIVERGED, complaint
-from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
+from forebay.cli.policies.allowed import allowed_policies
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.names import unknown_name
 from forebay.events.topics import GROUPS, SCALING
@@ -45,31 +46,18 @@ from forebay.transport.sqlite.log import SqliteLog
 OF_NAMESPACE = {GROUPS.name, SCALING.name}  # topics that belong to no group
 
 
-class RecordOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options that select which part of a log to record. An empty value selects everything."""
+def _identity(options: RecordCommand, source: Recording) -> dict[str, str]:
+    """Return the options that select records, by name. A command with equal ones resumes an interrupted recording.
 
-    start: str
-    end: str
-    last: str
-    groups: tuple[str, ...]
-    anonymize: bool
-
-    def identity(self, source: Recording) -> dict[str, str]:
-        """Return the options by name. A command with equal options resumes an interrupted recording.
-
-        The recording contains them, so the source appears only as a hash.
-        """
-        place = source.name if source.log is None else str(source.log.resolve())
-        options = {
-            "from": self.start,
-            "to": self.end,
-            "last": self.last,
-            "group": ",".join(self.groups),
-        }
-        given = {name: value for name, value in options.items() if value}
-        if self.anonymize:  # such a recording is never resumed, and its source stays private
-            return {**given, "anonymize": "yes"}
-        return {"source": f"{'kafka' if source.log is None else 'log'} {xxh3_64_hexdigest(place.encode())}", **given}
+    The recording contains them, so the source appears only as a hash.
+    """
+    place = source.name if source.log is None else str(source.log.resolve())
+    group = ",".join(options.group or ())
+    values = {"from": options.start, "to": options.end, "last": options.last, "group": group}
+    given = {name: value for name, value in values.items() if value}
+    if options.anonymize:  # such a recording is never resumed, and its source stays private
+        return {**given, "anonymize": "yes"}
+    return {"source": f"{'kafka' if source.log is None else 'log'} {xxh3_64_hexdigest(place.encode())}", **given}
 
 
 class RecordResult(msgspec.Struct, kw_only=True):
@@ -88,48 +76,29 @@ class RecordResult(msgspec.Struct, kw_only=True):
     verified: dict[str, VerifyReport]
 
 
-def run_record(
-    *,
-    where: list[str],
-    kafka: KafkaSource,
-    start: str,
-    end: str,
-    last: str,
-    group: list[str] | None,
-    check: bool,
-    anonymize: bool,
-    allow_policy: AllowPolicyOption,
-    json: bool,
-) -> None:
-    source = kafka.recording(where, "OUT")
-    if last and (start or end):
+def run_record(options: RecordCommand) -> None:
+    source = options.kafka.recording(options.where, "OUT")
+    if options.last and (options.start or options.end):
         fail("--last cannot be combined with --from or --to")
-    if anonymize and not check:
+    if options.anonymize and not options.check:
         fail("an anonymised recording is always verified; remove --no-verify")
-    options = RecordOptions(
-        start=start,
-        end=end,
-        last=last,
-        groups=tuple(group or ()),
-        anonymize=anonymize,
-    )
     window = _window(options)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with explained(), bar(*columns) as progress, own_stdout():
-        custom = allowed_policies(allow_policy)
-        result = asyncio.run(_record(source, Path(where[-1]), options, window, progress, custom))
+        custom = allowed_policies(options.allow_policy)
+        result = asyncio.run(_record(source, Path(options.where[-1]), options, window, progress, custom))
         _show_left_out(result, progress)
-        if check and not anonymize:
+        if options.check and not options.anonymize:
             asyncio.run(_verify(result, progress, custom))
-    if json:
-        typer.echo(msgspec.json.encode(_plain(result)).decode())
+    if options.json:
+        click.echo(msgspec.json.encode(_plain(result)).decode())
     else:
         _show(result)
     for report in result.verified.values():
         if not report.diverged and report.failed:
             complain(complaint(report.failed, report.unknown_event))
     if any(report.diverged or report.failed for report in result.verified.values()):
-        raise typer.Exit(DIVERGED)
+        raise click.exceptions.Exit(DIVERGED)
 
 
 def _show_left_out(result: RecordResult, progress: Progress) -> None:
@@ -139,7 +108,7 @@ def _show_left_out(result: RecordResult, progress: Progress) -> None:
         )
 
 
-def _window(options: RecordOptions) -> Window:
+def _window(options: RecordCommand) -> Window:
     """Return the time window. `--last` is resolved later, because it depends on the log."""
     now_us = time.time_ns() // 1000
     if options.last:
@@ -157,14 +126,14 @@ def _window(options: RecordOptions) -> Window:
 async def _record(
     source: Recording,
     out: Path,
-    options: RecordOptions,
+    options: RecordCommand,
     window: Window,
     progress: Progress,
     custom: CustomPolicies,
 ) -> RecordResult:
     require_free(out)
     task = progress.add_task("selecting records", total=None)
-    identity = options.identity(source)
+    identity = _identity(options, source)
     left_out: list[str] = []
     async with source.source() as log:
         if options.anonymize:
@@ -215,7 +184,7 @@ async def _anonymize(
 
 
 async def _slices(
-    source: Recording, log: Log, options: RecordOptions, window: Window, left_out: list[str]
+    source: Recording, log: Log, options: RecordCommand, window: Window, left_out: list[str]
 ) -> list[Slice]:
     """Return one slice per selected group that made decisions."""
     chosen = await _select_groups(source, log, options)
@@ -227,7 +196,7 @@ async def _slices(
         try:
             slices.append(await slice_of(log, name, partition, window))
         except NothingDecided:
-            if name in options.groups or len(chosen) == 1:
+            if name in (options.group or ()) or len(chosen) == 1:
                 raise
             left_out.append(name)
     if not slices:
@@ -235,12 +204,12 @@ async def _slices(
     return slices
 
 
-async def _select_groups(source: Recording, log: Log, options: RecordOptions) -> dict[str, int]:
+async def _select_groups(source: Recording, log: Log, options: RecordCommand) -> dict[str, int]:
     placed = await groups_of(log)
-    for name in options.groups:
+    for name in options.group or ():
         if name not in placed:
             fail(f"{source.name}: {unknown_name('group', name, placed)}")
-    chosen = {name: placed[name] for name in placed if not options.groups or name in options.groups}
+    chosen = {name: placed[name] for name in placed if not (options.group or ()) or name in (options.group or ())}
     if not chosen:
         fail(f"no group to record; groups in {source.name}: {', '.join(placed) or 'none'}")
     return chosen
@@ -307,35 +276,35 @@ def _plain(result: RecordResult) -> dict[str, Any]:
 def _show(result: RecordResult) -> None:
     contents = result.contents
     size_mb = result.out.stat().st_size / 1e6
-    typer.echo(f"recorded   {result.out}, {size_mb:.1f} MB, digest of all records {contents.content}")
-    typer.echo(f"window     {utc(contents.from_us)} to {utc(contents.to_us)}")
+    click.echo(f"recorded   {result.out}, {size_mb:.1f} MB, digest of all records {contents.content}")
+    click.echo(f"window     {utc(contents.from_us)} to {utc(contents.to_us)}")
     if contents.anonymized:
-        typer.echo("anonymised prompts, texts, keys and headers removed, names and hashes masked")
+        click.echo("anonymised prompts, texts, keys and headers removed, names and hashes masked")
     for scaling in (one for one in contents.extents if one.topic == SCALING.name):
-        typer.echo(f"scaling    {scaling.count} records of the planner")
+        click.echo(f"scaling    {scaling.count} records of the planner")
     for verified in [report.scaling for report in result.verified.values() if report.scaling is not None][:1]:
         for line in verification_lines(verified):
-            typer.echo(printable(line))
+            click.echo(printable(line))
     for group in contents.groups:
         pools = ", ".join(result.pools[group.name])
-        typer.echo(f"group      {group.name}: control partition {group.partition}, pools {pools}")
+        click.echo(f"group      {group.name}: control partition {group.partition}, pools {pools}")
         held = f"  journal  {group.decisions} decisions at offsets {group.first} to {group.end - 1}"
         since = (
             f", starting at the snapshot at offset {group.start}"
             if group.start
             else ", starting at the log's beginning"
         )
-        typer.echo(held + since)
+        click.echo(held + since)
         of_group = [
             one for one in contents.extents if one.partition == group.partition and one.topic not in OF_NAMESPACE
         ]
-        typer.echo("  records  " + ", ".join(f"{one.topic} {one.count}" for one in of_group))
+        click.echo("  records  " + ", ".join(f"{one.topic} {one.count}" for one in of_group))
         report = result.verified.get(group.name)
         if report is None:
-            typer.echo(f"  not verified; run `forebay replay verify {result.out}`")
+            click.echo(f"  not verified; run `forebay verify {result.out}`")
         elif report.divergence is None:
             count = f"{report.verified} of {report.decisions} decisions"
-            typer.echo(f"  verified {count}, digest of the final state {report.digest}")
+            click.echo(f"  verified {count}, digest of the final state {report.digest}")
         else:
-            typer.echo(f"  DIVERGENCE at journal offset {report.divergence.offset}: {report.divergence.reason}")
-            typer.echo(f"  recording kept for analysis; run `forebay replay verify {result.out}`")
+            click.echo(f"  DIVERGENCE at journal offset {report.divergence.offset}: {report.divergence.reason}")
+            click.echo(f"  recording kept for analysis; run `forebay verify {result.out}`")

@@ -3,14 +3,13 @@
 import asyncio
 import time
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
-import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from forebay.cli.common.cluster_options import KafkaOptions, TopicPlanOptions
+from forebay.cli.command import RestoreCommand
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.terminal import bar, counted, printable
 from forebay.replay.restore import RestoredGroup, restored_groups, write_group
@@ -22,22 +21,22 @@ from forebay.transport.sqlite.log import SqliteLog
 NOT_RESTORED = "not restored: workers, leases, requests, sessions, caches, and the journal of the planner"
 
 
-def run_restore(*, recording: Path, kafka: KafkaOptions, plan: TopicPlanOptions, json: bool) -> None:
+def run_restore(options: RestoreCommand) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with explained():
-        settings = kafka.settings()
-        with closing(SqliteLog.open(recording, readonly=True)) as log:
+        settings = options.kafka.settings()
+        with closing(SqliteLog.open(options.recording, readonly=True)) as log:
             groups = asyncio.run(restored_groups(log))
         with bar(*columns) as progress:
-            created = asyncio.run(restore_into(groups, settings, plan.plan(), progress))
+            created = asyncio.run(restore_into(groups, settings, options.plan.plan(), progress))
     for group in groups:
         if group.read.undecodable:
             complain(
                 f"{group.name}: {counted(group.read.undecodable, 'record')} of `control` did not decode and had no"
                 " effect; `forebay topics tail` shows them"
             )
-    if json:
-        typer.echo(msgspec.json.encode(_plain(groups, settings, created)).decode())
+    if options.json:
+        click.echo(msgspec.json.encode(_plain(groups, settings, created)).decode())
     else:
         _show(groups, settings, created)
 
@@ -49,7 +48,10 @@ async def restore_into(
     highest = groups[-1].partition
     if highest >= plan.groups:
         name = groups[-1].name
-        fail(f"--groups {plan.groups}: {name} uses the control partition {highest}; expected at least {highest + 1}")
+        fail(
+            f"--partitions groups={plan.groups}: {name} uses the control partition {highest}; expected at least"
+            f" {highest + 1}"
+        )
     await _require_empty(settings, progress)
     task = progress.add_task("creating topics", total=None)
     pools = sorted({pool for group in groups for pool in group.pools})
@@ -109,14 +111,14 @@ def _plain(groups: list[RestoredGroup], settings: KafkaSettings, created: int) -
 
 
 def _show(groups: list[RestoredGroup], settings: KafkaSettings, created: int) -> None:
-    typer.echo(f"namespace {settings.namespace}: {counted(created, 'topic')} created, {counted(len(groups), 'group')}")
+    click.echo(f"namespace {settings.namespace}: {counted(created, 'topic')} created, {counted(len(groups), 'group')}")
     for group in groups:
         pools = ", ".join(group.pools) or "none"
-        typer.echo(printable(f"group     {group.name}: control partition {group.partition}, pools {pools}"))
-        typer.echo("  restored " + ", ".join(f"{count} {name}" for name, count in group.counts.items()))
+        click.echo(printable(f"group     {group.name}: control partition {group.partition}, pools {pools}"))
+        click.echo("  restored " + ", ".join(f"{count} {name}" for name, count in group.counts.items()))
         read = group.read
-        typer.echo(f"  from     {counted(read.settings, 'change')} of settings; skipped {read.commands} commands")
+        click.echo(f"  from     {counted(read.settings, 'change')} of settings; skipped {read.commands} commands")
         for policy in group.policies:
-            typer.echo(printable(f"  start every router with --allow-policy {policy}"))
-    typer.echo(NOT_RESTORED)
-    typer.echo(f"next: start routers, workers and ingresses with --namespace {settings.namespace}")
+            click.echo(printable(f"  start every router with --allow-policy {policy}"))
+    click.echo(NOT_RESTORED)
+    click.echo(f"next: start routers, workers and ingresses with --namespace {settings.namespace}")

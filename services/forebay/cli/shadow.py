@@ -5,23 +5,21 @@ import re
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
-from dataclasses import dataclass
 from typing import NoReturn, TextIO
 
+import click
 import msgspec
-import typer
 from xxhash import xxh3_64_intdigest
 
+from forebay.cli.command import ShadowCommand
 from forebay.cli.common.cluster import run_service, until_signal
-from forebay.cli.common.cluster_options import ServiceOptions
 from forebay.cli.common.errors import complain, explained, fail
-from forebay.cli.common.logs import LoggingOptions
 from forebay.cli.common.metrics_server import metrics_served, process_registry
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import own_stdout
 from forebay.cli.common.unverified import DIVERGED
-from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
-from forebay.cli.policies.alternative import Alternative, AlternativeOptions
+from forebay.cli.policies.allowed import allowed_policies
+from forebay.cli.policies.alternative import Alternative
 from forebay.events.base import hex_digest
 from forebay.events.codec import encode
 from forebay.events.shadow import ShadowEvent
@@ -40,77 +38,60 @@ SHADOW_GROUP = "shadow-"  # followed by the shadow's name: the consumer group fo
 SUMMARY_S = 10.0  # seconds between two summary lines on stderr, if there were new decisions
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    recording: Recording
-    settings: ShadowSettings
-    chosen: Alternative
-    printed_to: TextIO | None
-    service: ServiceOptions
-
-
-def run_shadow(
-    *,
-    given: AlternativeOptions,
-    name: str,
-    from_start: bool,
-    allow_policy: AllowPolicyOption,
-    json: bool,
-    recording: Recording,
-    service: ServiceOptions,
-    logs: LoggingOptions,
-) -> None:
-    recording.require_one_source()
-    if name and not NAME.fullmatch(name):
-        fail(f"invalid --name {name!r}: use 1 to 64 letters, digits, dots, dashes and underscores")
-    logs.start(quiet=("forebay.live.shadow",))  # the command prints the same itself
+def run_shadow(options: ShadowCommand) -> None:
+    options.recording.require_one_source()
+    if options.name and not NAME.fullmatch(options.name):
+        fail(f"invalid --id {options.name!r}: use 1 to 64 letters, digits, dots, dashes and underscores")
+    options.logs.start(quiet=("forebay.live.shadow",))  # the command prints the same itself
     with explained():
-        chosen = given.alternative()
-        custom = allowed_policies(allow_policy, chosen.modes)
+        chosen = options.given.alternative()
+        custom = allowed_policies(options.allow_policy, chosen.modes)
     text = _text(chosen)
     settings = ShadowSettings(
-        name=name or hex_digest(xxh3_64_intdigest(text.encode()))[:8],
+        name=options.name or hex_digest(xxh3_64_intdigest(text.encode()))[:8],
         text=text,
         alternative=chosen.of,
-        from_start=from_start,
+        from_start=options.from_start,
         custom=custom,
     )
-    options = _Options(recording, settings, chosen, sys.stdout if json else None, service)
-    with own_stdout() if json else nullcontext():
-        run_service(_serve(options))
+    printed_to = sys.stdout if options.json else None
+    with own_stdout() if options.json else nullcontext():
+        run_service(_serve(options, settings, chosen, printed_to))
 
 
-async def _serve(options: _Options) -> None:
+async def _serve(
+    options: ShadowCommand, settings: ShadowSettings, chosen: Alternative, printed_to: TextIO | None
+) -> None:
     """Run a shadow until SIGINT or SIGTERM.
 
     Raises:
         LogError: the log is damaged or unavailable.
     """
     registry = process_registry()
-    async with _opened(options) as shadow:
+    async with _opened(options.recording, settings, printed_to) as shadow:
         registry.register(ShadowMetrics(shadow))
         with metrics_served(options.service.metrics_host, options.service.metrics_port, registry):
             try:
-                await until_signal(_run(shadow, options), stop=shadow.stop)
+                await until_signal(_run(shadow, chosen), stop=shadow.stop)
             except RecoveryDiverged as error:
                 _diverged(error)
 
 
-async def _run(shadow: Shadow, options: _Options) -> None:
+async def _run(shadow: Shadow, chosen: Alternative) -> None:
     await shadow.start()
     pools = list(shadow.pools.values())
     if pools:
-        options.chosen.require_pools(pools)
-        for given in options.chosen.idle(pools):
-            typer.echo(f"forebay: {given} has no effect: it equals the current configuration", err=True)
+        chosen.require_pools(pools)
+        for given in chosen.idle(pools):
+            click.echo(f"forebay: {given} has no effect: it equals the current configuration", err=True)
     name, text = shadow.settings.name, shadow.settings.text
-    typer.echo(f"forebay: shadow {name}: {text}, decisions from journal offset {shadow.from_offset} on")
+    click.echo(f"forebay: shadow {name}: {text}, decisions from journal offset {shadow.from_offset} on")
     printing = asyncio.create_task(_print_summaries(shadow))
     try:
         await shadow.run()
     finally:
         printing.cancel()
-        typer.echo(_summary(shadow))
+        click.echo(_summary(shadow))
 
 
 async def _print_summaries(shadow: Shadow) -> None:
@@ -120,7 +101,7 @@ async def _print_summaries(shadow: Shadow) -> None:
         await asyncio.sleep(SUMMARY_S)
         if shadow.statistics.decisions > printed:
             printed = shadow.statistics.decisions
-            typer.echo(_summary(shadow), err=True)
+            click.echo(_summary(shadow), err=True)
 
 
 def _summary(shadow: Shadow) -> str:
@@ -131,31 +112,30 @@ def _summary(shadow: Shadow) -> str:
 
 def _diverged(error: RecoveryDiverged) -> NoReturn:
     complain(str(error))
-    raise typer.Exit(DIVERGED)
+    raise click.exceptions.Exit(DIVERGED)
 
 
 @asynccontextmanager
-async def _opened(options: _Options) -> AsyncIterator[Shadow]:
+async def _opened(recording: Recording, settings: ShadowSettings, printed_to: TextIO | None) -> AsyncIterator[Shadow]:
     """Open a shadow with its log and its sink.
 
     Raises:
         LogError: the log is damaged or unavailable.
         Unusable: the options cannot be used.
     """
-    recording, settings = options.recording, options.settings
     async with AsyncExitStack() as stack:
         if recording.kafka is None:
             log, partition = await stack.enter_async_context(recording.opened())
             if isinstance(log, SqliteLog) and log.recording is not None:
                 fail(f"{recording.name} is a recording, which does not grow; use forebay replay diff instead")
             await require_allowed(log, partition, settings.custom)
-            yield Shadow(log, partition, settings, PrintingSink(None, options.printed_to))
+            yield Shadow(log, partition, settings, PrintingSink(None, printed_to))
             return
         kafka = recording.settings()
         await count_topics(kafka)  # a cluster of an earlier version may lack topic `shadow`
         log, partition = await stack.enter_async_context(recording.opened())
         await require_allowed(log, partition, settings.custom)
-        sink = PrintingSink(TopicSink(log, partition, settings.name), options.printed_to)
+        sink = PrintingSink(TopicSink(log, partition, settings.name), printed_to)
         position = await KafkaPosition.open(kafka, DECISIONS.name, partition, SHADOW_GROUP + settings.name)
         stack.push_async_callback(position.close)
         yield Shadow(log, partition, settings, sink, position.update)

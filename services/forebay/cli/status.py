@@ -6,15 +6,15 @@ import time
 import click
 import httpx
 import msgspec
-import typer
 
-from forebay.cli.common.api_key import VARIABLE, ClientKeyOption, client_headers
+from forebay.cli.command import StatusCommand
+from forebay.cli.common.api_key import VARIABLE, client_headers
 from forebay.cli.common.errors import USAGE, complain, explained, fail
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import own_stdout, results
 from forebay.cli.common.unverified import DIVERGED
-from forebay.cli.control.client import IngressClient, UrlOption
-from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
+from forebay.cli.control.client import IngressClient
+from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.status_view import show
 from forebay.core.routing.policies import CustomPolicies
 from forebay.replay.at import JournalDiverged
@@ -29,40 +29,32 @@ NOT_READY = 1
 WATCH_S = 2.0  # an ingress on Kafka takes a second of CPU time to derive the status
 
 
-def run_status(
-    *,
-    recording: Recording,
-    url: UrlOption,
-    api_key: ClientKeyOption,
-    allow_policy: AllowPolicyOption,
-    json: bool,
-    watch: bool,
-) -> None:
+def run_status(options: StatusCommand) -> None:
     def read() -> GroupStatus:
-        if recording.log is None and recording.kafka is None:
-            return _query(url, api_key, recording.group)
-        recording.require_one_source()
-        return _derive(recording, allow_policy)
+        if options.recording.log is None and options.recording.kafka is None:
+            return _query(options.url, options.api_key, options.recording.group)
+        options.recording.require_one_source()
+        return _derive(options.recording, options.allow_policy)
 
     def print_status(found: GroupStatus) -> None:
-        if json:
-            typer.echo(msgspec.json.encode(found).decode())
+        if options.json:
+            click.echo(msgspec.json.encode(found).decode())
         else:
             show(results(soft_wrap=True), found)
 
     found = read()
     print_status(found)
-    while watch:
+    while options.watch:
         time.sleep(WATCH_S)
         try:
             found = read()
-        except typer.Exit:  # the message is printed
+        except click.exceptions.Exit:  # the message is printed
             continue
-        if not json:
+        if not options.json:
             click.clear()
         print_status(found)
     if not found.ready:
-        raise typer.Exit(NOT_READY)
+        raise click.exceptions.Exit(NOT_READY)
 
 
 def _query(url: str, api_key: str | None, group: str) -> GroupStatus:
@@ -80,7 +72,7 @@ def _query(url: str, api_key: str | None, group: str) -> GroupStatus:
     hints = {"invalid_api_key": f"; set {VARIABLE} or --api-key", "model_required": "; pass --group NAME"}
     hint = hints.get(str(problem.get("code")), "")
     complain(f"{url}: {problem['message']}{hint}")
-    raise typer.Exit(USAGE if response.is_client_error else NOT_READY)
+    raise click.exceptions.Exit(USAGE if response.is_client_error else NOT_READY)
 
 
 def _derive(recording: Recording, allow_policy: list[str] | None) -> GroupStatus:
@@ -91,7 +83,7 @@ def _derive(recording: Recording, allow_policy: list[str] | None) -> GroupStatus
                 return asyncio.run(_read(recording, custom))
         except JournalDiverged as diverged:
             complain(f"{recording.name}: {diverged}")
-            raise typer.Exit(DIVERGED) from None
+            raise click.exceptions.Exit(DIVERGED) from None
 
 
 async def _read(recording: Recording, custom: CustomPolicies) -> GroupStatus:

@@ -4,12 +4,12 @@ import asyncio
 from contextlib import closing
 from pathlib import Path
 
+import click
 import msgspec
-import typer
 from aiokafka.admin import AIOKafkaAdminClient
 from rich.table import Table
 
-from forebay.cli.common.cluster_options import KafkaOptions, TopicPlanOptions
+from forebay.cli.command import TopicsCreateCommand, TopicsListCommand, TopicsTailCommand
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.recording import KafkaSource
 from forebay.cli.common.terminal import results
@@ -33,26 +33,29 @@ HEARTBEAT_WAIT_S = 3.0  # standbys write every second; allow two to be late
 READ_BY = ("router", "kafka-api")  # names of consumer groups, without namespace; each shadow has a group, too
 
 
-def run_create(*, kafka: KafkaOptions, pool: list[str] | None, plan: TopicPlanOptions | None) -> None:
-    """Create missing topics. `plan` is None to create those of a new version, sized as the existing topics."""
-    is_upgrade = plan is None
-
+def run_create(options: TopicsCreateCommand) -> None:
     async def run(settings: KafkaSettings) -> list[str]:
-        sizes = await plan_of(settings) if plan is None else plan.plan()
-        created = await create_topics(settings, sizes, [] if is_upgrade else pools)
+        sizes = await plan_of(settings) if options.upgrade else options.plan.plan()
+        created = await create_topics(settings, sizes, [] if options.upgrade else pools)
         await count_topics(settings)
         return created
 
     with explained():
-        pools = [named("--pool", "pool", name) for name in pool or ["default"]]
-        created = asyncio.run(run(kafka.settings()))
+        pools = [named("--pool", "pool", name) for name in options.pool or ["default"]]
+        created = asyncio.run(run(options.kafka.settings()))
     for name in created:
-        typer.echo(f"created {name}")
-    if is_upgrade and not created:
-        typer.echo("this version needs no further topics")
+        click.echo(f"created {name}")
+    if options.upgrade and not created:
+        click.echo("this version needs no further topics")
 
 
-def run_list_topics(*, source: KafkaSource, log: Path | None, json: bool) -> None:
+def run_list(options: TopicsListCommand) -> None:
+    log, source = options.log, options.source
+    if options.lag:
+        if source.kafka is None or log is not None:
+            fail("--lag requires --kafka, and no log file")
+        _list_lags(source, json=options.json)
+        return
     starts: dict[tuple[str, int], int] = {}
     with explained():
         if (log is None) == (source.kafka is None):
@@ -64,43 +67,50 @@ def run_list_topics(*, source: KafkaSource, log: Path | None, json: bool) -> Non
             ends = asyncio.run(_ends(source.settings()))
     for topic, partition, end in ends:
         first = starts.get((topic, partition), 0)
-        if json:
-            typer.echo(msgspec.json.encode({"topic": topic, "partition": partition, "first": first, "end": end}))
+        if options.json:
+            click.echo(msgspec.json.encode({"topic": topic, "partition": partition, "first": first, "end": end}))
             continue
-        typer.echo(f"{topic}/{partition}\t{end}" + (f"\tfrom {first}" if first else ""))
+        click.echo(f"{topic}/{partition}\t{end}" + (f"\tfrom {first}" if first else ""))
 
 
-def run_tail(
-    *, where: list[str], source: KafkaSource, partition: int, count: int, offset: int | None, follow: bool
-) -> None:
-    if len(where) != (1 if source.kafka else 2):
+def run_tail(options: TopicsTailCommand) -> None:
+    if len(options.where) != (1 if options.source.kafka else 2):
         fail("expected LOG and TOPIC, or TOPIC and --kafka")
-    topic = where[-1]
+    topic = options.where[-1]
     with explained():
-        if source.kafka is not None:
-            asyncio.run(_tail_kafka(source.settings(), topic, partition, count, offset, follow=follow))
+        if options.source.kafka is not None:
+            asyncio.run(
+                _tail_kafka(
+                    options.source.settings(),
+                    topic,
+                    options.partition,
+                    options.count,
+                    options.offset,
+                    follow=options.follow,
+                )
+            )
             return
-        with closing(SqliteLog.open(Path(where[0]), readonly=True)) as opened:
+        with closing(SqliteLog.open(Path(options.where[0]), readonly=True)) as opened:
             if topic not in {name for name, _, _ in opened.topics()}:
                 known = sorted({name for name, _, _ in opened.topics()})
-                fail(f"{where[0]}: {unknown_name('topic', topic, known)}")
-            asyncio.run(_tail(opened, topic, partition, count, offset, follow=follow))
+                fail(f"{options.where[0]}: {unknown_name('topic', topic, known)}")
+            asyncio.run(_tail(opened, topic, options.partition, options.count, options.offset, follow=options.follow))
 
 
-def run_lag(*, source: KafkaSource, json: bool) -> None:
+def _list_lags(source: KafkaSource, *, json: bool) -> None:
     with explained():
         found, groups = asyncio.run(_lags(source.settings()))
     if json:
         names = ("reader", "topic", "at", "end")
         readers = [{**dict(zip(names, one, strict=True)), "lag": one[3] - one[2]} for one in found]
-        typer.echo(msgspec.json.encode({"readers": readers, "groups": groups}))
+        click.echo(msgspec.json.encode({"readers": readers, "groups": groups}))
         return
     table = Table("reader", "topic", "at", "end", "lag", box=None)
     for reader, topic, position, end in found:
         table.add_row(reader, topic, str(position), str(end), str(end - position))
     results().print(table)
     for line in groups:
-        typer.echo(line)
+        click.echo(line)
 
 
 async def _ends(settings: KafkaSettings) -> list[tuple[str, int, int]]:
@@ -148,7 +158,7 @@ async def _print_from(log: Log, topic: str, partition: int, offset: int) -> int:
         if not records:
             return end
         for record in records:
-            typer.echo(msgspec.json.encode(readable(record)).decode())
+            click.echo(msgspec.json.encode(readable(record)).decode())
             offset = record.offset + 1
     return offset
 

@@ -119,7 +119,7 @@ class Actions:
         if action != POOL_SIZE and action not in ROUTES:
             raise ApiError(404, "unknown_action", unknown_name("action", action, [*ROUTES, POOL_SIZE]))
         if not self._ingress_url:
-            text = "this console cannot change the system; start it with --ingress and the URL of an ingress"
+            text = "this console cannot change the system; start it with --url and the URL of an ingress"
             raise ApiError(501, "no_ingress", text)
         _require_token(admin_token)
         async with self._counted():
@@ -159,11 +159,11 @@ class Actions:
                     query = {"model": self._model}
                     response = await client.request(method, url, params=query, json=body, headers=headers)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            text = f"the ingress {self._ingress_url} does not respond ({type(error).__name__}); check --ingress"
+            text = f"the ingress {self._ingress_url} does not respond ({type(error).__name__}); check --url"
             raise ApiError(502, "ingress_unreachable", text) from error
         code = _error_code(response)
         if code is None and response.status_code != HTTPStatus.OK:
-            text = f"{self._ingress_url} is not an ingress (HTTP {response.status_code}); check --ingress"
+            text = f"{self._ingress_url} is not an ingress (HTTP {response.status_code}); check --url"
             raise ApiError(502, "no_ingress", text)
         if response.status_code == HTTPStatus.NOT_FOUND and code == "not_found":
             text = "the admin API of the ingress is disabled; start the ingress with --admin-api and a token"

@@ -11,9 +11,9 @@ from forebay.ingress.errors import ApiError
 from forebay.ingress.explain_worker import AnyRequest, ExplainRequest, LogSource, StatusRequest
 from forebay.replay.status import GroupStatus
 
-LIMIT_S = 30.0  # about ten thousand decisions after a snapshot; `forebay replay explain` has no limit
+LIMIT_S = 30.0  # about ten thousand decisions after a snapshot; `forebay explain` has no limit
 CHILD = "forebay.ingress.explain_worker"
-HINT = "`forebay replay explain` and `forebay status` have no time limit if they read the log themselves"
+HINT = "`forebay explain` and `forebay status` have no time limit if they read the log themselves"
 
 
 class Explainer:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from forebay.ingress.errors import Unusable
-from forebay.ingress.http.body import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
+from forebay.ingress.http import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
 from forebay.ingress.kafka_api.request import require_patterns
 from forebay.ingress.media.tokens import PUBLIC_ONLY, MediaSettings
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX

@@ -22,6 +22,7 @@ from forebay.events.names import unknown_name
 from forebay.events.requests import Task
 from forebay.workers.engine import EngineError
 from forebay.workers.engines.service.request import Cache, Refused, Request
+from forebay.workers.engines.settings import PROCESSES_MAX
 from forebay.workers.pipeline import Operator
 
 __all__ = [
@@ -38,7 +39,6 @@ __all__ = [
 ]
 
 PART = re.compile(r"[a-z]([a-z0-9_-]{0,61}[a-z0-9])?")
-PROCESSES_MAX = 256  # processes that one command starts
 MAX_NUM_SEQS = 64
 TASKS: dict[str, Task] = {"generate": "generate", "embed": "embed"}
 CONTROLS = ("clear_kv_blocks", "load_lora", "unload_lora", "sleep", "wake_up", "pause", "resume")

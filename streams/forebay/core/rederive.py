@@ -1,6 +1,6 @@
 """Derive decisions again from the recorded order of events, and compare them with the recorded decisions.
 
-Recovery, `replay verify` and standbys all use this module. The same events, applied in the same order at the same clock
+Recovery, `verify` and standbys all use this module. The same events, applied in the same order at the same clock
 readings, must give the same journal records, field by field.
 """
 

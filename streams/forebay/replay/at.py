@@ -58,7 +58,7 @@ class JournalDiverged(LogError):
     def __init__(self, divergence: Divergence) -> None:
         super().__init__(
             f"journal record {divergence.offset} does not follow from the events ({divergence.reason}): the state from"
-            " there on cannot be derived; `forebay replay verify` shows the difference"
+            " there on cannot be derived; `forebay verify` shows the difference"
         )
         self.divergence = divergence
 

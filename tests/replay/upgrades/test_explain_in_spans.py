@@ -106,12 +106,12 @@ async def test_the_command_exits_with_3_if_nothing_was_derived(tmp_path: Path, m
     log = SqliteLog.open(path)
     made = await upgraded(monkeypatch, log, "oxo")
     log.close()
-    ran = await asyncio.to_thread(in_process.forebay, "replay", "explain", str(path), "x1")
+    ran = await asyncio.to_thread(in_process.forebay, "explain", str(path), "x1")
     text = " ".join(ran.stdout.split())
     assert ran.returncode == 3
     assert DECIDED_BY in text
     parts = f"as recorded: journal offsets {made.claims[1]} to {made.seals[1] - 1} were {DECIDED_BY}"
     assert f"{parts}, this program has version {CORE_VERSION}; use forebay {OTHER_RELEASE} for the reasons" in text
-    ran = await asyncio.to_thread(in_process.forebay, "replay", "explain", str(path), "o2")
+    ran = await asyncio.to_thread(in_process.forebay, "explain", str(path), "o2")
     assert ran.returncode == 0
     assert "recorded" not in ran.stdout

@@ -4,8 +4,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from forebay.cli.common.options import Option
 from forebay.ingress.errors import Unusable
 
 VARIABLE = "FOREBAY_ADMIN_TOKEN"
@@ -13,7 +12,7 @@ TOKEN_CHARS_MAX = 4_096  # clients send the token in an HTTP header
 
 AdminTokenFileOption = Annotated[
     Path | None,
-    typer.Option(help=f"File with the admin API token. Default: environment variable {VARIABLE}."),
+    Option("--token-file", help=f"File with the admin API token. Default: environment variable {VARIABLE}."),
 ]
 
 
@@ -26,7 +25,7 @@ def admin_token(file: Path | None) -> str:
     if file is None:
         text, where = os.environ.get(VARIABLE, ""), VARIABLE
     else:
-        where = f"--admin-token-file {file}"
+        where = f"--token-file {file}"
         try:
             with file.open(encoding="utf-8") as opened:
                 text = opened.read(TOKEN_CHARS_MAX + 2).removesuffix("\n").removesuffix("\r")
@@ -50,9 +49,9 @@ def required_token(file: Path | None, *, admin_api: bool) -> str:
     """
     if not admin_api:
         if file is not None:
-            raise Unusable("--admin-token-file requires --admin-api")
+            raise Unusable("--token-file requires --admin-api")
         return ""
     token = admin_token(file)
     if not token:
-        raise Unusable(f"--admin-api requires a token; set {VARIABLE} or use --admin-token-file FILE")
+        raise Unusable(f"--admin-api requires a token; set {VARIABLE} or use --token-file FILE")
     return token

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from forebay.cli.common.options import Option
 from forebay.ingress.errors import Unusable
 
 VARIABLE = "FOREBAY_API_KEY"
@@ -17,17 +16,14 @@ GIVEN = f"--api-key or {VARIABLE}"
 
 ApiKeysOption = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--api-key",
-        envvar=VARIABLE,
         metavar="KEY",
         help="API key that clients must send. Repeatable; the variable separates keys by commas.",
     ),
 ]
-ApiKeyFileOption = Annotated[Path | None, typer.Option(help="File with further API keys, one per line.")]
-ClientKeyOption = Annotated[
-    str | None, typer.Option("--api-key", envvar=VARIABLE, metavar="KEY", help="API key of the running system.")
-]
+ApiKeyFileOption = Annotated[Path | None, Option(help="File with further API keys, one per line.")]
+ClientKeyOption = Annotated[str | None, Option("--api-key", metavar="KEY", help="API key of the running system.")]
 
 
 def api_keys(given: Sequence[str] | None, file: Path | None) -> tuple[str, ...]:
@@ -59,7 +55,7 @@ def client_headers(given: str | None) -> dict[str, str]:
 
 
 def _split(value: str) -> list[str]:
-    """Return the keys in a value, or one empty key if there is none. typer splits the variable at spaces before."""
+    """Return the keys in a value, or one empty key if there is none. click splits the variable at spaces before."""
     return [key.strip() for key in value.split(",") if key.strip()] or [""]
 
 

@@ -12,10 +12,10 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from forebay.cli.common.cluster_options import Cluster
-from forebay.cli.common.command_class import without_passwords
 from forebay.cli.common.errors import cause_of, explained, fail
 from forebay.cli.common.metrics_server import Probe, metrics_served
 from forebay.cli.common.shutdown import CLOSE_S, SIGNALS, STOP_S, end_within, ending_within, on_second_signal
+from forebay.cli.common.sources import without_passwords
 from forebay.transport.base import LeaseError, LogError
 from forebay.transport.kafka.log import FLUSH_S, KafkaLog
 from forebay.transport.kafka.metrics import KafkaMetrics

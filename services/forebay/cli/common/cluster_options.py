@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import typer
-
-from forebay.events.names import NameInvalid, require_name
+from forebay.cli.common.errors import fail
+from forebay.cli.common.options import Option
+from forebay.events.names import NameInvalid, require_name, unknown_name
 from forebay.transport.kafka.settings import KafkaSettings, KafkaUnusable, read_properties
 
 if TYPE_CHECKING:
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 KafkaOption = Annotated[
     str,
-    typer.Option("--kafka", metavar="HOST:PORT", help="Kafka bootstrap servers, as host:port, separated by commas."),
+    Option("--kafka", metavar="HOST:PORT", help="Kafka bootstrap servers, as host:port, separated by commas."),
 ]
-NamespaceOption = Annotated[str, typer.Option("--namespace", help="Prefix of Kafka topics and Redis keys.")]
+NamespaceOption = Annotated[str, Option("--namespace", help="Prefix of Kafka topics and Redis keys.")]
 PropertiesOption = Annotated[
     Path | None,
-    typer.Option("--kafka-config", help="Properties file with librdkafka settings for SASL and TLS."),
+    Option("--kafka-config", help="Properties file with librdkafka settings for SASL and TLS."),
 ]
 MetricsPortOption = Annotated[
-    int | None, typer.Option("--metrics-port", min=1, max=65535, help="Serve Prometheus metrics on this port.")
+    int | None, Option("--metrics-port", min=1, max=65535, help="Serve Prometheus metrics on this port.")
 ]
 
 KAFKA = "127.0.0.1:19092"
@@ -51,7 +51,7 @@ class ClusterOptions:
     PANEL: ClassVar = "Kafka and Redis"
 
     kafka: KafkaOption = KAFKA
-    redis: Annotated[str, typer.Option("--redis", metavar="URL", help="Redis URL, as redis://host:port.")] = REDIS
+    redis: Annotated[str, Option("--redis", metavar="URL", help="Redis URL, as redis://host:port.")] = REDIS
     namespace: NamespaceOption = NAMESPACE
     kafka_config: PropertiesOption = None
 
@@ -64,7 +64,7 @@ class ClusterOptions:
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
     metrics_port: MetricsPortOption = None
-    metrics_host: Annotated[str, typer.Option("--metrics-host", help="Listen address of the metrics port.")] = LOOPBACK
+    metrics_host: Annotated[str, Option("--host", help="Listen address of the metrics port.")] = LOOPBACK
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,28 +86,41 @@ def kafka_settings(bootstrap: str, namespace: str, properties: Path | None) -> K
     return KafkaSettings(bootstrap, namespace, read_properties(properties) if properties else {})
 
 
+PARTITIONS_MAX = 100_000  # far more than a broker can serve
+PARTITIONS = {"groups": 4, "slots": 256, "replies": 16, "kafka-api": 8}
+
+
 @dataclass(frozen=True, slots=True)
 class TopicPlanOptions:
     """Partition counts and replication of missing topics. Existing topics keep theirs."""
 
-    groups: Annotated[int, typer.Option(min=1, help="Maximum number of models: partitions of the control topics.")] = 4
-    slots: Annotated[
-        int,
-        typer.Option(min=1, help="Partitions of a work topic. A model can have SLOTS / GROUPS workers per pool."),
-    ] = 256
-    replies: Annotated[int, typer.Option(min=1, help="Partitions of the topic `tokens`.")] = 16
-    kafka_api_partitions: Annotated[
-        int, typer.Option(min=1, help="Partitions of each of the topics `openai-requests` and `openai-responses`.")
-    ] = 8
-    replication: Annotated[int, typer.Option(min=1, help="Replicas of every partition. From 3 on, appends need 2.")] = 1
+    partitions: Annotated[
+        list[str] | None,
+        Option(
+            metavar="TOPICS=N",
+            help="Partitions of missing topics. groups: most models, default 4. slots: workers of all models per pool,"
+            " default 256. replies: topic `tokens`, default 16. kafka-api: requests and responses, default 8."
+            " Repeatable.",
+        ),
+    ] = None
+    replication: Annotated[int, Option(min=1, help="Replicas of every partition. From 3 on, appends need 2.")] = 1
 
     def plan(self) -> "TopicPlan":
+        """Return the partitions of all topics. An invalid number ends the command."""
         from forebay.transport.kafka.topics import TopicPlan  # noqa: PLC0415 - --help does not wait for Kafka's client
 
+        counts = dict(PARTITIONS)
+        for text in self.partitions or ():
+            name, _, count = text.partition("=")
+            if name not in counts:
+                fail(f"--partitions {text}: {unknown_name('kind of topics', name, counts)}")
+            if not count.isdecimal() or not 1 <= int(count[:9]) <= PARTITIONS_MAX:
+                fail(f"--partitions {text}: expected TOPICS=N, with N from 1 to {PARTITIONS_MAX}")
+            counts[name] = int(count)
         return TopicPlan(
-            groups=self.groups,
-            slots=self.slots,
-            replies=self.replies,
-            kafka_api=self.kafka_api_partitions,
+            groups=counts["groups"],
+            slots=counts["slots"],
+            replies=counts["replies"],
+            kafka_api=counts["kafka-api"],
             replication=self.replication,
         )

@@ -8,21 +8,21 @@ override the file.
 """
 
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
-from inspect import Parameter, signature
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
-from forebay.cli.common.command_class import is_secret, long_name, reword_value_error
 from forebay.cli.common.errors import fail
+from forebay.cli.common.options import CliOption
+from forebay.cli.common.sources import is_secret, long_name
 from forebay.events.names import unknown_name
 
 OPTION = "config"
 MODELS = "models"
 UP = "up"  # the service that serves the models of `[[models]]` tables
+SERVICES = ("up", "ingress", "router", "worker", "serve", "shadow", "planner-run", "planner-supervise")
 MODEL_KEYS = (
     "model", "model-name", "revision", "engine", "engine-args", "engine-profile", "speedup", "workers", "lora",
     "block-size", "kv-blocks", "max-num-seqs", "max-num-batched-tokens", "dp-size",
@@ -30,51 +30,42 @@ MODEL_KEYS = (
 META = "forebay.models"  # key of the context
 BYTES_MAX = 1 << 20  # a file with all options has a few kilobytes
 
-Names = Callable[[], Iterable[str]]
 
+def config_option(table: str) -> CliOption:
+    """Return the option `--config` of the service with this table."""
 
-def with_config_file(
-    command: Callable[..., None], table: str, services: Iterable[str], names_of_all: Names
-) -> Callable[..., None]:
-    """Return the command with an option `--config`.
-
-    Args:
-        names_of_all: Function that returns the names of the options of all services.
-    """
-
-    def read(context: typer.Context, path: Path | None) -> Path | None:
+    def read(context: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
         if path is not None:
-            options = {name: param for param in context.command.params if (name := long_name(param))}
-            del options[OPTION]
-            content = _read(path)
-            tables = _model_tables(path, content)
-            values = _values(path, content, table, options, tuple(services), names_of_all)
-            if table == UP:
-                if tables and "model" in values:
-                    fail(f"--config {path}: the key model and [[models]] exclude each other; name all models in tables")
-                context.meta[META] = [
-                    _model_of(path, number, one, options, context) for number, one in enumerate(tables, start=1)
-                ]
-            context.default_map = {
-                options[name].name: _given(path, options[name], values[name], context) for name in values
-            }
+            _apply(context, table, path)
         return path
 
-    option = typer.Option(
-        "--config", help="TOML file with options of this and other services.", callback=read, is_eager=True
+    return CliOption(
+        [f"--{OPTION}"],
+        panel="",
+        metavar="PATH",
+        help="TOML file with options of this and other services.",
+        type=click.Path(path_type=Path),
+        callback=read,
+        is_eager=True,
     )
 
-    @wraps(command)
-    def without_file(**arguments: Any) -> None:
-        del arguments[OPTION]
-        command(**arguments)
 
-    own = signature(command).parameters.values()
-    more = Parameter(OPTION, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option])
-    parameters = [*(one.replace(kind=Parameter.KEYWORD_ONLY) for one in own), more]
-    setattr(without_file, "__signature__", signature(command).replace(parameters=parameters))  # noqa: B010
-    without_file.__annotations__ = {one.name: one.annotation for one in parameters}
-    return without_file
+def _apply(context: click.Context, table: str, path: Path) -> None:
+    """Make the values of a file the defaults of a command. Invalid content ends the command."""
+    options = {name: param for param in context.command.params if (name := long_name(param)) not in ("", "help-all")}
+    del options[OPTION]
+    content = _read(path)
+    tables = _model_tables(path, content)
+    values = _values(path, content, table, options, context)
+    if table == UP:
+        if tables and "model" in values:
+            fail(f"--config {path}: the key model and [[models]] exclude each other; name all models in tables")
+        context.meta[META] = [
+            _model_of(path, number, one, options, context) for number, one in enumerate(tables, start=1)
+        ]
+    context.default_map = {
+        options[name].name or "": _given(path, options[name], values[name], context) for name in values
+    }
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -89,14 +80,15 @@ def _read(path: Path) -> dict[str, Any]:
         fail(f"--config {path}: not TOML: {error}")
 
 
-def model_tables(context: typer.Context) -> list[dict[str, Any]]:
+def model_tables(context: click.Context) -> list[dict[str, Any]]:
     """Return the options in each `[[models]]` table of the file, by the name of their parameter.
 
     Empty if the command line or a variable names the models, because both override the file.
     """
     source = context.get_parameter_source("model")
     overridden = source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
-    return [] if overridden else context.meta.get(META, [])
+    found: list[dict[str, Any]] = context.meta.get(META, [])
+    return [] if overridden else found
 
 
 def _model_tables(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
@@ -108,7 +100,7 @@ def _model_tables(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _model_of(
-    path: Path, number: int, table: Mapping[str, Any], options: Mapping[str, Any], context: typer.Context
+    path: Path, number: int, table: Mapping[str, Any], options: Mapping[str, Any], context: click.Context
 ) -> dict[str, Any]:
     """Return the parsed options of a `[[models]]` table, by the name of their parameter."""
     place = f"[[{MODELS}]] table {number}"
@@ -131,22 +123,33 @@ def _values(
     content: Mapping[str, Any],
     command: str,
     options: Mapping[str, Any],
-    services: tuple[str, ...],
-    names_of_all: Names,
+    context: click.Context,
 ) -> dict[str, Any]:
     """Return the value of each option of `command` that the content contains. Invalid content ends the command."""
     tables = {name: value for name, value in content.items() if isinstance(value, dict)}
-    if unknown := [name for name in tables if name not in services]:
-        fail(f"--config {path}: {unknown_name('table', unknown[0], services)}")
+    if unknown := [name for name in tables if name not in SERVICES]:
+        fail(f"--config {path}: {unknown_name('table', unknown[0], SERVICES)}")
     shared = _named(path, "", {name: value for name, value in content.items() if name not in tables})
     own = _named(path, f"[{command}]", tables.get(command, {}))
     if unknown := [name for name in own if name not in options]:
         fail(f"--config {path}: [{command}]: {unknown_name('key', unknown[0], options)}")
     if elsewhere := [name for name in shared if name not in options]:
-        known = sorted(set(names_of_all()))
+        known = sorted(_names_of_all(context))
         if unknown := [name for name in elsewhere if name not in known]:
             fail(f"--config {path}: {unknown_name('key', unknown[0], known)}")
     return {name: value for name, value in shared.items() if name in options} | own
+
+
+def _names_of_all(context: click.Context) -> set[str]:
+    """Return the names of the options of all services."""
+    root: Any = context.find_root().command
+    found = set()
+    for service in SERVICES:
+        command = root
+        for part in service.split("-"):
+            command = command.get_command(context, part)
+        found |= {long_name(param) for param in command.params}
+    return found - {"", OPTION, "help-all"}
 
 
 def _named(path: Path, table: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,7 +163,7 @@ def _named(path: Path, table: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _given(path: Path, param: Any, value: Any, context: typer.Context) -> Any:
+def _given(path: Path, param: Any, value: Any, context: click.Context) -> Any:
     """Return a value of the file as the text that the command line would contain. A wrong type ends the command."""
     name = long_name(param)
     shown = "a value that is not shown" if is_secret(name) else _text(value)
@@ -178,8 +181,7 @@ def _given(path: Path, param: Any, value: Any, context: typer.Context) -> Any:
         fail(f"--config {path}: {name}: expected one value, got {shown}")
     try:
         parsed = param.process_value(context, str(value))
-    except typer.BadParameter as error:
-        reword_value_error(error)
+    except click.BadParameter as error:
         fail(f"--config {path}: {name}: {error.message}")
     if isinstance(parsed, int | float) != isinstance(value, int | float):
         kind = "a number" if isinstance(parsed, int | float) else "a string"

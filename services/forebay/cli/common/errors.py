@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-import typer
+import click
 
 from forebay.cli.common.logs import logs_json
 from forebay.cli.common.terminal import printable
@@ -30,7 +30,7 @@ def explained() -> Iterator[None]:
         yield
     except NotDerivable as error:
         complain(str(error))
-        raise typer.Exit(OTHER_RULES) from None
+        raise click.exceptions.Exit(OTHER_RULES) from None
     except (LogError, Unusable) as error:
         fail(str(error))
     except Exception as error:
@@ -40,7 +40,7 @@ def explained() -> Iterator[None]:
         if not isinstance(error, EngineError):
             raise
         complain(str(error))
-        raise typer.Exit(USAGE if isinstance(error, PackageMissing) else BROKEN) from None
+        raise click.exceptions.Exit(USAGE if isinstance(error, PackageMissing) else BROKEN) from None
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -51,9 +51,9 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def fail(message: str) -> NoReturn:
-    """Print an error and exit with code 2. Raises typer.Exit."""
+    """Print an error and exit with code 2. Raises click.exceptions.Exit."""
     complain(message)
-    raise typer.Exit(USAGE)
+    raise click.exceptions.Exit(USAGE)
 
 
 def complain(message: str) -> None:

@@ -13,7 +13,7 @@ def require_extra(extra: str, what: str, *packages: str) -> None:
         packages: Names of the modules to look for.
 
     Raises:
-        typer.Exit: A package is missing.
+        click.exceptions.Exit: A package is missing.
     """
     for package in packages:
         if not _is_installed(package):

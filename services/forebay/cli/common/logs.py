@@ -17,11 +17,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from enum import StrEnum
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, Literal, TextIO
 
+import click
 import msgspec
-import typer
+
+from forebay.cli.common.options import Option
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # Fields that the message of an access record contains already.
@@ -259,33 +260,19 @@ STARTING = "GroupCoordinatorNotAvailableError"  # until a broker has created the
 START_S = 30.0  # a coordinator that is missing for longer is a problem
 
 
-AccessLogOption = Annotated[
-    bool, typer.Option("--access-log/--no-access-log", help="Write a line per request, at level info.")
-]
-
-
-class LogLevel(StrEnum):
-    """Lowest level of the messages that a service logs."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-class LogFormat(StrEnum):
-    TEXT = "text"
-    JSON = "json"
+AccessLogOption = Annotated[bool, Option("--access-log", help="Write a line per request, at level info.")]
 
 
 @dataclass(frozen=True, slots=True)
 class LoggingOptions:
     """Options of the log of a service. Each field is a command-line option."""
 
-    log_level: Annotated[LogLevel, typer.Option(help="Lowest level of the messages on stderr.")] = LogLevel.INFO
-    log_format: Annotated[LogFormat, typer.Option(help="Format of the messages on stderr.")] = LogFormat.TEXT
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Option(help="Lowest level of the messages on stderr.")
+    ] = "info"
+    log_format: Annotated[Literal["text", "json"], Option(help="Format of the messages on stderr.")] = "text"
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Also write INFO messages of all parts and client libraries.")
+        bool, Option("--verbose", short="-v", help="Also write INFO messages of all parts and client libraries.")
     ] = False
 
     def start(self, quiet: Iterable[str] = (), *, has_access_log: bool = False) -> None:
@@ -296,7 +283,7 @@ class LoggingOptions:
             has_access_log: whether to write access records, if the level is at most INFO.
         """
         level = self.log_level.upper()
-        formatter: logging.Formatter = JsonFormatter() if self.log_format is LogFormat.JSON else TextFormatter()
+        formatter: logging.Formatter = JsonFormatter() if self.log_format == "json" else TextFormatter()
         handler = BackgroundHandler(unbuffered_stderr())
         handler.setFormatter(formatter)
         libraries = logging.INFO if self.verbose else max(logging.WARNING, logging.getLevelNamesMapping()[level])
@@ -307,7 +294,7 @@ class LoggingOptions:
         if not self.verbose:
             logging.getLogger("aiokafka").setLevel(logging.ERROR)
             logging.getLogger(COORDINATOR).addFilter(StartFilter())
-        if self.log_level is LogLevel.INFO and not self.verbose:
+        if self.log_level == "info" and not self.verbose:
             for name in quiet:
                 logging.getLogger(name).setLevel(logging.WARNING)
         if not has_access_log:
@@ -331,4 +318,4 @@ def announce(text: str) -> None:
     if logs_json():
         logging.getLogger("forebay.cli").info("%s", text.removeprefix("forebay: "))
     else:
-        typer.echo(text)
+        click.echo(text)

@@ -3,12 +3,11 @@
 import getpass
 from typing import Annotated
 
-import typer
-
 from forebay.cli.common.errors import fail
+from forebay.cli.common.options import Option
 from forebay.events.names import NAME_CHARS_MAX
 
-OperatorOption = Annotated[str, typer.Option(help="Name of the operator in the record. Default: name of the user.")]
+OperatorOption = Annotated[str, Option(help="Name of the operator in the record. Default: name of the user.")]
 
 
 def operator_name(operator: str) -> str:

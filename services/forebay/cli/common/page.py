@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import click
 import msgspec
-import typer
 
 from forebay.cli.common.errors import BROKEN, complain, fail
 from forebay.cli.common.terminal import printable
@@ -182,7 +182,7 @@ def require_writable(option: str, path: Path, title: str) -> None:
         title: text with which the title of each report of the command begins.
 
     Raises:
-        typer.Exit: the file cannot be written, or exists and is not a report of the command.
+        click.exceptions.Exit: the file cannot be written, or exists and is not a report of the command.
     """
     if not path.parent.is_dir():
         fail(f"{option} {path}: no such directory {path.parent}")
@@ -200,13 +200,13 @@ def require_writable(option: str, path: Path, title: str) -> None:
 
 
 def write(option: str, path: Path, page: Callable[[], str]) -> None:
-    """Render a report and write it atomically. Raises typer.Exit if the file cannot be written."""
+    """Render a report and write it atomically. A file that cannot be written ends the command."""
     part = path.with_name(f"{path.name}.part")
     try:
         part.write_text(page(), encoding="utf-8")
         part.replace(path)
     except OSError as error:
         complain(f"{option} {path}: {error.strerror}")
-        raise typer.Exit(BROKEN) from None
+        raise click.exceptions.Exit(BROKEN) from None
     finally:
         part.unlink(missing_ok=True)

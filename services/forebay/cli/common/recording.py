@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from forebay.cli.common.cluster_options import NAMESPACE, NamespaceOption, PropertiesOption, kafka_settings
 from forebay.cli.common.errors import fail
+from forebay.cli.common.options import Argument, Option
 from forebay.events.names import unknown_name
 from forebay.transport.base import Log
 from forebay.transport.kafka.settings import KafkaSettings
@@ -18,10 +17,8 @@ if TYPE_CHECKING:
     from forebay.transport.kafka.log import KafkaLog
     from forebay.transport.sqlite.log import SqliteLog
 
-LogArgument = Annotated[
-    Path | None, typer.Argument(help="Log file of `forebay up`, or a recording. Exclusive with --kafka.")
-]
-GroupOption = Annotated[str, typer.Option(help="Model to read, if the log has several.")]
+LogArgument = Annotated[Path | None, Argument(help="Log file of `forebay up`, or a recording. Exclusive with --kafka.")]
+GroupOption = Annotated[str, Option(help="Model to read, if the log has several.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +27,7 @@ class KafkaSource:
 
     kafka: Annotated[
         str | None,
-        typer.Option("--kafka", metavar="HOST:PORT", help="Kafka bootstrap server to read from, as host:port."),
+        Option("--kafka", metavar="HOST:PORT", help="Kafka bootstrap server to read from, as host:port."),
     ] = None
     namespace: NamespaceOption = NAMESPACE
     kafka_config: PropertiesOption = None

@@ -1,4 +1,4 @@
-"""Lines about the verification of scaling decisions, for `forebay planner status`, `replay verify` and `record`."""
+"""Lines about the verification of scaling decisions, for `forebay planner status`, `verify` and `record`."""
 
 from collections.abc import Iterator
 

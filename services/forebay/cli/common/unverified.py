@@ -3,9 +3,10 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import typer
+import click
 
 from forebay.cli.common.errors import USAGE, complain, fail
+from forebay.cli.common.options import Option
 from forebay.events.names import unknown_name
 from forebay.replay.checks import UNKNOWN_EVENTS, UNVERIFIED
 
@@ -14,7 +15,7 @@ DIVERGED = 1  # also the exit code if the replayed events contradict the journal
 
 def allow_option(names: Collection[str]) -> Any:
     """Return the option `--allow`. Its values are `names`: keys of `UNVERIFIED`, whose checks may be skipped."""
-    return typer.Option(help=f"Check to skip: {', '.join(names)}. Repeatable.", metavar="NAME")
+    return Option(help=f"Check to skip: {', '.join(names)}. Repeatable.", metavar="NAME")
 
 
 def allowed_of(given: Collection[str] | None, names: Collection[str]) -> frozenset[str]:
@@ -48,4 +49,4 @@ def tell_unverified(unverified: Mapping[str, int]) -> None:
     for name, count in unverified.items():
         complain(f"not verified: {count} {UNVERIFIED[name]}")
     if UNKNOWN_EVENTS in unverified:
-        raise typer.Exit(USAGE)
+        raise click.exceptions.Exit(USAGE)

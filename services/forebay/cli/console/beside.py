@@ -5,8 +5,8 @@
 
 import sys
 
+import click
 import msgspec
-import typer
 
 from forebay.cli.common.logs import LoggingOptions
 from forebay.cli.console.run import serve_until_signal
@@ -21,7 +21,7 @@ def main() -> None:
     LoggingOptions().start(("forebay.live", "forebay.transport"))
     try:
         serve_until_signal(msgspec.json.decode(connection.setup, type=ConsoleSettings), "--console-port")
-    except typer.Exit as error:  # the message is printed; no command of Typer runs here
+    except click.exceptions.Exit as error:  # the message is printed; no command of Typer runs here
         sys.exit(error.exit_code)
 
 

@@ -14,7 +14,7 @@ from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.logs import announce
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import bar
-from forebay.cli.console.command import ConsoleOptions
+from forebay.cli.console.command import ConsoleCommand, ConsoleOptions
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.policies.alternative import FIELDS
 from forebay.console.app import listening_socket, serve_console, tls_of
@@ -32,17 +32,17 @@ TOKEN_BYTES = 16
 PROGRESS_S = 0.25
 
 
-def run_console(recording: Recording, options: ConsoleOptions) -> None:
-    """Run `forebay console`. command.py documents its options."""
-    recording.require_one_source()
+def run_console(command: ConsoleCommand) -> None:
+    command.logs.start(("forebay.live", "forebay.transport"))
+    command.recording.require_one_source()
     with explained():
-        settings = asyncio.run(settings_of(recording, options))
+        settings = asyncio.run(settings_of(command.recording, command.options))
         tls_of(settings)
     serve_until_signal(settings)
 
 
 def serve_until_signal(settings: ConsoleSettings, port_option: str = "--port") -> None:
-    """Serve a console until SIGINT or SIGTERM. Raises typer.Exit after an error, which is printed as one line."""
+    """Serve a console until SIGINT or SIGTERM. An error ends the command."""
     with explained():
         listener = listening_socket(settings, port_option)
     console = Console(settings, WHAT_IF)
@@ -166,7 +166,7 @@ def _checked_url(url: str | None) -> str:
         return ""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        fail(f"--ingress {url}: expected an address such as http://127.0.0.1:8000")
+        fail(f"--url {url}: expected an address such as http://127.0.0.1:8000")
     return url.rstrip("/")
 
 

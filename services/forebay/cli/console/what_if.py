@@ -6,8 +6,8 @@ one the comparison. The process responds with frames of progress, and with a las
 
 import asyncio
 
+import click
 import msgspec
-import typer
 
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.policies.alternative import AlternativeOptions
@@ -36,7 +36,7 @@ async def _serve(connection: ChildConnection) -> None:
             report = await _compare(settings, wanted, connection)
         except (LogError, Unusable) as error:
             connection.send(msgspec.json.encode(WhatIfFrame(error=str(error))))
-        except typer.Exit:
+        except click.exceptions.Exit:
             text = "the comparison failed; the console's log has the reason"
             connection.send(msgspec.json.encode(WhatIfFrame(error=text)))
         else:

@@ -6,11 +6,12 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+import click
 
 from forebay.cli.common.admin_token import VARIABLE, admin_token
 from forebay.cli.common.errors import USAGE, complain, explained, fail
 from forebay.cli.common.failures import advice
+from forebay.cli.common.options import Option
 from forebay.events.names import unknown_name
 from forebay.ingress.errors import model_required
 
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
     import httpx
 
 URL = "http://127.0.0.1:8000"
-UrlOption = Annotated[str, typer.Option(metavar="URL", help="URL of an ingress of the running system.")]
+UrlOption = Annotated[str, Option(metavar="URL", help="URL of an ingress of the running system.")]
 ServedOption = Annotated[
-    str, typer.Option("--model", metavar="NAME", help="Model of the command, if the ingress serves several models.")
+    str, Option("--model", metavar="NAME", help="Model of the command, if the ingress serves several models.")
 ]
 STATUS_S = 5.0  # an ingress on Kafka derives the status from the log; only a suggestion in an error waits for it
 # Error codes for names on the command line.
@@ -85,12 +86,12 @@ class IngressClient:
         if response.status_code == HTTPStatus.NOT_FOUND and code == "not_found":
             complain("the admin API is disabled; start the ingress with --admin-api and a token")
         elif code.startswith("admin_token"):
-            complain(f"{answer['error']['message']}; set {VARIABLE} or --admin-token-file")
+            complain(f"{answer['error']['message']}; set {VARIABLE} or --token-file")
             is_invalid = True
         else:
             hint = MODEL_HINT if code == "model_required" else ""
             complain(f"{answer['error']['message']}{hint}")
-        raise typer.Exit(USAGE if is_invalid else 1)
+        raise click.exceptions.Exit(USAGE if is_invalid else 1)
 
     def call(self, path: str, key: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the body of the response to a request. Exit if the response is an error, or has no `key`."""

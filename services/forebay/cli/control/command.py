@@ -8,18 +8,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import click
 import msgspec
-import typer
 
 from forebay.cli.common.admin_token import AdminTokenFileOption
 from forebay.cli.common.errors import fail
 from forebay.cli.common.operator_name import OperatorOption, operator_name
-from forebay.cli.common.option_groups import spread
+from forebay.cli.common.options import Argument, JsonOption, Option
 from forebay.cli.common.terminal import in_markup, results
 from forebay.cli.control.client import URL, IngressClient, ServedOption, UrlOption
-from forebay.events.control import Action, DisaggPolicy
+from forebay.events.control import Action, BusyThresholds, DisaggConfig
+from forebay.events.names import unknown_name
 from forebay.simulate.pool_routing_file import PoolRoutingUnusable, routing_of
 
 if TYPE_CHECKING:
@@ -27,13 +28,6 @@ if TYPE_CHECKING:
 
 NONE = "none"  # value of an option that disables a threshold
 UNITS = {"ttft": "TTFT", "itl": "ITL"}
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-
-app = typer.Typer(
-    help="Send commands to workers or change routing settings. Exits 1 on failure.",
-    no_args_is_help=True,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,108 +47,127 @@ class WorkerOptions:
     """Workers that execute a command, and the time for it."""
 
     worker: Annotated[
-        list[str] | None, typer.Option("--worker", help="Only this worker. Repeatable. Default: all of the model.")
+        list[str] | None, Option("--worker", help="Only this worker. Repeatable. Default: all of the model.")
     ] = None
-    pool: Annotated[str, typer.Option("--pool", help="Only workers of this pool.")] = ""
+    pool: Annotated[str, Option("--pool", help="Only workers of this pool.")] = ""
     timeout_s: Annotated[
-        float, typer.Option(min=0.001, max=3_600, help="Seconds within which each worker must execute the command.")
+        float, Option(min=0.001, max=3_600, help="Seconds within which each worker must execute the command.")
     ] = 60.0
 
 
 # --- commands to workers ----------------------------------------------------------------------------------------------
 
 
-@app.command("adapters")
-@spread
-def adapters(
-    action: Annotated[
-        Literal["list", "load", "unload"], typer.Argument(metavar="ACTION", help="list, load or unload.")
-    ] = "list",
-    lora: Annotated[str, typer.Option("--lora", help="Name of the adapter to load or unload.")] = "",
-    path: Annotated[
-        Path | None, typer.Option("--path", help="Directory of the adapter to load, as workers see it.")
-    ] = None,
-    *,
-    workers: WorkerOptions,
-    ingress: IngressOptions,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptersCommand:
     """List the LoRA adapters that workers have loaded, or load or unload one."""
-    if bool(lora) != (action != "list"):
-        fail(f"{action} requires --lora" if not lora else "--lora requires load or unload")
-    if (path is not None) != (action == "load"):
-        fail("load requires --path" if path is None else "--path requires load")
-    if action == "list":
-        _send("list_loras", workers, ingress)
-    elif path is not None:
-        _send("load_lora", workers, ingress, lora_name=lora, lora_path=str(path.absolute()))
+
+    RUN: ClassVar = "control.command:run_adapters"
+
+    action: Annotated[Literal["list", "load", "unload"], Argument(metavar="ACTION", help="list, load or unload.")] = (
+        "list"
+    )
+    lora: Annotated[
+        str, Option(help="Adapter to load as NAME=DIR, a directory as workers see it, or NAME of the one to unload.")
+    ] = ""
+    workers: WorkerOptions
+    ingress: IngressOptions
+
+
+def run_adapters(options: AdaptersCommand) -> None:
+    if bool(options.lora) != (options.action != "list"):
+        fail(f"{options.action} requires --lora" if not options.lora else "--lora requires load or unload")
+    name, equals, folder = options.lora.partition("=")
+    if bool(equals) != (options.action == "load"):
+        fail(f"--lora {options.lora}: expected NAME=DIR to load an adapter, NAME to unload it")
+    if options.action == "list":
+        _send("list_loras", options.workers, options.ingress)
+    elif options.action == "load":
+        _send("load_lora", options.workers, options.ingress, lora_name=name, lora_path=str(Path(folder).absolute()))
     else:
-        _send("unload_lora", workers, ingress, lora_name=lora)
+        _send("unload_lora", options.workers, options.ingress, lora_name=name)
 
 
-@app.command("cache")
-@spread
-def cache(
-    action: Annotated[Literal["clear"], typer.Argument(metavar="ACTION", help="clear.")],
-    *,
-    workers: WorkerOptions,
-    ingress: IngressOptions,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheCommand:
     """Clear the KV caches of workers."""
-    assert action == "clear"
-    _send("clear_kv_blocks", workers, ingress)
+
+    RUN: ClassVar = "control.command:run_cache"
+
+    action: Annotated[Literal["clear"], Argument(metavar="ACTION", help="clear.")]
+    workers: WorkerOptions
+    ingress: IngressOptions
 
 
-@app.command("power")
-@spread
-def power(
+def run_cache(options: CacheCommand) -> None:
+    assert options.action == "clear"
+    _send("clear_kv_blocks", options.workers, options.ingress)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PowerCommand:
+    """Let workers sleep and wake up, or pause and resume."""
+
+    RUN: ClassVar = "control.command:run_power"
+
     action: Annotated[
         Literal["sleep", "wake-up", "pause", "resume"],
-        typer.Argument(
+        Argument(
             metavar="ACTION",
             help="sleep frees memory until wake-up. Between pause and resume, requests wait.",
         ),
-    ],
+    ]
     level: Annotated[
         int | None,
-        typer.Option(min=1, max=2, help="Sleep level: 1, the default, keeps the weights in host memory, 2 drops them."),
-    ] = None,
-    *,
-    workers: WorkerOptions,
-    ingress: IngressOptions,
-) -> None:
-    """Let workers sleep and wake up, or pause and resume."""
-    if action == "sleep":
-        _send("sleep", workers, ingress, level=level or 1)
+        Option(min=1, max=2, help="Sleep level: 1, the default, keeps the weights in host memory, 2 drops them."),
+    ] = None
+    workers: WorkerOptions
+    ingress: IngressOptions
+
+
+def run_power(options: PowerCommand) -> None:
+    if options.action == "sleep":
+        _send("sleep", options.workers, options.ingress, level=options.level or 1)
         return
-    if level is not None:
+    if options.level is not None:
         fail("--level requires sleep")
     actions: dict[str, Action] = {"wake-up": "wake_up", "pause": "pause", "resume": "resume"}
-    _send(actions[action], workers, ingress)
+    _send(actions[options.action], options.workers, options.ingress)
 
 
-@app.command("drain")
-@spread
-def drain(
-    pool: Annotated[str, typer.Argument(metavar="POOL", help="Pool that gets no new requests.")] = "",
-    worker: Annotated[
-        list[str] | None, typer.Option("--worker", help="Drain this worker instead of a pool. Repeatable.")
-    ] = None,
-    leave: Annotated[bool, typer.Option("--leave", help="Drain the workers of POOL, which then leave.")] = False,
-    end: Annotated[bool, typer.Option("--end", help="End the drain of POOL: it gets requests again.")] = False,
-    *,
-    ingress: IngressOptions,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainCommand:
     """Route no new requests to a pool, or to workers, which finish the requests that they have.
 
     The workers of a drained pool continue to run. Drained workers leave, and their processes end.
     """
-    if not (pool or worker) or (end and (leave or worker)) or (leave and not pool):
-        fail("expected POOL, POOL --end, POOL --leave or --worker WORKER; drained workers end")
-    if worker or leave:
-        _send("drain", WorkerOptions(worker, pool), ingress)
+
+    RUN: ClassVar = "control.command:run_drain"
+
+    pool: Annotated[str, Argument(metavar="POOL", help="Pool that gets no new requests.")] = ""
+    worker: Annotated[list[str] | None, Option("--worker", help="Drain this worker instead of a pool. Repeatable.")] = (
+        None
+    )
+    leave: Annotated[bool, Option("--leave", help="Drain the workers of POOL, which then leave.")] = False
+    end: Annotated[bool, Option("--remove", help="End the drain of POOL: it gets requests again.")] = False
+    ingress: IngressOptions
+
+
+def run_drain(options: DrainCommand) -> None:
+    if (
+        not (options.pool or options.worker)
+        or (options.end and (options.leave or options.worker))
+        or (options.leave and not options.pool)
+    ):
+        fail("expected POOL, POOL --remove, POOL --leave or --worker WORKER; drained workers end")
+    if options.worker or options.leave:
+        _send("drain", WorkerOptions(options.worker, options.pool), options.ingress)
         return
-    client = ingress.client()
-    _show_pools(_change_pools(client, ingress, "drain", {"pool": pool, "drained": not end}), json=ingress.json)
+    client = options.ingress.client()
+    _show_pools(
+        _change_pools(client, options.ingress, "drain", {"pool": options.pool, "drained": not options.end}),
+        json=options.ingress.json,
+    )
 
 
 def _send(action: Action, workers: WorkerOptions, ingress: IngressOptions, **fields: str | int) -> None:
@@ -173,7 +186,7 @@ def _send(action: Action, workers: WorkerOptions, ingress: IngressOptions, **fie
     result = client.decode(response, "outcomes")
     client.suggest_names(result, {"worker": names, "pool": [workers.pool]})
     if ingress.json:
-        typer.echo(jsonlib.dumps(result))
+        click.echo(jsonlib.dumps(result))
     elif "outcomes" in result:
         rows = (
             (
@@ -192,126 +205,91 @@ def _send(action: Action, workers: WorkerOptions, ingress: IngressOptions, **fie
 # --- routing ----------------------------------------------------------------------------------------------------------
 
 
-@app.command("pools")
-@spread
-def pools(
-    routing: Annotated[
-        Path | None, typer.Option(help="TOML file with the new grids of the model. They replace all current grids.")
-    ] = None,
-    pool: Annotated[str, typer.Option("--pool", help="Canary: pool that gets a share of the requests of --base.")] = "",
-    base: Annotated[str, typer.Option(help="Pool whose requests the canary gets.")] = "",
-    share: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Share of these requests.")] = None,
-    end: Annotated[bool, typer.Option("--end", help="End the canary.")] = False,
-    *,
-    ingress: IngressOptions,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolsCommand:
     """Show the pools of the model and how requests are routed to them, or change that."""
-    if end and (base or share is not None):
-        fail("--end cannot be combined with --base and --share")
-    if pool and not end and (not base or share is None):
-        fail("--base and --share are required, or --end to end the canary")
-    if not pool and (end or base or share is not None):
-        fail("--base, --share and --end require --pool POOL")
-    if routing is not None and pool:
+
+    RUN: ClassVar = "control.command:run_pools"
+
+    pool_routing: Annotated[
+        Path | None, Option(help="TOML file with the new grids of the model. They replace all current grids.")
+    ] = None
+    pool: Annotated[str, Option("--pool", help="Canary: pool that gets a share of the requests of --base.")] = ""
+    base: Annotated[str, Option(help="Pool whose requests the canary gets.")] = ""
+    share: Annotated[float | None, Option(min=0.0, max=1.0, help="Share of these requests.")] = None
+    end: Annotated[bool, Option("--remove", help="End the canary.")] = False
+    ingress: IngressOptions
+
+
+def run_pools(options: PoolsCommand) -> None:
+    if options.end and (options.base or options.share is not None):
+        fail("--remove cannot be combined with --base and --share")
+    if options.pool and not options.end and (not options.base or options.share is None):
+        fail("--base and --share are required, or --remove to end the canary")
+    if not options.pool and (options.end or options.base or options.share is not None):
+        fail("--base, --share and --remove require --pool POOL")
+    if options.pool_routing is not None and options.pool:
         fail("change grids and canaries with two commands, because each is one record on the log")
-    client = ingress.client()
+    client = options.ingress.client()
     rules = None
-    if routing is not None:
+    if options.pool_routing is not None:
         try:
-            given = routing_of(routing, client.served_model())
+            given = routing_of(options.pool_routing, client.served_model())
         except PoolRoutingUnusable as error:
             fail(str(error))
         grids = msgspec.to_builtins(given.grids)
-        rules = _change_pools(client, ingress, "routing", {"grids": grids, "retry": given.retry})
-    if pool:
-        rules = _change_pools(client, ingress, "canary", {"pool": pool, "base": base, "share": share or 0.0})
-    _show_pools(client.call("/v1/pools", "pools") if rules is None else rules, json=ingress.json)
+        rules = _change_pools(client, options.ingress, "routing", {"grids": grids, "retry": given.retry})
+    if options.pool:
+        rules = _change_pools(
+            client,
+            options.ingress,
+            "canary",
+            {"pool": options.pool, "base": options.base, "share": options.share or 0.0},
+        )
+    _show_pools(client.call("/v1/pools", "pools") if rules is None else rules, json=options.ingress.json)
 
 
-@dataclass(frozen=True, slots=True)
-class BusyOptions:
-    PATH = "/busy_threshold"
-
-    active_decode_blocks_threshold: Annotated[
-        str | None, typer.Option(help="Fraction of a rank's KV blocks in use above which the rank is busy, or none.")
-    ] = None
-    active_prefill_tokens_threshold: Annotated[
-        str | None, typer.Option(help="Queued prefill tokens above which a rank is busy, or none.")
-    ] = None
-    active_prefill_tokens_threshold_frac: Annotated[
-        str | None, typer.Option(help="Queued engine steps of prefill above which a rank is busy, or none.")
-    ] = None
+GROUPS = {"busy": ("/busy_threshold", BusyThresholds), "disagg": ("/disaggregation", DisaggConfig)}
+SETTINGS = [f"{group}.{name}" for group, (_, kind) in GROUPS.items() for name in kind.__struct_fields__]
 
 
-@dataclass(frozen=True, slots=True)
-class DisaggOptions:
-    PATH = "/disaggregation"
-
-    disagg_policy: Annotated[
-        str | None,
-        typer.Option(help=f"Policy that decides which prompts are remote: {', '.join(get_args(DisaggPolicy))}."),
-    ] = None
-    max_local_prefill_length: Annotated[
-        str | None, typer.Option(help="Maximum tokens of a local prefill; for classic.")
-    ] = None
-    max_prefill_queue_size: Annotated[
-        str | None, typer.Option(help="Maximum requests waiting for prefill; for classic.")
-    ] = None
-    eff_isl_threshold: Annotated[
-        str | None, typer.Option(help="Tokens from which prefill is remote; for isl_bounding.")
-    ] = None
-    eff_isl_ratio_threshold: Annotated[
-        str | None, typer.Option(help="Uncached fraction of a prompt from which prefill is remote; for isl_bounding.")
-    ] = None
-    prefill_busy_threshold: Annotated[
-        str | None,
-        typer.Option(
-            help="Engine steps of prompt tokens above which prefill workers are busy, or none; for prefill_load."
-        ),
-    ] = None
-    decode_busy_threshold: Annotated[
-        str | None, typer.Option(help="Fraction of a decode worker's KV blocks above which prefill is remote, or none.")
-    ] = None
-    enforce_disagg: Annotated[
-        bool | None,
-        typer.Option(
-            "--enforce-disagg/--no-enforce-disagg", help="Reject a request if no prefill worker can compute its prompt."
-        ),
-    ] = None
-
-
-FIELDS = {"disagg_policy": "policy", "enforce_disagg": "enforce"}  # options that differ from the field of the body
-
-
-@app.command("policy")
-@spread
-def policy(
-    pool: Annotated[str, typer.Argument(metavar="POOL", help="Pool whose policy changes.")] = "",
-    mode: Annotated[
-        str, typer.Argument(metavar="MODE", help="Router mode, or path of a class that the router allows.")
-    ] = "",
-    *,
-    busy: BusyOptions,
-    disagg: DisaggOptions,
-    ingress: IngressOptions,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyCommand:
     """Show or change the settings of the router: policies of pools, busy thresholds, disaggregation.
 
     Without options, shows the busy thresholds, and the settings of disaggregation if the model has a decode pool.
     """
-    changes = {one.PATH: _changes(one) for one in (busy, disagg)}
-    client = ingress.client()
-    if pool:
-        if not mode or any(changes.values()):
+
+    RUN: ClassVar = "control.command:run_policy"
+
+    pool: Annotated[str, Argument(metavar="POOL", help="Pool whose policy changes.")] = ""
+    mode: Annotated[str, Argument(metavar="MODE", help="Router mode, or path of a class that the router allows.")] = ""
+    sets: Annotated[
+        list[str] | None,
+        Option(
+            "--set",
+            metavar="PATH=VALUE",
+            help="Change a setting, such as busy.active_decode_blocks_threshold=0.9 or disagg.policy=never. The value"
+            " none turns a threshold off. Repeatable.",
+        ),
+    ] = None
+    ingress: IngressOptions
+
+
+def run_policy(options: PolicyCommand) -> None:
+    changes = _changes(options.sets or ())
+    client = options.ingress.client()
+    if options.pool:
+        if not options.mode or any(changes.values()):
             fail("expected POOL and MODE without other settings")
-        rules = _change_pools(client, ingress, "policy", {"pool": pool, "mode": mode})
-        _show_pools(rules, json=ingress.json)
+        rules = _change_pools(client, options.ingress, "policy", {"pool": options.pool, "mode": options.mode})
+        _show_pools(rules, json=options.ingress.json)
         return
     if all(changes.values()):
         fail("change busy thresholds and disaggregation with two commands, because each is one record on the log")
     is_change = any(changes.values())
     if not is_change and all(one["role"] != "decode" for one in client.call("/v1/pools", "pools")["pools"]):
-        del changes[disagg.PATH]
+        del changes["/disaggregation"]
     model = client.served_model()
     before: dict[str, Any] = {}
     now: dict[str, Any] = {}
@@ -319,10 +297,10 @@ def policy(
         if given or not is_change:
             found = client.call(path, "model", {"model": model})
             before |= found
-            body = {"model": model, "operator": operator_name(ingress.operator), **given}
+            body = {"model": model, "operator": operator_name(options.ingress.operator), **given}
             now |= client.call(path, "model", body) if given else found
-    if ingress.json:
-        typer.echo(jsonlib.dumps({"before": before, "now": now}))
+    if options.ingress.json:
+        click.echo(jsonlib.dumps({"before": before, "now": now}))
         return
     names = [name for name in now if name not in {"model", "pool"}]
     rows = ((name, *(_text(one[name]) for one in ((before, now) if is_change else (now,)))) for name in names)
@@ -331,18 +309,24 @@ def policy(
     console.print(_table(("setting", "before", "now") if is_change else ("setting", "now"), rows))
 
 
-def _changes(options: BusyOptions | DisaggOptions) -> dict[str, Any]:
-    """Return the fields of a request body that change these settings."""
-    given = ((name, getattr(options, name)) for name in options.__slots__)
-    return {FIELDS.get(name, name): _value(value) for name, value in given if value is not None}
+def _changes(sets: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the fields of the request body that changes each group of settings, by its path of the ingress."""
+    found: dict[str, dict[str, Any]] = {path: {} for path, _ in GROUPS.values()}
+    for text in sets:
+        setting, equals, value = text.partition("=")
+        if not equals:
+            fail(f"--set {text}: expected PATH=VALUE, for example disagg.policy=never")
+        if setting not in SETTINGS:
+            fail(f"--set {text}: {unknown_name('setting', setting, SETTINGS)}")
+        group, _, name = setting.partition(".")
+        found[GROUPS[group][0]][name] = _value(value)
+    return found
 
 
-def _value(text: str | bool) -> Any:
-    """Parse the value of an option: a boolean, `none`, a JSON value, or otherwise the text itself."""
-    if isinstance(text, bool) or text == NONE:
-        return None if text == NONE else text
+def _value(text: str) -> Any:
+    """Parse a value: `none`, a JSON value, or otherwise the text itself."""
     try:
-        return jsonlib.loads(text)
+        return None if text == NONE else jsonlib.loads(text)
     except ValueError:
         return text
 
@@ -359,7 +343,7 @@ def _change_pools(client: IngressClient, ingress: IngressOptions, path: str, bod
 
 def _show_pools(rules: dict[str, Any], *, json: bool) -> None:
     if json:
-        typer.echo(jsonlib.dumps(rules))
+        click.echo(jsonlib.dumps(rules))
         return
     console = results()
     console.print(in_markup(f"model {rules['model']}"))

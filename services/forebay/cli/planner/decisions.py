@@ -8,14 +8,15 @@ from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import click
 import msgspec
-import typer
 
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.recording import KafkaSource
 from forebay.cli.common.terminal import bar, results
 from forebay.cli.common.times import time_us
 from forebay.cli.common.unverified import DIVERGED
+from forebay.cli.planner.command import LIMIT, PlannerStatusCommand
 from forebay.cli.planner.view import show_explanation, show_history, show_status
 from forebay.planner.orders import OrderInvalid, scaling_on_kafka
 from forebay.replay.scaling.decisions import explain_decision, read_history
@@ -33,61 +34,66 @@ US_PER_S = 1_000_000
 FoundT = TypeVar("FoundT")
 
 
-def run_status(source: KafkaSource, log: Path | None, *, json: bool) -> None:
-    now_us = time.time_ns() // 1000 if log is None else None
-    found = _read(source, log, lambda opened, on_progress: read_planner_status(opened, now_us, on_progress))
-    if json:
-        typer.echo(msgspec.json.encode(found).decode())
+def run_status(options: PlannerStatusCommand) -> None:
+    given = options.pool or options.start or options.changes or options.verify or options.limit != LIMIT
+    if given and not options.history:
+        fail("--pool, --from, --changes, --limit and --verify require --history")
+    if options.history and options.decision:
+        fail("--history and --decision exclude each other")
+    if options.decision:
+        _explain(options)
+    elif options.history:
+        _show_history(options)
+    else:
+        _show_status(options)
+
+
+def _show_status(options: PlannerStatusCommand) -> None:
+    now_us = time.time_ns() // 1000 if options.log is None else None
+    found = _read(options, lambda opened, on_progress: read_planner_status(opened, now_us, on_progress))
+    if options.json:
+        click.echo(msgspec.json.encode(found).decode())
     else:
         show_status(results(soft_wrap=True), found)
     if found.problems:
-        raise typer.Exit(NOT_ACTIVE)
+        raise click.exceptions.Exit(NOT_ACTIVE)
 
 
-def run_history(
-    source: KafkaSource,
-    log: Path | None,
-    pool: str,
-    since: str,
-    limit: int,
-    *,
-    changes: bool,
-    verify: bool,
-    json: bool,
-) -> None:
-    since_us = time_us("--since", since, time.time_ns() // 1000) if since else None
+def _show_history(options: PlannerStatusCommand) -> None:
+    since_us = time_us("--from", options.start, time.time_ns() // 1000) if options.start else None
     found = _read(
-        source,
-        log,
+        options,
         lambda opened, on_progress: read_history(
-            opened, limit, pool, since_us, is_change=changes, on_progress=on_progress
+            opened, options.limit, options.pool, since_us, is_change=options.changes, on_progress=on_progress
         ),
     )
-    if json:
-        typer.echo(msgspec.json.encode(found).decode())
+    if options.json:
+        click.echo(msgspec.json.encode(found).decode())
     else:
         show_history(results(), found)
     verification = found.verification
-    if verify and (verification.different or verification.other_rules):
+    if options.verify and (verification.different or verification.other_rules):
         if verification.other_rules:
             complain(f"not verified: {verification.other_rules} decisions by rules of another version")
-        raise typer.Exit(DIVERGED)
+        raise click.exceptions.Exit(DIVERGED)
 
 
-def run_explain(source: KafkaSource, log: Path | None, decision: str, *, json: bool) -> None:
+def _explain(options: PlannerStatusCommand) -> None:
+    decision = options.decision
     offset = int(decision) if OFFSET.fullmatch(decision) else None
     window_us = _window_us(decision) if offset is None and decision != LATEST else None
-    found = _read(source, log, lambda opened, on_progress: explain_decision(opened, offset, window_us, on_progress))
-    if json:
-        typer.echo(msgspec.json.encode(found).decode())
+    found = _read(options, lambda opened, on_progress: explain_decision(opened, offset, window_us, on_progress))
+    if options.json:
+        click.echo(msgspec.json.encode(found).decode())
     else:
         show_explanation(results(soft_wrap=True), found)
     if found.decision.verification == "different":
-        raise typer.Exit(DIVERGED)
+        raise click.exceptions.Exit(DIVERGED)
 
 
-def _read(source: KafkaSource, path: Path | None, read: Callable[[Log, OnProgress], Awaitable[FoundT]]) -> FoundT:
+def _read(options: PlannerStatusCommand, read: Callable[[Log, OnProgress], Awaitable[FoundT]]) -> FoundT:
     """Return what `read` finds on the topic `scaling`."""
+    source, path = options.source, options.log
     require_one_source(source, path)
 
     async def run(on_progress: OnProgress) -> FoundT:

@@ -2,12 +2,12 @@
 
 import asyncio
 
-import typer
+import click
 
-from forebay.cli.common.cluster_options import KafkaOptions
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.operator_name import operator_name
 from forebay.cli.common.terminal import printable
+from forebay.cli.planner.command import AUTO, SIZE_MAX, PlannerSetCommand
 from forebay.core.scaling.state import PoolKey
 from forebay.planner.orders import (
     Order,
@@ -22,27 +22,24 @@ from forebay.planner.orders import (
 NO_EFFECT = 1
 
 
-def execute(
-    kafka: KafkaOptions, operator: str, *, pool: str, size: int | None, is_pause: bool, timeout_s: float | None
-) -> None:
-    """Record an order about a pool, or about the planner if `pool` is empty. Wait for its effect.
-
-    Args:
-        size: Number of workers; None to release the pool.
-        timeout_s: Seconds to wait for the effect; None to return once the order is recorded.
-
-    Raises:
-        typer.Exit: The order is invalid, or its effect was not seen.
-    """
-    name = operator_name(operator)
-    report = OrderReport(lambda kind, text: typer.echo(printable(f"{kind:<10} {text}")), complain)
+def run_set(options: PlannerSetCommand) -> None:
+    pool, size = options.pool, options.size
+    if bool(pool) == (options.pause is not None) or bool(pool) != bool(size):
+        fail("expected GROUP/POOL and its size, --pause or --resume")
+    is_number = size.isdecimal() and size.isascii() and len(size) <= len(str(SIZE_MAX))
+    if size not in ("", AUTO) and not (is_number and int(size) <= SIZE_MAX):
+        fail(f"N: expected {AUTO} or a number from 0 to {SIZE_MAX}, got {size}")
+    count = int(size) if size not in ("", AUTO) else None
+    timeout_s = options.timeout_s if options.wait else None
+    name = operator_name(options.operator)
+    report = OrderReport(lambda kind, text: click.echo(printable(f"{kind:<10} {text}")), complain)
 
     def make(pools: list[PoolKey]) -> Order:
-        return size_order(pools, pool, size, name) if pool else pause_order(name, paused=is_pause)
+        return size_order(pools, pool, count, name) if pool else pause_order(name, paused=bool(options.pause))
 
     async def run() -> bool:
         try:
-            async with scaling_on_kafka(kafka.settings()) as log:
+            async with scaling_on_kafka(options.kafka.settings()) as log:
                 return await execute_order(log, make, timeout_s, report)
         except OrderInvalid as error:
             fail(str(error))
@@ -50,4 +47,4 @@ def execute(
     with explained():
         is_effective = asyncio.run(run())
     if not is_effective:
-        raise typer.Exit(NO_EFFECT)
+        raise click.exceptions.Exit(NO_EFFECT)

@@ -2,13 +2,13 @@
 
 import os
 import socket
-from pathlib import Path
 
 from forebay.cli.common.cluster import connected, run_service, until_signal
-from forebay.cli.common.cluster_options import Cluster, KafkaOptions, ServiceOptions
+from forebay.cli.common.cluster_options import Cluster
 from forebay.cli.common.errors import explained
-from forebay.cli.common.logs import LoggingOptions, announce
+from forebay.cli.common.logs import announce
 from forebay.cli.common.metrics_server import process_registry
+from forebay.cli.planner.command import PlannerRunCommand
 from forebay.cli.planner.planner_file import PlannerFile, read_planner_file
 from forebay.cli.processes.options import named
 from forebay.live.planner.metrics import PlannerMetrics
@@ -19,14 +19,12 @@ from forebay.planner.simulation import simulator
 from forebay.transport.kafka.topics import count_topics
 
 
-def run_planner(
-    *, file: Path, kafka: KafkaOptions, planner_id: str, service: ServiceOptions, logs: LoggingOptions
-) -> None:
-    logs.start()
+def run_planner(options: PlannerRunCommand) -> None:
+    options.logs.start()
     with explained():
-        read = read_planner_file(file)
-        name = named("--planner-id", "planner", planner_id or f"{socket.gethostname()}-{os.getpid()}")
-        cluster = Cluster(kafka.settings(), "", service.metrics_host, service.metrics_port)
+        read = read_planner_file(options.file)
+        name = named("--id", "planner", options.planner_id or f"{socket.gethostname()}-{os.getpid()}")
+        cluster = Cluster(options.kafka.settings(), "", options.service.metrics_host, options.service.metrics_port)
     run_service(_run(cluster, name, read))
 
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import msgspec
 
 from forebay.cli.common.cluster import connected, run_service, until_signal
-from forebay.cli.common.cluster_options import Cluster, KafkaOptions, ServiceOptions
+from forebay.cli.common.cluster_options import Cluster
 from forebay.cli.common.errors import explained
 from forebay.cli.common.extras import require_extra
-from forebay.cli.common.logs import LoggingOptions, announce
+from forebay.cli.common.logs import announce
 from forebay.cli.common.metrics_server import process_registry
+from forebay.cli.planner.command import PlannerSuperviseCommand
 from forebay.cli.planner.planner_file import pool_tables, read_toml, require_known
 from forebay.core.scaling.state import PoolKey
 from forebay.events.names import unknown_name
@@ -123,15 +124,15 @@ def _object(table: KubernetesTable) -> tuple[PodSetKind, str, str]:
 # --- the service ------------------------------------------------------------------------------------------------------
 
 
-def run_supervise(*, file: Path, kafka: KafkaOptions, service: ServiceOptions, logs: LoggingOptions) -> None:
-    logs.start()
+def run_supervise(options: PlannerSuperviseCommand) -> None:
+    options.logs.start()
     with explained():
-        settings = read_supervise_file(file)
+        settings = read_supervise_file(options.file)
         if isinstance(settings, KubernetesSettings):
             require_extra("kubernetes", "actuator kubernetes", "kubernetes")
         elif sys.platform != "linux":
             raise Unusable("actuator processes requires Linux, because it identifies processes by /proc")
-        cluster = Cluster(kafka.settings(), "", service.metrics_host, service.metrics_port)
+        cluster = Cluster(options.kafka.settings(), "", options.service.metrics_host, options.service.metrics_port)
     run_service(_supervise(cluster, settings))
 
 

@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from forebay.cli.common.options import Option
 from forebay.cli.common.terminal import own_stdout
 from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable
@@ -19,7 +18,7 @@ PATH_CHARS_MAX = 256  # the maximum length of a router mode in an event
 
 AllowPolicyOption = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         ALLOW_POLICY,
         metavar="MODULE.CLASS",
         help="Import and run this policy class if the log names it. Repeatable.",

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
-import typer
 from msgspec import inspect
 
+from forebay.cli.common.options import Option
 from forebay.cli.policies.allowed import require_policy
 from forebay.cli.policies.file import named_fields, read_policy_file
 from forebay.events.control import PoolConfigured, RouterConfig
@@ -124,7 +124,7 @@ class AlternativeOptions:
 
     sets: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             SET,
             metavar="[POOL:]PATH=VALUE",
             help="Change a field of the router configuration, such as temperature=0.2. Repeatable.",
@@ -132,11 +132,11 @@ class AlternativeOptions:
     ] = None
     policy: Annotated[
         str | None,
-        typer.Option(POLICY, metavar="MODE", help="Change the router mode: a mode, or a policy class as module.Class."),
+        Option(POLICY, metavar="MODE", help="Change the router mode: a mode, or a policy class as module.Class."),
     ] = None
     policy_config: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             POLICY_CONFIG, help="Policy file that replaces the recorded configuration. --set and --policy override it."
         ),
     ] = None

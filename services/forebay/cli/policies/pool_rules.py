@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from forebay.cli.common.options import Option
 from forebay.events.control import PoolConfigured
 from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable
@@ -21,9 +20,9 @@ class PoolRuleOptions:
     """Options that replace the recorded rules for the choice of pools. Each field is a command-line option."""
 
     pool_routing: Annotated[
-        Path | None, typer.Option(help="TOML file with grids that replace the recorded grids of its models.")
+        Path | None, Option(help="TOML file with grids that replace the recorded grids of its models.")
     ] = None
-    no_canaries: Annotated[bool, typer.Option("--no-canaries", help="Let no pool be a canary.")] = False
+    no_canaries: Annotated[bool, Option("--no-canaries", help="Let no pool be a canary.")] = False
 
     def rules(self) -> "OtherPoolRules":
         """Return the rules that replace recorded rules. Raises Unusable if the file is invalid."""

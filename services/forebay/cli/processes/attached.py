@@ -115,7 +115,7 @@ def attachments(upstreams: list[Upstream], worker_id: str) -> list[Attachment]:
             raise Unusable(f"--upstream {upstream.url}: the server appears twice")
     ids = [f"{worker_id}-{at}" if len(upstreams) > 1 else worker_id for at in range(len(upstreams))]
     return [
-        Attachment(upstream, named("--worker-id", "worker", given if worker_id else upstream.name))
+        Attachment(upstream, named("--id", "worker", given if worker_id else upstream.name))
         for upstream, given in zip(upstreams, ids, strict=True)
     ]
 

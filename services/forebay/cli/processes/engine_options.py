@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, get_args
 
-import typer
-
+from forebay.cli.common.options import Option
 from forebay.cli.processes.options import LorasOption, ModelNameOption, ModelOption, RevisionOption
 from forebay.events.control import Role
 from forebay.workers.engines.settings import START_S
@@ -46,46 +45,38 @@ class EngineOptions:
 
     PANEL: ClassVar = "Engine"
 
-    engine: Annotated[str, typer.Option(help=ENGINE_HELP)] = MOCK
+    engine: Annotated[str, Option(help=ENGINE_HELP)] = MOCK
     model: ModelOption = None
     revision: RevisionOption = None
     model_name: ModelNameOption = ""
     engine_args: Annotated[
-        str | None, typer.Option(help="Engine arguments: a YAML or JSON file, or a JSON object.")
-    ] = None
-    engine_start_s: Annotated[
-        float, typer.Option(min=1.0, help="Maximum seconds for a real engine to start. A large model may need more.")
-    ] = START_S
-    role: Annotated[str, typer.Option(help=f"Worker role: {', '.join(get_args(Role))}.")] = "aggregated"
-    speedup: Annotated[float | None, typer.Option(help="Speed relative to the modelled GPU. Mock engine only.")] = None
-    engine_profile: Annotated[
-        str | None, typer.Option(help="Engine profile of the mock engine: a file, or mocker. Default: mocker.")
-    ] = None
-    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens per KV block. Mock default: 64.")] = None
-    kv_blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks per rank. Mock default: 16384.")] = None
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences per rank. Mock default: 256.")] = None
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens per engine step. Mock default: 8192.")
-    ] = None
-    dp_size: Annotated[int, typer.Option(min=1, max=1024, help="Data-parallel ranks per worker.")] = 1
-    lora: LorasOption = None
-    kv_bytes_per_token: Annotated[
-        int | None, typer.Option(min=1, max=1 << 20, help="Bytes of KV per token. Mock engine only. Default: 256.")
-    ] = None
-    kv_checksum: Annotated[
-        bool | None,
-        typer.Option(
-            "--kv-checksum/--no-kv-checksum", help="Verify checksums of received KV blocks. Mock engine only."
+        str | None,
+        Option(
+            help="Engine arguments: a YAML or JSON file, or a JSON object. Mock engine: kv_checksum and kv_lease_s."
         ),
     ] = None
-    kv_lease_s: Annotated[
-        float | None,
-        typer.Option(min=0.1, max=3_600.0, help="Seconds that unfetched KV is kept. Mock engine only. Default: 30."),
+    engine_start_s: Annotated[
+        float, Option(min=1.0, help="Maximum seconds for a real engine to start. A large model may need more.")
+    ] = START_S
+    role: Annotated[str, Option(help=f"Worker role: {', '.join(get_args(Role))}.")] = "aggregated"
+    speedup: Annotated[float | None, Option(help="Speed relative to the modelled GPU. Mock engine only.")] = None
+    engine_profile: Annotated[
+        str | None, Option(help="Engine profile of the mock engine: a file, or mocker. Default: mocker.")
     ] = None
-
+    block_size: Annotated[int | None, Option(min=1, help="Tokens per KV block. Mock default: 64.")] = None
+    kv_blocks: Annotated[int | None, Option(min=1, help="KV blocks per rank. Mock default: 16384.")] = None
+    max_num_seqs: Annotated[int | None, Option(min=1, help="Sequences per rank. Mock default: 256.")] = None
+    max_num_batched_tokens: Annotated[
+        int | None, Option(min=1, help="Maximum tokens per engine step. Mock default: 8192.")
+    ] = None
+    dp_size: Annotated[int, Option(min=1, max=1024, help="Data-parallel ranks per worker.")] = 1
+    lora: LorasOption = None
+    kv_bytes_per_token: Annotated[
+        int | None, Option(min=1, max=1 << 20, help="Bytes of KV per token. Mock engine only. Default: 256.")
+    ] = None
     kv_store_name: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Name of the storage that the engine's own connector shares with workers of the same name. vLLM and"
             " SGLang only."
         ),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 import msgspec
 
@@ -28,6 +28,7 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable
 from forebay.ingress.model import DEFAULT_MODEL, Model, word_token_ids
+from forebay.simulate.field_descriptions import invalid_field, unknown_field
 from forebay.simulate.profiles.profile import MOCKER, Profile, load_profile
 from forebay.simulate.profiles.sheets import ProfileUnusable
 from forebay.workers.engine import Engine, EngineError
@@ -48,13 +49,25 @@ MOCKER_PROFILE = load_profile(MOCKER)
 MOCK_ONLY = {"speedup": "runs at its own speed", "engine_profile": "runs at its own speed"}
 OWN_KV_TRANSFER = "configures KV transfer in --engine-args"
 SIZE_OPTIONS = ("block_size", "kv_blocks", "max_num_seqs", "max_num_batched_tokens", "dp_size")
-KV_OPTIONS = ("kv_bytes_per_token", "kv_checksum", "kv_lease_s")
+KV_OPTIONS = ("kv_bytes_per_token",)
 DISAGGREGATED = ("prefill", "decode")
 TIERED = (MOCK, "vllm")  # engines that can offload KV to tiers
 SHARING = ("vllm", "sglang")  # engines that report KV events of storage that their own connectors share
 REACHED = (MOCK, "vllm")  # engines whose worker reports an address from which other workers fetch KV
 WORDS_MAX = 512  # words of strings that a mock engine generates
 NOT_KNOWN = 1  # placeholder for a size that the engine reports after its start
+
+
+class MockArguments(msgspec.Struct, frozen=True):
+    """Arguments of the mock engine in `--engine-args`.
+
+    Attributes:
+        kv_checksum: whether to verify checksums of received KV blocks.
+        kv_lease_s: seconds for which KV is kept that no decode worker fetches.
+    """
+
+    kv_checksum: bool = False
+    kv_lease_s: Annotated[float, msgspec.Meta(ge=0.1, le=3_600.0)] = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +104,7 @@ def choose_engine(options: EngineOptions) -> EngineChoice:
     """
     kv = {name: value for name in KV_OPTIONS if (value := getattr(options, name)) is not None}
     _require_engine(options.engine, options.model)
-    _require_own(options.engine, {name: getattr(options, name) for name in (*MOCK_ONLY, "engine_args")} | kv)
+    _require_own(options.engine, {name: getattr(options, name) for name in MOCK_ONLY} | kv)
     if options.role not in get_args(Role):
         raise Unusable(f"--role: {unknown_name('role', options.role, get_args(Role))}")
     if options.speedup is not None and not (math.isfinite(options.speedup) and options.speedup > 0):
@@ -106,6 +119,8 @@ def choose_engine(options: EngineOptions) -> EngineChoice:
     directory, called = find_model(options.model, options.revision, options.model_name, weights=is_real)
     loras = names("--lora", options.lora)
     directories = _directories(loras) if is_real else {}
+    arguments = {} if options.engine_args is None else _arguments(options.engine_args)
+    mock = MockArguments() if is_real else _mock_arguments(arguments)
     settings = EngineSettings(
         model=directory or DEFAULT_MODEL,
         model_name=called,
@@ -113,7 +128,9 @@ def choose_engine(options: EngineOptions) -> EngineChoice:
         loras=directories,
         kv_store_name=options.kv_store_name or "",
         start_s=options.engine_start_s,
-        arguments={} if options.engine_args is None else _arguments(options.engine_args),
+        arguments=arguments if is_real else {},
+        kv_checksum=mock.kv_checksum,
+        kv_lease_s=mock.kv_lease_s,
         **{name: getattr(options, name) for name in SIZE_OPTIONS},
         **kv,
     )
@@ -143,9 +160,7 @@ def _require_own(engine: str, given: Mapping[str, object]) -> None:
     """Raise Unusable if an option is given that the selected engine does not support."""
     for name in [name for name, value in given.items() if value is not None]:
         flag = f"--{name.replace('_', '-')}"
-        if engine == MOCK and name == "engine_args":
-            raise Unusable(f"{flag} requires a real engine, got --engine mock")
-        if engine != MOCK and name != "engine_args":
+        if engine != MOCK:
             raise Unusable(f"{flag} requires --engine mock: {engine} {MOCK_ONLY.get(name, OWN_KV_TRANSFER)}")
 
 
@@ -167,7 +182,7 @@ def tiered(choice: EngineChoice, tiers: TierSettings | None) -> EngineChoice:
     if choice.settings.role == "encode":
         raise Unusable("--role encode: an encode worker has no KV, so remove the options of KV tiers")
     if choice.settings.kv_store_name and tiers.store:
-        raise Unusable("--kv-store-name names the storage of the engine's own connector; --kv-store names itself")
+        raise Unusable("--kv-store-name names the storage of the engine's own connector; --kv-tier store names itself")
     return replace(choice, settings=replace(choice.settings, tiers=tiers))
 
 
@@ -220,7 +235,7 @@ def built(
     """
     settings = choice.settings
     spec = WorkerSpec(
-        worker_id=named("--worker-id", "worker", worker_id),
+        worker_id=named("--id", "worker", worker_id),
         model=settings.model_name,
         pool=named("--pool", "pool", pool or pool_of(settings.role)),
         engine=choice.label,
@@ -332,6 +347,15 @@ def _directories(loras: Sequence[str]) -> dict[str, Path]:
             raise Unusable(f"--lora {text}: the name {name} appears twice")
         found[name] = directory_of(directory, f"--lora {text}", weights=True)
     return found
+
+
+def _mock_arguments(raw: Mapping[str, Any]) -> MockArguments:
+    if unknown := unknown_field(raw, MockArguments, "argument"):
+        raise Unusable(f"--engine-args: {unknown}")
+    try:
+        return msgspec.convert(raw, MockArguments)
+    except msgspec.ValidationError as error:
+        raise Unusable(f"--engine-args: {invalid_field(raw, MockArguments, error)}") from None
 
 
 def _arguments(text: str) -> Mapping[str, Any]:

@@ -4,13 +4,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import typer
-
 from forebay.cli.common.admin_token import AdminTokenFileOption, required_token
 from forebay.cli.common.api_key import ApiKeyFileOption, ApiKeysOption, api_keys
+from forebay.cli.common.options import Option
 from forebay.cli.processes.options import names
 from forebay.ingress.errors import Unusable
-from forebay.ingress.http.body import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
+from forebay.ingress.http import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
 from forebay.ingress.media.tokens import MediaSettings
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 def _bytes_max(media: str) -> Any:
     text = f"Maximum bytes of a request body {media} images and videos. Larger bodies get 413."
-    return typer.Option(min=1_024, max=1 << 30, help=text)
+    return Option(min=1_024, max=1 << 30, help=text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,54 +31,50 @@ class HttpOptions:
     api_key: ApiKeysOption = field(default=None, repr=False)
     api_key_file: ApiKeyFileOption = None
     allow_anonymous: Annotated[
-        bool, typer.Option("--allow-anonymous", help="Serve other machines without an API key, if there is none.")
+        bool, Option("--allow-anonymous", help="Serve other machines without an API key, if there is none.")
     ] = False
-    ssl_certfile: Annotated[Path | None, typer.Option(help="Serve HTTPS with this certificate, a PEM file.")] = None
+    ssl_certfile: Annotated[Path | None, Option(help="Serve HTTPS with this certificate, a PEM file.")] = None
     ssl_keyfile: Annotated[
-        Path | None, typer.Option(help="Private key of the certificate. Default: the key in --ssl-certfile.")
+        Path | None, Option(help="Private key of the certificate. Default: the key in --ssl-certfile.")
     ] = None
     cors_allow_origin: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="ORIGIN", help="Origin whose web pages may use the API, as https://app.example, or *. Repeatable."
         ),
     ] = None
     routing_hints: Annotated[
-        bool, typer.Option("--routing-hints", help="Accept worker, priority, session and policy class from clients.")
+        bool, Option("--routing-hints", help="Accept worker, priority, session and policy class from clients.")
     ] = False
     ignore_unknown_fields: Annotated[
         bool,
-        typer.Option("--ignore-unknown-fields", help="Ignore unknown fields of request bodies. Default: reject them."),
+        Option("--ignore-unknown-fields", help="Ignore unknown fields of request bodies. Default: reject them."),
     ] = False
     admin_api: Annotated[
         bool,
-        typer.Option(
-            "--admin-api/--no-admin-api",
-            envvar="FOREBAY_ADMIN_API",
+        Option(
+            "--admin-api",
             help="Serve the admin API: commands, busy thresholds and disaggregation. Requires a token.",
         ),
     ] = False
     admin_token_file: AdminTokenFileOption = None
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(help="Additional allowed value of the Host header. Repeatable."),
+        Option(help="Additional allowed value of the Host header. Repeatable."),
     ] = None
     tool_call_parser: Annotated[
-        str, typer.Option(help="Tool call parser: auto (by chat template), none, or a parser name.")
+        str, Option(help="Tool call parser: auto (by chat template), none, or a parser name.")
     ] = "auto"
     reasoning_parser: Annotated[
-        str, typer.Option(help="Reasoning parser: auto (by chat template), none, or a parser name.")
+        str, Option(help="Reasoning parser: auto (by chat template), none, or a parser name.")
     ] = "auto"
     media_allow_host: Annotated[
         list[str] | None,
-        typer.Option(help="Private host from which images may be fetched. Repeatable."),
+        Option(help="Private host from which images may be fetched, or * for all, in tests. Repeatable."),
     ] = None
-    media_allow_private: Annotated[
-        bool, typer.Option("--media-allow-private", help="Fetch images from private addresses. For tests only.")
-    ] = False
     body_bytes_max: Annotated[int, _bytes_max("without")] = TEXT_BYTES_MAX
     media_body_bytes_max: Annotated[int, _bytes_max("with")] = MEDIA_BYTES_MAX
-    timeout_s: Annotated[float, typer.Option(min=0.001, max=86_400, help="Timeout of a request in seconds.")] = 600.0
+    timeout_s: Annotated[float, Option(min=0.001, max=86_400, help="Timeout of a request in seconds.")] = 600.0
 
     def settings(self, **others: Any) -> "IngressSettings":
         """Return the settings of an ingress from these options.
@@ -94,6 +89,7 @@ class HttpOptions:
         from forebay.ingress.http.guards import allowed_origins  # noqa: PLC0415
         from forebay.ingress.settings import IngressSettings  # noqa: PLC0415
 
+        hosts = names("--media-allow-host", self.media_allow_host)
         return IngressSettings(
             routing_hints=self.routing_hints,
             ignore_unknown_fields=self.ignore_unknown_fields,
@@ -102,7 +98,7 @@ class HttpOptions:
             admin_token=required_token(self.admin_token_file, admin_api=self.admin_api),
             tool_call_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,
-            media=MediaSettings(names("--media-allow-host", self.media_allow_host), self.media_allow_private),
+            media=MediaSettings(tuple(one for one in hosts if one != "*"), allow_private="*" in hosts),
             body_bytes_max=self.body_bytes_max,
             media_body_bytes_max=self.media_body_bytes_max,
             timeout_s=self.timeout_s,

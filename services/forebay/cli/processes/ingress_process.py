@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 import tempfile
 import uuid
@@ -16,11 +17,15 @@ from xxhash import xxh3_64_intdigest
 
 from forebay.cli.common.cluster import connected, leases_at, run_service, until_signal
 from forebay.cli.common.cluster_options import Cluster
-from forebay.cli.common.errors import cause_of
+from forebay.cli.common.errors import cause_of, explained, fail
 from forebay.cli.common.logs import announce
 from forebay.cli.common.metrics_server import process_registry
 from forebay.cli.common.shutdown import STOP_S, stop_notice
+from forebay.cli.policies.allowed import allowed_policies
+from forebay.cli.processes.command import IngressCommand
 from forebay.cli.processes.listening import Hosts, listening
+from forebay.cli.processes.model_source import find_model
+from forebay.cli.processes.options import adapters, named, names
 from forebay.events.topics import TOKENS
 from forebay.ingress.catalog import Catalog
 from forebay.ingress.errors import Unusable
@@ -38,9 +43,9 @@ from forebay.ingress.ingress import Ingress
 from forebay.ingress.kafka_api.api import KafkaApi
 from forebay.ingress.kafka_api.shared import KafkaApiMetrics
 from forebay.ingress.metrics import IngressMetrics
-from forebay.ingress.model import Model
+from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.served import OneModel, ServedModels
-from forebay.ingress.settings import IngressSettings
+from forebay.ingress.settings import ALL_MODELS, IngressSettings
 from forebay.replay.status import GroupStatus, with_heartbeats
 from forebay.transport.base import Log
 from forebay.transport.directory import Directory
@@ -52,7 +57,29 @@ from forebay.workers.runtime.lease_keeper import LeaseKeeper
 KNOWN_POLL_S = 0.02
 
 
-def serve(
+def run_ingress(options: IngressCommand) -> None:
+    options.logs.start(has_access_log=options.access_log)
+    with explained():
+        cluster = options.addresses.cluster(options.host, None)
+        directory, called = find_model(options.model, options.revision, options.model_name, weights=False)
+        if options.model is None and options.model_name:
+            directory = DEFAULT_MODEL
+        settings = options.http.settings(
+            model_name=ALL_MODELS if directory is None else called,
+            block_size=options.block_size,
+            ingress_id=named("--id", "ingress", options.ingress_id or f"{socket.gethostname()}-{os.getpid()}"),
+            loras=adapters(names("--lora", options.lora), called),
+            reply_topics=tuple(options.reply_topic or ()),
+        )
+        if directory is None and options.lora:
+            fail("--lora requires --model or --model-name, the model of the adapter")
+        policies = tuple(allowed_policies(options.allow_policy))
+        _serve(
+            cluster, options.http.endpoint(options.host, options.port), directory, settings, options.drain_s, policies
+        )
+
+
+def _serve(
     cluster: Cluster,
     endpoint: Endpoint,
     model: Path | None,
@@ -92,7 +119,7 @@ class _IngressLeases:
 
     def _on_replaced(self, _: str) -> None:
         if not self.replaced.done():
-            text = f"another ingress with the id {self._settings.ingress_id} runs; give each its own --ingress-id"
+            text = f"another ingress with the id {self._settings.ingress_id} runs; give each its own --id"
             self.replaced.set_exception(Unusable(text))
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-import typer
-
+from forebay.cli.common.options import Option
 from forebay.events.names import Kind, NameInvalid, require_adapter, require_name, unknown_name
 from forebay.events.pools import PoolRouting
 from forebay.ingress.errors import Unusable
@@ -18,38 +17,34 @@ NAME_CHARS_MAX = 256  # the maximum length of a name in an event
 
 ModelOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="Model directory, or ORG/NAME on the Hugging Face Hub. Real engines need weights. Default: a mock model.",
     ),
 ]
 ModelsOption = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         help="Model directory, or ORG/NAME on the Hugging Face Hub. Real engines need weights. Repeatable: each model"
         " has its own workers. Default: a mock model.",
     ),
 ]
 RevisionOption = Annotated[
     str | None,
-    typer.Option(help="Branch, tag or commit of a model on the Hugging Face Hub. Default: its default branch."),
+    Option(help="Branch, tag or commit of a model on the Hugging Face Hub. Default: its default branch."),
 ]
-ModelNameOption = Annotated[
-    str, typer.Option(help="Model name in the API. Default: ORG/NAME, or the name of the directory.")
-]
+ModelNameOption = Annotated[str, Option(help="Model name in the API. Default: ORG/NAME, or the name of the directory.")]
 LorasOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--lora", help="LoRA adapter, served under its own model name. NAME=DIR with a real engine. Repeatable."
-    ),
+    Option("--lora", help="LoRA adapter, served under its own model name. NAME=DIR with a real engine. Repeatable."),
 ]
-KvEventsOption = Annotated[bool, typer.Option("--kv-events/--no-kv-events", help="Publish KV cache events.")]
+KvEventsOption = Annotated[bool, Option("--kv-events", help="Publish KV cache events.")]
 PoolRoutingOption = Annotated[
     Path | None,
-    typer.Option(help="TOML file with the grids that route requests to pools. It replaces the grids at each start."),
+    Option(help="TOML file with the grids that route requests to pools. It replaces the grids at each start."),
 ]
 DrainOption = Annotated[
     float,
-    typer.Option(
+    Option(
         min=0.0,
         max=86_400.0,
         help="Seconds to wait for requests in flight after Ctrl-C or SIGTERM. New requests are rejected.",
@@ -63,10 +58,10 @@ class SnapshotOptions:
 
     PANEL: ClassVar = "Snapshots"
 
-    snapshot_every: Annotated[int, typer.Option(min=1, help="Take a snapshot after this many journal records.")] = 5_000
+    snapshot_every: Annotated[int, Option(min=1, help="Take a snapshot after this many journal records.")] = 5_000
     snapshot_age_s: Annotated[
         int,
-        typer.Option(min=1, max=86_400, help="Take a snapshot after this many seconds, if fewer records were written."),
+        Option(min=1, max=86_400, help="Take a snapshot after this many seconds, if fewer records were written."),
     ] = 300
 
 

@@ -2,17 +2,22 @@
 
 import asyncio
 import logging
+import os
+import socket
 from collections.abc import Mapping
 
 from aiokafka.errors import KafkaError
 from prometheus_client import CollectorRegistry
 
-from forebay.cli.common.cluster import connected, leases_at, until_signal
+from forebay.cli.common.cluster import connected, leases_at, run_service, until_signal
 from forebay.cli.common.cluster_options import Cluster
+from forebay.cli.common.errors import explained
 from forebay.cli.common.logs import announce
 from forebay.cli.common.metrics_server import process_registry
 from forebay.cli.common.shutdown import CLOSE_S, ending_within
-from forebay.cli.processes.options import SnapshotOptions
+from forebay.cli.policies.allowed import allowed_policies
+from forebay.cli.processes.command import RouterCommand
+from forebay.cli.processes.options import SnapshotOptions, named, pool_routing_by_model
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.control import RouterConfig
 from forebay.events.pools import PoolRouting
@@ -33,15 +38,25 @@ REJOIN_S = 1.0
 LEAVE_S = 10.0  # seconds; Faust's consumer commits and leaves within one second if the broker responds
 
 
-async def serve(
+def run_router(options: RouterCommand) -> None:
+    options.logs.start(quiet=("forebay.live.router.faust_app",))  # Faust logs each part that it starts and stops
+    with explained():
+        router = options.router.config()
+        cluster = options.addresses.cluster(options.service.metrics_host, options.service.metrics_port)
+        custom = allowed_policies(options.allow_policy, [router.mode])
+        routing = pool_routing_by_model(options.pool_routing)
+        name = named("--id", "router", options.router_id or f"{socket.gethostname()}-{os.getpid()}")
+    run_service(_serve(cluster, name, router, custom, options.snapshots, routing, options.take_over_at_last_snapshot))
+
+
+async def _serve(
     cluster: Cluster,
     router_id: str,
     config: RouterConfig,
     policies: CustomPolicies,
     snapshots: SnapshotOptions,
     routing: Mapping[str, PoolRouting],
-    *,
-    accepts_loss: bool = False,
+    accepts_loss: bool,
 ) -> None:
     """Run a router, which owns groups or stands by for them, until SIGINT or SIGTERM.
 

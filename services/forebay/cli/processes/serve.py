@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
-import typer
+import click
 
-from forebay.cli.common.cluster_options import MetricsPortOption
 from forebay.cli.common.errors import complain, explained
+from forebay.cli.processes.command import ServeCommand
 from forebay.ingress.errors import Unusable
 from forebay.workers.engine import EngineError
 from forebay.workers.service import Service, load_service
@@ -40,24 +40,22 @@ class Share:
     environment: dict[str, str]
 
 
-def run_serve(
-    *, context: typer.Context, service: str, workers: int | None, worker_id_prefix: str, metrics_port: MetricsPortOption
-) -> None:
+def run_serve(options: ServeCommand) -> None:
     with explained():
         try:
-            made = load_service(service)
+            made = load_service(options.service)
         except EngineError as error:  # bad input, because no engine was started
             raise Unusable(str(error)) from None
         found = shares(
             made,
-            workers or made.workers,
-            worker_id_prefix or f"{socket.gethostname()}-{os.getpid()}",
-            metrics_port,
+            options.workers or made.workers,
+            options.worker_id_prefix or f"{socket.gethostname()}-{os.getpid()}",
+            options.metrics_port,
             devices(os.environ, Path("/dev")),
         )
-    file = context.params["config"]
-    options = ["--engine", service, *(() if file is None else ("--config", str(file))), *context.args]
-    raise typer.Exit(asyncio.run(run_shares(found, options)))
+    file = click.get_current_context().params["config"]
+    of_each = ["--engine", options.service, *(() if file is None else ("--config", str(file)))]
+    raise click.exceptions.Exit(asyncio.run(run_shares(found, [*of_each, *(options.options or ())])))
 
 
 def devices(environment: Mapping[str, str], folder: Path) -> list[str]:
@@ -90,7 +88,7 @@ def shares(
             environment["OMP_NUM_THREADS"] = str(ceil(service.resources.cpu))
         if each:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[number * each : (number + 1) * each])
-        options = ["--worker-id", f"{worker_id}-{number}"]
+        options = ["--id", f"{worker_id}-{number}"]
         if metrics_port is not None:
             options += ["--metrics-port", str(metrics_port + number)]
         found.append(Share(f"{worker_id}-{number}", tuple(options), environment))

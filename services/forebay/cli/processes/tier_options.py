@@ -1,123 +1,114 @@
-"""Options of KV tiers: host memory, a disk, and a shared store. `forebay worker` and `forebay up` share them."""
+"""Option `--kv-tier` of `forebay worker` and `forebay up`: host memory, a disk, and a shared store for KV."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import typer
-
+from forebay.cli.common.options import Option
 from forebay.cli.common.times import size
+from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable
 
 if TYPE_CHECKING:
     from forebay.workers.kv_tiers.settings import TierSettings
 
 BYTES_MIN = 1_000_000  # a few blocks of a small model
-NEEDED = {
-    "kv_disk_size": ("kv_disk",),
-    "kv_store_size": ("kv_store",),
-    "kv_store_endpoint": ("kv_store",),
-    "kv_tier_write": ("kv_host_size", "kv_disk", "kv_store"),
-    "kv_tier_filter": ("kv_disk", "kv_store"),
-    "kv_tier_io": ("kv_disk", "kv_store"),
-}  # an option without effect, unless one of these is given
+# Keys of each kind of tier, the required one first. Values of a key that several tiers have must be equal, unless it is
+# the size or the path of one tier.
+KEYS = {
+    "host": ("size", "write"),
+    "disk": ("path", "size", "write", "filter", "io"),
+    "store": ("path", "size", "endpoint", "write", "filter", "io"),
+}
+VALUES = {"write": ("through", "eviction"), "filter": ("on", "off"), "io": ("nixl", "plain")}
+KEY = re.compile(r",(?=[a-z]+=)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierOptions:
-    """Options that select the tiers for the KV of each worker rank. Each field is a command-line option."""
-
     PANEL: ClassVar = "KV tiers"
 
-    kv_host_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Host memory for KV per rank, such as 4GB. Default: none.")
-    ] = None
-    kv_disk: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory for KV. It survives restarts; one per worker.")
-    ] = None
-    kv_disk_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Maximum KV in --kv-disk per rank. Default: 100GB.")
-    ] = None
-    kv_store: Annotated[
-        str | None,
-        typer.Option(
-            metavar="STORE", help="KV store that workers share: a directory, or s3://BUCKET/PREFIX. Default: none."
+    kv_tier: Annotated[
+        list[str] | None,
+        Option(
+            metavar="KIND:KEY=VALUE,...",
+            help="Tier for KV: host:size=4GB, disk:path=DIR,size=100GB, or store:path=DIR,size=1TB, which workers"
+            " share; its path may be s3://BUCKET/PREFIX, with endpoint=URL. write=eviction copies KV to the next tier"
+            " when it is evicted, filter=off also copies KV used once, io=plain moves it without NIXL. Repeatable.",
         ),
-    ] = None
-    kv_store_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Maximum KV in --kv-store, of all workers. Default: 1TB.")
-    ] = None
-    kv_store_endpoint: Annotated[
-        str | None, typer.Option(metavar="URL", help="S3 endpoint of --kv-store. Default: that of boto3.")
-    ] = None
-    kv_tier_write: Annotated[
-        Literal["through", "eviction"] | None,
-        typer.Option(
-            help="through: copy KV to the next tier at once. eviction: copy KV when a tier evicts it. Default: through."
-        ),
-    ] = None
-    kv_tier_filter: Annotated[
-        bool | None,
-        typer.Option(
-            "--kv-tier-filter/--no-kv-tier-filter",
-            help="Copy only KV that was used twice to disk and store. Default: with --kv-host-size.",
-        ),
-    ] = None
-    kv_tier_io: Annotated[
-        Literal["nixl", "plain"] | None,
-        typer.Option(help="Library that moves KV to disk and store. Default: nixl if it is installed."),
     ] = None
 
     def settings(self) -> "TierSettings | None":
-        """Return the tiers that the options select, None without a tier.
-
-        An invalid size ends the command.
-
-        Raises:
-            Unusable: an option is invalid, or has no effect.
-        """
-        for name, others in NEEDED.items():
-            if getattr(self, name) is not None and not any(getattr(self, other) is not None for other in others):
-                raise Unusable(f"{_flag(name)} requires {' or '.join(map(_flag, others))}")
-        if self.kv_host_size is None and self.kv_disk is None and self.kv_store is None:
+        """Return the tiers, None without one. An invalid size ends the command. Raises Unusable for other faults."""
+        if not self.kv_tier:
             return None
         # Imported here, because --help does not wait for stores.
         from forebay.workers.kv_tiers.settings import DISK_BYTES, STORE_BYTES, TierSettings  # noqa: PLC0415
 
-        if self.kv_disk is not None and self.kv_disk.exists() and not self.kv_disk.is_dir():
-            raise Unusable(f"--kv-disk {self.kv_disk}: not a directory")
+        tiers = parsed_tiers(self.kv_tier)
+        disk, store = tiers.get("disk", {}), tiers.get("store", {})
+        others = {name: value for tier in tiers.values() for name, value in tier.items() if name in VALUES}
         return TierSettings(
-            host_bytes=0 if self.kv_host_size is None else size("--kv-host-size", self.kv_host_size, BYTES_MIN),
-            disk=self.kv_disk,
-            disk_bytes=DISK_BYTES
-            if self.kv_disk_size is None
-            else size("--kv-disk-size", self.kv_disk_size, BYTES_MIN),
-            store="" if self.kv_store is None else _store(self.kv_store, self.kv_store_endpoint),
-            store_bytes=(
-                STORE_BYTES if self.kv_store_size is None else size("--kv-store-size", self.kv_store_size, BYTES_MIN)
-            ),
-            store_endpoint=self.kv_store_endpoint or "",
-            write=self.kv_tier_write or "through",
-            filter=self.kv_tier_filter,
-            io=self.kv_tier_io,
+            host_bytes=_bytes("host", tiers.get("host", {}), 0),
+            disk=Path(_directory("disk", disk["path"])) if disk else None,
+            disk_bytes=_bytes("disk", disk, DISK_BYTES),
+            store=_store(store["path"], store.get("endpoint", "")) if store else "",
+            store_bytes=_bytes("store", store, STORE_BYTES),
+            store_endpoint=store.get("endpoint", ""),
+            write="eviction" if others.get("write") == "eviction" else "through",
+            filter=None if "filter" not in others else others["filter"] == "on",
+            io=None if "io" not in others else "plain" if others["io"] == "plain" else "nixl",
         )
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def parsed_tiers(given: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return the values of each tier by kind and key. Raises Unusable if a value of `--kv-tier` is invalid."""
+    found: dict[str, dict[str, str]] = {}
+    for text in given:
+        kind, _, rest = text.partition(":")
+        if kind not in KEYS:
+            raise Unusable(f"--kv-tier {text}: {unknown_name('kind of tier', kind, KEYS)}")
+        if kind in found:
+            raise Unusable(f"--kv-tier {text}: there is another {kind} tier; give all its keys in one option")
+        found[kind] = _values(text, KEYS[kind], rest)
+    for key in VALUES:
+        if len({tier[key] for tier in found.values() if key in tier}) > 1:
+            raise Unusable(f"--kv-tier: the tiers of a worker have one value of {key}")
+    return found
 
 
-def _store(text: str, endpoint: str | None) -> str:
-    """Return the value of --kv-store. Raises Unusable if it is neither a directory nor a bucket."""
-    scheme, separator, rest = text.partition("://")
-    if not separator:
-        if endpoint is not None:
-            raise Unusable(f"--kv-store-endpoint requires --kv-store s3://BUCKET/PREFIX, got {text}")
-        if not text or (Path(text).exists() and not Path(text).is_dir()):
-            raise Unusable(f"--kv-store {text}: not a directory; expected a directory or s3://BUCKET/PREFIX")
-        return text
-    if scheme != "s3" or not rest.partition("/")[0]:
-        raise Unusable(f"--kv-store {text}: unsupported store; expected a directory or s3://BUCKET/PREFIX")
-    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-        raise Unusable(f"--kv-store-endpoint {endpoint}: expected http://HOST:PORT or https://HOST:PORT")
+def _values(text: str, keys: Sequence[str], rest: str) -> dict[str, str]:
+    values = {}
+    for part in KEY.split(rest):
+        key, equals, value = part.partition("=")
+        if key not in keys and equals:
+            raise Unusable(f"--kv-tier {text}: {unknown_name('key', key, keys)}")
+        if not value or value not in VALUES.get(key, (value,)):
+            expected = f"one of {', '.join(VALUES[key])}" if key in VALUES else "KEY=VALUE"
+            raise Unusable(f"--kv-tier {text}: expected {expected}, got {part!r}")
+        values[key] = value
+    if keys[0] not in values:
+        raise Unusable(f"--kv-tier {text}: the key {keys[0]} is missing")
+    return values
+
+
+def _bytes(kind: str, tier: dict[str, str], default: int) -> int:
+    return size(f"--kv-tier {kind}:size", tier["size"], BYTES_MIN) if "size" in tier else default
+
+
+def _directory(kind: str, text: str) -> str:
+    if Path(text).exists() and not Path(text).is_dir():
+        raise Unusable(f"--kv-tier {kind}:path={text}: not a directory")
     return text
+
+
+def _store(text: str, endpoint: str) -> str:
+    """Return the path of a store. Raises Unusable if it is neither a directory nor a bucket."""
+    scheme, separator, rest = text.partition("://")
+    if endpoint and not (separator and endpoint.startswith(("http://", "https://"))):
+        raise Unusable(f"--kv-tier store:endpoint={endpoint}: expected http://HOST:PORT, of a path s3://BUCKET/PREFIX")
+    if separator and (scheme != "s3" or not rest.partition("/")[0]):
+        raise Unusable(f"--kv-tier store:path={text}: unsupported store; expected a directory or s3://BUCKET/PREFIX")
+    return text if separator else _directory("store", text)

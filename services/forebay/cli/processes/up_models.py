@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import typer
-
 from forebay.cli.common.errors import fail
+from forebay.cli.common.options import Option
 from forebay.cli.processes.engine_options import DEFAULT_POOL, EngineOptions
 from forebay.cli.processes.options import (
     ModelsOption,
@@ -42,17 +41,17 @@ class WorkerOptions:
 
     workers: Annotated[
         int | None,
-        typer.Option(min=1, max=1024, help="Workers per model. Default: 4 with the mock engine, 1 with a real engine."),
+        Option(min=1, max=1024, help="Workers per model. Default: 4 with the mock engine, 1 with a real engine."),
     ] = None
     prefill_workers: Annotated[
         int | None,
-        typer.Option(min=0, max=1024, help="Number of prefill workers. Requires --decode-workers."),
+        Option(min=0, max=1024, help="Number of prefill workers. Requires --decode-workers."),
     ] = None
     decode_workers: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Number of decode workers. Requires --prefill-workers.")
+        int | None, Option(min=1, max=1024, help="Number of decode workers. Requires --prefill-workers.")
     ] = None
     pool_workers: Annotated[
-        list[str] | None, typer.Option(help="NAME=COUNT: a pool and its number of workers. Repeatable.")
+        list[str] | None, Option(help="NAME=COUNT: a pool and its number of workers. Repeatable.")
     ] = None
     pool_routing: PoolRoutingOption = None
 

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 from urllib.parse import urlsplit
 
-import typer
-
+from forebay.cli.common.options import Option
 from forebay.ingress.errors import Unusable
 
 UPSTREAMS_MAX = 64  # each has a worker in this process
@@ -41,23 +40,23 @@ class UpstreamOptions:
 
     upstream: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="URL",
             help="Server that already runs, as http://host:port, instead of an engine in this process. Repeatable.",
         ),
     ] = None
     upstream_kv_events: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="ZMQ",
             help="KV events of a server as tcp://host:port, or tcp://host:port,tcp://host:port with its replay socket."
             " One per --upstream, in the same order; - for none. Repeatable.",
         ),
     ] = None
-    upstream_api_key_file: Annotated[Path | None, typer.Option(help="File with the API key of the servers.")] = None
+    upstream_api_key_file: Annotated[Path | None, Option(help="File with the API key of the servers.")] = None
     allow_shared_cache: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--allow-shared-cache",
             help="Send requests with a cache salt also to servers that cannot separate their cache.",
         ),

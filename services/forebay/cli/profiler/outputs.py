@@ -30,7 +30,7 @@ def write_engine_profile(profile: MeasuredProfile, batched_tokens: int, out: Pat
 
     Raises:
         Unusable: there are too few points.
-        typer.Exit: the file cannot be written.
+        click.exceptions.Exit: the file cannot be written.
     """
     from forebay.simulate.profiles.measured import fit_measured  # noqa: PLC0415 - an extra, which takes 1 s to import
 
@@ -54,7 +54,7 @@ def write_engine_profile(profile: MeasuredProfile, batched_tokens: int, out: Pat
 
 
 def write_report(profile: MeasuredProfile, report: Path) -> None:
-    """Write the HTML page. Raises typer.Exit if it cannot be written."""
+    """Write the HTML page. Raises click.exceptions.Exit if it cannot be written."""
     write("--report", report, lambda: page(profile))
 
 

@@ -6,15 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import httpx
 import msgspec
-import typer
 import uvloop
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from forebay.cli.common.errors import BROKEN, complain
+from forebay.cli.common.api_key import client_headers
+from forebay.cli.common.errors import BROKEN, complain, explained, fail
+from forebay.cli.common.extras import require_extra
 from forebay.cli.common.failures import advice, status_failure
+from forebay.cli.common.page import require_writable
 from forebay.cli.common.terminal import bar
+from forebay.cli.profiler.command import CONCURRENCY_MAX, NUMBER, TITLE, TOKENS_MAX, VALUES_MAX, ProfileRunCommand
 from forebay.cli.profiler.measure import (
     MeasurementFailed,
     PointImpossible,
@@ -23,7 +27,17 @@ from forebay.cli.profiler.measure import (
     measure_point,
     random_prompts,
 )
-from forebay.cli.profiler.profile_file import GridPoint, LeftOut, MeasuredProfile, grid, write_profile
+from forebay.cli.profiler.outputs import show, write_engine_profile, write_report
+from forebay.cli.profiler.profile_file import (
+    GridPoint,
+    LeftOut,
+    MeasuredProfile,
+    ProfiledRole,
+    ProfileSettings,
+    grid,
+    open_profile,
+    write_profile,
+)
 from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable
 
@@ -47,6 +61,62 @@ class ProfiledSystem:
     headers: dict[str, str]
     model: str
     worker: str
+
+
+def run_profile(options: ProfileRunCommand) -> None:
+    with explained():
+        headers = client_headers(options.api_key)
+        prompts, contexts = (
+            _numbers("--isl", options.isl, TOKENS_MAX),
+            _numbers("--context", options.context, TOKENS_MAX),
+        )
+        concurrencies = _numbers("--concurrency", options.concurrency, CONCURRENCY_MAX)
+        if options.role != "prefill" and contexts[0] <= options.output_tokens:
+            raise Unusable(f"--context {contexts[0]} must exceed --output-tokens {options.output_tokens}")
+        if not options.out.parent.is_dir():
+            raise Unusable(f"--out {options.out}: no such directory {options.out.parent}")
+    _require_outputs(options.role, options.engine_profile_out, options.report)
+    with explained():
+        system: ProfiledSystem = find_system(options.url.rstrip("/"), headers, options.model_name, options.worker)
+        settings = ProfileSettings(
+            model=system.model,
+            worker=options.worker,
+            role=options.role,
+            isl=prompts,
+            contexts=contexts,
+            concurrencies=concurrencies,
+            repeats=options.repeats,
+            output_tokens=options.output_tokens,
+        )
+        profile = measure_all(system, open_profile(options.out, settings), options.out, options.timeout_s)
+        show(profile)
+        if options.engine_profile_out is not None:
+            write_engine_profile(profile, options.max_num_batched_tokens, options.engine_profile_out)
+    if options.report is not None:
+        write_report(profile, options.report)
+
+
+def _require_outputs(role: ProfiledRole, engine_profile_out: Path | None, report: Path | None) -> None:
+    """Check, before anything is measured, that the engine profile and the report can be written."""
+    if engine_profile_out is not None:
+        require_extra("fit", "--engine-profile-out", "numpy", "scipy")
+        if role != "aggregated":
+            fail(f"--engine-profile-out requires --role aggregated, got {role}; it needs prefill and decode")
+    if report is not None:
+        require_writable("--report", report, TITLE)
+
+
+def _numbers(option: str, text: str, most: int) -> tuple[int, ...]:
+    """Return the numbers of a list, in ascending order. Raises Unusable if it is invalid."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        word = part.strip()
+        if not NUMBER.fullmatch(word) or int(word) > most:
+            raise Unusable(f"{option} {text}: {word!r} is not a number from 1 to {most:,}")
+        numbers.add(int(word))
+    if len(numbers) > VALUES_MAX:
+        raise Unusable(f"{option}: {len(numbers)} numbers; give at most {VALUES_MAX}")
+    return tuple(sorted(numbers))
 
 
 def find_system(url: str, headers: dict[str, str], model: str, worker: str) -> ProfiledSystem:
@@ -87,7 +157,7 @@ def measure_all(system: ProfiledSystem, profile: MeasuredProfile, out: Path, tim
 
     Raises:
         Unusable: the system rejects the first request, or the file cannot be written.
-        typer.Exit: the system stops serving requests, or the user interrupts the run.
+        click.exceptions.Exit: the system stops serving requests, or the user interrupts the run.
     """
     points = list(grid(profile.settings))
     todo = [point for point in points if not profile.has(point)]
@@ -114,7 +184,7 @@ def measure_all(system: ProfiledSystem, profile: MeasuredProfile, out: Path, tim
             return runner.run(measured())
         except KeyboardInterrupt:
             complain(f"interrupted; {CONTINUE}")
-            raise typer.Exit(INTERRUPTED) from None
+            raise click.exceptions.Exit(INTERRUPTED) from None
 
 
 async def _try(worker: ProfiledWorker) -> None:
@@ -137,7 +207,7 @@ async def _measured(worker: ProfiledWorker, point: GridPoint, before: MeasuredPr
             complain(f"left out: {point}: {error}")
         except MeasurementFailed as error:
             complain(f"{point}: {error}; {CONTINUE}")
-            raise typer.Exit(BROKEN) from None
+            raise click.exceptions.Exit(BROKEN) from None
     return MeasuredProfile(settings=before.settings, left_out=(left_out,))
 
 

@@ -2,15 +2,15 @@
 
 import asyncio
 
+import click
 import msgspec
-import typer
 from rich.console import Console
 
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import own_stdout, results
 from forebay.cli.common.unverified import DIVERGED, tell_unverified
-from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
+from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.replay.at_view import (
     facts_table,
     later_lines,
@@ -21,6 +21,7 @@ from forebay.cli.replay.at_view import (
     summary,
     workers_table,
 )
+from forebay.cli.replay.command import AtCommand
 from forebay.cli.replay.log_time import log_time_us
 from forebay.core.routing.policies import CustomPolicies
 from forebay.replay.at import JournalDiverged, Position
@@ -31,21 +32,21 @@ from forebay.replay.policies import require_allowed
 LOST_SHOWN_MAX = 8
 
 
-def run_at(*, recording: Recording, time: str, offset: int | None, allow_policy: AllowPolicyOption, json: bool) -> None:
+def run_at(options: AtCommand) -> None:
     """Run `forebay replay at`. command.py documents its options."""
-    if time and offset is not None:
+    if options.time and options.offset is not None:
         fail("--time and --offset exclude each other; give one of them")
-    recording.require_one_source()
+    options.recording.require_one_source()
     with explained():
-        custom = allowed_policies(allow_policy)
+        custom = allowed_policies(options.allow_policy)
         try:
             with own_stdout():
-                position, moment = asyncio.run(_read_moment(recording, time, offset, custom))
+                position, moment = asyncio.run(_read_moment(options.recording, options.time, options.offset, custom))
         except JournalDiverged as diverged:
-            complain(f"{recording.name}: {diverged}")
-            raise typer.Exit(DIVERGED) from None
-    if json:
-        typer.echo(msgspec.json.encode(moment).decode())
+            complain(f"{options.recording.name}: {diverged}")
+            raise click.exceptions.Exit(DIVERGED) from None
+    if options.json:
+        click.echo(msgspec.json.encode(moment).decode())
     else:
         show(results(), position, moment)
     tell_unverified(moment.unverified)

@@ -3,17 +3,16 @@
 import asyncio
 from collections.abc import Set
 
+import click
 import msgspec
-import typer
 
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import own_stdout
 from forebay.cli.common.unverified import DIVERGED, allowed_of, complaint, exit_code
-from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
-from forebay.cli.policies.alternative import AlternativeOptions
+from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.policies.pool_rules import PoolRuleOptions
-from forebay.cli.replay.command import DIFF_CHECKS
+from forebay.cli.replay.command import DIFF_CHECKS, DiffCommand
 from forebay.cli.replay.compared import Compared
 from forebay.cli.replay.diff_view import show
 from forebay.cli.replay.log_time import log_time_us
@@ -27,30 +26,20 @@ from forebay.transport.base import Log
 from forebay.transport.sqlite.log import SqliteLog
 
 
-def run_diff(
-    *,
-    other_options: AlternativeOptions,
-    rule_options: PoolRuleOptions,
-    recording: Recording,
-    window: tuple[str, str],
-    allow: list[str] | None,
-    allow_policy: AllowPolicyOption,
-    json: bool,
-) -> None:
-    """Run `forebay replay diff`. command.py documents its options; `window` has the values of `--from` and `--to`."""
-    recording.require_one_source()
-    allowed = allowed_of(allow, DIFF_CHECKS)
+def run_diff(options: DiffCommand) -> None:
+    options.recording.require_one_source()
+    allowed = allowed_of(options.allow, DIFF_CHECKS)
     with explained(), own_stdout():
-        other = other_options.alternative(is_required=rule_options == PoolRuleOptions())
-        compared = Compared(other, rule_options, rule_options.rules())
-        custom = allowed_policies(allow_policy, other.modes)
+        other = options.other_options.alternative(is_required=options.rule_options == PoolRuleOptions())
+        compared = Compared(other, options.rule_options, options.rule_options.rules())
+        custom = allowed_policies(options.allow_policy, other.modes)
         with shown_progress() as on_progress:
-            found = asyncio.run(_diff(recording, compared, window, on_progress, custom))
-    if json:
-        typer.echo(msgspec.json.encode(found).decode())
+            found = asyncio.run(_diff(options.recording, compared, (options.start, options.end), on_progress, custom))
+    if options.json:
+        click.echo(msgspec.json.encode(found).decode())
     elif found.divergence is None:
         show(found)
-    _complain(found, allowed, recording)
+    _complain(found, allowed, options.recording)
 
 
 async def _diff(
@@ -82,9 +71,9 @@ def _complain(report: DiffReport, allowed: Set[str], recording: Recording) -> No
     if report.divergence is not None:
         divergence = report.divergence
         where = f"{recording.name}: history diverges at journal offset {divergence.offset}: {divergence.reason}"
-        complain(f"{where}; `forebay replay verify` shows the details")
-        raise typer.Exit(DIVERGED)
+        complain(f"{where}; `forebay verify` shows the details")
+        raise click.exceptions.Exit(DIVERGED)
     failed = {name: count for name, count in report.unverified.items() if name not in allowed}
     if failed:
         complain(complaint(failed))
-        raise typer.Exit(exit_code(failed))
+        raise click.exceptions.Exit(exit_code(failed))

@@ -1,17 +1,18 @@
-"""`forebay replay explain`: timeline and routing decisions of one request."""
+"""`forebay explain`: timeline and routing decisions of one request."""
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import click
 import msgspec
-import typer
 
 from forebay.cli.common.errors import OTHER_RULES, explained, fail
-from forebay.cli.common.recording import GroupOption, KafkaSource, Recording
+from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import bar, own_stdout
 from forebay.cli.common.unverified import DIVERGED, tell_unverified
-from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
+from forebay.cli.policies.allowed import allowed_policies
+from forebay.cli.replay.command import ExplainCommand
 from forebay.cli.replay.explain_view import show
 from forebay.core.routing.policies import CustomPolicies
 from forebay.replay.explain.explain import explain
@@ -20,33 +21,25 @@ from forebay.replay.explain.find import OnProgress, UnknownRequest
 from forebay.replay.policies import require_allowed
 
 
-def run_explain(
-    *,
-    where: list[str],
-    source: KafkaSource,
-    group: GroupOption,
-    everything: bool,
-    allow_policy: AllowPolicyOption,
-    json: bool,
-) -> None:
-    """Run `forebay replay explain`. command.py documents its options."""
-    recording = source.recording(where, "REQUEST", group)
+def run_explain(options: ExplainCommand) -> None:
+    """Run `forebay explain`. command.py documents its options."""
+    recording = options.source.recording(options.where, "REQUEST", options.group)
     with explained():
-        custom = allowed_policies(allow_policy)
+        custom = allowed_policies(options.allow_policy)
     with explained(), _shown_progress() as on_progress, own_stdout():
         try:
-            explanation = asyncio.run(_explain(recording, where[-1], on_progress, custom))
+            explanation = asyncio.run(_explain(recording, options.where[-1], on_progress, custom))
         except UnknownRequest as unknown:
             fail(f"{recording.name}: {unknown}")
-    if json:
-        typer.echo(msgspec.json.encode(explanation).decode())
+    if options.json:
+        click.echo(msgspec.json.encode(explanation).decode())
     else:
-        show(explanation, everything=everything)
+        show(explanation, everything=options.everything)
     if explanation.divergence is not None:
-        raise typer.Exit(DIVERGED)
+        raise click.exceptions.Exit(DIVERGED)
     tell_unverified(explanation.unverified)
     if explanation.recorded and explanation.derived_to == explanation.derived_from:
-        raise typer.Exit(OTHER_RULES)
+        raise click.exceptions.Exit(OTHER_RULES)
 
 
 async def _explain(

@@ -126,7 +126,7 @@ def _foot(explanation: Explanation) -> Iterator[str]:
         yield f"DIVERGENCE at journal offset {divergence.offset}, {where}: {divergence.reason}"
         for name, values in divergence.differs.items():
             yield f"  {name}: recorded {_value(values['recorded'])}, derived {_value(values['derived'])}"
-        yield "later events cannot be explained; `forebay replay verify` shows the divergence in detail"
+        yield "later events cannot be explained; `forebay verify` shows the divergence in detail"
         return
     first = explanation.first_token
     if first is not None and first.ttft_us is not None:

@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
-import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.terminal import bar
 from forebay.cli.replay.columns import view_of
+from forebay.cli.replay.command import ExportCommand
 from forebay.events.codec import DecodeError, decode
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, INPUTS, Topic, topic_named
@@ -35,23 +36,23 @@ class ExportedTopic(msgspec.Struct, kw_only=True):
     undecodable: int = 0
 
 
-def run_export(*, log: Path, folder: Path, token_ids: bool) -> None:
+def run_export(options: ExportCommand) -> None:
     """Run `forebay replay export`. command.py documents its options."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with explained():
-        recording = SqliteLog.open(log, readonly=True)
+        recording = SqliteLog.open(options.log, readonly=True)
         try:
-            _require_empty(folder)
+            _require_empty(options.folder)
             with bar(*columns) as progress:
-                exported = asyncio.run(_export(recording, folder, progress, token_ids=token_ids))
+                exported = asyncio.run(_export(recording, options.folder, progress, token_ids=options.token_ids))
         except OSError as error:
-            fail(f"cannot write to {folder}: {error.strerror}; choose another directory")
+            fail(f"cannot write to {options.folder}: {error.strerror}; choose another directory")
         finally:
             recording.close()
     for name, done in exported.items():
         undecodable = f", {done.undecodable} of them undecodable" if done.undecodable else ""
-        typer.echo(f"{folder / name}.ndjson  {done.records} records{undecodable}")
-    typer.echo(f"{folder / VIEWS}")
+        click.echo(f"{options.folder / name}.ndjson  {done.records} records{undecodable}")
+    click.echo(f"{options.folder / VIEWS}")
 
 
 def _require_empty(folder: Path) -> None:

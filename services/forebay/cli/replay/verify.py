@@ -1,4 +1,4 @@
-"""Terminal output of `forebay replay verify`."""
+"""Terminal output of `forebay verify`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

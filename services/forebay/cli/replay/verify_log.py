@@ -3,14 +3,15 @@
 import asyncio
 from collections.abc import Set
 
+import click
 import msgspec
-import typer
 
 from forebay.cli.common.errors import OTHER_RULES, complain, explained, fail
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import own_stdout
 from forebay.cli.common.unverified import DIVERGED, allowed_of, complaint, exit_code
-from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
+from forebay.cli.policies.allowed import allowed_policies
+from forebay.cli.replay.command import VerifyCommand
 from forebay.cli.replay.verify import show, shown_progress
 from forebay.core.routing.policies import CustomPolicies
 from forebay.core.world import CORE_VERSION
@@ -24,30 +25,30 @@ from forebay.transport.history.release import rules_text
 from forebay.transport.sqlite.log import SqliteLog
 
 
-def run_verify(*, recording: Recording, allow: list[str] | None, allow_policy: AllowPolicyOption, json: bool) -> None:
-    """Run `forebay replay verify`. command.py documents its options."""
-    recording.require_one_source()
-    allowed = allowed_of(allow, UNVERIFIED)
+def run_verify(options: VerifyCommand) -> None:
+    """Run `forebay verify`. command.py documents its options."""
+    options.recording.require_one_source()
+    allowed = allowed_of(options.allow, UNVERIFIED)
     with explained():
-        custom = allowed_policies(allow_policy)
+        custom = allowed_policies(options.allow_policy)
     with explained(), shown_progress() as on_progress, own_stdout():
-        report = asyncio.run(_verify(recording, on_progress, allowed, custom))
-    if json:
-        typer.echo(msgspec.json.encode(report).decode())
+        report = asyncio.run(_verify(options.recording, on_progress, allowed, custom))
+    if options.json:
+        click.echo(msgspec.json.encode(report).decode())
     else:
         show(report)
     if report.diverged:
-        raise typer.Exit(DIVERGED)
+        raise click.exceptions.Exit(DIVERGED)
     if report.failed:
         complain(complaint(report.failed, report.unknown_event))
-        raise typer.Exit(exit_code(report.failed))
+        raise click.exceptions.Exit(exit_code(report.failed))
     if report.is_empty:
         versions = " and ".join(sorted({rules_text(span.rules, span.release) for span in report.others}))
         complain(
             f"nothing was verified: this program has version {CORE_VERSION} of the rules, the journal was decided by"
-            f" {versions}; run `replay verify` of a forebay with that version"
+            f" {versions}; run `verify` of a forebay with that version"
         )
-        raise typer.Exit(OTHER_RULES)
+        raise click.exceptions.Exit(OTHER_RULES)
 
 
 async def _verify(

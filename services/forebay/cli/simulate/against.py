@@ -15,8 +15,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import click
 import msgspec
-import typer
 from msgspec.structs import replace
 from rich import box
 from rich.table import Table
@@ -55,7 +55,7 @@ from forebay.simulate.tiers.settings import BANDWIDTH_MAX, BYTES_PER_US
 from forebay.transport.sqlite.log import SqliteLog
 
 TRANSFER = ("kv_bytes_per_token", "kv_transfer_bandwidth", "kv_transfer_latency_us")
-OWN = (*TRANSFER, "engine_profile", "delays", "kv_host_size", "kv_disk_size", "kv_store_size")  # not in a recording
+OWN = (*TRANSFER, "engine_profile", "delays", "kv_tier")  # not in a recording
 OUTPUT_TOKENS_MAX = (1 << 31) - 1  # maximum of `max_tokens` in a request
 GROUPS = 10  # of recorded transfers, by size
 NAMES = {"ttft_ms": "TTFT", "itl_ms": "ITL", "e2e_ms": "E2E", "prefill_ms": "prefill", "transfer_ms": "transfer"}
@@ -102,14 +102,14 @@ def compare_with_recording(
         result = _compared(history, settings, fleet, options.speedup, custom)
     above = list(_above(result, bounds))
     if json:
-        typer.echo(jsonlib.dumps({"recording": source.name, **result, "above": above}))
+        click.echo(jsonlib.dumps({"recording": source.name, **result, "above": above}))
     else:
         _show(source.name, history, result)
     for text in above:
         complain(f"--fail-above: {text}")
     tell_unverified(history.unverified)
     if above:
-        raise typer.Exit(ABOVE)
+        raise click.exceptions.Exit(ABOVE)
 
 
 def _require_nothing_else(fleet: FleetOptions, shape: ShapeOptions, others: Mapping[str, bool]) -> None:
@@ -158,8 +158,8 @@ def _history(source: Recording, custom: CustomPolicies) -> ObservedHistory:
     if history.divergence is not None:
         divergence = history.divergence
         complain(f"{source.name}: history diverges at journal offset {divergence.offset}: {divergence.reason}")
-        complain("run `forebay replay verify` for details")
-        raise typer.Exit(DIVERGED)
+        complain("run `forebay verify` for details")
+        raise click.exceptions.Exit(DIVERGED)
     return history
 
 

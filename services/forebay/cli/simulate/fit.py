@@ -4,13 +4,13 @@ import asyncio
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from forebay.cli.common.errors import explained, fail
-from forebay.cli.common.recording import GroupOption, Recording
-from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
+from forebay.cli.common.recording import Recording
+from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.replay.verify import shown_progress
-from forebay.cli.simulate.profile import OutOption, write_profile
+from forebay.cli.simulate.command import FitCommand
+from forebay.cli.simulate.profile import write_profile
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.snapshots import WorkerState
@@ -33,15 +33,14 @@ OF = {
 }
 
 
-def run_fit(*, log: Path, out: OutOption, pool: str, group: GroupOption, allow_policy: AllowPolicyOption) -> None:
-    """Run `forebay fit`. fit_command.py documents its options."""
-    if out is not None and out.exists() and log.exists() and out.samefile(log):
-        fail(f"{out}: --out names the recording itself; choose another file")
+def run_fit(options: FitCommand) -> None:
+    if options.out is not None and options.out.exists() and options.log.exists() and options.out.samefile(options.log):
+        fail(f"{options.out}: --out names the recording itself; choose another file")
     with explained():
-        custom = allowed_policies(allow_policy)
+        custom = allowed_policies(options.allow_policy)
         with shown_progress() as on_progress:
-            history = asyncio.run(_read(Recording(log=log, group=group), on_progress, custom))
-        runs = _engine_runs(history, pool)
+            history = asyncio.run(_read(Recording(log=options.log, group=options.group), on_progress, custom))
+        runs = _engine_runs(history, options.pool)
         reasons = Counter(one.left_out for run in runs for one in run.requests if one.left_out)
         left_out = [f"left out: {count} requests, reason: {reason}" for reason, count in reasons.items()]
         try:
@@ -58,11 +57,11 @@ def run_fit(*, log: Path, out: OutOption, pool: str, group: GroupOption, allow_p
             max_num_batched_tokens=spec.max_num_batched_tokens,
         ),
         name=f"{spec.engine}, fitted",
-        source=f"fitted to {log.name}",
+        source=f"fitted to {options.log.name}",
         work_us=found.work_us,
     )
-    title = f"fitted to {found.fitted} requests of {log.name} on {len(runs)} ranks of {spec.engine}"
-    write_profile(profile, "\n".join([title, *_lines(found), *left_out]), out)
+    title = f"fitted to {found.fitted} requests of {options.log.name} on {len(runs)} ranks of {spec.engine}"
+    write_profile(profile, "\n".join([title, *_lines(found), *left_out]), options.out)
 
 
 async def _read(recording: Recording, on_progress: OnProgress, custom: CustomPolicies) -> ObservedHistory:
@@ -73,7 +72,7 @@ async def _read(recording: Recording, on_progress: OnProgress, custom: CustomPol
         history = await observe_history(log, partition, on_progress, custom)
     if history.divergence is not None:
         where = f"history diverges at journal offset {history.divergence.offset}: {history.divergence.reason}"
-        raise Unusable(f"{where}; run `forebay replay verify` for details")
+        raise Unusable(f"{where}; run `forebay verify` for details")
     return history
 
 

@@ -1,14 +1,14 @@
 """Options shared by `forebay simulate` and `forebay sweep`: the fleet, the workload's shape and the policies."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-import typer
 
+from forebay.cli.common.options import Argument, Option
 from forebay.cli.policies.allowed import AllowPolicyOption, require_policy
 from forebay.events.control import DisaggConfig, RouterConfig
 from forebay.events.names import unknown_name
@@ -52,13 +52,14 @@ AS_CONFIGURED = "as configured"
 LIFE = ("cold_start_s", "lease_ttl_s")
 TRANSFER = ("kv_bytes_per_token", "kv_transfer_bandwidth", "kv_transfer_latency_us")
 SIZES = ("block_size", "kv_blocks", "max_num_seqs", "max_num_batched_tokens")
+TIERS = ("host", "disk", "store")
 OF_POOLS = ("workers", "prefill_workers", "decode_workers", "engine_profile", *SIZES)
 FAULT = re.compile(r"faults\[(?P<at>\d+)\]")
 DEATH = re.compile(r"(?P<worker>.+)@(?P<at>\d+(\.\d+)?)(\+(?P<back>\d+(\.\d+)?))?", re.ASCII)
 
 Tier = TypeVar("Tier", bound=TierModel)
 
-WORKLOAD = typer.Argument(
+WORKLOAD = Argument(
     metavar="WORKLOAD",
     help="A file, or synthetic:SETTINGS. See docs/workloads.md.",
 )
@@ -66,19 +67,17 @@ WorkloadArgument = Annotated[str, WORKLOAD]
 OptionalWorkloadArgument = Annotated[str | None, WORKLOAD]
 PoliciesOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--policy", help="Policy as NAME or NAME:setting=value,…. Repeatable.", show_default=", ".join(POLICIES)
-    ),
+    Option("--policy", help="Policy as NAME or NAME:setting=value,…. Repeatable.", default_text=", ".join(POLICIES)),
 ]
 SloOption = Annotated[
     str | None,
-    typer.Option(help="Objectives per request in ms: one or more of ttft=500,itl=20,e2e=9000."),
+    Option(help="Objectives per request in ms: one or more of ttft=500,itl=20,e2e=9000."),
 ]
 AttainOption = Annotated[
     float | None,
-    typer.Option(min=0.0, max=1.0, help="Required SLO attainment, as a share of requests; exit 1 if it is missed."),
+    Option(min=0.0, max=1.0, help="Required SLO attainment, as a share of requests; exit 1 if it is missed."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+JsonOption = Annotated[bool, Option("--json", help="Print one JSON object on stdout.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,126 +85,121 @@ class FleetOptions:
     """Options of the simulated fleet. A size that is None comes from the engine profile or from `engine_config`."""
 
     workers: Annotated[
-        int | None, typer.Option(min=1, max=WORKERS_MAX, help="Number of workers.", show_default=str(WORKERS))
+        int | None, Option(min=1, max=WORKERS_MAX, help="Number of workers.", default_text=str(WORKERS))
     ] = None
     prefill_workers: Annotated[
         int | None,
-        typer.Option(min=0, max=WORKERS_MAX, help="Number of prefill workers. Requires --decode-workers."),
+        Option(min=0, max=WORKERS_MAX, help="Number of prefill workers. Requires --decode-workers."),
     ] = None
     decode_workers: Annotated[
         int | None,
-        typer.Option(min=1, max=WORKERS_MAX, help="Number of decode workers. Requires --prefill-workers."),
+        Option(min=1, max=WORKERS_MAX, help="Number of decode workers. Requires --prefill-workers."),
     ] = None
     file: Annotated[
         Path | None,
-        typer.Option("--fleet", help="Fleet file: TOML with pools, kinds of workers, delays and failures."),
+        Option("--fleet", help="Fleet file: TOML with pools, kinds of workers, delays and failures."),
     ] = None
     engine_profile: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Engine profile with step times and sizes: mocker, or the path of a profile file.",
-            show_default=MOCKER,
+            default_text=MOCKER,
         ),
     ] = None
-    block_size: Annotated[
-        int | None, typer.Option(min=1, max=SIZE_MAX, help="Tokens per KV block.", show_default="64")
-    ] = None
+    block_size: Annotated[int | None, Option(min=1, max=SIZE_MAX, help="Tokens per KV block.", default_text="64")] = (
+        None
+    )
     kv_blocks: Annotated[
-        int | None, typer.Option(min=1, max=SIZE_MAX, help="KV blocks per worker.", show_default="16384")
+        int | None, Option(min=1, max=SIZE_MAX, help="KV blocks per worker.", default_text="16384")
     ] = None
     max_num_seqs: Annotated[
-        int | None, typer.Option(min=1, max=SIZE_MAX, help="Running sequences per worker.", show_default="256")
+        int | None, Option(min=1, max=SIZE_MAX, help="Running sequences per worker.", default_text="256")
     ] = None
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(min=1, max=SIZE_MAX, help="Tokens per engine step.", show_default="8192")
+        int | None, Option(min=1, max=SIZE_MAX, help="Tokens per engine step.", default_text="8192")
     ] = None
     delays: Annotated[
         str | None,
-        typer.Option(help=f"Latencies between the processes: {', '.join(DELAYS)}.", show_default="none"),
+        Option(help=f"Latencies between the processes: {', '.join(DELAYS)}.", default_text="none"),
     ] = None
     kill: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="WORKER@S[+S]", help="Kill WORKER at second S, and start a replacement S seconds later. Repeatable."
         ),
     ] = None
     cold_start_s: Annotated[
         float | None,
-        typer.Option(min=0, max=TIME_S_MAX, help="Seconds from a worker's start until ready.", show_default="0"),
+        Option(min=0, max=TIME_S_MAX, help="Seconds from a worker's start until ready.", default_text="0"),
     ] = None
     lease_ttl_s: Annotated[
         float | None,
-        typer.Option(
+        Option(
             min=0,
             max=TIME_S_MAX,
             help="Seconds from the death of a worker until the router declares it lost.",
-            show_default="3",
+            default_text="3",
         ),
     ] = None
     kv_bytes_per_token: Annotated[
         int | None,
-        typer.Option(
+        Option(
             min=1,
             max=KV_BYTES_MAX,
             help="Bytes of KV per token, for KV transfers.",
-            show_default=str(Transfer().kv_bytes_per_token),
+            default_text=str(Transfer().kv_bytes_per_token),
         ),
     ] = None
     kv_transfer_bandwidth: Annotated[
         float | None,
-        typer.Option(
+        Option(
             min=0,
             max=BANDWIDTH_MAX,
             help="GB per second of each worker's link; 0 for instant transfers.",
-            show_default=str(Transfer().kv_transfer_bandwidth),
+            default_text=str(Transfer().kv_transfer_bandwidth),
         ),
     ] = None
     kv_transfer_latency_us: Annotated[
         int | None,
-        typer.Option(min=0, max=TIME_US_MAX, help="Latency of a KV transfer in microseconds.", show_default="0"),
+        Option(min=0, max=TIME_US_MAX, help="Latency of a KV transfer in microseconds.", default_text="0"),
     ] = None
-    kv_host_size: Annotated[
-        str | None, typer.Option(help="Host memory for KV per worker, as in 64GB or 4096blocks.", show_default="none")
+    kv_tier: Annotated[
+        list[str] | None,
+        Option(
+            metavar="KIND:size=SIZE",
+            help="Tier for KV: host or disk per worker, or store per model, as host:size=64GB or host:size=4096blocks;"
+            " size 0 is no tier. Repeatable.",
+        ),
     ] = None
-    kv_disk_size: Annotated[
-        str | None, typer.Option(help="Disk for KV per worker, as in 1TB.", show_default="none")
-    ] = None
-    kv_store_size: Annotated[
-        str | None, typer.Option(help="Shared store for KV per model, as in 10TB.", show_default="none")
-    ] = None
-    timeout_s: Annotated[float, typer.Option(min=0.001, max=TIMEOUT_S_MAX, help="Timeout of a request in seconds.")] = (
+    timeout_s: Annotated[float, Option(min=0.001, max=TIMEOUT_S_MAX, help="Timeout of a request in seconds.")] = (
         TIMEOUT_S_MAX
     )
-    seed: Annotated[int, typer.Option(min=0, max=INT_MAX, help="Random seed for sampling and tie-breaking.")] = 0
+    seed: Annotated[int, Option(min=0, max=INT_MAX, help="Random seed for sampling and tie-breaking.")] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeOptions:
     """Options that transform the workload before it is played."""
 
-    speed: Annotated[
-        float, typer.Option(min=0.001, max=1e6, help="Divide the times between arrivals by this number.")
-    ] = 1.0
+    speed: Annotated[float, Option(min=0.001, max=1e6, help="Divide the times between arrivals by this number.")] = 1.0
     duration_s: Annotated[
-        float | None, typer.Option(min=0.001, max=TIME_S_MAX, help="Play only the first SECONDS of the workload.")
+        float | None, Option(min=0.001, max=TIME_S_MAX, help="Play only the first SECONDS of the workload.")
     ] = None
-    requests: Annotated[int | None, typer.Option(min=1, help="Play only the first N requests.")] = None
+    requests: Annotated[int | None, Option(min=1, help="Play only the first N requests.")] = None
     prefix_multiplier: Annotated[
-        float, typer.Option(min=0.001, max=1e3, help="Multiply the lengths of shared prefixes by this number.")
+        float, Option(min=0.001, max=1e3, help="Multiply the lengths of shared prefixes by this number.")
     ] = 1.0
-    prefix_roots: Annotated[int, typer.Option(min=1, max=1 << 20, help="Make N copies of the shared prefixes.")] = 1
+    prefix_roots: Annotated[int, Option(min=1, max=1 << 20, help="Make N copies of the shared prefixes.")] = 1
     prompt_multiplier: Annotated[
         float,
-        typer.Option(min=0.001, max=1e3, help="Multiply the lengths of the unshared parts of prompts by this number."),
+        Option(min=0.001, max=1e3, help="Multiply the lengths of the unshared parts of prompts by this number."),
     ] = 1.0
     columns: Annotated[
         str | None,
-        typer.Option(
-            metavar="FIELD=NAME,…", help="Columns of a table: time, prompt, output; optionally session, model."
-        ),
+        Option(metavar="FIELD=NAME,…", help="Columns of a table: time, prompt, output; optionally session, model."),
     ] = None
     skip_bad_rows: Annotated[
-        bool, typer.Option("--skip-bad-rows", help="Skip and count unusable rows instead of failing.")
+        bool, Option("--skip-bad-rows", help="Skip and count unusable rows instead of failing.")
     ] = False
 
 
@@ -215,15 +209,15 @@ class AgainstOptions:
 
     against: Annotated[
         Path | None,
-        typer.Option(help="Simulate this recording with its own fleet and requests, and report the error."),
+        Option(help="Simulate this recording with its own fleet and requests, and report the error."),
     ] = None
     speedup: Annotated[
         float,
-        typer.Option(min=1e-6, max=1e6, help="With --against: `forebay up --speedup` of the recorded mock engines."),
+        Option(min=1e-6, max=1e6, help="With --against: `forebay up --speedup` of the recorded mock engines."),
     ] = 1.0
     fail_above: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="With --against: exit 1 if an error exceeds its bound: ttft=10,itl=15,e2e=10 (% of p50 and p90), "
             "reuse=1 (percentage points), load=5 (%)."
         ),
@@ -253,7 +247,7 @@ def settings_of(fleet: FleetOptions) -> Settings:
         timeout_s=fleet.timeout_s,
         seed=fleet.seed,
     )
-    settings = _with_tier_sizes(settings, fleet.kv_host_size, fleet.kv_disk_size, fleet.kv_store_size)
+    settings = _with_tier_sizes(settings, _tier_sizes(fleet))
     try:
         validate_settings(settings)
     except SettingsUnusable as error:
@@ -438,54 +432,63 @@ def _flag(where: str, fleet: FleetOptions, faults: int) -> str:
     name = where.rpartition(".")[2]
     if name in LIFE:
         return f"--{name.replace('_', '-')}"
-    if where.startswith("tiers.") and getattr(fleet, f"kv_{name}_size") is not None:
-        return f"--kv-{name}-size"
+    if where.startswith("tiers.") and name in _tier_sizes(fleet):
+        return f"--kv-tier {name}"
     if where.startswith("tiers."):
         return f"{fleet.file or fleet.engine_profile}: {where}"
     return f"{fleet.file or ('--workers' if fleet.decode_workers is None else '--decode-workers')}: {where}"
 
 
-def _with_tier_sizes(settings: Settings, host: str | None, disk: str | None, store: str | None) -> Settings:
-    """Return settings with other sizes of the tiers. None leaves a size unchanged; other properties stay as they are.
+def _tier_sizes(fleet: FleetOptions) -> dict[str, str]:
+    """Return the sizes that the options give, by kind of tier. Later options override earlier ones."""
+    sizes = {}
+    for text in fleet.kv_tier or ():
+        kind, _, size = text.partition(":size=")
+        if kind not in TIERS:
+            raise ValueError(f"--kv-tier {text}: {unknown_name('kind of tier', kind, TIERS)}")
+        sizes[kind] = size
+    return sizes
+
+
+def _with_tier_sizes(settings: Settings, sizes: Mapping[str, str]) -> Settings:
+    """Return settings with other sizes of the tiers. Other properties stay as they are.
 
     Raises:
         ValueError: a size is invalid; the text names the option.
     """
-    if host is disk is store is None:
+    if not sizes:
         return settings
     tiers = settings.tiers or FleetTiers()
     tiers = msgspec.structs.replace(
         tiers,
-        host=_sized("--kv-host-size", HostTier, tiers.host, host),
-        disk=_sized("--kv-disk-size", DiskTier, tiers.disk, disk),
-        store=_sized("--kv-store-size", StoreTier, tiers.store, store),
+        host=_sized("host", HostTier, tiers.host, sizes),
+        disk=_sized("disk", DiskTier, tiers.disk, sizes),
+        store=_sized("store", StoreTier, tiers.store, sizes),
     )
     pools = tuple(
         msgspec.structs.replace(
             pool,
-            groups=tuple(
-                msgspec.structs.replace(group, tiers=_own_tiers(group.tiers, host, disk)) for group in pool.groups
-            ),
+            groups=tuple(msgspec.structs.replace(group, tiers=_own_tiers(group.tiers, sizes)) for group in pool.groups),
         )
         for pool in settings.pools
     )
     return msgspec.structs.replace(settings, pools=tuple(pools), tiers=tiers)
 
 
-def _own_tiers(tiers: WorkerTiers | None, host: str | None, disk: str | None) -> WorkerTiers | None:
+def _own_tiers(tiers: WorkerTiers | None, sizes: Mapping[str, str]) -> WorkerTiers | None:
     """Return the tiers of an engine profile with the sizes of the options."""
     if tiers is None:
         return None
     return WorkerTiers(
-        host=tiers.host and _sized("--kv-host-size", HostTier, tiers.host, host),
-        disk=tiers.disk and _sized("--kv-disk-size", DiskTier, tiers.disk, disk),
+        host=tiers.host and _sized("host", HostTier, tiers.host, sizes),
+        disk=tiers.disk and _sized("disk", DiskTier, tiers.disk, sizes),
     )
 
 
-def _sized(option: str, kind: Callable[..., Tier], tier: Tier | None, size: str | None) -> Tier | None:
-    if size is None:
+def _sized(name: str, kind: Callable[..., Tier], tier: Tier | None, sizes: Mapping[str, str]) -> Tier | None:
+    if name not in sizes:
         return tier
     try:
-        return kind(size=size) if tier is None else msgspec.structs.replace(tier, size=size)
+        return kind(size=sizes[name]) if tier is None else msgspec.structs.replace(tier, size=sizes[name])
     except ValueError as error:
-        raise ValueError(f"{option}: {error}") from None
+        raise ValueError(f"--kv-tier {name}: {error}") from None

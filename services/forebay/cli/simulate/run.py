@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import typer
+import click
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -20,16 +20,12 @@ from forebay.cli.common.errors import BROKEN, complain, fail
 from forebay.cli.common.survey import print_survey, survey_lines
 from forebay.cli.common.terminal import in_markup, printable, results
 from forebay.cli.planner.planner_file import PlannerFile
+from forebay.cli.simulate.command import SimulateCommand
 from forebay.cli.simulate.options import (
     US_PER_S,
     AgainstOptions,
-    AttainOption,
     FleetOptions,
-    JsonOption,
-    OptionalWorkloadArgument,
-    PoliciesOption,
     ShapeOptions,
-    SloOption,
     policies_of,
     require_disaggregation,
     require_routers,
@@ -56,46 +52,36 @@ TIMES = {"ttft_ms": ".0f", "itl_ms": ".1f", "e2e_ms": ".0f"}
 FAILURES_PRINTED = 5
 
 
-def run_simulate(
-    *,
-    fleet: FleetOptions,
-    shape: ShapeOptions,
-    recorded: AgainstOptions,
-    workload: OptionalWorkloadArgument,
-    policies: PoliciesOption,
-    slo: SloOption,
-    attain: AttainOption,
-    planner: Path | None,
-    report: Path | None,
-    json: JsonOption,
-) -> None:
+def run_simulate(options: SimulateCommand) -> None:
     """Run `forebay simulate`. command.py documents its options."""
-    if recorded.against is not None:
+    if options.recorded.against is not None:
         from forebay.cli.simulate.against import compare_with_recording  # noqa: PLC0415 - takes 0.5 s, rarely needed
 
         others = {
-            "a workload": workload is not None,
-            "--policy": policies is not None,
-            "--slo": slo is not None,
-            "--attain": attain is not None,
-            "--planner": planner is not None,
-            "--report": report is not None,
+            "a workload": options.workload is not None,
+            "--policy": options.policies is not None,
+            "--slo": options.slo is not None,
+            "--attain": options.attain is not None,
+            "--planner": options.planner is not None,
+            "--report": options.report is not None,
         }
-        compare_with_recording(recorded, fleet, shape, others, json=json)
+        compare_with_recording(options.recorded, options.fleet, options.shape, others, json=options.json)
         return
-    if not workload:
+    if not options.workload:
         fail("no workload given; give one, or a recording with --against")
-    if recorded != AgainstOptions():
+    if options.recorded != AgainstOptions():
         fail("--speedup, --fail-above and --allow-policy require --against")
-    if report is not None:
-        require_report(report)
+    if options.report is not None:
+        require_report(options.report)
     began_s = time.monotonic()
-    plan = _plan(workload, fleet, shape, policies, (slo, attain), planner)
-    runs = _run_jobs(plan, whole=report is not None)
+    plan = _plan(
+        options.workload, options.fleet, options.shape, options.policies, (options.slo, options.attain), options.planner
+    )
+    runs = _run_jobs(plan, whole=options.report is not None)
     took_s = time.monotonic() - began_s
     result = _result(plan, runs)
-    if json:
-        typer.echo(jsonlib.dumps(result))
+    if options.json:
+        click.echo(jsonlib.dumps(result))
     else:
         _show(plan, result)
     print_survey(plan.survey)
@@ -103,15 +89,17 @@ def run_simulate(
         complain(note)
     counted = f"{plan.survey.requests} requests under {len(runs)} {'policy' if len(runs) == 1 else 'policies'}"
     Console(stderr=True).print(f"{counted} in {took_s:.1f} s", highlight=False)
-    if report is not None:
+    if options.report is not None:
         notes = list(survey_lines(plan.survey))
-        write_report(report, runs, workload=plan.name, slo=plan.slo, digest=result["digest"], survey_notes=notes)
-    least = attain or 0.0
+        write_report(
+            options.report, runs, workload=plan.name, slo=plan.slo, digest=result["digest"], survey_notes=notes
+        )
+    least = options.attain or 0.0
     short = [one for one in runs if least and one.summary["attained"] < least]
     for one in short:
         complain(f"{one.name}: SLO attainment {100 * one.summary['attained']:.6g}% is below --attain {100 * least:g}%")
     if short or any(one.summary["failed"] for one in runs):
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +172,7 @@ def _run_jobs(plan: _Plan, *, whole: bool) -> list[SimulationRun]:
     for one in ended:
         if isinstance(one, WorkloadUnusable | BrokenProcessPool):
             complain(reason(one))
-            raise typer.Exit(BROKEN)
+            raise click.exceptions.Exit(BROKEN)
         if isinstance(one, Exception):
             raise one
         runs.append(one)
@@ -284,9 +272,9 @@ def _show(plan: _Plan, result: Mapping[str, Any]) -> None:
         results().print(_tier_table(result["policies"]))
     for name, one in result["policies"].items():
         if "planner" in one:
-            typer.echo(f"{name}: {_scaled(one)}")
+            click.echo(f"{name}: {_scaled(one)}")
         for failure in one["failures"][:FAILURES_PRINTED]:
-            typer.echo(f"{name}: request {failure['request']} failed: {printable(failure['reason'])}")
+            click.echo(f"{name}: request {failure['request']} failed: {printable(failure['reason'])}")
         if one["failed"] > FAILURES_PRINTED:
-            typer.echo(f"{name}: and {one['failed'] - FAILURES_PRINTED} more")
-    typer.echo(f"digest of all decisions, equal for equal runs: {result['digest']}")
+            click.echo(f"{name}: and {one['failed'] - FAILURES_PRINTED} more")
+    click.echo(f"digest of all decisions, equal for equal runs: {result['digest']}")

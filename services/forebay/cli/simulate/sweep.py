@@ -7,20 +7,14 @@ from functools import partial
 from hashlib import sha256
 from typing import Any
 
+import click
 import msgspec
-import typer
 from rich.console import Console
 
 from forebay.cli.common.errors import complain, fail
 from forebay.cli.common.survey import print_survey
+from forebay.cli.simulate.command import SweepCommand
 from forebay.cli.simulate.options import (
-    AttainOption,
-    FleetOptions,
-    JsonOption,
-    PoliciesOption,
-    ShapeOptions,
-    SloOption,
-    WorkloadArgument,
     policies_of,
     require_disaggregation,
     require_routers,
@@ -51,34 +45,31 @@ OF_SLO = ("attained", "goodput_per_s")
 Metrics = dict[str, Any]
 
 
-def run_sweep(
-    *,
-    workload: WorkloadArgument,
-    fleet: FleetOptions,
-    shape: ShapeOptions,
-    sets: list[str] | None,
-    policies: PoliciesOption,
-    slo: SloOption,
-    attain: AttainOption,
-    find_capacity: bool,
-    objectives: list[str] | None,
-    json: JsonOption,
-) -> None:
+def run_sweep(options: SweepCommand) -> None:
     """Run `forebay sweep`. sweep_command.py documents its options."""
     try:
-        objectives_slo = slo_of(slo, attain)
-        wanted = _objectives(objectives, objectives_slo, find_capacity)
-        settings = settings_of(fleet)
-        todo = combinations(policies_of(policies, settings), axes_of(sets or ()), fleet, shape)
+        objectives_slo = slo_of(options.slo, options.attain)
+        wanted = _objectives(options.objectives, objectives_slo, options.find_capacity)
+        settings = settings_of(options.fleet)
+        todo = combinations(
+            policies_of(options.policies, settings), axes_of(options.sets or ()), options.fleet, options.shape
+        )
         require_routers([one.router for one in todo], settings.pools)
         for combination in todo:
             require_disaggregation(combination.name, combination.router, combination.fleet.pools)
-        jobs, survey, name = _jobs(workload, todo, find_capacity)
-        base = settings_json(settings, workload_options(shape, fleet.seed, models=settings.models), name)
+        jobs, survey, name = _jobs(options.workload, todo, options.find_capacity)
+        base = settings_json(
+            settings, workload_options(options.shape, options.fleet.seed, models=settings.models), name
+        )
     except (WorkloadUnusable, Unusable, ValueError) as error:
         fail(str(error))
     began_s = time.monotonic()
-    ended = run_all([_work(job, objectives_slo, ATTAIN if attain is None else attain, find_capacity) for job in jobs])
+    ended = run_all(
+        [
+            _work(job, objectives_slo, ATTAIN if options.attain is None else options.attain, options.find_capacity)
+            for job in jobs
+        ]
+    )
     runs, dead = _runs(todo, jobs, ended, wanted)
     result = {
         "runs": runs,
@@ -87,18 +78,18 @@ def run_sweep(
         "digest": sha256("".join(one["digest"] for one in runs).encode()).hexdigest(),
         "skipped": survey.skipped,
         "notes": survey.notes,
-        "settings": {**base, "slo": to_json(objectives_slo), "attain": attain},
+        "settings": {**base, "slo": to_json(objectives_slo), "attain": options.attain},
     }
-    if json:
-        typer.echo(jsonlib.dumps(result))
+    if options.json:
+        click.echo(jsonlib.dumps(result))
     else:
         show(name, result)
     print_survey(survey)
     for failed in dead:
         complain(f"{failed['name']}: {failed['error']}")
     Console(stderr=True).print(f"{len(todo)} runs in {time.monotonic() - began_s:.1f} s", highlight=False)
-    if dead or not _succeeded(runs, attain, find_capacity):
-        raise typer.Exit(1)
+    if dead or not _succeeded(runs, options.attain, options.find_capacity):
+        raise click.exceptions.Exit(1)
 
 
 def _objectives(given: Sequence[str] | None, slo: Slo | None, find_capacity: bool) -> list[str]:

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
-from typing import Any, get_args
+from typing import Any
 
+import click
 import msgspec
 
-from forebay.cli.common.option_groups import options_of
-from forebay.cli.simulate.options import AS_CONFIGURED, FleetOptions, ShapeOptions, router_of, settings_of
+from forebay.cli.common.options import CliOption, Number, parameters_of
+from forebay.cli.simulate.options import AS_CONFIGURED, TIERS, FleetOptions, ShapeOptions, router_of, settings_of
 from forebay.core.routing.policies import BUILT_IN
 from forebay.events.control import RouterConfig
 from forebay.events.names import unknown_name
@@ -38,19 +39,15 @@ COST_SETTINGS = (
 BLIND_MODES = frozenset(BUILT_IN) - {"kv"}
 
 
-def _scalars(group: type[Any]) -> dict[str, tuple[type[Any], Any]]:
-    """Return type and typer bounds of each option of a group that is a single number or word."""
-    found: dict[str, tuple[type[Any], Any]] = {}
-    for name, option in options_of(group).items():
-        kind, bounds = get_args(option.annotation)
-        kinds = [one for one in (get_args(kind) or (kind,)) if one in (int, float, str)]
-        if kinds:
-            found[name] = (kinds[0], bounds)
-    return found
+def _scalars(group: type[Any]) -> dict[str, CliOption]:
+    """Return the options of a group that are a single number or word, by the name of their field."""
+    found = (one for one in parameters_of(group) if isinstance(one, CliOption))
+    return {one.name or "": one for one in found if not one.multiple and not one.is_flag and one.type.name != "path"}
 
 
 OF_FLEET = _scalars(FleetOptions)
 OF_SHAPE = _scalars(ShapeOptions)
+TIER_SIZES = {f"kv_{tier}_size": tier for tier in TIERS}  # sizes of `--kv-tier`
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,30 +179,30 @@ def _vary(parts: _Parts, name: str, value: str) -> None:
     if name in ROUTER_SETTINGS:
         parts.router.append(f"{name}={value}")
     elif name in OF_FLEET:
-        parts.fleet = replace(parts.fleet, **{name: _converted(name, value, *OF_FLEET[name])})
+        parts.fleet = replace(parts.fleet, **{name: _converted(name, value, OF_FLEET[name])})
+    elif name in TIER_SIZES:
+        more = f"{TIER_SIZES[name]}:size={value}"
+        parts.fleet = replace(parts.fleet, kv_tier=[*(parts.fleet.kv_tier or ()), more])
     elif name in OF_SHAPE:
-        parts.shape = replace(parts.shape, **{name: _converted(name, value, *OF_SHAPE[name])})
+        parts.shape = replace(parts.shape, **{name: _converted(name, value, OF_SHAPE[name])})
     else:
         parts.pools.append((name, value))
 
 
-def _converted(name: str, text: str, kind: type[Any], bounds: Any = None) -> Any:
+def _converted(name: str, text: str, option: CliOption) -> Any:
+    if not isinstance(option.type, Number):
+        return text
     try:
-        value = msgspec.convert(text, kind, strict=False)
-    except msgspec.ValidationError:
-        raise ValueError(f"--set {name}={text}: expected type {kind.__name__}; separate values by commas") from None
-    low, high = getattr(bounds, "min", None), getattr(bounds, "max", None)
-    if (low is not None and not value >= low) or (high is not None and not value <= high):
-        limits = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"--set {name}={text}: must be {limits}")
-    return value
+        return option.type.convert(text, None, None)
+    except click.BadParameter as error:
+        raise ValueError(f"--set {name}={text}: {error.message}; separate values by commas") from None
 
 
 def _require_known(name: str, text: str) -> None:
-    if name in ROUTER_SETTINGS or name in OF_FLEET or name in OF_SHAPE:
+    if name in (*ROUTER_SETTINGS, *OF_FLEET, *TIER_SIZES, *OF_SHAPE):
         return
     pool = POOL_SETTING.fullmatch(name)
-    known = sorted({*ROUTER_SETTINGS, *OF_FLEET, *OF_SHAPE})
+    known = sorted({*ROUTER_SETTINGS, *OF_FLEET, *TIER_SIZES, *OF_SHAPE})
     if pool is None:
         raise ValueError(f"--set {text}: {unknown_name('setting', name, known)}")
     if pool["size"] not in POOL_SIZES:
@@ -229,7 +226,7 @@ def _resized(settings: Settings, name: str, text: str) -> Settings:
         raise ValueError(f"--set {name}: pool {pool.name!r} has {len(pool.groups)} worker groups, counted from 0")
     groups = list(pool.groups)
     size = match["size"]
-    groups[number] = _resized_group(groups[number], name, size, _converted(name, text, *OF_FLEET[size]))
+    groups[number] = _resized_group(groups[number], name, size, _converted(name, text, OF_FLEET[size]))
     return msgspec.structs.replace(
         settings,
         pools=tuple(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import typer
+import click
 from rich.box import SIMPLE
 from rich.table import Table
 
@@ -43,8 +43,8 @@ def show(name: str, result: Metrics) -> None:
         table.add_row(*map(in_markup, cells))
     results().print(table)
     for line in _summary_lines(result, searched):
-        typer.echo(printable(line))
-    typer.echo(f"digest of all decisions, equal for equal runs: {result['digest']}")
+        click.echo(printable(line))
+    click.echo(f"digest of all decisions, equal for equal runs: {result['digest']}")
 
 
 def attaining(runs: Sequence[Metrics], dead: Sequence[Metrics], attain: float) -> dict[str, list[Metrics]]:

@@ -5,8 +5,8 @@ import json as jsonlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import click
 import msgspec
-import typer
 from rich.box import SIMPLE
 from rich.progress import MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -14,7 +14,8 @@ from rich.table import Table
 from forebay.cli.common.errors import fail
 from forebay.cli.common.survey import print_survey
 from forebay.cli.common.terminal import bar, in_markup, results
-from forebay.cli.simulate.options import JsonOption, ShapeOptions, workload_options
+from forebay.cli.simulate.command import WorkloadConvertCommand, WorkloadShowCommand
+from forebay.cli.simulate.options import workload_options
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import Turn, Workload, WorkloadOptions, WorkloadUnusable
 from forebay.simulate.workloads.rows import WorkloadHeader, encode_workload
@@ -25,41 +26,41 @@ SPREADS = ("prompt_tokens", "output_tokens", "delay_s")
 SHOWN = ("mean", "p50", "p90", "p99", "max")
 
 
-def run_show(*, name: str, shape: ShapeOptions, seed: int, json: JsonOption) -> None:
+def run_show(options: WorkloadShowCommand) -> None:
     """Run `forebay workload show`. workload_command.py documents its options."""
     with _explained():
-        workload = open_workload(name, workload_options(shape, seed, models=MODELS))
+        workload = open_workload(options.workload, workload_options(options.shape, options.seed, models=MODELS))
         survey = workload.survey()
         found = workload_statistics(_watched(workload, survey.requests, "read"), workload.block_tokens)
     print_survey(survey)
-    if json:
+    if options.json:
         output = {"name": workload.name, "block_tokens": workload.block_tokens, **msgspec.to_builtins(found)}
-        typer.echo(jsonlib.dumps({**output, "skipped": survey.skipped}))
+        click.echo(jsonlib.dumps({**output, "skipped": survey.skipped}))
     else:
         _show(workload.name, found)
 
 
-def run_convert(*, name: str, out: Path, shape: ShapeOptions, seed: int) -> None:
+def run_convert(options: WorkloadConvertCommand) -> None:
     """Run `forebay workload convert`. workload_command.py documents its options."""
-    options = workload_options(shape, seed, models=MODELS)
-    if out.exists() and not out.is_file():  # replacing a device would turn it into a file
-        fail(f"{out}: is not a regular file; choose another name")
+    shape = workload_options(options.shape, options.seed, models=MODELS)
+    if options.out.exists() and not options.out.is_file():  # replacing a device would turn it into a file
+        fail(f"{options.out}: is not a regular file; choose another name")
     with _explained():
-        workload = open_workload(name, options)
+        workload = open_workload(options.workload, shape)
         survey = workload.survey()
         # The header has no name, so that tables show the current name of the file.
-        header = WorkloadHeader(block_tokens=workload.block_tokens, source=_source(name, options))
-        part = out.with_name(f"{out.name}.part")
+        header = WorkloadHeader(block_tokens=workload.block_tokens, source=_source(options.workload, shape))
+        part = options.out.with_name(f"{options.out.name}.part")
         try:
             with part.open("wb") as file:
                 file.writelines(encode_workload(_watched(workload, survey.requests, "written"), header))
-            part.replace(out)
+            part.replace(options.out)
         except OSError as error:
-            fail(f"{out}: cannot be written ({error.strerror})")
+            fail(f"{options.out}: cannot be written ({error.strerror})")
         finally:
             part.unlink(missing_ok=True)
     print_survey(survey)
-    typer.echo(f"{out}: {survey.requests} requests", err=True)
+    click.echo(f"{options.out}: {survey.requests} requests", err=True)
 
 
 @contextlib.contextmanager

@@ -6,15 +6,17 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-import typer
+import click
 import uvloop
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from forebay.cli.common.errors import complain, fail
+from forebay.cli.common.api_key import client_headers
+from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.survey import print_survey
 from forebay.cli.common.terminal import bar, results
 from forebay.cli.trace.client import NoSystem, TraceOutcome, play
+from forebay.cli.trace.command import URL, TraceCommand
 from forebay.simulate.outcome import percentiles
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import WorkloadOptions, WorkloadUnusable
@@ -23,24 +25,14 @@ WORKING = ("aggregated", "prefill", "decode")
 SIGNALLED = 128  # a shell adds the number of the signal
 
 
-def run_trace(
-    workload: str,
-    options: WorkloadOptions,
-    urls: list[str],
-    headers: dict[str, str],
-    concurrency_max: int,
-    *,
-    json: bool,
-) -> None:
-    """Play a workload, print the results and end the command.
-
-    Args:
-        urls: URLs of the system, which share the requests.
-        concurrency_max: maximum number of requests in flight.
-        json: print one JSON object instead of tables.
-    """
+def run_trace(command: TraceCommand) -> None:
+    with explained():
+        headers = client_headers(command.api_key)
+    options = WorkloadOptions(speed=command.speed, duration_s=command.duration_s, skip_bad_rows=command.skip_bad_rows)
+    urls = [one.rstrip("/") for one in command.url or [URL]]
+    concurrency_max = command.max_concurrency
     try:
-        todo = open_workload(workload, options)
+        todo = open_workload(command.workload, options)
         survey = todo.survey()
     except WorkloadUnusable as error:
         fail(str(error))
@@ -54,16 +46,16 @@ def run_trace(
             fail(str(error))
     print_survey(survey)
     summary = summarise(outcome, survey.requests, concurrency_max)
-    if json:
-        typer.echo(jsonlib.dumps(summary))
+    if command.json:
+        click.echo(jsonlib.dumps(summary))
     else:
         _show(summary)
     for warning in summary["warnings"]:
         complain(f"warning: {warning}")
     if outcome.interrupted:
-        raise typer.Exit(SIGNALLED + outcome.interrupted)
+        raise click.exceptions.Exit(SIGNALLED + outcome.interrupted)
     if summary["failed"] or summary["answered_again"]:
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
 def summarise(outcome: TraceOutcome, total: int, concurrency_max: int) -> dict[str, Any]:

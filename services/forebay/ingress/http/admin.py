@@ -232,7 +232,7 @@ def _add_settings(router: APIRouter, ingress: GroupClient) -> None:
 def _token_check(token: str) -> Callable[..., Awaitable[None]]:
     """Return a dependency that raises ApiError for a request without this token."""
     expected = token.encode()
-    bearer = HTTPBearer(auto_error=False, description="The token in --admin-token-file or FOREBAY_ADMIN_TOKEN.")
+    bearer = HTTPBearer(auto_error=False, description="The token in --token-file or FOREBAY_ADMIN_TOKEN.")
 
     async def require_token(given: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]) -> None:
         if given is None:

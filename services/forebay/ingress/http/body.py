@@ -13,10 +13,9 @@ from starlette.requests import ClientDisconnect, Request
 from forebay import runtime
 from forebay.events.request_ids import NUMBER_BYTES, http_request_id
 from forebay.ingress.errors import ApiError, invalid
+from forebay.ingress.http import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
 from forebay.ingress.openai.requests import REQUEST_ID
 
-TEXT_BYTES_MAX = 4 << 20  # a megatoken of English text
-MEDIA_BYTES_MAX = 48 << 20  # far above 8 MiB of media in base64: the error of a larger image then names the image
 SMALL_BYTES = 64 << 10  # smaller bodies do not count, because the number of connections limits their total
 # Decoding holds the interpreter, so a thread would not help other requests. 200,000 values take about 0.1 s.
 VALUES_MAX = 200_000

@@ -274,7 +274,7 @@ class ProcessActuator:
         try:
             self._directory.write(record)
             worker.process = start_process(
-                [*self._pools[_key(record)].command, "--worker-id", record.worker_id],
+                [*self._pools[_key(record)].command, "--id", record.worker_id],
                 record=self._directory.process(record),
                 output=self._directory.output(record),
                 lock=self._directory.lock,

@@ -1,7 +1,7 @@
 """Results of planning a routing decision, before the decision is booked.
 
 `forebay.core.routing.planner` reads the world and returns them. `forebay.core.execute` applies them. The journal and
-`replay explain` show them.
+`explain` show them.
 """
 
 from dataclasses import dataclass, replace

@@ -4,7 +4,7 @@ Theory of operation. The check writes nothing. A starting owner depends on the n
 input records after it, the prompts and responses of requests in flight, `groups`, `control`, and the end of each
 partition. Recovery checks the first three: a standby follows the journal on a read-only connection. The owner then
 takes over this standby, so recovery runs only once. The check does not read the history before the snapshot, which can
-have any length; `forebay replay verify` does.
+have any length; `forebay verify` does.
 
 A log of one model has no records on `groups`. Once a log has several models, `groups` has the control partition of
 each of them, as on Kafka. The model that the log had alone keeps partition 0.
@@ -134,7 +134,7 @@ async def _check(path: Path, models: Sequence[str], custom: CustomPolicies) -> d
         reason = str(error).removeprefix(f"{path}: ").removesuffix("restore a copy").rstrip(":; ")
         raise LogUnusable(
             f"{path}: forebay cannot start, because the log is damaged: {reason}; restore a copy of the file or pass a"
-            f" new file to --log (`forebay replay verify {path}` shows how far the file is intact)"
+            f" new file to --log (`forebay verify {path}` shows how far the file is intact)"
         ) from error
     finally:
         reader.close()

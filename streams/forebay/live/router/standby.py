@@ -68,7 +68,7 @@ class RecoveryDiverged(JournalBroken):
     def __init__(self, divergence: Divergence) -> None:
         super().__init__(
             f"journal record {divergence.offset} cannot be derived again ({divergence.reason}): the log was changed, "
-            "or a version with other rules wrote it; run `forebay replay verify` on it"
+            "or a version with other rules wrote it; run `forebay verify` on it"
         )
         self.divergence = divergence
 

@@ -136,7 +136,7 @@ class Shadow:
                 where = f"{DECISIONS.name}/{self._partition}"
                 raise LogError(
                     f"{where} ends at offset {self.end}, before {self.position}: the log was recreated; choose another"
-                    " --name"
+                    " --id"
                 )
             while self.position < self.end and not self._stopping.is_set():
                 try:
@@ -187,12 +187,12 @@ class Shadow:
                 )
             return 0
         if last.alternative_digest != settings.digest:
-            raise LogError(f"another alternative already used the shadow name {settings.name}: choose another --name")
+            raise LogError(f"another alternative already used the shadow name {settings.name}: choose another --id")
         after = last.from_offset if isinstance(last, ShadowStarted) else last.decision_offset + 1
         if after > self.end:
             raise LogError(
                 f"the shadow {settings.name} has evaluated journal offset {after - 1}, but the journal ends at"
-                f" {self.end}: this is another log; choose another --name"
+                f" {self.end}: this is another log; choose another --id"
             )
         return after
 

@@ -48,7 +48,7 @@ class TopicSink:
         others = [record for record in await self._between(before, self._end) if record.offset not in own]
         if any(isinstance(event, ShadowStarted) for event in self._ours(others)):
             raise LogError(
-                f"another process started the shadow {self._name}, so this process ends; choose another --name to"
+                f"another process started the shadow {self._name}, so this process ends; choose another --id to"
                 " run both"
             )
 

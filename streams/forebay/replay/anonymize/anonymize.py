@@ -253,7 +253,7 @@ async def _learn_overdue(
         if divergence is not None:
             raise NotAnonymizable(
                 f"the decision at journal offset {offset} does not follow from the events: {divergence.reason}; "
-                "record without --anonymize, and see `forebay replay verify`"
+                "record without --anonymize, and see `forebay verify`"
             )
         if isinstance(record, SnapshotRecord):
             with suppress(MissingChunk):  # the verification reports it

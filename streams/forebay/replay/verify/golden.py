@@ -31,7 +31,7 @@ def check_recording(
 
     Args:
         path: path of the recording.
-        allow: kinds of records that may stay unverified, as for `forebay replay verify --allow`.
+        allow: kinds of records that may stay unverified, as for `forebay verify --allow`.
         custom: classes of the custom policies that may run, by dotted path.
 
     Returns:
@@ -98,7 +98,7 @@ def _lines(divergence: DivergenceReport) -> Iterator[str]:
         yield f"  applied before: {event.topic} {event.offset} {event.type}: {event.text}"
     if divergence.suspicion is not None:
         yield f"  suspected: {divergence.suspicion.why}"
-    yield "  more, with both cost tables: forebay replay verify"
+    yield "  more, with both cost tables: forebay verify"
 
 
 def _short(value: object) -> str:

@@ -33,7 +33,7 @@ TEMPLATE = f"{FOLDER}/report.html"
 
 
 def require_report(path: Path) -> None:
-    """Check, before anything is simulated, that the report can be written to `path`. Raises typer.Exit if not."""
+    """Check, before anything is simulated, that the report can be written to `path`. Otherwise the command ends."""
     require_writable(OPTION, path, TITLE)
 
 
@@ -46,7 +46,7 @@ def write_report(
     digest: str,
     survey_notes: Sequence[str] = (),
 ) -> None:
-    """Write the report. The arguments are those of `page`. Raises typer.Exit if the file cannot be written."""
+    """Write the report. The arguments are those of `page`. A file that cannot be written ends the command."""
     with bar(SpinnerColumn(), TextColumn("{task.description}")) as progress:
         progress.add_task("writing the report")
         write(OPTION, path, lambda: page(runs, workload=workload, slo=slo, digest=digest, survey_notes=survey_notes))

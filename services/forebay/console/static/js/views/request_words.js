@@ -1,4 +1,4 @@
-/** Sentences about one request, in the words of `forebay replay explain`. */
+/** Sentences about one request, in the words of `forebay explain`. */
 
 import { counted, dateTime, duration, whole } from "../format.js";
 import { selectedName } from "../request_lanes.js";
@@ -103,7 +103,7 @@ export function trustNotes({ divergence, derived_from, derived_to, timeline, unv
     const where = timeline.length ? "during this request" : "before this request";
     return [
       `Divergence at journal offset ${whole(divergence.offset)}, ${where}: ${divergence.reason}`,
-      "Later events cannot be explained. forebay replay verify shows the divergence in detail.",
+      "Later events cannot be explained. forebay verify shows the divergence in detail.",
       ...skipped,
     ];
   }

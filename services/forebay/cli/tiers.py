@@ -12,14 +12,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
-import typer
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from forebay.cli.command import TiersListCommand, TiersPurgeCommand, TiersVerifyCommand
 from forebay.cli.common.errors import BROKEN, complain, explained, fail
 from forebay.cli.common.terminal import bar, counted, in_markup, printable, results
-from forebay.cli.common.times import span_us
+from forebay.cli.common.times import time_us
 from forebay.workers.kv_tiers.block_format import BAD_REASONS, BlockFormat, file_path, parse_file_name
 from forebay.workers.kv_tiers.block_store import (
     IDENTITY_FILE,
@@ -41,15 +42,14 @@ WEIGHTS_CHARS = 12  # of the digest of the weights in a table; --json has all
 BAD_SHOWN = 20  # bad files that `verify` prints; --json has all
 
 
-def run_list(*, place: str, endpoint: str, identity: str, json: bool) -> None:
-    """Run `forebay tiers list`. command.py documents its options."""
+def run_list(options: TiersListCommand) -> None:
     now_s = time.time()
     with explained():
-        store = _open(place, endpoint)
-        rows = {name: (found, _stats(store, name, now_s)) for name, found in _selected(store, identity).items()}
-    if json:
+        store = _open(options.place)
+        rows = {name: (found, _stats(store, name, now_s)) for name, found in _selected(store, options.identity).items()}
+    if options.json:
         for name, (found, one) in rows.items():
-            typer.echo(msgspec.json.encode({"identity": name, "meaning": found, **one}))
+            click.echo(msgspec.json.encode({"identity": name, "meaning": found, **one}))
         return
     columns = ("identity", "model", "rank", "layout", "tokens", "block", "weights", "blocks", "size", "used ago", "bad")
     table = Table(*columns, box=None)
@@ -65,56 +65,59 @@ def run_list(*, place: str, endpoint: str, identity: str, json: bool) -> None:
     without = f", {empty} without blocks" if empty else ""
     total = size_text(sum(one["bytes"] for _, one in rows.values()))
     counts = f"{len(rows)} identit{'y' if len(rows) == 1 else 'ies'}"
-    typer.echo(printable(f"store {store_id_of(store)}: {counts}{without}, {total}"))
+    click.echo(printable(f"store {store_id_of(store)}: {counts}{without}, {total}"))
 
 
-def run_verify(*, place: str, endpoint: str, identity: str, quarantine: bool, json: bool) -> None:
-    """Run `forebay tiers verify`. command.py documents its options."""
+def run_verify(options: TiersVerifyCommand) -> None:
     bad: list[tuple[StoredFile, str]] = []
     good, moved = 0, 0
     with explained():
-        store = _open(place, endpoint)
-        identities = _selected(store, identity)
+        store = _open(options.place)
+        identities = _selected(store, options.identity)
         blocks = [file for name in identities for file in _files(store, name) if file.kind == "block"]
         for file, reason in _verified(store, identities, blocks):
             good += not reason
             if reason and reason != "missing":
                 bad.append((file, reason))
-                if quarantine and identities[file.identity] is not None:  # otherwise, the file may be good
+                if options.quarantine and identities[file.identity] is not None:  # otherwise, the file may be good
                     store.move(file.path, f"{file.identity}/{QUARANTINE}/{reason}-{file.name}")
                     moved += 1
-    for file, reason in bad if json else bad[:BAD_SHOWN]:
+    for file, reason in bad if options.json else bad[:BAD_SHOWN]:
         line = {"file": file.path, "reason": reason}
-        typer.echo(msgspec.json.encode(line) if json else f"{reason:<10} {file.path}")
-    if json:
-        typer.echo(msgspec.json.encode({"blocks": good + len(bad), "bad": len(bad)}))
+        click.echo(msgspec.json.encode(line) if options.json else f"{reason:<10} {file.path}")
+    if options.json:
+        click.echo(msgspec.json.encode({"blocks": good + len(bad), "bad": len(bad)}))
     elif len(bad) > BAD_SHOWN:
-        typer.echo(f"… ({len(bad) - BAD_SHOWN} more; --json prints all)")
+        click.echo(f"… ({len(bad) - BAD_SHOWN} more; --json prints all)")
     if bad:
-        then = f"{moved} moved to the quarantine" if quarantine else "--quarantine moves them away"
+        then = f"{moved} moved to the quarantine" if options.quarantine else "--quarantine moves them away"
         complain(f"{len(bad)} of {counted(good + len(bad), 'block')} are bad; {then}")
-        raise typer.Exit(BROKEN)
-    if not json:
-        typer.echo(f"{counted(good, 'block')} verified, {size_text(sum(file.bytes for file in blocks))}")
+        raise click.exceptions.Exit(BROKEN)
+    if not options.json:
+        click.echo(f"{counted(good, 'block')} verified, {size_text(sum(file.bytes for file in blocks))}")
 
 
-def run_purge(*, place: str, endpoint: str, identity: str, older_than: str, everything: bool, yes: bool) -> None:
-    """Run `forebay tiers purge`. command.py documents its options."""
-    if everything == bool(identity or older_than):
-        fail("give --all, or --identity and --older-than, to select what is removed")
-    before_s = time.time() - span_us("--older-than", older_than) / 1e6 if older_than else float("inf")
+def run_purge(options: TiersPurgeCommand) -> None:
+    if options.everything == bool(options.identity or options.end):
+        fail("give --all, or --identity and --to, to select what is removed")
+    before_s = time_us("--to", options.end, time.time_ns() // 1000) / 1e6 if options.end else float("inf")
     with explained():
-        store = _open(place, endpoint)
-        files = [file for name in _selected(store, identity) for file in _files(store, name) if _is_old(file, before_s)]
+        store = _open(options.place)
+        files = [
+            file
+            for name in _selected(store, options.identity)
+            for file in _files(store, name)
+            if _is_old(file, before_s)
+        ]
         blocks = sum(file.kind == "block" for file in files)
         what = f"{counted(blocks, 'block')} and {counted(len(files) - blocks, 'other file')}"
         what += f", {size_text(sum(file.bytes for file in files))}"
-        if not yes:
+        if not options.yes:
             if not sys.stdin.isatty():
-                fail(f"{what} would be removed from {printable(place)}; confirm with --yes")
-            typer.confirm(f"Remove {what} from {printable(place)}?", abort=True)
+                fail(f"{what} would be removed from {printable(options.place)}; confirm with --yes")
+            click.confirm(f"Remove {what} from {printable(options.place)}?", abort=True)
         store.delete([file.path for file in files])
-    typer.echo(f"removed {what}")
+    click.echo(f"removed {what}")
 
 
 def size_text(size: float) -> str:
@@ -126,9 +129,9 @@ def size_text(size: float) -> str:
     return f"{size:.0f}{unit}" if unit == "B" else f"{size:.1f}{unit}"
 
 
-def _open(place: str, endpoint: str) -> Storage:
+def _open(place: str) -> Storage:
     """Return the files of a store. Unlike a worker, this creates nothing and takes no lock."""
-    store = Bucket(place, endpoint) if place.startswith("s3://") else Directory(Path(place))
+    store = Bucket(place) if place.startswith("s3://") else Directory(Path(place))
     store_id_of(store)  # raises EngineError if there is no store
     return store
 

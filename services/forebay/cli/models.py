@@ -3,14 +3,14 @@
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
+import click
 import msgspec
-import typer
 from rich.table import Table
 
-from forebay.cli.common.cluster_options import KafkaOptions
+from forebay.cli.command import ModelAliasCommand, ModelListCommand, ModelPublishCommand, ModelRemoveCommand
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.operator_name import operator_name
 from forebay.cli.common.terminal import in_markup, printable, results
@@ -32,29 +32,29 @@ DIGEST = re.compile("[0-9a-f]{8,64}")  # at least so many digits, so that a shor
 SHOWN_DIGITS = 16
 
 
-def run_publish(*, model: str, revision: str | None, model_name: str, kafka: KafkaOptions) -> None:
+def run_publish(options: ModelPublishCommand) -> None:
     with explained():
-        directory, name = find_model(model, revision, model_name, weights=False)
+        directory, name = find_model(options.model, options.revision, options.model_name, weights=False)
         assert directory is not None
         read = read_card(directory)
         if read is None:
             fail(f"{directory}: expected a tokenizer.json, and files of at most {FILE_BYTES_MAX >> 20} MiB together")
-        digest = asyncio.run(_publish(kafka.settings(), name, *read))
-    typer.echo(digest)
+        digest = asyncio.run(_publish(options.kafka.settings(), name, *read))
+    click.echo(digest)
 
 
-def run_list(*, kafka: KafkaOptions, json: bool) -> None:
+def run_list(options: ModelListCommand) -> None:
     with explained():
-        cards, aliases = asyncio.run(_list(kafka.settings()))
-    if json:
+        cards, aliases = asyncio.run(_list(options.kafka.settings()))
+    if options.json:
         for digest, stored in cards:
             card = {"digest": digest, "model": stored.model, "stored_us": stored.at_us, "card": stored.card}
-            typer.echo(msgspec.json.encode(card))
+            click.echo(msgspec.json.encode(card))
         for alias in aliases:
-            typer.echo(msgspec.json.encode(alias))
+            click.echo(msgspec.json.encode(alias))
         return
     if not cards and not aliases:
-        typer.echo("no model cards")
+        click.echo("no model cards")
         return
     table = Table("digest", "model", "stored", "context", "bytes", box=None)
     for digest, stored in cards:
@@ -69,14 +69,14 @@ def run_list(*, kafka: KafkaOptions, json: bool) -> None:
         table.add_row(*cells)
     results().print(table)
     for alias in aliases:
-        typer.echo(f"alias {printable(alias.alias)}: {_described(alias)}")
+        click.echo(f"alias {printable(alias.alias)}: {_described(alias)}")
 
 
-def run_remove(*, name: str, kafka: KafkaOptions) -> None:
+def run_remove(options: ModelRemoveCommand) -> None:
     with explained():
-        removed = asyncio.run(_remove(kafka.settings(), name))
+        removed = asyncio.run(_remove(options.kafka.settings(), options.name))
     for digest in removed:
-        typer.echo(f"removed {digest}")
+        click.echo(f"removed {digest}")
 
 
 async def _remove(settings: KafkaSettings, name: str) -> list[str]:
@@ -120,25 +120,23 @@ def _meant(store: ModelStore, name: str) -> tuple[str, list[str]]:
     return printable(model), found
 
 
-def run_alias(
-    *, name: str, targets: Sequence[str], fallback: str, remove: bool, operator: str, kafka: KafkaOptions
-) -> None:
-    if remove == bool(targets):
+def run_alias(options: ModelAliasCommand) -> None:
+    if options.remove == bool(options.targets):
         fail("expected either models or --remove")
-    if fallback and remove:
+    if options.fallback and options.remove:
         fail("--fallback requires models")
     with explained():
         event = AliasSet(
-            alias=named("ALIAS", "model", name),
-            targets=tuple(map(_target, targets)),
-            fallback=named("--fallback", "model", fallback) if fallback else "",
-            operator=operator_name(operator),
+            alias=named("ALIAS", "model", options.name),
+            targets=tuple(map(_target, options.targets or ())),
+            fallback=named("--fallback", "model", options.fallback) if options.fallback else "",
+            operator=operator_name(options.operator),
             at_us=time.time_ns() // 1000,
         )
         if len(event.targets) > TARGETS_MAX:
             fail(f"expected at most {TARGETS_MAX} models, got {len(event.targets)}")
-        asyncio.run(_set_alias(kafka.settings(), event))
-    typer.echo(f"alias {printable(name)}: {_described(event) if targets else 'removed'}")
+        asyncio.run(_set_alias(options.kafka.settings(), event))
+    click.echo(f"alias {printable(options.name)}: {_described(event) if options.targets else 'removed'}")
 
 
 def _target(text: str) -> AliasTarget:

@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any, NoReturn
 
+import click
 import msgspec
-import typer
 from rich.table import Table
 
+from forebay.cli.command import DeadLettersListCommand, DeadLettersRetryCommand
 from forebay.cli.common.errors import BROKEN, complain, explained, fail
 from forebay.cli.common.recording import KafkaSource, Recording
 from forebay.cli.common.terminal import in_markup, printable, results
@@ -32,47 +33,42 @@ REASON_CHARS = 80  # in the table; `--letter` prints the whole reason
 RECORD_CHARS = 4_000  # of a record that `--letter` prints without --json; a record may have 8 MiB
 
 
-def run_list(
-    *,
-    source: KafkaSource,
-    log: Path | None,
-    topic: str,
-    reason: str,
-    start: str,
-    end: str,
-    limit: int,
-    json: bool,
-) -> None:
+def run_list(options: DeadLettersListCommand) -> None:
+    if options.letter:
+        _show_one(options)
+        return
     now_us = time.time_ns() // 1000
-    from_us = time_us("--from", start, now_us) if start else 0
-    to_us = time_us("--to", end, now_us) if end else now_us + 1
-    if topic:
-        _require_topic(topic)
+    from_us = time_us("--from", options.start, now_us) if options.start else 0
+    to_us = time_us("--to", options.end, now_us) if options.end else now_us + 1
+    if options.topic:
+        _require_topic(options.topic)
 
     def keep(letter: Letter) -> bool:
-        return topic in ("", letter.topic) and reason in letter.reason and from_us <= letter.at_us < to_us
+        return options.topic in ("", letter.topic) and from_us <= letter.at_us < to_us
 
     with explained():
-        recording = _recording(source, log)
-        found = asyncio.run(_list(recording, keep, limit))
-    for letter in found if json else ():
-        typer.echo(msgspec.json.encode(letter))
-    if not json:
-        _print_table(found, limit)
+        recording = _recording(options.source, options.log)
+        found = asyncio.run(_list(recording, keep, options.limit))
+    for letter in found if options.json else ():
+        click.echo(msgspec.json.encode(letter))
+    if not options.json:
+        _print_table(found, options.limit)
 
 
-def run_show(*, source: KafkaSource, log: Path | None, letter: str, json: bool) -> None:
-    place = _place("--letter", letter)
+def _show_one(options: DeadLettersListCommand) -> None:
+    if options.topic or options.start or options.end:
+        fail("--letter shows one letter; omit --topic, --from and --to")
+    place = _place("--letter", options.letter)
     with explained():
-        found, record, verdict = asyncio.run(_show(_recording(source, log), *place))
-    _print_letter(found, record, verdict, json=json)
+        found, record, verdict = asyncio.run(_show(_recording(options.source, options.log), *place))
+    _print_letter(found, record, verdict, json=options.json)
 
 
 def _print_letter(letter: Letter, record: Record, verdict: str, *, json: bool) -> None:
     content = readable(original(letter, record))
     del content["offset"], content["at_us"]  # the offset is printed, and the letter lacks the time of its record
     if json:
-        typer.echo(msgspec.json.encode({**msgspec.to_builtins(letter), "retry": verdict, "record": content}))
+        click.echo(msgspec.json.encode({**msgspec.to_builtins(letter), "retry": verdict, "record": content}))
         return
     lines = {
         "letter": f"{letter.partition}/{letter.offset}, {utc(letter.at_us)}",
@@ -83,32 +79,32 @@ def _print_letter(letter: Letter, record: Record, verdict: str, *, json: bool) -
         "retry": verdict,
     }
     for name, text in lines.items():
-        typer.echo(printable(f"{name:<8} {text}"))
+        click.echo(printable(f"{name:<8} {text}"))
     text = msgspec.json.format(msgspec.json.encode(content), indent=2).decode()
     for line in text[:RECORD_CHARS].split("\n"):
-        typer.echo(printable(line))
+        click.echo(printable(line))
     if len(text) > RECORD_CHARS:
-        typer.echo(f"… ({len(text) - RECORD_CHARS} more characters; --json prints all of them)")
+        click.echo(f"… ({len(text) - RECORD_CHARS} more characters; --json prints all of them)")
 
 
-def run_retry(*, where: list[str], source: KafkaSource, json: bool) -> None:
-    recording = source.recording(where, "LETTER")
-    place = _place("LETTER", where[-1])
+def run_retry(options: DeadLettersRetryCommand) -> None:
+    recording = options.source.recording(options.where, "LETTER")
+    place = _place("LETTER", options.where[-1])
     with explained():
         try:
             letter, tag, retried_as, note = asyncio.run(_retry(recording, *place))
         except NotRetriable as error:
             _refuse(f"letter {place[0]}/{place[1]} was not retried: {error}")
-    if json:
+    if options.json:
         line = {"letter": f"{letter.partition}/{letter.offset}", "event": tag, "retried_as": retried_as, "note": note}
-        typer.echo(msgspec.json.encode(line))
+        click.echo(msgspec.json.encode(line))
         return
-    typer.echo(f"letter {letter.partition}/{letter.offset} decodes as {tag}; appended as {retried_as} ({note})")
+    click.echo(f"letter {letter.partition}/{letter.offset} decodes as {tag}; appended as {retried_as} ({note})")
 
 
 def _refuse(message: str) -> NoReturn:
     complain(message)
-    raise typer.Exit(BROKEN)
+    raise click.exceptions.Exit(BROKEN)
 
 
 def _require_topic(name: str) -> None:
@@ -196,7 +192,7 @@ async def _require_partition(recording: Recording, log: Log, partition: int) -> 
 
 def _print_table(found: list[Letter], limit: int) -> None:
     if not found:
-        typer.echo("no dead letters")
+        click.echo("no dead letters")
         return
     table = Table("letter", "time", "record", "bytes", "retried as", "reason", box=None)
     for one in found:
@@ -206,4 +202,4 @@ def _print_table(found: list[Letter], limit: int) -> None:
         table.add_row(*map(in_markup, cells))
     results().print(table)
     if len(found) == limit:
-        typer.echo(f"only the newest {limit} letters are shown; --limit shows more")
+        click.echo(f"only the newest {limit} letters are shown; --limit shows more")

@@ -1,0 +1,381 @@
+"""Commands whose code is in this folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from forebay.cli.common.api_key import ClientKeyOption
+from forebay.cli.common.cluster_options import KafkaOptions, ServiceOptions, TopicPlanOptions
+from forebay.cli.common.logs import LoggingOptions
+from forebay.cli.common.operator_name import OperatorOption
+from forebay.cli.common.options import Argument, JsonOption, Option
+from forebay.cli.common.recording import KafkaSource, LogArgument, Recording
+from forebay.cli.common.times import TIMES_HELP
+from forebay.cli.control.client import URL, UrlOption
+from forebay.cli.policies.allowed import AllowPolicyOption
+from forebay.cli.policies.alternative import AlternativeOptions
+from forebay.cli.processes.options import ModelNameOption, RevisionOption
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusCommand:
+    """Show the owner, workers, requests and topics of a running system or a log.
+
+    Without LOG and --kafka, the ingress at --url is queried. Exits 1 if the system cannot serve requests.
+    """
+
+    RUN: ClassVar = "status:run_status"
+
+    recording: Recording
+    url: UrlOption = URL
+    api_key: ClientKeyOption = None
+    allow_policy: AllowPolicyOption = None
+    json: JsonOption = False
+    watch: Annotated[bool, Option("--watch", help="Read and show the status again every 2 s.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexCommand:
+    """Print the cached blocks of each worker at the journal's end, as `kv.blocks_stored` events.
+
+    Each event is a line of JSON, in the form of topic `kv-events`: hashes are base64 of little-endian u64. Each rank's
+    events are numbered from 1. Applied to an empty index, they restore the same index.
+    """
+
+    RUN: ClassVar = "index:run_dump"
+
+    source: KafkaSource
+    log: LogArgument = None
+    group: Annotated[str, Option(help="Model to read, if the log has several.")] = ""
+    worker: Annotated[str, Option(help="Print only the blocks of this worker.")] = ""
+    allow_policy: AllowPolicyOption = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicsCreateCommand:
+    """Create missing topics, and check the existing ones. Existing topics stay as they are."""
+
+    RUN: ClassVar = "topics:run_create"
+
+    kafka: KafkaOptions
+    plan: TopicPlanOptions
+    pool: Annotated[list[str] | None, Option(help="Pool that gets a work topic. Repeatable.")] = None
+    upgrade: Annotated[
+        bool, Option("--upgrade", help="Create the topics that a new version needs, sized as the existing ones.")
+    ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicsListCommand:
+    """List every topic partition that has records, with its end offset, and its first offset if retention moved it.
+
+    With --lag, lists the readers instead: the commits of consumer groups, and the journals of owners and standbys.
+    After the table, one line per group names its owner and its standby routers.
+    """
+
+    RUN: ClassVar = "topics:run_list"
+
+    source: KafkaSource
+    log: LogArgument = None
+    lag: Annotated[
+        bool,
+        Option("--lag", help="Show by how many records each reader on Kafka is behind, and who owns each group."),
+    ] = False
+    json: JsonOption = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicsTailCommand:
+    """Print records as JSON lines."""
+
+    RUN: ClassVar = "topics:run_tail"
+
+    where: Annotated[
+        list[str], Argument(metavar="[LOG] TOPIC", help="LOG: log file; omit with --kafka. TOPIC: topic name.")
+    ]
+    source: KafkaSource
+    partition: Annotated[int, Option("--partition", short="-p", min=0, help="Partition of the topic.")] = 0
+    count: Annotated[int, Option("--limit", short="-n", min=0, help="Print the newest N records.")] = 10
+    offset: Annotated[
+        int | None, Option(min=0, help="Print the records from this offset on, instead of the last N.")
+    ] = None
+    follow: Annotated[bool, Option("--follow", short="-f", help="Keep printing new records.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLettersListCommand:
+    """List dead letters, newest first, or show one with its record, and whether it can be retried."""
+
+    RUN: ClassVar = "dead_letters:run_list"
+
+    source: KafkaSource
+    log: LogArgument = None
+    letter: Annotated[
+        str, Option(metavar="LETTER", help="Show only this letter, with its record, as PARTITION/OFFSET.")
+    ] = ""
+    topic: Annotated[str, Option(help="Only records of this topic.")] = ""
+    start: Annotated[str, Option("--from", metavar="TIME", help=f"Only letters since TIME: {TIMES_HELP}.")] = ""
+    end: Annotated[str, Option("--to", metavar="TIME", help="Only letters before TIME.")] = ""
+    limit: Annotated[int, Option(short="-n", min=1, max=10_000, help="Print the newest N letters.")] = 50
+    json: JsonOption = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLettersRetryCommand:
+    """Append the record of a dead letter to its topic again, if it decodes in this version.
+
+    The letter is marked as retried, and cannot be retried a second time. The records of some topics are never appended
+    again, because they are stale. Stop `forebay up` before you retry a letter of its log file. Exits 1 if the letter is
+    refused.
+    """
+
+    RUN: ClassVar = "dead_letters:run_retry"
+
+    where: Annotated[
+        list[str],
+        Argument(
+            metavar="[LOG] LETTER",
+            help="LOG: log file of `forebay up`; omit with --kafka. LETTER: PARTITION/OFFSET, as `list` prints it.",
+        ),
+    ]
+    source: KafkaSource
+    json: JsonOption = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordCommand:
+    """Record a slice of a log into OUT, including everything needed to derive its decisions again.
+
+    The same command resumes an interrupted recording; an anonymised one starts again. Exits 1 if a decision cannot be
+    derived again; the recording is kept for analysis.
+    """
+
+    RUN: ClassVar = "record:run_record"
+
+    where: Annotated[
+        list[str],
+        Argument(metavar="[LOG] OUT", help="LOG: log file or recording; omit with --kafka. OUT: the new recording."),
+    ]
+    kafka: KafkaSource
+    start: Annotated[
+        str, Option("--from", metavar="TIME", help=f"Record decisions from this time on: {TIMES_HELP}.")
+    ] = ""
+    end: Annotated[str, Option("--to", metavar="TIME", help="Record decisions before this time.")] = ""
+    last: Annotated[
+        str,
+        Option(
+            "--last",
+            metavar="DURATION",
+            help="Record only the most recent DURATION up to the newest decision, for example 90s, 5m or 2h.",
+        ),
+    ] = ""
+    group: Annotated[list[str] | None, Option(help="Record this model. Repeatable. Default: all models.")] = None
+    check: Annotated[bool, Option("--verify", help="Derive the recorded decisions again and compare them.")] = True
+    anonymize: Annotated[bool, Option("--anonymize", help="Remove client content; every decision stays the same.")] = (
+        False
+    )
+    allow_policy: AllowPolicyOption = None
+    json: JsonOption = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreCommand:
+    """Create a namespace on Kafka with the groups and settings of a recorded log.
+
+    The namespace must have no records. Restored are groups, and the pools, policies, thresholds, disaggregation
+    settings, routing rules, canaries and drains of each group. Workers, requests and caches are not restored: workers
+    join again.
+    """
+
+    RUN: ClassVar = "restore:run_restore"
+
+    recording: Annotated[Path, Argument(help="Recording, or log file of `forebay up`.")]
+    kafka: KafkaOptions
+    plan: TopicPlanOptions
+    json: JsonOption = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShadowCommand:
+    """Report for every decision of a running system what another policy or configuration would decide.
+
+    The shadow is a separate process that only reads the log. On Kafka it writes its events to topic `shadow`, and
+    nowhere else. It runs until stopped. Started again under the same name on Kafka, it resumes at its last position.
+    Exits 1 if a recorded decision cannot be derived again.
+    """
+
+    RUN: ClassVar = "shadow:run_shadow"
+
+    given: AlternativeOptions
+    name: Annotated[
+        str,
+        Option("--id", help="Name by which a restart on Kafka resumes the shadow. Default: a hash of the alternative."),
+    ] = ""
+    from_start: Annotated[
+        bool,
+        Option(
+            "--from-start",
+            help="Begin at the first decision in the journal instead of the next new one."
+            " No effect on a shadow that has run before, which resumes.",
+        ),
+    ] = False
+    allow_policy: AllowPolicyOption = None
+    json: JsonOption = False
+    recording: Recording
+    service: ServiceOptions
+    logs: LoggingOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProduceCommand:
+    """Send requests through the Kafka API. With --wait, exits 1 if a response is missing or an error.
+
+    After Ctrl-C, or if Kafka fails, prints how many requests were sent and answered.
+    """
+
+    RUN: ClassVar = "produce:run_produce"
+
+    file: Annotated[Path, Argument(help="JSON lines with one request body each; - for standard input.")]
+    kafka: KafkaOptions
+    wait: Annotated[bool, Option("--wait", help="Print each response as a JSON line.")] = False
+    timeout_s: Annotated[float, Option(min=0.001, help="Seconds to wait after the last request.")] = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPublishCommand:
+    """Store the card, tokenizer and chat template of a model on the topic `models`, and print the digest of the card.
+
+    Workers do this at their start, so the command is only needed to store a model before its workers start.
+    """
+
+    RUN: ClassVar = "models:run_publish"
+
+    model: Annotated[str, Argument(metavar="MODEL", help="Model directory, or ORG/NAME on the Hugging Face Hub.")]
+    revision: RevisionOption = None
+    model_name: ModelNameOption = ""
+    kafka: KafkaOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelListCommand:
+    """List the stored model cards, newest first, and the aliases."""
+
+    RUN: ClassVar = "models:run_list"
+
+    kafka: KafkaOptions
+    json: JsonOption = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRemoveCommand:
+    """Remove the stored cards of a model, or one older card of it, and files that no other card has.
+
+    Cards that workers use are not removed. Workers remove the older cards of their model themselves.
+    """
+
+    RUN: ClassVar = "models:run_remove"
+
+    name: Annotated[str, Argument(metavar="NAME|DIGEST", help="Model, or the first 8 or more digits of a digest.")]
+    kafka: KafkaOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelAliasCommand:
+    """Let requests name a model by an alias, or divide the requests of an alias between models by weight.
+
+    Running ingresses apply the change as soon as they read it. Requests in flight stay on their model.
+    """
+
+    RUN: ClassVar = "models:run_alias"
+
+    name: Annotated[str, Argument(metavar="ALIAS", help="Name that requests use.")]
+    targets: Annotated[
+        list[str] | None,
+        Argument(metavar="MODEL[=WEIGHT]...", help="Models of the requests. Default weight: 1."),
+    ] = None
+    fallback: Annotated[
+        str, Option(metavar="MODEL", help="Model for all requests while no worker of the others is ready.")
+    ] = ""
+    remove: Annotated[bool, Option("--remove", help="Remove the alias.")] = False
+    operator: OperatorOption = ""
+    kafka: KafkaOptions
+
+
+PlaceArgument = Annotated[
+    str,
+    Argument(
+        metavar="LOCATION",
+        help="Directory of a disk or store of --kv-tier, or s3://BUCKET/PREFIX with boto3's credentials.",
+    ),
+]
+
+
+IdentityOption = Annotated[
+    str,
+    Option(metavar="DIGITS", help="Only blocks of the identity that begins with DIGITS, as `list` prints it."),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiersListCommand:
+    """List the identities in a store: model, rank and layout, blocks by the time of last use, bad files in quarantine.
+
+    Workers share blocks if model, rank and layout are equal. Blocks of an identity that no worker has any more are
+    useless. In a bucket, the time of last use is that of the write, because S3 does not record reads.
+    """
+
+    RUN: ClassVar = "tiers:run_list"
+
+    place: PlaceArgument
+    identity: IdentityOption = ""
+    json: JsonOption = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiersVerifyCommand:
+    """Read every block and verify its name, its identity and its checksums. Exits 1 if a block is bad.
+
+    Workers may use the store meanwhile. They verify every block themselves, so bad blocks cost time, but never change
+    an answer. Blocks of an identity without a description count as bad, but are never moved to the quarantine: the next
+    worker with this identity describes it again.
+    """
+
+    RUN: ClassVar = "tiers:run_verify"
+
+    place: PlaceArgument
+    identity: IdentityOption = ""
+    quarantine: Annotated[bool, Option("--quarantine", help="Move bad files to the quarantine.")] = False
+    json: JsonOption = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiersPurgeCommand:
+    """Remove blocks, by identity, by age, or all. Quarantined files are removed too.
+
+    Workers may use the store meanwhile. They notice removed blocks as misses.
+    """
+
+    RUN: ClassVar = "tiers:run_purge"
+
+    place: PlaceArgument
+    identity: IdentityOption = ""
+    end: Annotated[str, Option("--to", metavar="TIME", help=f"Only blocks last used before TIME: {TIMES_HELP}.")] = ""
+    everything: Annotated[bool, Option("--all", help="All blocks of all identities.")] = False
+    yes: Annotated[bool, Option("--yes", help="Do not ask for confirmation.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigCommand:
+    """Show the options of a command and where their values come from: a flag, a variable, a file or the default.
+
+    The command does not run. Secrets are masked.
+    """
+
+    RUN: ClassVar = "config:run_config"
+
+    command: Annotated[str, Argument(help="Command, for example up.")]
+    options: Annotated[
+        list[str] | None,
+        Argument("[SUBCOMMAND] [OPTIONS]", takes_options=True, help="Its subcommand and its options."),
+    ] = None
+    json: JsonOption = False

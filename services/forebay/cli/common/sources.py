@@ -1,0 +1,60 @@
+"""Where the value of an option comes from: the command line, its environment variable, the file, or the default."""
+
+import re
+from typing import Any
+
+import click
+
+PREFIX = "FOREBAY_"
+SECRETS = frozenset({"key", "keys", "token", "password", "secret"})  # last words of option names
+SOURCES = {"COMMANDLINE": "flag", "ENVIRONMENT": "variable", "DEFAULT_MAP": "file"}
+MASK = "********"
+PARAMETER = re.compile(rf"([?&][^=&]*(?:{'|'.join(sorted(SECRETS))})=)[^&#]*", re.IGNORECASE)
+PASSWORD = re.compile(r"(?<=://)([^:]*):.*@", re.DOTALL)  # greedy, because a password may contain / and @
+
+
+def long_name(param: click.Parameter) -> str:
+    """Return the name of an option without dashes at its start. Empty if `param` has no long name."""
+    if not isinstance(param, click.Option):
+        return ""
+    return next((name.removeprefix("--") for name in param.opts if name.startswith("--")), "")
+
+
+def is_secret(name: str) -> bool:
+    """Return whether no output may contain the value of the option with this name."""
+    return name.rpartition("-")[2] in SECRETS
+
+
+def variable(name: str) -> str:
+    """Return the environment variable of an option, for example FOREBAY_KV_EVENTS for `kv-events`."""
+    return PREFIX + name.upper().replace("-", "_")
+
+
+def source_of(context: click.Context, param: click.Parameter) -> str:
+    """Return where the value of a parameter comes from: `flag`, `variable`, `file` or `default`."""
+    found = context.get_parameter_source(param.name or "")
+    return SOURCES.get(found.name if found is not None else "", "default")
+
+
+def place_of(context: click.Context, param: click.Parameter) -> str:
+    """Return the variable, or the key and the file, that sets an option. Empty if none of them does."""
+    source = source_of(context, param)
+    if source == "variable":
+        return str(param.envvar)
+    return f"{long_name(param)} in {context.params.get('config')}" if source == "file" else ""
+
+
+def without_passwords(text: str) -> str:
+    """Return text with masked passwords: those before the host of a URL, and query parameters with such a name."""
+    if "://" in text:
+        text = PARAMETER.sub(rf"\1{MASK}", text)
+    return PASSWORD.sub(rf"\1:{MASK}@", text)
+
+
+def masked(name: str, value: Any) -> Any:
+    """Return a value for JSON, without secrets: values of secret options, and passwords in URLs."""
+    if isinstance(value, list | tuple):
+        return [masked(name, one) for one in value]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return MASK if is_secret(name) else without_passwords(str(value))

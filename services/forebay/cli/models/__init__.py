@@ -1,1 +1,0 @@
-"""Model cards on the topic `models`: store one, and list them."""

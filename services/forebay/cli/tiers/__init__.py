@@ -1,1 +1,0 @@
-"""`forebay tiers`: inspect, verify and purge stores of KV blocks."""
