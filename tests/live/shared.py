@@ -131,19 +131,30 @@ async def valid(log: SqliteLog, kind: type[Kind]) -> list[Kind]:
     return [record async for _, record in journal(log, 0, 0, end, Validity()) if isinstance(record, kind)]
 
 
-class Altered(SharedLog):
-    """A log that returns altered values of one topic."""
+class Edited(SharedLog):
+    """A log that returns other records of one topic, without those for which `edit` returns None."""
 
-    def __init__(self, log: Log, topic: str, alter: Callable[[bytes], bytes]) -> None:
+    def __init__(self, log: Log, topic: str, edit: Callable[[Record], Record | None]) -> None:
         super().__init__(log)
         self._topic = topic
-        self._alter = alter
+        self._edit = edit
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
         records = await super().read(topic, partition, offset, limit)
         if topic != self._topic:
             return records
-        return [msgspec.structs.replace(record, value=self._alter(record.value)) for record in records]
+        return [edited for record in records if (edited := self._edit(record)) is not None]
+
+
+class Altered(Edited):
+    """A log that returns altered values of one topic, by default of all its records."""
+
+    def __init__(self, log: Log, topic: str, alter: Callable[[bytes], bytes], *, at: int | None = None) -> None:
+        def edit(record: Record) -> Record:
+            is_altered = at is None or record.offset == at
+            return msgspec.structs.replace(record, value=alter(record.value)) if is_altered else record
+
+        super().__init__(log, topic, edit)
 
 
 def samples(owner: Owner) -> dict[tuple[str, ...], float]:
@@ -155,10 +166,14 @@ def samples(owner: Owner) -> dict[tuple[str, ...], float]:
     }
 
 
-async def followed(log: SqliteLog) -> Standby:
-    """Return a new standby that has followed the journal to its end."""
+def journal_end(log: SqliteLog) -> int:
+    return log.next_offset(DECISIONS.name, 0)
+
+
+async def followed(log: SqliteLog, end: int | None = None) -> Standby:
+    """Return a new standby that has followed the journal, by default to its end."""
     cold = Standby(log, 0)
-    await cold.catch_up(log.next_offset(DECISIONS.name, 0))
+    await cold.catch_up(journal_end(log) if end is None else end)
     return cold
 
 

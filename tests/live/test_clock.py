@@ -1,16 +1,14 @@
 """The recorded clock starts at the larger of the machine's clock and the last reading, and advances steadily."""
 
-import asyncio
-
 import pytest
 
 from forebay import runtime
 from forebay.events.decisions import RequestAborted
-from forebay.live.owner.owner import Owner, RunClock, steady_clock
+from forebay.live.owner.owner import RunClock, steady_clock
 from forebay.transport.sqlite.log import SqliteLog
 from tests.harness.fake_runtime import FakeRuntime
 from tests.live.shared import samples
-from tests.system import System, settings, submitted, until
+from tests.system import System, submitted, until
 
 NOON_US = 1_000_000_000_000
 HOUR_US = 3_600_000_000
@@ -52,29 +50,19 @@ async def test_deadlines_expire_after_a_takeover_between_differing_clocks(
     """Deadlines expire under the second owner whether the first owner's clock was ahead, behind or correct."""
     async with System(log).started(workers=0) as system:
         system.start_worker("slow", speedup=0.01)
-        first = Owner(log, system.leases, settings(), ManualClock(NOON_US + skew_us))
-        await first.start()
-        running = asyncio.create_task(first.run())
-        await until(lambda: len(first.world.fleet) == 1)
-        await first.stop()
-        await running
-        await first.close()
+        async with system.owned(clock_us=ManualClock(NOON_US + skew_us), fleet=1) as first:
+            pass
         recorded_us = first.world.now_us
         hands = ManualClock(NOON_US)
-        second = Owner(log, system.leases, settings(), hands)
-        await second.start()
-        running = asyncio.create_task(second.run())
-        system.send(submitted("a", list(range(12)), timeout_us=20_000))
-        await until(lambda: len(second.world.requests) == 1)
-        assert second.world.now_us == max(NOON_US, recorded_us)
-        hands.now_us += 20_000
-        await until(lambda: "a" in system.ends())
-        (aborted,) = system.decisions(RequestAborted)
-        assert aborted.reason == "deadline"
-        assert second.world.now_us == max(NOON_US, recorded_us) + 20_000
-        assert second.clock_ahead_us == max(0, skew_us)
-        assert ("3600.0 s ahead" in caplog.text) == (skew_us > 0)
-        assert samples(second)["forebay_owner_clock_ahead_seconds",] == max(0, skew_us) / 1e6
-        await second.stop()
-        await running
-        await second.close()
+        async with system.owned(clock_us=hands) as second:
+            system.send(submitted("a", list(range(12)), timeout_us=20_000))
+            await until(lambda: len(second.world.requests) == 1)
+            assert second.world.now_us == max(NOON_US, recorded_us)
+            hands.now_us += 20_000
+            await until(lambda: "a" in system.ends())
+            (aborted,) = system.decisions(RequestAborted)
+            assert aborted.reason == "deadline"
+            assert second.world.now_us == max(NOON_US, recorded_us) + 20_000
+            assert second.clock_ahead_us == max(0, skew_us)
+            assert ("3600.0 s ahead" in caplog.text) == (skew_us > 0)
+            assert samples(second)["forebay_owner_clock_ahead_seconds",] == max(0, skew_us) / 1e6

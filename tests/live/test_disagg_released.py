@@ -1,20 +1,16 @@
 """The owner releases kept KV that no worker will fetch, however the decode attempt ended."""
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 import pytest
 
 from forebay.core.state import requests as lifecycle
 from forebay.engine_model.model import EngineConfig
-from forebay.events.codec import encode
 from forebay.events.decisions import KvReleased, RequestAborted, RequestRouted
-from forebay.events.fleet import WorkerLease, WorkerSpec
+from forebay.events.fleet import WorkerSpec
 from forebay.events.progress import (
-    AnyProgressEvent,
     FirstTokenEmitted,
     PrefillFinished,
     RequestFailed,
@@ -24,14 +20,13 @@ from forebay.events.progress import (
 from forebay.events.requests import RoutingHints
 from forebay.events.topics import PROGRESS, work_topic
 from forebay.events.work import ReleaseKv
-from forebay.live.owner.owner import Owner
 from forebay.live.router import standby
-from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.kv import KvSettings
 from forebay.workers.runtime.worker import Worker
-from tests.system import BLOCK, MODEL, SPEEDUP, System, settings, submitted, until
+from tests.live.disagg import IdleWorkers
+from tests.system import BLOCK, MODEL, SPEEDUP, submitted, until
 
 PROMPT = list(range(34))
 BLOCKS = 9
@@ -40,7 +35,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-class DisaggregatedSystem(System):
+class DisaggregatedSystem(IdleWorkers):
     """A prefill worker with a mock engine that keeps KV for an hour, and decode workers whose events a test emits."""
 
     def __init__(self, log: SqliteLog) -> None:
@@ -52,25 +47,12 @@ class DisaggregatedSystem(System):
     async def serving(self) -> AsyncIterator[None]:
         async with self.started(0):
             assert self._group is not None
-            spec = self._spec("p", "prefill")
+            spec = WorkerSpec(worker_id="p", model=MODEL, pool="prefill", role="prefill", **SIZES)
             worker = Worker(self.log, self.keeper, spec, self.engine, token="p-1", group=MODEL)
             self._tasks["p"] = self._group.create_task(worker.run())
             for name in ("d", "e"):
-                payload = msgspec.msgpack.encode(WorkerLease(spec=self._spec(name, "decode")))
-                self.leases.acquire(MODEL, name, f"{name}-1", payload, 60_000)
+                self.join_pool(name, "decode", **SIZES)
             yield
-
-    async def start_owner(self) -> tuple[Owner, "asyncio.Task[None]"]:
-        """Start an owner that runs until the test cancels its task."""
-        owner = Owner(self.log, self.leases, settings(pool=None))
-        await owner.start()
-        running = asyncio.create_task(owner.run())
-        await until(lambda: len(owner.world.fleet) == 3)
-        return owner, running
-
-    def _spec(self, name: str, role: str) -> WorkerSpec:
-        fields = {"worker_id": name, "model": MODEL, "pool": role, "role": role, **SIZES}
-        return msgspec.convert(fields, WorkerSpec)
 
     def leave(self, name: str) -> None:
         self.leases.release(MODEL, name, f"{name}-1")
@@ -90,11 +72,6 @@ class DisaggregatedSystem(System):
     def decoders(self) -> list[tuple[str, str]]:
         """Return each request and its decode worker, in routing order."""
         return [(one.request_id, one.worker_id) for one in self.decisions(RequestRouted) if one.stage == "decode"]
-
-    def emit(self, routed: RequestRouted, kind: type[AnyProgressEvent], **fields: Any) -> None:
-        names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
-        event = kind(**{name: getattr(routed, name) for name in names}, **fields)
-        self.log.append_soon([Draft(PROGRESS.name, 0, encode(PROGRESS, event))])
 
     async def freed(self, released: int) -> None:
         """Wait until `released` offers were released and none is held; no lease expired."""
@@ -158,15 +135,15 @@ async def test_disagg_kv_of_an_ended_response_is_released_before_its_lease_expir
 async def test_disagg_only_the_kv_of_the_stale_attempt_is_released(log: SqliteLog, way: Way, reason: str) -> None:
     system = DisaggregatedSystem(log)
     async with system.serving():
-        owner, running = await system.start_owner()
-        system.send(submitted("r", PROMPT))
-        first = await system.decoding(1)
-        await way(system, first)
-        second = await system.decoding(2)
-        assert system.engine.kv_stats().freed["released"] == 1
-        assert second.worker_id != first.worker_id
-        (released,) = system.decisions(KvReleased)
-        async with replaced(system, owner, running):
+        async with system.owned(pool=None, fleet=3, dies=True):
+            system.send(submitted("r", PROMPT))
+            first = await system.decoding(1)
+            await way(system, first)
+            second = await system.decoding(2)
+            assert system.engine.kv_stats().freed["released"] == 1
+            assert second.worker_id != first.worker_id
+            (released,) = system.decisions(KvReleased)
+        async with replaced(system):
             releases = system.events(work_topic("prefill"), ReleaseKv, released.holder.slot)
             assert [(one.attempt, one.worker_epoch) for one in releases] == [(1, released.holder.worker_epoch)] * 2
             assert system.engine.kv_stats().held_offers == 2, "the KV of the second attempt is still held"
@@ -177,11 +154,8 @@ async def test_disagg_only_the_kv_of_the_stale_attempt_is_released(log: SqliteLo
 
 
 @asynccontextmanager
-async def replaced(system: DisaggregatedSystem, owner: Owner, running: "asyncio.Task[None]") -> AsyncIterator[None]:
-    """Kill the owner; the next owner cannot know which releases it sent, so the next owner sends them again."""
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    owner.drop()
+async def replaced(system: DisaggregatedSystem) -> AsyncIterator[None]:
+    """Own the group after a dead owner. Nobody knows which releases that one sent, so they are sent again."""
     async with system.owned(pool=None):
         system.send(submitted("beside", list(range(100, 110))))
         await until(lambda: [one for one in system.events(PROGRESS, PrefillFinished) if one.request_id == "beside"])
@@ -194,15 +168,15 @@ async def test_disagg_all_releases_of_one_event_are_sent_again_after_a_takeover(
     monkeypatch.setattr(standby, "UNCONFIRMED_MAX", 1)  # so that the limit applies to a few releases already
     system = DisaggregatedSystem(log)
     async with system.serving():
-        owner, running = await system.start_owner()
-        for name in "mnopq":
-            system.send(submitted(name, PROMPT))
-        await until(lambda: len(system.decoders()) == 5)
-        lost = sorted(name for name, worker_id in system.decoders() if worker_id == "d")
-        assert len(lost) > 1
-        system.leave("d")
-        await until(lambda: system.engine.kv_stats().freed.get("released") == len(lost))
-        async with replaced(system, owner, running):
+        async with system.owned(pool=None, fleet=3, dies=True):
+            for name in "mnopq":
+                system.send(submitted(name, PROMPT))
+            await until(lambda: len(system.decoders()) == 5)
+            lost = sorted(name for name, worker_id in system.decoders() if worker_id == "d")
+            assert len(lost) > 1
+            system.leave("d")
+            await until(lambda: system.engine.kv_stats().freed.get("released") == len(lost))
+        async with replaced(system):
             releases = system.events(work_topic("prefill"), ReleaseKv, system.decisions(KvReleased)[0].holder.slot)
             assert sorted(one.request_id for one in releases) == sorted(lost * 2)
 
@@ -213,13 +187,13 @@ async def test_disagg_releases_of_an_earlier_request_with_the_same_id_are_not_re
     monkeypatch.setattr(lifecycle, "REMEMBER_US", 0)  # an id may be used again at once, also when `log` is verified
     system = DisaggregatedSystem(log)
     async with system.serving():
-        owner, running = await system.start_owner()
-        system.send(submitted("r", PROMPT))
-        await failed(system, await system.decoding(1))
-        await system.freed(1)
-        system.send(submitted("r", list(range(200, 234)), reply_from=100))
-        await until(lambda: len(system.decoders()) == 2)
-        async with replaced(system, owner, running):
+        async with system.owned(pool=None, fleet=3, dies=True):
+            system.send(submitted("r", PROMPT))
+            await failed(system, await system.decoding(1))
+            await system.freed(1)
+            system.send(submitted("r", list(range(200, 234)), reply_from=100))
+            await until(lambda: len(system.decoders()) == 2)
+        async with replaced(system):
             releases = system.events(work_topic("prefill"), ReleaseKv, system.decisions(KvReleased)[0].holder.slot)
             assert [one.request_id for one in releases] == ["r"]
             assert system.engine.kv_stats().held_offers == 2, "both offers are still held"

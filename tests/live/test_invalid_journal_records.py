@@ -7,19 +7,19 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from forebay.events.codec import decode, encode
+from forebay.events.codec import encode
 from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted, SnapshotRecord
 from forebay.events.topics import DECISIONS, HEARTBEATS, SNAPSHOTS
 from forebay.live.owner.owner import Owner, OwnershipLost
 from forebay.live.router.abandoned_tail import AbandonedTail
 from forebay.live.router.readiness import ReadinessMetrics, ready
 from forebay.replay.verify.verify import verify
-from forebay.transport.base import Draft, LogError, Record
+from forebay.transport.base import Draft, LogError
 from forebay.transport.heartbeats import RouterHeartbeats
 from forebay.transport.history.reader import Validity, journal
 from forebay.transport.sqlite.log import SqliteLog
 from tests.live.routings import routing
-from tests.live.shared import SharedLog, proven
+from tests.live.shared import Edited, SharedLog, proven
 from tests.live.standbys import serve_unsealed
 from tests.system import MODEL, System, settings, until
 
@@ -145,28 +145,10 @@ async def test_an_owner_stops_if_the_log_lost_its_last_record(log: SqliteLog) ->
         owner.drop()
 
 
-class GappyLog(SharedLog):
-    """A log that lost one record of the journal, as if no record had ever been at its offset."""
-
-    def __init__(self, log: SqliteLog, lost: int) -> None:
-        super().__init__(log)
-        self._lost = lost
-
-    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        records = await super().read(topic, partition, offset, limit)
-        return [record for record in records if topic != DECISIONS.name or record.offset != self._lost]
-
-
 def losing(system: System) -> SharedLog:
-    """Return the log without the first routing decision."""
-    return GappyLog(
-        system.log,
-        next(
-            record.offset
-            for record in system.log.records(DECISIONS.name, 0, 0, 1_000)
-            if isinstance(decode(DECISIONS, record.value), RequestRouted)
-        ),
-    )
+    """Return the log without the first routing decision, as if no record had ever been at its offset."""
+    lost = next(offset for offset, record in enumerate(system.decisions()) if isinstance(record, RequestRouted))
+    return Edited(system.log, DECISIONS.name, lambda record: None if record.offset == lost else record)
 
 
 async def test_a_stopped_standby_is_not_ready_and_is_no_standby(log: SqliteLog) -> None:

@@ -25,7 +25,7 @@ from forebay.transport.history.start import recorded_view
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.in_process import forebay
 from tests.live.programs import OTHER, OTHER_RELEASE, Program
-from tests.live.shared import Altered, SharedLog, followed
+from tests.live.shared import Altered, SharedLog, followed, journal_end
 from tests.system import System, settings, until
 
 REFUSAL = (
@@ -43,10 +43,6 @@ def other(monkeypatch: pytest.MonkeyPatch) -> Program:
 @pytest.fixture
 def ours(monkeypatch: pytest.MonkeyPatch) -> Program:
     return Program(monkeypatch, CORE_VERSION)
-
-
-def end_of(log: SqliteLog) -> int:
-    return log.next_offset(DECISIONS.name, 0)
 
 
 def claims(system: System) -> list[tuple[int, int]]:
@@ -93,7 +89,7 @@ async def test_a_standby_waits_for_the_seal_of_an_owner_with_other_rules(log: Sq
         await other.serve(system, "a", seals=False)
         standby = Standby(log, 0, waits_for_seal=True)
         following = asyncio.create_task(standby.run())
-        await until(lambda: standby.position == end_of(log))
+        await until(lambda: standby.position == journal_end(log))
         await cancelled(following)  # this process can be only one program at a time
         assert (standby.failed, standby.released) == (None, False)
         assert (standby.blocked or "").startswith(BLOCKED)
@@ -101,12 +97,11 @@ async def test_a_standby_waits_for_the_seal_of_an_owner_with_other_rules(log: Sq
             await standby.prepare_claim()
         for name in ("b", "c"):
             await other.serve(system, name, seals=True)
-            await standby.catch_up(end_of(log))
-            assert (standby.blocked, standby.seal) == (None, end_of(log) - 1)
+            await standby.catch_up(journal_end(log))
+            assert (standby.blocked, standby.seal) == (None, journal_end(log) - 1)
             assert len(standby.world.fleet) == 1
-        owner = Owner(log, system.leases, settings())
-        await owner.start(standby)
-        await owner.close()
+        async with system.owned(standby=standby) as owner:
+            pass
         assert claims(system)[-1] == (CORE_VERSION, seals(system)[-2])
         cold = await followed(log)
         assert cold.world.digest() == owner.world.digest()
@@ -122,11 +117,11 @@ async def test_a_standby_follows_again_once_its_own_version_owns_the_group(
         for program, name, seals_it in ((ours, "a", True), (other, "b", True), (ours, "c", False)):
             await program.serve(system, name, seals=seals_it)
             if name != skipped:
-                await standby.catch_up(end_of(log))
+                await standby.catch_up(journal_end(log))
                 assert standby.blocked is None
                 assert standby.released == seals_it
         cold = Standby(log, 0, waits_for_seal=True)
-        await cold.catch_up(end_of(log))
+        await cold.catch_up(journal_end(log))
         assert standby.world.digest() == cold.world.digest()
         assert standby.world.seq == cold.world.seq == system.decisions()[-1].seq + 1
 
@@ -137,10 +132,10 @@ async def test_the_second_claim_after_a_seal_is_void_if_its_rules_differ(
     """Both routers have read the seal. The claim of the other program comes first, so the group belongs to it."""
     async with System(log).started(workers=1) as system:
         await ours.serve(system, "a", seals=True)
-        sealed = end_of(log)
+        sealed = journal_end(log)
 
         async def claim_first(draft: Draft | None) -> None:
-            if draft is not None and draft.topic == DECISIONS.name and end_of(log) == sealed:
+            if draft is not None and draft.topic == DECISIONS.name and journal_end(log) == sealed:
                 await other.serve(system, "b", seals=False)
 
         owner = Owner(SharedLog(log, claim_first), system.leases, settings())
@@ -161,7 +156,7 @@ async def test_a_damaged_snapshot_of_other_rules_is_not_continued(log: SqliteLog
             return msgspec.msgpack.encode({**msgspec.msgpack.decode(value), "added": 1})
 
         with pytest.raises(OtherState, match="has checksum"):
-            await Standby(Altered(log, SNAPSHOTS.name, alter), 0, waits_for_seal=True).catch_up(end_of(log))
+            await Standby(Altered(log, SNAPSHOTS.name, alter), 0, waits_for_seal=True).catch_up(journal_end(log))
 
 
 async def test_the_state_digest_of_other_rules_does_not_matter(log: SqliteLog, other: Program) -> None:
@@ -173,7 +168,7 @@ async def test_the_state_digest_of_other_rules_does_not_matter(log: SqliteLog, o
         digest = sealed.digest.encode()
         altered = Altered(log, DECISIONS.name, lambda value: value.replace(digest, b"0" * 16))
         standby = Standby(altered, 0, waits_for_seal=True)
-        await standby.catch_up(end_of(log))
+        await standby.catch_up(journal_end(log))
         assert standby.released
 
 
@@ -181,10 +176,10 @@ async def test_unknown_records_of_another_version_are_skipped_until_the_seal(log
     async with System(log).started(workers=1) as system:
         await other.serve(system, "a", seals=False)
         standby = Standby(log, 0, waits_for_seal=True)
-        await standby.catch_up(end_of(log))
+        await standby.catch_up(journal_end(log))
         await log.append([Draft(DECISIONS.name, 0, b'{"type":"request.postponed","owner_epoch":0,"seq":9}')])
         await other.serve(system, "b", seals=True)
-        await standby.catch_up(end_of(log))
+        await standby.catch_up(journal_end(log))
         assert standby.released
 
 
@@ -192,7 +187,7 @@ async def test_searches_do_not_warn_of_each_foreign_record(log: SqliteLog, caplo
     for seq in range(3):
         await log.append([Draft(DECISIONS.name, 0, b'{"type":"request.postponed","owner_epoch":0,"seq":%d}' % seq)])
     validity = Validity()
-    assert [found async for found in journal(log, 0, 0, end_of(log), validity)] == []
+    assert [found async for found in journal(log, 0, 0, journal_end(log), validity)] == []
     assert (validity.foreign, caplog.messages) == (3, [])
 
 
@@ -204,7 +199,7 @@ async def test_a_standby_that_does_not_wait_fails_at_other_rules(log: SqliteLog,
     assert standby.failed is not None
     assert REFUSAL in standby.failed
     with pytest.raises(OtherRules, match="version"):
-        await Standby(log, 0).catch_up(end_of(log))
+        await Standby(log, 0).catch_up(journal_end(log))
 
 
 async def test_verify_names_the_spans_of_other_versions(log: SqliteLog, ours: Program, other: Program) -> None:
@@ -217,7 +212,7 @@ async def test_verify_names_the_spans_of_other_versions(log: SqliteLog, ours: Pr
     first, second, third = seals(system)[:3]
     assert report.others == [
         OtherSpan(rules=OTHER, first=first + 1, end=second + 1, release=OTHER_RELEASE),
-        OtherSpan(rules=OTHER, first=third + 1, end=end_of(log), release=OTHER_RELEASE),
+        OtherSpan(rules=OTHER, first=third + 1, end=journal_end(log), release=OTHER_RELEASE),
     ]
 
 
@@ -256,23 +251,18 @@ async def test_an_operator_lets_a_router_continue_from_the_last_snapshot(
         await other.serve(system, "a", seals=True)
         sealed = seals(system)[-1]
         await other.serve(system, "b", "c", seals=False)
-        end = end_of(log)
+        end = journal_end(log)
         losses: list[AbandonedTail] = []
 
         def on_loss(tail: AbandonedTail) -> None:
-            assert end_of(log) == end, "the loss is reported before the claim"
+            assert journal_end(log) == end, "the loss is reported before the claim"
             losses.append(tail)
 
         standby = Standby(log, 0, waits_for_seal=True, on_loss=on_loss)
         await standby.catch_up(end)
         assert (standby.blocked, standby.released, standby.world.owner_epoch) == (None, False, sealed + 1)
-        owner = Owner(log, system.leases, settings())
-        await owner.start(standby)
-        running = asyncio.create_task(owner.run())
-        await system.serve("d", [*range(12)])
-        await owner.stop()
-        await running
-        await owner.close()
+        async with system.owned(standby=standby):
+            await system.serve("d", [*range(12)])
         assert losses == [AbandonedTail(0, sealed, end - sealed - 1, 2, 2)]
         (claim,) = [one for one in system.decisions(OwnerClaimed) if one.snapshot >= 0]
         assert (claim.core_version, claim.seal, claim.snapshot) == (CORE_VERSION, -1, sealed)
@@ -287,14 +277,14 @@ async def test_a_standby_goes_back_to_the_snapshot_that_a_claim_names(log: Sqlit
     async with System(log).started(workers=1) as system:
         await ours.serve(system, "a", seals=True)
         standby = Standby(log, 0, waits_for_seal=True)
-        await standby.catch_up(end_of(log))
+        await standby.catch_up(journal_end(log))
         state = standby.world.digest()
         await ours.serve(system, "b", seals=False)
-        await standby.catch_up(end_of(log))
+        await standby.catch_up(journal_end(log))
         assert standby.world.digest() != state
         nonce = system.decisions()[-1].owner_nonce
         claim = OwnerClaimed(owner_id="o", core_version=CORE_VERSION, snapshot=seals(system)[-1], previous_nonce=nonce)
         (epoch,) = await log.append([Draft(DECISIONS.name, 0, encode(DECISIONS, claim))])
-        await standby.catch_up(end_of(log))
+        await standby.catch_up(journal_end(log))
         assert (standby.world.digest(), standby.world.owner_epoch) == (state, epoch)
         assert (await verify(log)).divergence is None

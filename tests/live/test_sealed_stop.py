@@ -8,22 +8,18 @@ import pytest
 from forebay.events.codec import encode
 from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted, Sealed
 from forebay.events.snapshots import SnapshotChunk
-from forebay.events.topics import DECISIONS, REQUESTS, SNAPSHOTS
+from forebay.events.topics import REQUESTS, SNAPSHOTS
 from forebay.live.owner import snapshots
 from forebay.live.owner.owner import Owner
 from forebay.live.router.standby import Standby
 from forebay.replay.verify.verify import verify
-from forebay.transport.base import Draft, Record
+from forebay.transport.base import Draft
 from forebay.transport.history.snapshots import OtherState, load_snapshot
 from forebay.transport.sqlite.log import SqliteLog
-from tests.live.shared import SharedLog, admit, proven
+from tests.live.shared import Altered, SharedLog, admit, journal_end, proven
 from tests.system import System, settings, submitted, until, until_ended
 
 PREFIX = list(range(12))
-
-
-def journal_end(log: SqliteLog) -> int:
-    return log.next_offset(DECISIONS.name, 0)
 
 
 class SlowLog(SharedLog):
@@ -123,19 +119,10 @@ async def test_a_standby_knows_that_the_last_owner_released_the_group(log: Sqlit
         assert [claim.seal for claim in system.decisions(OwnerClaimed)] == [-1, sealed_at, -1]
 
 
-class ChangedChunks(SharedLog):
-    """A log whose snapshot chunks have other bytes but the same parts."""
-
-    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        records = await super().read(topic, partition, offset, limit)
-        if topic != SNAPSHOTS.name:
-            return records
-        return [msgspec.structs.replace(record, value=self._changed(record.value)) for record in records]
-
-    @staticmethod
-    def _changed(value: bytes) -> bytes:
-        chunk = msgspec.msgpack.decode(value, type=SnapshotChunk)
-        return msgspec.msgpack.encode(msgspec.msgpack.decode(encode(SNAPSHOTS, chunk)) | {"added": 1})
+def with_a_field(value: bytes) -> bytes:
+    """Return other bytes for the same parts of a snapshot."""
+    chunk = msgspec.msgpack.decode(value, type=SnapshotChunk)
+    return msgspec.msgpack.encode(msgspec.msgpack.decode(encode(SNAPSHOTS, chunk)) | {"added": 1})
 
 
 async def test_the_checksum_of_a_seal_covers_the_bytes_of_the_chunks(log: SqliteLog) -> None:
@@ -143,7 +130,7 @@ async def test_the_checksum_of_a_seal_covers_the_bytes_of_the_chunks(log: Sqlite
         await admit(system, 1)
         last = system.decisions()[-1]
         assert isinstance(last, Sealed)
-    changed = ChangedChunks(log)
+    changed = Altered(log, SNAPSHOTS.name, with_a_field)
     with pytest.raises(OtherState, match="has checksum"):
         await load_snapshot(changed, 0, last)
     report = await verify(changed)

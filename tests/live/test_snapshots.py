@@ -16,12 +16,12 @@ from forebay.events.topics import KV_EVENTS, REQUESTS, SNAPSHOTS
 from forebay.live.owner import snapshots
 from forebay.live.owner.owner import Owner
 from forebay.replay.verify.verify import verify
-from forebay.transport.base import Draft, Record
+from forebay.transport.base import Draft
 from forebay.transport.history.snapshots import load_snapshot
 from forebay.transport.sqlite.log import SqliteLog
 from tests.live.scenarios import all_ended as all_of_scenario_ended
 from tests.live.scenarios import run_until_append, scenario
-from tests.live.shared import SharedLog, admit, followed, proven
+from tests.live.shared import Altered, SharedLog, admit, followed, proven
 from tests.system import System, settings, submitted, until, until_ended
 
 PREFIX = list(range(12))
@@ -204,23 +204,6 @@ async def test_the_index_is_frozen_for_the_garbage_collector_each_time_it_double
         await owner.close()
 
 
-class AlteredLog(SharedLog):
-    """A log that returns another KV event at one offset."""
-
-    def __init__(self, log: SqliteLog, offset: int, replacement: BlocksStored) -> None:
-        super().__init__(log)
-        self._offset = offset
-        self._value = encode(KV_EVENTS, replacement)
-
-    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        return [
-            msgspec.structs.replace(record, value=self._value)
-            if (topic, record.offset) == (KV_EVENTS.name, self._offset)
-            else record
-            for record in await super().read(topic, partition, offset, limit)
-        ]
-
-
 async def test_a_state_difference_without_a_decision_is_found_at_the_next_digest(
     log: SqliteLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +218,8 @@ async def test_a_state_difference_without_a_decision_is_found_at_the_next_digest
     stored = system.events(KV_EVENTS, BlocksStored)[0]
     asked_by_nobody_else = stored.sequence_hashes[:-U64_BYTES] + pack_u64([9])
     replacement = msgspec.structs.replace(stored, sequence_hashes=asked_by_nobody_else)
-    report = await verify(AlteredLog(log, system.events(KV_EVENTS).index(stored), replacement))
+    value, at = encode(KV_EVENTS, replacement), system.events(KV_EVENTS).index(stored)
+    report = await verify(Altered(log, KV_EVENTS.name, lambda _: value, at=at))
     assert report.divergence is not None
     assert list(report.divergence.differs) == ["digest"]
     first_digest = next(offset for offset, record in enumerate(journal) if isinstance(record, Advanced))

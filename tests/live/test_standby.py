@@ -2,9 +2,9 @@
 
 import asyncio
 import random
+from collections.abc import Callable
 from contextlib import suppress
 
-import msgspec
 import pytest
 
 from forebay.core.rederive import Rederivation
@@ -13,29 +13,19 @@ from forebay.events.topics import DECISIONS
 from forebay.live.owner.owner import Owner
 from forebay.live.router import standby as standby_module
 from forebay.live.router.standby import RecoveryDiverged, Standby
-from forebay.transport.base import LogError, Record
+from forebay.transport.base import Log, LogError
 from forebay.transport.history import reader as recorded
 from forebay.transport.sqlite.log import SqliteLog
-from tests.live.shared import SharedLog
+from tests.live.shared import Altered, SharedLog, followed, journal_end
 from tests.live.standbys import altered, serve, serve_unsealed
 from tests.system import System, settings, until
 
 SEED = 20_240
 
 
-def journal_end(log: SqliteLog) -> int:
-    return log.next_offset(DECISIONS.name, 0)
-
-
-async def cold_standby(log: SqliteLog, end: int) -> Standby:
-    standby = Standby(log, 0)
-    await standby.catch_up(end)
-    return standby
-
-
-def state(followed: Rederivation) -> tuple[int, list[object], int, int]:
-    world = followed.world
-    return world.digest(), list(followed.pending), world.seq, world.owner_epoch
+def state(followed_by: Rederivation) -> tuple[int, list[object], int, int]:
+    world = followed_by.world
+    return world.digest(), list(followed_by.pending), world.seq, world.owner_epoch
 
 
 async def ended(task: "asyncio.Task[None]") -> None:
@@ -55,21 +45,16 @@ async def test_a_standby_takes_over_warm_with_the_state_of_a_cold_recovery(log: 
         async with system.owned(snapshot_every=4) as owner:
             await serve(system, owner, "a", "b", "c")
             await until(lambda: standby.position == journal_end(log))
-            assert state(standby.followed) == state((await cold_standby(log, standby.position)).followed)
+            assert state(standby.followed) == state((await followed(log, standby.position)).followed)
             assert unconfirmed(standby) == ["a-refused", "b-refused", "c-refused"]
         await until(lambda: standby.position == journal_end(log))
         await ended(following)
         world = standby.world
-        successor = Owner(log, system.leases, settings())
-        await successor.start(standby)
-        assert successor.world is world
-        running = asyncio.create_task(successor.run())
-        await serve(system, successor, "d")
+        async with system.owned(standby=standby) as successor:
+            assert successor.world is world
+            await serve(system, successor, "d")
         (first, *_, last) = system.decisions(RequestRouted)
         assert (last.worker_id, last.terms.device_overlap) == (first.worker_id, 4)
-        await successor.stop()
-        await running
-        await successor.close()
 
 
 async def test_a_standby_resumes_after_a_cancellation_at_any_point(
@@ -93,7 +78,7 @@ async def test_a_standby_resumes_after_a_cancellation_at_any_point(
         stops += 1
     assert stops > 3
     assert standby.failed is None
-    assert state(standby.followed) == state((await cold_standby(log, end)).followed)
+    assert state(standby.followed) == state((await followed(log, end)).followed)
 
 
 async def test_a_standby_begins_at_the_newest_snapshot(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
@@ -111,37 +96,26 @@ async def test_a_standby_begins_at_the_newest_snapshot(log: SqliteLog, caplog: p
     assert standby.position > sealed
 
 
-class TornLog(SharedLog):
-    """A log that returns an undecodable journal record."""
-
-    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        records = await super().read(topic, partition, offset, limit)
-        return [self._torn(record) if topic == DECISIONS.name else record for record in records]
-
-    @staticmethod
-    def _torn(record: Record) -> Record:
-        return msgspec.structs.replace(record, value=b"?") if record.offset == 1 else record
+def torn(log: Log) -> Altered:
+    """Return a log with an undecodable journal record."""
+    return Altered(log, DECISIONS.name, lambda _: b"?", at=1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"), [(altered, "cannot be derived again"), (TornLog, "cannot be derived again")]
-)
+@pytest.mark.parametrize("kind", [altered, torn])
 async def test_a_standby_that_cannot_follow_logs_it_and_the_owner_starts_cold(
-    log: SqliteLog, kind: type[SharedLog], message: str, caplog: pytest.LogCaptureFixture
+    log: SqliteLog, kind: Callable[[Log], Log], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with System(log).started(workers=2) as system:
         await serve_unsealed(system, "a")
         standby = Standby(kind(log), 0)
         await standby.run()
         assert standby.failed is not None
-        assert message in standby.failed
+        assert "cannot be derived again" in standby.failed
         assert "the standby of partition 0 stopped" in caplog.text
-        with pytest.raises(LogError, match=message):
+        with pytest.raises(LogError, match="cannot be derived again"):
             await standby.catch_up(journal_end(log))
-        successor = Owner(log, system.leases, settings())
-        await successor.start(standby)
-        assert successor.world is not standby.world
-        await successor.close()
+        async with system.owned(standby=standby) as successor:
+            assert successor.world is not standby.world
 
 
 async def test_an_owner_whose_rules_decide_differently_does_not_start(log: SqliteLog) -> None:
