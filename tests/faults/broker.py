@@ -199,13 +199,11 @@ class VirtualTail:
         return 1 if self._log.failure is not None else len(self._buffer)
 
     def take(self, limit: int) -> list[Record]:
-        """Return up to `limit` next records. Raises LogError if the log failed."""
         if self._log.failure is not None:
             raise LogError(str(self._log.failure))
         return [self._buffer.popleft() for _ in range(min(limit, len(self._buffer)))]
 
     def close(self) -> None:
-        """Stop following the partition."""
         self._buffer.clear()
         self._log.leave(self)
 
@@ -237,11 +235,9 @@ class VirtualLog:
 
     @property
     def alive(self) -> bool:
-        """Whether the process has not ended."""
         return self.process.alive
 
     async def append(self, drafts: Sequence[Draft]) -> list[int]:
-        """Append records, and return their offsets once the broker has acknowledged them."""
         waiter = _Waiter(len(drafts), asyncio.get_running_loop())
         if drafts:
             self._write(drafts, waiter)
@@ -250,12 +246,10 @@ class VirtualLog:
         return await waiter.future
 
     def append_soon(self, drafts: Sequence[Draft], then: Sequence[Draft] = ()) -> None:
-        """Append records without waiting, and `then` once they are durable."""
         self._require_open()
         self._following.append(drafts, then)
 
     async def flush(self) -> None:
-        """Wait until the broker has acknowledged all records appended so far."""
         self._require_open()
         while self._following or any(lane.in_flight for lane in self._lanes.values()):
             self._has_settled.clear()
@@ -263,7 +257,6 @@ class VirtualLog:
             self._require_open()
 
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> VirtualTail:
-        """Return a tail that follows a partition from `offset`."""
         self._require_open()
         tail = VirtualTail(self, (topic, partition), offset, wake)
         self._tails[tail] = None
@@ -272,7 +265,6 @@ class VirtualLog:
         return tail
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """Return up to `limit` records from `offset`."""
         await self._query()
         if self._faults.truncates and limit > 1:
             self._faults.fired("truncated_fetch")
@@ -280,13 +272,11 @@ class VirtualLog:
         return self._broker.records((topic, partition))[offset : offset + limit]
 
     async def begin(self, topic: str, partition: int) -> int:
-        """Return 0, because this broker has no retention."""
         del topic, partition
         await self._query()
         return 0
 
     async def end(self, topic: str, partition: int) -> int:
-        """Return the end offset of a partition."""
         await self._query()
         return len(self._broker.records((topic, partition)))
 
@@ -301,7 +291,6 @@ class VirtualLog:
             self._followed[tail.place] -= 1
 
     def announce(self, place: Place) -> None:
-        """Fetch soon, because a partition has a new record."""
         if self._followed[place]:
             self._fetch_soon()
 

@@ -83,14 +83,12 @@ class VirtualLeases:
         self._kind = kind
 
     def acquire(self, group: str, worker_id: str, token: str, payload: bytes, ttl_ms: int) -> None:
-        """Take or replace the lease of a worker."""
         self._reach()
         deadline_ms = self._store.now_ms() + ttl_ms
         self._store.entries(self._kind, group)[worker_id] = _Entry(token, payload, ttl_ms, deadline_ms)
         self._respond()
 
     def renew(self, group: str, worker_id: str, token: str, ttl_ms: int) -> bool:
-        """Extend the lease; return False if another incarnation holds it or it is gone."""
         self._reach()
         entry = self._store.entries(self._kind, group).get(worker_id)
         held = entry is not None and entry.token == token and not entry.released
@@ -100,7 +98,6 @@ class VirtualLeases:
         return held
 
     def release(self, group: str, worker_id: str, token: str) -> None:
-        """Mark the lease as released if this incarnation holds it."""
         self._reach()
         entry = self._store.entries(self._kind, group).get(worker_id)
         if entry is not None and entry.token == token:
@@ -108,7 +105,6 @@ class VirtualLeases:
         self._respond()
 
     def poll(self, group: str) -> list[Lease]:
-        """Return every lease of the group ordered by worker id."""
         self._reach()
         now_ms = self._store.now_ms()
         self._respond()
@@ -126,7 +122,6 @@ class VirtualLeases:
         ]
 
     def forget(self, group: str, worker_id: str, token: str) -> None:
-        """Delete an ended lease."""
         self._reach()
         entries = self._store.entries(self._kind, group)
         if worker_id in entries and entries[worker_id].token == token:
@@ -136,13 +131,11 @@ class VirtualLeases:
         self._respond()
 
     def groups(self) -> list[str]:
-        """Return every group with at least one unexpired lease, sorted."""
         self._reach()
         self._respond()
         return self._store.groups()
 
     def announce(self, group: str, ttl_ms: int) -> None:
-        """Make `groups` return a group although no worker has a lease in it yet."""
         self._reach()
         self._store.announce(group, ttl_ms)
         self._respond()

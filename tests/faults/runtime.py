@@ -32,7 +32,6 @@ class VirtualRuntime:
         self._random = Random(f"{seed}/runtime")
 
     def monotonic_ns(self) -> int:
-        """Return the monotonic clock in nanoseconds."""
         self._loop.now_ns += READING_NS
         return self._at_ns + int((self._loop.now_ns - self._from_ns) * self._rate)
 
@@ -42,11 +41,9 @@ class VirtualRuntime:
         self._rate = rate
 
     def wall_ns(self) -> int:
-        """Return the wall clock in nanoseconds since 1970."""
         return EPOCH_NS + self.skew_ns + self.monotonic_ns() - START_NS
 
     def random_bytes(self, count: int) -> bytes:
-        """Return seeded bytes."""
         return self._random.randbytes(count)
 
     async def offload(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -58,12 +55,10 @@ class VirtualRuntime:
             await asyncio.sleep(self._random.random() * OFFLOAD_S_MAX)
 
     def executor(self, threads: int, name: str) -> Executor:
-        """Return an executor that runs each call inline when it is submitted."""
         del threads, name
         return _InlineExecutor()
 
     def start_ticker(self, step: Callable[[], float | None], name: str) -> Ticker:
-        """Call `step` by timers of the loop until it returns None."""
         del name
         return _TimerTicker(step)
 

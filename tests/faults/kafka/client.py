@@ -165,16 +165,13 @@ class FakeAdmin(FakeClient):
     """Admin client of one simulated process."""
 
     async def start(self) -> None:
-        """Connect. Raises KafkaConnectionError."""
         self.count_call()
         await self.bootstrap()
 
     async def close(self) -> None:
-        """Disconnect."""
         self.closed = True
 
     async def list_topics(self) -> list[str]:
-        """Return the full names of all topics. Raises KafkaConnectionError."""
         self.count_call()
         await self.round_trip()
         return self.host.kafka.topics()

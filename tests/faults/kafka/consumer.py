@@ -86,12 +86,10 @@ class FakeConsumer(FakeClient):
             self._membership = Membership(self, group, session_timeout_ms / 1000, heartbeat_interval_ms / 1000)
 
     async def start(self) -> None:
-        """Connect. Raises KafkaConnectionError."""
         self.count_call()
         await self.bootstrap()
 
     async def stop(self) -> None:
-        """Leave the group, and disconnect."""
         if self.closed:
             return
         self.closed = True
@@ -125,11 +123,9 @@ class FakeConsumer(FakeClient):
         self._membership.begin(listener)
 
     def assignment(self) -> frozenset[TopicPartition]:
-        """Return the assigned partitions."""
         return frozenset(self._states)
 
     def seek(self, place: TopicPartition, offset: int) -> None:
-        """Set the position of an assigned partition."""
         state = self._state(place)
         state.position = offset
         self._fetched.pop(place, None)
@@ -151,7 +147,6 @@ class FakeConsumer(FakeClient):
         return self._state(place).highwater
 
     async def position(self, place: TopicPartition) -> int:
-        """Return the position of a partition, once it has one. Raises IllegalStateError if it is not assigned."""
         while True:
             position = self._state(place).position
             if position is not None:
@@ -164,13 +159,11 @@ class FakeConsumer(FakeClient):
         return {0}
 
     async def beginning_offsets(self, places: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
-        """Return the first offsets. This cluster has no retention. Raises KafkaError."""
         self.count_call()
         await self._query(places)
         return dict.fromkeys(places, 0)
 
     async def end_offsets(self, places: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
-        """Return the end offsets. Raises KafkaError."""
         self.count_call()
         await self._query(places)
         return {place: len(self.broker.records(place_of(place))) for place in places}

@@ -46,12 +46,10 @@ class FakeWire(FakeClient):
         self._unacknowledged: dict[TopicPartition, None] = {}
 
     async def start(self) -> None:
-        """Connect. Raises KafkaConnectionError."""
         await self.bootstrap()
         self.host.kafka.producers.append(self)
 
     async def close(self) -> None:
-        """Disconnect."""
         self.closed = True
         self.cancel_tasks()
 
@@ -69,7 +67,6 @@ class FakeWire(FakeClient):
                     raise
 
     async def refresh(self, topics: Sequence[str] = ()) -> None:
-        """Fetch metadata, which have all topics."""
         del topics
         await self.force_metadata_update()
 
@@ -84,7 +81,6 @@ class FakeWire(FakeClient):
     # Appends
 
     async def produce(self, node: int, channel: Channel, batches: Mapping[TopicPartition, bytes]) -> Results:
-        """Append one batch per partition. Raises KafkaConnectionError if the response is lost."""
         del channel
         self._unacknowledged.update(dict.fromkeys(batches))
         response: asyncio.Future[Results] = asyncio.get_running_loop().create_future()
@@ -127,7 +123,6 @@ class FakeWire(FakeClient):
     async def fetch(
         self, node: int, channel: Channel, offsets: Mapping[TopicPartition, int], wait_ms: int
     ) -> list[Fetched]:
-        """Return records of partitions, after `wait_ms` without any. Raises KafkaConnectionError."""
         del channel
         response: asyncio.Future[list[Fetched]] = asyncio.get_running_loop().create_future()
         until_s = self.broker.loop.time() + wait_ms / 1000

@@ -69,7 +69,6 @@ class FedTail:
         return taken
 
     def close(self) -> None:
-        """Stop following the partition."""
         self._feed.remove(self._place, self)
         self._watching.cancel()
         if self._filling is not None:

@@ -101,7 +101,6 @@ class BrokerConnection(asyncio.Protocol):
             kept += buffer[at:]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail all requests in flight."""
         self._aiokafkas.connection_lost(exc)
         self._close(KafkaConnectionError(f"the connection to the broker was lost: {exc or 'the broker closed it'}"))
 

@@ -106,20 +106,16 @@ class KafkaLog:
             raise LogError(str(self.failure))
 
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> KafkaTail:
-        """Return a tail that follows a partition from `offset`."""
         self._require_open()
         return self._tails.follow(topic, partition, offset, wake)
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """Return up to `limit` records from `offset`. Raises LogError, also for records that retention removed."""
         return await self._reader.read(topic, partition, offset, limit)
 
     async def begin(self, topic: str, partition: int) -> int:
-        """Return the oldest offset that the partition still holds. Raises LogError if Kafka cannot be read."""
         return await self._reader.begin(topic, partition)
 
     async def end(self, topic: str, partition: int) -> int:
-        """Return the offset of the next record to be appended. Raises LogError if Kafka cannot be read."""
         return await self._reader.end(topic, partition)
 
     def lags(self) -> dict[tuple[str, int], int]:

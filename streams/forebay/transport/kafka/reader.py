@@ -57,11 +57,9 @@ class KafkaReader:
                 raise log_error(error, text) from error
 
     async def end(self, topic: str, partition: int) -> int:
-        """Return the offset of the next record to be appended. Raises LogError if Kafka cannot be read."""
         return await self._offset(topic, partition, "end", "end_offsets")
 
     async def begin(self, topic: str, partition: int) -> int:
-        """Return the oldest offset that the partition still holds. Raises LogError if Kafka cannot be read."""
         return await self._offset(topic, partition, "first", "beginning_offsets")
 
     async def close(self) -> None:

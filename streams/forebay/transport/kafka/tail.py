@@ -39,7 +39,6 @@ class KafkaTail:
         return len(self._buffer)
 
     def take(self, limit: int) -> list[Record]:
-        """Return up to `limit` next records without waiting. Raises LogError if the tail failed."""
         if self._tails.failure is not None:
             raise LogError(str(self._tails.failure))
         buffer = self._buffer
@@ -50,7 +49,6 @@ class KafkaTail:
         return taken
 
     def close(self) -> None:
-        """Stop following the partition."""
         self._buffer.clear()
         self._tails.leave(self._place, self)
 
