@@ -21,7 +21,6 @@ from forebay.ingress.media.tokens import MediaRef
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
 from forebay.ingress.openai.embeddings import EmbeddingBody
-from forebay.ingress.openai.fields import BodyT
 from forebay.ingress.openai.nvext import RoutingHeaders, routing_headers
 from forebay.ingress.openai.requests import AnyBody, ChatBody, TextBody
 from forebay.ingress.parsers.selection import ParserFactory
@@ -150,9 +149,6 @@ class Ingress(GroupClient):
         """Raise ApiError (404) if `name` is neither empty, nor the model, nor one of its adapters."""
         if name:
             await self.adapters.resolve(name)
-
-    def parse(self, kind: type[BodyT], raw: bytes) -> BodyT:
-        return self.front.parse(kind, raw)
 
     def fold(self, request_id: str, body: AnyBody, prepared: Sequence[PreparedRequest], created_s: int) -> ResponseFold:
         """Return an empty response, which `ResponseFold.step` fills."""

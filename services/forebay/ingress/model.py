@@ -139,10 +139,6 @@ class Model:
         except TEMPLATE_ERRORS as error:
             raise invalid(f"the chat template rejects these messages: {error}", "messages") from error
 
-    def uses_template_argument(self, name: str) -> bool:
-        """Return whether the chat template refers to a variable of this name."""
-        return name in self.template_source
-
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return the token ids of a text. Special tokens in the text are recognised.
 

@@ -27,7 +27,7 @@ from forebay.ingress.errors import invalid
 from forebay.ingress.media.tokens import ExpandedPrompt, FetchedMedia, MediaRef
 from forebay.ingress.model import Model
 from forebay.ingress.openai.embeddings import EmbeddingBody
-from forebay.ingress.openai.nvext import Nvext, RoutingHeaders, reject_hints, routing_of
+from forebay.ingress.openai.nvext import Nvext, RoutedBody, RoutingHeaders, reject_hints, routing_of
 from forebay.ingress.openai.requests import ChatBody, CompletionBody, TextBody
 from forebay.ingress.openai.sampling import PROMPT_TOKENS_MAX, SEED_MAX, sampling_of
 from forebay.ingress.parsers.composer import OutputPlan
@@ -190,7 +190,7 @@ class Preparer:
             return body.prompts
         arguments: dict[str, Any] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
-            if not self.model.uses_template_argument("reasoning_effort"):
+            if "reasoning_effort" not in self.model.template_source:
                 text = "reasoning_effort is not supported by the chat template of this model; leave it out"
                 raise invalid(text, "reasoning_effort", "unsupported_parameter")
             arguments["reasoning_effort"] = body.reasoning_effort
@@ -245,30 +245,17 @@ class Preparer:
         if self.model.media.ids:
             expanded = self.model.media.expand(prompt.token_ids, refs, fetched)
         max_tokens = self._output_tokens_max(body, len(expanded.token_ids))
-        packed, hashes = self._pack(expanded, body.cache_namespace, target, "prompt")
         sampling = sampling_of(body, max_tokens, self.model.vocabulary_size)
         if parsing is not None and sampling.structured is not None:
             parsing = replace(parsing, structured=True)
-        return PreparedRequest(
-            model=self.settings.model_name,
-            token_ids=packed,
-            sequence_hashes=hashes,
-            prompt_tokens=len(expanded.token_ids),
-            lora_name=target.lora_name,
-            cache_namespace=body.cache_namespace,
-            media=expanded.media,
-            sampling=sampling,
-            routing=target.routing,
-            timeout_us=self._timeout_us,
-            output=OutputPlan(
-                stops=body.stop_strings,
-                parsing=parsing,
-                logprobs=sampling.logprobs,
-                special=body.skip_special_tokens is False,
-                echo=prompt.echo,
-            ),
-            kv_pin_s=body.kv_pin_s,
+        output = OutputPlan(
+            stops=body.stop_strings,
+            parsing=parsing,
+            logprobs=sampling.logprobs,
+            special=body.skip_special_tokens is False,
+            echo=prompt.echo,
         )
+        return self._prepared(body, expanded, sampling, target, "prompt", output)
 
     def choices(self, body: ChatBody | TextBody, prepared: PreparedRequest) -> list[PreparedRequest]:
         """Return one request per choice of a prompt. As in vLLM, the seed of a choice is the seed plus its position."""
@@ -291,24 +278,7 @@ class Preparer:
         if len(token_ids) > context:
             text = f"input[{index}] has {len(token_ids)} tokens, more than the context of {context} tokens; shorten it"
             raise invalid(text, "input", "context_length_exceeded")
-        packed, hashes = self._pack(ExpandedPrompt(token_ids), body.cache_namespace, target, "input")
-        return PreparedRequest(
-            model=self.settings.model_name,
-            token_ids=packed,
-            sequence_hashes=hashes,
-            prompt_tokens=len(token_ids),
-            lora_name=target.lora_name,
-            cache_namespace=body.cache_namespace,
-            media=(),
-            sampling=EMBEDDING,
-            routing=target.routing,
-            timeout_us=self._timeout_us,
-            task="embed",
-        )
-
-    @property
-    def _timeout_us(self) -> int:
-        return max(1, round(self.settings.timeout_s * 1e6))
+        return self._prepared(body, ExpandedPrompt(token_ids), EMBEDDING, target, "input", task="embed")
 
     def _output_tokens_max(self, body: CompletionBody, prompt_tokens: int) -> int:
         """Return the maximum number of output tokens. Raises ApiError if they do not fit into the context."""
@@ -320,13 +290,36 @@ class Preparer:
             raise invalid(text, "max_tokens", "context_length_exceeded")
         return max_tokens
 
-    def _pack(self, prompt: ExpandedPrompt, cache_namespace: str, target: Target, where: str) -> tuple[bytes, bytes]:
-        """Return packed token ids and block hashes. Raises ApiError for an empty prompt and for unknown token ids."""
+    def _prepared(
+        self,
+        body: RoutedBody,
+        prompt: ExpandedPrompt,
+        sampling: Sampling,
+        target: Target,
+        where: str,
+        output: OutputPlan = PLAIN,
+        task: Task = "generate",
+    ) -> PreparedRequest:
+        """Return the request for a prompt. Raises ApiError for an empty prompt and for unknown token ids."""
         token_ids, vocabulary = prompt.token_ids, self.model.vocabulary_size
         if not token_ids:
             raise invalid(f"the {where} is empty", where, "empty_prompt")
         if (highest := max(token_ids)) >= vocabulary:
             raise invalid(f"token id {highest} is not in the vocabulary; ids must be below {vocabulary}", where)
         packed, size = pack_u32(token_ids), target.block_size
-        seed = hash_seed(target.lora_name, cache_namespace)
-        return packed, sequence_hashes(packed, size, seed, mm_hashes(prompt.media, size))
+        seed = hash_seed(target.lora_name, body.cache_namespace)
+        return PreparedRequest(
+            model=self.settings.model_name,
+            token_ids=packed,
+            sequence_hashes=sequence_hashes(packed, size, seed, mm_hashes(prompt.media, size)),
+            prompt_tokens=len(token_ids),
+            lora_name=target.lora_name,
+            cache_namespace=body.cache_namespace,
+            media=prompt.media,
+            sampling=sampling,
+            routing=target.routing,
+            timeout_us=max(1, round(self.settings.timeout_s * 1e6)),
+            output=output,
+            task=task,
+            kv_pin_s=0 if task == "embed" else body.kv_pin_s,
+        )
