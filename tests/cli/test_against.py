@@ -283,7 +283,7 @@ def test_tiers_of_a_simulated_recording_are_reproduced_exactly(tmp_path: Path) -
     )
     rows = conversations(sessions=11, turns=6, every_ms=2_000)
     asyncio.run(write(played(rows, RouterConfig(), workers=2, blocks=512, tiers=tiers).log, log))
-    options = [part for tier, size in SIZES.items() for part in (f"--kv-{tier}-size", size)]
+    options = [part for tier, size in SIZES.items() for part in ("--kv-tier", f"{tier}:size={size}")]
     report = found("--against", log, *options)
     assert {"from host", "from store"} < set(report["errors"])
     assert set(report["errors"].values()) == {0.0}
