@@ -91,7 +91,11 @@ def test_a_real_engine_gets_its_settings(tmp_path: Path, form: str) -> None:
             {"engine": "mock", "engine_profile": "h100"},
             "--engine-profile: unknown engine profile 'h100'; use 'mocker'",
         ),
-        ({"engine": "mock", "engine_args": "{}"}, "--engine-args requires a real engine"),
+        (
+            {"engine": "mock", "engine_args": '{"kv_lease": 1}'},
+            "--engine-args: unknown argument 'kv_lease'; did you mean",
+        ),
+        ({"engine": "mock", "engine_args": '{"kv_lease_s": 0}'}, "--engine-args: kv_lease_s: must be a number"),
         ({"engine": "mock", "speedup": float("nan")}, "--speedup must be a positive number, not nan"),
         ({"engine_args": "/nowhere.yaml"}, "/nowhere.yaml: No such file"),
         ({"engine_args": "{1}"}, "--engine-args: "),
@@ -200,9 +204,9 @@ def test_disagg_the_default_pool_of_a_worker_is_that_of_its_role(role: Any, pool
 
 
 def test_disagg_a_mock_engine_gets_the_kv_transfer_settings() -> None:
-    given = {"kv_bytes_per_token": 32, "kv_checksum": True, "kv_lease_s": 5.0}
-    settings = choose("mock", **given).settings
-    assert {name: getattr(settings, name) for name in given} == given
+    settings = choose("mock", kv_bytes_per_token=32, engine_args='{"kv_checksum": true, "kv_lease_s": 5}').settings
+    assert (settings.kv_bytes_per_token, settings.kv_checksum, settings.kv_lease_s) == (32, True, 5.0)
+    assert settings.arguments == {}
 
 
 @pytest.mark.parametrize(("is_installed", "connector"), [(True, "nixl"), (False, "modelled")])
@@ -216,11 +220,9 @@ def test_disagg_a_mock_engine_without_nixl_transfers_kv_in_modelled_time(
 
 
 @pytest.mark.usefixtures("fake")
-@pytest.mark.parametrize("option", [{"kv_checksum": False}, {"kv_lease_s": 3.0}])
-def test_disagg_a_real_engine_uses_its_own_kv_transfer(option: dict[str, Any]) -> None:
-    flag = f"--{next(iter(option)).replace('_', '-')}"
-    with pytest.raises(Unusable, match=f"{flag} requires --engine mock: vllm configures KV transfer in"):
-        choose("vllm", **option)
+def test_disagg_a_real_engine_uses_its_own_kv_transfer() -> None:
+    with pytest.raises(Unusable, match="--kv-bytes-per-token requires --engine mock: vllm configures KV transfer in"):
+        choose("vllm", kv_bytes_per_token=32)
 
 
 def test_disagg_a_service_does_all_of_a_request(tmp_path: Path) -> None:
