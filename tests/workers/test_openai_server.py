@@ -31,6 +31,7 @@ from tests.workers.conftest import until, work_item
 BLOCK = 4
 PROMPT = list(range(300, 330))
 MODEL = Model(DEFAULT_MODEL)
+SHORT = httpx.Timeout(30.0, read=0.05)
 
 
 @asynccontextmanager
@@ -334,10 +335,10 @@ async def test_faults() -> None:
             list(text_string_to_metric_families((await client.get("/metrics")).text))
         server.faults = Faults(hang=True)
         with pytest.raises(httpx.ReadTimeout):
-            await client.post("/v1/completions", json={"prompt": "hello"}, timeout=0.05)
+            await client.post("/v1/completions", json={"prompt": "hello"}, timeout=SHORT)
         server.faults = Faults(hang_all=True)
         with pytest.raises(httpx.ReadTimeout):
-            await client.get("/health", timeout=0.05)
+            await client.get("/health", timeout=SHORT)
         assert (await client.post("/fault", json={"hang_all": False, "speed": 1})).status_code == 400
         assert (await client.get("/counters")).json()["finished"] == 1
 

@@ -140,6 +140,7 @@ def test_engine_arguments_override_settings() -> None:
     assert generated["worker_extension_cls"] == "forebay.workers.engines.vllm.extension.KvLeases"
     events = generated["kv_events_config"]
     assert {events["endpoint"], events["replay_endpoint"]} == {"tcp://*:0"}
+    assert "kv_events_config" not in engine_arguments(own, kv_events=False, sockets=Path("/private"))
 
 
 def test_model_directory_is_checked(tmp_path: Path) -> None:

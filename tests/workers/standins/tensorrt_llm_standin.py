@@ -388,7 +388,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> type[LLM]:
         for value in values:
             setattr(module, value.__name__, value)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "forebay.workers.engines.tensorrt_llm.types", raising=False)
     monkeypatch.setattr(LLM, "made", None)
     monkeypatch.setattr(LLM, "fails", None)
     monkeypatch.setattr(MetricsCollector, "reported", [])

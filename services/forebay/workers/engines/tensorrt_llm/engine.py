@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -47,6 +48,14 @@ from forebay.workers.runtime.rank_buffer import RankBuffer
 
 logger = logging.getLogger(__name__)
 
+TYPES: Mapping[str, Sequence[str]] = {  # of TensorRT-LLM's API, by module
+    "tensorrt_llm": ("LLM", "SamplingParams"),
+    "tensorrt_llm.executor.request": ("LoRARequest",),
+    "tensorrt_llm.executor.result": ("Logprob",),
+    "tensorrt_llm.llmapi": ("DisaggregatedParams",),
+    "tensorrt_llm.sampling_params": ("GuidedDecodingParams",),
+    "tensorrt_llm.scheduling_params": ("SchedulingParams",),
+}
 POLL_TIMEOUT_S = 0.01  # time for which the engine waits for events in one call
 POLL_EVERY_S = (0.005, 0.1)  # pause after an event, and maximum pause without events
 BACK_OFF = 1.5
@@ -83,7 +92,7 @@ class TensorRtLlmEngine(ModelEngine):
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
         self._llm: Any = None
-        self._types: Any = None  # module of the API of `tensorrt_llm`
+        self._types: Any = None  # the `TYPES`
         self._building: asyncio.Future[Any] | None = None
         self._reader: TensorRtLlmReader | None = None
         self._polled: dict[int, _PolledCache] = {}
@@ -382,7 +391,9 @@ async def _poll(read: Callable[..., AsyncIterator[Any]], handle: Callable[[Any],
 
 def _build(arguments: dict[str, Any]) -> tuple[Any, Any]:
     try:
-        types = import_module("forebay.workers.engines.tensorrt_llm.types")
+        types = SimpleNamespace(
+            **{name: getattr(import_module(module), name) for module, names in TYPES.items() for name in names}
+        )
     except Exception as error:  # a build for another machine may raise anything
         raise EngineError(f"cannot import TensorRT-LLM: {one_line(error)}") from error
     with start_errors("TensorRT-LLM"):
