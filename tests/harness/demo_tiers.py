@@ -3,9 +3,9 @@
 Starts Kafka, Redis, an S3 server, a router, an ingress and four mock workers with real bytes in their tiers. Clients
 hold conversations, while block files and objects are truncated, flipped and deleted, and while the bucket denies access
 and then stops. Then one worker is killed and restarted with its disk, and new workers replace all others, so that they
-load what those computed. The tokens of an answer depend on every byte that was loaded. Exits 1 unless every answer is
-exact, every decision was verified, and hits from host memory, disk and both stores were seen. Kafka and Redis of your
-own: FOREBAY_KAFKA (host:port) and FOREBAY_REDIS (URL), as for `make demo-kafka`.
+load what those computed. A mock worker checks every byte that it loads, and ends if one is wrong. Exits 1 unless every
+answer is exact, every decision was verified, and hits from host memory, disk and both stores were seen. Kafka and Redis
+of your own: FOREBAY_KAFKA (host:port) and FOREBAY_REDIS (URL), as for `make demo-kafka`.
 """
 
 import argparse

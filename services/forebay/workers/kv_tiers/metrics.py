@@ -117,33 +117,25 @@ def _forebay_rows(one: TierCounters) -> Iterator[_Row]:
     seconds = {tier: us / 1e6 for tier, us in one.load_us.items()}
     tier, route, reason = ("tier",), ("source", "tier"), ("tier", "reason")
     rejected = "Blocks in tiers that were computed, because loading them was expected to be slower."
-    for row in (
-        _Row("offloaded_blocks", "Blocks offloaded, by source and tier.", "counter", one.offloaded_blocks, route),
-        _Row("offloaded_bytes", "Bytes offloaded, by tier.", "counter", one.offloaded_bytes, tier),
-        _Row("onboarded_blocks", "Blocks onboarded, by tier.", "counter", one.onboarded_blocks, tier),
-        _Row("onboarded_bytes", "Bytes onboarded, by tier.", "counter", one.onboarded_bytes, tier),
-        _Row(
-            "prefetched_blocks",
-            "Blocks copied to the host tier for waiting requests, by source.",
-            "counter",
-            one.prefetched_blocks,
-            tier,
-        ),
-        _Row("loads", "Completed loads, by tier.", "counter", one.loads, tier),
-        _Row("load_seconds", "Total duration of completed loads, by tier.", "counter", seconds, tier),
-        _Row("misses", "Blocks that could not be read, by tier and reason.", "counter", one.misses, reason),
-        _Row(
-            "write_failures",
-            "Blocks that could not be written, by tier and reason.",
-            "counter",
-            one.write_failures,
-            reason,
-        ),
-        _Row("skipped_blocks", "Blocks not offloaded or not pinned, by reason.", "counter", one.skipped, ("reason",)),
-        _Row("rejected_blocks", rejected, "counter", {(): one.rejected_blocks}),
-        _Row("evicted_blocks", "Blocks removed to make room, by tier.", "counter", one.evicted, tier),
-        _Row("resident_blocks", "Blocks in a tier.", "gauge", one.resident_blocks, tier),
-        _Row("resident_bytes", "Bytes of the blocks in a tier.", "gauge", one.resident_bytes, tier),
-        _Row("pinned_blocks", "Blocks in a tier that requests have pinned.", "gauge", one.pinned_blocks, tier),
+    prefetched = "Blocks copied to the host tier for waiting requests, by source."
+    for name, text, values, labels in (
+        ("offloaded_blocks", "Blocks offloaded, by source and tier.", one.offloaded_blocks, route),
+        ("offloaded_bytes", "Bytes offloaded, by tier.", one.offloaded_bytes, tier),
+        ("onboarded_blocks", "Blocks onboarded, by tier.", one.onboarded_blocks, tier),
+        ("onboarded_bytes", "Bytes onboarded, by tier.", one.onboarded_bytes, tier),
+        ("prefetched_blocks", prefetched, one.prefetched_blocks, tier),
+        ("loads", "Completed loads, by tier.", one.loads, tier),
+        ("load_seconds", "Total duration of completed loads, by tier.", seconds, tier),
+        ("misses", "Blocks that could not be read, by tier and reason.", one.misses, reason),
+        ("write_failures", "Blocks that could not be written, by tier and reason.", one.write_failures, reason),
+        ("skipped_blocks", "Blocks not offloaded or not pinned, by reason.", one.skipped, ("reason",)),
+        ("rejected_blocks", rejected, {(): one.rejected_blocks}, ()),
+        ("evicted_blocks", "Blocks removed to make room, by tier.", one.evicted, tier),
     ):
-        yield row._replace(name=f"forebay_tier_{row.name}")
+        yield _Row(f"forebay_tier_{name}", text, "counter", values, labels)
+    for name, text, gauge in (
+        ("resident_blocks", "Blocks in a tier.", one.resident_blocks),
+        ("resident_bytes", "Bytes of the blocks in a tier.", one.resident_bytes),
+        ("pinned_blocks", "Blocks in a tier that requests have pinned.", one.pinned_blocks),
+    ):
+        yield _Row(f"forebay_tier_{name}", text, "gauge", gauge, tier)
