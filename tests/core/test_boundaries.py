@@ -11,7 +11,7 @@ from forebay.core.state.fleet import Fleet
 from forebay.core.state.requests import REMEMBER_US
 from forebay.core.step import advance, claim
 from forebay.core.world import World
-from forebay.events.base import pack_u32, pack_u64
+from forebay.events.base import pack_u32
 from forebay.events.control import BusyThresholds, QueueClass, QueueConfig
 from forebay.events.decisions import (
     ConsumedRun,
@@ -30,7 +30,6 @@ from forebay.events.fleet import (
     WorkerRecovered,
     WorkerSuspect,
 )
-from forebay.events.kv import BlocksStored
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import EngineFailed, FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RequestSubmitted, RoutingHints
@@ -160,8 +159,7 @@ def test_a_report_of_the_rank_after_the_last_is_foreign() -> None:
 
 def test_more_hashes_than_tokens_book_no_negative_load() -> None:
     drive = Driver().fleet("a")
-    stored = BlocksStored(worker_id="a", worker_epoch=drive.epoch("a"), seq=1, sequence_hashes=pack_u64(PROMPTS[0]))
-    drive("kv-events", stored)
+    drive.stored("a", PROMPTS[0])
     (routed,) = drive("requests", request("r", PROMPTS[0], token_ids=pack_u32([1, 2, 3])))
     assert isinstance(routed, RequestRouted)
     assert drive.world.load.rank_load("a", 0).prefill_tokens == 0

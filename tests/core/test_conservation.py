@@ -285,8 +285,7 @@ def test_a_snapshot_written_while_the_index_changes_is_of_the_state_at_its_end()
         drive("kv-events", BlocksStored(**fields, sequence_hashes=pack_u64(PROMPTS[seq - 1])))
     walk = drive.world.index.begin_scan()
     chunks: list[Chunk] = list(walk.advance(4))
-    stored: dict[str, Any] = {"worker_id": "b", "worker_epoch": drive.epoch("b"), "seq": 1}
-    drive("kv-events", BlocksStored(**stored, sequence_hashes=pack_u64(PROMPTS[0])))
+    drive.stored("b", PROMPTS[0])
     drive("kv-events", BlocksRemoved(**{**fields, "seq": 4}, sequence_hashes=pack_u64(PROMPTS[0][4:])))
     drive("requests", request("r", PROMPTS[1]))
     while not walk.done:
@@ -472,8 +471,7 @@ def test_the_weights_of_the_worked_example_are_these_integers() -> None:
 @pytest.mark.parametrize(("length", "cached"), list(product((0, 1, 8), (0, 5, 8))))
 def test_only_uncached_tokens_are_booked(length: int, cached: int) -> None:
     drive = Driver().fleet("a")
-    stored: dict[str, Any] = {"worker_id": "a", "worker_epoch": drive.epoch("a"), "seq": 1}
-    drive("kv-events", BlocksStored(**stored, sequence_hashes=pack_u64(PROMPTS[0][:cached])))
+    drive.stored("a", PROMPTS[0][:cached])
     blocks = PROMPTS[0][:length]
     drive("requests", request("r", blocks))
     overlap = min(cached, len(blocks))

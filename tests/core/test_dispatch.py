@@ -22,18 +22,13 @@ from forebay.events.kv import BlocksStored, CacheCleared
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import FirstTokenEmitted, OutputGrown
 from forebay.events.requests import RoutingHints
-from tests.core.worlds import PROMPTS, Driver, joined, pool, query, request
+from tests.core.worlds import PROMPTS, Driver, ids_of, joined, pool, query, request
 
 ONE_STEP = QueueConfig(threshold=0.5)  # of 64 tokens: a prompt of eight blocks is more
 
 
 def big(drive: Driver, name: str, **hints: Any) -> Any:
     return drive("requests", request(name, PROMPTS[0], routing=RoutingHints(**hints), timeout_us=10**9))[-1]
-
-
-def progress(routed: RequestRouted) -> dict[str, Any]:
-    names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
-    return {name: getattr(routed, name) for name in names}
 
 
 def first_token(drive: Driver, routed: RequestRouted) -> list[str]:
@@ -51,7 +46,7 @@ def test_requests_are_queued_while_all_ranks_exceed_the_prefill_threshold() -> N
         ("default", 1, 34),
     ]
     assert all(isinstance(one, RequestHeld) for one in held)
-    (routed,) = drive("progress", FirstTokenEmitted(**progress(second)), after_us=500)
+    (routed,) = drive("progress", FirstTokenEmitted(**ids_of(second)), after_us=500)
     assert isinstance(routed, RequestRouted)
     assert (routed.request_id, routed.worker_id, routed.attempt) == ("r3", second.worker_id, 1)
     assert routed.waited_us == 510, "from its submission, two events before"
@@ -70,8 +65,7 @@ def test_what_is_cached_is_looked_at_again_when_a_request_leaves_the_queue() -> 
     drive = Driver().fleet("a", "b", queue=ONE_STEP)
     on_a, on_b = big(drive, "r1", worker_id="a"), big(drive, "r2", worker_id="b")
     assert big(drive, "r3").uncached_tokens == 34
-    stored: dict[str, Any] = {"worker_id": "b", "worker_epoch": drive.epoch("b"), "seq": 1}
-    drive("kv-events", BlocksStored(**stored, sequence_hashes=pack_u64(PROMPTS[0])))
+    drive.stored("b", PROMPTS[0])
     drive.finish(on_b)
     routed = next(one for one in drive.decided if isinstance(one, RequestRouted) and one.request_id == "r3")
     assert (routed.worker_id, routed.terms.device_overlap) == ("b", 8)
@@ -289,8 +283,7 @@ def machine_state(world: World) -> Any:
 
 def test_a_route_query_returns_the_table_and_changes_nothing() -> None:
     drive = Driver().fleet("a", "b", "c")
-    stored: dict[str, Any] = {"worker_id": "b", "worker_epoch": drive.epoch("b"), "seq": 1}
-    drive("kv-events", BlocksStored(**stored, sequence_hashes=pack_u64(PROMPTS[0][:5])))
+    drive.stored("b", PROMPTS[0][:5])
     drive.world.take_consumed()
     before = machine_state(drive.world)
     (response,) = drive("requests", query("q", PROMPTS[0]))
@@ -341,8 +334,7 @@ def test_without_kv_events_routed_prompts_are_assumed_cached(said_by: str) -> No
 
 def test_a_pool_without_kv_events_does_not_look_at_them() -> None:
     drive = Driver().fleet("a", use_kv_events=False)
-    stored: dict[str, Any] = {"worker_id": "a", "worker_epoch": drive.epoch("a"), "seq": 1}
-    drive("kv-events", BlocksStored(**stored, sequence_hashes=pack_u64(PROMPTS[0])))
+    drive.stored("a", PROMPTS[0])
     assert overlap_of(drive, "q", PROMPTS[0]) == {"a": 0}
 
 
@@ -390,7 +382,7 @@ def test_output_blocks_count_where_they_are_tracked() -> None:
         drive = Driver().fleet("a", track_output_blocks=tracked)
         routed = big(drive, "r1", expected_output_tokens=16)
         before = drive.world.load.rank_load("a", 0).decode_blocks
-        fields = progress(routed)
+        fields = ids_of(routed)
         drive("progress", OutputGrown(**fields, output_tokens=4))
         assert drive.world.counts["stale_progress"] == 1, "nothing grows before the first token"
         drive("progress", FirstTokenEmitted(**fields))
@@ -416,8 +408,7 @@ def test_requests_that_do_not_share_blocks_count_each_in_full() -> None:
 
 def test_a_choice_that_gives_up_overlap_is_counted() -> None:
     drive = Driver().fleet("a", "b", mode="round-robin")
-    stored: dict[str, Any] = {"worker_id": "b", "worker_epoch": drive.epoch("b"), "seq": 1}
-    drive("kv-events", BlocksStored(**stored, sequence_hashes=pack_u64(PROMPTS[0][:5])))
+    drive.stored("b", PROMPTS[0][:5])
     big(drive, "r1")
     big(drive, "r2")
     assert (drive.world.counts["non_max_overlap_selections"], drive.world.counts["overlap_blocks_lost"]) == (1, 5)

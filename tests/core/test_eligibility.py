@@ -11,7 +11,7 @@ from forebay.events.fleet import WorkerDraining
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RoutingHints
-from tests.core.worlds import PROMPTS, Driver, joined, pool, request
+from tests.core.worlds import PROMPTS, Driver, ids_of, joined, pool, request
 
 
 def fleet(**router: Any) -> Driver:
@@ -27,11 +27,6 @@ def ask(drive: Driver, name: str = "r", lora_name: str = "", blocks: int = 0, **
     fields = {"routing": RoutingHints(**hints), "lora_name": lora_name, "timeout_us": 10**9}
     made = drive("requests", request(name, PROMPTS[0][:blocks], **fields))
     return made[-1]
-
-
-def progress(routed: RequestRouted) -> dict[str, Any]:
-    names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
-    return {name: getattr(routed, name) for name in names}
 
 
 @pytest.mark.parametrize(
@@ -130,10 +125,10 @@ def test_a_queued_salted_request_waits_for_its_workers_only() -> None:
         assert isinstance(plain, RequestRouted)
         assert plain.worker_id == "shared"
         assert isinstance(one("requests", request("next", PROMPTS[2]))[-1], RequestHeld)
-        done = RequestFinished(**progress(plain), finish_reason="stop", output_tokens=1, cached_tokens=0)
+        done = RequestFinished(**ids_of(plain), finish_reason="stop", output_tokens=1, cached_tokens=0)
         freed = [made for made in one("progress", done) if isinstance(made, RequestRouted)]
         assert [(made.request_id, made.worker_id) for made in freed] == [("next", "shared")]
-        done = RequestFinished(**progress(first), finish_reason="stop", output_tokens=1, cached_tokens=0)
+        done = RequestFinished(**ids_of(first), finish_reason="stop", output_tokens=1, cached_tokens=0)
         freed = [made for made in one("progress", done) if isinstance(made, RequestRouted)]
         assert [(made.request_id, made.worker_id) for made in freed] == [("r", "salted")]
 

@@ -60,7 +60,13 @@ def canary(pool: str, base: str, share: float) -> PoolCanarySet:
     return PoolCanarySet(model="m", pool=pool, base=base, share=share)
 
 
-def chosen(
+def chosen(tokens: int = 0, **fields: Any) -> PoolChoice:
+    found = chosen_if_any(tokens, **fields)
+    assert found is not None
+    return found
+
+
+def chosen_if_any(
     tokens: int = 0, found: dict[str, SkipReason] | None = None, refuse: bool = False, **fields: Any
 ) -> PoolChoice | None:
     """Choose among a, b and c of `GRID`, where `found` has the reasons of pools that cannot take the request."""
@@ -85,7 +91,6 @@ def skips(**found: SkipReason) -> tuple[SkippedPool, ...]:
 )
 def test_the_cell_names_the_pool(tokens: int, target_ms: float | None, pool: str, cell: tuple[int, int]) -> None:
     found = chosen(tokens, hints=RoutingHints(ttft_target_ms=target_ms))
-    assert found is not None
     assert (found.pool, found.wanted, found.reason, found.skipped) == (pool, pool, "grid", ())
     assert (found.row, found.column) == cell
     assert found.target_ms == (500.0 if target_ms is None else target_ms)
@@ -94,7 +99,6 @@ def test_the_cell_names_the_pool(tokens: int, target_ms: float | None, pool: str
 @pytest.mark.parametrize(("priority", "pool"), [(5, "c"), (9, "c"), (10, "a"), (99, "a"), (4, "b"), (100, "b")])
 def test_the_first_override_of_a_priority_wins(priority: int, pool: str) -> None:
     found = chosen(hints=RoutingHints(priority=priority))
-    assert found is not None
     assert (found.pool, found.reason == "override", found.row is None) == (pool, pool != "b", pool != "b")
 
 
@@ -113,51 +117,41 @@ def test_pools_that_cannot_take_a_request_are_skipped(
     found: dict[str, SkipReason], pool: str, skipped: dict[str, SkipReason]
 ) -> None:
     made = chosen(found=found)
-    assert made is not None
     assert (made.pool, made.wanted, made.skipped) == (pool, "b", skips(**skipped))
 
 
 def test_if_every_pool_refuses_the_first_that_is_not_drained_may_say_why() -> None:
     found: dict[str, SkipReason] = {"a": "busy", "b": "drained", "c": "no_workers"}
-    assert chosen(found=found) is None
+    assert chosen_if_any(found=found) is None
     made = chosen(found=found, refuse=True)
-    assert made is not None
     assert (made.pool, made.skipped) == ("a", skips(b="drained", c="no_workers"))
-    assert chosen(found=dict.fromkeys("abc", "drained"), refuse=True) is None
+    assert chosen_if_any(found=dict.fromkeys("abc", "drained"), refuse=True) is None
 
 
 def test_without_a_grid_the_first_by_name_is_preferred_and_no_pool_is_slower() -> None:
     made = chosen(grid=None, found={"a": "full"})
-    assert made is not None
     assert (made.pool, made.reason, made.wanted, made.row, made.target_ms) == ("b", "first", "a", None, None)
 
 
 def test_a_canary_is_only_used_for_its_share_and_if_no_other_pool_is_left() -> None:
     with_canary: dict[str, Any] = {"grid": None, "canaries": (canary("a", "b", 0.0),)}
     made = chosen(**with_canary)
-    assert made is not None
     assert (made.pool, made.reason) == ("b", "first")
     made = chosen(**with_canary, found={"b": "full", "c": "no_workers"})
-    assert made is not None
     assert made.pool == "b"
     made = chosen(**with_canary, found={"b": "drained", "c": "no_workers"})
-    assert made is not None
     assert made.pool == "a"
     made = chosen(grid=None, names=("a",), canaries=(canary("a", "b", 0.0),))
-    assert made is not None
     assert made.pool == "a", "the only pool"
 
 
 def test_a_request_of_a_canary_falls_back_to_its_base_then_to_faster_pools() -> None:
     rules: dict[str, Any] = {"canaries": (canary("d", "b", 1.0),), "names": NAMES}
     made = chosen(**rules)
-    assert made is not None
     assert (made.pool, made.reason, made.base, made.row) == ("d", "canary", "b", 0)
     made = chosen(**rules, found={"d": "full", "b": "busy"})
-    assert made is not None
     assert (made.pool, made.skipped) == ("a", skips(d="full", b="busy"))
     made = chosen(canaries=(canary("a", "b", 1.0),), found={"a": "full"})
-    assert made is not None
     assert (made.pool, made.skipped) == ("b", skips(a="full")), "a faster pool may be the canary"
 
 
@@ -168,16 +162,16 @@ def test_canaries_share_the_requests_of_their_base() -> None:
     assert shares == pytest.approx({"c": 0.2, "d": 0.3, None: 0.5}, abs=0.03)
 
 
-@given(st.floats(0, 1), st.floats(0, 1), st.integers(0, (1 << 64) - 4_001))
+@given(st.floats(0, 1), st.floats(0, 1), st.integers(0, (1 << 64) - 1_001))
 def test_shares_converge_and_a_larger_share_keeps_the_requests_of_a_smaller_one(
     one: float, other: float, start: int
 ) -> None:
     small, large = sorted((one, other))
-    seeds = range(start, start + 4_000)
+    seeds = range(start, start + 1_000)
     few = {seed for seed in seeds if draw_canary("b", [canary("c", "b", small)], seed)}
     many = {seed for seed in seeds if draw_canary("b", [canary("c", "b", large)], seed)}
     assert few <= many
-    assert len(few) / len(seeds) == pytest.approx(small, abs=0.05)
+    assert len(few) / len(seeds) == pytest.approx(small, abs=0.1)
 
 
 @given(pool_grids(NAMES[:3]) | st.none(), canaries, availabilities, hints, st.integers(0, 200), st.integers(0, 99))

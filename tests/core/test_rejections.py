@@ -30,12 +30,6 @@ def ask(drive: Driver, name: str, prompt: Any = PROMPT, **changes: Any) -> Any:
     return drive("requests", request(name, prompt, timeout_us=10**10, **changes))[-1]
 
 
-def to(routed: RequestRouted) -> dict[str, Any]:
-    return {
-        name: getattr(routed, name) for name in ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
-    }
-
-
 def reject(drive: Driver, routed: RequestRouted, after_s: int = 0, **fields: Any) -> Any:
     error: dict[str, Any] = {"error": "not now", "status": 503, "code": "engine_overloaded"} | fields
     return drive.emit(AttemptRejected, routed, retry_after_s=after_s, **error)[-1]

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.phases import Phase
-from forebay.events.base import pack_u64
 from forebay.events.control import DisaggConfig, QueueConfig
 from forebay.events.decisions import (
     RequestAborted,
@@ -16,7 +15,6 @@ from forebay.events.decisions import (
     RequestRouted,
     RouteAnswered,
 )
-from forebay.events.kv import BlocksStored
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import FirstTokenEmitted, PrefillFinished, RequestFinished
 from forebay.events.requests import RoutingHints
@@ -244,8 +242,7 @@ def test_a_full_prefill_worker_is_no_candidate_even_if_the_disaggregation_policy
     drive("fleet", joined("d", 0, role="decode"))
     for slot, name in enumerate("pq"):
         drive("fleet", prefiller(name, slot))
-    cached = BlocksStored(worker_id="p", worker_epoch=drive.epoch("p"), seq=1, sequence_hashes=pack_u64(PROMPTS[0]))
-    drive("kv-events", cached)
+    drive.stored("p", PROMPTS[0])
     assert [submit(drive, f"r{at}", blocks=PROMPTS[0]).worker_id for at in range(4)] == ["p"] * 4
     report(drive, "p", waiting=4)
     sent = submit(drive, "last", blocks=PROMPTS[0])

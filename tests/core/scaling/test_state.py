@@ -11,7 +11,6 @@ from forebay.events.scaling import (
     PlannerPaused,
     PlannerStopped,
     PoolSizeSet,
-    ReachedSize,
     ScalingEvent,
     SizesSimulated,
 )
@@ -32,15 +31,6 @@ def test_a_decision_is_in_force_until_the_actuator_replies_and_after_it() -> Non
     assert journal.add(applied(decision=2, size=5)) == "applied"
     assert (journal.state.size(pool), journal.state.open) == (5, {})
     assert journal.add(applied(decision=2, size=6)) == "stale", "a decision is executed once"
-
-
-def test_a_refused_decision_changes_nothing() -> None:
-    journal = Journal()
-    epoch = journal.claim()
-    journal.add(observed(epoch, ready=2))
-    journal.add(decided(epoch, 1, 2, 6))
-    journal.add(refused(2))
-    assert (journal.state.sizes, journal.state.open) == ({KEY: 2}, {})
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.sampled_from([*range(10), "stale", "failed"]))
@@ -93,20 +83,6 @@ def two_pools(journal: Journal) -> None:
     journal.add(msgspec.structs.replace(first, pools=(*first.pools, second)))
 
 
-def test_each_actuator_replies_for_its_own_pools() -> None:
-    journal = Journal()
-    two_pools(journal)
-    other = (GROUP, "other")
-    reached = (ReachedSize(group=GROUP, pool="other", size=2),)
-    assert journal.add(msgspec.structs.replace(applied(2, 0), pools=reached)) == "applied"
-    assert (journal.state.sizes, set(journal.state.open)) == ({KEY: 6, other: 2}, {KEY})
-    assert journal.state.fell_short
-    assert journal.add(msgspec.structs.replace(applied(2, 0), pools=reached)) == "stale", "it has replied already"
-    assert journal.add(applied(2, 6)) == "applied"
-    assert (journal.state.sizes, journal.state.open) == ({KEY: 6, other: 2}, {})
-    assert journal.state.fell_short, "until the next observation"
-
-
 def test_a_pool_without_an_actuator_is_overdue_while_the_other_one_goes_on() -> None:
     journal = Journal()
     two_pools(journal)
@@ -144,39 +120,12 @@ def test_an_overdue_decision_is_undone_by_the_next_one() -> None:
     assert journal.add(applied(decision=2, size=6)) == "stale"
 
 
-def test_an_overdue_decision_leaves_the_observed_size_in_force() -> None:
-    journal = Journal()
-    epoch = journal.claim(action_timeout_s=60)
-    (pool,) = journal.state.settings.pools  # type: ignore[union-attr]
-    journal.add(observed(epoch, ready=2, at_us=S))
-    journal.add(decided(epoch, 1, 2, 6))
-    journal.add(observed(epoch, ready=3, at_us=60 * S))
-    assert journal.state.size(pool) == 6
-    journal.add(observed(epoch, ready=3, at_us=61 * S))
-    assert journal.state.size(pool) == 3
-    journal.add(decided(epoch, 4, 3, 3))
-    assert (journal.state.size(pool), journal.state.open) == (3, {})
-
-
 def test_advisory_decisions_have_no_effect_on_sizes() -> None:
     journal = Journal()
     epoch = journal.claim(advisory=True)
     journal.add(observed(epoch, ready=2))
     journal.add(msgspec.structs.replace(decided(epoch, 1, 2, 6), advisory=True))
     assert (journal.state.sizes, journal.state.open) == ({}, {})
-
-
-def test_the_size_of_a_pool_is_unknown_without_an_observation_of_it() -> None:
-    journal = Journal()
-    epoch = journal.claim()
-    (pool,) = journal.state.settings.pools  # type: ignore[union-attr]
-    assert journal.state.size(pool) is None
-    missing = msgspec.structs.replace(observed(epoch, ready=1), pools=())
-    journal.add(missing)
-    assert journal.state.size(pool) is None
-    journal.add(observed(epoch, ready=1))
-    journal.add(missing)
-    assert (journal.state.size(pool), journal.state.last_observed(pool)) == (1, None)
 
 
 def test_forecasts_and_simulations_are_those_of_the_newest_planner() -> None:
