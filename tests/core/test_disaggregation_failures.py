@@ -10,7 +10,6 @@ from forebay.events.control import DisaggConfig, DisaggregationSet
 from forebay.events.decisions import CommandTarget, KvReleased, PrefillPlace, RequestAborted, RequestRouted
 from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerRecovered, WorkerSuspect
 from forebay.events.progress import (
-    EncodeFinished,
     FirstTokenEmitted,
     OutputGrown,
     PrefillFailed,
@@ -318,10 +317,6 @@ def test_duplicate_or_late_progress_changes_nothing() -> None:
 
 
 # With an encode pool
-
-
-def encoded(drive: Driver, routed: RequestRouted) -> list[Any]:
-    return drive.emit(EncodeFinished, routed, encoded=ENCODED)
 
 
 def test_images_are_encoded_for_the_worker_that_computes_the_prompt_and_again_for_the_next() -> None:

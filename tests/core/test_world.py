@@ -13,7 +13,7 @@ from forebay.core.restore import restore
 from forebay.core.state.fleet import FleetWorker
 from forebay.core.step import CLOCK, AnyDecision, InputEvent, advance, claim, open_run
 from forebay.core.world import World
-from forebay.events.base import hex_digest, pack_u64
+from forebay.events.base import hex_digest
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import (
     ConsumedRun,
@@ -26,7 +26,6 @@ from forebay.events.decisions import (
     SnapshotTaken,
 )
 from forebay.events.fleet import WorkerLost
-from forebay.events.kv import BlocksStored
 from forebay.events.progress import FirstTokenEmitted
 from forebay.events.requests import RequestCancelled
 from forebay.events.versions import EVENTS_VERSION
@@ -39,27 +38,12 @@ def only(decided: list[Any], kind: type) -> Any:
     return one
 
 
-def progress(routed: RequestRouted, **changes: Any) -> dict[str, Any]:
-    return {
-        "request_id": routed.request_id,
-        "attempt": routed.attempt,
-        "worker_id": routed.worker_id,
-        "worker_epoch": routed.worker_epoch,
-        "owner_epoch": 0,
-        **changes,
-    }
-
-
-def stored(worker: str, epoch: int, blocks: list[int], seq: int = 1) -> BlocksStored:
-    return BlocksStored(worker_id=worker, worker_epoch=epoch, seq=seq, sequence_hashes=pack_u64(blocks))
-
-
 # What is decided
 
 
 def test_the_overlap_wins_and_is_explained() -> None:
     drive = Driver().fleet("a", "b", "c")
-    drive("kv-events", stored("b", drive.epoch("b"), PROMPTS[0][:5]))
+    drive.stored("b", PROMPTS[0][:5])
     routed = only(drive("requests", request("r", PROMPTS[0])), RequestRouted)
     assert (routed.worker_id, routed.slot, routed.candidates, routed.ties) == ("b", 1, 3, 1)
     assert (routed.terms.device_overlap, routed.terms.decode_blocks) == (5, 8)
@@ -162,7 +146,7 @@ def test_requests_of_a_lost_worker_are_rerouted() -> None:
 def test_on_loss_is_called_before_the_worker_is_removed() -> None:
     seen = []
     drive = Driver().fleet("a", "b")
-    drive("kv-events", stored("a", drive.epoch("a"), PROMPTS[0][:5]))
+    drive.stored("a", PROMPTS[0][:5])
     drive("requests", request("r", PROMPTS[0]))
     world = drive.world
 
@@ -194,7 +178,7 @@ def test_the_clock_never_runs_backwards() -> None:
         drive.world.note("control", 1, drive.now_us - 1)
 
 
-# Properties over any history
+# Decisions that are derived again
 
 
 def test_on_applied_gets_every_event_with_its_decisions() -> None:

@@ -14,13 +14,13 @@ from forebay.replay.record.slice import Window, contents_of, slice_of
 from forebay.runtime import use
 from forebay.transport.history.snapshots import snapshots_taken
 from forebay.transport.sqlite.log import SqliteLog
-from tests.logs import disaggregation, encoding, incidents, routing, scaling, shared_store
+from tests.logs import disaggregation, incidents, routing, scaling
 from tests.logs.playing import SCENARIOS
 from tests.logs.stage import MODEL, StoppedTime
 
 __all__ = ["FOLDER", "SCENARIOS", "SUFFIX", "record"]
 
-PLAYED = (disaggregation, encoding, incidents, routing, shared_store)  # they put their scenarios into the list
+PLAYED = (disaggregation, incidents, routing)  # they put their scenarios into the list
 FOLDER = Path(__file__).parent
 SUFFIX = ".rec"
 FROM_SNAPSHOT = frozenset({"from-snapshot"})  # these start at a snapshot

@@ -49,7 +49,7 @@ from forebay.transport.history.reader import OtherRules, decode_or_none
 from forebay.transport.recording.writer import RecordingWriter
 from forebay.transport.sqlite.log import SqliteLog
 from tests.logs import recordings
-from tests.logs.encoding import DIGESTS
+from tests.logs.disaggregation import DIGESTS
 from tests.logs.own_policy import CUSTOM, CheapestTwo
 from tests.logs.record import FOLDER, SCENARIOS, SUFFIX, record
 
