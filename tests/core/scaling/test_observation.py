@@ -403,6 +403,18 @@ def test_a_late_routing_of_an_ended_request_does_not_occupy_its_worker() -> None
     assert len(group.pool(1_000).workers) == 1
 
 
+def test_a_first_token_that_is_reported_twice_counts_once() -> None:
+    group = Group()
+    group.join("a")
+    group.submit("r", sampling=LONG)
+    group.route("r", "a")
+    group.emit(FirstTokenEmitted, "r", "a", 30)
+    group.emit(FirstTokenEmitted, "r", "a", 50)
+    finish(group, "r", "a", 50)
+    seen = group.pool()
+    assert (seen.ttft_ms, seen.itl_ms) == (30, 10)
+
+
 def test_a_rejection_that_is_read_before_the_submission_counts() -> None:
     group = Group()
     group.reject("r", "queue_full")
