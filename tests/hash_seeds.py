@@ -28,8 +28,8 @@ from tests.faults.plan import DEPTHS, draw_plan
 from tests.faults.simulation import simulate
 from tests.logs.record import FOLDER, SUFFIX
 from tests.logs.scaling import recorded_records
+from tests.replay.mutations import find
 from tests.replay.recorded import write as write_log
-from tests.replay.rewriting import find
 from tests.replay.simulated import played
 from tests.simulate.eventful import eventful
 from tests.simulate.traces import conversations, write

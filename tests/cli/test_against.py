@@ -27,7 +27,7 @@ from tests.core.worlds import PROMPTS, request
 from tests.replay.disagg_history import history
 from tests.replay.mutations import replace_record
 from tests.replay.recorded import write
-from tests.replay.recorder import Recorder, fleet, report_progress
+from tests.replay.recorder import Recorder, fleet
 from tests.replay.simulated import played
 from tests.replay.slices import journal_of, run
 from tests.simulate.traces import conversations
@@ -140,7 +140,7 @@ def test_worker_lost_in_the_recording_is_lost_in_the_simulation(tmp_path: Path) 
     lost = worker.worker_id
     made("fleet", WorkerLost(owner_epoch=0, worker_id=lost, worker_epoch=worker.worker_epoch))
     for kind, fields in ((FirstTokenEmitted, {}), (RequestFinished, {"finish_reason": "length", "output_tokens": 3})):
-        made("progress", report_progress(made, "r1", kind, **fields), 10_000)
+        made.progress("r1", kind, 10_000, **fields)
     report = found("--against", file(made, tmp_path / "run.db"))
     assert (report["observed"]["requests"], report["failed"], report["same_worker"]) == (1, 0, 1)
 
@@ -153,7 +153,7 @@ def test_requests_unfinished_in_history_are_simulated_and_not_compared(tmp_path:
             (FirstTokenEmitted, {}),
             (RequestFinished, {"finish_reason": "length", "output_tokens": tokens}),
         ):
-            made("progress", report_progress(made, f"r{number}", kind, **fields), 10_000)
+            made.progress(f"r{number}", kind, 10_000, **fields)
     made("requests", request("cancelled", PROMPTS[1]))
     made("requests", RequestCancelled(request_id="cancelled"), 30_000)
     made("requests", request("left", PROMPTS[2]))

@@ -14,7 +14,7 @@ from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.ingress.errors import Unusable
 from tests.cli.in_process import forebay
 from tests.core.worlds import PROMPTS, request
-from tests.replay.recorder import Recorder, report_progress
+from tests.replay.recorder import Recorder
 
 MODE = "marked.Last"
 SOURCE = """
@@ -61,10 +61,8 @@ def write(made: Recorder) -> None:
     for number in range(3):
         made("requests", request(f"r{number}", PROMPTS[number]))
         if made.world.requests.get(f"r{number}") is not None:
-            made("progress", report_progress(made, f"r{number}", FirstTokenEmitted))
-            made(
-                "progress", report_progress(made, f"r{number}", RequestFinished, finish_reason="stop", output_tokens=2)
-            )
+            made.progress(f"r{number}", FirstTokenEmitted)
+            made.progress(f"r{number}", RequestFinished, finish_reason="stop", output_tokens=2)
 
     async def written() -> None:
         (await made.log(Path("log.db"))).close()

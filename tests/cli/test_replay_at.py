@@ -7,16 +7,16 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from rich.console import Console
 
-from forebay.cli.app import app
 from forebay.cli.replay.at_view import summary, titled_table
 from forebay.events.decisions import RequestRejected
 from forebay.events.topics import PROGRESS
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.in_process import forebay
+from tests.cli.logs import invoke
 from tests.replay import incident
 
 
@@ -29,7 +29,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def at(*arguments: str) -> Result:
     """Run the command in this process, which is faster than starting one."""
-    return CliRunner().invoke(app, ["replay", "at", *arguments])
+    return invoke("replay", "at", *arguments)
 
 
 def moment(*arguments: str) -> dict[str, object]:

@@ -7,13 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 
-from forebay.cli.app import app
 from forebay.events.codec import decode, encode
 from forebay.events.control import RouterConfig
 from forebay.events.decisions import RequestRouted
 from forebay.events.topics import DECISIONS
+from tests.cli.logs import invoke
 from tests.core.worlds import PROMPTS, Driver, request
 from tests.replay.mutations import read_more
 from tests.replay.recorded import MemoryLog, log_of, write
@@ -37,7 +36,7 @@ def recording(history: MemoryLog, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def run_diff(*arguments: Any) -> tuple[int, str, str]:
-    run = CliRunner().invoke(app, [*COMMAND, *map(str, arguments)])
+    run = invoke(*COMMAND, *arguments)
     assert run.exception is None or isinstance(run.exception, SystemExit), run.exception
     return run.exit_code, run.stdout, run.stderr
 

@@ -5,14 +5,13 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from forebay.cli.app import app
 from forebay.events.control import DisaggConfig
 from forebay.events.progress import FirstTokenEmitted, PrefillFinished
+from tests.cli.logs import invoke
 from tests.core.worlds import PROMPTS, request
-from tests.replay.disagg_explained import disaggregated, lose, report_progress
 from tests.replay.disagg_history import history
+from tests.replay.recorder import disaggregated
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +20,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = disaggregated("p", disagg=DisaggConfig(enforce=True))
     made("requests", request("r", PROMPTS[0]))
     for name in "de":
-        lose(made, name)
-    report_progress(made, PrefillFinished)
+        made.lose(name)
+    made.progress("r", PrefillFinished)
     made.seal()
     path = tmp_path_factory.mktemp("disagg") / "disaggregated.db"
     asyncio.run(made.log(path)).close()
@@ -30,7 +29,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shown(*arguments: str) -> str:
-    run = CliRunner().invoke(app, arguments)
+    run = invoke(*arguments)
     assert run.exit_code == 0, run.stderr
     return " ".join(run.stdout.split())
 
@@ -46,8 +45,8 @@ def test_disagg_pools_and_retained_kv_are_shown(path: Path) -> None:
 def test_disagg_transfers_show_the_holder_and_the_fetching_worker(tmp_path: Path) -> None:
     made = disaggregated("p", disagg=DisaggConfig(enforce=True))
     made("requests", request("r", PROMPTS[0]))
-    lose(made, "e")
-    report_progress(made, PrefillFinished)
+    made.lose("e")
+    made.progress("r", PrefillFinished)
     made.seal()
     asyncio.run(made.log(tmp_path / "disaggregated.db")).close()
     assert "r transfer d/0, KV at p" in shown("replay", "at", str(tmp_path / "disaggregated.db"))
@@ -56,8 +55,8 @@ def test_disagg_transfers_show_the_holder_and_the_fetching_worker(tmp_path: Path
 def test_disagg_parts_of_the_time_to_first_token_are_shown(tmp_path: Path) -> None:
     made = disaggregated("p")
     made("requests", request("r", PROMPTS[0]))
-    report_progress(made, PrefillFinished, after_us=18_600)
-    report_progress(made, FirstTokenEmitted, after_us=9_100, transferred_bytes=34_000, transfer_us=900)
+    made.progress("r", PrefillFinished, after_us=18_600)
+    made.progress("r", FirstTokenEmitted, after_us=9_100, transferred_bytes=34_000, transfer_us=900)
     made.seal()
     path = tmp_path / "disaggregated.db"
     asyncio.run(made.log(path)).close()

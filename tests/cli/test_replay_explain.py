@@ -2,39 +2,32 @@
 
 import asyncio
 import json
-import sqlite3
+import re
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from forebay.cli.app import app
 from forebay.core.block_hashes import extend_chain
 from forebay.events.base import pack_u64
-from forebay.events.codec import encode
 from forebay.events.control import QueueConfig
-from forebay.events.decisions import RequestRouted
 from forebay.events.kv import StoreBlocksAdded
 from forebay.events.progress import FirstTokenEmitted, OnboardedTokens, RequestFinished
 from forebay.events.requests import RequestCancelled, RoutingHints
 from forebay.events.topics import DECISIONS
 from forebay.replay.explain.explanation import Explanation
-from forebay.transport.sqlite.schema import checksum
+from tests.cli.logs import invoke
 from tests.core.worlds import PROMPTS, joined, pool, query, request
-from tests.replay.recorder import Recorder, report_progress
+from tests.replay.mutations import replace_record
+from tests.replay.recorder import Recorder
 
 MANY = 300  # workers
 DEEP = 1_500  # blocks per prompt
 
 
-def forebay(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def explain(*arguments: object) -> Result:
-    return forebay("explain", *arguments)
+def explain(*arguments: str | Path) -> Result:
+    return invoke("explain", *arguments)
 
 
 @pytest.fixture
@@ -43,8 +36,8 @@ def log(tmp_path: Path) -> Path:
     made = Recorder()
     made.fleet("a", "b", temperature=0.5, queue=QueueConfig(threshold=0.25))
     made("requests", request("req-1", PROMPTS[0], at_us=100, routing=RoutingHints(worker_id="a", priority=3)))
-    made("progress", report_progress(made, "req-1", FirstTokenEmitted, cached_tokens=0, at_us=900), after_us=500_000)
-    made("progress", report_progress(made, "req-1", RequestFinished, finish_reason="stop", output_tokens=7))
+    made.progress("req-1", FirstTokenEmitted, after_us=500_000, cached_tokens=0, at_us=900)
+    made.progress("req-1", RequestFinished, finish_reason="stop", output_tokens=7)
     made("requests", request("req-2", PROMPTS[1]))
     made.snapshot()
     made("requests", request("req-3", PROMPTS[2]))
@@ -52,7 +45,7 @@ def log(tmp_path: Path) -> Path:
     made("requests", request("req-5", PROMPTS[2]))
     made("requests", RequestCancelled(request_id="req-5", reason="\x1b[2Jgone"))
     made("requests", query("ask", PROMPTS[0]))
-    made("progress", report_progress(made, "req-2", FirstTokenEmitted))
+    made.progress("req-2", FirstTokenEmitted)
     return write(made, tmp_path / "log.db")
 
 
@@ -104,7 +97,7 @@ def test_json_output_is_one_object(log: Path) -> None:
 
 def test_explanations_from_a_slice_are_equal(log: Path, tmp_path: Path) -> None:
     out = tmp_path / "slice.db"
-    assert forebay("record", log, out).exit_code == 0
+    assert invoke("record", log, out).exit_code == 0
     assert explain(out, "req-3").stdout == explain(log, "req-3").stdout
 
 
@@ -126,20 +119,9 @@ def test_invalid_arguments_are_rejected(log: Path, tmp_path: Path) -> None:
     assert (refused.exit_code, "foreign.db" in refused.stderr) == (2, True)
 
 
-def rewrite(path: Path, offset: int, **changes: Any) -> None:
-    """Change a journal record and its checksum."""
-    db = sqlite3.connect(path)
-    at_us, value = db.execute("SELECT at_us, value FROM decisions WHERE id = ?", (offset,)).fetchone()
-    record = msgspec.json.decode(value, type=RequestRouted)
-    lie = encode(DECISIONS, msgspec.structs.replace(record, **changes))
-    sealed = checksum(DECISIONS.name, 0, offset, at_us, None, None, lie)
-    db.execute("UPDATE decisions SET value = ?, checksum = ? WHERE id = ?", (lie, sealed, offset))
-    db.commit()
-    db.close()
-
-
 def test_explanation_ends_at_a_divergence(log: Path) -> None:
-    rewrite(log, 1, table_digest="0" * 16)
+    digest = re.compile(rb'(?<="table_digest":")[0-9a-f]{16}')
+    replace_record(log, DECISIONS, 1, lambda value: digest.sub(b"0" * 16, value))
     output = explain(log, "req-1")
     assert output.exit_code == 1
     assert output.stdout.startswith("request req-1: unknown\n")
@@ -175,7 +157,7 @@ def test_a_reused_id_is_reported(tmp_path: Path) -> None:
     made.fleet("a")
     for number in range(2):
         made("requests", request("r", PROMPTS[0], nonce=number))
-        made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop"))
+        made.progress("r", RequestFinished, finish_reason="stop")
         made.wait(200_000_000)
         made("requests", request(f"x{number}", PROMPTS[0]))
     assert "the ID was used once before; this is the last use" in explain(write(made, tmp_path / "l.db"), "r").stdout
@@ -189,7 +171,7 @@ def test_the_sources_of_a_prompt_are_shown_as_text(tmp_path: Path) -> None:
     made("kv-events", StoreBlocksAdded(store="s", worker_id="a", sequence_hashes=pack_u64(PROMPTS[0][:3])))
     made("requests", request("r", PROMPTS[0]))
     loads = (OnboardedTokens(tier="store", tokens=12, us=4_000),)
-    made("progress", report_progress(made, "r", FirstTokenEmitted, cached_tokens=16, onboarded=loads))
+    made.progress("r", FirstTokenEmitted, cached_tokens=16, onboarded=loads)
     made.seal()
     output = explain(write(made, tmp_path / "tiers.db"), "r")
     assert output.exit_code == 0, output.output

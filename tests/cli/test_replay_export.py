@@ -4,21 +4,23 @@ import asyncio
 import base64
 import json
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from forebay.cli.app import app
 from forebay.events.base import hex_digest, unpack_u64
 from forebay.events.codec import decode
 from forebay.events.kv import BlocksStored
 from forebay.events.topics import DECISIONS, KV_EVENTS
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
+from tests.cli.logs import invoke
 from tests.replay import incident
 from tests.replay.duck import query_export
+from tests.replay.slices import opened
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ async def _record(path: Path) -> None:
 
 
 def export(path: Path, folder: Path, *options: str) -> Result:
-    return CliRunner().invoke(app, ["replay", "export", str(path), str(folder), *options])
+    return invoke("replay", "export", path, folder, *options)
 
 
 def lines(folder: Path, topic: str) -> list[dict[str, Any]]:
@@ -56,24 +58,21 @@ def folder(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_record_is_exported_once(path: Path, folder: Path) -> None:
-    log = SqliteLog.open(path, readonly=True)
     topics: dict[str, list[tuple[int, int, int]]] = {}
-    for name, partition, end in log.topics():
-        topics.setdefault(name, []).extend(
-            (partition, record.offset, record.at_us) for record in log.records(name, partition, 0, end)
-        )
-    log.close()
+    with opened(path) as log:
+        for name, partition, end in log.topics():
+            records = log.records(name, partition, 0, end)
+            topics.setdefault(name, []).extend((partition, one.offset, one.at_us) for one in records)
     assert {file.stem for file in folder.glob("*.ndjson")} == set(topics)
-    for name, records in topics.items():
+    for name, expected in topics.items():
         places = [(line["log_partition"], line["log_offset"], line["log_at_us"]) for line in lines(folder, name)]
-        assert places == records
+        assert places == expected
     assert not list(folder.glob("*.part"))
 
 
 def test_hashes_are_hex_and_tokens_are_counted(path: Path, folder: Path, tmp_path: Path) -> None:
-    log = SqliteLog.open(path, readonly=True)
-    first = decode(KV_EVENTS, log.records(KV_EVENTS.name, 0, 0, 1)[0].value)
-    log.close()
+    with opened(path) as log:
+        first = decode(KV_EVENTS, log.records(KV_EVENTS.name, 0, 0, 1)[0].value)
     assert isinstance(first, BlocksStored)
     (line, *_) = lines(folder, "kv-events")
     assert line["sequence_hashes"] == [hex_digest(number) for number in unpack_u64(first.sequence_hashes)]
@@ -133,10 +132,8 @@ def test_invalid_exports_are_rejected(path: Path, tmp_path: Path) -> None:
     file.touch()
     damaged = tmp_path / "damaged.db"
     damaged.write_bytes(path.read_bytes())
-    db = sqlite3.connect(damaged)
-    db.execute("UPDATE fleet SET value = x'00' WHERE id = 1")
-    db.commit()
-    db.close()
+    with closing(sqlite3.connect(damaged)) as db, db:
+        db.execute("UPDATE fleet SET value = x'00' WHERE id = 1")
     for source, folder, message in (
         (path, full, "full is not empty"),
         (path, file, "file is a file"),

@@ -24,7 +24,7 @@ from tests.harness.cluster import FOREBAY
 from tests.harness.local import free_ports
 from tests.harness.processes import Processes
 from tests.live.shared import valid
-from tests.replay.rewriting import find, rewrite
+from tests.replay.mutations import find, replace_record
 from tests.system import System, submitted, until, until_ended
 
 PREFIX = list(range(12))
@@ -109,7 +109,7 @@ async def test_a_divergence_ends_the_shadow(recorded: Path) -> None:
     )
     assert isinstance(event, RequestRouted)
     lie = msgspec.structs.replace(event, terms=msgspec.structs.replace(event.terms, cost=event.terms.cost + 1))
-    rewrite(recorded, DECISIONS, offset, lambda _: encode(DECISIONS, lie))
+    replace_record(recorded, DECISIONS, offset, lambda _: encode(DECISIONS, lie))
     run = await asyncio.to_thread(process, "shadow", str(recorded), "--policy", "random", "--from-start", "--json")
     assert run.returncode == 1
     assert f"journal record {offset} cannot be derived again (differs in terms)" in run.stderr

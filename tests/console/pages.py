@@ -202,11 +202,6 @@ def require_fleet(page: Page, moment: Moment) -> None:
     assert fleet_of(page) == sorted(expected)
 
 
-def show_all_rows(page: Page) -> None:
-    """Create the elements of all rows of long tables, as for printing, until the view is left."""
-    page.evaluate("dispatchEvent(new Event('beforeprint'))")
-
-
 def states(table: Locator) -> list[str]:
     """Return the state of each row of a table, without the shape and the reason."""
     return [text.strip("●▲◐◔○◇◆▶✕⊘⊖ \n").split()[0] for text in cells(table, "state")]

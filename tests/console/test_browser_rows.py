@@ -53,10 +53,13 @@ def open_requests(page: Page, console: ConsoleProcess) -> tuple[Locator, list[st
     """Show all requests in the list, and return its table and the expected ids."""
     go(page, "/requests")
     table = page.get_by_role("table", name="Requests")
+    older = page.get_by_role("button", name="Older requests")
     expect(table).to_have_attribute("aria-rowcount", str(PAGE + 1))
     for count in range(2 * PAGE, REQUESTS + PAGE, PAGE):
-        page.get_by_role("button", name="Older requests").press("Enter")
+        older.press("Enter")
         expect(table).to_have_attribute("aria-rowcount", str(min(count, REQUESTS) + 1))
+    expect(older).to_be_hidden()
+    expect(page.get_by_text(f"{REQUESTS} requests")).to_contain_text("there are no older ones")
     page.evaluate("document.activeElement.blur()")
     return table, [row["request_id"] for row in read(console.url, "/v1/console/requests", limit=500)["requests"]]
 

@@ -28,7 +28,7 @@ from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, request
 from tests.ingress.conftest import Scene
-from tests.replay.recorder import Recorder, report_progress
+from tests.replay.recorder import Recorder
 from tests.system import until
 
 LIMIT_S = 0.5  # for what never ends
@@ -43,7 +43,7 @@ async def written(path: Path, custom: CustomPolicies = ONLY_BUILT_IN, **router: 
     made = Recorder(custom)
     made.fleet("a", "b", **router)
     made("requests", request("r", PROMPTS[0]))
-    made("progress", report_progress(made, "r", FirstTokenEmitted))
+    made.progress("r", FirstTokenEmitted)
     (await made.log(path)).close()
     return path
 

@@ -20,7 +20,7 @@ from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, REQUESTS, S
 from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.live.owner.retention import Retention, RetentionLimits
 from forebay.live.owner.retention_metrics import RetentionMetrics
-from forebay.replay.applied import applied
+from forebay.replay.recorded import applied
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft
 from forebay.transport.history import snapshots as recorded

@@ -3,7 +3,7 @@
 from forebay.events.control import DisaggConfig, DisaggPolicy, DisaggregationSet
 from forebay.events.progress import FirstTokenEmitted, TransferFailed
 from tests.core.worlds import PROMPTS, request
-from tests.replay.recorder import Recorder, stored
+from tests.replay.recorder import Recorder
 
 COUNT = 12
 
@@ -15,7 +15,7 @@ def history(policy: DisaggPolicy, *, by_hand: DisaggPolicy | None = None, cached
     if by_hand is not None:
         made("control", DisaggregationSet(model="m", disagg=DisaggConfig(policy=by_hand)))
     for worker in cached_by:
-        stored(made, worker, PROMPTS[0])
+        made.stored(worker, PROMPTS[0])
     for number in range(COUNT):
         (routed,) = made("requests", request(f"r{number}", PROMPTS[number % 2]))
         if routed.stage == "prefill":

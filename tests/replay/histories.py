@@ -6,96 +6,40 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forebay.core.step import AnyDecision, advance, claim, open_run, step
-from forebay.core.world import CORE_VERSION, World
-from forebay.events.codec import DecodeError, decode, encode
-from forebay.events.decisions import Advanced, JournalRecord, OwnerClaimed, SnapshotTaken
-from forebay.events.snapshots import SnapshotChunk
-from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS, topic_named
-from forebay.events.versions import EVENTS_VERSION
+from forebay.core.world import World
+from forebay.events.codec import DecodeError, decode
+from forebay.events.decisions import Advanced, OwnerClaimed, SnapshotTaken
+from forebay.events.topics import DECISIONS, INPUTS, topic_named
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft
 from forebay.transport.history.reader import decode_or_none
 from forebay.transport.sqlite.log import SqliteLog
-from tests.core.worlds import Driver, perform
+from tests.core.worlds import perform
+from tests.replay.owner_histories import WrittenDriver
 
-GARBAGE = b"\xc1 no event"
 DIGEST_EVERY, SNAPSHOT_EVERY, CLAIM_EVERY = 7, 25, 40  # actions
 
 Topics = dict[str, list[bytes]]
 
 
-class Written:
-    """The records of each topic while a history is generated. Histories with other names have other owners."""
-
-    def __init__(self, name: str = "history") -> None:
-        self.name = name
-        self.topics: Topics = {}
-        self.drive = Driver()
-        self._claim("one")
-        self._applied = self._decided = 0
-
-    def apply_action(self, number: int, action: tuple[str, Any]) -> None:
-        """Apply an action and write the records an owner would write for it."""
-        perform(self.drive, number, action)
-        for topic, event, _ in self.drive.applied[self._applied :]:
-            value = GARBAGE if event is None else encode(topic_named(topic), event)
-            self.topics.setdefault(topic, []).append(value)
-        self._applied = len(self.drive.applied)
-        for record in self.drive.decided[self._decided :]:
-            self._journal(record)
-        self._decided = len(self.drive.decided)
-        if number % DIGEST_EVERY == 0:
-            self._journal(advance(self.drive.world))
-        if number % SNAPSHOT_EVERY == SNAPSHOT_EVERY - 1:
-            self.seal()
-        if number % CLAIM_EVERY == CLAIM_EVERY - 1:
-            self._claim("another")
-
-    def _claim(self, owner_id: str) -> None:
-        world, offset = self.drive.world, len(self.topics.get(DECISIONS.name, ()))
-        claimed = OwnerClaimed(
-            owner_id=owner_id,
-            core_version=CORE_VERSION,
-            events_version=EVENTS_VERSION,
-            owner_nonce=f"{self.name}-{offset}",
-            previous_nonce=world.owner_nonce,
-        )
-        claim(world, offset, (), EVENTS_VERSION, claimed.owner_nonce)
-        self._journal(claimed)
-
-    def seal(self) -> None:
-        """Write a snapshot of the current state."""
-        world, chunks = self.drive.world, self.topics.setdefault(SNAPSHOTS.name, [])
-        sealed = advance(world)
-        self._journal(sealed)
-        journal_offset, first = len(self.topics[DECISIONS.name]), len(chunks)
-        for number, part in enumerate(world.snapshot()):
-            chunk = SnapshotChunk(
-                owner_epoch=world.owner_epoch, number=number, parts=(part,), snapshot_id=sealed.digest
-            )
-            chunks.append(encode(SNAPSHOTS, chunk))
-        taken = SnapshotTaken(
-            **world.stamp(),
-            first_offset=first,
-            chunks=len(chunks) - first,
-            digest=sealed.digest,
-            journal_offset=journal_offset,
-            core_version=CORE_VERSION,
-            snapshot_id=sealed.digest,
-        )
-        self._journal(taken)
-
-    def _journal(self, record: JournalRecord) -> None:
-        self.topics.setdefault(DECISIONS.name, []).append(encode(DECISIONS, record))
-
-
 def written(history: Sequence[tuple[str, Any]], name: str = "history") -> Topics:
-    """Return the log of a history, sealed at its end."""
-    happening = Written(name)
+    """Return the log of a history, sealed at its end. Histories with other names have other owners."""
+    drive = WrittenDriver(name=name)
     for number, action in enumerate(history):
-        happening.apply_action(number, action)
-    happening.seal()
-    return happening.topics
+        perform(drive, number, action)
+        if number % DIGEST_EVERY == 0:
+            drive.write(advance(drive.world))
+        if number % SNAPSHOT_EVERY == SNAPSHOT_EVERY - 1:
+            drive.seal()
+            drive.finish_snapshot()
+        if number % CLAIM_EVERY == CLAIM_EVERY - 1:
+            drive.take_over()
+    drive.seal()
+    drive.finish_snapshot()
+    topics: Topics = {}
+    for draft in drive.drafts:
+        topics.setdefault(draft.topic, []).append(draft.value)
+    return topics
 
 
 async def put(log: SqliteLog, topics: Mapping[str, Sequence[bytes]]) -> None:

@@ -30,26 +30,22 @@ class Sealed(NamedTuple):
     chunks: int
     digest: str
     journal_offset: int
+    snapshot_id: str
 
 
 class WrittenDriver(Driver):
-    """Driver that keeps its events and decisions as drafts for a log."""
+    """Driver that keeps its events and decisions as drafts for a log. With a name, its owners have nonces."""
 
-    def __init__(self, custom: CustomPolicies = ONLY_BUILT_IN) -> None:
+    def __init__(self, custom: CustomPolicies = ONLY_BUILT_IN, name: str = "") -> None:
         super().__init__(custom=custom)
+        self._name = name
+        self._policies = tuple(sorted(custom))
         self.drafts: list[Draft] = []
         self.crashes = False
         self._journalled = 0
         self._chunks = 0
         self._sealed: Sealed | None = None
-        self.write(
-            OwnerClaimed(
-                owner_id="owner",
-                core_version=CORE_VERSION,
-                events_version=EVENTS_VERSION,
-                policies=tuple(sorted(custom)),
-            )
-        )
+        self.take_over("owner")
 
     def __call__(self, topic: str, event: InputEvent | None, after_us: int = 10) -> list[Any]:
         value = GARBAGE if event is None else encode(topic_named(topic), event)
@@ -63,10 +59,18 @@ class WrittenDriver(Driver):
         self.drafts.append(Draft(DECISIONS.name, 0, encode(DECISIONS, record), b"a key", {"header": "a value"}))
         self._journalled += 1
 
-    def take_over(self) -> None:
+    def take_over(self, owner_id: str = "another") -> None:
         offset = self._journalled
-        self.write(OwnerClaimed(owner_id="another", core_version=CORE_VERSION, events_version=EVENTS_VERSION))
-        claim(self.world, offset, (), EVENTS_VERSION)
+        claimed = OwnerClaimed(
+            owner_id=owner_id,
+            core_version=CORE_VERSION,
+            events_version=EVENTS_VERSION,
+            policies=self._policies,
+            owner_nonce=f"{self._name}-{offset}" if self._name else "",
+            previous_nonce=self.world.owner_nonce,
+        )
+        self.write(claimed)
+        claim(self.world, offset, self._policies, EVENTS_VERSION, claimed.owner_nonce)
         self._sealed = None
 
     def write_stale_record(self) -> None:
@@ -83,12 +87,13 @@ class WrittenDriver(Driver):
         """Begin a snapshot of the current state. The journal records it later."""
         sealed = advance(self.world)
         self.write(sealed)
-        parts = list(self.world.snapshot())
+        parts, snapshot_id = list(self.world.snapshot()), sealed.digest if self._name else ""
         chunks = [tuple(parts[start : start + PARTS_A_CHUNK]) for start in range(0, len(parts), PARTS_A_CHUNK)]
         for number, part in enumerate(chunks):
-            chunk = SnapshotChunk(owner_epoch=self.world.owner_epoch, number=number, parts=part)
+            epoch = self.world.owner_epoch
+            chunk = SnapshotChunk(owner_epoch=epoch, number=number, parts=part, snapshot_id=snapshot_id)
             self.drafts.append(Draft(SNAPSHOTS.name, 0, encode(SNAPSHOTS, chunk), b"a key"))
-        self._sealed = Sealed(self._chunks, len(chunks), sealed.digest, self._journalled)
+        self._sealed = Sealed(self._chunks, len(chunks), sealed.digest, self._journalled, snapshot_id)
         self._chunks += len(chunks)
 
     def finish_snapshot(self) -> None:

@@ -4,21 +4,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from forebay.core.routing.counterfactual import Alternative
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.step import InputEvent, advance
 from forebay.core.world import CORE_VERSION
-from forebay.events.base import pack_u64
 from forebay.events.codec import encode
+from forebay.events.control import PoolConfigured
 from forebay.events.decisions import JournalRecord, OwnerClaimed, SnapshotTaken
-from forebay.events.kv import BlocksStored, Tier
+from forebay.events.progress import PrefillFinished
 from forebay.events.snapshots import SnapshotChunk
 from forebay.events.topics import DECISIONS, SNAPSHOTS, topic_named
+from forebay.events.transfer import Prefilled
 from forebay.events.versions import EVENTS_VERSION
 from forebay.replay.explain.explain import explain
-from forebay.replay.explain.explanation import Explanation
+from forebay.replay.explain.explanation import Ending, Explanation, FirstTokenTiming, Submission
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
-from tests.core.worlds import Driver
+from tests.core.worlds import Driver, prefilled_by
 
 
 class Recorder(Driver):
@@ -46,6 +50,21 @@ class Recorder(Driver):
 
     def wait(self, us: int) -> list[Any]:
         return self._wrote(super().wait(us))
+
+    def of(self, name: str, kind: type[Any], **fields: Any) -> Any:
+        """Return a progress event from the worker of an active request."""
+        one = self.world.requests.get(name)
+        assert one is not None
+        if kind is PrefillFinished and "prefilled" not in fields:
+            names = [field for field in fields if field in Prefilled.__struct_fields__]
+            kept = {"tokens": 34, "bytes": 34_000, **{field: fields.pop(field) for field in names}}
+            fields["prefilled"] = prefilled_by(one.worker_id, one.worker_epoch, **kept)
+        worker = {"worker_id": one.worker_id, "worker_epoch": one.worker_epoch, "owner_epoch": 0}
+        return kind(request_id=name, attempt=one.stage_attempt, **worker, **fields)
+
+    def progress(self, name: str, kind: type[Any], after_us: int = 10, **fields: Any) -> list[Any]:
+        """Apply a progress event from the worker of an active request."""
+        return self("progress", self.of(name, kind, **fields), after_us)
 
     def seal(self) -> None:
         """Journal the events applied since the last decision."""
@@ -88,20 +107,6 @@ class Recorder(Driver):
         return list(decided)
 
 
-def report_progress(made: Driver, name: str, kind: type[Any], **fields: Any) -> Any:
-    """Apply a progress event from the worker of an active request."""
-    one = made.world.requests.get(name)
-    assert one is not None
-    return kind(
-        request_id=name,
-        attempt=one.attempt,
-        worker_id=one.worker_id,
-        worker_epoch=one.worker_epoch,
-        owner_epoch=0,
-        **fields,
-    )
-
-
 def fleet(*names: str, custom: CustomPolicies = ONLY_BUILT_IN, **router: Any) -> Recorder:
     """Return a pool with workers, by default a, b and c."""
     made = Recorder(custom)
@@ -109,14 +114,37 @@ def fleet(*names: str, custom: CustomPolicies = ONLY_BUILT_IN, **router: Any) ->
     return made
 
 
-def stored(made: Recorder, worker: str, blocks: list[int], seq: int = 1, tier: Tier = "device") -> None:
-    """Announce that a worker has cached these blocks."""
-    event = BlocksStored(
-        worker_id=worker, worker_epoch=made.epoch(worker), seq=seq, sequence_hashes=pack_u64(blocks), tier=tier
-    )
-    made("kv-events", event)
+def disaggregated(*prefillers: str, **router: Any) -> Recorder:
+    """Return a prefill pool, by default of p and q, and a decode pool of d and e."""
+    made = Recorder()
+    made.disagg(prefillers or ("p", "q"), ("d", "e"), **router)
+    return made
+
+
+def altered(**router: Any) -> Alternative:
+    """Return an alternative with other router settings."""
+
+    def alter(pool: PoolConfigured) -> PoolConfigured:
+        return msgspec.structs.replace(pool, router=msgspec.structs.replace(pool.router, **router))
+
+    return alter
 
 
 def words(explanation: Explanation) -> list[str]:
     """Return the identifiers of the timeline entries in order."""
     return [moment.what for moment in explanation.timeline]
+
+
+def ending_of(explanation: Explanation) -> Ending:
+    assert explanation.ending is not None
+    return explanation.ending
+
+
+def first_token_of(explanation: Explanation) -> FirstTokenTiming:
+    assert explanation.first_token is not None
+    return explanation.first_token
+
+
+def submission_of(explanation: Explanation) -> Submission:
+    assert explanation.submitted is not None
+    return explanation.submitted

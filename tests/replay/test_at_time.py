@@ -22,7 +22,8 @@ from forebay.transport.base import Draft, LogError
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, histories, perform, request
 from tests.depth import examples, sampled
-from tests.replay.recorder import Recorder, fleet, report_progress
+from tests.replay.mutations import LogWithout
+from tests.replay.recorder import Recorder, fleet
 
 T = TypeVar("T")
 START_US = 10_000  # append times of later events; the owner's clock of the journal is before
@@ -72,8 +73,8 @@ async def check_states(made: DigestRecorder, first_us: int) -> None:
 def test_events_before_the_next_record_are_counted() -> None:
     made = fleet("a")
     made("requests", request("one", [1]))
-    made("progress", report_progress(made, "one", FirstTokenEmitted, cached_tokens=0))
-    made("progress", report_progress(made, "one", RequestFinished, finish_reason="stop", output_tokens=1))
+    made.progress("one", FirstTokenEmitted, cached_tokens=0)
+    made.progress("one", RequestFinished, finish_reason="stop", output_tokens=1)
     finished_us = made.now_us
     made("requests", request("two", [2]))
 
@@ -123,7 +124,7 @@ def running(*names: str) -> Recorder:
 
 
 def ended(made: Recorder, name: str) -> tuple[str, InputEvent]:
-    event: InputEvent = report_progress(made, name, RequestFinished, finish_reason="stop", output_tokens=1)
+    event: InputEvent = made.of(name, RequestFinished, finish_reason="stop", output_tokens=1)
     return "progress", event
 
 
@@ -197,23 +198,10 @@ def test_a_deadline_after_the_last_record_is_a_decision() -> None:
 def test_a_missing_record_after_the_journal_is_an_error() -> None:
     made = running("one")
 
-    class Holed:
-        """Log without the first record of `progress`."""
-
-        def __init__(self, log: SqliteLog) -> None:
-            self._log = log
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._log, name)
-
-        async def read(self, topic: str, partition: int, offset: int, limit: int) -> Any:
-            records = await self._log.read(topic, partition, offset, limit)
-            return [one for one in records if topic != PROGRESS.name or one.offset]
-
     async def attempt() -> None:
         log = await idle_log(made, ended(made, "one"), ("progress", None))
         with pytest.raises(LogError, match="progress/0: the records from 0 to 0 are missing"):
-            await seek_time(Holed(log), 0, START_US + EVERY_US)
+            await seek_time(LogWithout(log, PROGRESS, 0), 0, START_US + EVERY_US)
         log.close()
 
     run(attempt())

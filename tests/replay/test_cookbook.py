@@ -8,9 +8,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from forebay.cli.app import app
+from tests.cli.logs import invoke
 from tests.harness.recordings import META_DESCRIPTIONS
 from tests.replay import incident
 from tests.replay.duck import query_export
@@ -23,17 +22,12 @@ ON_THE_EXPORT = BLOCK.findall(EXPORTED)
 KINDS = ["log", "recording"]
 
 
-def forebay(*arguments: object) -> None:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == 0, result.output
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("cookbook")
     log, recording = folder / "run.db", folder / "incident.rec"
     asyncio.run(incident.record(log))
-    forebay("record", log, recording)
+    assert invoke("record", log, recording).exit_code == 0
     return {"log": log, "recording": recording}
 
 
@@ -41,7 +35,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def exported(files: dict[str, Path]) -> dict[str, Path]:
     folders = {kind: path.with_suffix(".export") for kind, path in files.items()}
     for kind, folder in folders.items():
-        forebay("replay", "export", files[kind], folder)
+        assert invoke("replay", "export", files[kind], folder).exit_code == 0
     return folders
 
 

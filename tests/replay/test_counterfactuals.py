@@ -23,7 +23,7 @@ from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, query, request
 from tests.logs.own_policy import CUSTOM
 from tests.logs.record import FOLDER
-from tests.replay.recorder import Recorder, fleet, stored
+from tests.replay.recorder import Recorder, fleet
 
 LONG = PROMPTS[1]
 # Recordings of every mode, cost setting and stage; the others would only repeat them.
@@ -110,7 +110,7 @@ def test_changes_of_settings_have_the_selection_of_another_configuration(name: s
 
 async def test_the_nearest_settings_cached_blocks_and_loads_that_decide() -> None:
     made = fleet("a", "b")
-    stored(made, "a", LONG)
+    made.stored("a", LONG)
     made("requests", request("x", LONG[:3], routing=RoutingHints(worker_id="a")))
     found = await changes(made)
     assert (found.attempt, found.stage, found.notes) == (1, "aggregated", [])
@@ -134,8 +134,8 @@ async def test_the_nearest_settings_cached_blocks_and_loads_that_decide() -> Non
 
 async def test_fewer_cached_blocks_are_enough_if_another_rank_has_some() -> None:
     made = fleet("a", "b")
-    stored(made, "a", LONG)
-    stored(made, "b", LONG[:5])
+    made.stored("a", LONG)
+    made.stored("b", LONG[:5])
     cached = [text for text in texts(await changes(made)) if "cached" in text]
     assert cached == ["with 4 instead of 8 cached blocks on a, b is selected"], "8 blocks on b would be a tie"
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from forebay.core.routing.counterfactual import Alternative
@@ -12,12 +11,11 @@ from forebay.replay.diff.report import DiffReport
 from forebay.replay.observed import observe_history
 from tests.core.worlds import PROMPTS
 from tests.replay.disagg_history import COUNT, history
-from tests.replay.recorder import Recorder
+from tests.replay.recorder import Recorder, altered
 
 
 def rule(policy: DisaggPolicy, **limits: Any) -> Alternative:
-    disagg = DisaggConfig(policy=policy, **limits)
-    return lambda pool: msgspec.structs.replace(pool, router=msgspec.structs.replace(pool.router, disagg=disagg))
+    return altered(disagg=DisaggConfig(policy=policy, **limits))
 
 
 async def compared(made: Recorder, alter: Alternative) -> DiffReport:

@@ -8,14 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 
-from forebay.cli.app import app
 from forebay.core.restore import restore
-from forebay.core.routing.counterfactual import Alternative
 from forebay.core.world import World
 from forebay.events.codec import decode, encode
-from forebay.events.control import PoolConfigured
 from forebay.events.decisions import RequestRouted, SnapshotTaken
 from forebay.events.topics import DECISIONS
 from forebay.replay.at import seek
@@ -28,22 +24,16 @@ from forebay.transport.base import LogError
 from forebay.transport.history.reader import decode_journal
 from forebay.transport.recording.manifest import utc
 from forebay.transport.sqlite.log import SqliteLog
+from tests.cli.logs import invoke
 from tests.core.worlds import PROMPTS, request
 from tests.logs import recordings
 from tests.logs.own_policy import CUSTOM
 from tests.logs.record import FOLDER
-from tests.replay.recorder import fleet
-from tests.replay.rewriting import rewrite
+from tests.replay.mutations import replace_record
+from tests.replay.recorder import altered, fleet
 from tests.replay.slices import sliced
 
 RECORDINGS = [path.stem for path in recordings.representative()]
-
-
-def altered(**router: Any) -> Alternative:
-    def alter(pool: PoolConfigured) -> PoolConfigured:
-        return msgspec.structs.replace(pool, router=msgspec.structs.replace(pool.router, **router))
-
-    return alter
 
 
 OTHER = altered(mode="random")
@@ -158,13 +148,13 @@ def test_the_command_has_the_result_of_the_function() -> None:
         report = asyncio.run(diff(log, 0, altered(temperature=3.0), span=span))
     path = str(FOLDER / "queue.rec")
     command = ["replay", "diff", path, "--set", "temperature=3.0", "--json"]
-    result = CliRunner().invoke(app, [*command, "--from", str(from_us), "--to", utc(to_us)])
+    result = invoke(*command, "--from", str(from_us), "--to", utc(to_us))
     assert result.exit_code == 0, result.stderr
     report.alternative = "--set temperature=3.0"
     assert json.loads(result.stdout) == json.loads(msgspec.json.encode(report))
-    whole = CliRunner().invoke(app, command)
+    whole = invoke(*command)
     assert json.loads(whole.stdout)["history"] != json.loads(result.stdout)["history"]
-    wrong = CliRunner().invoke(app, [*command, "--from", utc(to_us), "--to", str(from_us)])
+    wrong = invoke(*command, "--from", utc(to_us), "--to", str(from_us))
     assert wrong.exit_code == 2
     assert f"--from {utc(to_us)} is not before --to {from_us}" in wrong.stderr
 
@@ -200,7 +190,7 @@ def test_a_divergence_before_the_span_ends_the_comparison(tmp_path: Path) -> Non
     with closing(SqliteLog.open(source, readonly=True)) as log:
         from_us, to_us = middle_of(log)
         at = next(offset for offset, _, record in journal(log) if isinstance(record, RequestRouted))
-    rewrite(source, DECISIONS, at, moved)
+    replace_record(source, DECISIONS, at, moved)
     with closing(SqliteLog.open(source, readonly=True)) as log:
         report = asyncio.run(compared(log, from_us, to_us, Start(World(), 0)))
     assert report.divergence is not None

@@ -13,7 +13,7 @@ from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFaile
 from forebay.events.requests import RequestCancelled, RouterOverride, RoutingHints
 from forebay.replay.explain.find import UnknownRequest
 from tests.core.worlds import PROMPTS, joined, pool, query, request
-from tests.replay.recorder import Recorder, fleet, report_progress, stored, words
+from tests.replay.recorder import Recorder, ending_of, first_token_of, fleet, submission_of, words
 
 SHORT, LONG = PROMPTS[0][:2], PROMPTS[1]
 DAY_US = 86_400_000_000
@@ -28,12 +28,12 @@ class Broken:
 
 async def test_timeline_from_submission_to_finish() -> None:
     made = fleet(track_output_blocks=True)
-    stored(made, "b", SHORT)
+    made.stored("b", SHORT)
     made("requests", request("r", [*SHORT, 7], at_us=1_000))
-    made("progress", report_progress(made, "r", FirstTokenEmitted, cached_tokens=8, at_us=1_500), after_us=400)
-    made("progress", report_progress(made, "r", OutputGrown, output_tokens=4))
-    made("progress", report_progress(made, "r", OutputGrown, output_tokens=8))
-    made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop", output_tokens=9, at_us=2_000))
+    made.progress("r", FirstTokenEmitted, after_us=400, cached_tokens=8, at_us=1_500)
+    made.progress("r", OutputGrown, output_tokens=4)
+    made.progress("r", OutputGrown, output_tokens=8)
+    made.progress("r", RequestFinished, finish_reason="stop", output_tokens=9, at_us=2_000)
     made.seal()
     explanation = await made.explain("r")
     assert words(explanation) == ["submitted", "routed", "first_token", "output_grown", "finished"]
@@ -43,17 +43,18 @@ async def test_timeline_from_submission_to_finish() -> None:
         9,
         0,
     )
-    assert explanation.submitted is not None
-    assert (explanation.submitted.prompt_tokens, explanation.submitted.full_blocks, explanation.submitted.offset) == (
+    assert (
+        submission_of(explanation).prompt_tokens,
+        submission_of(explanation).full_blocks,
+        submission_of(explanation).offset,
+    ) == (
         14,
         3,
         0,
     )
-    assert explanation.first_token is not None
-    assert (explanation.first_token.ttft_us, explanation.first_token.wall_ttft_us) == (400, 500)
-    assert (explanation.first_token.cached_tokens, explanation.first_token.predicted_tokens) == (8, 8)
-    assert explanation.ending is not None
-    assert (explanation.ending.reason, explanation.ending.duration_us) == ("stop", 430)
+    assert (first_token_of(explanation).ttft_us, first_token_of(explanation).wall_ttft_us) == (400, 500)
+    assert (first_token_of(explanation).cached_tokens, first_token_of(explanation).predicted_tokens) == (8, 8)
+    assert (ending_of(explanation).reason, ending_of(explanation).duration_us) == ("stop", 430)
     (routing,) = explanation.routings
     assert (routing.attempt, routing.reason) == (1, "lowest_cost")
     assert routing.candidates[routing.winner].seen.worker_id == "b"
@@ -77,7 +78,7 @@ async def test_a_queued_request_is_routed_when_capacity_is_available() -> None:
     waits = await made.explain("s")
     assert (waits.state, waits.routings) == ("queued", ())
     assert waits.timeline[-1].text.startswith("held in queue class default, 1 requests ahead: ")
-    made("progress", report_progress(made, "x", FirstTokenEmitted), after_us=500)
+    made.progress("x", FirstTokenEmitted, after_us=500)
     explanation = await made.explain("r")
     assert explanation.state == "prefill"
     assert words(explanation) == ["submitted", "held", "routed"]
@@ -94,7 +95,7 @@ async def test_id_reused_while_queued_and_policy_error_when_dequeued() -> None:
     for name, blocks in (("x", LONG), ("r", SHORT), ("s", SHORT)):
         made("requests", request(name, blocks))
     made("requests", request("r", LONG))
-    made("progress", report_progress(made, "x", FirstTokenEmitted))
+    made.progress("x", FirstTokenEmitted)
     made("control", pool(mode=f"{__name__}.Broken"))
     routed, failed = await made.explain("r"), await made.explain("s")
     assert words(routed) == ["submitted", "held", "duplicate_refused", "routed"]
@@ -106,8 +107,7 @@ async def test_id_reused_while_queued_and_policy_error_when_dequeued() -> None:
     made("control", pool(mode=f"{__name__}.Broken"))
     explanation = await made.explain("u")
     assert (words(explanation), explanation.earlier_uses) == (["submitted", "held", "rejected"], 0)
-    assert explanation.ending is not None
-    assert (explanation.ending.reason, explanation.ending.left_out) == ("policy_failed", ())
+    assert (ending_of(explanation).reason, ending_of(explanation).left_out) == ("policy_failed", ())
 
 
 async def test_a_lost_worker_and_the_next_attempt() -> None:
@@ -117,11 +117,11 @@ async def test_a_lost_worker_and_the_next_attempt() -> None:
     assert first is not None
     lost, epoch = first.worker_id, first.worker_epoch
     made("fleet", WorkerSuspect(owner_epoch=0, worker_id=lost, worker_epoch=epoch, reason="late"))
-    late = report_progress(made, "r", RequestFinished, finish_reason="stop")
+    late = made.of("r", RequestFinished, finish_reason="stop")
     made("fleet", WorkerLost(owner_epoch=0, worker_id=lost, worker_epoch=epoch, reason="closed"), after_us=100)
     made("progress", late)
-    made("progress", report_progress(made, "r", FirstTokenEmitted))
-    made("progress", report_progress(made, "r", RequestFailed, error="out of memory"))
+    made.progress("r", FirstTokenEmitted)
+    made.progress("r", RequestFailed, error="out of memory")
     made.seal()
     explanation = await made.explain("r")
     assert words(explanation) == [
@@ -137,8 +137,7 @@ async def test_a_lost_worker_and_the_next_attempt() -> None:
     assert [one.counted for one in explanation.timeline].index(False) == 5
     assert [one.attempt for one in explanation.routings] == [1, 2]
     assert lost not in [one.seen.worker_id for one in explanation.routings[1].candidates]
-    assert explanation.ending is not None
-    assert (explanation.ending.state, explanation.ending.text, explanation.ending.attempt) == (
+    assert (ending_of(explanation).state, ending_of(explanation).text, ending_of(explanation).attempt) == (
         "failed",
         "out of memory",
         2,
@@ -151,14 +150,13 @@ async def test_time_to_first_token_ends_with_the_first_attempt_that_produced_a_t
     first = made.world.requests.get("r")
     assert first is not None
     lost, epoch = first.worker_id, first.worker_epoch
-    made("progress", report_progress(made, "r", FirstTokenEmitted, at_us=1_500), after_us=400)
+    made.progress("r", FirstTokenEmitted, after_us=400, at_us=1_500)
     made("fleet", WorkerLost(owner_epoch=0, worker_id=lost, worker_epoch=epoch, reason="closed"), after_us=5_000)
-    made("progress", report_progress(made, "r", FirstTokenEmitted, at_us=9_000), after_us=2_000)
+    made.progress("r", FirstTokenEmitted, after_us=2_000, at_us=9_000)
     made.seal()
     explanation = await made.explain("r")
     assert words(explanation) == ["submitted", "routed", "first_token", "worker_lost", "routed", "first_token"]
-    token = explanation.first_token
-    assert token is not None
+    token = first_token_of(explanation)
     assert (token.attempt, token.worker_id, token.ttft_us, token.wall_ttft_us) == (1, lost, 400, 500)
 
 
@@ -173,8 +171,7 @@ async def test_no_worker_left_until_attempts_are_exhausted() -> None:
         made("fleet", joined("a"))
     explanation = await made.explain("r")
     assert words(explanation) == ["submitted", *["routed", "worker_lost"] * 3, "aborted"]
-    assert explanation.ending is not None
-    assert (explanation.ending.reason, explanation.ending.attempt) == ("attempts_exhausted", 3)
+    assert (ending_of(explanation).reason, ending_of(explanation).attempt) == ("attempts_exhausted", 3)
 
 
 def no_workers() -> Recorder:
@@ -240,24 +237,21 @@ async def test_each_rejection_lists_excluded_ranks_with_reasons(
     made("requests", request("r", SHORT, **changes))
     explanation = await made.explain("r")
     assert (explanation.state, explanation.routings, words(explanation)) == ("rejected", (), ["submitted", "rejected"])
-    assert explanation.ending is not None
-    assert explanation.ending.reason == reason
-    assert [one.reasons for one in explanation.ending.left_out] == kept_out
-    assert all(one.text for one in explanation.ending.left_out)
+    assert ending_of(explanation).reason == reason
+    assert [one.reasons for one in ending_of(explanation).left_out] == kept_out
+    assert all(one.text for one in ending_of(explanation).left_out)
 
 
 async def test_exceeded_thresholds_are_reported_with_values() -> None:
     made = busy()
     made("requests", request("r", SHORT))
     explanation = await made.explain("r")
-    assert explanation.ending is not None
     text = "it is busy: 34 tokens to prefill, limit 10, 34 tokens to prefill, limit 32"
-    assert [one.text for one in explanation.ending.left_out] == [text, text]
+    assert [one.text for one in ending_of(explanation).left_out] == [text, text]
     made("control", pool(busy=BusyThresholds(active_decode_blocks_threshold=0.1)))
     made("requests", request("s", SHORT))
     explanation = await made.explain("s")
-    assert explanation.ending is not None
-    assert explanation.ending.left_out[0].text == "it is busy: 8 decode blocks, limit 6.4"
+    assert ending_of(explanation).left_out[0].text == "it is busy: 8 decode blocks, limit 6.4"
 
 
 async def test_too_many_active_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,8 +260,7 @@ async def test_too_many_active_requests(monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("x", "r"):
         made("requests", request(name, SHORT))
     explanation = await made.explain("r")
-    assert explanation.ending is not None
-    assert explanation.ending.reason == "overloaded"
+    assert ending_of(explanation).reason == "overloaded"
 
 
 async def test_redeliveries_and_other_requests_with_the_same_id() -> None:
@@ -275,7 +268,7 @@ async def test_redeliveries_and_other_requests_with_the_same_id() -> None:
     made("requests", request("r", SHORT, nonce=1))
     made("requests", request("r", SHORT, nonce=1))
     made("requests", request("r", LONG, nonce=2))
-    made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop"))
+    made.progress("r", RequestFinished, finish_reason="stop")
     made("requests", request("r", LONG, nonce=3))
     made("requests", request("r", SHORT, nonce=1))
     made("requests", RequestCancelled(request_id="r"))
@@ -297,13 +290,13 @@ async def test_stale_events_have_no_effect() -> None:
     """Output before the first token, and a worker loss reported by an owner of another group, are ignored."""
     made = fleet("a", "b")
     made("requests", request("r", SHORT))
-    made("progress", report_progress(made, "r", OutputGrown, output_tokens=3))
+    made.progress("r", OutputGrown, output_tokens=3)
     home = made.world.requests.get("r")
     assert home is not None
     made("fleet", OwnershipAnnounced(owner_epoch=5))
     lost = WorkerLost(owner_epoch=4, worker_id=home.worker_id, worker_epoch=made.epoch(home.worker_id))
     made("fleet", lost)
-    made("progress", report_progress(made, "r", FirstTokenEmitted))
+    made.progress("r", FirstTokenEmitted)
     made.seal()
     explanation = await made.explain("r")
     assert words(explanation) == ["submitted", "routed", "outdated", "worker_lost", "first_token"]
@@ -319,7 +312,7 @@ async def test_a_search_that_misses_the_submission_is_repeated(
     made("requests", request("x", LONG))
     made("requests", request("r", SHORT))
     made.snapshot()
-    made("progress", report_progress(made, "x", FirstTokenEmitted))
+    made.progress("x", FirstTokenEmitted)
     explanation = await made.explain("r", thorough=False)
     assert words(explanation) == ["submitted", "held", "routed"]
 
@@ -328,13 +321,12 @@ async def test_a_reused_id_is_explained_by_its_last_request() -> None:
     made = fleet()
     for number in range(3):
         made("requests", request("r", PROMPTS[number], nonce=number))
-        made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop"))
+        made.progress("r", RequestFinished, finish_reason="stop")
         made.wait(DAY_US)
         made("requests", request(f"between{number}", SHORT))
     explanation = await made.explain("r")
     assert explanation.earlier_uses == 2
-    assert explanation.submitted is not None
-    assert (explanation.submitted.offset, len(explanation.routings)) == (4, 1)
+    assert (submission_of(explanation).offset, len(explanation.routings)) == (4, 1)
     live = await made.explain("r", thorough=False)
     assert live == msgspec.structs.replace(explanation, earlier_uses=None, others=None)
 
@@ -345,7 +337,7 @@ async def test_an_id_of_the_client_finds_its_last_routed_request() -> None:
     made("requests", request("r~1", SHORT))
     made("requests", request("r~2", SHORT))
     made("requests", request("r2~1", SHORT))
-    made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop"))
+    made.progress("r", RequestFinished, finish_reason="stop")
     made.seal()
     explanation = await made.explain("r")
     assert (explanation.request_id, explanation.others) == ("r~2", ("r~1", "r"))
@@ -380,11 +372,12 @@ async def test_expired_and_cancelled_requests(held: bool) -> None:
         ["submitted", route, "aborted"],
         ["submitted", route, "cancel_requested", "aborted"],
     )
-    assert given_up.ending is not None
-    assert left.ending is not None
-    assert (given_up.ending.reason, left.ending.reason) == ("queue_deadline" if held else "deadline", "cancelled")
-    assert left.ending.text == "closed"
-    assert (given_up.ending.duration_us, given_up.timeline[-1].after_us) == (2_010, 2_010)
+    assert (ending_of(given_up).reason, ending_of(left).reason) == (
+        "queue_deadline" if held else "deadline",
+        "cancelled",
+    )
+    assert ending_of(left).text == "closed"
+    assert (ending_of(given_up).duration_us, given_up.timeline[-1].after_us) == (2_010, 2_010)
 
 
 async def test_unjournaled_events_are_marked() -> None:
@@ -392,20 +385,18 @@ async def test_unjournaled_events_are_marked() -> None:
     made("requests", request("r", SHORT, at_us=5))
     routed = await made.explain("r")
     made("fleet", joined("d", 3))
-    made("progress", report_progress(made, "r", FirstTokenEmitted, at_us=25))
+    made.progress("r", FirstTokenEmitted, at_us=25)
     made("requests", request("late", SHORT), journalled=False)
     made("requests", query("unanswered", SHORT), journalled=False)
     explanation = await made.explain("r")
     assert (routed.state, explanation.state) == ("prefill", "decode")
     assert words(explanation) == ["submitted", "routed", "first_token"]
-    assert explanation.first_token is not None
-    assert (explanation.first_token.ttft_us, explanation.first_token.wall_ttft_us) == (None, 20)
+    assert (first_token_of(explanation).ttft_us, first_token_of(explanation).wall_ttft_us) == (None, 20)
     assert (explanation.timeline[-1].now_us, explanation.timeline[-1].after_us) == (None, None)
     late, unanswered = await made.explain("late"), await made.explain("unanswered")
     assert (late.state, late.kind, words(late)) == ("submitted", "request", ["submitted"])
     assert (unanswered.state, unanswered.kind, unanswered.routings) == ("submitted", "query", ())
-    assert late.submitted is not None
-    assert (late.submitted.now_us, late.submitted.offset) == (None, 1)
+    assert (submission_of(late).now_us, submission_of(late).offset) == (None, 1)
 
 
 async def test_unknown_id_lists_similar_ids() -> None:
@@ -432,6 +423,5 @@ async def test_route_query_is_explained() -> None:
     assert [one.state for one in (free, waits, refused)] == ["answered", "answered", "rejected"]
     assert [one.routings[0].would_wait for one in (free, waits)] == [False, True]
     assert free.routings[0].attempt == 0
-    assert refused.ending is not None
-    assert [one.reasons for one in refused.ending.left_out] == [("not_pinned",)] * 2
+    assert [one.reasons for one in ending_of(refused).left_out] == [("not_pinned",)] * 2
     assert words(refused) == ["submitted", "answered"]

@@ -12,7 +12,7 @@ from forebay.events.metrics import LoadReported
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import NO_HINTS, RouterOverride, RoutingHints, TaintWeight
 from tests.core.worlds import PROMPTS, joined, pool, request
-from tests.replay.recorder import Recorder, fleet, report_progress, stored
+from tests.replay.recorder import Recorder, ending_of, fleet
 
 SHORT, LONG = PROMPTS[0][:2], PROMPTS[1]
 
@@ -81,9 +81,9 @@ async def test_reason_of_each_mode_with_equal_costs(router: dict[str, Any], reas
 )
 async def test_reason_of_each_mode_with_different_costs(router: dict[str, Any], reason: str, text: str) -> None:
     made = fleet(custom=CUSTOM, **router)
-    stored(made, "a", LONG)
+    made.stored("a", LONG)
     made("requests", request("x", SHORT, routing=RoutingHints(worker_id="b")))
-    made("progress", report_progress(made, "x", FirstTokenEmitted))
+    made.progress("x", FirstTokenEmitted)
     routing = await routing_of(made)
     assert routing.reason == reason
     assert text in routing.why
@@ -97,15 +97,15 @@ async def test_reasons_of_further_selections() -> None:
     made("requests", request("x", SHORT, routing=RoutingHints(worker_id="a")))
     assert (await routing_of(made)).why.endswith("active requests: the smaller number")
     made = fleet("a", "b", custom=CUSTOM, mode=f"{__name__}.First")
-    stored(made, "b", LONG)
+    made.stored("b", LONG)
     why = "First selected it, although 1 of 2 candidates cost less: 16.5 against 8.5 of b"
     assert (await routing_of(made)).why.endswith(why)
 
 
 async def test_blocks_in_lower_tiers_are_listed_separately() -> None:
     made = fleet("a", "b")
-    stored(made, "a", LONG)
-    stored(made, "a", LONG[2:], seq=2, tier="host")
+    made.stored("a", LONG)
+    made.stored("a", LONG[2:], seq=2, tier="host")
     removed = BlocksRemoved(
         worker_id="a", worker_epoch=made.epoch("a"), seq=3, sequence_hashes=pack_u64(LONG[2:]), tier="device"
     )
@@ -120,16 +120,16 @@ async def test_tie_goes_to_the_rank_with_fewest_computed_tokens() -> None:
     made = fleet("a", "b", "c")
     for number in range(2):
         made("requests", request(f"x{number}", PROMPTS[number]))
-        made("progress", report_progress(made, f"x{number}", RequestFinished, finish_reason="stop"))
+        made.progress(f"x{number}", RequestFinished, finish_reason="stop")
     made("requests", request("y", PROMPTS[2][:1], routing=RoutingHints(worker_id=least_computed(made))))
-    made("progress", report_progress(made, "y", RequestFinished, finish_reason="stop"))
+    made.progress("y", RequestFinished, finish_reason="stop")
     routing = await routing_of(made, blocks=[99])
     assert routing.reason == "tie_computed_tokens"
     assert routing.why.endswith("this one was sent the fewest tokens to compute so far: 6, the next 34")
     assert routing.candidates[routing.winner].seen.computed_tokens == 6
     made = fleet("a", "b", "c")
     made("requests", request("x", LONG))
-    made("progress", report_progress(made, "x", RequestFinished, finish_reason="stop"))
+    made.progress("x", RequestFinished, finish_reason="stop")
     routing = await routing_of(made, blocks=[99])
     assert routing.reason == "tie_seed"
     assert "2 of them were sent the fewest tokens to compute" in routing.why
@@ -139,7 +139,7 @@ async def test_ties_of_cost_and_computed_tokens() -> None:
     made = fleet()
     for name, blocks in zip("abc", PROMPTS, strict=False):
         made("requests", request(f"to-{name}", blocks, routing=RoutingHints(worker_id=name)))
-        made("progress", report_progress(made, f"to-{name}", RequestFinished, finish_reason="stop"))
+        made.progress(f"to-{name}", RequestFinished, finish_reason="stop")
     routing = await routing_of(made, blocks=[7_001, 7_002])
     assert routing.reason == "tie_seed"
     assert ", and were sent the same number of tokens to compute; the request's tie seed selected" in routing.why
@@ -202,8 +202,7 @@ async def test_a_hard_session_on_a_busy_worker_is_rejected() -> None:
     made("requests", request("first", LONG, routing=hints))
     made("requests", request("r", SHORT, routing=hints))
     explanation = await made.explain("r", custom=made.world.custom)
-    assert explanation.ending is not None
-    assert sorted(one.reasons for one in explanation.ending.left_out) == [("busy",), ("other_session",)]
+    assert sorted(one.reasons for one in ending_of(explanation).left_out) == [("busy",), ("other_session",)]
 
 
 async def test_costs_include_taints_overrides_and_routed_load() -> None:
@@ -258,13 +257,15 @@ async def test_pinned_rank_is_excluded_only_by_missing_requirements() -> None:
     made("fleet", joined("a", dp_size=2))
     made("requests", request("r", SHORT, routing=RoutingHints(worker_id="a", rank=1, required_taints=("fast",))))
     explanation = await made.explain("r", custom=made.world.custom)
-    assert explanation.ending is not None
-    assert [one.reasons for one in explanation.ending.left_out] == [("not_pinned", "missing_taint"), ("missing_taint",)]
+    assert [one.reasons for one in ending_of(explanation).left_out] == [
+        ("not_pinned", "missing_taint"),
+        ("missing_taint",),
+    ]
 
 
 async def test_sampling_probabilities_sum_to_one() -> None:
     made = fleet("a", "b", "c", temperature=0.7, predicted_ttl_s=1.0)
-    stored(made, "a", LONG)
+    made.stored("a", LONG)
     routing = await routing_of(made)
     chances = [one.probability for one in routing.candidates]
     assert sum(chances) == pytest.approx(1.0)
@@ -287,8 +288,7 @@ async def test_full_ranks_are_reported_with_values_and_end_of_wait() -> None:
     assert explanation.routings[0].left_out[0].text == "it is full: 8 active requests, maximum 8"
     late = await made.explain("late")
     assert "the least loaded rank, is full with 8 active requests; " in late.timeline[1].text
-    assert late.ending is not None
-    assert (late.state, late.ending.reason) == ("aborted", "queue_timeout")
+    assert (late.state, ending_of(late).reason) == ("aborted", "queue_timeout")
 
 
 async def test_rank_with_waiting_engine_requests_is_full() -> None:

@@ -15,9 +15,8 @@ from forebay.events.metrics import TierCost, TierCosts, TierCostsMeasured
 from forebay.events.progress import FirstTokenEmitted, OnboardedTokens, PrefillFinished, RequestFinished
 from forebay.replay.at import seek
 from forebay.replay.explain.timeline import saved_us, tokens_by_source
-from tests.core.worlds import BLOCK, PROMPTS, joined, pool, prefilled_by, request
-from tests.replay.disagg_explained import disaggregated
-from tests.replay.recorder import Recorder, report_progress, stored
+from tests.core.worlds import BLOCK, PROMPTS, joined, pool, request
+from tests.replay.recorder import Recorder, disaggregated, first_token_of
 
 LOADS = (OnboardedTokens(tier="host", tokens=8, us=1_500), OnboardedTokens(tier="store", tokens=12, us=4_000))
 COSTS = TierCosts(prefill_block_us=2_000.0, tiers=(TierCost(tier="store", fixed_us=100.0, block_us=50.0),))
@@ -30,8 +29,8 @@ def recorded(**router: Any) -> Recorder:
     made("control", pool(**router))
     for slot, name in enumerate("ab"):
         made("fleet", joined(name, slot, kv_store="s"))
-    stored(made, "a", PROMPTS[0][:1])
-    stored(made, "a", PROMPTS[0][1:3], seq=2, tier="host")
+    made.stored("a", PROMPTS[0][:1])
+    made.stored("a", PROMPTS[0][1:3], seq=2, tier="host")
     made("kv-events", StoreBlocksAdded(store="s", worker_id="a", sequence_hashes=pack_u64(PROMPTS[0])))
     return made
 
@@ -44,13 +43,12 @@ async def test_sources_durations_and_savings_are_explained() -> None:
     made = recorded()
     measure(made, "a")
     made("requests", request("r", PROMPTS[0]))
-    made("progress", report_progress(made, "r", FirstTokenEmitted, cached_tokens=24, onboarded=LOADS))
-    made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop", output_tokens=1))
+    made.progress("r", FirstTokenEmitted, cached_tokens=24, onboarded=LOADS)
+    made.progress("r", RequestFinished, finish_reason="stop", output_tokens=1)
     made.seal()
     explanation = await made.explain("r")
     assert explanation.divergence is None
-    first = explanation.first_token
-    assert first is not None
+    first = first_token_of(explanation)
     assert first.sources == {"device": 4, "host": 8, "store": 12, "computed": 10}
     assert first.loads_us == {"host": 1_500, "store": 4_000}
     assert first.saved_us == 20 // BLOCK * 2_000 - 4_000, "five blocks computed, against the longest load"
@@ -66,61 +64,39 @@ async def test_sources_durations_and_savings_are_explained() -> None:
     assert "1 blocks of the prompt are cached on a and 2 in its host memory and 5 in its shared store" in routing.why
 
 
-async def test_loads_that_took_longer_than_computing_are_named() -> None:
-    made = recorded()
-    measure(made, "a", TierCosts(prefill_block_us=500.0))
-    made("requests", request("r", PROMPTS[0]))
-    made("progress", report_progress(made, "r", FirstTokenEmitted, cached_tokens=24, onboarded=LOADS))
-    made.seal()
-    first = (await made.explain("r")).first_token
-    assert first is not None
-    assert first.saved_us == -1_500
-
-
-@pytest.mark.parametrize("costs", [None, TierCosts(prefill_block_us=0.0)], ids=["no report", "no prefill"])
-async def test_savings_are_unknown_until_computing_was_measured(costs: TierCosts | None) -> None:
+@pytest.mark.parametrize(
+    ("costs", "saved_us"),
+    [(TierCosts(prefill_block_us=500.0), -1_500), (None, None), (TierCosts(prefill_block_us=0.0), None)],
+    ids=["slower", "no report", "no prefill"],
+)
+async def test_savings_are_negative_or_unknown(costs: TierCosts | None, saved_us: int | None) -> None:
     made = recorded()
     if costs is not None:
         measure(made, "a", costs)
     made("requests", request("r", PROMPTS[0]))
-    made("progress", report_progress(made, "r", FirstTokenEmitted, cached_tokens=24, onboarded=LOADS[:1]))
+    made.progress("r", FirstTokenEmitted, cached_tokens=24, onboarded=LOADS)
     made.seal()
     explanation = await made.explain("r")
-    assert explanation.first_token is not None
-    assert explanation.first_token.saved_us is None
+    assert first_token_of(explanation).saved_us == saved_us
     (text,) = [entry.text for entry in explanation.timeline if entry.what == "first_token"]
-    assert text.endswith("; loaded 8 from host memory in 1.5 ms")
+    assert text.endswith("12 from the shared store in 4.0 ms") == (saved_us is None)
 
 
 async def test_tokens_of_a_remote_prefill_count_as_transferred() -> None:
     made = disaggregated("p")
-    made("metrics", TierCostsMeasured(worker_id="p", worker_epoch=made.epoch("p"), costs=COSTS))
+    measure(made, "p")
     made("requests", request("r", PROMPTS[0]))
-    kept = prefilled_by("p", made.epoch("p"), tokens=34, bytes=34_000, cached_tokens=20)
-    one = made.world.requests.get("r")
-    assert one is not None
-    of: dict[str, Any] = {"request_id": "r", "owner_epoch": 0, "attempt": one.stage_attempt}
-    made(
-        "progress", PrefillFinished(**of, worker_id="p", worker_epoch=made.epoch("p"), prefilled=kept, onboarded=LOADS)
-    )
-    one = made.world.requests.get("r")
-    assert one is not None
-    of["attempt"] = one.stage_attempt
-    fetched: dict[str, Any] = {
-        "cached_tokens": 33,
-        "transferred_bytes": 17_000,
-        "transfer_us": 2_500,
-        "onboarded": LOADS[:1],
-    }
-    made("progress", FirstTokenEmitted(**of, worker_id=one.worker_id, worker_epoch=one.worker_epoch, **fetched))
+    made.progress("r", PrefillFinished, cached_tokens=20, onboarded=LOADS)
+    fetched = {"cached_tokens": 33, "transferred_bytes": 17_000, "transfer_us": 2_500}
+    made.progress("r", FirstTokenEmitted, onboarded=LOADS[:1], **fetched)
     made.seal()
     explanation = await made.explain("r")
     texts = {entry.what: entry.text for entry in explanation.timeline}
     assert "20 of them from its cache; loaded 8 from host memory in 1.5 ms, 12 from the shared" in texts["prefilled"]
     assert "store in 4.0 ms, 6.0 ms sooner than by computing them; it keeps" in texts["prefilled"]
     assert texts["first_token"].endswith("in 2.5 ms; loaded 8 from host memory in 1.5 ms")
-    assert explanation.first_token is not None
-    assert explanation.first_token.sources == {"device": 8, "host": 8, "transferred": 17, "computed": 1}
+    sources = {"device": 8, "host": 8, "transferred": 17, "computed": 1}
+    assert first_token_of(explanation).sources == sources
 
 
 def test_reports_that_do_not_add_up_give_no_negative_counts() -> None:

@@ -1,10 +1,7 @@
 """Explanations of any history: the terms add up, and every starting point gives the same result."""
 
 import asyncio
-import json
-import sqlite3
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +13,22 @@ from forebay.core.step import claim
 from forebay.core.world import CORE_VERSION
 from forebay.events.codec import decode, encode
 from forebay.events.control import RouterConfig
-from forebay.events.decisions import OwnerClaimed, RequestAborted, RequestRejected, RequestRouted, RouteAnswered
+from forebay.events.decisions import OwnerClaimed, RequestAborted, RequestRouted, RouteAnswered
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
-from forebay.events.topics import DECISIONS, KV_EVENTS, REQUESTS
+from forebay.events.topics import DECISIONS, KV_EVENTS
 from forebay.events.versions import EVENTS_VERSION
 from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import CandidateCost, Explanation, Routing
 from forebay.replay.explain.find import RequestRecord
-from forebay.transport.base import Draft, LogError
+from forebay.transport.base import Draft
 from forebay.transport.history.groups import groups_of
 from forebay.transport.history.reader import decode_journal, journal_records
 from forebay.transport.sqlite.log import SqliteLog
-from tests.cli.in_process import forebay
 from tests.core.worlds import PROMPTS, histories, perform, request
 from tests.depth import examples
 from tests.logs import recordings
 from tests.logs.own_policy import CUSTOM
-from tests.replay.recorder import Recorder, fleet, report_progress, stored, words
-from tests.replay.slices import opened
-from tests.system import System, submitted, until, until_ended
+from tests.replay.recorder import Recorder, ending_of, first_token_of, fleet, submission_of, words
 
 SHORT = PROMPTS[0][:2]
 PREFIX = list(range(16))
@@ -131,8 +125,7 @@ async def check_all(plain: Recorder, sealed: Recorder) -> None:
         if in_flight is not None:
             assert (explanation.state, len(explanation.routings)) == (in_flight.phase, in_flight.attempt)
         if isinstance(recorded[-1], RequestAborted):
-            assert explanation.ending is not None
-            assert explanation.ending.reason == recorded[-1].reason
+            assert ending_of(explanation).reason == recorded[-1].reason
     for log in logs:
         log.close()
 
@@ -157,10 +150,10 @@ async def test_divergence_ends_the_explanation() -> None:
     def recording() -> Recorder:
         made = fleet("a", "b")
         made("requests", request("x", SHORT))
-        made("progress", report_progress(made, "x", FirstTokenEmitted))
-        stored(made, "a", PROMPTS[2])
+        made.progress("x", FirstTokenEmitted)
+        made.stored("a", PROMPTS[2])
         made("requests", request("r", PROMPTS[2]))
-        made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop"))
+        made.progress("r", RequestFinished, finish_reason="stop")
         made("requests", request("y", SHORT))
         return made
 
@@ -187,7 +180,7 @@ async def test_a_divergence_between_two_attempts_ends_the_explanation() -> None:
     made = fleet("a", "b")
     made("requests", request("r", SHORT))
     made("requests", request("x", SHORT))
-    made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop"))
+    made.progress("r", RequestFinished, finish_reason="stop")
     made("requests", request("y", SHORT))
     made.journal[2] = msgspec.structs.replace(made.journal[2], ties=9)
     explanation = await made.explain("r")
@@ -204,7 +197,7 @@ async def test_takeover_makes_events_of_the_previous_owner_stale() -> None:
     claim(made.world, epoch, (), EVENTS_VERSION)
     stale = msgspec.structs.replace(made.journal[1], seq=1, consumed=(), attempt=1)
     made.journal.append(stale)
-    made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop"))
+    made.progress("r", RequestFinished, finish_reason="stop")
     made.seal()
     for options in ({}, {"thorough": False}):
         explanation = await made.explain("r", **options)
@@ -227,13 +220,13 @@ async def test_a_request_older_than_the_log() -> None:
     made = fleet("a", "b")
     for name in ("ended", "r"):
         made("requests", request(name, SHORT))
-    made("progress", report_progress(made, "ended", RequestFinished, finish_reason="stop"))
+    made.progress("ended", RequestFinished, finish_reason="stop")
     made.snapshot()
     begin = len(made.journal) - 1
     view = dict(made.world.view)
     made("requests", request("x", SHORT))
-    made("progress", report_progress(made, "r", FirstTokenEmitted))
-    made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop", output_tokens=3))
+    made.progress("r", FirstTokenEmitted)
+    made.progress("r", RequestFinished, finish_reason="stop", output_tokens=3)
     made.seal()
     made("requests", request("r", PROMPTS[1]))  # rejected, because the id is remembered
     log = Headless.open(None)
@@ -243,95 +236,9 @@ async def test_a_request_older_than_the_log() -> None:
         await log.append([Draft(topic, 0, one.value) for one in whole.records(topic, 0, 0, end)])
     explanation = await explain(log, 0, "r")
     assert words(explanation) == ["taken_up", "first_token", "finished", "duplicate_refused"]
-    assert explanation.submitted is not None
-    assert (explanation.submitted.now_us, explanation.submitted.prompt_tokens, explanation.submitted.offset) == (
-        None,
-        10,
-        1,
-    )
-    assert explanation.ending is not None
-    assert (explanation.ending.duration_us, explanation.ending.output_tokens) == (None, 3)
-    assert explanation.first_token is not None
-    assert explanation.first_token.predicted_tokens is None
+    submission = submission_of(explanation)
+    assert (submission.now_us, submission.prompt_tokens, submission.offset) == (None, 10, 1)
+    assert (ending_of(explanation).duration_us, ending_of(explanation).output_tokens) == (None, 3)
+    assert first_token_of(explanation).predicted_tokens is None
     whole.close()
     log.close()
-
-
-async def test_error_names_a_damaged_record(tmp_path: Path) -> None:
-    path = tmp_path / "log.db"
-    made = fleet("a", "b")
-    made("requests", request("r", SHORT))
-    (await made.log(path)).close()
-    with closing(sqlite3.connect(path)) as db, db:
-        db.execute('UPDATE "requests" SET value = ? WHERE id = 0', (b"x",))
-    with opened(path) as log, pytest.raises(LogError, match=REQUESTS.name):
-        await explain(log, 0, "r")
-
-
-@pytest.fixture
-def recording(tmp_path: Path) -> Path:
-    """Return a log with mock workers and two owners, in which a worker is lost with an endless request."""
-    path = tmp_path / "recording.db"
-    asyncio.run(_record(path))
-    return path
-
-
-async def _record(path: Path) -> None:
-    log = SqliteLog.open(path)
-    async with System(log).started(workers=2) as system:
-        async with system.owned() as owner:
-            await until(lambda: len(owner.world.fleet) == 2)
-            for number in range(6):
-                system.send(submitted(f"r{number}", [*PREFIX, *[number] * 8]))
-                await until_ended(system, f"r{number}")
-            await system.stop_worker("w0")
-            await until(lambda: len(owner.world.fleet) == 1)
-            system.start_worker("slow", speedup=0.001)
-            await until(lambda: len(owner.world.fleet) == 2)
-            await system.stop_worker("w1")
-            await until(lambda: len(owner.world.fleet) == 1)
-            system.send(submitted("moved", PREFIX))
-            await until(lambda: any(one.request_id == "moved" for one in system.decisions(RequestRouted)))
-            await system.stop_worker("slow")
-            await until(lambda: not len(owner.world.fleet))
-        async with system.owned() as owner:
-            system.send(submitted("early", PREFIX))
-            await until(lambda: system.decisions(RequestRejected))
-            system.start_worker("w2")
-            await until_ended(system, "moved")
-    log.close()
-
-
-def command(recording: Path, name: str) -> dict[str, Any]:
-    ran = forebay("explain", str(recording), name, "--json")
-    assert ran.returncode == 0, ran.stderr
-    return dict(json.loads(ran.stdout))
-
-
-def test_lost_mock_worker_is_explained(recording: Path) -> None:
-    moved = command(recording, "moved")
-    what = [moment["what"] for moment in moved["timeline"]]
-    assert what[:3] == ["submitted", "routed", "worker_lost"]
-    assert [one for one in what if one in ("owner_claimed", "routed", "first_token", "finished")] == [
-        "routed",
-        "owner_claimed",
-        "routed",
-        "first_token",
-        "finished",
-    ]
-    assert [one["attempt"] for one in moved["routings"]] == [1, 2]
-    warm, early = asyncio.run(explained(recording, "r5", "early"))
-    (routing,) = warm.routings
-    assert (routing.reason, routing.candidates[routing.winner].seen.device_overlap) == ("lowest_cost", 4)
-    assert warm.first_token is not None
-    assert (warm.first_token.predicted_tokens, warm.first_token.cached_tokens) == (16, 16)
-    assert early.ending is not None
-    assert (early.state, early.ending.reason) == ("rejected", "no_workers")
-
-
-async def explained(recording: Path, *names: str) -> list[Explanation]:
-    log = SqliteLog.open(recording, readonly=True)
-    try:
-        return [await explain(log, 0, name) for name in names]
-    finally:
-        log.close()

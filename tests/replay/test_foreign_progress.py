@@ -5,121 +5,85 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from forebay.core.state.fleet import FleetWorker
-from forebay.events.base import Event
-from forebay.events.codec import encode
 from forebay.events.control import Command, WorkerCommanded
-from forebay.events.decisions import CommandSent, RequestRouted
+from forebay.events.decisions import CommandSent
+from forebay.events.fleet import WorkerLost
 from forebay.events.progress import CommandDone, FirstTokenEmitted, RequestFinished
-from forebay.events.topics import CONTROL, PROGRESS, Topic
-from forebay.live.owner.owner import Owner
-from forebay.transport.base import Draft
-from forebay.transport.sqlite.log import SqliteLog
-from tests.cli.in_process import forebay
-from tests.system import MODEL, SLOT, System, submitted, until
+from forebay.events.topics import PROGRESS
+from tests.core.worlds import PROMPTS, request
+from tests.replay.mutations import verify
+from tests.replay.recorder import Recorder, fleet
 
 
-class ScriptedSystem(System):
-    """System whose workers hold leases and do nothing. The test writes their progress."""
+class Reports:
+    """A recorder of two workers, of which the test writes the progress."""
 
-    async def appended(self, topic: Topic, event: Event) -> int:
-        (offset,) = await self.log.append([Draft(topic.name, 0, encode(topic, event))])
-        return offset
+    def __init__(self) -> None:
+        self.made: Recorder = fleet("a", "b")
+        self.epochs = {name: self.made.epoch(name) for name in ("a", "b")}
 
-    async def reported(self, owner: Owner, kind: type, about: str, worker: FleetWorker, **fields: Any) -> int:
-        """Append progress, wait until the owner has applied it, and return its offset."""
-        event = kind(
-            request_id=about,
-            attempt=fields.pop("attempt", 1),
-            worker_id=worker.spec.worker_id,
-            worker_epoch=worker.worker_epoch,
-            owner_epoch=owner.world.owner_epoch,
-            **fields,
-        )
-        offset = await self.appended(PROGRESS, event)
-        await until(lambda: owner.world.view.get(PROGRESS.name, 0) > offset)
-        return offset
+    def route(self, name: str) -> tuple[str, str]:
+        """Route a request; return its worker and the other one."""
+        (routed,) = self.made("requests", request(name, PROMPTS[0]))
+        return routed.worker_id, "b" if routed.worker_id == "a" else "a"
 
-    async def route(self, owner: Owner, name: str, attempt: int = 1) -> tuple[FleetWorker, FleetWorker]:
-        """Wait until a request is routed; return its worker and another."""
+    def progress(self, kind: type, worker: str, **fields: Any) -> int:
+        """Apply an event of a worker, and return its offset."""
+        epoch = self.epochs.get(worker, self.epochs["a"])
+        self.made("progress", kind(worker_id=worker, worker_epoch=epoch, owner_epoch=0, **fields))
+        return self.made.world.view[PROGRESS.name] - 1
 
-        def found() -> list[RequestRouted]:
-            return [one for one in self.decisions(RequestRouted) if (one.request_id, one.attempt) == (name, attempt)]
+    def first_token(self, worker: str, name: str, attempt: int = 1) -> int:
+        return self.progress(FirstTokenEmitted, worker, request_id=name, attempt=attempt)
 
-        await until(found)
-        members = {worker.spec.worker_id: worker for worker in owner.world.fleet.workers()}
-        selected = members.pop(found()[0].worker_id)
-        return selected, next(iter(members.values()), selected)
+    def finish(self, worker: str, name: str, attempt: int = 1) -> int:
+        return self.progress(RequestFinished, worker, request_id=name, attempt=attempt, finish_reason="stop")
 
 
-async def record(path: Path, *, foreign: bool) -> list[int]:
+def record(path: Path, *, foreign: bool) -> list[int]:
     """Write a log at `path`. Return the offsets of its foreign progress, empty if not `foreign`."""
-    log = SqliteLog.open(path)
-    system, offsets = ScriptedSystem(log), []
-    for name in ("a", "b"):
-        system.join(name)
-    async with system.owned() as owner:
-        await until(lambda: len(owner.world.fleet) == 2)
-        system.send(submitted("r", [1, 2, 3]))
-        selected, other = await system.route(owner, "r")
-        if foreign:
-            offsets.append(await system.reported(owner, FirstTokenEmitted, "r", other))
-        await system.reported(owner, FirstTokenEmitted, "r", selected)
-        # The second report is late: the request has ended.
-        for _ in range(2):
-            await system.reported(owner, RequestFinished, "r", selected, finish_reason="stop")
-        if foreign:
-            offsets.append(await system.reported(owner, RequestFinished, "r", other, finish_reason="stop"))
-            offsets.append(await system.reported(owner, FirstTokenEmitted, "of another model", other))
-        # A lost worker reports on its request while another worker runs it.
-        system.send(submitted("moved", [4, 5, 6]))
-        first, second = await system.route(owner, "moved")
-        system.leases.release(MODEL, first.spec.worker_id, first.lease)
-        await system.route(owner, "moved", attempt=2)
-        await system.reported(owner, FirstTokenEmitted, "moved", first)
-        await system.reported(owner, RequestFinished, "moved", second, attempt=2, finish_reason="stop")
-        await command(system, owner, second, foreign=foreign, offsets=offsets)
-        counted = owner.world.counts["foreign_progress"]
-    log.close()
-    # The live core forgets ended requests and does not check command responses.
-    assert counted == (2 if foreign else 0)
-    return offsets
-
-
-async def command(
-    system: ScriptedSystem, owner: Owner, member: FleetWorker, *, foreign: bool, offsets: list[int]
-) -> None:
-    pause = Command(action="pause")
-    commanded = WorkerCommanded(command_id="c", model=MODEL, command=pause, reply_slot=SLOT, timeout_us=60_000_000)
-    await system.appended(CONTROL, commanded)
-    await until(lambda: system.decisions(CommandSent))
-    done = CommandDone(
-        command_id="c",
-        action="pause",
-        worker_id=member.spec.worker_id,
-        worker_epoch=member.worker_epoch,
-        owner_epoch=owner.world.owner_epoch,
-    )
+    reports, offsets = Reports(), list[int]()
+    selected, other = reports.route("r")
     if foreign:
-        offsets.append(await system.appended(PROGRESS, msgspec.structs.replace(done, worker_id="stranger")))
-        offsets.append(await system.appended(PROGRESS, msgspec.structs.replace(done, command_id="of another model")))
-    last = await system.appended(PROGRESS, done)
-    await until(lambda: owner.world.view.get(PROGRESS.name, 0) > last)
+        offsets.append(reports.first_token(other, "r"))
+    reports.first_token(selected, "r")
+    for _ in range(2):  # the second report is late: the request has ended
+        reports.finish(selected, "r")
+    if foreign:
+        offsets += [reports.finish(other, "r"), reports.first_token(other, "of another model")]
+    made = reports.made
+    first, second = reports.route("moved")
+    made("fleet", WorkerLost(owner_epoch=0, worker_id=first, worker_epoch=made.epoch(first)))
+    reports.first_token(first, "moved")  # a lost worker reports on its request while another worker runs it
+    reports.finish(second, "moved", attempt=2)
+    commanded = WorkerCommanded(
+        command_id="c", model="m", command=Command(action="pause"), reply_slot=0, timeout_us=60_000_000
+    )
+    (sent,) = made("control", commanded)
+    assert isinstance(sent, CommandSent)
+    if foreign:
+        offsets.append(reports.progress(CommandDone, "stranger", command_id="c", action="pause"))
+        offsets.append(reports.progress(CommandDone, second, command_id="of another model", action="pause"))
+    reports.progress(CommandDone, second, command_id="c", action="pause")
+    made.seal()
+    # The live core forgets ended requests and does not check command responses.
+    assert made.world.counts["foreign_progress"] == (2 if foreign else 0)
+    asyncio.run(made.log(path)).close()
+    return offsets
 
 
 @pytest.fixture(scope="module")
 def foreign_log(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     """Return a log with foreign progress and the offsets of that progress."""
     path = tmp_path_factory.mktemp("foreign") / "strange.db"
-    return path, asyncio.run(record(path, foreign=True))
+    return path, record(path, foreign=True)
 
 
 def test_foreign_progress_fails_the_verification_and_names_both_workers(foreign_log: tuple[Path, list[int]]) -> None:
     path, offsets = foreign_log
-    run = forebay("verify", str(path))
+    run = verify(path)
     assert run.returncode == 1
     lines = [line for line in run.stdout.splitlines() if line.startswith("foreign ")]
     assert len(lines) == len(offsets) == 5
@@ -131,12 +95,12 @@ def test_foreign_progress_fails_the_verification_and_names_both_workers(foreign_
     assert "is from worker stranger" in lines[3]
     assert "command of another model: was sent to no worker of this group" in lines[4]
     assert "not verified: 5 foreign-progress" in run.stderr
-    assert forebay("verify", str(path), "--allow", "foreign-progress").returncode == 0
+    assert verify(path, "--allow", "foreign-progress").returncode == 0
 
 
 def test_the_report_names_the_selected_and_the_reporting_worker(foreign_log: tuple[Path, list[int]]) -> None:
     path, offsets = foreign_log
-    report = json.loads(forebay("verify", str(path), "--json").stdout)
+    report = json.loads(verify(path, "--json").stdout)
     assert (report["divergence"], report["verified"]) == (None, report["decisions"])
     assert report["unverified"] == {"foreign-progress": 5}
     first = report["foreign_progress"][0]
@@ -148,6 +112,6 @@ def test_the_report_names_the_selected_and_the_reporting_worker(foreign_log: tup
 
 def test_late_progress_is_not_reported(tmp_path: Path) -> None:
     path = tmp_path / "late.db"
-    assert asyncio.run(record(path, foreign=False)) == []
-    run = forebay("verify", str(path))
+    assert record(path, foreign=False) == []
+    run = verify(path)
     assert (run.returncode, "foreign" in run.stdout) == (0, False), run.stdout

@@ -21,11 +21,11 @@ from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestHeld, R
 from forebay.events.snapshots import SnapshotChunk, WorldState
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.live.router.standby import RecoveryDiverged, Standby
-from forebay.replay.applied import applied
 from forebay.replay.at import seek
 from forebay.replay.checks import FOREIGN_RECORDS
 from forebay.replay.explain.find import find
 from forebay.replay.record.slice import Window, slice_of
+from forebay.replay.recorded import applied
 from forebay.replay.spans import spans_of
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Log

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from forebay.events.pools import PoolGrid, PoolRouting
+from forebay.events.pools import PoolRouting
 from forebay.events.requests import RoutingHints
 from forebay.replay.diff.diff import diff
 from forebay.replay.diff.other_rules import OtherPoolRules
@@ -12,13 +12,9 @@ from forebay.replay.observed import observe_history
 from forebay.replay.status import read_status
 from forebay.replay.verify.verify import verify
 from tests.core.worlds import PROMPTS, one_cell, query, request
-from tests.replay.recorder import Recorder, words
+from tests.replay.recorder import Recorder, ending_of, words
 
 SHORT = PROMPTS[0][:2]
-
-
-def recorder(*names: str, **fields: Any) -> Recorder:
-    return Recorder().pools(*names, **fields)
 
 
 async def texts(made: Recorder, name: str = "r") -> list[str]:
@@ -28,7 +24,7 @@ async def texts(made: Recorder, name: str = "r") -> list[str]:
 
 
 async def test_the_grid_and_skipped_pools_are_explained() -> None:
-    made = recorder("long", "short")
+    made = Recorder().pools("long", "short")
     made.rules(one_cell("long", "short", isl_max=40, cells=(("short",), ("long",))))
     made.drain("short")
     made("requests", request("r", SHORT))
@@ -49,7 +45,7 @@ async def test_the_grid_and_skipped_pools_are_explained() -> None:
     ],
 )
 async def test_other_reasons_are_explained(hints: dict[str, Any], text: str) -> None:
-    made = recorder("a", "b", session_ttl_s=10.0)
+    made = Recorder().pools("a", "b", session_ttl_s=10.0)
     made.canary("b", "a")
     made("requests", request("s", SHORT, routing=RoutingHints(session_id="s")))
     made("requests", request("r", SHORT, routing=RoutingHints(**hints)))
@@ -57,7 +53,7 @@ async def test_other_reasons_are_explained(hints: dict[str, Any], text: str) -> 
 
 
 async def test_the_move_of_a_queued_request_is_explained_and_derived_again() -> None:
-    made = recorder("a", "b")
+    made = Recorder().pools("a", "b")
     made.rules(one_cell("a"))
     running = [
         made("requests", request(f"on-{name}", SHORT, routing=RoutingHints(worker_id=f"w-{name}")))[0] for name in "ab"
@@ -74,22 +70,20 @@ async def test_the_move_of_a_queued_request_is_explained_and_derived_again() -> 
 
 
 async def test_a_rejection_names_the_ranks_of_the_chosen_pool() -> None:
-    made = recorder("a", "b")
+    made = Recorder().pools("a", "b")
     made.rules(one_cell("b"))
     made("requests", query("r", SHORT, routing=RoutingHints(required_taints=("gpu",))))
     explanation = await made.explain("r")
-    assert explanation.ending is not None
-    assert [one.seen.worker_id for one in explanation.ending.left_out] == ["w-b"]
+    assert [one.seen.worker_id for one in ending_of(explanation).left_out] == ["w-b"]
     made.drain("a")
     made.drain("b")
     made("requests", request("r2", SHORT))
     refused = await made.explain("r2")
-    assert refused.ending is not None
-    assert refused.ending.text == "no pool of m takes new requests; drained pools: b, a"
+    assert ending_of(refused).text == "no pool of m takes new requests; drained pools: b, a"
 
 
 async def test_the_status_shows_drains_and_canaries_and_needs_one_pool_with_workers() -> None:
-    made = recorder("a", "b")
+    made = Recorder().pools("a", "b")
     made.canary("b", "a", 0.25)
     made.drain("a")
     made.seal()
@@ -104,41 +98,16 @@ async def test_the_status_shows_drains_and_canaries_and_needs_one_pool_with_work
     assert (await read_status(await made.log(), 0, "m")).problems == ["no worker is ready"]
 
 
-async def served(*routing: Any) -> Recorder:
-    """Return a log in which an operator sets a grid, a canary and a drain between requests."""
-    made = recorder("a", "b", "c")
-    made("requests", request("r0", SHORT))
+def served() -> Recorder:
+    """Return a log in which an operator sets a grid, a canary and a drain between requests, each of which ends."""
+    made = Recorder().pools("a", "b", "c")
+    ask(made, "r0")
     made.rules(one_cell("b"), retry=True)
-    made("requests", request("r1", SHORT))
+    ask(made, "r1")
     made.canary("c", "b")
-    made("requests", request("r2", SHORT))
+    ask(made, "r2")
     made.drain("c")
-    made("requests", request("r3", SHORT))
-    made.seal()
-    return made
-
-
-async def test_choices_are_derived_again_and_agree_with_themselves() -> None:
-    made = await served()
-    log = await made.log()
-    report = await verify(log, 0)
-    assert (report.divergence, report.decisions, report.verified) == (None, 4, 4)
-    same = await diff(log, 0, lambda pool: pool)
-    assert same.identical
-
-
-async def one_by_one() -> Recorder:
-    """Return the log of `served`, in which each request ends before the next one arrives."""
-    made = recorder("a", "b", "c")
-    for number, change in enumerate((None, one_cell("b"), "canary", "drain")):
-        match change:
-            case PoolGrid():
-                made.rules(change, retry=True)
-            case "canary":
-                made.canary("c", "b")
-            case "drain":
-                made.drain("c")
-        ask(made, f"r{number}")
+    ask(made, "r3")
     made.seal()
     return made
 
@@ -147,6 +116,14 @@ def ask(made: Recorder, name: str) -> None:
     """Route a request and finish it."""
     (routed,) = made("requests", request(name, SHORT))
     made.finish(routed)
+
+
+async def test_choices_are_derived_again_and_agree_with_themselves() -> None:
+    log = await served().log()
+    report = await verify(log, 0)
+    assert (report.divergence, report.decisions, report.verified) == (None, 4, 4)
+    same = await diff(log, 0, lambda pool: pool)
+    assert same.identical
 
 
 @pytest.mark.parametrize(
@@ -160,8 +137,7 @@ def ask(made: Recorder, name: str) -> None:
     ],
 )
 async def test_a_comparison_replaces_recorded_rules(other: OtherPoolRules, moved: list[str]) -> None:
-    made = await one_by_one()
-    report = await diff(await made.log(), 0, lambda pool: pool, rules=other)
+    report = await diff(await served().log(), 0, lambda pool: pool, rules=other)
     assert report.divergence is None
     assert report.pools_kept
     assert sorted(one.request_id for one in report.most) == moved
@@ -169,7 +145,7 @@ async def test_a_comparison_replaces_recorded_rules(other: OtherPoolRules, moved
 
 
 async def test_a_comparison_that_begins_at_a_snapshot_replaces_its_rules() -> None:
-    made = await one_by_one()
+    made = served()
     made.canary("c", "b")
     made.drain("c", drained=False)
     made.seal()
@@ -182,7 +158,6 @@ async def test_a_comparison_that_begins_at_a_snapshot_replaces_its_rules() -> No
 
 
 async def test_operators_rules_are_part_of_the_input_of_a_simulator() -> None:
-    made = await served()
-    history = await observe_history(await made.log(), 0)
+    history = await observe_history(await served().log(), 0)
     kinds = [type(event).__name__ for _, event in history.external_events]
     assert kinds[-3:] == ["PoolRoutingConfigured", "PoolCanarySet", "PoolDrainSet"]

@@ -1,12 +1,8 @@
 """Slices of logs are self-contained, and interrupted copies give the same recording."""
 
 import asyncio
-import os
 import random
-import signal
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +16,7 @@ from forebay.events.decisions import Advanced, SnapshotRecord
 from forebay.events.topics import DECISIONS, PROGRESS
 from forebay.replay.record import slice as record
 from forebay.replay.record.slice import NothingDecided, Window, offset_at, slice_of
+from forebay.replay.verify.verify import verify
 from forebay.replay.walk import Start, Walk
 from forebay.transport.base import Draft, Log, LogError, Record
 from forebay.transport.history.groups import groups_of, pools_of
@@ -28,7 +25,9 @@ from forebay.transport.recording import manifest as recording
 from forebay.transport.recording.writer import RecordingWriter, part_of
 from forebay.transport.sqlite import schema
 from forebay.transport.sqlite.log import LogUnusable, SqliteLog
+from tests.core.worlds import PROMPTS, request
 from tests.depth import sampled
+from tests.replay.owner_histories import WrittenDriver, log_with
 from tests.replay.slices import (
     OPTIONS,
     OTHER,
@@ -48,33 +47,6 @@ from tests.system import MODEL
 SEED = 20_260
 CUTS = sampled(range(24), 12)
 PAGE = 16  # records; small, so that a copy has many pages
-
-# Copies a log into a recording and dies after a given number of pages.
-COPIER = """
-import asyncio, os, signal, sys
-from pathlib import Path
-from forebay.replay.record import slice as record
-from forebay.transport.recording.writer import RecordingWriter
-from forebay.transport.sqlite.log import SqliteLog
-from tests.replay.slices import OPTIONS, contents, written
-
-record.PAGE_RECORDS = int(sys.argv[4])
-left = int(sys.argv[3])
-
-def on_progress(done, total):
-    global left
-    left -= 1
-    if left < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-async def main():
-    log = SqliteLog.open(sys.argv[1], readonly=True)
-    out = Path(sys.argv[2])
-    writer = RecordingWriter.resume(out, OPTIONS) or RecordingWriter.create(out, await contents(log))
-    print((await written(log, writer, on_progress)).content)
-
-asyncio.run(main())
-"""
 
 
 @pytest.fixture(scope="module")
@@ -201,11 +173,7 @@ def test_groups_keep_their_partitions(joined: Path, source: Path, tmp_path: Path
     with opened(tmp_path / "other.rec") as log:
         assert asyncio.run(groups_of(log)) == {OTHER: 1}
         with pytest.raises(LogError, match="decisions/0 was not recorded"):
-            asyncio.run(no_groups(log))
-
-
-async def no_groups(log: Log) -> None:
-    await slice_of(log, MODEL, 0, Window())
+            asyncio.run(slice_of(log, MODEL, 0, Window()))
 
 
 def test_an_embedded_log_names_its_group_by_its_model(source: Path, tmp_path: Path) -> None:
@@ -275,7 +243,7 @@ def test_a_clock_that_steps_back_at_a_takeover(tmp_path: Path) -> None:
         for at_us in times:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("time.time_ns", lambda at_us=at_us: at_us * 1000)
-                await log.append([record_of(at_us)])
+                await log.append([Draft(DECISIONS.name, 0, encode(DECISIONS, Advanced(seq=at_us, digest="0" * 16)))])
         found = [
             (await offset_at(log, 0, at_us), await offset_at(log, 0, at_us, before=True)) for at_us in (5, 40, 46, 99)
         ]
@@ -283,10 +251,6 @@ def test_a_clock_that_steps_back_at_a_takeover(tmp_path: Path) -> None:
         return found
 
     assert asyncio.run(scenario()) == [(0, 0), (3, 6), (4, 7), (9, 9)]
-
-
-def record_of(number: int) -> Draft:
-    return Draft(DECISIONS.name, 0, encode(DECISIONS, Advanced(seq=number, digest="0" * 16)))
 
 
 class Stopped(Exception):
@@ -330,26 +294,6 @@ def test_an_interrupted_copy_resumes_to_the_same_recording(
     assert rows(out) == rows(tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["resumed", "whole"]
     assert report_of(out).divergence is None
-
-
-@pytest.mark.slow
-def test_a_copy_killed_at_any_time_can_be_resumed(source: Path, tmp_path: Path) -> None:
-    with opened(source) as log:
-        undisturbed = asyncio.run(sliced(log, tmp_path / "whole"))
-    out = tmp_path / "killed"
-    command = [sys.executable, "-c", COPIER, str(source), str(out)]
-    codes = []
-    killed_at = sampled((0, 3, 1, 7), 2)
-    for pages in (*killed_at, 1_000):
-        done = subprocess.run([*command, str(pages), str(PAGE)], capture_output=True, text=True, check=False, env=ENV)
-        codes.append(done.returncode)
-    assert codes == [-signal.SIGKILL] * len(killed_at) + [0], done.stderr
-    assert done.stdout.strip() == undisturbed.content
-    assert rows(out) == rows(tmp_path / "whole")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["killed", "whole"]
-
-
-ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])}
 
 
 @pytest.mark.parametrize("step", ["forebay.transport.recording.manifest.seal", "pathlib.Path.rename"])
@@ -492,3 +436,20 @@ def test_a_new_recording_can_be_read_at_once(source: Path, tmp_path: Path) -> No
         with pytest.raises(LogError, match="the records at offsets 5 to 6 are missing"):
             writer.write(log.records("requests", 0, 7, 1))
         writer.close()
+
+
+async def test_chunks_of_an_abandoned_snapshot_are_not_a_missing_head(tmp_path: Path) -> None:
+    drive = WrittenDriver().fleet("a")
+    drive("requests", request("one", PROMPTS[0]))
+    drive.seal()
+    drive.take_over()
+    drive("requests", request("two", PROMPTS[0]))
+    drive.seal()
+    drive.finish_snapshot()
+    log = await log_with(drive)
+    held = await sliced(log, tmp_path / "out")
+    log.close()
+    assert (held.groups[0].start, held.groups[0].decisions) == (0, 2)
+    with opened(tmp_path / "out") as copy:
+        report = await verify(copy)
+    assert (report.start, report.verified, report.snapshots, report.divergence) == (0, 2, 1, None)

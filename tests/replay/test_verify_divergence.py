@@ -4,7 +4,7 @@ import asyncio
 import json
 import shutil
 import sqlite3
-from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,10 @@ from forebay.events.codec import encode
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import Advanced, ConsumedRun, RequestRouted
 from forebay.events.kv import BlocksStored
-from forebay.events.topics import CONTROL, DECISIONS, KV_EVENTS, Topic
+from forebay.events.topics import CONTROL, DECISIONS, KV_EVENTS, REQUESTS, SNAPSHOTS, Topic
 from tests.benchmarks.recordings import Shape, write_recording
 from tests.cli.up import forebay as process
-from tests.replay.mutations import find, replace_record, rewrite_topic
-from tests.replay.verifying import verify
+from tests.replay.mutations import find, replace_record, rewrite_topic, verify
 
 WORKERS, DECISIONS_MADE = 4, 200
 Divergence = dict[str, Any]
@@ -189,19 +188,12 @@ def test_a_later_divergence_is_bracketed_by_the_previous_digest(recording: Path)
     assert report["held"]["journal_offset"] == digest
 
 
-def test_a_flipped_byte_is_reported_as_damage(recording: Path) -> None:
-    change = lambda value: value[:-1] + bytes([value[-1] ^ 1])  # noqa: E731
-    spoil(recording, KV_EVENTS, 5, change)
+@pytest.mark.parametrize("topic", [DECISIONS, REQUESTS, KV_EVENTS, SNAPSHOTS], ids=lambda topic: topic.name)
+def test_a_flipped_byte_is_reported_as_damage(recording: Path, topic: Topic) -> None:
+    with closing(sqlite3.connect(recording)) as db, db:
+        (value,) = db.execute(f'SELECT value FROM "{topic.name}" WHERE id = 0').fetchone()
+        flipped = value[:-1] + bytes([value[-1] ^ 1])
+        db.execute(f'UPDATE "{topic.name}" SET value = ? WHERE id = 0', (flipped,))
     run = verify(recording)
-    assert run.returncode == 2
-    assert run.stderr.count("\n") == 1
-    assert "kv-events/0: the record at offset 5 does not match its checksum" in run.stderr
-
-
-def spoil(path: Path, topic: Topic, offset: int, change: Callable[[bytes], bytes]) -> None:
-    """Change a record but not its checksum."""
-    db = sqlite3.connect(path)
-    (value,) = db.execute(f'SELECT value FROM "{topic.name}" WHERE id = ?', (offset,)).fetchone()
-    db.execute(f'UPDATE "{topic.name}" SET value = ? WHERE id = ?', (change(value), offset))
-    db.commit()
-    db.close()
+    assert (run.returncode, run.stderr.count("\n")) == (2, 1)
+    assert f"{topic.name}/0: the record at offset 0 does not match its checksum" in run.stderr

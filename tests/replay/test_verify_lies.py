@@ -15,15 +15,15 @@ from forebay.events.codec import decode, encode
 from forebay.events.decisions import Advanced, ConsumedRun, JournalRecord, OwnerClaimed, RequestRouted, SnapshotTaken
 from forebay.events.groups import GroupPlaced
 from forebay.events.snapshots import SnapshotChunk, WorldState
-from forebay.events.topics import DECISIONS, FLEET, GROUPS, SNAPSHOTS
+from forebay.events.topics import DECISIONS, FLEET, GROUPS, PROGRESS, SNAPSHOTS
 from forebay.replay.record.slice import Window
 from forebay.transport.base import Draft, LogError
 from forebay.transport.recording.writer import RecordingWriter
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.up import forebay as process
 from tests.replay.mutations import find, replace_record, rewrite_topic
+from tests.replay.mutations import verify as command
 from tests.replay.slices import contents, journal_of, opened, report_of, run
-from tests.replay.verifying import verify as command
 
 replace = msgspec.structs.replace
 
@@ -165,6 +165,18 @@ def test_a_missing_journal_is_rejected(recording: Path) -> None:
     assert "nothing to verify: the journal of control partition 0 in" in ran.stderr
 
 
+def test_an_empty_log_verifies_nothing(tmp_path: Path) -> None:
+    SqliteLog.open(tmp_path / "empty.db").close()
+    ran = command(tmp_path / "empty.db", "--json")
+    assert (ran.returncode, json.loads(ran.stdout)["decisions"]) == (0, 0)
+
+
+def test_a_journal_that_applies_more_events_than_exist_is_rejected(recording: Path) -> None:
+    rewrite_topic(recording, PROGRESS, lambda values: values[:3])
+    with pytest.raises(LogError, match="progress"):
+        report_of(recording)
+
+
 async def test_a_group_in_another_partition_is_rejected(recording: Path) -> None:
     log = SqliteLog.open(recording)
     await log.append([Draft(GROUPS.name, 0, encode(GROUPS, GroupPlaced(group="m", partition=5)))])
@@ -177,4 +189,5 @@ async def test_a_group_in_another_partition_is_rejected(recording: Path) -> None
 def test_the_original_is_verified(original: Path) -> None:
     report = report_of(original)
     assert (report.divergence, report.unverified, report.verified) == (None, {}, report.decisions)
+    assert (report.claims, report.snapshots > 1) == (2, True)
     assert any(isinstance(decode(DECISIONS, one.value), Advanced) for one in journal_of(original))

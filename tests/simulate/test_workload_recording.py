@@ -13,7 +13,7 @@ from forebay.replay.record.slice import Window
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import Turn, Workload, WorkloadOptions, WorkloadUnusable, sequence_hashes
 from tests.core.worlds import BLOCK, PROMPTS, request
-from tests.replay.recorder import Recorder, fleet, report_progress
+from tests.replay.recorder import Recorder, fleet
 from tests.replay.slices import journal_of, opened, run, sliced
 
 PLAIN = WorkloadOptions()
@@ -35,10 +35,8 @@ def submit(made: Recorder, name: str, prompt: list[int], tokens: int | None, **c
     submitted = request(name, prompt, **changes)
     made("requests", submitted, 1_000)
     if tokens is not None:
-        made("progress", report_progress(made, name, FirstTokenEmitted), 500)
-        made(
-            "progress", report_progress(made, name, RequestFinished, finish_reason="length", output_tokens=tokens), 500
-        )
+        made.progress(name, FirstTokenEmitted, 500)
+        made.progress(name, RequestFinished, 500, finish_reason="length", output_tokens=tokens)
     return submitted
 
 
@@ -91,8 +89,8 @@ def test_a_repeated_id_is_a_new_request_once_the_first_has_ended(tmp_path: Path)
     made("requests", first, 1_000)
     made("requests", first, 10)  # a redelivery
     made("requests", request("r", PROMPTS[1], nonce=7), 10)  # another request with the same id, rejected
-    made("progress", report_progress(made, "r", FirstTokenEmitted), 10)
-    made("progress", report_progress(made, "r", RequestFinished, finish_reason="length", output_tokens=4), 10)
+    made.progress("r", FirstTokenEmitted, 10)
+    made.progress("r", RequestFinished, 10, finish_reason="length", output_tokens=4)
     assert [turn.output_tokens for turn in turns(made, tmp_path / "run.db")] == [4]
 
 

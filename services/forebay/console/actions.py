@@ -45,8 +45,6 @@ AdminToken = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class AdminRoute:
-    """Route of the ingress that executes an action."""
-
     path: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     has_model: bool = True
@@ -104,18 +102,7 @@ class Actions:
         self._in_flight = 0
 
     async def execute(self, action: str, raw: bytes, admin_token: str) -> Response:
-        """Execute an action.
-
-        Args:
-            raw: body of the request as JSON.
-
-        Returns:
-            The response of the ingress, with its status. For sizes of pools, the steps of the order.
-
-        Raises:
-            ApiError: the action is unknown, invalid, impossible with this console, or had no effect.
-            LogError: Kafka cannot be used.
-        """
+        """Execute an action."""
         if action != POOL_SIZE and action not in ROUTES:
             raise ApiError(404, "unknown_action", unknown_name("action", action, [*ROUTES, POOL_SIZE]))
         if not self._ingress_url:
@@ -145,11 +132,7 @@ class Actions:
     async def _send(
         self, path: str, body: Mapping[str, Any] | None, timeout_s: float, admin_token: str
     ) -> httpx.Response:
-        """Send a request to the admin API: a GET request if `body` is None.
-
-        Raises:
-            ApiError: 502 if the ingress does not respond, or if its response is not that of an ingress.
-        """
+        """Send a request to the admin API: a GET request if `body` is None."""
         method, url = ("GET" if body is None else "POST"), f"{self._ingress_url}{path}"
         headers = {"authorization": f"Bearer {admin_token}"}
         try:

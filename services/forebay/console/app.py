@@ -123,7 +123,6 @@ async def serve_console(console: Console, listener: socket.socket, on_started: C
     """Serve a console on a listening socket until cancelled.
 
     Args:
-        listener: the listening socket, which is closed at the end.
         on_started: called once, when the console accepts connections.
     """
     settings = console.settings

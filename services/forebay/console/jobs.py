@@ -20,7 +20,6 @@ class WhatIf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Alternative configuration to compare with the recorded one, on a span of the log.
 
     Attributes:
-        policy: router mode of the alternative; empty keeps the recorded one.
         sets: further changes, as `[POOL:]PATH=VALUE`.
     """
 
@@ -39,20 +38,14 @@ class WhatIfFrame(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
 
 
-class JobStatus(msgspec.Struct, frozen=True, omit_defaults=True):
-    """State of a job."""
-
+class JobStatus(WhatIfFrame, frozen=True, kw_only=True):
     job: str
     state: JobState
-    done: int = 0
-    total: int = 0
-    report: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    error: str = ""
 
 
 class _Job:
     def __init__(self, job_id: str, child: ChildProcess) -> None:
-        self.status = JobStatus(job_id, "running")
+        self.status = JobStatus(job=job_id, state="running")
         self.child = child
         self.task: asyncio.Task[None] | None = None
 
@@ -84,12 +77,7 @@ class _Job:
 
 
 class WhatIfJobs:
-    """Runs what-if jobs.
-
-    Args:
-        module: module of the process that compares; it responds to a `WhatIf` with `WhatIfFrame`s.
-        setup: first message for the process.
-    """
+    """Runs what-if jobs."""
 
     def __init__(self, module: str, setup: bytes) -> None:
         self._module = module

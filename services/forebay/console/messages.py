@@ -8,18 +8,11 @@ class Reading(msgspec.Struct, frozen=True, tag_field="type"):
 
 
 class ReadStatus(Reading, frozen=True, tag="status"):
-    """Derive the status of the group at a moment."""
-
     at_us: int | None = None
 
 
 class ReadMoment(Reading, frozen=True, tag="moment"):
-    """Derive the state of the group at a time or after a journal record.
-
-    Attributes:
-        at_us: time on the owner's clock, in microseconds since 1970; None for a journal record.
-        offset: offset of the journal record; None for the newest one, if `at_us` is None too.
-    """
+    """Derive the state of the group at a time or after a journal record."""
 
     at_us: int | None = None
     offset: int | None = None
@@ -38,7 +31,6 @@ class ReadExplanation(Reading, frozen=True, tag="explain"):
     Attributes:
         number: offset of its submission, which selects one of several requests with the same ID; None for the request
             that was routed last.
-        with_changes: whether to find the changes that would have changed each selection.
     """
 
     request_id: str

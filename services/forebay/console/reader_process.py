@@ -55,14 +55,6 @@ class Reader:
         self._custom = custom
 
     async def answer(self, message: AnyReading) -> Any:
-        """Return the result for a message.
-
-        Raises:
-            NoSuchRecord: the log has no such moment or record.
-            NotDerivable: an owner with other decision rules decided at that moment.
-            UnknownRequest: the log has no such request.
-            LogError: the log cannot be read or derived.
-        """
         match message:
             case ReadStatus():
                 return await self._status(message)

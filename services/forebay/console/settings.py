@@ -16,7 +16,6 @@ class ConsoleSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: name of the log for people: the path of a file, or namespace and address of Kafka.
-        allow_hosts: names accepted in the header `Host`, in addition to the names of a loopback address.
         fields: paths of the router configuration that a what-if comparison can change.
         ingress_url: address of an ingress with an admin API, which executes actions; empty if there is none.
     """

@@ -102,12 +102,7 @@ class Position:
         return self.start - 1 if self.step is None else self.step.offset
 
     async def forward(self) -> Step | None:
-        """Derive and return the next valid record; return None at the end.
-
-        Raises:
-            JournalDiverged: the record does not follow from the events. The position is invalid afterwards.
-            LogError: the log is damaged or incomplete.
-        """
+        """Derive and return the next valid record; return None at the end."""
         step = await anext(self._steps, None)
         if step is not None:
             if step.divergence is not None:
@@ -116,11 +111,6 @@ class Position:
         return step
 
     async def moment(self) -> Moment:
-        """Return the state at this position as plain data.
-
-        Raises:
-            LogError: the log is damaged or incomplete.
-        """
         if self._lost_before is None:
             self._lost_before = await read_losses(self._log, self._partition, self._fleet_start)
         world = self.world
@@ -197,8 +187,6 @@ async def seek(
     Raises:
         NoSuchRecord: the recording has no record at `offset`.
         NotDerivable: an owner with other decision rules wrote the record, and it is no `Sealed`.
-        JournalDiverged: a record up to `offset` does not follow from the events.
-        LogError: the log is damaged or incomplete.
     """
     begin, end = await _extent(log, partition)
     wanted = end - 1 if offset is None else offset
@@ -235,7 +223,6 @@ async def offset_at(log: Log, partition: int, time_us: int, states: States | Non
 
     Raises:
         NoSuchRecord: the recording begins after `time_us`.
-        LogError: the log is damaged, or holds no state to derive from.
     """
     begin, end = await _extent(log, partition)
     start = None if states is None else states.by_time(time_us)

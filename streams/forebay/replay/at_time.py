@@ -39,7 +39,6 @@ class _LaterEvent(NamedTuple):
 
     Attributes:
         at_us: when the event was appended to the log, but not before the previous event of its topic.
-        event: the event; None if it does not decode.
     """
 
     at_us: int
@@ -61,8 +60,6 @@ async def seek_time(
     Raises:
         NoSuchRecord: the log begins after `time_us` or ends before it.
         NotDerivable: an owner with other decision rules decided at that time.
-        JournalDiverged: a journal record does not follow from the events.
-        LogError: the log is damaged or incomplete.
     """
     offset = await offset_at(log, partition, time_us, states)
     position = await seek(log, partition, offset, custom, states)
@@ -109,11 +106,7 @@ async def last_time(log: Log, partition: int) -> int:
 
 
 class _NextRecord(NamedTuple):
-    """Journal record after a position.
-
-    Attributes:
-        is_of_other_rules: whether its owner had other decision rules than this program.
-    """
+    """Journal record after a position."""
 
     offset: int
     record: JournalRecord
@@ -213,11 +206,7 @@ async def _later_events(log: Log, partition: int, world: World) -> AsyncIterator
 
 
 async def _events_after(log: Log, partition: int, topic: Topic, start: int) -> AsyncIterator[_LaterEvent]:
-    """Yield the events of a topic from an offset on.
-
-    Raises:
-        LogError: a record is missing.
-    """
+    """Yield the events of a topic from an offset on."""
     at_us = 0
     async for record in records_of(log, topic, partition, start, await log.end(topic.name, partition)):
         if record.offset != start:

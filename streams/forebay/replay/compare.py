@@ -30,11 +30,7 @@ CACHE: tuple[Metric, ...] = (
 
 
 class MomentSummary(Fact, frozen=True, kw_only=True):
-    """Totals of a group at one moment.
-
-    Attributes:
-        prefill_tokens: uncached prompt tokens of requests that wait for their first token, over all ranks.
-    """
+    """Totals of a group at one moment."""
 
     offset: int
     now_us: int
@@ -246,12 +242,10 @@ def _metrics(metrics: tuple[Metric, ...], a: Moment, b: Moment) -> Iterator[Diff
 
 
 def _rank_values(metrics: tuple[Metric, ...], moment: Moment) -> dict[str, tuple[float, ...]]:
-    """Return the value of each metric by `worker/rank`."""
     return {f"{rank.worker_id}/{rank.rank}": tuple(value(rank) for _, value in metrics) for rank in moment.ranks}
 
 
 def _pool_values(metrics: tuple[Metric, ...], moment: Moment) -> dict[str, tuple[float, ...]]:
-    """Return the sum of each metric over the ranks of each pool, by pool."""
     pools = {worker.worker_id: worker.pool for worker in moment.workers}
     ranks: dict[str, list[RankFacts]] = {}
     for rank in moment.ranks:

@@ -24,12 +24,6 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolFacts(Fact, frozen=True, kw_only=True):
-    """Configuration of a pool.
-
-    Attributes:
-        disagg: disaggregation settings in force; None unless this is a decode pool.
-    """
-
     pool: str
     model: str
     block_size: int
@@ -63,8 +57,6 @@ class WorkerFacts(Fact, frozen=True, kw_only=True):
 
 
 class ReportFacts(Fact, frozen=True, kw_only=True):
-    """The newest load report of a rank."""
-
     running: int
     waiting: int
     kv_blocks_used: int
@@ -122,7 +114,6 @@ class HeldFacts(Fact, frozen=True, kw_only=True):
     """A request held in the router's queue.
 
     Attributes:
-        uncached_tokens: prompt tokens that are not cached on any rank.
         priority: seconds by which the request is moved ahead in the queue.
         strict_priority: requests with a higher value go first, regardless of cost.
     """
@@ -156,7 +147,6 @@ class RequestFacts(Fact, frozen=True, kw_only=True):
     """An active request.
 
     Attributes:
-        worker_id: worker that has the request; empty while no worker has it.
         age_us: microseconds since the submission; None if the log no longer holds the submission.
         kept_by: prefill worker that keeps the KV of the prompt until it is fetched; empty if there is none.
     """
@@ -202,7 +192,6 @@ class Moment(Fact, frozen=True, kw_only=True):
         digest: digest of the whole state, in the form of the digests in the journal.
         record: the journal record at `offset`; None if the state is the beginning of the derivation.
         start: journal offset at which the derivation of the state began.
-        view: offset of the next event to apply, by input topic.
         unverified: number of records and events that the derivation skipped, by the kind of problem.
     """
 

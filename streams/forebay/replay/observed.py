@@ -35,10 +35,8 @@ class RecordedRequest:
 
     Attributes:
         in_flight: whether the request was already active where the simulation begins, and restarts there.
-        worker: worker ID and rank of the last attempt in history; None if there was no attempt.
         first_us: when the router received the first-token event; 0 if it received none.
         cached_tokens: prompt tokens cached on the rank that computed the prompt.
-        output_tokens: number of output tokens; None if history did not finish the request.
         prefiller: worker ID and rank that computed the prompt for `worker`; None if `worker` computed it.
         kept_bytes: size of the KV that the prefill worker kept, in bytes; 0 if unknown.
         onboarded: the part of `cached_tokens` that was loaded from other tiers.
@@ -79,7 +77,6 @@ class ObservedHistory:
         requests: requests in order of arrival. The first ones are the requests that are active at the beginning.
         external_events: configuration changes, and fleet events that had an effect. Each comes with the owner's clock
             when it was applied, in microseconds.
-        commands: number of worker commands. Simulated engines ignore them.
     """
 
     state: list[Chunk]
@@ -167,10 +164,6 @@ async def observe_history(
 
     Args:
         progress: called regularly with the number of journal records done, their total, and the decisions verified.
-
-    Raises:
-        OtherRules: a program with other decision rules wrote the journal.
-        LogError: the log is damaged, or lacks events that the journal consumed.
     """
     walk = await walk_all(log, partition, custom)
     found = _HistoryCollector(walk).found

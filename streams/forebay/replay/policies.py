@@ -11,12 +11,7 @@ ERROR_CHARS_MAX = 500  # of an import error's text, which is not under forebay's
 
 
 async def require_allowed(log: Log, partition: int, custom: CustomPolicies) -> None:
-    """Check that the recorded owners of a group ran only built-in policies and the policies in `custom`.
-
-    Raises:
-        PolicyNotAllowed: an owner may have run another policy. This function did not import it.
-        LogError: the log cannot be read.
-    """
+    """Check that the recorded owners of a group ran only built-in policies and the policies in `custom`."""
     named = {pool.router.mode: pool.pool for pool in await pools_of(log, partition)}
     refused = {mode: pool for mode, pool in named.items() if mode not in BUILT_IN and mode not in custom}
     if not refused:  # the journal need not be read

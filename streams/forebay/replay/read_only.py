@@ -10,30 +10,15 @@ class ReadOnlyLog:
     """Base class of read-only logs."""
 
     async def append(self, drafts: Sequence[Draft]) -> list[int]:
-        """Reject the append.
-
-        Raises:
-            LogError: always.
-        """
         raise LogError("this log is read-only")
 
     def append_soon(self, drafts: Sequence[Draft], then: Sequence[Draft] = ()) -> None:
-        """Reject the append.
-
-        Raises:
-            LogError: always.
-        """
         raise LogError("this log is read-only")
 
     async def flush(self) -> None:
         """Return at once, because nothing can be appended."""
 
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
-        """Reject the tail.
-
-        Raises:
-            LogError: always.
-        """
         raise LogError("this log is a fixed slice and cannot be tailed")
 
 
@@ -45,11 +30,7 @@ class SliceLog(ReadOnlyLog):
         self._extents = {(extent.topic, extent.partition): extent for extent in extents}
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """Return up to `limit` records from `offset`, at most up to the end of the extent.
-
-        Raises:
-            LogError: `offset` is before the extent, or the log is damaged.
-        """
+        """Return up to `limit` records from `offset`, at most up to the end of the extent."""
         extent = self._extent(topic, partition)
         if offset < extent.first:
             raise LogError(f"{topic}/{partition}: the slice begins at offset {extent.first}, not {offset}")
@@ -57,11 +38,9 @@ class SliceLog(ReadOnlyLog):
         return await self._log.read(topic, partition, offset, left) if left > 0 else []
 
     async def begin(self, topic: str, partition: int) -> int:
-        """Return the extent's first offset."""
         return self._extent(topic, partition).first
 
     async def end(self, topic: str, partition: int) -> int:
-        """Return the extent's end, exclusive."""
         return self._extent(topic, partition).end
 
     def _extent(self, topic: str, partition: int) -> Extent:

@@ -1,4 +1,4 @@
-"""Read journal records of owners with other decision rules, with the events that they count, without deriving them."""
+"""Read journal records and the events that they count, without deriving the decisions."""
 
 from collections.abc import AsyncIterator
 from typing import NamedTuple
@@ -13,9 +13,9 @@ from forebay.events.topics import DECISIONS, INPUTS
 from forebay.replay.walk import Walk
 from forebay.transport.base import Log
 from forebay.transport.history.claims import validity_at
-from forebay.transport.history.reader import RecordedOrder, Validity, journal_records
+from forebay.transport.history.reader import RecordedOrder, Validity, journal, journal_records
 from forebay.transport.history.snapshots import claim_at, newest_snapshot, state_of
-from forebay.transport.history.start import continued_view
+from forebay.transport.history.start import continued_view, oldest_state
 
 KNOWN_TOPICS = frozenset((CLOCK, *(topic.name for topic in INPUTS)))
 
@@ -68,11 +68,7 @@ class RecordedSteps:
 
     @classmethod
     async def before(cls, log: Log, partition: int, offset: int) -> "RecordedSteps":
-        """Return a part that contains the journal record at `offset`, and begins at the newest snapshot before it.
-
-        Raises:
-            LogError: the log is damaged.
-        """
+        """Return a part that contains the journal record at `offset`, and begins at the newest snapshot before it."""
         taken = await newest_snapshot(log, partition, offset)
         if taken is None:
             begin = await log.begin(DECISIONS.name, partition)
@@ -87,11 +83,7 @@ class RecordedSteps:
         return cls(log, partition, validity, RecordedOrder(log, partition, view), taken.journal_offset)
 
     async def read(self, end: int) -> AsyncIterator[RecordedStep]:
-        """Yield the records up to journal offset `end`. May be called again with a higher one.
-
-        Raises:
-            LogError: the log is damaged, or lacks events that the journal counts.
-        """
+        """Yield the records up to journal offset `end`. May be called again with a higher one."""
         if self.claim is not None:
             return
         async for stored in journal_records(self._log, self._partition, self.position, end):
@@ -126,3 +118,27 @@ class _Counted(msgspec.Struct):
 
 
 _COUNTED = msgspec.json.Decoder(_Counted)
+
+
+class Applied(NamedTuple):
+    """When the owner applied one event."""
+
+    offset: int
+    journal_offset: int
+    now_us: int
+
+
+async def applied(log: Log, partition: int, topic: str) -> AsyncIterator[Applied]:
+    """Yield an entry for each record of an input topic that the owner applied according to the journal, in order.
+
+    If retention has trimmed the log, the entries begin after the oldest usable snapshot.
+    """
+    start, end = await oldest_state(log, partition), await log.end(DECISIONS.name, partition)
+    event = start.view.get(topic, 0)
+    validity = Validity.after(start, start.core_version)
+    async for offset, record in journal(log, partition, start.offset, end, validity):
+        for run in record.consumed:
+            if run.topic == topic:
+                for _ in range(run.count):
+                    yield Applied(event, offset, run.now_us)
+                    event += 1

@@ -51,11 +51,7 @@ class RestoreRefused(LogError):
 
 
 class ControlRead(msgspec.Struct):
-    """Records that were read from the topic `control` of a group.
-
-    Attributes:
-        undecodable: number of records that do not decode in this version.
-    """
+    """Records that were read from the topic `control` of a group."""
 
     settings: int = 0
     commands: int = 0
@@ -67,8 +63,6 @@ class RestoredGroup(msgspec.Struct, frozen=True):
 
     Attributes:
         events: events for the topic `control`, in order.
-        read: records from which the settings follow.
-        pools: names of the pools, sorted.
         policies: custom policies of the pools, sorted. Routers have to allow them.
     """
 
@@ -92,7 +86,6 @@ async def restored_groups(log: Log) -> list[RestoredGroup]:
 
     Raises:
         RestoreRefused: the log is an anonymised recording, or has no group.
-        LogError: the log cannot be read.
     """
     if isinstance(log, SqliteLog) and log.recording is not None and log.recording.anonymized:
         raise RestoreRefused("an anonymised recording has masked names of models and pools; use the original recording")
@@ -192,11 +185,7 @@ async def write_group(log: Log, group: RestoredGroup, at_us: int) -> None:
     The placement is appended last, so a router that finds the group finds its settings, too.
 
     Args:
-        log: log of the new namespace. The control partition of the group is empty.
         at_us: wall-clock time in microseconds since 1970, for the placement.
-
-    Raises:
-        LogError: a record cannot be appended or read.
     """
     await log.append([Draft(CONTROL.name, group.partition, encode(CONTROL, event)) for event in group.events])
     written, _ = await settled_world(log, group.partition)

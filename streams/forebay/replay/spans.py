@@ -119,9 +119,6 @@ async def sealed_start(log: Log, partition: int, offset: int, custom: CustomPoli
     """Return the state at journal offset `offset` from the seal of an owner with any rules.
 
     Returns None if the last valid record up to `offset` is not a `Sealed`. `Start.offset` is the offset after it.
-
-    Raises:
-        LogError: the snapshot is damaged or missing.
     """
     found = await newest_snapshot_at(log, partition, offset + 1)
     if found is None or not isinstance(found[1], Sealed):
@@ -137,11 +134,7 @@ async def sealed_start(log: Log, partition: int, offset: int, custom: CustomPoli
 
 
 async def moment_error(log: Log, partition: int, offset: int) -> NotDerivable:
-    """Return the error for a moment at a journal offset in a span of other rules. It names the nearest other moments.
-
-    Raises:
-        LogError: the log is damaged.
-    """
+    """Return the error for a moment in a span of other rules, which names the nearest other moments."""
     end = await log.end(DECISIONS.name, partition)
     spans = await spans_of(log, partition, await oldest_state(log, partition), end)
     span = next((one for one in reversed(spans) if one.first <= offset), spans[0])
@@ -177,11 +170,7 @@ def not_derivable(
 
 
 async def oldest_of_any_rules(log: Log, partition: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Start:
-    """Return the oldest usable state (see `oldest`), whose owner may have had other decision rules.
-
-    Raises:
-        LogError: the log holds no usable state.
-    """
+    """Return the oldest usable state (see `oldest`), whose owner may have had other decision rules."""
     begins, end = await begins_of(log, partition), await log.end(DECISIONS.name, partition)
     if any(begins.values()):
         async for _, taken in snapshots_taken(log, partition, begins[DECISIONS.name], end):

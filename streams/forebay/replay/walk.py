@@ -99,11 +99,7 @@ class LogStates:
         self._custom = custom
 
     async def before(self, offset: int) -> Start:
-        """Return the newest snapshot from which the journal record at `offset` can be derived, or the empty state.
-
-        Raises:
-            LogError: there is none.
-        """
+        """Return the newest snapshot from which the journal record at `offset` can be derived, or the empty state."""
         return await before(self._log, self._partition, offset, self._custom)
 
     def by_time(self, time_us: int) -> StateTime | None:
@@ -132,11 +128,9 @@ class Walk:
     possible after a LogError other than PolicyNotAllowed. After a divergence the walk is invalid.
 
     Attributes:
-        world: the state after the last step. The callback `world.on_plan` may be set before the first step.
         followed: derives the decisions. Its callback `on_applied` may be set before the first step.
         start: journal offset of the first step.
         position: journal offset of the first record that is not part of the state.
-        at_us: time at which the record of the last step was appended, in microseconds of Unix time; 0 if unknown.
         validity: counts stale and foreign records.
         order: position in the input topics, and counts of events that did not decode.
         encoded: the record of the last step, encoded by this version.
@@ -187,14 +181,7 @@ class Walk:
         return {topic: self.order.offset(topic) - count for topic, count in counts.items()}
 
     async def __aiter__(self) -> AsyncIterator[Step]:
-        """Derive and yield one record after another. A divergence ends the walk, and the world is then invalid.
-
-        Raises:
-            OtherRules: a program with other decision rules wrote the next records.
-            HistoryAbandoned: the next records continue from an earlier snapshot.
-            PolicyNotAllowed: the owner ran a custom policy that this walk does not have.
-            LogError: the log is damaged, or lacks events that the journal consumed.
-        """
+        """Derive and yield one record after another. A divergence ends the walk, and the world is then invalid."""
         if self.position == self.start and self.validity.epoch >= 0:
             rules = self.validity.rules
             self.validity = await validity_at(self._log, self._partition, self.start, self.world, rules)
@@ -236,21 +223,13 @@ class Walk:
 
 
 async def walk_all(log: Log, partition: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Walk:
-    """Return a walk from the oldest usable state (see `oldest`) to the journal's current end.
-
-    Raises:
-        LogError: the log holds no usable state.
-    """
+    """Return a walk from the oldest usable state (see `oldest`) to the journal's current end."""
     end = await log.end(DECISIONS.name, partition)
     return Walk(log, partition, await oldest(log, partition, end, custom), end)
 
 
 async def oldest(log: Log, partition: int, end: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Start:
-    """Return the oldest usable state: one after which the log still holds all records that a derivation reads.
-
-    Raises:
-        LogError: the log holds no usable state.
-    """
+    """Return the oldest usable state: one after which the log still holds all records that a derivation reads."""
     begins = await begins_of(log, partition)
     if not any(begins.values()):
         return Start(World(custom), 0)

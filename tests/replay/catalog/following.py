@@ -3,8 +3,9 @@
 import asyncio
 import sqlite3
 from collections.abc import Callable, Coroutine, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from forebay import runtime
 from forebay.core.routing.policies import CustomPolicies
@@ -27,6 +28,7 @@ from tests.logs.own_policy import CUSTOM
 from tests.replay.recorder import Recorder, fleet
 
 T = TypeVar("T")
+P = ParamSpec("P")
 READING_NS = 20_000_000  # so that a checkpoint is due every 20 records or so
 
 RECORDINGS = recordings.representative()
@@ -49,9 +51,27 @@ class ReadingClock(SystemRuntime):
         return self._wall_ns
 
 
+_opened: list[Store] = []
+
+
 def run(work: Coroutine[Any, Any, T]) -> T:
-    with runtime.use(ReadingClock()):
-        return asyncio.run(work)
+    """Run a test by a `ReadingClock`, and close its catalogs."""
+    try:
+        with runtime.use(ReadingClock()):
+            return asyncio.run(work)
+    finally:
+        while _opened:
+            _opened.pop().close()
+
+
+def timed(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Run an asynchronous test by `run`."""
+
+    @wraps(test)
+    def run_test(*args: P.args, **kwargs: P.kwargs) -> None:
+        run(test(*args, **kwargs))
+
+    return run_test
 
 
 class Noted(CatalogObserver):
@@ -103,7 +123,9 @@ def busy(count: int) -> Recorder:
 
 
 async def open_store(path: Path, log: Log, partition: int = 0) -> Store:
-    return await Store.open(path, log, partition, (checkpoints.SCHEMA, gaps.SCHEMA, MentionTable.schema, Noted.schema))
+    schemas = (checkpoints.SCHEMA, gaps.SCHEMA, MentionTable.schema, Noted.schema)
+    _opened.append(await Store.open(path, log, partition, schemas))
+    return _opened[-1]
 
 
 async def index(

@@ -17,8 +17,8 @@ from forebay.replay.status import GroupStatus, read_status
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import request
-from tests.replay.catalog.following import Noted, index, run
-from tests.replay.recorder import Recorder, fleet, report_progress
+from tests.replay.catalog.following import Noted, index, timed
+from tests.replay.recorder import Recorder, fleet
 
 MODEL = "m"
 
@@ -38,7 +38,7 @@ async def append(log: SqliteLog, made: Recorder, topic: str, event: InputEvent) 
 
 
 def finished(made: Recorder, name: str) -> InputEvent:
-    event: InputEvent = report_progress(made, name, RequestFinished, finish_reason="stop", output_tokens=1)
+    event: InputEvent = made.of(name, RequestFinished, finish_reason="stop", output_tokens=1)
     return event
 
 
@@ -48,66 +48,57 @@ def status_of(store: Store) -> GroupStatus:
     return msgspec.json.decode(found[1], type=GroupStatus)
 
 
-def test_the_status_of_an_idle_group_has_the_later_events(tmp_path: Path) -> None:
+@timed
+async def test_the_status_of_an_idle_group_has_the_later_events(tmp_path: Path) -> None:
     made = running("one", "three")
+    log = await made.log()
+    follower = await index(log, tmp_path / "catalog")
+    observer = follower.observers[0]
+    assert isinstance(observer, Noted)
+    publisher = LivePublisher(log, 0, MODEL, follower)
+    reader = Store.read(tmp_path / "catalog")
+    assert await publish(publisher)
+    assert status_of(reader) == await read_status(log, 0, MODEL)
+    assert not await publish(publisher)
 
-    async def check() -> None:
-        log = await made.log()
-        follower = await index(log, tmp_path / "catalog")
-        observer = follower.observers[0]
-        assert isinstance(observer, Noted)
-        publisher = LivePublisher(log, 0, MODEL, follower)
-        reader = Store.read(tmp_path / "catalog")
-        assert await publish(publisher)
-        assert status_of(reader) == await read_status(log, 0, MODEL)
-        assert not await publish(publisher)
+    await append(log, made, "progress", finished(made, "one"))
+    assert await publish(publisher)
+    assert status_of(reader).requests.in_flight == 1
+    assert status_of(reader) == await read_status(log, 0, MODEL)
+    assert observer.unrecorded == [("progress", 0)]
+    assert not await publish(publisher)
 
-        await append(log, made, "progress", finished(made, "one"))
-        assert await publish(publisher)
-        assert status_of(reader).requests.in_flight == 1
-        assert status_of(reader) == await read_status(log, 0, MODEL)
-        assert observer.unrecorded == [("progress", 0)]
-        assert not await publish(publisher)
+    # This request leads to a decision, so the status must not have it.
+    decided = await append(log, made, "requests", request("later", [7]))
+    await append(log, made, "progress", finished(made, "three"))
+    assert await publish(publisher)
+    assert status_of(reader) == await read_status(log, 0, MODEL)
+    assert not await publish(publisher)
 
-        # This request leads to a decision, so the status must not have it.
-        decided = await append(log, made, "requests", request("later", [7]))
-        await append(log, made, "progress", finished(made, "three"))
-        assert await publish(publisher)
-        assert status_of(reader) == await read_status(log, 0, MODEL)
-        assert not await publish(publisher)
-
-        await log.append([Draft(DECISIONS.name, 0, encode(DECISIONS, one)) for one in decided])
-        await follower.catch_up()
-        assert follower.error == ""
-        assert await publisher.publish()
-        assert observer.unrecorded == []
-        assert await publish(publisher)
-        assert observer.unrecorded == [("progress", 1)]
-        assert status_of(reader) == await read_status(log, 0, MODEL)
-        assert status_of(reader).requests.by_phase == {"prefill": 1}
-        reader.close()
-        follower.store.close()
-
-    run(check())
+    await log.append([Draft(DECISIONS.name, 0, encode(DECISIONS, one)) for one in decided])
+    await follower.catch_up()
+    assert follower.error == ""
+    assert await publisher.publish()
+    assert observer.unrecorded == []
+    assert await publish(publisher)
+    assert observer.unrecorded == [("progress", 1)]
+    assert status_of(reader) == await read_status(log, 0, MODEL)
+    assert status_of(reader).requests.by_phase == {"prefill": 1}
 
 
-def test_a_log_without_decisions_begins_at_its_later_events(tmp_path: Path) -> None:
+@timed
+async def test_a_log_without_decisions_begins_at_its_later_events(tmp_path: Path) -> None:
     made = fleet("a")
-
-    async def check() -> None:
-        log = await made.log()
-        follower = await index(log, tmp_path / "catalog")
-        assert follower.state.begin_us == follower.state.end_us == 0, "a claim has no clock reading"
-        publisher = LivePublisher(log, 0, MODEL, follower)
-        assert await publish(publisher)
-        assert publisher.state is not None
-        at_us = publisher.state.begin_us
-        assert at_us == publisher.state.end_us > 0
-        position = await catalog_position(log, 0, follower.store, time_us=at_us)
-        assert [one.worker_id for one in (await position.moment()).workers] == ["a"]
-        follower.store.close()
-
-    run(check())
+    log = await made.log()
+    follower = await index(log, tmp_path / "catalog")
+    assert follower.state.begin_us == follower.state.end_us == 0, "a claim has no clock reading"
+    publisher = LivePublisher(log, 0, MODEL, follower)
+    assert await publish(publisher)
+    assert publisher.state is not None
+    at_us = publisher.state.begin_us
+    assert at_us == publisher.state.end_us > 0
+    position = await catalog_position(log, 0, follower.store, time_us=at_us)
+    assert [one.worker_id for one in (await position.moment()).workers] == ["a"]
 
 
 async def publish(publisher: LivePublisher) -> bool:

@@ -34,7 +34,7 @@ from forebay.transport.history.groups import groups_of
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, decode_pool, joined, pool, request
 from tests.replay.catalog.filling import RECORDINGS, fill, new_tables
-from tests.replay.recorder import Recorder, fleet, report_progress
+from tests.replay.recorder import Recorder, fleet
 
 SHORT = PROMPTS[0][:2]
 FOREVER = 1 << 62
@@ -142,7 +142,7 @@ async def test_rejections_and_failures_are_counted_per_second() -> None:
     for number in range(3):
         made("requests", request(f"r{number}", SHORT, model="unknown"))
     made("requests", request("f", SHORT))
-    made("progress", report_progress(made, "f", RequestFailed, error="no memory\nstack trace"))
+    made.progress("f", RequestFailed, error="no memory\nstack trace")
     made.wait(2_000_000)
     made("requests", request("late", SHORT, model="unknown"))
     for options in ({}, {"write_every": 1, "reopen_every": 1}):

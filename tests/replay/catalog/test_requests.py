@@ -23,7 +23,7 @@ from tests.core.worlds import PROMPTS
 from tests.core.worlds import request as submitted
 from tests.logs.own_policy import CUSTOM
 from tests.replay.catalog.filling import RECORDINGS, fill, new_tables, show_tail, write
-from tests.replay.recorder import Recorder, fleet, report_progress
+from tests.replay.recorder import Recorder, fleet
 
 EVERY = 4  # requests of a recording that the quick test explains
 SHORT = PROMPTS[0][:2]
@@ -56,13 +56,14 @@ def state_of(explained: Explanation) -> str:
     return {"remote_prefill": "prefill", "transfer": "decode"}.get(explained.state, explained.state)
 
 
-async def check_explained(path: Path, every: int) -> None:
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
+async def test_states_agree_with_explanations(path: Path) -> None:
     log = SqliteLog.open(path, readonly=True)
     for partition in (await groups_of(log)).values():
         connection = new_tables()
         await fill(connection, log, partition)
         newest = {row.request_id: row for row in reversed(requests(connection, limit=500).requests)}
-        for row in list(newest.values())[::every]:
+        for row in list(newest.values())[::EVERY]:
             try:
                 explained = await explain(log, partition, row.request_id, thorough=False, custom=CUSTOM)
             except UnknownRequest:
@@ -82,17 +83,6 @@ async def check_explained(path: Path, every: int) -> None:
                 assert row.journal_offset is not None
                 assert row.journal_offset >= explained.routings[-1].offset
     log.close()
-
-
-@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
-async def test_states_agree_with_explanations(path: Path) -> None:
-    await check_explained(path, EVERY)
-
-
-@pytest.mark.slow  # the quick test above explains a quarter of the same requests
-@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
-async def test_states_of_all_requests_agree_with_explanations(path: Path) -> None:
-    await check_explained(path, 1)
 
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
@@ -129,10 +119,10 @@ async def test_filters() -> None:
     made = fleet("a", "b")
     for name in ("one", "two_1", "two%1", "three"):
         made("requests", submitted(name, SHORT))
-    made("progress", report_progress(made, "one", FirstTokenEmitted), after_us=5_000)
-    made("progress", report_progress(made, "two_1", FirstTokenEmitted), after_us=50_000)
-    made("progress", report_progress(made, "one", RequestFinished, finish_reason="stop", output_tokens=3))
-    made("progress", report_progress(made, "two_1", RequestFailed, error="no memory"))
+    made.progress("one", FirstTokenEmitted, after_us=5_000)
+    made.progress("two_1", FirstTokenEmitted, after_us=50_000)
+    made.progress("one", RequestFinished, finish_reason="stop", output_tokens=3)
+    made.progress("two_1", RequestFailed, error="no memory")
     made("requests", submitted("other", SHORT, model="unknown"))
     made("requests", RequestCancelled(request_id="three"))
     made.seal()
@@ -163,7 +153,7 @@ async def test_a_retried_request_is_shown_on_the_worker_that_it_had() -> None:
     routed_us, first = made.world.now_us, seen_in(made.world)["r"][3]
     lost = WorkerLost(owner_epoch=0, worker_id=first, worker_epoch=made.epoch(first))
     made("fleet", lost, after_us=500)
-    made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop", output_tokens=1), after_us=500)
+    made.progress("r", RequestFinished, after_us=500, finish_reason="stop", output_tokens=1)
     made.seal()
     connection = await tables_of(made)
     second = "b" if first == "a" else "a"
@@ -204,7 +194,7 @@ async def test_pages_continue_where_the_previous_one_ended(monkeypatch: pytest.M
 async def test_an_id_that_was_used_twice_is_two_requests() -> None:
     made = fleet("a")
     made("requests", submitted("x~1", SHORT))
-    made("progress", report_progress(made, "x~1", RequestFinished, finish_reason="stop", output_tokens=1))
+    made.progress("x~1", RequestFinished, finish_reason="stop", output_tokens=1)
     made("requests", submitted("x~1", SHORT))  # a redelivery, which the owner ignores
     made("requests", submitted("x~1", PROMPTS[1]))  # the owner still remembers the ID
     made.wait(130_000_000)
@@ -232,8 +222,8 @@ async def test_events_after_the_journal_are_shown_until_a_record_counts_them() -
     walk = await fill(connection, log)
     observer = ContentsObserver()
     observer.open(connection, walk.world)
-    for kind, fields in (FirstTokenEmitted, {}), (RequestFinished, {"finish_reason": "stop", "output_tokens": 1}):
-        made("progress", report_progress(made, "first", kind, **fields))
+    made.progress("first", FirstTokenEmitted)
+    made.progress("first", RequestFinished, finish_reason="stop", output_tokens=1)
     made("requests", submitted("third", SHORT), journalled=False)
     tail = await made.log()
     await show_tail(connection, observer, tail, 0, walk)

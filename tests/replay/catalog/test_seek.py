@@ -20,7 +20,7 @@ from forebay.transport.base import Log
 from forebay.transport.sqlite.log import SqliteLog
 from tests.logs.own_policy import CUSTOM
 from tests.replay import incident
-from tests.replay.catalog.following import RECORDINGS, busy, index, offsets, run
+from tests.replay.catalog.following import RECORDINGS, busy, index, offsets, timed
 
 MOMENTS = 50
 GOLDEN_MOMENTS = 6  # of each recording
@@ -70,51 +70,42 @@ def comparable(moment: Moment) -> Moment:
 
 
 @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.stem)
-def test_moments_of_golden_recordings_are_equal(recording: Path, tmp_path: Path) -> None:
-    async def check() -> None:
-        log = SqliteLog.open(recording, readonly=True)
-        assert log.recording is not None
-        (group,) = log.recording.groups
-        follower = await index(log, tmp_path / "catalog", group.partition)
-        assert follower.error == ""
-        await compare(log, group.partition, follower, GOLDEN_MOMENTS)
-        follower.store.close()
-        log.close()
-
-    run(check())
+@timed
+async def test_moments_of_golden_recordings_are_equal(recording: Path, tmp_path: Path) -> None:
+    log = SqliteLog.open(recording, readonly=True)
+    assert log.recording is not None
+    (group,) = log.recording.groups
+    follower = await index(log, tmp_path / "catalog", group.partition)
+    assert follower.error == ""
+    await compare(log, group.partition, follower, GOLDEN_MOMENTS)
 
 
-def test_moments_of_a_system_are_equal(tmp_path: Path) -> None:
-    path = tmp_path / "incident.db"
-    asyncio.run(incident.record(path))
-
-    async def check() -> None:
-        log = SqliteLog.open(path, readonly=True)
-        follower = await index(log, tmp_path / "catalog")
-        await compare(log, 0, follower, MOMENTS)
-        lost = checkpoints.losses_before(follower.store.connection, follower.state.end_offset)
-        assert [(one.worker_id, one.requests is None) for one in lost] == [(incident.SLOW, False)]
-        for offset in (-1, follower.state.end_offset):
-            with pytest.raises(NoSuchRecord):
-                await catalog_position(log, 0, follower.store, offset=offset, custom=ONLY_BUILT_IN)
-        follower.store.close()
-        log.close()
-
-    run(check())
+@pytest.fixture
+def incident_log(tmp_path: Path) -> Path:
+    asyncio.run(incident.record(tmp_path / "incident.db"))
+    return tmp_path / "incident.db"
 
 
-def test_a_damaged_checkpoint_is_not_used(tmp_path: Path) -> None:
-    async def check() -> None:
-        log = await busy(60).log()
-        follower = await index(log, tmp_path / "catalog")
-        newest = offsets(follower.store)[-1]
-        end = follower.state.end_offset
-        assert (await catalog_position(log, 0, follower.store, offset=end - 1)).start == newest
-        follower.store.connection.execute("UPDATE checkpoint_parts SET value = zeroblob(9) WHERE offset = ?", (newest,))
-        position = await catalog_position(log, 0, follower.store, offset=end - 1)
-        assert position.start == offsets(follower.store)[-2]
-        await require_equal(position, await seek_record(log, 0, end - 1, CUSTOM, OldestState(log, 0)))
-        follower.store.close()
-        log.close()
+@timed
+async def test_moments_of_a_system_are_equal(incident_log: Path, tmp_path: Path) -> None:
+    log = SqliteLog.open(incident_log, readonly=True)
+    follower = await index(log, tmp_path / "catalog")
+    await compare(log, 0, follower, MOMENTS)
+    lost = checkpoints.losses_before(follower.store.connection, follower.state.end_offset)
+    assert [(one.worker_id, one.requests is None) for one in lost] == [(incident.SLOW, False)]
+    for offset in (-1, follower.state.end_offset):
+        with pytest.raises(NoSuchRecord):
+            await catalog_position(log, 0, follower.store, offset=offset, custom=ONLY_BUILT_IN)
 
-    run(check())
+
+@timed
+async def test_a_damaged_checkpoint_is_not_used(tmp_path: Path) -> None:
+    log = await busy(60).log()
+    follower = await index(log, tmp_path / "catalog")
+    newest = offsets(follower.store)[-1]
+    end = follower.state.end_offset
+    assert (await catalog_position(log, 0, follower.store, offset=end - 1)).start == newest
+    follower.store.connection.execute("UPDATE checkpoint_parts SET value = zeroblob(9) WHERE offset = ?", (newest,))
+    position = await catalog_position(log, 0, follower.store, offset=end - 1)
+    assert position.start == offsets(follower.store)[-2]
+    await require_equal(position, await seek_record(log, 0, end - 1, CUSTOM, OldestState(log, 0)))

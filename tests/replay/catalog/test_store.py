@@ -12,7 +12,7 @@ from forebay.replay.catalog.seek import catalog_position
 from forebay.replay.catalog.store import CatalogError, CatalogInUse, Store, path_beside, path_of_brokers
 from forebay.transport.base import Log
 from tests.core.worlds import request
-from tests.replay.catalog.following import Noted, busy, index, noted, offsets, open_store, run
+from tests.replay.catalog.following import Noted, busy, index, noted, offsets, open_store, run, timed
 
 
 async def index_once(log: Log, path: Path) -> list[tuple[str, int]]:
@@ -42,106 +42,90 @@ def test_a_catalog_of_another_log_is_built_anew(tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.parametrize("harm", ["garbage", "version", "tables", "pages"])
-def test_a_catalog_that_cannot_be_used_is_built_anew(
+@timed
+async def test_a_catalog_that_cannot_be_used_is_built_anew(
     harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def check() -> None:
-        path, log = tmp_path / "catalog", await busy(30).log()
-        rows = await index_once(log, path)
-        if harm == "garbage":
-            path.write_bytes(b"no database" * 1_000)
-        elif harm == "version":
-            monkeypatch.setattr(store_module, "VERSION", "0.0")
-        elif harm == "tables":
-            monkeypatch.setattr(Noted, "schema", Noted.schema + "CREATE TABLE more (one);")
-        else:
-            content = bytearray(path.read_bytes())
-            content[200:] = bytes(len(content) - 200)
-            path.write_bytes(content)
-        assert await index_once(log, path) == rows
-
-    run(check())
-
-
-def test_a_catalog_that_is_damaged_later_is_built_anew(tmp_path: Path) -> None:
-    async def check() -> None:
-        path, log = tmp_path / "catalog", await busy(30).log()
-        rows = await index_once(log, path)
-        store = await open_store(path, log)
-        (root,) = store.connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'checkpoints'").fetchone()
-        store.close()
+    path, log = tmp_path / "catalog", await busy(30).log()
+    rows = await index_once(log, path)
+    if harm == "garbage":
+        path.write_bytes(b"no database" * 1_000)
+    elif harm == "version":
+        monkeypatch.setattr(store_module, "VERSION", "0.0")
+    elif harm == "tables":
+        monkeypatch.setattr(Noted, "schema", Noted.schema + "CREATE TABLE more (one);")
+    else:
         content = bytearray(path.read_bytes())
-        at = (root - 1) * store_module.PAGE_BYTES
-        content[at : at + store_module.PAGE_BYTES] = bytes(store_module.PAGE_BYTES)
+        content[200:] = bytes(len(content) - 200)
         path.write_bytes(content)
-        follower = await index(log, path)
-        await follower.catch_up()
-        assert noted(follower.store) == rows
-        follower.store.close()
-
-    run(check())
+    assert await index_once(log, path) == rows
 
 
-def test_a_catalog_has_one_writer_and_any_number_of_readers(tmp_path: Path) -> None:
-    async def check() -> None:
-        log = await busy(60).log()
-        path = tmp_path / "catalog"
-        with pytest.raises(CatalogError, match="cannot be read"):
-            Store.read(path)
-        follower = await index(log, path)
-        with pytest.raises(CatalogInUse, match="another console writes this catalog"):
-            await open_store(path, log)
-        reader = Store.read(path)
-        position = await catalog_position(log, 0, reader, offset=follower.state.end_offset - 1)
-        assert position.start == offsets(follower.store)[-1]
-        reader.close()
-        follower.store.close()
-        (await open_store(path, log)).close()
-
-    run(check())
+@timed
+async def test_a_catalog_that_is_damaged_later_is_built_anew(tmp_path: Path) -> None:
+    path, log = tmp_path / "catalog", await busy(30).log()
+    rows = await index_once(log, path)
+    store = await open_store(path, log)
+    (root,) = store.connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'checkpoints'").fetchone()
+    store.close()
+    content = bytearray(path.read_bytes())
+    at = (root - 1) * store_module.PAGE_BYTES
+    content[at : at + store_module.PAGE_BYTES] = bytes(store_module.PAGE_BYTES)
+    path.write_bytes(content)
+    follower = await index(log, path)
+    await follower.catch_up()
+    assert noted(follower.store) == rows
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+@timed
+async def test_a_catalog_has_one_writer_and_any_number_of_readers(tmp_path: Path) -> None:
+    log = await busy(60).log()
+    path = tmp_path / "catalog"
+    with pytest.raises(CatalogError, match="cannot be read"):
+        Store.read(path)
+    follower = await index(log, path)
+    with pytest.raises(CatalogInUse, match="another console writes this catalog"):
+        await open_store(path, log)
+    reader = Store.read(path)
+    position = await catalog_position(log, 0, reader, offset=follower.state.end_offset - 1)
+    assert position.start == offsets(follower.store)[-1]
+    reader.close()
+    follower.store.close()
+    (await open_store(path, log)).close()
+
+
+@timed
+async def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-
-    async def check() -> None:
-        with pytest.raises(CatalogError, match=r"cannot be written \(.*\); name another folder with --cache-dir"):
-            await open_store(tmp_path / "file" / "catalog", await busy(1).log())
-
-    run(check())
+    with pytest.raises(CatalogError, match=r"cannot be written \(.*\); name another folder with --cache-dir"):
+        await open_store(tmp_path / "file" / "catalog", await busy(1).log())
 
 
-def test_a_catalog_above_its_maximum_size_loses_every_second_checkpoint(tmp_path: Path) -> None:
-    async def check() -> None:
-        log = await busy(200).log()
-        whole = await index(log, tmp_path / "whole")
-        small = await index(log, tmp_path / "small", size_max=1)
-        assert 1 <= len(offsets(small.store)) < len(offsets(whole.store)) / 2
-        assert int(small.store.meta("spacing") or 1) > 1
-        end = await log.end(DECISIONS.name, 0)
-        one = await catalog_position(log, 0, small.store, offset=end // 2)
-        other = await catalog_position(log, 0, whole.store, offset=end // 2)
-        assert (await one.moment()).digest == (await other.moment()).digest
-        whole.store.close()
-        small.store.close()
-
-    run(check())
+@timed
+async def test_a_catalog_above_its_maximum_size_loses_every_second_checkpoint(tmp_path: Path) -> None:
+    log = await busy(200).log()
+    whole = await index(log, tmp_path / "whole")
+    small = await index(log, tmp_path / "small", size_max=1)
+    assert 1 <= len(offsets(small.store)) < len(offsets(whole.store)) / 2
+    assert int(small.store.meta("spacing") or 1) > 1
+    end = await log.end(DECISIONS.name, 0)
+    one = await catalog_position(log, 0, small.store, offset=end // 2)
+    other = await catalog_position(log, 0, whole.store, offset=end // 2)
+    assert (await one.moment()).digest == (await other.moment()).digest
 
 
-def test_a_catalog_with_few_checkpoints_loses_its_oldest_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@timed
+async def test_a_catalog_with_few_checkpoints_loses_its_oldest_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoints, "total_bytes", lambda connection: 0)
-
-    async def check() -> None:
-        log = await busy(200).log()
-        follower = await index(log, tmp_path / "catalog", size_max=1)
-        observer = follower.observers[0]
-        assert isinstance(observer, Noted)
-        removed = observer.removed_before
-        assert removed == sorted(removed)
-        assert 0 < removed[0] < removed[-1] < follower.state.end_offset
-        follower.store.close()
-
-    run(check())
+    log = await busy(200).log()
+    follower = await index(log, tmp_path / "catalog", size_max=1)
+    observer = follower.observers[0]
+    assert isinstance(observer, Noted)
+    removed = observer.removed_before
+    assert removed == sorted(removed)
+    assert 0 < removed[0] < removed[-1] < follower.state.end_offset
 
 
 def test_paths_differ_by_log_and_group() -> None:

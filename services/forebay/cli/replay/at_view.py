@@ -95,7 +95,6 @@ def workers_table(moment: Moment) -> RenderableType:
 
 
 def ranks_table(moment: Moment) -> RenderableType:
-    """Return a table with load and cache of every rank. Columns that are zero for all ranks are omitted."""
     return _ranks_table("load and cache, by rank", moment.ranks)
 
 
@@ -138,7 +137,6 @@ def _worker(request: RequestFacts) -> str:
 
 
 def requests_table(moment: Moment) -> RenderableType:
-    """Return a table of the requests in flight, oldest first."""
     rows = [
         (
             request.request_id,

@@ -22,16 +22,7 @@ class Compared:
     rules: OtherPoolRules
 
     async def report(self, log: Log, partition: int, span: Span, on_progress: OnProgress) -> DiffReport:
-        """Compare a span, and return the report.
-
-        Args:
-            span: Part of the journal to compare.
-            on_progress: Called regularly, as by `forebay.replay.diff.diff.diff`.
-
-        Raises:
-            Unusable: An option names an unknown pool.
-            LogError: The log is damaged.
-        """
+        """Compare a span, and return the report."""
         pools = await pools_of(log, partition)
         self.other.require_pools(pools)
         self.options.require_pools(self.rules, pools)

@@ -15,7 +15,6 @@ NAMES = ("history", "alternative")
 
 
 def show(report: DiffReport) -> None:
-    """Print the comparison on stdout."""
     console = results()
     _print_row(console, "alternative", report.alternative)
     for given in report.idle:
@@ -54,7 +53,6 @@ def show(report: DiffReport) -> None:
 
 
 def terms_text(terms: CostTerms) -> str:
-    """Return the terms of a candidate's cost as one line."""
     found = [f"{terms.device_overlap} blocks on the device"]
     if terms.host_overlap or terms.disk_overlap:
         found.append(f"{terms.host_overlap} in host memory, {terms.disk_overlap} on disk")

@@ -17,7 +17,7 @@ from forebay.cli.replay.command import ExportCommand
 from forebay.events.codec import DecodeError, decode
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, INPUTS, Topic, topic_named
-from forebay.replay.applied import applied
+from forebay.replay.recorded import applied
 from forebay.transport.base import Record
 from forebay.transport.history.reader import Validity
 from forebay.transport.history.start import oldest_state

@@ -48,7 +48,6 @@ def shown_progress() -> Iterator[OnProgress]:
 
 
 def show(report: VerifyReport) -> None:
-    """Print the result of a verification on stdout."""
     console = results(soft_wrap=True)
 
     def print_row(name: str, text: str) -> None:

@@ -79,10 +79,6 @@ class AnonymousLog(ReadOnlyLog):
     ) -> Self:
         """Run the first pass over some groups of a log, which must not grow, and return the anonymised view.
 
-        Args:
-            progress: called with the number of journal records done and their total, group by group.
-            key: the secret key. Random by default; tests pass one.
-
         Raises:
             NotAnonymizable: the decisions of the original do not follow from its events.
             OtherRules: a program with other decision rules wrote the journal.
@@ -99,20 +95,13 @@ class AnonymousLog(ReadOnlyLog):
         return cls(log, masks, groups, custom)
 
     async def begin(self, topic: str, partition: int) -> int:
-        """Return the oldest offset, which is the same as in the original log."""
         return await self._log.begin(topic, partition)
 
     async def end(self, topic: str, partition: int) -> int:
-        """Return the end offset, which is the same as in the original log."""
         return await self._log.end(topic, partition)
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """Return up to `limit` anonymised records from `offset`, without keys and headers.
-
-        Raises:
-            NotAnonymizable: the anonymised events would lead to other decisions.
-            LogError: the original is damaged or incomplete.
-        """
+        """Return up to `limit` anonymised records from `offset`, without keys and headers."""
         if topic != DECISIONS.name and topic not in TOPICS:
             raise LogError(f"an anonymised recording does not contain topic {topic}")
         records = await self._log.read(topic, partition, offset, limit)
@@ -155,9 +144,7 @@ async def record_anonymized(
     lost.
 
     Args:
-        out: path of the recording.
         progress: called with the name of the current step, its progress and its total.
-        key: the secret key. Random by default; tests pass one.
 
     Raises:
         NotAnonymizable: decisions from the anonymised events would differ. No file is left behind.
@@ -204,8 +191,6 @@ def _discard_begun(out: Path, contents: Contents) -> None:
 
 
 class _Steps(NamedTuple):
-    """Progress of several steps in sequence."""
-
     on_step: OnStep | None
 
     def of(self, name: str) -> Callable[..., None] | None:

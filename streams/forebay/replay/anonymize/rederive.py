@@ -23,11 +23,7 @@ CHANGED_FIELDS = frozenset({"message", "digest"})  # fields with masked values o
 
 
 class AnonymizedJournal:
-    """Anonymises the journal of one group, record by record.
-
-    Attributes:
-        offset: journal offset of the next record to anonymise.
-    """
+    """Anonymises the journal of one group, record by record."""
 
     def __init__(self, inputs: Log, anonymizer: EventAnonymizer, start: Start, offset: int) -> None:
         self.offset = offset
@@ -43,26 +39,14 @@ class AnonymizedJournal:
     async def begin(
         cls, log: Log, inputs: Log, anonymizer: EventAnonymizer, custom: CustomPolicies = ONLY_BUILT_IN
     ) -> Self:
-        """Return an `AnonymizedJournal` that begins with the first journal record of the original `log`.
-
-        Args:
-            anonymizer: anonymises the group's events.
-
-        Raises:
-            LogError: the log is damaged.
-        """
+        """Return an `AnonymizedJournal` that begins with the first journal record of the original `log`."""
         begin, end = [await of(DECISIONS.name, anonymizer.partition) for of in (log.begin, log.end)]
         start = await oldest(log, anonymizer.partition, end)
         world = restore(map(anonymizer.anonymize, start.world.snapshot()), custom)
         return cls(inputs, anonymizer, Start(world, start.offset), begin)
 
     async def anonymize(self, record: Record) -> Record:
-        """Return the next record, anonymised.
-
-        Raises:
-            NotAnonymizable: the decision that was derived from the anonymised events differs.
-            LogError: events that the record's `consumed` counts are missing.
-        """
+        """Return the next record, anonymised."""
         assert record.offset == self.offset, "records come in order"
         self.offset += 1
         decision = decode_journal(record)

@@ -75,9 +75,7 @@ class RequestStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         after_us: microseconds since the submission.
-        state: the new state, as index of `STATES`.
         journal_offset: journal offset of the decision; None if an event changed the state.
-        place: the new place; None if it did not change.
     """
 
     after_us: int
@@ -101,8 +99,6 @@ class CatalogRequest:
     """Request that a pass follows. The fields without a description are those of `RequestRow`.
 
     Attributes:
-        phase: phase of the request in the owner's world.
-        worker_epoch: epoch of `worker_id`.
         queued_at_us: when the owner put the request into its queue; None if it did not.
         is_partial: whether the log does not hold the submission, so that `submitted_us` is the log's beginning.
     """
@@ -186,11 +182,9 @@ class CatalogRequest:
             self.phase = Phase.DECODE
 
     def copy(self) -> "CatalogRequest":
-        """Return a copy that can change independently."""
         return replace(self, steps=list(self.steps))
 
     def row(self) -> Row:
-        """Return the values of `COLUMNS`."""
         return *_FIELDS_OF(self), self.state in UNSUCCESSFUL, self.is_partial, _ENCODER.encode(self.steps)
 
     def is_on(self, worker_id: str, worker_epoch: int) -> bool:
@@ -213,7 +207,6 @@ class CatalogRequest:
         return self.phase in _SOURCES[type(event)]
 
     def hold(self, record: RequestHeld, offset: int, now_us: int) -> None:
-        """Put the request into the router's queue."""
         self.pool, self.queued_at_us = record.pool, now_us
         self.phase = Phase.QUEUED
         self._add_step("queued", now_us, offset, RoutedRank(self.pool, "", 0, 0))
@@ -229,7 +222,6 @@ class CatalogRequest:
         self._add_step(_STATES_BY_STAGE[record.stage], now_us, offset, place)
 
     def wait(self, now_us: int) -> None:
-        """Let the request wait for its next worker."""
         self.phase = Phase.WAITING
         self._add_step("waiting", now_us, None, None)
 
@@ -246,12 +238,10 @@ class CatalogRequest:
         return True
 
     def finish(self, event: RequestFinished, now_us: int) -> None:
-        """End the request with a complete response."""
         self.output_tokens = event.output_tokens
         self._end("finished", event.finish_reason, now_us, None)
 
     def fail(self, event: RequestFailed, now_us: int) -> None:
-        """End the request with the engine's error."""
         self._end("failed", event.error[:REASON_CHARS_MAX], now_us, None)
 
     def refuse(self, record: RequestRejected | RequestAborted, offset: int, now_us: int) -> None:
@@ -263,7 +253,6 @@ class CatalogRequest:
 
     @property
     def itl_us(self) -> float | None:
-        """Mean time between two output tokens; None with fewer than two."""
         return mean_itl_us(self.first_token_us, self.ended_us, self.output_tokens)
 
     def _end(self, state: RequestState, reason: str, now_us: int, offset: int | None) -> None:

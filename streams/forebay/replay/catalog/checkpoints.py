@@ -76,8 +76,6 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of a world, encoded.
 
     Attributes:
-        offset: journal offset of the first record after the state.
-        view: next offset to apply, by input topic.
         unverified: skipped records before the state, as in `Walk.unverified`.
     """
 
@@ -176,7 +174,6 @@ def oldest_usable(connection: sqlite3.Connection, begins: Mapping[str, int]) -> 
 
 
 def first_from(connection: sqlite3.Connection, offset: int) -> Known | None:
-    """Return the first checkpoint at or after a journal offset; None if there is none."""
     query = "SELECT offset, now_us, view FROM checkpoints WHERE offset >= ? ORDER BY offset LIMIT 1"
     return next(map(_known, connection.execute(query, (offset,))), None)
 
@@ -209,7 +206,6 @@ def losses_before(connection: sqlite3.Connection, offset: int) -> list[LossFacts
 
 
 def total_bytes(connection: sqlite3.Connection) -> int:
-    """Return the size of all checkpoints in bytes."""
     (total,) = connection.execute("SELECT coalesce(sum(bytes), 0) FROM checkpoints").fetchone()
     return int(total)
 

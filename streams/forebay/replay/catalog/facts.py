@@ -48,8 +48,6 @@ class CatalogState(Fact, frozen=True, kw_only=True):
 
 
 class RequestRow(Fact, frozen=True, kw_only=True):
-    """A request, as of one moment. Times after that moment are null."""
-
     number: int
     request_id: str
     model: str

@@ -58,9 +58,6 @@ class Follower:
     Call `start` once, and then `catch_up` again and again. An error in `error` is final if `failed` is set.
 
     Attributes:
-        store: the catalog, open for writing.
-        walk: the derivation; None before `start`.
-        observers: fill the tables of the catalog; empty before `start`.
         error: why the follower cannot follow the log; empty while it can.
         failed: whether `error` is final, so that another try is useless.
         on_pause: called between two records every `PAUSE_S` while following; None for no call.
@@ -120,7 +117,6 @@ class Follower:
 
     @property
     def state(self) -> CatalogState:
-        """How far the catalog has followed the log."""
         walk = self.walk
         return CatalogState(
             begin_us=self._begin_us,
@@ -177,11 +173,7 @@ class Follower:
             await self._read_rest()
 
     async def commit(self, checkpoint: checkpoints.Checkpoint | None = None) -> None:
-        """Commit the rows of all observers, with the position and a checkpoint at this position.
-
-        Raises:
-            LogError: the log cannot be read.
-        """
+        """Commit the rows of all observers, with the position and a checkpoint at this position."""
         assert self.walk is not None, "call catch_up first"
         committed = CommittedPosition(
             position=self.position,

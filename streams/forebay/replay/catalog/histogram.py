@@ -23,12 +23,10 @@ def add(histogram: Histogram, duration_us: float) -> None:
 
 
 def bucket_of(duration_us: float) -> int:
-    """Return the bucket of a duration in microseconds."""
     return int(log(duration_us) * _BY_LOG) if duration_us > 1 else 0
 
 
 def merge(histogram: Histogram, other: Histogram) -> None:
-    """Add the counts of another histogram."""
     for bucket, count in other.items():
         histogram[bucket] = histogram.get(bucket, 0) + count
 

@@ -36,12 +36,7 @@ HIDDEN = (KV_EVENTS.name, METRICS.name)  # topics whose events observers need no
 
 
 class LaterWorld:
-    """Copy of a world, to which events after the newest journal record are applied.
-
-    Attributes:
-        world: the copy.
-        copy_s: time that the copy took, in seconds.
-    """
+    """Copy of a world, to which events after the newest journal record are applied."""
 
     def __init__(self, log: Log, partition: int, base: World, custom: CustomPolicies) -> None:
         self.world = base
@@ -65,9 +60,6 @@ class LaterWorld:
 
         Returns:
             Whether any event was applied.
-
-        Raises:
-            LogError: the log cannot be read.
         """
         if self._is_final:
             return False
@@ -93,7 +85,6 @@ class LivePublisher:
     """Writes the status of a followed group into the `live` row of the catalog, if it has changed.
 
     Attributes:
-        state: the last published state; None before the first.
         complete: adds to a status what the log does not show, such as the heartbeats of routers.
     """
 
@@ -119,15 +110,7 @@ class LivePublisher:
         self._scaling_s = float("-inf")
 
     async def publish(self) -> bool:
-        """Write the newest status and state. The follower must not run meanwhile.
-
-        Returns:
-            Whether anything had changed.
-
-        Raises:
-            LogError: the log cannot be read.
-            sqlite3.Error: the catalog cannot be written.
-        """
+        """Write the newest status and state. The follower must not run meanwhile."""
         moved = await self._follow_tail()
         walk = self._follower.walk
         state = self._follower.state
@@ -223,11 +206,7 @@ def read_live(store: Store) -> tuple[CatalogState, bytes] | None:
 
 
 async def follow(follower: Follower, publisher: LivePublisher) -> None:
-    """Follow a log and publish its status until cancelled.
-
-    Raises:
-        CatalogError: the catalog cannot be written.
-    """
+    """Follow a log and publish its status until cancelled."""
     follower.on_pause = publisher.publish
     while True:
         await follower.catch_up()

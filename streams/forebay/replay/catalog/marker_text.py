@@ -45,12 +45,10 @@ class EffectiveSettings:
         self.disagg = dict(world.disagg)
 
     def busy_of(self, model: str) -> BusyThresholds:
-        """Return the busy thresholds in force in the first pool of a model."""
         pools = (self.busy.get(name, pool.router.busy) for name, pool in self.pools.items() if pool.model == model)
         return next(pools, BusyThresholds())
 
     def disagg_of(self, model: str) -> DisaggConfig:
-        """Return the disaggregation settings in force in the first decode pool of a model."""
         decoders = ((name, pool) for name, pool in self.pools.items() if pool.model == model and pool.role == "decode")
         return next((self.disagg.get(name, pool.router.disagg) for name, pool in decoders), DisaggConfig())
 

@@ -57,11 +57,7 @@ MarkerRow = tuple[str, int, str, int, int, str, str]
 
 @dataclass(slots=True)
 class SecondTally:
-    """Requests that were rejected or failed within one second of the owner's clock.
-
-    Attributes:
-        at_us: beginning of the second.
-    """
+    """Requests that were rejected or failed within one second of the owner's clock."""
 
     at_us: int = -1
     topic: str = ""
@@ -179,7 +175,6 @@ class MarkerRecorder:
         tally.reasons[reason] += 1
 
     def write(self, connection: sqlite3.Connection) -> None:
-        """Write the markers since the last call."""
         for kind in self._tallies:
             self._flush(kind)
         delete = "DELETE FROM markers WHERE kind = 'takeover' AND at_us = ? AND topic = ? AND offset = ?"
@@ -209,7 +204,6 @@ def markers(connection: sqlite3.Connection, from_us: int, to_us: int, limit: int
 
     Args:
         to_us: end of the span, exclusive.
-        limit: maximum number of markers, at most `MARKERS_MAX`.
     """
     span = "kind = ? AND at_us >= ? AND at_us < ?"
     select = f"SELECT count(*) FROM markers WHERE {span}"
@@ -229,7 +223,6 @@ def markers(connection: sqlite3.Connection, from_us: int, to_us: int, limit: int
 
 
 def remove_before(connection: sqlite3.Connection, now_us: int) -> None:
-    """Remove the markers of earlier times."""
     for kind in KINDS:
         connection.execute("DELETE FROM markers WHERE kind = ? AND at_us < ?", [kind, now_us])
 

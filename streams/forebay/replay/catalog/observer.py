@@ -38,7 +38,6 @@ class CatalogObserver:
         """Observe an input event that a journal record counts, right after the owner's world has applied it.
 
         Args:
-            topic: name of the input topic, or `forebay.core.step.CLOCK` for an opened run.
             event: the event; None for a clock run and for a record that does not decode.
             decisions: decisions that the event leads to. Each comes again through `on_record` once it is journaled.
             world: state after the event. `world.view[topic] - 1` is the event's offset.

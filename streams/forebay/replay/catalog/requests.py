@@ -29,7 +29,6 @@ class RequestFilter:
     """Conditions that a request must meet, all of them as of the moment of the query.
 
     Attributes:
-        slow_us: minimum TTFT in microseconds; None for any.
         is_unsuccessful: whether the request must have failed, been rejected or been aborted.
         text: text that the ID contains, with the same case; empty for any.
     """
@@ -55,9 +54,7 @@ def requests(
     """Return the requests that were submitted by a moment and meet a filter, newest first.
 
     Args:
-        at_us: the moment; None for the newest state.
         before: return only requests with a lower number; None for no limit. A page has it as `next_before`.
-        limit: maximum number of requests, at most `PAGE_MAX`.
     """
     moment_us, limit = NO_BOUND if at_us is None else at_us, max(1, min(limit, PAGE_MAX))
     first = min(NO_BOUND if before is None else before, _first_after(connection, moment_us))
@@ -112,7 +109,6 @@ def row_as_of(row: Row, moment_us: int, shown_us: int) -> RequestRow:
     """Return a request as of a moment.
 
     Args:
-        row: values of `COLUMNS`.
         moment_us: the moment; `NO_BOUND` for the newest state.
         shown_us: end of the time in the queue of a request that is queued at the moment.
     """

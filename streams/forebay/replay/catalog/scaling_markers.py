@@ -19,11 +19,7 @@ async def add_scaling_markers(store: Store, log: Log, group: str) -> bool:
     """Add the markers of at most `RECORDS_MAX` further records to a catalog. Return whether there were any records.
 
     Args:
-        store: the catalog, open for writing.
         group: name of the catalog's group, whose pools count; empty for all groups.
-
-    Raises:
-        LogError: the log cannot be read.
     """
     if not await has_scaling(log):
         return False

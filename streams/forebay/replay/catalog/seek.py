@@ -27,10 +27,6 @@ class CatalogStates:
         """Return the newest checkpoint from which the journal record at `offset` can be derived.
 
         If the catalog has none whose later events the log still holds, return a snapshot of the log.
-
-        Raises:
-            OtherRules: the owner of this record had other decision rules.
-            LogError: there is no such state.
         """
         gap = gaps.at_offset(self._connection, offset)
         if gap is not None and offset != gap.first:
@@ -63,15 +59,9 @@ async def catalog_position(
     Unlike a position that begins at a snapshot of the log, it has the load and cache of all workers that were lost
     since the beginning of the catalog.
 
-    Args:
-        time_us: time on the owner's clock in microseconds; None to seek an offset.
-        offset: journal offset; None for the last record.
-
     Raises:
         NotDerivable: an owner with other decision rules decided at that moment.
         NoSuchRecord: the log begins after `time_us` or ends before it, or has no journal record at `offset`.
-        JournalDiverged: a journal record does not follow from the events.
-        LogError: the log is damaged or incomplete.
     """
     states = CatalogStates(store, log, partition, custom)
     if time_us is not None and (gap := gaps.at_time(store.connection, time_us)) is not None:
@@ -95,14 +85,11 @@ async def catalog_explanation(
     """Return the explanation of a request, in a short time.
 
     Args:
-        request_id: ID of the request on the log, or the ID that its client chose.
         journal_offset: offset of the newest decision about the request, if several requests used the ID; None for the
             newest request.
-        thorough: whether to count earlier requests and list other requests with the same ID.
 
     Raises:
         UnknownRequest: no record on the log is about the request.
-        LogError: the log is damaged, or no longer holds a state before the request.
     """
     return await explain(
         log,

@@ -52,7 +52,6 @@ class MetricInterval:
 
     @classmethod
     def of_row(cls, begin_us: int, row: Sequence[Any]) -> "MetricInterval":
-        """Return the interval of a row of table `metrics`, without its key."""
         submitted, finished, failed, output_tokens, prompt_tokens, cached_tokens, ttft, itl = row
         counts = submitted, finished, failed, output_tokens, prompt_tokens, cached_tokens
         return cls(begin_us, *counts, ttft=histogram.decode(ttft), itl=histogram.decode(itl))
@@ -68,7 +67,6 @@ class MetricInterval:
         histogram.merge(self.itl, other.itl)
 
     def row(self, level_us: int) -> tuple[int | bytes, ...]:
-        """Return the row of table `metrics`."""
         counts = self.submitted, self.finished, self.failed, self.output_tokens, self.prompt_tokens, self.cached_tokens
         return level_us, self.begin_us, *counts, histogram.encode(self.ttft), histogram.encode(self.itl)
 
@@ -81,7 +79,6 @@ class WorkerSlice:
     ttft: Histogram = field(default_factory=dict)
 
     def add(self, first_tokens: int, prompt_tokens: int, cached_tokens: int, ttft: bytes) -> None:
-        """Add a row of table `worker_activity`, without its key."""
         self.first_tokens += first_tokens
         self.prompt_tokens += prompt_tokens
         self.cached_tokens += cached_tokens
@@ -200,7 +197,6 @@ def series(connection: sqlite3.Connection, from_us: int, to_us: int, points: int
 
     Args:
         from_us: beginning of the span. The first interval may begin up to one interval earlier.
-        to_us: end of the span, exclusive.
         points: maximum number of intervals, from 2 to `POINTS_MAX`.
     """
     points, span_us = max(2, min(points, POINTS_MAX)), max(1, to_us - from_us)
@@ -253,7 +249,6 @@ def worker_activity(connection: sqlite3.Connection, at_us: int) -> list[WorkerAc
 
 
 def remove_before(connection: sqlite3.Connection, now_us: int) -> None:
-    """Remove the intervals that ended before a time."""
     # A longer interval is the sum of shorter ones, so they stay as long as it has not ended.
     for level_us, longer_us in pairwise((*LEVELS_US, LEVELS_US[-1])):
         end_us = now_us - now_us % longer_us

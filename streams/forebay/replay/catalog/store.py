@@ -78,13 +78,11 @@ class Store:
         """Open a catalog to write it, and create it if it is missing or does not fit the log.
 
         Args:
-            path: path of the file.
             schemas: statements that create further tables.
 
         Raises:
             CatalogInUse: another process writes the catalog.
             CatalogError: the file cannot be written.
-            LogError: the log cannot be read.
         """
         descriptor = _lock(path)
         try:
@@ -144,7 +142,6 @@ class Store:
 
         Raises:
             CatalogError: it is the catalog of another log.
-            LogError: the log cannot be read.
         """
         committed = self.committed
         if committed is not None and not await _is_of_log(committed, log, partition):
@@ -190,7 +187,6 @@ class Store:
             self.set_meta(name, value)
 
     def close(self) -> None:
-        """Close the file, and release the lock of a writer."""
         self.connection.close()
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -233,7 +229,6 @@ def path_beside(log: Path, partition: int, folder: Path | None = None) -> Path:
     """Return the path of the catalog of a log file or a recording.
 
     Args:
-        log: path of the file.
         folder: folder of the catalog; by default that of the file.
     """
     if folder is None:
@@ -260,7 +255,6 @@ def is_damage(error: sqlite3.Error) -> bool:
 
 
 def unwritable(path: Path, error: Exception) -> CatalogError:
-    """Return the error for a catalog that cannot be written."""
     reason = getattr(error, "strerror", None) or error
     return CatalogError(f"{path}: the catalog cannot be written ({reason}); name another folder with --cache-dir")
 

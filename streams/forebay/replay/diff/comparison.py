@@ -194,7 +194,6 @@ class Comparison:
         self._compare(decided, self._other.apply(topic, event, now_us, accepted=accepted), now_us)
 
     def _compare(self, decided: Sequence[AnyDecision], others: Sequence[AnyDecision], now_us: int) -> None:
-        """Compare the decisions of both worlds at one event."""
         if self._series is None and now_us:
             self._series = Series(now_us)
         if not decided and not others:

@@ -66,8 +66,6 @@ class CounterfactualWorld:
 
     Attributes:
         world: the state. Its owner may run every custom policy that this process may run.
-        plans: routing decisions of this world at the last event, by request ID.
-        counts: number of progress events that history accepted, by field of `report.ProgressOutcome`.
         landed: share of prompt blocks that were cached on the selected rank when the requests ended.
         undone: fields that `named` returned and that an operator changed during the recording.
     """
@@ -145,8 +143,6 @@ class CounterfactualWorld:
         """Apply an event that history's world has just applied, and return the decisions of this world.
 
         Args:
-            event: the event; None if it did not decode.
-            now_us: the owner's clock when it applied the event, in microseconds.
             accepted: for a progress event: False if history ignored it as stale.
         """
         self.plans.clear()

@@ -30,12 +30,10 @@ async def diff(
     """Compare a group's recorded history with its history under the pool configurations that `alter` returns.
 
     Args:
-        alter: returns the changed configuration of a pool.
         progress: called regularly with the offset after the last journal record done, the offset at which the
             comparison ends, and the number of compared decisions.
         named: returns the `router.disagg` fields that take precedence over an operator's change, even if `alter` leaves
             them unchanged.
-        rules: rules for the choice of pools that replace those of history.
         span: part of the journal to compare, and custom policies that may run, as returned by `span_of`. The states of
             both worlds are equal at its beginning. None compares the whole journal, with built-in policies only.
 
@@ -44,7 +42,6 @@ async def diff(
 
     Raises:
         NotDerivable: owners with other decision rules made all decisions.
-        LogError: the log is damaged, or lacks events that the journal consumed.
     """
     span = span or await span_of(log, partition)
     begin = await derive_up_to(log, partition, span, progress)

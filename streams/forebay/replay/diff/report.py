@@ -19,8 +19,6 @@ class DecisionOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     Attributes:
         decision: the type of decision. `nothing` if only the other world made a decision at that event.
-        terms: cost terms of the selected rank in this world.
-        there: cost terms, in this world, of the rank that the other world selected. None if it was not a candidate.
         reason: reason of a rejection or abort, or the queue class of a held request.
     """
 
@@ -182,9 +180,7 @@ class Interval(msgspec.Struct, kw_only=True):
     Attributes:
         after_s: start of the interval, in seconds since the start of the recording.
         reuse: predicted prefix reuse in history; None if no prompt was routed.
-        other_reuse: predicted prefix reuse in the alternative; None if no prompt was routed.
         max_over_mean: as in `WorldSummary`, for history in this interval; None if no rank had tokens to compute.
-        other_max_over_mean: `max_over_mean` of the alternative.
     """
 
     after_s: float

@@ -33,8 +33,6 @@ class Span(NamedTuple):
 
     Attributes:
         start: state at which the derivation begins, at or before `first`. The comparison changes its world.
-        first: journal offset of the first compared record.
-        end: journal offset after the last compared record of this part.
         later: further parts by owners with this program's rules. Other parts are between them.
         left_out: parts by owners with other rules.
     """
@@ -156,16 +154,7 @@ async def _offset_from(log: Log, partition: int, first: RulesSpan, end: int, tim
 async def derive_up_to(
     log: Log, partition: int, span: Span, progress: OnProgress | None = None
 ) -> Start | DivergenceReport:
-    """Return the state at the beginning of a span, or the first record before it that does not follow from the events.
-
-    Args:
-        span: the span. Its state `start` changes.
-        progress: called regularly as by `diff`, with 0 verified decisions.
-
-    Raises:
-        OtherRules: a program with other decision rules wrote the journal.
-        LogError: the log is damaged, or lacks events that the journal consumed.
-    """
+    """Return the state at the beginning of a span, or the first divergence before it."""
     walk = Walk(log, partition, span.start, span.first)
     trail, records = DivergenceTrail(walk), 0
     async for step in walk:
@@ -179,11 +168,7 @@ async def derive_up_to(
 
 
 async def _state_before(log: Log, partition: int, from_us: int, custom: CustomPolicies) -> Start:
-    """Return the newest usable state before `from_us`.
-
-    Raises:
-        LogError: `from_us` is before the oldest usable state.
-    """
+    """Return the newest usable state before `from_us`."""
     try:
         return await before(log, partition, await offset_at(log, partition, from_us - 1) + 1, custom)
     except NoSuchRecord:

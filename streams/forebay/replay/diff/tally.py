@@ -36,7 +36,6 @@ class WorldTally:
     ranks: dict[HolderKey, RankRouting] = field(default_factory=dict)
 
     def route(self, key: HolderKey, terms: CostTerms, prompt_tokens: int, cached_tokens: int) -> None:
-        """Count an attempt that is sent to a rank."""
         summary, overlap = self.summary, self.summary.overlap
         summary.routed += 1
         summary.prompt_tokens += prompt_tokens
@@ -158,7 +157,6 @@ class PairTally:
 
 
 def ranks(keys: list[HolderKey], history: WorldTally, other: WorldTally) -> list[RankComparison]:
-    """Return, for every rank, the attempts that each world sent to it."""
     return [
         RankComparison(
             worker_id=worker_id,

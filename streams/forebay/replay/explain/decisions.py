@@ -27,7 +27,7 @@ from forebay.core.state.submitted_request import SubmittedRequest, request_from_
 from forebay.core.world import World
 from forebay.events.base import hex_digest
 from forebay.events.control import BusyThresholds, PoolConfigured, RouterConfig
-from forebay.events.decisions import RequestHeld, RequestRejected, RouteAnswered
+from forebay.events.decisions import CostTerms, RequestHeld, RequestRejected, RouteAnswered
 from forebay.events.requests import RequestSubmitted
 from forebay.replay.explain.explanation import (
     CandidateCost,
@@ -60,15 +60,7 @@ COST_SETTINGS = (
     "use_kv_events",
     "temperature",
 )
-SHOWN_TERMS = (
-    "cost",
-    "prefill_blocks",
-    "overlap_credit",
-    "decode_blocks",
-    "active_requests",
-    "taint_factor",
-    "eviction_cost",
-)
+SHOWN_TERMS = tuple(name for name in CandidateCost.__struct_fields__ if name in CostTerms.__struct_fields__)
 BY_LOAD_OR_TURN = frozenset({"round-robin", "random", "power-of-two", "least-loaded"})  # modes that ignore the cost
 
 
@@ -80,7 +72,7 @@ def routing_of(world: World, plan: Plan) -> Routing:
     pool, request, table, at = plan.pool, plan.request, plan.table, plan.at
     costs = table.costs
     rank_states = _RankStates(world, pool, request.blocks)
-    chances = _chances(plan)
+    chances = _chances(plan) if plan.config.mode == "kv" and plan.config.temperature else None
     # The stage `decode` changes hints; these are not overrides.
     own = world.requests.get(request.request_id) if plan.stage == "decode" else None
     override = (request if own is None else own.submitted).hints.override
@@ -163,10 +155,8 @@ class _RankStates:
         )
 
 
-def _chances(plan: Plan) -> list[float] | None:
-    """Return the selection probability of each candidate if the decision was sampled by cost, else None."""
-    if plan.config.mode != "kv" or not plan.config.temperature:
-        return None
+def _chances(plan: Plan) -> list[float]:
+    """Return the selection probability of each candidate of a decision that was sampled by cost."""
     weights = softmax_weights(plan.table.costs, plan.config.temperature)
     whole = sum(weights)
     return [weight / whole for weight in weights]
@@ -482,10 +472,9 @@ def _tie(plan: Plan) -> tuple[SelectionReason, str]:
 
 def _drawn(plan: Plan) -> tuple[SelectionReason, str]:
     table, at, temperature = plan.table, plan.at, plan.config.temperature
-    weights = softmax_weights(table.costs, temperature)
     cheaper = sum(cost < table.costs[at] for cost in table.costs)
     rank = "has the lowest cost" if not cheaper else f"costs more than {cheaper} of {len(table.costs)} candidates"
-    chance = 100.0 * weights[at] / sum(weights)
+    chance = 100.0 * _chances(plan)[at]
     return "drawn", f"drawn at temperature {temperature:g} with probability {chance:.1f} %; it {rank}"
 
 

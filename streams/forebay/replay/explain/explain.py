@@ -68,10 +68,6 @@ async def explain(
         thorough: whether to search the whole journal, for earlier and other requests with the same ID.
         with_changes: whether to find the changes that would have changed each selection.
         known: what a catalog knows; None to search the journal, and to begin at a snapshot of the log.
-
-    Raises:
-        UnknownRequest: no record on the log is about the request.
-        LogError: the log is damaged, or no longer holds a state before the request.
     """
     states, mentions = (None, None) if known is None else known
     try:
@@ -109,8 +105,6 @@ class _Derived:
     """Derives the timeline of a request. Parts of the journal by other rules are read as recorded.
 
     Attributes:
-        unverified: number of skipped records and events, by name.
-        view: offset of the next event, by input topic.
         begin: journal offset at which the derivation began; the journal's end if nothing was derived.
         done: journal offset at which the derivation ended, exclusive.
     """

@@ -78,7 +78,6 @@ class Submission(ExplanationPart, frozen=True, kw_only=True):
         wall_us: when the ingress wrote the event. 0 if the ingress did not record a time.
         full_blocks: number of KV blocks that the prompt fills completely. Only full blocks can be cached.
         tie_seed: the 64-bit seed that breaks ties, as 16 hex digits.
-        hints: the routing hints of the request, as in `RoutingHints`, without fields at their default.
         anonymised: whether the recording omits the prompt's tokens.
     """
 
@@ -100,8 +99,6 @@ class RankState(ExplanationPart, frozen=True, kw_only=True):
     """Cache and load of one worker rank at the moment of a routing decision.
 
     Attributes:
-        device_overlap: leading blocks of the prompt in device memory.
-        host_overlap: further leading blocks in host memory.
         assumed_overlap: the part of `device_overlap` that no KV event confirmed. The router assumes that the rank has
             these blocks, because it routed a prompt with them to the rank.
         device_blocks: number of all blocks in device memory, according to KV events.
@@ -129,10 +126,6 @@ class CandidateCost(ExplanationPart, frozen=True, kw_only=True):
 
     Attributes:
         prefill_blocks: blocks to prefill on the rank, including this prompt, cached or not.
-        overlap_credit: blocks subtracted for cached parts of the prompt.
-        decode_blocks: blocks of active requests, plus the blocks that this prompt would add.
-        probability: probability of selection if the mode samples by cost, else None.
-        eviction_cost: blocks added for cached blocks that the rank must evict for the prompt.
     """
 
     seen: RankState
@@ -174,10 +167,8 @@ class Routing(ExplanationPart, frozen=True, kw_only=True):
 
     Attributes:
         attempt: number of the attempt, starting at 1; 0 for a query.
-        config: the settings that this mode uses, by their names in `RouterConfig`.
         winner: index of the selected worker rank in `candidates`.
         runner_up: index of the cheapest other candidate; None if there is no other.
-        table_digest: digest over every term of every candidate. It equals the recorded digest.
         would_wait: for a query: whether a request like it would be held in the queue.
         stage: part of the request that was routed. `encode`: only its images and videos. `prefill`: only its prompt.
             `decode`: fetching its KV and generating the response. `aggregated`: the whole request.
@@ -215,7 +206,6 @@ class FirstTokenTiming(ExplanationPart, frozen=True, kw_only=True):
     """The first token of an attempt and the time until it.
 
     Attributes:
-        ttft_us: time since the submission on the owner's clock. None if one of the two times is unknown.
         wall_ttft_us: time from the submission on the ingress's wall clock to the token on the worker's wall clock. None
             if ingress or worker did not record a time.
         cached_tokens: prompt tokens that the engine did not compute, because they were in its cache or were fetched.
@@ -252,7 +242,6 @@ class Ending(ExplanationPart, frozen=True, kw_only=True):
     Attributes:
         reason: reason of a finish, rejection or abort; empty otherwise.
         text: the message sent to the client, or the engine's error.
-        output_tokens: number of output tokens that the engine reported; None if it reported none.
         left_out: for a rejection: the worker ranks of the pool, with the reasons why they were not eligible.
     """
 
@@ -266,12 +255,7 @@ class Ending(ExplanationPart, frozen=True, kw_only=True):
 
 
 class TimelineEntry(ExplanationPart, frozen=True, kw_only=True):
-    """One entry in the timeline of a request.
-
-    Attributes:
-        what: kind of the entry, such as `routed` or `worker_lost`.
-        counted: whether the event had any effect.
-    """
+    """One entry in the timeline of a request."""
 
     what: str
     text: str
@@ -289,10 +273,7 @@ class Explanation(ExplanationPart, frozen=True, kw_only=True):
         earlier_uses: number of earlier requests with the same ID on the log. None if they were not searched for.
         others: IDs on the log of other requests with the ID that was looked up: requests for which a client chose it,
             or parts of a request. Newest first, at most 100. None if they were not searched for.
-        derived_to: journal offset at which the derivation ended, exclusive.
-        first_token: first token of the response, from the first attempt that produced one.
         unverified: records that the derivation skipped, counted by a name of `forebay.replay.verify.verify.UNVERIFIED`.
-        divergence: the first record that does not follow from the events. The explanation ends there.
         recorded: parts of the journal by owners with other decision rules, between `derived_from` and `derived_to` or
             before. The timeline has their decisions as recorded, without reasons, and `routings` lacks them.
     """

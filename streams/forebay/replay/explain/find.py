@@ -81,7 +81,6 @@ class Mentions(NamedTuple):
 
     Attributes:
         end: journal offset up to which the lists are complete.
-        submissions: offsets of the records that count a submission with the ID, newest first.
     """
 
     end: int
@@ -132,12 +131,10 @@ async def find(
     Args:
         request_id: ID to look for, on the log or as the client chose it. If the client chose it for several requests,
             the last routed one is found.
-        thorough: whether to search back to the journal's beginning, for earlier uses and other requests.
         mentions: known records about the ID. Only later records are searched, if there are any known ones.
 
     Raises:
         UnknownRequest: no record of the journal is about the ID.
-        LogError: the log is damaged.
     """
     begin = await log.begin(DECISIONS.name, partition)
     end = total = await log.end(DECISIONS.name, partition)
@@ -189,7 +186,6 @@ def starts_use(record: RequestRecord, *, held: bool) -> bool:
     """Return whether `record` is the first decision about a submission, with which a new use of its ID begins.
 
     Args:
-        record: a decision about a request with this ID.
         held: whether a request with this ID waits in the router's queue before this decision.
     """
     match record:

@@ -134,11 +134,7 @@ class Timeline:
             self._plans.append(routing)
 
     def apply(self, step: Step, offsets: Mapping[str, int]) -> None:
-        """Apply one step: first its input events, then its decision.
-
-        Args:
-            offsets: offset of the first input event of the step, by topic.
-        """
+        """Apply one step: first its input events, then its decision."""
         self._apply(step.offset, step.record, step.record.consumed, step.events, offsets)
 
     def apply_recorded(self, step: RecordedStep, decided_by: str) -> None:
@@ -166,11 +162,7 @@ class Timeline:
             self._observe_progress(event, place)
 
     def explanation(self, *, diverged: bool) -> Explanation:
-        """Return the explanation. The caller fills in the fields that depend on the search and on the walk.
-
-        Args:
-            diverged: whether the walk ended at a divergence.
-        """
+        """Return the explanation. The caller fills in the fields that depend on the search and on the walk."""
         return Explanation(
             request_id=self.request_id,
             kind="query" if isinstance(self._event, RouteQueried) else "request",

@@ -47,12 +47,7 @@ SKIPPED: dict[SkipReason, str] = {
 
 
 def progress_text(event: RequestProgress, *, keeps_kv: bool, saved_us: int | None) -> tuple[str, str]:
-    """Return the kind of an entry and its sentence, for every event but a first token.
-
-    Args:
-        keeps_kv: whether a prefill worker keeps the KV of the prompt.
-        saved_us: how much sooner the loaded tokens were there than computed ones; None if unknown.
-    """
+    """Return the kind of an entry and its sentence, for every event but a first token."""
     name = f"{event.worker_id}, attempt {event.attempt},"
     match event:
         case OutputGrown():
@@ -79,7 +74,6 @@ def progress_text(event: RequestProgress, *, keeps_kv: bool, saved_us: int | Non
 
 
 def end_text(record: RequestRejected | RequestAborted | RouteAnswered) -> str:
-    """Return a sentence about the end of a request."""
     match record:
         case RequestRejected():
             state = "rejected"

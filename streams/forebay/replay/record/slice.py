@@ -128,9 +128,6 @@ async def contents_of(
 
     Args:
         scaling: records of the topic `scaling`; None or empty for none.
-
-    Raises:
-        LogError: the log is damaged.
     """
     directory = Extent(
         GROUPS.name, PARTITION, await log.begin(GROUPS.name, PARTITION), await log.end(GROUPS.name, PARTITION)
@@ -158,9 +155,6 @@ async def copy(
     Args:
         progress: called with the number of records done and their total.
         rewrite: returns the record to store instead of a record of the log. It may change value, key and headers only.
-
-    Raises:
-        LogError: retention removed a record meanwhile, a record is damaged, or the disk is full.
     """
     for extent in writer.contents.extents:
         while (offset := writer.position(extent)) < extent.end:
@@ -180,9 +174,6 @@ async def offset_at(log: Log, partition: int, at_us: int, *, before: bool = Fals
     With `before`, return the offset after the last record that was appended before `at_us`. Append times may step back
     a little when a new owner's clock is behind. The result is correct despite such steps if they span less than
     `PAGE_RECORDS` records.
-
-    Raises:
-        LogError: the log is damaged.
     """
     begin, end = await log.begin(topic, partition), await log.end(topic, partition)
     low, high = begin, end
@@ -201,11 +192,7 @@ async def offset_at(log: Log, partition: int, at_us: int, *, before: bool = Fals
 
 
 async def newest_us(log: Log, partition: int) -> int | None:
-    """Return when the newest decision was appended, in microseconds since 1970. None if the journal has no decision.
-
-    Raises:
-        LogError: the log is damaged.
-    """
+    """Return when the newest decision was appended, in microseconds since 1970. None if the journal has no decision."""
     begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
     while end > begin:
         start = max(begin, end - PAGE_RECORDS)
@@ -230,11 +217,7 @@ async def _at_us(log: Log, partition: int, offset: int, topic: str = DECISIONS.n
 
 
 async def _start_before(log: Log, partition: int, first: int, last: int, begins: Mapping[str, int]) -> StoredState:
-    """Return the newest usable state at or before journal offset `first`, or the oldest one if there is none.
-
-    Raises:
-        LogError: the log holds no usable state.
-    """
+    """Return the newest usable state at or before journal offset `first`, or the oldest one if there is none."""
     taken = await newest_snapshot(log, partition, min(first + 1, last))
     start = None if taken is None else await usable_state(log, partition, taken, begins)
     if start is not None:
@@ -245,11 +228,7 @@ async def _start_before(log: Log, partition: int, first: int, last: int, begins:
 
 
 async def _earliest(log: Log, partition: int, end: int, begins: Mapping[str, int]) -> StoredState:
-    """Return the state of the oldest usable snapshot.
-
-    Raises:
-        LogError: the log holds no usable snapshot.
-    """
+    """Return the state of the oldest usable snapshot."""
     async for _, taken in snapshots_taken(log, partition, begins[DECISIONS.name], end):
         start = await usable_state(log, partition, taken, begins)
         if start is not None:

@@ -70,12 +70,6 @@ REASONS: Mapping[Reason, str] = {
 
 
 class PoolEntry(Fact, frozen=True, kw_only=True):
-    """Decision about one pool.
-
-    Attributes:
-        reached: size that the actuator reached; null without a reply.
-    """
-
     group: str
     pool: str
     from_size: int
@@ -86,22 +80,12 @@ class PoolEntry(Fact, frozen=True, kw_only=True):
 
 
 class ReplyEntry(Fact, frozen=True, kw_only=True):
-    """Reply of an actuator."""
-
     actuator: str
     at_us: int
     message: str = ""
 
 
 class DecisionEntry(Fact, frozen=True, kw_only=True):
-    """One decision.
-
-    Attributes:
-        planner_id: name of the planner; empty if its claim is unknown.
-        verification: `equal` or `different`: result of the second derivation. `stale`: the decision has no effect.
-            `other_rules`: a planner of another version made it, so it was not derived again.
-    """
-
     offset: int
     at_us: int
     planner_id: str
@@ -246,7 +230,6 @@ class PoolExplanation(Fact, frozen=True, kw_only=True):
     """How the size of one pool was decided.
 
     Attributes:
-        demand: forecast for the pool that knows this observation; null if there is none.
         proposals: proposals of the methods; empty if the pool kept its size, or an operator had set it.
         limited: proposed size within the largest change and the limits of the size; null without a proposal.
         guarded: size and reason before the GPU budget.

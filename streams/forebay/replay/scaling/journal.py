@@ -33,7 +33,6 @@ class ScalingJournal:
     """Reader of the topic. Its attributes describe the records that it has read.
 
     Attributes:
-        paused: newest record with which an operator paused or resumed the planner.
         sizes_set: newest manual size of each pool, with its offset. A released pool has the record of its release.
     """
 
@@ -64,12 +63,7 @@ class ScalingJournal:
         return self._rederivation.state
 
     async def read(self) -> AsyncIterator[RecordedDecision]:
-        """Yield each decision up to the present end of the topic. Its replies are added as they are read.
-
-        Raises:
-            NoPlanner: no planner has ever claimed the topic.
-            LogError: the log cannot be read, or retention removed records.
-        """
+        """Yield each decision up to the present end of the topic. Its replies are added as they are read."""
         begin, end = await self._log.begin(SCALING.name, PARTITION), await self._log.end(SCALING.name, PARTITION)
         if begin:
             raise LogError(
@@ -178,11 +172,7 @@ class VerificationTally:
 
 
 async def verify_scaling(log: Log, on_progress: OnProgress | None = None) -> ScalingVerification | None:
-    """Derive all decisions of the topic `scaling` again. None if the log has no record of this topic.
-
-    Raises:
-        LogError: the log is damaged, or retention removed records of the topic.
-    """
+    """Derive all decisions of the topic `scaling` again. None if the log has no record of this topic."""
     if not await has_scaling(log) or await log.end(SCALING.name, PARTITION) == 0:
         return None
     journal, tally = ScalingJournal(log, on_progress), VerificationTally()

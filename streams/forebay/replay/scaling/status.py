@@ -297,9 +297,6 @@ async def read_scaling(log: Log, at_us: int | None, now_us: int | None) -> Scali
     Args:
         at_us: the moment in microseconds since 1970; None for the end of the topic.
         now_us: wall clock in microseconds since 1970, by which a silent planner is found; None for the past.
-
-    Raises:
-        LogError: the log is unreadable, or retention removed records of the topic.
     """
     if not await has_scaling(log):
         return ScalingView(status=None, decisions=[], history={})

@@ -21,8 +21,6 @@ class CostTableRow(msgspec.Struct, kw_only=True):
     """One candidate in the derived or the recorded cost table.
 
     Attributes:
-        derived: derived cost terms; None if the rank is not a derived candidate.
-        recorded: recorded cost terms; None if the journal does not hold them.
         place: `winner`, `runner-up` or empty, in the derived table.
     """
 

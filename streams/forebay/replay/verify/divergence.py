@@ -41,11 +41,9 @@ class DivergenceReport(msgspec.Struct, kw_only=True):
     """The first journal record that does not follow from the events, and what may explain it.
 
     Attributes:
-        hint: the likely kind of cause; may be empty.
         events_before: number of events that were applied together with `events` but earlier, and are not listed.
         events_offset: offset of the journal record whose `consumed` counts these events. They may have led to several
             decisions.
-        table: both cost tables; None if no routing decision was derived.
         held: the last state that is known to be correct.
         suspicion: events that may be the cause; None if any event since `held` may be the cause.
     """
@@ -93,11 +91,7 @@ class DivergenceTrail:
             self._held, self._sealed, self._view = step.offset, True, dict(self._walk.world.view)
 
     async def report(self, log: Log, partition: int, divergence: Divergence, step: Step) -> DivergenceReport:
-        """Return the report of the last step's divergence.
-
-        Raises:
-            LogError: the log is damaged.
-        """
+        """Return the report of the last step's divergence."""
         recorded, derived = divergence.recorded, divergence.derived
         made = self._plan_of(derived)
         table = None if made is None else tables(made, recorded)

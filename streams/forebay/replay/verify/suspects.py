@@ -76,9 +76,6 @@ async def suspicion_of(
     Args:
         table: cost tables of both records; None if no routing decision was derived.
         since: the offset range to examine, by topic.
-
-    Raises:
-        LogError: the log is damaged.
     """
     wanted = _wanted(records, table, blocks)
     if wanted is None:

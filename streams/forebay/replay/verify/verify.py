@@ -35,12 +35,10 @@ class VerifyReport(msgspec.Struct, kw_only=True):
 
     Attributes:
         start: journal offset at which verification began: 0, or the position of the oldest usable snapshot.
-        claims: number of ownership claims, one for each start or failover.
         void: number of stale records: their owner had lost the group.
         malformed: number of input records that no version can decode. They had no effect when the owner read them.
         pending: number of derived decisions that the journal does not hold yet, because the owner died or still writes.
         unapplied: number of input events that the owner has not applied according to the journal.
-        digest: 64-bit digest over every verified journal record in order, in hex.
         others: parts of the journal that this program cannot verify, because their owners had other decision rules.
     """
 
@@ -94,10 +92,6 @@ async def verify(
     Args:
         progress: called regularly with the number of journal records done, their total, and the decisions verified.
         allow: names of `UNVERIFIED` that do not fail the verification.
-
-    Raises:
-        PolicyNotAllowed: the owner ran a custom policy that is not in `custom`.
-        LogError: the log is damaged, or lacks events that the journal consumed.
     """
     end = await log.end(DECISIONS.name, partition)
     begin = await oldest_state(log, partition)
@@ -150,11 +144,7 @@ async def _verify_span(
 
 
 async def include_scaling(log: Log, report: VerifyReport) -> None:
-    """Derive the decisions of the topic `scaling` again, and add the result to a report.
-
-    Raises:
-        LogError: the log is damaged, or lacks records of the topic.
-    """
+    """Derive the decisions of the topic `scaling` again, and add the result to a report."""
     report.scaling = await verify_scaling(log)
     if report.scaling is not None and report.scaling.other_rules:
         report.unverified[SCALING_RULES] = report.scaling.other_rules
@@ -163,11 +153,7 @@ async def include_scaling(log: Log, report: VerifyReport) -> None:
 async def _check_snapshot(
     log: Log, partition: int, offset: int, taken: SnapshotRecord, report: VerifyReport
 ) -> Divergence | None:
-    """Compare the state that a snapshot's chunks restore with the sealed digest.
-
-    Raises:
-        LogError: the log is damaged.
-    """
+    """Compare the state that a snapshot's chunks restore with the sealed digest."""
     try:
         await check_snapshot(log, partition, taken)
     except MissingChunk:
