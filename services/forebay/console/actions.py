@@ -102,7 +102,7 @@ class Actions:
         self._in_flight = 0
 
     async def execute(self, action: str, raw: bytes, admin_token: str) -> Response:
-        """Execute an action."""
+        """Return the response of the ingress with its status, or the steps of a size. Raises ApiError and LogError."""
         if action != POOL_SIZE and action not in ROUTES:
             raise ApiError(404, "unknown_action", unknown_name("action", action, [*ROUTES, POOL_SIZE]))
         if not self._ingress_url:

@@ -1,12 +1,13 @@
 """Read journal records and the events that they count, without deriving the decisions."""
 
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
 
 from forebay.core.rederive import RecordedEvents
-from forebay.core.step import CLOCK
+from forebay.core.step import CLOCK, InputEvent
 from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import ConsumedRun, JournalRecord, OwnerClaimed
 from forebay.events.topics import DECISIONS, INPUTS
@@ -35,6 +36,15 @@ class RecordedStep(NamedTuple):
     consumed: tuple[ConsumedRun, ...]
     events: RecordedEvents
     begins: dict[str, int]
+
+    def runs(self) -> Iterator[tuple[ConsumedRun, Iterable[tuple[int, InputEvent | None]]]]:
+        """Yield each run, and offset and event of what it counts."""
+        taken: Counter[str] = Counter()
+        for run in self.consumed:
+            begin = taken[run.topic]
+            taken[run.topic] += run.count
+            events = self.events.get(run.topic, ())[begin : begin + run.count]
+            yield run, enumerate(events, self.begins.get(run.topic, 0) + begin)
 
 
 class RecordedSteps:

@@ -1,5 +1,7 @@
 """Terminal output of `forebay replay diff`."""
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
@@ -144,20 +146,14 @@ def _fork(console: Console, report: DiffReport) -> None:
 
 
 def _worlds(report: DiffReport) -> Grid:
-    grid = Grid(box=box.SIMPLE, padding=(0, 1))
-    grid.add_column("")
-    for name in NAMES:
-        grid.add_column(name, justify="right")
+    grid = _grid([""], NAMES)
     for row in rows(report):
         grid.add_row(*map(in_markup, row))
     return grid
 
 
 def _ranks(report: DiffReport) -> Grid:
-    grid = Grid(box=box.SIMPLE, padding=(0, 1))
-    grid.add_column("worker")
-    for name in ("requests", "in the alternative", "tokens to compute", "in the alternative"):
-        grid.add_column(name, justify="right")
+    grid = _grid(["worker"], ["requests", "in the alternative", "tokens to compute", "in the alternative"])
     for rank in report.ranks[:RANKS_SHOWN]:
         one, other = rank.history, rank.alternative
         numbers = (one.requests, other.requests, one.computed_tokens, other.computed_tokens)
@@ -166,15 +162,20 @@ def _ranks(report: DiffReport) -> Grid:
 
 
 def _most(report: DiffReport) -> Grid:
-    grid = Grid(
-        box=box.SIMPLE, padding=(0, 1), title="Moved requests with the largest change of overlap", title_justify="left"
-    )
-    for name in ("request", "history", "alternative"):
-        grid.add_column(name)
-    for name in ("prompt blocks", "overlap", "in the alternative", "change"):
-        grid.add_column(name, justify="right")
+    grid = _grid(["request", *NAMES], ["prompt blocks", "overlap", "in the alternative", "change"])
+    grid.title, grid.title_justify = "Moved requests with the largest change of overlap", "left"
     for one in report.most[:MOST_SHOWN]:
         places = (f"{one.worker_id}/{one.rank}", f"{one.other_worker_id}/{one.other_rank}")
         numbers = (f"{one.blocks:,}", f"{one.overlap:,}", f"{one.other_overlap:,}", f"{one.gain:+,}")
         grid.add_row(in_markup(one.request_id), *map(in_markup, places), *numbers)
+    return grid
+
+
+def _grid(texts: Sequence[str], numbers: Sequence[str]) -> Grid:
+    """Return an empty table with these columns of text and of numbers."""
+    grid = Grid(box=box.SIMPLE, padding=(0, 1))
+    for name in texts:
+        grid.add_column(name)
+    for name in numbers:
+        grid.add_column(name, justify="right")
     return grid

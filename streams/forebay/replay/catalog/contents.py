@@ -1,11 +1,10 @@
 """Observer that fills the tables of requests, markers and metrics while a pass follows a log."""
 
 import sqlite3
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
-from forebay.core.step import CLOCK, AnyDecision, InputEvent
+from forebay.core.step import AnyDecision, InputEvent
 from forebay.core.world import World
 from forebay.events.control import BusyThresholdsSet, DisaggregationSet, PolicySet, PoolConfigured, WorkerCommanded
 from forebay.events.decisions import (
@@ -144,16 +143,9 @@ class ContentsObserver(CatalogObserver):
         self.clear_unrecorded()
         if step.consumed and self._markers.has_claim:
             self._markers.settle_claim(step.consumed[0].now_us)
-        taken: Counter[str] = Counter()
-        for run in step.consumed:
+        for run, events in step.runs():
             self._now_us = run.now_us
-            if run.topic == CLOCK:
-                continue
-            begin = taken[run.topic]
-            taken[run.topic] += run.count
-            for offset, event in enumerate(
-                step.events[run.topic][begin : begin + run.count], step.begins[run.topic] + begin
-            ):
+            for offset, event in events:
                 self._apply_recorded(event, offset)
         match step.record:
             case RequestRouted() | RequestHeld() | RequestRejected() | RequestAborted():

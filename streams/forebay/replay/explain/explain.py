@@ -9,6 +9,7 @@ reasons, which only a program with these rules can derive.
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -31,7 +32,7 @@ from forebay.replay.explain.find import (
     find_unapplied_submission,
 )
 from forebay.replay.explain.timeline import Timeline, submission_of
-from forebay.replay.recorded import RecordedSteps
+from forebay.replay.recorded import RecordedStep, RecordedSteps
 from forebay.replay.spans import OtherSpan
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.walk import LogStates, Start, States, Walk, oldest
@@ -81,7 +82,7 @@ async def explain(
     if mentions is not None:  # the request is not active yet in a state before the record that counts its submission
         first = next((offset for offset in mentions.submissions if offset <= first), first)
     end = await log.end(DECISIONS.name, partition)
-    derived = _Derived(log, partition, found, end, progress, with_changes=with_changes)
+    derived = _Derived(log, partition, found, end, progress, with_changes)
     await derived.follow(first, states or LogStates(log, partition, custom), custom)
     timeline = derived.timeline
     if derived.divergence is None and not timeline.over:
@@ -101,6 +102,7 @@ async def explain(
     )
 
 
+@dataclass(slots=True)
 class _Derived:
     """Derives the timeline of a request. Parts of the journal by other rules are read as recorded.
 
@@ -109,39 +111,34 @@ class _Derived:
         done: journal offset at which the derivation ended, exclusive.
     """
 
-    def __init__(
-        self,
-        log: Log,
-        partition: int,
-        found: RequestLocation,
-        end: int,
-        progress: OnProgress | None,
-        *,
-        with_changes: bool,
-    ) -> None:
-        self.timeline = Timeline(found.request_id, World())
-        self._with_changes = with_changes
-        self.divergence: DivergenceReport | None = None
-        self.recorded: list[OtherSpan] = []
-        self.unverified: dict[str, int] = {}
-        self.view: Mapping[str, int] = {}
-        self.begin = self.done = end
-        self._log = log
-        self._partition = partition
-        self._found = found
-        self._end = end
-        self._progress = progress
+    log: Log
+    partition: int
+    found: RequestLocation
+    end: int
+    progress: OnProgress | None
+    with_changes: bool
+    timeline: Timeline = field(init=False)
+    divergence: DivergenceReport | None = None
+    recorded: list[OtherSpan] = field(default_factory=list)
+    unverified: dict[str, int] = field(default_factory=dict)
+    view: Mapping[str, int] = field(default_factory=dict)
+    begin: int = field(init=False)
+    done: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.timeline = Timeline(self.found.request_id, World())
+        self.begin = self.done = self.end
 
     async def follow(self, first: int, states: States, custom: CustomPolicies) -> None:
         """Follow the journal from a state before offset `first` to the end of the request."""
-        log, partition = self._log, self._partition
+        log, partition = self.log, self.partition
         try:
-            start = await _start(log, partition, self._found.request_id, first, states, custom)
+            start = await _start(log, partition, self.found.request_id, first, states, custom)
         except OtherRules:
             steps = await RecordedSteps.before(log, partition, first)
         else:
             self.begin = start.offset
-            self.timeline = Timeline(self._found.request_id, start.world)
+            self.timeline = Timeline(self.found.request_id, start.world)
             walk = await self._derive(start)
             if walk is None:
                 return
@@ -158,14 +155,14 @@ class _Derived:
     async def _derive(self, start: Start) -> Walk | None:
         """Derive records up to the end of the request. Return the walk if its span ends before."""
         self.done = start.offset
-        walk = Walk(self._log, self._partition, start, self._end)
+        walk = Walk(self.log, self.partition, start, self.end)
         trail = DivergenceTrail(walk)
         kept = walk.world.on_plan
         assert kept is not None, "DivergenceTrail sets a listener"
 
         def on_plan(plan: Plan) -> None:
             kept(plan)
-            self.timeline.on_plan(plan, with_changes=self._with_changes)
+            self.timeline.on_plan(plan, with_changes=self.with_changes)
 
         walk.world.on_plan = on_plan
         try:
@@ -179,24 +176,25 @@ class _Derived:
     async def _apply(self, walk: Walk, trail: DivergenceTrail, begin: int) -> None:
         async for step in walk:
             if step.divergence is not None:
-                self.divergence = await trail.report(self._log, self._partition, step.divergence, step)
+                self.divergence = await trail.report(self.log, self.partition, step.divergence, step)
                 return
             trail.add_verified(step)
-            self.timeline.apply(step, walk.consumed_from(step.record))
+            begins = walk.consumed_from(step.record)
+            self.timeline.apply(RecordedStep(step.offset, step.record, step.record.consumed, step.events, begins))
             self.done = step.offset + 1
             if self._is_complete(self.done):
                 return
             if self.done % BREATHE_EVERY == 0:
-                if self._progress is not None:
-                    self._progress(self.done - begin, walk.end - begin)
+                if self.progress is not None:
+                    self.progress(self.done - begin, walk.end - begin)
                 await asyncio.sleep(0)
 
     async def _read(self, steps: RecordedSteps) -> OwnerClaimed | None:
         """Read records as recorded. Return the claim with this program's rules that follows before the request ends."""
         rules, release, end = steps.validity.rules, steps.validity.release, steps.first
-        async for step in steps.read(self._end):
+        async for step in steps.read(self.end):
             rules, release, end = steps.validity.rules, steps.validity.release, step.offset + 1
-            self.timeline.apply_recorded(step, rules_text(rules, release))
+            self.timeline.apply(step, rules_text(rules, release))
             if self._is_complete(end):
                 break
         if end > steps.first:
@@ -205,7 +203,7 @@ class _Derived:
         return None if self._is_complete(end) else steps.claim
 
     def _is_complete(self, end: int) -> bool:
-        return self.timeline.over and end > self._found.last
+        return self.timeline.over and end > self.found.last
 
 
 async def _start(

@@ -7,23 +7,19 @@ a program with these rules can derive the reasons.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
 import msgspec
 
 from forebay.core.phases import Phase
-from forebay.core.rederive import RecordedEvents
 from forebay.core.routing.plan import Plan
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.transitions import REPORTED, TRANSITIONS
-from forebay.core.step import CLOCK
 from forebay.core.ttft_parts import Part, TimeByPart
 from forebay.core.world import World
 from forebay.events.base import U64_BYTES, hex_digest
 from forebay.events.decisions import (
-    ConsumedRun,
-    JournalRecord,
     KvReleased,
     OwnerClaimed,
     RequestAborted,
@@ -77,7 +73,6 @@ from forebay.replay.explain.wording import (
     worker_text,
 )
 from forebay.replay.recorded import RecordedStep
-from forebay.replay.walk import Step
 
 STATE_AT: dict[str, State] = {"encode": "encode", "prefill": "remote_prefill", "decode": "transfer"}
 ON_WORKER = (*STATE_AT.values(), "prefill", "decode")
@@ -133,15 +128,22 @@ class Timeline:
                 routing = msgspec.structs.replace(routing, changes=changes, notes=notes)
             self._plans.append(routing)
 
-    def apply(self, step: Step, offsets: Mapping[str, int]) -> None:
-        """Apply one step: first its input events, then its decision."""
-        self._apply(step.offset, step.record, step.record.consumed, step.events, offsets)
-
-    def apply_recorded(self, step: RecordedStep, decided_by: str) -> None:
-        """Apply a record of an owner with other rules, as the journal contains it. `decided_by` names the rules."""
+    def apply(self, step: RecordedStep, decided_by: str = "") -> None:
+        """Apply one step: first its events, then its decision. `decided_by` names rules other than this program's."""
         self._decided_by = decided_by
-        self._apply(step.offset, step.record, step.consumed, step.events, step.begins)
-        self._decided_by = ""
+        for run, events in step.runs():
+            self._flush()
+            self._now_us = run.now_us
+            if run.topic in TIMELINE_TOPICS:
+                for offset, event in events:
+                    self._consume(run.topic, offset, event)
+        place = _Place(DECISIONS.name, step.offset, self._now_us)
+        record = step.record
+        if isinstance(record, RequestRecord) and record.request_id == self.request_id:
+            self._decide(record, place)
+        elif isinstance(record, OwnerClaimed) and self.begun and not self.over:
+            self._add("owner_claimed", takeover_text(record), place)
+        self._flush()
 
     def continue_in(self, world: World) -> None:
         """Continue with derived steps in the world of a walk. The caller registers `on_plan`."""
@@ -212,33 +214,6 @@ class Timeline:
         where = f", attempt {request.stage_attempt} on {request.worker_id}" if request.on_worker else ""
         text = f"already active ({request.phase}{where}); this log does not hold earlier events"
         self._add("taken_up", text, _Place(REQUESTS.name, submitted.offset, self._zero_us))
-
-    def _apply(
-        self,
-        offset: int,
-        record: JournalRecord | None,
-        consumed: Sequence[ConsumedRun],
-        events: RecordedEvents,
-        begins: Mapping[str, int],
-    ) -> None:
-        taken = dict.fromkeys(events, 0)
-        for run in consumed:
-            self._flush()
-            self._now_us = run.now_us
-            if run.topic == CLOCK:
-                continue
-            begin = taken[run.topic]
-            taken[run.topic] += run.count
-            if run.topic in TIMELINE_TOPICS:
-                some = events[run.topic][begin : begin + run.count]
-                for at, event in enumerate(some, begins[run.topic] + begin):
-                    self._consume(run.topic, at, event)
-        place = _Place(DECISIONS.name, offset, self._now_us)
-        if isinstance(record, RequestRecord) and record.request_id == self.request_id:
-            self._decide(record, place)
-        elif isinstance(record, OwnerClaimed) and self.begun and not self.over:
-            self._add("owner_claimed", takeover_text(record), place)
-        self._flush()
 
     def _consume(self, topic: str, offset: int, event: Any) -> None:
         self._flush()
