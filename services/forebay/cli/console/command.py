@@ -1,4 +1,4 @@
-"""Options of `forebay console`. The code is imported when a command runs, so that --help does not wait for it."""
+"""Command that serves a web page about a log."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,15 @@ PORT = 8100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConsoleOptions:
+class ConsoleCommand:
+    """Serve a web page that shows a log, live or at any moment of the past.
+
+    The console follows the log and writes nothing to it. LOG may be the log of a running `forebay up`.
+    """
+
+    RUN: ClassVar = "console.run:run_console"
+
+    recording: Recording
     port: Annotated[int, Option(min=1, max=65535, help="HTTP port.")] = PORT
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1"
     allow_host: Annotated[list[str] | None, Option(help="Additional allowed value of the Host header. Repeatable.")] = (
@@ -39,17 +47,4 @@ class ConsoleOptions:
         Option(help="Folder for the catalog. Default: the folder of LOG; with --kafka, the user's cache folder."),
     ] = None
     allow_policy: AllowPolicyOption = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConsoleCommand:
-    """Serve a web page that shows a log, live or at any moment of the past.
-
-    The console follows the log and writes nothing to it. LOG may be the log of a running `forebay up`.
-    """
-
-    RUN: ClassVar = "console.run:run_console"
-
-    recording: Recording
-    options: ConsoleOptions
     logs: LoggingOptions

@@ -12,9 +12,8 @@ from forebay.cli.common.admin_token import TOKEN_CHARS_MAX
 from forebay.cli.common.cluster import run_service, until_signal
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.logs import announce
-from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import bar
-from forebay.cli.console.command import ConsoleCommand, ConsoleOptions
+from forebay.cli.console.command import ConsoleCommand
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.policies.alternative import FIELDS
 from forebay.console.app import listening_socket, serve_console, tls_of
@@ -36,7 +35,7 @@ def run_console(command: ConsoleCommand) -> None:
     command.logs.start(("forebay.live", "forebay.transport"))
     command.recording.require_one_source()
     with explained():
-        settings = asyncio.run(settings_of(command.recording, command.options))
+        settings = asyncio.run(_settings_of(command))
         tls_of(settings)
     serve_until_signal(settings)
 
@@ -99,9 +98,9 @@ async def _show_progress(console: Console) -> None:
             await asyncio.sleep(PROGRESS_S)
 
 
-async def settings_of(recording: Recording, options: ConsoleOptions) -> ConsoleSettings:
+async def _settings_of(options: ConsoleCommand) -> ConsoleSettings:
     """Return the settings of a console that shows a log. Raises LogError or Unusable if that is impossible."""
-    custom = allowed_policies(options.allow_policy)
+    recording, custom = options.recording, allowed_policies(options.allow_policy)
     async with recording.source() as log:
         placed = await groups_of(log)
         group = recording.group_among(placed)

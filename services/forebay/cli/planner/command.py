@@ -1,4 +1,4 @@
-"""Options of `forebay planner`. The code is imported when a command runs, so that --help does not wait for it."""
+"""Commands that decide the sizes of pools, and start and stop workers."""
 
 from dataclasses import dataclass
 from pathlib import Path

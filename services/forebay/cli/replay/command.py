@@ -1,4 +1,4 @@
-"""Options of `forebay replay`. The code is imported when a command runs, so that --help does not wait for it."""
+"""Commands that derive the decisions of a log again, to verify, explain and compare them, or show a past state."""
 
 from dataclasses import dataclass
 from pathlib import Path
