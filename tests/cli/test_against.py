@@ -160,11 +160,7 @@ def test_requests_unfinished_in_history_are_simulated_and_not_compared(tmp_path:
     made("requests", request("nobody", PROMPTS[2], model="another"))
     report = found("--against", file(made, tmp_path / "run.db"))
     assert report["requests"] == 6
-    assert report["left_out"] == {
-        "cancelled by their clients": 1,
-        "unfinished": 1,
-        "rejected or never routed": 1,
-    }
+    assert report["left_out"] == {"cancelled by their clients": 1, "unfinished": 1, "rejected or never routed": 1}
     assert "3 unfinished requests are simulated with the median response length of the others, 7 tokens" in " ".join(
         report["notes"]
     )

@@ -94,11 +94,7 @@ def test_the_report_shows_the_planner(planner: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("pool", "more", "message"),
-    [
-        ("other", "", "other"),
-        ("default", 'predictor = "nobody"', "predictor"),
-        ("default", "ttft = 3", "ttft_ms"),
-    ],
+    [("other", "", "other"), ("default", 'predictor = "nobody"', "predictor"), ("default", "ttft = 3", "ttft_ms")],
 )
 def test_a_planner_that_cannot_be_used_ends_the_command(planner: Path, pool: str, more: str, message: str) -> None:
     written(planner, pool, more)

@@ -187,7 +187,7 @@ def test_capacity_search_reports_unlimited_and_zero_capacity(trace: Path) -> Non
 
 def test_a_killed_run_keeps_the_results_of_others() -> None:
     # The runs fail in the function that receives their progress.
-    fails, works = Work("fails", 1, methodcaller("fail")), Work("works", 1, callable)
+    fails, works = Work(1, methodcaller("fail")), Work(1, callable)
     found = run_all([fails, works])
     assert isinstance(found[0], AttributeError)
     assert found[1] is True

@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 
 from forebay.live.planner.actuator import ActuatorError
-from forebay.planner.actuators.kubernetes import (
-    KubernetesActuator,
-    KubernetesUnusable,
-    PodSet,
-    RequestLimits,
-    connect,
-)
+from forebay.planner.actuators.kubernetes import KubernetesActuator, KubernetesUnusable, PodSet, RequestLimits, connect
 from tests.harness.kubernetes_stub import HANG, KubernetesStub, kubernetes_stub
 from tests.harness.local import free_ports
 

@@ -20,7 +20,6 @@ from forebay.events.versions import EVENTS_VERSION
 from forebay.simulate.arrivals import Arrival, ListedArrivals
 from forebay.simulate.cluster import NO_TRANSFER, SimulatedCluster
 from forebay.simulate.rank import EngineRank
-from forebay.simulate.resumed import NO_TIERS
 from forebay.simulate.settings import PoolRole, Transfer
 from forebay.simulate.tiers.fleet import TierFleet, store_name
 from forebay.simulate.tiers.settings import FleetTiers
@@ -48,7 +47,7 @@ class RecordedRun(SimulatedCluster):
         *,
         prefill: int = 0,
         transfer: Transfer = NO_TRANSFER,
-        tiers: FleetTiers = NO_TIERS,
+        tiers: FleetTiers = FleetTiers(),  # noqa: B008 - frozen
     ) -> None:
         """Create the fleet. The first `prefill` workers prefill prompts for the others."""
         world = World()

@@ -142,10 +142,7 @@ POOL = "[[pools]]\nworkers = [{count = 3}]\n"
             "[[pools]]\nworkers = [{count = 1, block = 3}]",
             "pools[0].workers[0]: unknown key 'block'; did you mean block_size?",
         ),
-        (
-            "[[pools]]\nworkers = [{count = 1, max_num_seqs = 9000}]",
-            "pools[0].workers[0]: max_num_batched",
-        ),
+        ("[[pools]]\nworkers = [{count = 1, max_num_seqs = 9000}]", "pools[0].workers[0]: max_num_batched"),
         (
             "[[pools]]\nworkers = [{count = 1, engine_profile = 'x.toml'}]",
             "pools[0].workers[0].engine_profile: unknown engine profile",
@@ -155,10 +152,7 @@ POOL = "[[pools]]\nworkers = [{count = 3}]\n"
         (POOL + "[pools.router]\nmode = 'direct'", "pools[0].router.mode: 'direct' cannot be simulated"),
         (POOL + "[pools.router]\ntemperature = -1", "pools[0].router"),
         (POOL + "[pools.router]\nbusy = {x = 1}", "pools[0].router.busy: unknown key 'x'; "),
-        (
-            POOL + "[pools.router]\nqueue = {classes = [{x = 1}]}",
-            "pools[0].router.queue.classes[0]: unknown key 'x'; ",
-        ),
+        (POOL + "[pools.router]\nqueue = {classes = [{x = 1}]}", "pools[0].router.queue.classes[0]: unknown key 'x'; "),
         (POOL + "[pools.router]\nqueue = {classes = 4}", "pools[0].router.queue.classes: expected a list, got int"),
         (POOL + "[pools.router]\nqueue = 4", "pools[0].router.queue: expected a table, got int"),
         (POOL + POOL, "pools[1].name: duplicate pool name 'default'"),

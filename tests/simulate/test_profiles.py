@@ -86,7 +86,7 @@ def test_a_linear_profile_round_trips(tmp_path: Path) -> None:
         ('kind = "cubic"', "kind: Invalid value 'cubic'"),
         ("kind = ", "Invalid value"),
         ('kind = "linear"', "missing required field `costs_us`"),
-        ('kind = "linear"\n[costs_us]\nstep = -1', "costs_us.step: Expected `float` >= 0.0"),
+        ('kind = "linear"\n[costs_us]\nstep = -1', "costs_us: step must be a number from 0 on, not -1"),
         ('kind = "linear"\n[costs_us]\nstep = inf', "step must be a number from 0 on, not inf"),
         ('kind = "linear"\n[costs_us]\nstep = 0', "at least one cost must be above 0"),
         ('kind = "linear"\n[costs_us]\nstop = 1', "costs_us: unknown key 'stop'; did you mean step?"),
@@ -95,14 +95,8 @@ def test_a_linear_profile_round_trips(tmp_path: Path) -> None:
         ("kind = " + "[" * 5_000, "nested too deeply"),
         ('kind = "mocker"\n[sizes]\ngpus = 0', "sizes.gpus: Expected `float` > 0.0"),
         ('kind = "roofline"\nmodel = "c.json"\ngpu = "h100-sxm"', "c.json: No such file"),
-        (
-            'kind = "roofline"\nmodel = "config.json"\ngpu = "H100"',
-            "unknown GPU 'H100'; did you mean h100-sxm?",
-        ),
-        (
-            'kind = "roofline"\nmodel = "config.json"\ngpu = "mi3"',
-            "unknown GPU 'mi3'; GPUs are: a100-80gb, b200, ",
-        ),
+        ('kind = "roofline"\nmodel = "config.json"\ngpu = "H100"', "unknown GPU 'H100'; did you mean h100-sxm?"),
+        ('kind = "roofline"\nmodel = "config.json"\ngpu = "mi3"', "unknown GPU 'mi3'; GPUs are: a100-80gb, b200, "),
         (
             'kind = "roofline"\nmodel = "config.json"\ngpu = "h100-sxm"\ntensor_parallel = 5',
             "tensor_parallel = 5 does not divide 32 attention heads",
@@ -149,10 +143,7 @@ def test_any_file_is_a_profile_or_rejected(
 
 @pytest.mark.parametrize(
     ("name", "more"),
-    [
-        ("h900", ""),
-        ("h100", '. For the GPU h100-sxm write a profile with kind = "roofline" .*: see docs/simulate.md'),
-    ],
+    [("h900", ""), ("h100", '. For the GPU h100-sxm write a profile with kind = "roofline" .*: see docs/simulate.md')],
 )
 def test_a_missing_profile_is_rejected(name: str, more: str) -> None:
     reason = f"unknown engine profile '{name}'; use 'mocker' or the path of a profile file{more}$"

@@ -226,13 +226,7 @@ def test_ranks_of_a_prefill_worker_retain_their_kv() -> None:
     store(drive, "p", CHAIN[:10], rank=4)
     cancellation = Arrival(50_000, REQUESTS, RequestCancelled(request_id="cancelled"))
     both = [submit("stays", CHAIN[:10]), submit("cancelled", CHAIN[:10], 1_001, nonce=1)]
-    run = resumed(
-        drive,
-        *both,
-        submit("other", CHAIN[20:30], 1_002, nonce=2),
-        cancellation,
-        hardware=LINKED,
-    )
+    run = resumed(drive, *both, submit("other", CHAIN[20:30], 1_002, nonce=2), cancellation, hardware=LINKED)
     assert run.ranks == [("d", 0), ("e", 0), ("p", 3), ("p", 4)]
     assert (run.served["stays"].prefiller, run.served["stays"].failure) == (3, "")
     assert run.served["cancelled"].failure == "client disconnected"

@@ -1,10 +1,8 @@
 """The native format is lossless, tables are supported, and formats are detected from the content."""
 
 import json
-import os
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,10 +12,8 @@ from forebay.simulate.reading import FORMATS, detect_format, open_workload
 from forebay.simulate.workload import Turn, WorkloadOptions, WorkloadUnusable
 from forebay.simulate.workloads import prepare as played
 from forebay.simulate.workloads.rows import LinkedRow, WorkloadHeader, encode_workload
-from forebay.simulate.workloads.statistics import workload_statistics
 from forebay.simulate.workloads.synthetic import SyntheticSettings
 
-TRACES = os.environ.get("FOREBAY_TRACES", "")
 US_MAX = 3_155_760_000_000_000
 
 
@@ -253,27 +249,3 @@ def test_ids_are_checked_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.M
     assert survey(rows[:6]) == 6, "the third and fourth rows exceeded the bounded id memory"
     with pytest.raises(WorkloadUnusable, match="line 7: hash id 6 comes after 7"):
         survey(rows)
-
-
-PUBLISHED: list[tuple[str, dict[str, Any]]] = [  # as counted by a reference program
-    ("mooncake/conversation_trace.jsonl", {"requests": 12_031, "tokens": 0.3736, "blocks": 0.3664, "dispersion": 7.9}),
-    ("mooncake/synthetic_trace.jsonl", {"requests": 3_993, "tokens": 0.6512, "blocks": 0.6396, "dispersion": 1.1}),
-    ("azure/AzureLLMInferenceTrace_conv.csv", {"requests": 19_366, "tokens": 0.0, "dispersion": 1.4}),
-]
-
-
-@pytest.mark.skipif(not TRACES, reason="set FOREBAY_TRACES to a folder of published traces")
-@pytest.mark.parametrize(("name", "wanted"), PUBLISHED)
-def test_published_traces_have_their_published_statistics(tmp_path: Path, name: str, wanted: dict[str, Any]) -> None:
-    workload = open_workload(str(Path(TRACES) / name), WorkloadOptions())
-    assert workload.survey().skipped == 0
-    found = workload_statistics(workload.turns(), workload.block_tokens)
-    assert found.requests == wanted["requests"]
-    assert found.ideal_reuse.tokens == pytest.approx(wanted["tokens"], abs=0.0001)
-    if "blocks" in wanted:
-        assert found.ideal_reuse.blocks == pytest.approx(wanted["blocks"], abs=0.0001)
-    if "dispersion" in wanted:
-        assert found.dispersion == pytest.approx(wanted["dispersion"], abs=0.06)
-    path = tmp_path / "ours.jsonl"
-    path.write_bytes(b"".join(encode_workload(workload.turns(), WorkloadHeader(block_tokens=workload.block_tokens))))
-    assert list(open_workload(str(path), WorkloadOptions()).turns()) == list(workload.turns())

@@ -34,17 +34,11 @@ class OrderInvalid(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order of an operator.
+    """An order of an operator."""
 
-    Attributes:
-        event: record of the order.
-        text: the order in words.
-        pool: pool whose size it sets or releases; None for all pools.
-    """
-
-    event: PlannerPaused | PoolSizeSet
-    text: str
-    pool: PoolKey | None = None
+    event: PlannerPaused | PoolSizeSet  # record of the order
+    text: str  # the order in words
+    pool: PoolKey | None = None  # pool whose size it sets or releases; None for all pools
 
     def decides(self, decided: ScalingDecided) -> bool:
         """Return whether a decision that knows the order follows it, and does not have to wait."""
@@ -56,15 +50,11 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class OrderReport:
-    """Steps of an order for its operator, which are reported as they happen.
+    """Steps of an order for its operator, which are reported as they happen."""
 
-    Attributes:
-        on_step: called with each step, as its kind (`recorded`, `decision`, `outcome`) and a text.
-        on_problem: called with the reason why the order had no effect so far.
-    """
-
+    # Called with each step, as its kind (`recorded`, `decision`, `outcome`) and a text.
     on_step: Callable[[str, str], None]
-    on_problem: Callable[[str], None]
+    on_problem: Callable[[str], None]  # called with the reason why the order had no effect so far
 
 
 @asynccontextmanager

@@ -47,14 +47,10 @@ class SimulationFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PoolEngine:
-    """Engine of the workers of a pool. Picklable.
-
-    Attributes:
-        delays: latencies that the engine profile has measured.
-    """
+    """Engine of the workers of a pool. Picklable."""
 
     workers: WorkerGroup
-    delays: Delays
+    delays: Delays  # latencies that the engine profile has measured
 
 
 def pool_engine(profile: Profile, kv_tokens: int) -> PoolEngine:
@@ -154,12 +150,9 @@ def _received(receiving: Connection) -> tuple[SimulatedSize, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Simulated:
-    """Simulations of one pool with different sizes.
+    """Simulations of one pool with different sizes."""
 
-    Attributes:
-        pools: the pool with its engine, and the pool of the other stage, if there is one.
-    """
-
+    # The pool with its engine, and the pool of the other stage, if there is one.
     pools: Sequence[tuple[PoolScaling, PoolEngine]]
     demand: PoolDemand
     settings: PlannerSettings

@@ -26,13 +26,10 @@ class ChainRun:
 
 
 class PrefixMatch(NamedTuple):
-    """Leading blocks of a chain that are in the pool. It is valid until the pool changes.
-
-    Attributes:
-        path: runs that contain them, in order, each with the number of its blocks that match, from its start.
-    """
+    """Leading blocks of a chain that are in the pool. It is valid until the pool changes."""
 
     blocks: int
+    # Runs that contain them, in order, each with the number of its blocks that match, from its start.
     path: list[tuple[ChainRun, int]]
 
 

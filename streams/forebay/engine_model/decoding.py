@@ -10,14 +10,10 @@ from forebay.engine_model.sequence import EngineSequence
 
 
 class JoiningSequences(NamedTuple):
-    """Sequences that start to decode in the current iteration, because their KV was fetched.
-
-    Attributes:
-        blocks: number of KV blocks that they use.
-    """
+    """Sequences that start to decode in the current iteration, because their KV was fetched."""
 
     sequences: int
-    blocks: int
+    blocks: int  # number of KV blocks that they use
 
 
 NONE_JOINING = JoiningSequences(0, 0)

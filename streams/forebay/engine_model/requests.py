@@ -18,20 +18,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     If there is no vocabulary, the engine emits no tokens, which is faster. It then needs only the length of a prompt,
     and hashes output blocks from `token_seed`, so requests with different seeds share no output blocks. All other
     results are the same.
-
-    Attributes:
-        vocabulary: token ids to sample output from; None emits no tokens.
-        block_size: tokens per KV block.
-        max_num_seqs: maximum number of running sequences.
-        timing: computes the duration of a step.
     """
 
-    vocabulary: tuple[int, ...] | None
-    block_size: int = 64
+    vocabulary: tuple[int, ...] | None  # token ids to sample output from; None emits no tokens
+    block_size: int = 64  # tokens per KV block
     kv_blocks_total: int = 16_384
-    max_num_seqs: int = 256
+    max_num_seqs: int = 256  # maximum number of running sequences
     max_num_batched_tokens: int = 8192
-    timing: EngineTiming = MockerTiming()
+    timing: EngineTiming = MockerTiming()  # computes the duration of a step
 
     def __post_init__(self) -> None:
         if min(self.block_size, self.kv_blocks_total, self.max_num_seqs) < 1:
@@ -46,34 +40,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt at a request, as the engine gets it.
-
-    Attributes:
-        token_ids: prompt tokens, followed by the output tokens of earlier attempts, as packed u32.
-        sequence_hashes: packed u64 sequence hashes of the full prompt blocks.
-        token_seed: seed of the output tokens.
-        max_tokens: number of output tokens to generate.
-        hash_seed: seed that `sequence_hashes` were computed with; also used for output blocks.
-        tail_mm_hashes: `mm_hash` values of the images, videos and sounds in the last prompt block, if that block is not
-            full.
-        output: first output tokens of this attempt as packed u32, at most `max_tokens`. Further tokens are sampled.
-        first_position: number of output tokens before the first token of this attempt in the whole response. A sampled
-            token depends only on `token_seed` and its position in the response. So with the same seed, this attempt
-            generates the tokens that an earlier attempt would have generated.
-        stage: `aggregated` computes the prompt and generates the output. `prefill` computes the prompt and keeps its KV
-            for another engine. `decode` fetches this KV and generates the output.
-    """
+    """One attempt at a request, as the engine gets it."""
 
     request_id: str
     attempt: int
-    token_ids: bytes
-    sequence_hashes: bytes
-    token_seed: int
-    max_tokens: int
-    hash_seed: int = HASH_SEED
+    token_ids: bytes  # prompt tokens, followed by the output tokens of earlier attempts, as packed u32
+    sequence_hashes: bytes  # packed u64 sequence hashes of the full prompt blocks
+    token_seed: int  # seed of the output tokens
+    max_tokens: int  # number of output tokens to generate
+    hash_seed: int = HASH_SEED  # seed that `sequence_hashes` were computed with; also used for output blocks
+    # `mm_hash` values of the images, videos and sounds in the last prompt block, if that block is not full.
     tail_mm_hashes: tuple[int, ...] = ()
+    # First output tokens of this attempt as packed u32, at most `max_tokens`. Further tokens are sampled.
     output: bytes = b""
+    # Number of output tokens before the first token of this attempt in the whole response. A sampled token depends only
+    # on `token_seed` and its position in the response. So with the same seed, this attempt generates the tokens that an
+    # earlier attempt would have generated.
     first_position: int = 0
+    # `aggregated` computes the prompt and generates the output. `prefill` computes the prompt and keeps its KV for
+    # another engine. `decode` fetches this KV and generates the output.
     stage: EngineStage = "aggregated"
 
 

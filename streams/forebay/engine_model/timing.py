@@ -14,20 +14,14 @@ US_PER_MS = 1000
 
 
 class StepWork(NamedTuple):
-    """Work of one scheduler iteration.
+    """Work of one scheduler iteration."""
 
-    Attributes:
-        prefill_tokens: prompt tokens to compute.
-        prefill_attended: (query, key) pairs of the attention of these tokens, including cached keys.
-        decode_tokens: capacity in tokens of the KV blocks that these sequences use; a shared block counts per sequence.
-        cache_tokens: capacity in tokens of all KV blocks of the engine.
-    """
-
-    prefill_tokens: int
-    prefill_attended: int
+    prefill_tokens: int  # prompt tokens to compute
+    prefill_attended: int  # (query, key) pairs of the attention of these tokens, including cached keys
     decode_sequences: int
+    # Capacity in tokens of the KV blocks that these sequences use; a shared block counts per sequence.
     decode_tokens: int
-    cache_tokens: int
+    cache_tokens: int  # capacity in tokens of all KV blocks of the engine
 
 
 class EngineTiming(Protocol):
@@ -78,21 +72,14 @@ class LinearTiming(msgspec.Struct, frozen=True, kw_only=True):
     """Timing by a weighted sum of the work of a step.
 
     All weights are in microseconds and at least 0, and one or more of them are above 0.
-
-    Attributes:
-        prefill_token: weight per prompt token.
-        attended_pair: weight per (query, key) pair of the prompt tokens' attention.
-        decode_step: constant part of steps with decoding sequences.
-        decode_sequence: weight per decoding sequence.
-        context_token: weight per token of capacity of the KV blocks that decoding sequences use.
     """
 
     step: float = 0.0
-    prefill_token: float = 0.0
-    attended_pair: float = 0.0
-    decode_step: float = 0.0
-    decode_sequence: float = 0.0
-    context_token: float = 0.0
+    prefill_token: float = 0.0  # weight per prompt token
+    attended_pair: float = 0.0  # weight per (query, key) pair of the prompt tokens' attention
+    decode_step: float = 0.0  # constant part of steps with decoding sequences
+    decode_sequence: float = 0.0  # weight per decoding sequence
+    context_token: float = 0.0  # weight per token of capacity of the KV blocks that decoding sequences use
 
     def __post_init__(self) -> None:
         _require_costs(self)
@@ -113,36 +100,22 @@ class RooflineTiming(msgspec.Struct, frozen=True, kw_only=True):
 
     Source: roofline model (Williams, Waterman, Patterson, CACM 2009). If several GPUs share the work, all numbers are
     per GPU.
-
-    Attributes:
-        flops_token: floating-point operations of the layers' matrices per token (2 per weight: Kaplan et al. 2020,
-            table 1).
-        flops_sampled: operations of the output matrix per sampled token.
-        flops_pair: operations of attention per (query, key) pair.
-        bytes_weights: bytes of weights read in every step, regardless of its work.
-        bytes_kv_token: bytes of keys and values per token.
-        flops_us: operations per microsecond.
-        bytes_us: bytes read per microsecond.
-        bytes_experts: bytes of all experts of all layers.
-        experts_active: experts per layer that a token uses.
-        reduce_us: all-reduce time per step, in microseconds.
-        reduce_us_token: additional all-reduce time per token, in microseconds.
-        overhead_us: remaining time per step, in microseconds.
     """
 
+    # Floating-point operations of the layers' matrices per token (2 per weight: Kaplan et al. 2020, table 1).
     flops_token: float
-    flops_sampled: float
-    flops_pair: float
-    bytes_weights: float
-    bytes_kv_token: float
-    flops_us: float
-    bytes_us: float
-    bytes_experts: float = 0.0
+    flops_sampled: float  # operations of the output matrix per sampled token
+    flops_pair: float  # operations of attention per (query, key) pair
+    bytes_weights: float  # bytes of weights read in every step, regardless of its work
+    bytes_kv_token: float  # bytes of keys and values per token
+    flops_us: float  # operations per microsecond
+    bytes_us: float  # bytes read per microsecond
+    bytes_experts: float = 0.0  # bytes of all experts of all layers
     experts: int = 1
-    experts_active: int = 1
-    reduce_us: float = 0.0
-    reduce_us_token: float = 0.0
-    overhead_us: float = 0.0
+    experts_active: int = 1  # experts per layer that a token uses
+    reduce_us: float = 0.0  # all-reduce time per step, in microseconds
+    reduce_us_token: float = 0.0  # additional all-reduce time per token, in microseconds
+    overhead_us: float = 0.0  # remaining time per step, in microseconds
 
     def __post_init__(self) -> None:
         _require_costs(self)

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from forebay.core.step import InputEvent
 from forebay.events.requests import RequestSubmitted
@@ -16,21 +16,16 @@ NOT_YET = -1
 
 
 class Arrival(NamedTuple):
-    """Record that reaches the router from outside: a request, or an operator's change.
+    """Record that reaches the router from outside: a request, or an operator's change."""
 
-    Attributes:
-        at_us: virtual time at which the record arrives.
-        number: for a request, its number in the workload (`Turn.number`).
-    """
-
-    at_us: int
+    at_us: int  # virtual time at which the record arrives
     topic: Topic
     event: InputEvent
-    number: int = 0
+    number: int = 0  # for a request, its number in the workload (`Turn.number`)
 
 
-class Arrivals(Protocol):
-    """Source of the requests and operators' changes that reach the router, in the order of time.
+class ListedArrivals:
+    """Arrivals that are all known in advance.
 
     Attributes:
         next_us: time of the next arrival. `FOREVER_US` if no arrival remains, or if every remaining arrival waits for a
@@ -39,25 +34,6 @@ class Arrivals(Protocol):
             arrival depends on a response.
     """
 
-    next_us: int
-    think_us: int
-
-    def take(self) -> Arrival:
-        """Remove and return the next arrival. Later calls never return an earlier time."""
-        ...
-
-    def ended(self, number: int, at_us: int) -> None:
-        """Record that the client of request `number` has its whole response, or knows that it failed, at `at_us`."""
-        ...
-
-    def close(self) -> None:
-        """Check that every arrival was taken. Call after the end of the run."""
-        ...
-
-
-class ListedArrivals:
-    """Arrivals that are all known in advance. None depends on a response."""
-
     def __init__(self, arrivals: Iterable[Arrival]) -> None:
         self._coming = iter(arrivals)
         self._head = next(self._coming, None)
@@ -65,6 +41,7 @@ class ListedArrivals:
         self.think_us = FOREVER_US
 
     def take(self) -> Arrival:
+        """Remove and return the next arrival. Later calls never return an earlier time."""
         taken = self._head
         assert taken is not None, "take() after the last arrival"
         self._head = next(self._coming, None)
@@ -72,10 +49,10 @@ class ListedArrivals:
         return taken
 
     def ended(self, number: int, at_us: int) -> None:
-        """Do nothing: no arrival depends on a response."""
+        """Record that the client of a request has its whole response, or knows that it failed, at `at_us`."""
 
     def close(self) -> None:
-        """Do nothing: every arrival was taken."""
+        """Check that every arrival was taken. Call after the end of the run."""
 
 
 @dataclass(slots=True)
@@ -87,7 +64,7 @@ class _Follower:
     last_us: int
 
 
-class WorkloadArrivals:
+class WorkloadArrivals(ListedArrivals):
     """Arrivals of the turns of a workload: requests at a fixed time, or after the responses that they depend on.
 
     The workload is read incrementally: only one turn with a fixed time is read ahead. A turn that depends on other
@@ -105,18 +82,18 @@ class WorkloadArrivals:
         self._now_us = 0
         self.next_us = FOREVER_US
         self.think_us = FOREVER_US
-        self._head = self._read()
+        self._timed = self._read()
         self._look()
 
     def take(self) -> Arrival:
         """Remove and return the next turn. Of several turns at one time, return the first in the workload."""
-        head, later = self._head, self._later
+        head, later = self._timed, self._later
         self._now_us = self.next_us
         if head is None or (later and later[0][:2] < (head.at_us, head.number)):
             turn = heappop(later)[2]
         else:
             turn = head
-            self._head = self._read()
+            self._timed = self._read()
         self._look()
         return Arrival(self._now_us, REQUESTS, self._submitted(turn), turn.number)
 
@@ -137,11 +114,7 @@ class WorkloadArrivals:
         self._look()
 
     def close(self) -> None:
-        """Check that no turn still waits for a response.
-
-        Raises:
-            WorkloadUnusable: a turn depends on a request that never arrived.
-        """
+        """Check that no turn still waits for a response. Raises WorkloadUnusable if one does."""
         for number in sorted(self._waiting):
             turn = self._waiting[number][0].turn
             reason = f"request {turn.number} depends on request {number}, which does not come before it"
@@ -174,6 +147,6 @@ class WorkloadArrivals:
             self.think_us = FOREVER_US
 
     def _look(self) -> None:
-        head_us = FOREVER_US if self._head is None else self._head.at_us
+        head_us = FOREVER_US if self._timed is None else self._timed.at_us
         first_us = min(head_us, self._later[0][0]) if self._later else head_us
         self.next_us = max(first_us, self._now_us)

@@ -16,14 +16,8 @@ DOUBLINGS_MAX = 10  # from the first speed, up or down: a factor of about 1,000
 Answer = Literal["found", "never", "always"]
 
 
-class SpeedTrial(msgspec.Struct, frozen=True, kw_only=True):
-    """One speed that the search tried.
-
-    Attributes:
-        speed: factor by which arrival times are divided.
-        attained: share of requests that met the SLO, 0 to 1.
-        holds: whether `attained` is high enough for the caller.
-    """
+class SpeedTrial(msgspec.Struct, frozen=True):
+    """One factor by which arrival times were divided. `holds`: whether `attained` is high enough for the caller."""
 
     speed: float
     requests_per_s: float
@@ -32,19 +26,12 @@ class SpeedTrial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of the search for the highest speed that meets the SLO.
+    """Result of the search for the highest speed that meets the SLO."""
 
-    Attributes:
-        answer: `found`, `never` (nearly zero load misses the SLO) or `always` (every tried speed meets the SLO).
-        step: the highest tried speed that meets the SLO; None if `answer` is `never`.
-        steps: all tried speeds, in the order of the trials.
-        monotone: whether attainment never rose with the speed, as the search assumes.
-    """
-
-    answer: Answer
-    step: SpeedTrial | None
-    steps: tuple[SpeedTrial, ...]
-    monotone: bool
+    answer: Answer  # `found`, `never` (nearly zero load misses the SLO) or `always` (every tried speed meets the SLO)
+    step: SpeedTrial | None  # the highest tried speed that meets the SLO; None if `answer` is `never`
+    steps: tuple[SpeedTrial, ...]  # all tried speeds, in the order of the trials
+    monotone: bool  # whether attainment never rose with the speed, as the search assumes
 
 
 def search(measure: Callable[[float], SpeedTrial], start: float, tolerance: float = TOLERANCE) -> Capacity:

@@ -37,7 +37,7 @@ from forebay.events.progress import OnboardedTokens
 from forebay.events.requests import TIMEOUT_US_MAX, RequestSubmitted
 from forebay.events.topics import DECISIONS, KV_EVENTS, METRICS, PROGRESS, REQUESTS, Topic
 from forebay.events.transfer import Prefilled
-from forebay.simulate.arrivals import FOREVER_US, Arrival, Arrivals
+from forebay.simulate.arrivals import FOREVER_US, Arrival, ListedArrivals
 from forebay.simulate.delays import NO_HOPS, Hop, Hops
 from forebay.simulate.outcome import EXPLAINED_MAX, RequestOutcomes, UtilizationTimeline
 from forebay.simulate.rank import LOAD_INTERVAL_US, EngineRank
@@ -117,7 +117,7 @@ class SimulatedCluster:
         self._records: deque[tuple[Topic, InputEvent]] = deque()  # written, but not applied yet
         self.now_us = world.now_us
         self._opened_us = -1  # time of the last clock reading of the world
-        self._arrivals: Arrivals
+        self._arrivals: ListedArrivals
         self._transfers = Transfers(transfer, self.at, self._transferred)
 
     def add(self, rank: EngineRank) -> None:
@@ -126,7 +126,7 @@ class SimulatedCluster:
         self.ranks[rank.number] = rank
         self._disaggregated |= rank.spec.role == "prefill"
 
-    def play(self, arrivals: Arrivals, on_arrived: OnArrived) -> None:
+    def play(self, arrivals: ListedArrivals, on_arrived: OnArrived) -> None:
         """Run until every request has ended.
 
         Args:

@@ -25,6 +25,7 @@ from forebay.simulate.settings import (
     Delay,
     Delays,
     LifeCycleSettings,
+    LifeTimes,
     PoolRole,
     PoolRuleChange,
     PoolSettings,
@@ -101,31 +102,21 @@ class _Start(_Table, frozen=True, kw_only=True):
     count: Count = 1
 
 
-class _LifeCycle(_Table, frozen=True, kw_only=True):
-    mtbf_s: Seconds = 0.0
-    repair_s: Seconds = 60.0
-    cold_start_s: Seconds = 0.0
-    lease_ttl_s: Seconds = 3.0
-
-
-class _Canary(_Table, frozen=True, kw_only=True):
-    pool: str
-    base: Annotated[str, msgspec.Meta(min_length=1)]
-    share: Annotated[float, msgspec.Meta(ge=0, le=1)]
-    at_s: Seconds = 0.0
-    end_s: Seconds | None = None
-
-
 class _Drain(_Table, frozen=True, kw_only=True):
     pool: str
     at_s: Seconds = 0.0
     end_s: Seconds | None = None
 
 
+class _Canary(_Drain, frozen=True, kw_only=True):
+    base: Annotated[str, msgspec.Meta(min_length=1)]
+    share: Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
 class _File(_Table, frozen=True, kw_only=True):
     pools: tuple[_Pool, ...]
     delays: str | _Delays = _Delays()
-    life: _LifeCycle = _LifeCycle()
+    life: LifeTimes = LifeTimes()
     transfer: Transfer = Transfer()
     tiers: FleetTiers | None = None
     faults: tuple[_Fault, ...] = ()
@@ -141,12 +132,9 @@ class _KeyUnusable(Exception):
 
 
 def load_fleet(path: Path) -> Settings:
-    """Read a fleet file. Tables that it lacks have their default values.
+    """Read a fleet file. Paths of engine profiles are relative to its folder.
 
-    Paths of engine profiles are relative to the folder of the file.
-
-    Raises:
-        FleetUnusable: the file cannot be read or a key is invalid.
+    Raises FleetUnusable if the file cannot be read or a key is invalid.
     """
     try:
         text = read_file(path).decode()
@@ -163,7 +151,8 @@ def load_fleet(path: Path) -> Settings:
     except msgspec.ValidationError as error:
         raise FleetUnusable(f"{path}: {in_terms_of_keys(str(error))}") from error
     except SettingsUnusable as error:
-        raise FleetUnusable(f"{path}: {_key_of(error.where)}: {error.reason}") from error
+        key = re.sub(r"^(faults.*)[.]at$", r"\1.at_s", error.where)
+        raise FleetUnusable(f"{path}: {key}: {error.reason}") from error
     except (_KeyUnusable, ValueError, RecursionError) as error:  # invalid TOML, or an integer with too many digits
         raise FleetUnusable(f"{path}: {error}") from error
     return fleet
@@ -172,13 +161,7 @@ def load_fleet(path: Path) -> Settings:
 def worker_group(profile: Profile, count: int, gpus: float | None = None, **sizes: int | None) -> WorkerGroup:
     """Return a group of identical workers whose engines have this profile.
 
-    Args:
-        gpus: GPUs per worker; None uses the profile's value.
-        sizes: sizes of the engine, named as the arguments of `engine_config`. None uses the profile's value, or the
-            default of `engine_config` if the profile has none.
-
-    Raises:
-        ValueError: the sizes contradict each other.
+    Sizes are named as the arguments of `engine_config`. None uses the value of the profile, or else the default.
     """
     known = {size: value or getattr(profile.sizes, size) for size, value in sizes.items()}
     engine = engine_config(**{size: value for size, value in known.items() if value is not None})
@@ -224,22 +207,18 @@ def _fleet(described: _File, folder: Path) -> Settings:
 
 def _changes(described: _File) -> Iterator[PoolRuleChange]:
     """Yield the starts and ends of the canaries and drains."""
-    for at, canary in enumerate(described.canaries):
-        at_us, end_us = _period(canary, f"canaries[{at}]")
-        yield PoolRuleChange(at_us=at_us, pool=canary.pool, base=canary.base, share=canary.share)
-        if end_us is not None:
-            yield PoolRuleChange(at_us=end_us, pool=canary.pool, base="")
-    for at, drain in enumerate(described.drains):
-        at_us, end_us = _period(drain, f"drains[{at}]")
-        yield PoolRuleChange(at_us=at_us, pool=drain.pool, drained=True)
-        if end_us is not None:
-            yield PoolRuleChange(at_us=end_us, pool=drain.pool)
-
-
-def _period(one: _Canary | _Drain, where: str) -> tuple[int, int | None]:
-    if one.end_s is not None and one.end_s <= one.at_s:
-        raise _KeyUnusable(f"{where}.end_s", f"got {one.end_s:g}; it must be above at_s, {one.at_s:g}")
-    return round(one.at_s * US_PER_S), None if one.end_s is None else round(one.end_s * US_PER_S)
+    canaries = [(f"canaries[{at}]", one) for at, one in enumerate(described.canaries)]
+    for where, one in [*canaries, *((f"drains[{at}]", one) for at, one in enumerate(described.drains))]:
+        at_us = round(one.at_s * US_PER_S)
+        canary = one if isinstance(one, _Canary) else None
+        if canary:
+            yield PoolRuleChange(at_us=at_us, pool=canary.pool, base=canary.base, share=canary.share)
+        else:
+            yield PoolRuleChange(at_us=at_us, pool=one.pool, drained=True)
+        if one.end_s is not None:
+            if one.end_s <= one.at_s:
+                raise _KeyUnusable(f"{where}.end_s", f"got {one.end_s:g}; it must be above at_s, {one.at_s:g}")
+            yield PoolRuleChange(at_us=round(one.end_s * US_PER_S), pool=one.pool, base="" if canary else None)
 
 
 def _group(one: _Workers, folder: Path, where: str) -> WorkerGroup:
@@ -247,12 +226,7 @@ def _group(one: _Workers, folder: Path, where: str) -> WorkerGroup:
         profile = load_profile(MOCKER if one.engine_profile == MOCKER else str(folder / one.engine_profile))
     except ProfileUnusable as error:
         raise _KeyUnusable(f"{where}.engine_profile", str(error)) from error
-    sizes = {
-        "block_size": one.block_size,
-        "kv_blocks": one.kv_blocks,
-        "max_num_seqs": one.max_num_seqs,
-        "max_num_batched_tokens": one.max_num_batched_tokens,
-    }
+    sizes = {name: getattr(one, name) for name in ("block_size", "kv_blocks", "max_num_seqs", "max_num_batched_tokens")}
     try:
         return worker_group(profile, one.count, one.gpus, **sizes)
     except ValueError as error:
@@ -295,8 +269,3 @@ def _delays(described: str | _Delays) -> Delays:
 def _fault(one: _Fault) -> WorkerFault:
     back_us = None if one.back_s is None else round(one.back_s * US_PER_S)
     return WorkerFault(worker=one.worker, at_us=round(one.at_s * US_PER_S), back_us=back_us)
-
-
-def _key_of(where: str) -> str:
-    """Return the key in the file for the name of a setting."""
-    return re.sub(r"^(faults\[\d+\])\.at$", r"\1.at_s", where)

@@ -19,46 +19,29 @@ NO_WORKER = -1
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """Outcome of one request. Points in time are virtual microseconds at the client.
-
-    Attributes:
-        worker: number of the worker to which the request was routed last; None if it was never routed.
-        cached_tokens: prompt tokens that the worker found in its cache.
-        first_us: time of the first output token; 0 if there was none.
-        last_us: time of the last output token; 0 if the response is not complete.
-        attempts: number of attempts. For a disaggregated request, the larger of the numbers of prefill and decode
-            attempts.
-        failure: reason why the response is missing or incomplete; empty on success.
-        number: number of the request in the workload (`Turn.number`).
-        prefiller: number of the prefill worker that computed the prompt, in whose cache the `cached_tokens` were found;
-            None without disaggregation.
-        prefilled_us: time at which `prefiller` had computed the prompt; 0 without disaggregation.
-        transferred_bytes: bytes of KV that the decode worker fetched.
-        transfer_us: microseconds from the decode worker's request for the KV to the end of the transfer.
-        host_tokens: the part of `cached_tokens` that was loaded from host memory.
-        disk_tokens: the part of `cached_tokens` that was loaded from the disk of the worker.
-        store_tokens: the part of `cached_tokens` that was loaded from the shared store.
-        load_us: duration of these loads in microseconds.
-    """
+    """Outcome of one request. Points in time are virtual microseconds at the client."""
 
     arrived_us: int
     prompt_tokens: int
     output_tokens: int
-    worker: int | None = None
-    cached_tokens: int = 0
-    first_us: int = 0
-    last_us: int = 0
+    worker: int | None = None  # number of the worker to which the request was routed last; None if it was never routed
+    cached_tokens: int = 0  # prompt tokens that the worker found in its cache
+    first_us: int = 0  # time of the first output token; 0 if there was none
+    last_us: int = 0  # time of the last output token; 0 if the response is not complete
+    # Number of attempts. For a disaggregated request, the larger of the numbers of prefill and decode attempts.
     attempts: int = 0
-    failure: str = ""
-    number: int = 0
+    failure: str = ""  # reason why the response is missing or incomplete; empty on success
+    number: int = 0  # number of the request in the workload (`Turn.number`)
+    # Number of the prefill worker that computed the prompt, in whose cache the `cached_tokens` were found; None without
+    # disaggregation.
     prefiller: int | None = None
-    prefilled_us: int = 0
-    transferred_bytes: int = 0
-    transfer_us: int = 0
-    host_tokens: int = 0
-    disk_tokens: int = 0
-    store_tokens: int = 0
-    load_us: int = 0
+    prefilled_us: int = 0  # time at which `prefiller` had computed the prompt; 0 without disaggregation
+    transferred_bytes: int = 0  # bytes of KV that the decode worker fetched
+    transfer_us: int = 0  # microseconds from the decode worker's request for the KV to the end of the transfer
+    host_tokens: int = 0  # the part of `cached_tokens` that was loaded from host memory
+    disk_tokens: int = 0  # the part of `cached_tokens` that was loaded from the disk of the worker
+    store_tokens: int = 0  # the part of `cached_tokens` that was loaded from the shared store
+    load_us: int = 0  # duration of these loads in microseconds
 
     def record_prompt(self, cached_tokens: int, onboarded: Sequence[OnboardedTokens]) -> None:
         """Record how many tokens of the prompt were not computed, and which of them were loaded from other tiers."""
@@ -101,14 +84,10 @@ class RequestOutcomes:
                 values[name] = None
         return RequestOutcome(**values, failure=self.failures.get(place, ""))  # type: ignore[arg-type]
 
-    def append(self, served: RequestOutcome) -> int:
-        place = len(self)
-        self._make_room(served)
-        for name, column in self._columns.items():
-            column.append(_value(served, name))
-        if served.failure:
-            self.failures[place] = served.failure
-        return place
+    def append(self, served: RequestOutcome) -> None:
+        for column in self._columns.values():
+            column.append(0)
+        self.put(len(self) - 1, served)
 
     def put(self, place: int, served: RequestOutcome) -> None:
         """Replace the outcome at index `place`."""
@@ -152,92 +131,63 @@ class UtilizationTimeline:
     """Load and throughput of a run over time, in at most 400 bins of equal width.
 
     The width of a bin grows with the length of the run. Per-worker lists are indexed by worker number, then by bin.
-
-    Attributes:
-        bin_us: width of a bin in microseconds. The first bin begins at time 0.
-        finished: requests that completed or failed in the bin.
-        prompt_tokens: prompt tokens of the requests whose prefill ended in the bin.
-        cached_tokens: the part of `prompt_tokens` that was found in the cache.
-        queued: requests in the router's queue at the end of the bin.
-        workers: members of the fleet at the end of the bin.
-        computed: per worker, prompt tokens computed in the bin.
-        running: per worker, running sequences at the end of the bin.
-        waiting: per worker, sequences waiting in the engine at the end of the bin.
-        blocks_used: per worker, KV blocks in use at the end of the bin.
     """
 
-    bin_us: int = 1_000_000
+    bin_us: int = 1_000_000  # width of a bin in microseconds. The first bin begins at time 0.
     arrived: list[int] = field(default_factory=list)
-    finished: list[int] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)  # requests that completed or failed in the bin
+    # Prompt tokens of the requests whose prefill ended in the bin.
     prompt_tokens: list[int] = field(default_factory=list)
-    cached_tokens: list[int] = field(default_factory=list)
-    queued: list[int] = field(default_factory=list)
-    workers: list[int] = field(default_factory=list)
-    computed: list[list[int]] = field(default_factory=list)
-    running: list[list[int]] = field(default_factory=list)
+    cached_tokens: list[int] = field(default_factory=list)  # the part of `prompt_tokens` that was found in the cache
+    queued: list[int] = field(default_factory=list)  # requests in the router's queue at the end of the bin
+    workers: list[int] = field(default_factory=list)  # members of the fleet at the end of the bin
+    computed: list[list[int]] = field(default_factory=list)  # per worker, prompt tokens computed in the bin
+    running: list[list[int]] = field(default_factory=list)  # per worker, running sequences at the end of the bin
+    # Per worker, sequences waiting in the engine at the end of the bin.
     waiting: list[list[int]] = field(default_factory=list)
-    blocks_used: list[list[int]] = field(default_factory=list)
+    blocks_used: list[list[int]] = field(default_factory=list)  # per worker, KV blocks in use at the end of the bin
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedInterval:
-    """One interval of a simulated planner.
+    """One interval of a simulated planner."""
 
-    Attributes:
-        at_us: end of the interval in virtual microseconds.
-        decisions: decisions at the end of the interval. If there are several, each continues the previous one.
-        sizes: workers of each pool by its name after the decisions: those that run or start, without draining ones.
-        gpu_s: GPU seconds of all worker processes from the start of the run to `at_us`.
-    """
-
-    at_us: int
+    at_us: int  # end of the interval in virtual microseconds
     observed: tuple[PoolObserved, ...]
+    # Decisions at the end of the interval. If there are several, each continues the previous one.
     decisions: tuple[ScalingDecided, ...]
+    # Workers of each pool by its name after the decisions: those that run or start, without draining ones.
     sizes: dict[str, int]
-    gpu_s: float
+    gpu_s: float  # GPU seconds of all worker processes from the start of the run to `at_us`
 
 
 @dataclass(frozen=True, slots=True)
 class TierTraffic:
-    """Blocks that the tiers of all ranks have moved.
+    """Blocks that the tiers of all ranks have moved."""
 
-    Attributes:
-        loaded: blocks loaded into device memory, by tier.
-        counters: blocks that were skipped, evicted or stale, as in `TierManager.counters`.
-    """
-
-    loaded: dict[str, int]
+    loaded: dict[str, int]  # blocks loaded into device memory, by tier
     written: dict[str, int]
-    counters: dict[str, int]
+    counters: dict[str, int]  # blocks that were skipped, evicted or stale, as in `TierManager.counters`
 
 
 @dataclass(slots=True)
 class SimulationOutcome:
-    """Outcome of a simulation of one policy on one workload.
-
-    Attributes:
-        digest: hash of all decisions, in hexadecimal.
-        workers: ids of all workers that ever joined; the index is the worker's number.
-        pools: pool of each worker, in the order of `workers`.
-        gpu_s: GPU seconds of all worker processes. A process counts from its start to its death or the end of the run.
-        lasted_us: virtual time of the last response or failure.
-        timeline: load and throughput over time.
-        routed: last routing decision of each of the first `EXPLAINED_MAX` requests, by index in `requests`.
-        planned: intervals of the planner; empty without a planner.
-        tiers: blocks that the tiers have moved; None if no worker has tiers.
-    """
+    """Outcome of a simulation of one policy on one workload."""
 
     requests: RequestOutcomes = field(default_factory=RequestOutcomes)
-    digest: str = ""
+    digest: str = ""  # hash of all decisions, in hexadecimal
+    # Ids of all workers that ever joined; the index is the worker's number.
     workers: list[str] = field(default_factory=list)
-    pools: list[str] = field(default_factory=list)
+    pools: list[str] = field(default_factory=list)  # pool of each worker, in the order of `workers`
     prefill_workers: tuple[int, ...] = ()
+    # GPU seconds of all worker processes. A process counts from its start to its death or the end of the run.
     gpu_s: float = 0.0
-    lasted_us: int = 0
-    timeline: UtilizationTimeline = field(default_factory=UtilizationTimeline)
+    lasted_us: int = 0  # virtual time of the last response or failure
+    timeline: UtilizationTimeline = field(default_factory=UtilizationTimeline)  # load and throughput over time
+    # Last routing decision of each of the first `EXPLAINED_MAX` requests, by index in `requests`.
     routed: dict[int, RequestRouted] = field(default_factory=dict)
-    planned: list[PlannedInterval] = field(default_factory=list)
-    tiers: TierTraffic | None = None
+    planned: list[PlannedInterval] = field(default_factory=list)  # intervals of the planner; empty without a planner
+    tiers: TierTraffic | None = None  # blocks that the tiers have moved; None if no worker has tiers
 
 
 def worker_names(outcome: SimulationOutcome) -> list[str]:

@@ -28,15 +28,11 @@ NewWorker = Callable[[PoolSettings], tuple[WorkerSpec, WorkerGroup]]
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """Planner of a simulation. Picklable if the functions are.
+    """Planner of a simulation. Picklable if the functions are."""
 
-    Attributes:
-        settings: settings of the planner. Its pools have the names of pools of the fleet.
-        simulate: simulates a forecast with different sizes, in no virtual time. Method `simulate` needs it.
-    """
-
-    settings: PlannerSettings
+    settings: PlannerSettings  # settings of the planner. Its pools have the names of pools of the fleet.
     forecast: Forecast
+    # Simulates a forecast with different sizes, in no virtual time. Method `simulate` needs it.
     simulate: SimulateSizes | None = None
 
 
@@ -120,11 +116,7 @@ class PlannedFleet:
 
 
 def require_plannable(planner: PlannerSettings, settings: Settings) -> None:
-    """Check that a planner can scale the pools of a fleet.
-
-    Raises:
-        SettingsUnusable: it cannot. The error names the first cause.
-    """
+    """Check that a planner can scale the pools of a fleet."""
     pools = {pool.name: pool for pool in settings.pools}
     groups = {pool.group for pool in planner.pools}
     if settings.models > 1 or len(groups) > 1:

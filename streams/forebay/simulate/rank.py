@@ -1,6 +1,7 @@
 """One simulated rank: its engine model and the events that it emits."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -46,56 +47,28 @@ BAD_REQUEST, UNAVAILABLE = 400, 503
 LOAD_INTERVAL_US = 100_000  # the reporting interval of live workers
 
 
+@dataclass(eq=False)
 class EngineRank:
-    """One worker rank: its engine model, which computes whole steps ahead of the clock, and the events that it emits.
+    """One worker rank: its engine model, which computes whole steps ahead of the clock, and its events."""
 
-    Attributes:
-        number: index among all ranks of the simulation.
-        rank: data-parallel rank within the worker.
-        tiers: tiers from which the engine loads blocks; None for none.
-        step: current step; None while idle.
-        began_us: start of the current step.
-        load: load of the engine at the end of the last step.
-        kept: prefill attempt by request id, for each prompt whose KV the rank retains.
-        reported_us: virtual time of the last load report.
-        report_held: whether a load report is scheduled for the end of the reporting interval.
-    """
+    number: int  # index among all ranks of the simulation
+    spec: WorkerSpec
+    rank: int  # data-parallel rank within the worker
+    worker_epoch: int
+    engine: EngineModel
+    tiers: SimulatedTiers | None = None  # tiers from which the engine loads blocks
+    hops: Hops = NO_HOPS
+    kv_seq: int = 0  # sequence number of the last KV event
+    step: EngineStep | None = None  # None while idle
+    began_us: int = 0  # of the current step
+    ends_us: int = 0
+    dead: bool = False
+    retained: dict[str, int] = field(default_factory=dict)  # prefill attempt by request id, if its KV is retained
+    reported_us: int = -LOAD_INTERVAL_US  # virtual time of the last load report
+    report_held: bool = False  # whether a load report is scheduled for the end of the reporting interval
 
-    def __init__(
-        self,
-        number: int,
-        spec: WorkerSpec,
-        rank: int,
-        worker_epoch: int,
-        engine: EngineModel,
-        *,
-        tiers: SimulatedTiers | None = None,
-        kv_seq: int = 0,
-        hops: Hops = NO_HOPS,
-    ) -> None:
-        """Create an idle rank.
-
-        Args:
-            number: index among all ranks of the simulation.
-            rank: data-parallel rank within the worker.
-            tiers: tiers from which the engine loads blocks; None for none.
-            kv_seq: sequence number of the last KV event of the rank.
-        """
-        self.number = number
-        self.spec = spec
-        self.rank = rank
-        self.worker_epoch = worker_epoch
-        self.engine = engine
-        self.tiers = tiers
-        self.hops = hops
-        self.step: EngineStep | None = None
-        self.began_us = self.ends_us = 0
-        self.dead = False
-        self.load = engine.load()
-        self.retained: dict[str, int] = {}
-        self.reported_us = -LOAD_INTERVAL_US
-        self.report_held = False
-        self._kv_seq = kv_seq
+    def __post_init__(self) -> None:
+        self.load = self.engine.load()  # at the end of the last step
 
     def submit(self, request: EngineRequest) -> None:
         """Submit a request to the engine. Raises RequestRefused if the engine cannot serve it."""
@@ -191,11 +164,11 @@ class EngineRank:
         return events
 
     def _cache_fields(self, hashes: Sequence[int]) -> dict[str, Any]:
-        self._kv_seq += 1
+        self.kv_seq += 1
         return {
             "worker_id": self.spec.worker_id,
             "worker_epoch": self.worker_epoch,
-            "seq": self._kv_seq,
+            "seq": self.kv_seq,
             "rank": self.rank,
             "sequence_hashes": pack_u64(hashes),
         }

@@ -46,11 +46,7 @@ def _source(name: str, options: WorkloadOptions) -> WorkloadSource:
 
 
 def detect_format(path: Path) -> str:
-    """Return the format of a file, detected from its beginning.
-
-    Raises:
-        WorkloadUnusable: the format is unknown or the file cannot be read.
-    """
+    """Return the format of a file, detected from its beginning."""
     with require_readable(path).open("rb") as file:
         head = file.read(HEAD_BYTES).removeprefix(BOM).lstrip()
     if head.startswith(SQLITE):

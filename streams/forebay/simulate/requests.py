@@ -21,26 +21,17 @@ from forebay.simulate.transfers import RetainedKv
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """Request that has not ended yet.
+    """Request that has not ended yet."""
 
-    Attributes:
-        place: index of the request among all requests of the run, in the order of arrival.
-        number: number of the request in the workload (`Turn.number`).
-        served: outcome of the request so far.
-        hashes: packed hashes of the full blocks of the prompt.
-        emitted: output tokens emitted by earlier attempts.
-        retained: KV that a prefill worker retains until the decode worker fetches it; None without remote prefill.
-        computing: prefill rank to which the prompt was sent last.
-    """
-
-    place: int
-    number: int
-    served: RequestOutcome
-    hashes: bytes
+    place: int  # index of the request among all requests of the run, in the order of arrival
+    number: int  # number of the request in the workload (`Turn.number`)
+    served: RequestOutcome  # outcome of the request so far
+    hashes: bytes  # packed hashes of the full blocks of the prompt
     rank: EngineRank | None = None
-    emitted: int = 0
+    emitted: int = 0  # output tokens emitted by earlier attempts
+    # KV that a prefill worker retains until the decode worker fetches it; None without remote prefill.
     retained: RetainedKv | None = None
-    computing: EngineRank | None = None
+    computing: EngineRank | None = None  # prefill rank to which the prompt was sent last
     prefill_attempt: int = 0
 
     @classmethod

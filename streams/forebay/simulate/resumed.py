@@ -35,28 +35,21 @@ from forebay.simulate.settings import Delays, Transfer
 from forebay.simulate.tiers.fleet import TierFleet, store_name
 from forebay.simulate.tiers.settings import FleetTiers, TierUnusable
 
-NO_DELAYS = Delays()
-NO_TIERS = FleetTiers()
 RANK_TIERS: tuple[Literal["host", "disk"], ...] = ("host", "disk")
-MOCKER = MockerTiming()
+NO_DELAYS = Delays()
 
 
 class NotSimulable(Exception):
     """A state cannot be simulated. The message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedHardware:
-    """What a recording does not tell about the machines of a fleet.
+class SimulatedHardware(msgspec.Struct, frozen=True):
+    """What a recording does not tell about the machines of a fleet."""
 
-    Attributes:
-        transfer: time that KV transfers take; used only if there are prefill workers.
-        tiers: tiers of the workers. The size of a block is that of the worker's KV layout, or follows from `transfer`.
-    """
-
-    timing: EngineTiming = MOCKER
-    transfer: Transfer = NO_TRANSFER
-    tiers: FleetTiers = NO_TIERS
+    timing: EngineTiming = MockerTiming()
+    transfer: Transfer = NO_TRANSFER  # time that KV transfers take; used only if there are prefill workers
+    # Tiers of the workers. The size of a block is that of the worker's KV layout, or follows from `transfer`.
+    tiers: FleetTiers = FleetTiers()
 
 
 ANY_HARDWARE = SimulatedHardware()
@@ -64,18 +57,12 @@ ANY_HARDWARE = SimulatedHardware()
 
 @dataclass(frozen=True, slots=True)
 class ResumedOutcome:
-    """Outcome of a simulation that started from a snapshot.
+    """Outcome of a simulation that started from a snapshot."""
 
-    Attributes:
-        served: outcome of each request by id. `RequestOutcome.worker` and `RequestOutcome.prefiller` are indexes into
-            `ranks`.
-        digest: hash of all decisions, in hexadecimal.
-        ranks: all worker ranks that ever joined.
-    """
-
+    # Outcome of each request by id. `RequestOutcome.worker` and `RequestOutcome.prefiller` are indexes into `ranks`.
     served: dict[str, RequestOutcome]
-    digest: str
-    ranks: list[HolderKey]
+    digest: str  # hash of all decisions, in hexadecimal
+    ranks: list[HolderKey]  # all worker ranks that ever joined
 
 
 def resume(
@@ -95,11 +82,7 @@ def resume(
         arrivals: records in the order of time, none before the time of the state. Request ids must be unique, and
             `sampling.max_tokens` is the length of the response. Events of `fleet` must refer to current members. A
             worker that joins starts with an empty cache, and a worker that is lost dies at that moment.
-        on_arrived: called with the number of requests that have arrived so far.
         speedup: how much faster than their model the engines run.
-        delays: latencies between clients, router and engines.
-        hardware: engines, links and tiers of the workers.
-        custom: custom policies that the simulation may run.
 
     Raises:
         NotSimulable: there is no worker, or the sizes of a worker contradict each other.
@@ -131,15 +114,9 @@ class _ResumedCluster(SimulatedCluster):
     """
 
     def __init__(
-        self,
-        world: World,
-        delays: Delays,
-        hardware: SimulatedHardware,
-        *,
-        reports: bool,
-        reports_costs: bool,
-        speedup: float,
-    ) -> None:
+        self, world: World, delays: Delays, hardware: SimulatedHardware, *,
+        reports: bool, reports_costs: bool, speedup: float,
+    ) -> None:  # fmt: skip
         hops = Hops(delays, 0, ROUTER)
         super().__init__(world, reports=reports, speedup=speedup, hops=hops, transfer=hardware.transfer)
         self.numbers: dict[HolderKey, int] = {}
@@ -217,13 +194,7 @@ def rank_keys(state: Sequence[Chunk]) -> list[HolderKey]:
 
 
 def _fitting(state: Sequence[Chunk], hardware: SimulatedHardware) -> Iterator[Chunk]:
-    """Yield the chunks of the state, with the blocks of each rank cut to the sizes of its tiers.
-
-    Blocks of tiers that the simulated workers do not have are left out.
-
-    Raises:
-        NotSimulable: a tier is smaller than one block of a worker.
-    """
+    """Yield the chunks of the state, with the blocks of each rank cut to the sizes of its tiers."""
     specs = {chunk.spec.worker_id: chunk.spec for chunk in state if isinstance(chunk, WorkerState)}
     room = {worker_id: _room(spec, hardware) for worker_id, spec in specs.items()}
     has_store = any(blocks["store"] for blocks in room.values())

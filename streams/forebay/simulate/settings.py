@@ -1,7 +1,6 @@
 """Settings of a simulation: fleet, delays and life cycle of workers; and the parser of `--policy`."""
 
 import math
-from pathlib import PurePosixPath
 from typing import Annotated, Literal, get_args
 
 import msgspec
@@ -40,36 +39,24 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=TIME_S_MAX)]
 
 
 class WorkerGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Identical workers of a pool.
-
-    Attributes:
-        engine: cache size, batch limits and step timing of each worker.
-        profile: name of the engine profile, for reports.
-        gpus: GPUs per worker, to compute the GPU hours of a run.
-        tiers: host memory and disk of each worker; None uses those of the fleet.
-    """
+    """Identical workers of a pool."""
 
     count: Annotated[int, msgspec.Meta(ge=1, le=WORKERS_MAX)]
-    engine: EngineConfig
-    profile: str = "mocker"
-    gpus: float = 1.0
-    tiers: WorkerTiers | None = None
+    engine: EngineConfig  # cache size, batch limits and step timing of each worker
+    profile: str = "mocker"  # name of the engine profile, for reports
+    gpus: float = 1.0  # GPUs per worker, to compute the GPU hours of a run
+    tiers: WorkerTiers | None = None  # host memory and disk of each worker; None uses those of the fleet
 
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Pool of workers that serve one model.
-
-    Attributes:
-        groups: worker groups of the pool. All must have the same block size.
-        router: routing configuration of the pool. None uses the policy of the simulation.
-        role: role of all workers of the pool. A `prefill` pool computes prompts for the `decode` pool of the same
-            model. The router of the decode pool decides which requests are disaggregated.
-    """
+    """Pool of workers that serve one model."""
 
     name: str = "default"
     model: str = "simulated"
-    groups: tuple[WorkerGroup, ...]
-    router: RouterConfig | None = None
+    groups: tuple[WorkerGroup, ...]  # worker groups of the pool. All must have the same block size.
+    router: RouterConfig | None = None  # routing configuration of the pool. None uses the policy of the simulation.
+    # Role of all workers of the pool. A `prefill` pool computes prompts for the `decode` pool of the same model. The
+    # router of the decode pool decides which requests are disaggregated.
     role: PoolRole = "aggregated"
 
 
@@ -77,34 +64,22 @@ class Delay(msgspec.Struct, frozen=True, kw_only=True):
     """Latency of one hop: a fixed time plus a random time from an exponential distribution.
 
     Records of one producer on one topic never overtake each other.
-
-    Attributes:
-        fixed_us: constant part, in microseconds.
-        jitter_us: mean of the exponential part, in microseconds.
     """
 
-    fixed_us: Time = 0
-    jitter_us: Time = 0
+    fixed_us: Time = 0  # constant part, in microseconds
+    jitter_us: Time = 0  # mean of the exponential part, in microseconds
 
 
 class Delays(msgspec.Struct, frozen=True, kw_only=True):
-    """Latencies between clients, router and engines. All are 0 by default.
+    """Latencies between clients, router and engines. All are 0 by default."""
 
-    Attributes:
-        submit: client to router. Includes ingress, tokenization and the topic `requests`.
-        work: decision to engine. Includes the acknowledgement of the journal and the topic `work.<pool>`.
-        tokens: engine to client. Includes the topic `tokens` and HTTP. For rejections, router to client.
-        kv_events: engine to the router's prefix index.
-        progress: engine to router, for progress events.
-        metrics: engine to router, for load reports.
-    """
-
-    submit: Delay = Delay()
+    submit: Delay = Delay()  # client to router. Includes ingress, tokenization and the topic `requests`.
+    # Decision to engine. Includes the acknowledgement of the journal and the topic `work.<pool>`.
     work: Delay = Delay()
-    tokens: Delay = Delay()
-    kv_events: Delay = Delay()
-    progress: Delay = Delay()
-    metrics: Delay = Delay()
+    tokens: Delay = Delay()  # engine to client. Includes the topic `tokens` and HTTP. For rejections, router to client.
+    kv_events: Delay = Delay()  # engine to the router's prefix index
+    progress: Delay = Delay()  # engine to router, for progress events
+    metrics: Delay = Delay()  # engine to router, for load reports
 
 
 # Source: medians and 99th percentiles, measured once for one request at a time on an idle system. Each pair is modelled
@@ -136,16 +111,13 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Each worker has one outgoing and one incoming link. A link moves the blocks of one request at a time, first come,
     first served.
-
-    Attributes:
-        kv_bytes_per_token: bytes per token over all layers: 2 * layers * KV heads * head dimension * bytes per number.
-        kv_transfer_bandwidth: bandwidth of a link in GB (10^9 bytes) per second; 0 for an unlimited bandwidth.
-        kv_transfer_latency_us: microseconds from the request for blocks to the first block.
     """
 
+    # Bytes per token over all layers: 2 * layers * KV heads * head dimension * bytes per number.
     kv_bytes_per_token: KvBytes = 131_072  # Llama 3.1 8B
+    # Bandwidth of a link in GB (10^9 bytes) per second; 0 for an unlimited bandwidth.
     kv_transfer_bandwidth: Bandwidth = 64.0
-    kv_transfer_latency_us: Time = 0
+    kv_transfer_latency_us: Time = 0  # microseconds from the request for blocks to the first block
 
     def lasts_us(self, tokens: int) -> int:
         """Return how many microseconds a link needs for the KV of `tokens` tokens, rounded up."""
@@ -155,75 +127,58 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class WorkerFault(msgspec.Struct, frozen=True, kw_only=True):
-    """Scheduled crash of a worker's process. It has no effect if the process is already dead.
-
-    Attributes:
-        back_us: microseconds from the crash to the start of a replacement process; None for no replacement.
-    """
+    """Scheduled crash of a worker's process. It has no effect if the process is already dead."""
 
     worker: str
     at_us: Time
+    # Microseconds from the crash to the start of a replacement process; None for no replacement.
     back_us: Time | None = None
 
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
-    """Scheduled start of additional workers.
-
-    Attributes:
-        group: index of the worker group in the pool, from 0.
-    """
+    """Scheduled start of additional workers."""
 
     at_us: Time
     pool: str = "default"
-    group: Annotated[int, msgspec.Meta(ge=0)] = 0
+    group: Annotated[int, msgspec.Meta(ge=0)] = 0  # index of the worker group in the pool, from 0
     count: Annotated[int, msgspec.Meta(ge=1, le=WORKERS_MAX)] = 1
 
 
-class LifeCycleSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Failures, restarts and additional starts of workers during a simulation.
+class LifeTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Times of failures and restarts of workers, in seconds."""
 
-    Attributes:
-        starts: additional workers that start at given times.
-        mtbf_s: mean seconds from a worker's first lease to a random failure; 0 for no random failures.
-        repair_s: seconds from a random failure to the start of the replacement process.
-        cold_start_s: seconds from the start of a process to its first lease: loading weights and warm-up. Workers of
-            the initial fleet are warm.
-        lease_ttl_s: seconds from the death of a worker until the router marks it lost. After half of this time the
-            router marks it suspect and sends it no new requests.
-    """
-
-    faults: tuple[WorkerFault, ...] = ()
-    starts: tuple[WorkerStart, ...] = ()
-    mtbf_s: Seconds = 0.0
-    repair_s: Seconds = 60.0
+    mtbf_s: Seconds = 0.0  # mean time from a worker's first lease to a random failure; 0 for no random failures
+    repair_s: Seconds = 60.0  # from a random failure to the start of the replacement process
+    # From the start of a process to its first lease. Workers of the initial fleet are warm.
     cold_start_s: Seconds = 0.0
+    # From the death of a worker until the router marks it lost. After half of this time the router marks it suspect and
+    # sends it no new requests.
     lease_ttl_s: Seconds = 3.0
 
 
-class PoolRuleChange(msgspec.Struct, frozen=True, kw_only=True):
-    """Scheduled change of the rules for a pool: the start or end of a canary or drain.
+class LifeCycleSettings(LifeTimes, frozen=True, kw_only=True):
+    """Failures, restarts and additional starts of workers during a simulation."""
 
-    Attributes:
-        base: for a canary, the pool whose requests it gets; empty if its canary ends. None for a drain.
-        share: share of these requests, from 0 to 1.
-    """
+    faults: tuple[WorkerFault, ...] = ()
+    starts: tuple[WorkerStart, ...] = ()
+
+
+class PoolRuleChange(msgspec.Struct, frozen=True, kw_only=True):
+    """Scheduled change of the rules for a pool: the start or end of a canary or drain."""
 
     at_us: Time
     pool: str
+    # For a canary, the pool whose requests it gets; empty if its canary ends. None for a drain.
     base: str | None = None
-    share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0  # share of these requests, from 0 to 1
     drained: bool = False
 
 
 class RoutedPools(msgspec.Struct, frozen=True, kw_only=True):
-    """Rules for the choice of pools, and their changes during a simulation.
-
-    Attributes:
-        changes: starts and ends of canaries and drains.
-    """
+    """Rules for the choice of pools, and their changes during a simulation."""
 
     models: tuple[ModelRouting, ...] = ()
-    changes: tuple[PoolRuleChange, ...] = ()
+    changes: tuple[PoolRuleChange, ...] = ()  # starts and ends of canaries and drains
 
 
 class SettingsUnusable(ValueError):
@@ -241,26 +196,18 @@ class SettingsUnusable(ValueError):
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a simulation, except the policy and the workload that a comparison varies.
-
-    Attributes:
-        delays: latencies between clients, router and engines.
-        life: failures, restarts and additional starts of workers.
-        transfer: time that KV transfers between workers take.
-        tiers: host memory, disks and shared stores; None for none, except those of engine profiles.
-        rules: rules by which requests are routed to the pools of a model.
-        timeout_s: seconds that a client waits for its response.
-        seed: seed for sampling and tie-breaking.
-    """
+    """Settings of a simulation, except the policy and the workload that a comparison varies."""
 
     pools: tuple[PoolSettings, ...]
-    delays: Delays = Delays()
-    life: LifeCycleSettings = LifeCycleSettings()
-    transfer: Transfer = Transfer()
+    delays: Delays = Delays()  # latencies between clients, router and engines
+    life: LifeCycleSettings = LifeCycleSettings()  # failures, restarts and additional starts of workers
+    transfer: Transfer = Transfer()  # time that KV transfers between workers take
+    # Host memory, disks and shared stores; None for none, except those of engine profiles.
     tiers: FleetTiers | None = None
-    rules: RoutedPools = RoutedPools()
+    rules: RoutedPools = RoutedPools()  # rules by which requests are routed to the pools of a model
+    # Seconds that a client waits for its response.
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=TIMEOUT_S_MAX)] = TIMEOUT_S_MAX
-    seed: int = 0
+    seed: int = 0  # seed for sampling and tie-breaking
 
     @property
     def models(self) -> int:
@@ -320,11 +267,7 @@ def tiers_of(settings: Settings, group: WorkerGroup) -> FleetTiers:
 
 
 def require_pools(pools: tuple[PoolSettings, ...], rules: RoutedPools) -> None:
-    """Check the roles, block sizes and rules of the pools of each model.
-
-    Raises:
-        SettingsUnusable: a pool or a rule contradicts another one.
-    """
+    """Check the roles, block sizes and rules of the pools of each model."""
     _require_rules(pools, rules)
     first: dict[tuple[str, bool], PoolSettings] = {}
     ruled = {model.name for model in rules.models} | {
@@ -404,9 +347,6 @@ def engine_config(
         block_size: tokens per KV block.
         max_num_seqs: maximum number of running sequences.
         max_num_batched_tokens: maximum number of tokens per step.
-
-    Raises:
-        ValueError: the sizes contradict each other.
     """
     return EngineConfig(
         vocabulary=None,  # a simulation needs no output text
@@ -440,9 +380,7 @@ def policy(text: str) -> RouterConfig:
     if name == "direct":
         raise PolicySpecUnusable("policy 'direct' cannot be simulated: the requests of a workload name no workers")
     if name.endswith(".py"):
-        raise PolicySpecUnusable(
-            f"policy {text!r}: give a class as a dotted path, not as a file: {_dotted(name, rest)}"
-        )
+        raise PolicySpecUnusable(f"policy {text!r}: give a class as a dotted path, as in module.Class, not as a file")
     modes = [mode for mode in get_args(RouterMode) if mode != "direct"]
     if name not in modes and "." not in name:
         raise PolicySpecUnusable(unknown_name("router mode", name, (*modes, "module.Class")))
@@ -465,10 +403,3 @@ def policy(text: str) -> RouterConfig:
         raise PolicySpecUnusable(
             f"policy {text!r}: {invalid_field(fields_by_part, RouterConfig, error, strict=False)}"
         ) from error
-
-
-def _dotted(file: str, rest: str) -> str:
-    """Return the dotted path of the class that `FILE.py:CLASS` appears to mean, from the current directory."""
-    path = PurePosixPath(file).with_suffix("")
-    parts = path.parts if all(part.isidentifier() for part in path.parts) else (path.name,)
-    return ".".join((*parts, rest if rest.isidentifier() else "CLASS"))

@@ -61,9 +61,6 @@ class Simulation:
             router: routing configuration of every pool that has no `router` of its own.
             custom: custom policies that the routing configurations name.
             planning: planner that changes the sizes of pools during the run; None for no planner.
-
-        Raises:
-            SettingsUnusable: the settings contradict each other.
         """
         validate_settings(settings)
         if planning is not None:

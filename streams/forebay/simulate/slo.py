@@ -21,17 +21,12 @@ class SloUnusable(ValueError):
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits for the latencies of each request, in milliseconds. None means no limit.
+    """Limits for the latencies of each request, in milliseconds. None means no limit."""
 
-    Attributes:
-        ttft_ms: limit for the time from arrival to the first token.
-        itl_ms: limit for the mean time between output tokens. A response of one token always meets it.
-        e2e_ms: limit for the time from arrival to the last token.
-    """
-
-    ttft_ms: Limit | None = None
+    ttft_ms: Limit | None = None  # limit for the time from arrival to the first token
+    # Limit for the mean time between output tokens. A response of one token always meets it.
     itl_ms: Limit | None = None
-    e2e_ms: Limit | None = None
+    e2e_ms: Limit | None = None  # limit for the time from arrival to the last token
 
 
 def parse_slo(text: str) -> Slo:

@@ -1,6 +1,6 @@
 """Recorder of a run's load and throughput over time, in bins. If there are too many bins, their width doubles."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from forebay.engine_model.model import EngineLoad
 from forebay.simulate.outcome import UtilizationTimeline
@@ -9,10 +9,7 @@ from forebay.simulate.rank import EngineRank
 BINS_MAX = 400  # the maximum width of a chart; even, so that bins can be merged in pairs
 FIRST_BIN_US = 10_000
 
-SUMS = ("arrived", "finished", "prompt_tokens", "cached_tokens")
-STATES = ("queued", "workers")
-SUMS_OF_WORKERS = ("computed",)
-STATES_OF_WORKERS = ("running", "waiting", "blocks_used")
+OF_WORKERS = ("computed", "running", "waiting", "blocks_used")
 NO_LOAD = EngineLoad(0, 0, 0, 0)  # load of a worker that has not joined yet
 
 
@@ -66,7 +63,7 @@ class Recorder:
         timeline.queued.append(queued)
         timeline.workers.append(members)
         for _ in range(len(timeline.computed), max(ranks, default=-1) + 1):
-            for name in (*SUMS_OF_WORKERS, *STATES_OF_WORKERS):
+            for name in OF_WORKERS:
                 getattr(timeline, name).append([0] * before)
         for number, computed in enumerate(timeline.computed):
             computed.append(self._computed.get(number, 0))
@@ -88,15 +85,17 @@ class Recorder:
             self._cached_tokens += timeline.cached_tokens.pop()
             for number, computed in enumerate(timeline.computed):
                 self._computed[number] = self._computed.get(number, 0) + computed.pop()
-            for states in (timeline.queued, timeline.workers, *_lists(timeline, STATES_OF_WORKERS)):
+            for states in self._states():
                 states.pop()
-        for sums in (*(getattr(timeline, name) for name in SUMS), *_lists(timeline, SUMS_OF_WORKERS)):
-            sums[:] = map(int.__add__, sums[::2], sums[1::2])
-        for states in (*(getattr(timeline, name) for name in STATES), *_lists(timeline, STATES_OF_WORKERS)):
+        sums = (timeline.arrived, timeline.finished, timeline.prompt_tokens, timeline.cached_tokens)
+        for counts in (*sums, *timeline.computed):
+            counts[:] = map(int.__add__, counts[::2], counts[1::2])
+        for states in self._states():
             states[:] = states[1::2]
         timeline.bin_us *= 2
         self.end_us = (len(timeline.arrived) + 1) * timeline.bin_us
 
-
-def _lists(timeline: UtilizationTimeline, names: Sequence[str]) -> list[list[int]]:
-    return [one for name in names for one in getattr(timeline, name)]
+    def _states(self) -> Iterable[list[int]]:
+        """Return the lists with states at the ends of bins."""
+        timeline = self._timeline
+        return (timeline.queued, timeline.workers, *timeline.running, *timeline.waiting, *timeline.blocks_used)

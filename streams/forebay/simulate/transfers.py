@@ -23,35 +23,22 @@ At = Callable[[int, Callable[[], object]], object]
 
 @dataclass(frozen=True, slots=True)
 class RetainedKv:
-    """KV of a prompt that a prefill worker retains for a decode worker.
+    """KV of a prompt that a prefill worker retains for a decode worker."""
 
-    Attributes:
-        holder: rank that computed the prompt and retains its KV.
-        prefill_attempt: attempt in which the rank computed the prompt.
-    """
-
-    holder: EngineRank
-    prefill_attempt: int
+    holder: EngineRank  # rank that computed the prompt and retains its KV
+    prefill_attempt: int  # attempt in which the rank computed the prompt
 
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """Result of a decode worker's fetch of prefilled KV.
+    """Result of a decode worker's fetch of prefilled KV."""
 
-    Attributes:
-        reader: rank that fetched the blocks.
-        holder: rank that retained the blocks; None if this rank is dead.
-        bytes: bytes transferred.
-        took_us: duration of the fetch in microseconds.
-        error: why the fetch failed; empty on success.
-    """
-
-    reader: EngineRank
+    reader: EngineRank  # rank that fetched the blocks
     fetch: Fetch
-    holder: EngineRank | None
-    bytes: int
-    took_us: int
-    error: str = ""
+    holder: EngineRank | None  # rank that retained the blocks; None if this rank is dead
+    bytes: int  # bytes transferred
+    took_us: int  # duration of the fetch in microseconds
+    error: str = ""  # why the fetch failed; empty on success
 
 
 class Transfers:

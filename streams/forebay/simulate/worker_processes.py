@@ -1,6 +1,7 @@
 """Simulated worker processes: their start, their first lease, their crash and their restart."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 from forebay.core.state.fleet import WorkerPhase
@@ -19,40 +20,26 @@ SUSPECT_AFTER = 0.5  # share of the lease, as on a live owner
 DRAIN_CHECK_US = 1_000_000  # time between two checks whether a draining worker has finished its requests
 
 
+@dataclass(slots=True, eq=False)
 class WorkerProcess:
-    """One simulated process of a worker, from its start to its death.
+    """One simulated process of a worker, from its start to its death. Times are virtual."""
 
-    Attributes:
-        begun_us: virtual time at which the process started.
-        died_us: virtual time at which the process died; None while it runs.
-        rank: worker rank of the process; None before its first lease.
-    """
-
-    def __init__(self, begun_us: int) -> None:
-        self.begun_us = begun_us
-        self.died_us: int | None = None
-        self.rank: EngineRank | None = None
+    begun_us: int
+    died_us: int | None = None
+    rank: EngineRank | None = None  # None before its first lease
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedWorker:
-    """Worker of the fleet. After a crash another process runs it, with the same `spec`.
+    """Worker of the fleet. After a crash another process runs it, with the same `spec`."""
 
-    Attributes:
-        number: index among all workers.
-        processes: all processes so far; at most the last one runs.
-        removed: whether a planner has removed the worker. Its process may still drain.
-        restarting: whether a replacement process of a crashed one is scheduled.
-        failures: times between random failures.
-    """
-
-    def __init__(self, number: int, spec: WorkerSpec, group: WorkerGroup, seed: int) -> None:
-        self.number = number
-        self.spec = spec
-        self.group = group
-        self.processes: list[WorkerProcess] = []
-        self.removed = False
-        self.restarting = False
-        self.failures = Draws(seed, f"failures {spec.worker_id}")
+    number: int  # index among all workers
+    spec: WorkerSpec
+    group: WorkerGroup
+    failures: Draws  # times between random failures
+    processes: list[WorkerProcess] = field(default_factory=list)  # at most the last one runs
+    removed: bool = False  # by a planner; its process may still drain
+    restarting: bool = False  # whether a replacement process of a crashed one is scheduled
 
 
 class WorkerProcesses:
@@ -88,11 +75,7 @@ class WorkerProcesses:
         return sorted(found, key=lambda worker: (worker.processes[-1].begun_us, worker.number))
 
     def add(self, pool: str, new: Callable[[], tuple[WorkerSpec, WorkerGroup]], cold_start_s: float) -> None:
-        """Start a worker of a pool: one that was removed and has stopped, or else a new one.
-
-        Args:
-            cold_start_s: seconds until the worker is ready.
-        """
+        """Start a worker of a pool: one that was removed and has stopped, or else a new one."""
         stopped = (
             worker
             for worker in self.workers
@@ -103,11 +86,7 @@ class WorkerProcesses:
         self._start_cold(worker, cold_start_s)
 
     def remove(self, worker: SimulatedWorker, is_idle: Callable[[EngineRank], bool]) -> None:
-        """Stop a worker that starts, or drain one that runs: it gets no new requests and finishes its own.
-
-        Args:
-            is_idle: returns whether a rank has finished its requests.
-        """
+        """Stop a worker that starts, or drain one that runs: it gets no new requests and finishes its own."""
         worker.removed, worker.restarting = True, False
         process = worker.processes[-1]
         if process.died_us is not None:
@@ -155,7 +134,9 @@ class WorkerProcesses:
         return used
 
     def _place(self, spec: WorkerSpec, group: WorkerGroup) -> SimulatedWorker:
-        worker = SimulatedWorker(len(self.workers), spec, group, self._settings.seed)
+        worker = SimulatedWorker(
+            len(self.workers), spec, group, Draws(self._settings.seed, f"failures {spec.worker_id}")
+        )
         self.workers.append(worker)
         return worker
 

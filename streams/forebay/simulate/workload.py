@@ -20,78 +20,54 @@ class WorkloadUnusable(Exception):
 
 
 class Turn(msgspec.Struct, frozen=True, gc=False):
-    """One request of a workload.
+    """One request of a workload."""
 
-    Attributes:
-        number: unique number of the request. Numbers count from 0 in the order of the workload.
-        prompt_tokens: length of the prompt, at least 1.
-        output_tokens: length of the response, at least 1.
-        block_ids: 64-bit ids of the prompt's blocks; the last block may be partial. Empty if the prompt shares no
-            prefix with others.
-        at_us: arrival time in microseconds from the start of the workload. For a request with `after`, the earliest
-            possible arrival time.
-        after: numbers of the requests whose responses must be complete before this request arrives. All are lower than
-            `number`.
-        delay_us: microseconds from the end of the last of these responses to the arrival of this request: think time or
-            tool time.
-        session_id: id of the session of the request; empty if it has none.
-        model: name of the requested model; empty for the only model.
-    """
-
-    number: int
-    prompt_tokens: int
-    output_tokens: int
+    number: int  # unique number of the request. Numbers count from 0 in the order of the workload.
+    prompt_tokens: int  # length of the prompt, at least 1
+    output_tokens: int  # length of the response, at least 1
+    # 64-bit ids of the prompt's blocks; the last block may be partial. Empty if the prompt shares no prefix with
+    # others.
     block_ids: tuple[int, ...] = ()
+    # Arrival time in microseconds from the start of the workload. For a request with `after`, the earliest possible
+    # arrival time.
     at_us: int = 0
+    # Numbers of the requests whose responses must be complete before this request arrives. All are lower than `number`.
     after: tuple[int, ...] = ()
+    # Microseconds from the end of the last of these responses to the arrival of this request: think time or tool time.
     delay_us: int = 0
-    session_id: str = ""
-    model: str = ""
+    session_id: str = ""  # id of the session of the request; empty if it has none
+    model: str = ""  # name of the requested model; empty for the only model
 
 
 class WorkloadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Transformations of a workload before it is played.
+    """Transformations of a workload before it is played."""
 
-    Attributes:
-        speed: factor that divides the times between arrivals. Think times are unchanged.
-        duration_s: keep only requests that arrive in the first `duration_s` seconds. For this, arrival times are
-            computed as if every response were instant.
-        requests_max: keep only the first `requests_max` requests.
-        prefix_multiplier: factor for the lengths of shared prefixes.
-        prefix_roots: number of copies of all shared prefixes, among which the sessions are divided. Different copies
-            share no blocks with each other.
-        prompt_multiplier: factor for the lengths of the parts of prompts that no other prompt shares.
-        columns: columns of a table, as `--columns` takes them; None for a known format.
-        by_model: send each request to the model that it names. Otherwise all requests go to the only model.
-        skip_bad_rows: skip and count rows that cannot be played. Otherwise the first such row raises
-            `WorkloadUnusable`.
-    """
-
+    # Factor that divides the times between arrivals. Think times are unchanged.
     speed: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    # Keep only requests that arrive in the first `duration_s` seconds. For this, arrival times are computed as if every
+    # response were instant.
     duration_s: float | None = None
-    requests_max: int | None = None
-    prefix_multiplier: float = 1.0
+    requests_max: int | None = None  # keep only the first `requests_max` requests
+    prefix_multiplier: float = 1.0  # factor for the lengths of shared prefixes
+    # Number of copies of all shared prefixes, among which the sessions are divided. Different copies share no blocks
+    # with each other.
     prefix_roots: int = 1
-    prompt_multiplier: float = 1.0
-    columns: str | None = None
-    by_model: bool = False
+    prompt_multiplier: float = 1.0  # factor for the lengths of the parts of prompts that no other prompt shares
+    columns: str | None = None  # columns of a table, as `--columns` takes them; None for a known format
+    by_model: bool = False  # send each request to the model that it names. Otherwise all requests go to the only model.
+    # Skip and count rows that cannot be played. Otherwise the first such row raises `WorkloadUnusable`.
     skip_bad_rows: bool = False
     seed: int = 0
 
 
 class Survey(msgspec.Struct, kw_only=True):
-    """Summary of a workload: how many requests can be played, and which rows cannot.
-
-    Attributes:
-        skipped: number of skipped rows that cannot be played.
-        reasons: for the first of the skipped rows, the row number and the reason.
-        notes: remarks for the user on how the workload was read.
-    """
+    """Summary of a workload: how many requests can be played, and which rows cannot."""
 
     requests: int = 0
-    skipped: int = 0
+    skipped: int = 0  # number of skipped rows that cannot be played
+    # For the first of the skipped rows, the row number and the reason.
     reasons: list[str] = msgspec.field(default_factory=list)
-    notes: list[str] = msgspec.field(default_factory=list)
+    notes: list[str] = msgspec.field(default_factory=list)  # remarks for the user on how the workload was read
 
 
 class Workload(Protocol):
@@ -105,11 +81,7 @@ class Workload(Protocol):
     block_tokens: int
 
     def survey(self) -> Survey:
-        """Read the workload once and check every row.
-
-        Raises:
-            WorkloadUnusable: a row cannot be played.
-        """
+        """Read the workload once and check every row. Raises WorkloadUnusable if a row cannot be played."""
         ...
 
     def turns(self) -> Iterator[Turn]:

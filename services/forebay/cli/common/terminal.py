@@ -1,12 +1,13 @@
 """Terminal output of commands. Text from logs is escaped, so it cannot control the terminal."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # rich takes 100 ms, and --help and errors do not need it
     from rich.progress import Progress, ProgressColumn
+    from rich.table import Table
 
     from forebay.cli.common.whole_words import WholeWordsConsole
 
@@ -27,6 +28,17 @@ def bar(*columns: "ProgressColumn") -> "Progress":
 
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def table(title: str, columns: Sequence[str], *, left: int = 1, **of_columns: Any) -> "Table":
+    """Return a table whose first `left` columns are aligned to the left."""
+    from rich.box import SIMPLE  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    made = Table(title=in_markup(title), box=SIMPLE, padding=(0, 0, 0, 1))
+    for at, column in enumerate(columns):
+        made.add_column(in_markup(column), justify="left" if at < left else "right", **of_columns)
+    return made
 
 
 def counted(count: int, noun: str) -> str:

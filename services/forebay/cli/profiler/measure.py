@@ -118,9 +118,7 @@ async def _prefill(worker: ProfiledWorker, point: GridPoint, repeats: int) -> Pr
         ttft_ms.append(alone.ttft_ms)
         tokens_per_s.append(MS * _prompt_tokens(busy) / max(one.ttft_ms for one in busy))
     return PrefillPoint(
-        isl=point.tokens,
-        ttft_ms=statistics.median(ttft_ms),
-        tokens_per_s=statistics.median(tokens_per_s),
+        isl=point.tokens, ttft_ms=statistics.median(ttft_ms), tokens_per_s=statistics.median(tokens_per_s)
     )
 
 
@@ -137,10 +135,7 @@ async def _decode(worker: ProfiledWorker, point: GridPoint, settings: ProfileSet
                 raise
     itl_s = statistics.median(rounds)
     return DecodePoint(
-        context=point.tokens,
-        concurrency=point.concurrency,
-        itl_ms=itl_s * MS,
-        tokens_per_s=point.concurrency / itl_s,
+        context=point.tokens, concurrency=point.concurrency, itl_ms=itl_s * MS, tokens_per_s=point.concurrency / itl_s
     )
 
 

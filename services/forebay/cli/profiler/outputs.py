@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.table import Table
 
 from forebay.cli.common.page import write
-from forebay.cli.common.terminal import results
+from forebay.cli.common.terminal import results, table
 from forebay.cli.profiler.page import page
 from forebay.cli.profiler.profile_file import MeasuredProfile
 from forebay.cli.simulate.profile import write_profile
@@ -59,10 +59,8 @@ def write_report(profile: MeasuredProfile, report: Path) -> None:
 
 
 def _table(stage: str, columns: tuple[str, ...], profile: MeasuredProfile) -> Table:
-    table = Table(title=stage)
-    for column in columns:
-        table.add_column(column, justify="right")
+    shown = table(stage, columns, left=0)
     for point in getattr(profile, stage):
         values = (getattr(point, column) for column in columns)
-        table.add_row(*(f"{value:,.2f}" if isinstance(value, float) else f"{value:,}" for value in values))
-    return table
+        shown.add_row(*(f"{value:,.2f}" if isinstance(value, float) else f"{value:,}" for value in values))
+    return shown

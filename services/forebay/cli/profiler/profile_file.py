@@ -18,38 +18,24 @@ ProfiledRole = Literal["aggregated", "prefill", "decode"]
 
 
 class ProfileSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured, and how. Only a run with the same settings continues a file.
-
-    Attributes:
-        worker: id of the worker; empty for the only worker of the system.
-        role: `prefill` has only prefill points, `decode` only decode points, `aggregated` both.
-        isl: prompt lengths of the prefill points, in tokens.
-        contexts: context lengths of the decode points, in tokens.
-        concurrencies: numbers of concurrent requests of the decode points.
-        output_tokens: output tokens per request of the decode points.
-    """
+    """What was measured, and how. Only a run with the same settings continues a file."""
 
     model: str
-    worker: str
-    role: ProfiledRole
-    isl: tuple[int, ...]
-    contexts: tuple[int, ...]
-    concurrencies: tuple[int, ...]
+    worker: str  # id of the worker; empty for the only worker of the system
+    role: ProfiledRole  # `prefill` has only prefill points, `decode` only decode points, `aggregated` both
+    isl: tuple[int, ...]  # prompt lengths of the prefill points, in tokens
+    contexts: tuple[int, ...]  # context lengths of the decode points, in tokens
+    concurrencies: tuple[int, ...]  # numbers of concurrent requests of the decode points
     repeats: int
-    output_tokens: int
+    output_tokens: int  # output tokens per request of the decode points
 
 
 class GridPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One point to measure.
-
-    Attributes:
-        tokens: prompt tokens of a prefill point, mean context length of a decode point.
-        concurrency: concurrent requests of a decode point; 1 for a prefill point.
-    """
+    """One point to measure."""
 
     stage: Literal["prefill", "decode"]
-    tokens: int
-    concurrency: int = 1
+    tokens: int  # prompt tokens of a prefill point, mean context length of a decode point
+    concurrency: int = 1  # concurrent requests of a decode point; 1 for a prefill point
 
     def __str__(self) -> str:
         if self.stage == "prefill":
@@ -92,11 +78,7 @@ def grid(settings: ProfileSettings) -> Iterator[GridPoint]:
 
 
 def open_profile(path: Path, settings: ProfileSettings) -> MeasuredProfile:
-    """Return the profile in a file that an interrupted run has written, or an empty profile if there is no file.
-
-    Raises:
-        Unusable: the file is not such a profile, or was measured with other settings.
-    """
+    """Return the profile in a file that an interrupted run has written, or an empty profile if there is no file."""
     try:
         with path.open("rb") as file:
             content = file.read(FILE_BYTES_MAX + 1)

@@ -51,16 +51,12 @@ NO_TIMEOUT = httpx.Timeout(None)  # each measurement has its own
 
 @dataclass(frozen=True, slots=True)
 class ProfiledSystem:
-    """The system with the worker to measure.
-
-    Attributes:
-        worker: id of the worker; empty for the only one.
-    """
+    """The system with the worker to measure."""
 
     url: str
     headers: dict[str, str]
     model: str
-    worker: str
+    worker: str  # id of the worker; empty for the only one
 
 
 def run_profile(options: ProfileRunCommand) -> None:
@@ -120,12 +116,7 @@ def _numbers(option: str, text: str, most: int) -> tuple[int, ...]:
 
 
 def find_system(url: str, headers: dict[str, str], model: str, worker: str) -> ProfiledSystem:
-    """Return the model and the worker to measure.
-
-    Raises:
-        Unusable: the system does not respond, does not serve the model or worker, or has several workers and `worker`
-            is empty.
-    """
+    """Return the model and the worker to measure."""
     with httpx.Client(headers=headers, timeout=REQUEST_TIMEOUT_S) as client:
         models = [str(one["id"]) for one in _get(client, f"{url}/v1/models")["data"]]
         if not models:

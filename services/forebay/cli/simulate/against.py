@@ -28,7 +28,7 @@ from forebay.cli.common.unverified import DIVERGED, tell_unverified
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.replay.verify import shown_progress
 from forebay.cli.simulate.options import AgainstOptions, FleetOptions, ShapeOptions, settings_of
-from forebay.cli.simulate.simulations import OnDone, Work, run_all
+from forebay.cli.simulate.simulations import Work, run_all
 from forebay.core.routing.policies import CustomPolicies
 from forebay.core.state.holder_bits import HolderKey
 from forebay.events.fleet import FleetEvent, WorkerJoined, WorkerLost, WorkerSpec
@@ -49,7 +49,7 @@ from forebay.simulate.outcome import (
     tier_tokens,
 )
 from forebay.simulate.pareto import figure
-from forebay.simulate.resumed import NotSimulable, ResumedOutcome, SimulatedHardware, resume
+from forebay.simulate.resumed import NotSimulable, SimulatedHardware, resume
 from forebay.simulate.settings import KV_BYTES_MAX, Delay, Settings, Transfer, tiers_of
 from forebay.simulate.tiers.settings import BANDWIDTH_MAX, BYTES_PER_US
 from forebay.transport.sqlite.log import SqliteLog
@@ -83,8 +83,6 @@ def compare_with_recording(
     """Simulate a recording, and print the error. Exits 1 if an error exceeds its bound.
 
     Args:
-        fleet: fleet options. Only those that the recording does not determine (`OWN`) may be set.
-        shape: workload options. None of them may be set.
         others: for the name of each option that conflicts with --against, whether it was given.
     """
     assert options.against is not None
@@ -98,7 +96,11 @@ def compare_with_recording(
             fail(str(error))
         custom = allowed_policies(options.allow_policy)
         with own_stdout():
-            history = _history(source, custom)
+            history = recorded_history(source, custom)
+        if (found := history.divergence) is not None:
+            complain(f"{source.name}: history diverges at journal offset {found.offset}: {found.reason}")
+            complain("run `forebay verify` for details")
+            raise click.exceptions.Exit(DIVERGED)
         result = _compared(history, settings, fleet, options.speedup, custom)
     above = list(_above(result, bounds))
     if json:
@@ -115,22 +117,15 @@ def compare_with_recording(
 def _require_nothing_else(fleet: FleetOptions, shape: ShapeOptions, others: Mapping[str, bool]) -> None:
     given = [name for name, there in others.items() if there]
     for group in (fleet, shape):
-        given += [
-            f"--{one.name.replace('_', '-')}"
-            for one in fields(group)
-            if one.name not in OWN and getattr(group, one.name) != one.default
-        ]
+        changed = (one.name for one in fields(group) if getattr(group, one.name) != one.default)
+        given += [f"--{name.replace('_', '-')}" for name in changed if name not in OWN]
     if given:
         options = " and ".join(given)
         raise Unusable(f"{options} cannot be combined with --against: the recording determines fleet and requests")
 
 
 def bounds_of(text: str | None) -> dict[str, float]:
-    """Parse `--fail-above` into the maximum error per metric.
-
-    Raises:
-        Unusable: a name or a number is invalid.
-    """
+    """Parse `--fail-above` into the maximum error per metric. Raises Unusable if a name or a number is invalid."""
     bounds: dict[str, float] = {}
     for one in text.split(",") if text is not None else ():
         match = BOUND.fullmatch(one)
@@ -143,8 +138,8 @@ def bounds_of(text: str | None) -> dict[str, float]:
     return bounds
 
 
-def _history(source: Recording, custom: CustomPolicies) -> ObservedHistory:
-    """Read the recorded history. Exits if a decision that is derived again differs from the journal."""
+def recorded_history(source: Recording, custom: CustomPolicies) -> ObservedHistory:
+    """Read the recorded history up to the first decision that is derived differently from the journal."""
 
     async def read() -> ObservedHistory:
         async with source.opened() as (log, partition):
@@ -154,23 +149,13 @@ def _history(source: Recording, custom: CustomPolicies) -> ObservedHistory:
             return await observe_history(log, partition, on_progress, custom)
 
     with shown_progress() as on_progress:
-        history = asyncio.run(read())
-    if history.divergence is not None:
-        divergence = history.divergence
-        complain(f"{source.name}: history diverges at journal offset {divergence.offset}: {divergence.reason}")
-        complain("run `forebay verify` for details")
-        raise click.exceptions.Exit(DIVERGED)
-    return history
+        return asyncio.run(read())
 
 
 def _compared(
     history: ObservedHistory, settings: Settings, fleet: FleetOptions, speedup: float, custom: CustomPolicies
 ) -> dict[str, Any]:
-    """Simulate the history, and return the JSON output.
-
-    Raises:
-        Unusable: the history cannot be simulated, or no request completed on both sides.
-    """
+    """Simulate the history, and return the JSON output."""
     requests = _by_unique_id(history.requests)
     finished = [one.output_tokens for one in requests.values() if one.output_tokens is not None]
     if not finished:
@@ -182,17 +167,14 @@ def _compared(
         raise Unusable("the recording has no KV transfers; omit the --kv-transfer-* options")
     transfer = replace(_recorded_transfer(history.requests, specs), **given)
     group = settings.pools[0].groups[0]
-    run = partial(
-        _resumed,
-        history,
-        _arrivals(history, requests, median),
-        speedup=speedup,
-        # The recorded times include the latencies to the router, and exclude those to clients.
-        delays=replace(settings.delays, submit=Delay(), tokens=settings.delays.progress),
-        hardware=SimulatedHardware(group.engine.timing, transfer, tiers_of(settings, group)),
-        custom=custom,
-    )
-    (resumed,) = run_all([Work("simulation", len(requests), run)])
+    # The recorded times include the latencies to the router, and exclude those to clients.
+    delays = replace(settings.delays, submit=Delay(), tokens=settings.delays.progress)
+    hardware = SimulatedHardware(group.engine.timing, transfer, tiers_of(settings, group))
+    arrivals = _arrivals(history, requests, median)
+    run = partial(resume, history.state, arrivals, speedup=speedup, delays=delays, hardware=hardware, custom=custom)
+    (resumed,) = run_all([Work(len(requests), run)])
+    if isinstance(resumed, NotSimulable):
+        raise Unusable(str(resumed))
     if isinstance(resumed, Exception):
         raise resumed
     numbers = {key: number for number, key in enumerate(resumed.ranks)}
@@ -225,13 +207,6 @@ def _compared(
         "transfer": msgspec.to_builtins(transfer) if prefilling else None,
         "notes": _notes(history, len(requests) - len(finished), median),
     }
-
-
-def _resumed(history: ObservedHistory, arrivals: Sequence[Arrival], on_done: OnDone, **options: Any) -> ResumedOutcome:
-    try:
-        return resume(history.state, arrivals, on_done, **options)
-    except NotSimulable as error:
-        raise Unusable(str(error)) from None
 
 
 def _by_unique_id(requests: Sequence[RecordedRequest]) -> dict[str, RecordedRequest]:
@@ -365,15 +340,13 @@ def _above(result: Mapping[str, Any], bounds: Mapping[str, float]) -> Iterable[s
 
 
 def _left_out(requests: Iterable[RecordedRequest]) -> dict[str, int]:
-    found: Counter[str] = Counter()
+    found = Counter[str]()
     for one in requests:
         if one.in_flight:
             found["in flight at the beginning"] += 1
-        elif one.output_tokens is None and one.cancelled_us:
-            found["cancelled by their clients"] += 1
         elif one.output_tokens is None:
-            routed = one.worker is not None or one.prefiller is not None
-            found["unfinished" if routed else "rejected or never routed"] += 1
+            ended = "rejected or never routed" if one.worker is one.prefiller is None else "unfinished"
+            found["cancelled by their clients" if one.cancelled_us else ended] += 1
     return dict(found)
 
 

@@ -1,6 +1,5 @@
 """`forebay fit`: fit an engine profile to a recording."""
 
-import asyncio
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
@@ -8,19 +7,15 @@ from collections.abc import Sequence
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording
 from forebay.cli.policies.allowed import allowed_policies
-from forebay.cli.replay.verify import shown_progress
+from forebay.cli.simulate.against import recorded_history
 from forebay.cli.simulate.command import FitCommand
 from forebay.cli.simulate.profile import write_profile
-from forebay.core.routing.policies import CustomPolicies
 from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.snapshots import WorkerState
 from forebay.ingress.errors import Unusable
-from forebay.replay.observed import ObservedHistory, RecordedRequest, observe_history
-from forebay.replay.policies import require_allowed
-from forebay.replay.verify.verify import OnProgress
+from forebay.replay.observed import ObservedHistory, RecordedRequest
 from forebay.simulate.profiles.fitting import EngineRun, FitImpossible, ObservedRequest, TimingFit, fit
 from forebay.simulate.profiles.profile import EngineSizes, Profile
-from forebay.transport.sqlite.log import SqliteLog
 
 OF = {
     "step": "per step",
@@ -38,8 +33,10 @@ def run_fit(options: FitCommand) -> None:
         fail(f"{options.out}: --out names the recording itself; choose another file")
     with explained():
         custom = allowed_policies(options.allow_policy)
-        with shown_progress() as on_progress:
-            history = asyncio.run(_read(Recording(log=options.log, group=options.group), on_progress, custom))
+        history = recorded_history(Recording(log=options.log, group=options.group), custom)
+        if history.divergence is not None:
+            where = f"history diverges at journal offset {history.divergence.offset}: {history.divergence.reason}"
+            raise Unusable(f"{where}; run `forebay verify` for details")
         runs = _engine_runs(history, options.pool)
         reasons = Counter(one.left_out for run in runs for one in run.requests if one.left_out)
         left_out = [f"left out: {count} requests, reason: {reason}" for reason, count in reasons.items()]
@@ -64,24 +61,8 @@ def run_fit(options: FitCommand) -> None:
     write_profile(profile, "\n".join([title, *_lines(found), *left_out]), options.out)
 
 
-async def _read(recording: Recording, on_progress: OnProgress, custom: CustomPolicies) -> ObservedHistory:
-    async with recording.opened() as (log, partition):
-        if isinstance(log, SqliteLog):
-            log.check()
-        await require_allowed(log, partition, custom)
-        history = await observe_history(log, partition, on_progress, custom)
-    if history.divergence is not None:
-        where = f"history diverges at journal offset {history.divergence.offset}: {history.divergence.reason}"
-        raise Unusable(f"{where}; run `forebay verify` for details")
-    return history
-
-
 def _engine_runs(history: ObservedHistory, pool: str) -> list[EngineRun]:
-    """Return the requests of each rank of a pool, from each join of its worker.
-
-    Raises:
-        Unusable: no request went to the pool, or its workers have different sizes.
-    """
+    """Return the requests of each rank of a pool, from each join of its worker."""
     joined: dict[str, list[tuple[int, WorkerSpec]]] = {}
     for chunk in history.state:
         if isinstance(chunk, WorkerState):
@@ -110,7 +91,6 @@ def _engine_runs(history: ObservedHistory, pool: str) -> list[EngineRun]:
 
 
 def _observed(one: RecordedRequest) -> ObservedRequest:
-
     left_out = ""
     if one.in_flight or one.attempts > 1:
         left_out = "continued on another worker, or in flight at the beginning"
@@ -130,7 +110,6 @@ def _sizes(spec: WorkerSpec) -> str:
 
 
 def _lines(found: TimingFit) -> Sequence[str]:
-    """Return a summary of the fit for the user."""
     estimates = [
         f"  {one.value:14.6g} us  +- {one.error:<10.3g}  {OF[one.name]} ({one.name})" for one in found.estimates
     ]

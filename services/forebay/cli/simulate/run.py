@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from forebay.cli.common.errors import BROKEN, complain, fail
 from forebay.cli.common.survey import print_survey, survey_lines
-from forebay.cli.common.terminal import in_markup, printable, results
+from forebay.cli.common.terminal import in_markup, printable, results, table
 from forebay.cli.planner.planner_file import PlannerFile
 from forebay.cli.simulate.command import SimulateCommand
 from forebay.cli.simulate.options import (
@@ -104,10 +103,7 @@ def run_simulate(options: SimulateCommand) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Validated inputs of the command, ready to run. `name` is the name of the workload.
-
-    Without limits given by the user, `slo` has the targets of the planner.
-    """
+    """Validated inputs of the command. Without limits given by the user, `slo` has the targets of the planner."""
 
     name: str
     survey: Survey
@@ -127,11 +123,7 @@ def _plan(
     slo_options: tuple[str | None, float | None],
     planner_file: Path | None,
 ) -> _Plan:
-    """Validate the inputs. Exits with an error message if the workload cannot be simulated.
-
-    Args:
-        policies: policies given; None uses the default ones.
-    """
+    """Validate the inputs. Exits with an error message if the workload cannot be simulated."""
     try:
         settings = settings_of(fleet)
         planner = None if planner_file is None else read_planner(planner_file, settings)
@@ -147,27 +139,14 @@ def _plan(
     except (WorkloadUnusable, Unusable, ValueError) as error:
         fail(str(error))
     jobs = [
-        Job(
-            name=name,
-            settings=settings,
-            router=router,
-            workload=workload,
-            options=options,
-            requests=survey.requests,
-            planner=planner,
-        )
-        for name, router in routers.items()
+        Job(name, settings, router, workload, options, survey.requests, planner) for name, router in routers.items()
     ]
     return _Plan(opened.name, survey, settings, options, routers, slo, jobs, planner)
 
 
 def _run_jobs(plan: _Plan, *, whole: bool) -> list[SimulationRun]:
-    """Run all simulations. Exits if one fails with a user error; raises any other error.
-
-    Args:
-        whole: whether to keep the outcomes of single requests.
-    """
-    ended = run_all([Work(job.name, job.requests, partial(simulate_run, job, plan.slo, whole)) for job in plan.jobs])
+    """Run all simulations. Exits if one fails with a user error; raises any other error."""
+    ended = run_all([Work(job.requests, partial(simulate_run, job, plan.slo, whole)) for job in plan.jobs])
     runs: list[SimulationRun] = []
     for one in ended:
         if isinstance(one, WorkloadUnusable | BrokenProcessPool):
@@ -220,26 +199,23 @@ def _fleet(settings: Settings) -> str:
 
 def _pool_table(policies: Mapping[str, Any]) -> Table:
     """Return a table of the pools that generate responses, under each policy."""
-    table = Table(title="pools", box=SIMPLE, padding=(0, 0, 0, 1))
-    for column in ("policy", "pool", "requests", "reuse", "TTFT"):
-        table.add_column(column, justify="left" if column in ("policy", "pool") else "right")
+    shown = table("pools", ("policy", "pool", "requests", "reuse", "TTFT"), left=2)
     for name, one in policies.items():
         for pool, part in one.get("pools", {}).items():
             reuse, ttft = f"{part['prefix_reuse']:.4f}", _times(part["ttft_ms"], TIMES["ttft_ms"])
-            table.add_row(in_markup(name), in_markup(pool), str(part["requests"]), reuse, ttft)
-    return table
+            shown.add_row(in_markup(name), in_markup(pool), str(part["requests"]), reuse, ttft)
+    return shown
 
 
 def _tier_table(policies: Mapping[str, Any]) -> Table:
     """Return a table of where the KV of prompt tokens came from, under each policy."""
-    table = Table(title="prompt tokens by tier", box=SIMPLE, padding=(0, 0, 0, 1))
-    for column in ("policy", "device", "host", "disk", "store", "computed", "loads", "load"):
-        table.add_column(column, justify="left" if column == "policy" else "right")
+    columns = ("policy", "device", "host", "disk", "store", "computed", "loads", "load")
+    shown = table("prompt tokens by tier", columns)
     for name, one in policies.items():
         if (tiers := one.get("tiers")) is not None:
             shares = [f"{share:.4f}" for share in tiers["shares"].values()]
-            table.add_row(in_markup(name), *shares, str(tiers["loads"]), _times(tiers["load_ms"], ".1f"))
-    return table
+            shown.add_row(in_markup(name), *shares, str(tiers["loads"]), _times(tiers["load_ms"], ".1f"))
+    return shown
 
 
 def _scaled(one: Mapping[str, Any]) -> str:
@@ -251,25 +227,20 @@ def _scaled(one: Mapping[str, Any]) -> str:
 
 
 def _show(plan: _Plan, result: Mapping[str, Any]) -> None:
-    title = f"{plan.name}, {_fleet(plan.settings)}; milliseconds as mean/p50/p99"
-    table = Table(title=in_markup(title), box=SIMPLE, padding=(0, 0, 0, 1))
     columns = ["policy", "failed", "reuse", "max/mean", "TTFT", "ITL", "E2E"]
     split = any("prefilled_remotely" in one for one in result["policies"].values())
     columns += ["remote", "transfer"] if split else []
     columns += ["attained", "goodput/s"] if plan.slo else []
-    for column in columns:
-        table.add_column(column, justify="left" if column == "policy" else "right")
+    shown = table(f"{plan.name}, {_fleet(plan.settings)}; milliseconds as mean/p50/p99", columns)
     for name, one in result["policies"].items():
         times = [_times(one[key], width) for key, width in TIMES.items()]
         attained = [f"{one['attained']:.2%}", f"{one['goodput_per_s']:.3f}"] if plan.slo else []
         reuse, balance = f"{one['prefix_reuse']:.4f}", f"{one['load_max_over_mean']:.3f}"
         moved = [str(one["prefilled_remotely"]), _times(one["transfer_ms"], ".1f")] if split else []
-        table.add_row(in_markup(name), str(one["failed"]), reuse, balance, *times, *moved, *attained)
-    results().print(table)
-    if any("pools" in one for one in result["policies"].values()):
-        results().print(_pool_table(result["policies"]))
-    if any("tiers" in one for one in result["policies"].values()):
-        results().print(_tier_table(result["policies"]))
+        shown.add_row(in_markup(name), str(one["failed"]), reuse, balance, *times, *moved, *attained)
+    for one in (shown, _pool_table(result["policies"]), _tier_table(result["policies"])):
+        if one.rows:
+            results().print(one)
     for name, one in result["policies"].items():
         if "planner" in one:
             click.echo(f"{name}: {_scaled(one)}")

@@ -10,12 +10,13 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from forebay.cli.common.terminal import bar, in_markup, own_stdout
+from forebay.cli.common.terminal import bar, own_stdout
 from forebay.cli.planner.planner_file import PlannerFile
 from forebay.cli.simulate.planned import planned_metrics, planning_of
 from forebay.events.control import RouterConfig
@@ -30,22 +31,14 @@ from forebay.simulate.workload import WorkloadOptions
 LOOK_EVERY_S = 0.2
 S_PER_HOUR = 3600
 US_PER_S = 1e6
-BARS_MAX = 8  # with more simulations only the running ones have a progress bar
 
 T = TypeVar("T")
 OnDone = Callable[[int], object]
 _process: dict[str, Any] = {}  # arguments of a worker process; an executor's initializer can only set globals
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One simulation to run. Picklable.
-
-    Attributes:
-        name: name of the simulation for progress and reports.
-        workload: name of the workload, which the process that plays it opens.
-        requests: expected number of requests, for the progress bar.
-        planner: planner that sizes the pools; None for no planner.
-    """
+class Job(msgspec.Struct, frozen=True):
+    """One simulation to run, by the process that opens its workload. `requests` are expected, for the progress."""
 
     name: str
     settings: Settings
@@ -58,33 +51,21 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class SimulationRun:
-    """One finished simulation.
-
-    Attributes:
-        name: policy as the user wrote it.
-        outcome: outcome of every request; empty if `simulate_run` was called without `whole`.
-        summary: metrics of the run, as `--json` prints them.
-    """
+    """One finished simulation."""
 
     name: str
     settings: Settings
     router: RouterConfig
-    outcome: SimulationOutcome
-    summary: dict[str, Any]
+    outcome: SimulationOutcome  # outcome of every request; empty if `simulate_run` was called without `whole`
+    summary: dict[str, Any]  # metrics of the run, as `--json` prints them
 
 
 @dataclass(frozen=True, slots=True)
 class Work(Generic[T]):
-    """Task for a worker process.
+    """Task for a worker process."""
 
-    Attributes:
-        name: name of the task in the progress display.
-        total: amount of work, in units of `do`.
-        do: picklable function that does the work. It calls its argument with the amount of work done so far.
-    """
-
-    name: str
-    total: int
+    total: int  # amount of work, in units of `do`
+    # Picklable function that does the work. It calls its argument with the amount of work done so far.
     do: Callable[[OnDone], T]
 
 
@@ -132,10 +113,12 @@ def run_all(todo: Sequence[Work[T]]) -> list[T | Exception]:
     Returns:
         The result or the exception of each task, in order. A failing task does not stop the others.
     """
-    with _Progress.shown(todo) as shown:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
+    with bar(*columns, TimeRemainingColumn()) as progress:
+        task = progress.add_task("simulating", total=sum(work.total for work in todo))
         if len(todo) == 1:
             with own_stdout():
-                return [_done_here(todo[0], shown)]
+                return [_result(partial(todo[0].do, lambda done: progress.update(task, completed=done)))]
         # Spawn, because a forked child would inherit threads and the hash seed.
         context = multiprocessing.get_context("spawn")
         arrived = context.Array("q", len(todo), lock=False)
@@ -143,13 +126,13 @@ def run_all(todo: Sequence[Work[T]]) -> list[T | Exception]:
         pool = ProcessPoolExecutor(min(len(todo), os.cpu_count() or 1), context, _start_process, (arrived,))
         try:
             with _interrupts_later():
-                running = [pool.submit(_do_in_process, at, work.do) for at, work in enumerate(todo)]
+                running = [pool.submit(_do_in_process, at, work) for at, work in enumerate(todo)]
             left: set[Future[T]] = set(running)
             while left:
                 left = wait(left, LOOK_EVERY_S).not_done
-                shown.update(arrived, running)
-            ended: list[T | Exception] = list(map(_result, running))
-            return ended
+                description = f"{len(todo) - len(left)} of {len(todo)} runs"
+                progress.update(task, completed=sum(arrived), description=description)
+            return [_result(one.result) for one in running]
         except BaseException:
             for child in set(multiprocessing.active_children()) - others:
                 child.terminate()
@@ -158,16 +141,9 @@ def run_all(todo: Sequence[Work[T]]) -> list[T | Exception]:
             pool.shutdown(cancel_futures=True)
 
 
-def _done_here(work: Work[T], shown: "_Progress") -> T | Exception:
+def _result(run: Callable[[], T]) -> T | Exception:
     try:
-        return work.do(lambda done: shown.update([done], [Future()]))
-    except Exception as error:  # noqa: BLE001 - same behaviour as in a worker process
-        return error
-
-
-def _result(ended: Future[T]) -> T | Exception:
-    try:
-        return ended.result()
+        return run()
     except Exception as error:  # noqa: BLE001 - a user-defined policy may raise anything
         return error
 
@@ -196,42 +172,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _do_in_process(at: int, do: Callable[[OnDone], T]) -> T:
+def _do_in_process(at: int, work: Work[T]) -> T:
     arrived = _process["arrived"]
-
-    def on_done(done: int) -> None:
-        arrived[at] = done
-
-    return do(on_done)
-
-
-class _Progress:
-    """Progress bars: one per task, or, for many tasks, one in total and one per running task."""
-
-    def __init__(self, progress: Progress, todo: Sequence[Work[Any]]) -> None:
-        self._progress = progress
-        self._todo = todo
-        self._few = len(todo) <= BARS_MAX
-        self._total = sum(work.total for work in todo)
-        self._all = progress.add_task("", total=self._total, visible=not self._few)
-        self._each: list[TaskID] = [
-            progress.add_task(in_markup(work.name), total=work.total, visible=self._few) for work in todo
-        ]
-
-    @staticmethod
-    @contextmanager
-    def shown(todo: Sequence[Work[Any]]) -> Iterator["_Progress"]:
-        """Show the progress within the body."""
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
-        with bar(*columns, TimeRemainingColumn()) as progress:
-            yield _Progress(progress, todo)
-
-    def update(self, done: Sequence[int], running: Sequence[Future[Any]]) -> None:
-        """Update the bars from the amounts done and the states of the tasks."""
-        ended = sum(one.done() for one in running)
-        so_far = 0
-        for task, work, count, one in zip(self._each, self._todo, done, running, strict=True):
-            count = work.total if one.done() else min(count, work.total)  # noqa: PLW2901
-            so_far += count
-            self._progress.update(task, completed=count, visible=self._few or (count > 0 and not one.done()))
-        self._progress.update(self._all, completed=so_far, description=f"{ended} of {len(self._todo)} runs")
+    result = work.do(partial(arrived.__setitem__, at))
+    arrived[at] = work.total
+    return result

@@ -93,11 +93,7 @@ def run_sweep(options: SweepCommand) -> None:
 
 
 def _objectives(given: Sequence[str] | None, slo: Slo | None, find_capacity: bool) -> list[str]:
-    """Return the objectives to compare.
-
-    Raises:
-        ValueError: an objective is unknown, or needs another option.
-    """
+    """Return the objectives to compare. Raises ValueError if an objective is unknown, or needs another option."""
     if find_capacity and slo is None:
         raise ValueError("--find-capacity requires --slo")
     for name in given or ():
@@ -113,12 +109,7 @@ def _objectives(given: Sequence[str] | None, slo: Slo | None, find_capacity: boo
 
 
 def _jobs(workload: str, todo: Sequence[Combination], find_capacity: bool) -> tuple[list[Job], Survey, str]:
-    """Check every combination, and return the jobs, the survey of the first workload, and its name.
-
-    Raises:
-        WorkloadUnusable: a row of a workload cannot be played.
-        ValueError: no request fits the fleet of a combination.
-    """
+    """Check every combination, and return the jobs, the survey of the first workload, and its name."""
     surveys: dict[WorkloadOptions, Survey] = {}
     possible: set[object] = set()
     jobs: list[Job] = []
@@ -138,25 +129,13 @@ def _jobs(workload: str, todo: Sequence[Combination], find_capacity: bool) -> tu
             except ValueError as error:
                 raise ValueError(f"{one.name}: {error}") from None
             possible.add((shape, fleet))
-        jobs.append(
-            Job(
-                name=one.name,
-                settings=one.fleet,
-                router=one.router,
-                workload=workload,
-                options=options,
-                requests=surveys[shape].requests,
-            )
-        )
+        requests = surveys[shape].requests
+        jobs.append(Job(one.name, one.fleet, one.router, workload, options, requests))
     return jobs, next(iter(surveys.values())), opened.name
 
 
 def _scalable(workload: Workload) -> list[str]:
-    """Return notes on playing a workload at other speeds.
-
-    Raises:
-        ValueError: the workload's rate does not depend on the speed.
-    """
+    """Return notes on playing a workload at other speeds. Raises ValueError if the speed does not change its rate."""
     times: set[int] = set()
     after = 0
     for turn in workload.turns():
@@ -176,9 +155,9 @@ def _scalable(workload: Workload) -> list[str]:
 
 def _work(job: Job, slo: Slo | None, attain: float, find_capacity: bool) -> Work[Metrics]:
     if not find_capacity:
-        return Work(job.name, job.requests, partial(simulate_metrics, job, slo))
+        return Work(job.requests, partial(simulate_metrics, job, slo))
     assert slo is not None
-    return Work(job.name, job.requests * STEPS_EXPECTED, partial(_capacity_of, job, slo, attain))
+    return Work(job.requests * STEPS_EXPECTED, partial(_capacity_of, job, slo, attain))
 
 
 def _capacity_of(job: Job, slo: Slo, attain: float, on_done: OnDone) -> Metrics:
@@ -189,13 +168,9 @@ def _capacity_of(job: Job, slo: Slo, attain: float, on_done: OnDone) -> Metrics:
         at_speed = msgspec.structs.replace(job, options=msgspec.structs.replace(job.options, speed=speed))
         before = len(tried) * job.requests
         outcome = play(at_speed, lambda done: on_done(before + done))
-        tried[speed] = one = run_metrics(at_speed, outcome, slo)
-        return SpeedTrial(
-            speed=speed,
-            requests_per_s=requests_per_s(outcome),
-            attained=one["attained"],
-            holds=one["attained"] >= attain,
-        )
+        tried[speed] = run_metrics(at_speed, outcome, slo)
+        attained = tried[speed]["attained"]
+        return SpeedTrial(speed, requests_per_s(outcome), attained, holds=attained >= attain)
 
     found = search(measure, job.options.speed)
     best = found.step

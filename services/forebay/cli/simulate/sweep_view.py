@@ -4,10 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import click
-from rich.box import SIMPLE
-from rich.table import Table
 
-from forebay.cli.common.terminal import in_markup, printable, results
+from forebay.cli.common.terminal import in_markup, printable, results, table
 from forebay.simulate.pareto import costs
 
 TIMES = {"TTFT": ("ttft_ms", ".0f"), "ITL": ("itl_ms", ".1f")}
@@ -24,14 +22,12 @@ def show(name: str, result: Metrics) -> None:
     objectives_slo = result["settings"]["slo"] is not None
     varied = list(dict.fromkeys(setting for run in runs for setting in run["set"]))
     title = f"{name}; * is Pareto-optimal in {', '.join(result['objectives'])}; milliseconds as {'/'.join(SHOWN)}"
-    table = Table(title=in_markup(title), box=SIMPLE, padding=(0, 0, 0, 1))
     columns = ["", "policy", *varied]
     columns += ["requests/s", "speed"] if searched else []
     has_tiers = any("tiers" in run for run in runs)
     columns += ["GPU-h", "failed", "reuse", *(["host/disk/store"] if has_tiers else []), "max/mean", *TIMES]
     columns += ["attained", "goodput/s"] if objectives_slo else []
-    for column in columns:
-        table.add_column(in_markup(column), justify="left" if column in ("", "policy") else "right", no_wrap=True)
+    shown = table(title, columns, left=2, no_wrap=True)
     for run in runs:
         cells = ["*" if run["pareto"] else "", run["policy"], *(run["set"].get(setting, "-") for setting in varied)]
         cells += _rate(run["capacity"]) if searched else []
@@ -40,18 +36,15 @@ def show(name: str, result: Metrics) -> None:
         cells += [f"{run['load_max_over_mean']:.3f}"]
         cells += ["/".join(f"{run[key][of]:{width}}" for of in SHOWN if run[key]) for key, width in TIMES.values()]
         cells += [f"{run['attained']:.2%}", f"{run['goodput_per_s']:.3f}"] if objectives_slo else []
-        table.add_row(*map(in_markup, cells))
-    results().print(table)
+        shown.add_row(*map(in_markup, cells))
+    results().print(shown)
     for line in _summary_lines(result, searched):
         click.echo(printable(line))
     click.echo(f"digest of all decisions, equal for equal runs: {result['digest']}")
 
 
 def attaining(runs: Sequence[Metrics], dead: Sequence[Metrics], attain: float) -> dict[str, list[Metrics]]:
-    """Return the combinations that attain the SLO with every seed: their runs by name without the seed.
-
-    A combination with a failed run (in `dead`) is left out.
-    """
+    """Return the combinations without a failed run that attain the SLO with every seed: runs by unseeded name."""
     found: dict[str, list[Metrics]] = {}
     for run in runs:
         found.setdefault(_unseeded(run), []).append(run)
@@ -66,7 +59,6 @@ def _unseeded(run: Metrics) -> str:
 
 
 def _rate(capacity: Metrics) -> tuple[str, str]:
-    """Return request rate and speed of the result of a capacity search, as text."""
     step = capacity["step"]
     if step is None:
         return "none", "-"

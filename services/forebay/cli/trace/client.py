@@ -31,41 +31,24 @@ class NoSystem(Exception):
 
 @dataclass(slots=True)
 class TraceOutcome:
-    """What a trace measured so far: latencies in milliseconds, token counts, pace and failures of the requests.
-
-    Attributes:
-        interrupted: number of the signal that ended the trace early; 0 if none did.
-        ttft_ms: times to first token.
-        itl_ms: mean times between the tokens of a response.
-        e2e_ms: times to the last token.
-        prompt_tokens: prompt tokens of completed requests.
-        cached_tokens: the part of `prompt_tokens` that was found in a cache.
-        output_tokens: tokens of complete responses.
-        computed: computed prompt tokens by worker.
-        prompts: remote prefills by worker.
-        failures: failed requests by kind.
-        ends: complete responses by request id.
-        roles: role of each worker, idle workers included.
-        silent: URLs that did not respond with metrics at the end.
-        pace: when requests were due and sent.
-    """
+    """What a trace measured so far: latencies in milliseconds, token counts, pace and failures of the requests."""
 
     sent: int = 0
-    interrupted: int = 0
-    ttft_ms: "array[float]" = field(default_factory=lambda: array("d"))
-    itl_ms: "array[float]" = field(default_factory=lambda: array("d"))
-    e2e_ms: "array[float]" = field(default_factory=lambda: array("d"))
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    computed: dict[str, int] = field(default_factory=dict)
+    interrupted: int = 0  # number of the signal that ended the trace early; 0 if none did
+    ttft_ms: "array[float]" = field(default_factory=lambda: array("d"))  # times to first token
+    itl_ms: "array[float]" = field(default_factory=lambda: array("d"))  # mean times between the tokens of a response
+    e2e_ms: "array[float]" = field(default_factory=lambda: array("d"))  # times to the last token
+    prompt_tokens: int = 0  # prompt tokens of completed requests
+    cached_tokens: int = 0  # the part of `prompt_tokens` that was found in a cache
+    output_tokens: int = 0  # tokens of complete responses
+    computed: dict[str, int] = field(default_factory=dict)  # computed prompt tokens by worker
     requests: dict[str, int] = field(default_factory=dict)
-    prompts: dict[str, int] = field(default_factory=dict)
-    failures: FailureCounts = field(default_factory=FailureCounts)
-    ends: dict[str, int] = field(default_factory=dict)
-    roles: dict[str, str] = field(default_factory=dict)
-    silent: list[str] = field(default_factory=list)
-    pace: Pace = field(default_factory=Pace)
+    prompts: dict[str, int] = field(default_factory=dict)  # remote prefills by worker
+    failures: FailureCounts = field(default_factory=FailureCounts)  # failed requests by kind
+    ends: dict[str, int] = field(default_factory=dict)  # complete responses by request id
+    roles: dict[str, str] = field(default_factory=dict)  # role of each worker, idle workers included
+    silent: list[str] = field(default_factory=list)  # URLs that did not respond with metrics at the end
+    pace: Pace = field(default_factory=Pace)  # when requests were due and sent
 
     def add(self, response: StreamedResponse, *, is_complete: bool) -> None:
         """Add a response, and its latencies and tokens if it is complete."""

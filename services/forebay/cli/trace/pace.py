@@ -23,28 +23,21 @@ LATE_MS = 100.0
 
 @dataclass(slots=True)
 class Pace:
-    """When the requests of a trace were due and sent, and how busy the client was.
+    """When the requests of a trace were due and sent, and how busy the client was."""
 
-    Attributes:
-        due_s: due time of each sent request with a fixed time, in seconds from the start.
-        sent_s: time at which each of these requests was sent, in seconds from the start.
-        late_ms: delay of each sent request after its due time, dependent requests included.
-        first_token_ms: time to first token of each completed request, by the order of sending; None if it failed.
-        delayed: number of requests that waited because too many requests were in flight.
-        lasted_s: seconds until the last response, or until the trace was interrupted.
-        busy_s: seconds in which the client was saturated.
-        lag_max_s: longest delay of the client's event loop.
-        server_cpus: CPUs used by each server process on average, by URL; only of servers that export it.
-    """
-
+    # Due time of each sent request with a fixed time, in seconds from the start.
     due_s: "array[float]" = field(default_factory=lambda: array("d"))
+    # Time at which each of these requests was sent, in seconds from the start.
     sent_s: "array[float]" = field(default_factory=lambda: array("d"))
+    # Delay of each sent request after its due time, dependent requests included.
     late_ms: "array[float]" = field(default_factory=lambda: array("d"))
+    # Time to first token of each completed request, by the order of sending; None if it failed.
     first_token_ms: list[float | None] = field(default_factory=list)
-    delayed: int = 0
-    lasted_s: float = 0.0
-    busy_s: float = 0.0
-    lag_max_s: float = 0.0
+    delayed: int = 0  # number of requests that waited because too many requests were in flight
+    lasted_s: float = 0.0  # seconds until the last response, or until the trace was interrupted
+    busy_s: float = 0.0  # seconds in which the client was saturated
+    lag_max_s: float = 0.0  # longest delay of the client's event loop
+    # CPUs used by each server process on average, by URL; only of servers that export it.
     server_cpus: dict[str, float] = field(default_factory=dict)
 
     async def watch_client(self) -> None:

@@ -9,12 +9,11 @@ from typing import Any
 import click
 import uvloop
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from forebay.cli.common.api_key import client_headers
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.survey import print_survey
-from forebay.cli.common.terminal import bar, results
+from forebay.cli.common.terminal import bar, results, table
 from forebay.cli.trace.client import NoSystem, TraceOutcome, play
 from forebay.cli.trace.command import URL, TraceCommand
 from forebay.simulate.outcome import percentiles
@@ -59,12 +58,7 @@ def run_trace(command: TraceCommand) -> None:
 
 
 def summarise(outcome: TraceOutcome, total: int, concurrency_max: int) -> dict[str, Any]:
-    """Return the metrics as `--json` prints them. In a disaggregated fleet only prefill workers count for balance.
-
-    Args:
-        outcome: what the trace measured.
-        concurrency_max: maximum number of requests in flight.
-    """
+    """Return the metrics as `--json` prints them. In a disaggregated fleet only prefill workers count for balance."""
     roles = outcome.roles
     workers = [worker for worker, role in roles.items() if role in WORKING]
     computed = {worker: outcome.computed.get(worker, 0) for worker in sorted({*workers, *outcome.computed})}
@@ -111,14 +105,12 @@ def _show(summary: dict[str, Any]) -> None:
     title = f"{summary['requests']} requests completed, {summary['failed']} failed"
     if summary["interrupted"]:
         title += f"; interrupted with {summary['unfinished']} in flight and {summary['unsent']} not sent"
-    table = Table(title=title)
-    for column in ("", "mean", "p50", "p90", "p99"):
-        table.add_column(column, justify="right")
+    shown = table(title, ("", "mean", "p50", "p90", "p99"))
     for name in ("ttft_ms", "itl_ms", "e2e_ms"):
         times = summary[name]
-        table.add_row(name, *(f"{times[key]:.2f}" if times else "-" for key in ("mean", "p50", "p90", "p99")))
+        shown.add_row(name, *(f"{times[key]:.2f}" if times else "-" for key in ("mean", "p50", "p90", "p99")))
     console = results(soft_wrap=True)
-    console.print(table)
+    console.print(shown)
     console.print(f"prefix reuse        {summary['prefix_reuse']:.3f} of {summary['prompt_tokens']} prompt tokens")
     console.print(f"load, max over mean {summary['load_max_over_mean']:.3f} of computed prompt tokens")
     for line in _pace_lines(summary["pace"]):

@@ -14,29 +14,20 @@ from forebay.cli.common.failures import TEXT_CHARS_MAX, Failure, event_failure, 
 
 @dataclass(slots=True)
 class StreamedResponse:
-    """Streamed response to one request. Times are of the clock `time.perf_counter`.
+    """Streamed response to one request. Times are of the clock `time.perf_counter`."""
 
-    Attributes:
-        output_tokens: number of tokens that the request asks for.
-        sent_s: time of the first attempt.
-        first_s: arrival of the first token; 0 before.
-        last_s: arrival of the last token; 0 before.
-        ended_s: arrival of the last event; 0 before.
-        status: HTTP status; 0 before the head of the response.
-        retry_s: seconds after which to send the request again, because its group has no owner; None otherwise.
-        usage_ids: id of the response in each event with token counts, of which there should be one.
-    """
-
-    output_tokens: int
-    sent_s: float = field(default_factory=time.perf_counter)
-    first_s: float = 0.0
-    last_s: float = 0.0
-    ended_s: float = 0.0
-    status: int = 0
+    output_tokens: int  # number of tokens that the request asks for
+    sent_s: float = field(default_factory=time.perf_counter)  # time of the first attempt
+    first_s: float = 0.0  # arrival of the first token; 0 before
+    last_s: float = 0.0  # arrival of the last token; 0 before
+    ended_s: float = 0.0  # arrival of the last event; 0 before
+    status: int = 0  # HTTP status; 0 before the head of the response
+    # Seconds after which to send the request again, because its group has no owner; None otherwise.
     retry_s: float | None = None
     worker: str = ""
     computed_by: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
+    # Id of the response in each event with token counts, of which there should be one.
     usage_ids: list[str] = field(default_factory=list)
 
     @property

@@ -59,18 +59,12 @@ class PodSet:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits of requests to the API server.
+    """Limits of requests to the API server."""
 
-    Attributes:
-        connect_s: maximum seconds to connect.
-        read_s: maximum seconds until the response.
-        pause_s: seconds before the second try, doubled for each further one.
-    """
-
-    connect_s: float = CONNECT_S
-    read_s: float = READ_S
+    connect_s: float = CONNECT_S  # maximum seconds to connect
+    read_s: float = READ_S  # maximum seconds until the response
     tries: int = TRIES
-    pause_s: float = PAUSE_S
+    pause_s: float = PAUSE_S  # seconds before the second try, doubled for each further one
 
 
 def connect(kubeconfig: str | None) -> client.AppsV1Api:

@@ -27,14 +27,10 @@ _RECORD_AND_EXECUTE = (
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """Identity of a process, which no other process ever has.
-
-    Attributes:
-        start_ticks: start time in clock ticks since the boot.
-    """
+    """Identity of a process, which no other process ever has."""
 
     pid: int
-    start_ticks: int
+    start_ticks: int  # start time in clock ticks since the boot
     boot: str
 
 

@@ -47,61 +47,38 @@ MESSAGE_CHARS_MAX = 1_000  # of a reply on the log
 
 @dataclass(frozen=True, slots=True)
 class ProcessPool:
-    """Pool whose workers are processes of this machine.
-
-    Attributes:
-        command: program and arguments of a worker, without its id.
-        kill_after_s: seconds after SIGTERM after which a worker that still runs is killed.
-    """
+    """Pool whose workers are processes of this machine."""
 
     group: str
     pool: str
-    command: tuple[str, ...]
-    kill_after_s: float = KILL_AFTER_S
+    command: tuple[str, ...]  # program and arguments of a worker, without its id
+    kill_after_s: float = KILL_AFTER_S  # seconds after SIGTERM after which a worker that still runs is killed
 
 
 @dataclass(frozen=True, slots=True)
 class RestartSettings:
-    """When a worker counts as started, failed or stable.
+    """When a worker counts as started, failed or stable."""
 
-    Attributes:
-        poll_s: seconds between checks of the processes.
-        started_s: seconds after its start after which a new worker counts as started.
-        wait_s: maximum seconds for which `scale` waits until new workers have started or failed.
-        failures_max: consecutive ends after which a worker counts as failed.
-        stable_s: seconds of a run after which earlier ends are forgotten.
-        backoff_s: seconds until the first restart; doubled for each further one.
-        backoff_s_max: maximum seconds until a restart.
-    """
-
-    poll_s: float = 0.25
-    started_s: float = 2.0
-    wait_s: float = 30.0
-    failures_max: int = 3
-    stable_s: float = 60.0
-    backoff_s: float = 1.0
-    backoff_s_max: float = 60.0
+    poll_s: float = 0.25  # seconds between checks of the processes
+    started_s: float = 2.0  # seconds after its start after which a new worker counts as started
+    wait_s: float = 30.0  # maximum seconds for which `scale` waits until new workers have started or failed
+    failures_max: int = 3  # consecutive ends after which a worker counts as failed
+    stable_s: float = 60.0  # seconds of a run after which earlier ends are forgotten
+    backoff_s: float = 1.0  # seconds until the first restart; doubled for each further one
+    backoff_s_max: float = 60.0  # maximum seconds until a restart
 
 
 @dataclass(slots=True)
 class _Worker:
-    """State of a worker; times are of the monotonic clock.
-
-    Attributes:
-        process: its process; None if it has ended.
-        started_s: when the process was started or found.
-        failures: consecutive ends without a stable run.
-        retry_s: when it is started again.
-        problem: why its process ended or could not be started.
-    """
+    """State of a worker; times are of the monotonic clock."""
 
     record: SupervisedWorker
-    process: ProcessIdentity | None = None
-    started_s: float = 0.0
-    failures: int = 0
-    retry_s: float = 0.0
+    process: ProcessIdentity | None = None  # its process; None if it has ended
+    started_s: float = 0.0  # when the process was started or found
+    failures: int = 0  # consecutive ends without a stable run
+    retry_s: float = 0.0  # when it is started again
     kill_s: float = inf
-    problem: str = ""
+    problem: str = ""  # why its process ended or could not be started
 
 
 class ProcessActuator:

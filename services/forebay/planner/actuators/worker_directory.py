@@ -31,15 +31,12 @@ class DirectoryUnusable(Exception):
 
 
 class SupervisedWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of one worker, which is written before the supervisor acts on it.
-
-    Attributes:
-        drain: `requested` before the worker gets SIGTERM, `signalled` afterwards. A second signal would end the drain.
-    """
+    """Record of one worker, which is written before the supervisor acts on it."""
 
     group: str
     pool: str
     number: Annotated[int, msgspec.Meta(ge=0)]
+    # `requested` before the worker gets SIGTERM, `signalled` afterwards. A second signal would end the drain.
     drain: Drain = "none"
 
     @property

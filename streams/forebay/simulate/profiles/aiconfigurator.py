@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 from aiconfigurator_core.sdk.engine import EngineHandle
-from numpy.typing import NDArray
 
 from forebay.engine_model.timing import LinearTiming
-from forebay.simulate.profiles.regression import regression
+from forebay.simulate.profiles.regression import Errors, fitted
 from forebay.simulate.profiles.sheets import ProfileUnusable
 
 PROMPTS = (64, 256, 1024, 2048, 4096, 8192)
@@ -25,16 +24,11 @@ US_PER_MS = 1_000.0
 
 
 class EstimatedTiming(NamedTuple):
-    """Linear timing fitted to AIConfigurator's estimates, and its relative errors against them per step.
-
-    Attributes:
-        prefill: p50 and p90 of the relative errors of prefill steps.
-        decode: p50 and p90 of the relative errors of decode steps.
-    """
+    """Linear timing fitted to AIConfigurator's estimates, and its relative errors against them per step."""
 
     timing: LinearTiming
-    prefill: tuple[float, float]
-    decode: tuple[float, float]
+    prefill: Errors  # of prefill steps
+    decode: Errors  # of decode steps
 
 
 def fit_estimates(model: str, system: str, backend: str, tensor_parallel: int) -> EstimatedTiming:
@@ -69,12 +63,8 @@ def fit_estimates(model: str, system: str, backend: str, tensor_parallel: int) -
             f"cannot use the estimate of AIConfigurator for {model} on {system} with {backend}: it contains a step time"
             " of 0; choose another system or engine"
         )
-    shares = rows / times[:, None]
-    costs = regression(shares)
-    errors: NDArray[np.float64] = np.abs(shares @ costs - 1.0)
-    parts = errors[: len(prefill)], errors[len(prefill) :]
-    of_prefill, of_decode = ((float(np.percentile(part, 50)), float(np.percentile(part, 90))) for part in parts)
-    timing = LinearTiming(**dict(zip(LinearTiming.__struct_fields__, map(float, costs), strict=True)))
+    costs, of_prefill, of_decode = fitted(rows, times, len(prefill))
+    timing = LinearTiming(**dict(zip(LinearTiming.__struct_fields__, costs, strict=True)))
     return EstimatedTiming(timing, of_prefill, of_decode)
 
 

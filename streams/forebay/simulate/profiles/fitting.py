@@ -40,25 +40,16 @@ class FitImpossible(Exception):
 
 @dataclass(slots=True)
 class ObservedRequest:
-    """Recorded request with the times at which its engine processed it. All times are microseconds of one clock.
+    """Recorded request with the times at which its engine processed it. All times are microseconds of one clock."""
 
-    Attributes:
-        routed_us: when the router sent the request to the engine.
-        cached_tokens: prompt tokens that the engine found in its cache.
-        first_us: time of the first output token; 0 if there was none.
-        last_us: time of the last output token; 0 if there was none.
-        stopped_us: time at which the request was cancelled; 0 if it was not.
-        left_out: reason why the times of the request must not be compared; empty if they may.
-    """
-
-    routed_us: int
+    routed_us: int  # when the router sent the request to the engine
     prompt_tokens: int
     output_tokens: int
-    cached_tokens: int = 0
-    first_us: int = 0
-    last_us: int = 0
-    stopped_us: int = 0
-    left_out: str = ""
+    cached_tokens: int = 0  # prompt tokens that the engine found in its cache
+    first_us: int = 0  # time of the first output token; 0 if there was none
+    last_us: int = 0  # time of the last output token; 0 if there was none
+    stopped_us: int = 0  # time at which the request was cancelled; 0 if it was not
+    left_out: str = ""  # reason why the times of the request must not be compared; empty if they may
 
 
 @dataclass(slots=True)
@@ -79,29 +70,19 @@ class Estimate(NamedTuple):
 
 @dataclass(slots=True)
 class TimingFit:
-    """Result of a fit.
-
-    Attributes:
-        work_us: fitted time outside the engine, in microseconds per request.
-        fitted: number of requests in the fitted set.
-        errors: p50 and p90 of the relative errors of TTFT and ITL in the test set, by name.
-        warnings: messages to the user about limits of the recorded data.
-    """
+    """Result of a fit."""
 
     timing: LinearTiming
-    work_us: int
+    work_us: int  # fitted time outside the engine, in microseconds per request
     estimates: list[Estimate]
-    fitted: int
+    fitted: int  # number of requests in the fitted set
+    # P50 and p90 of the relative errors of TTFT and ITL in the test set, by name.
     errors: dict[str, tuple[float, float]]
-    warnings: list[str]
+    warnings: list[str]  # messages to the user about limits of the recorded data
 
 
 def fit(runs: Sequence[EngineRun]) -> TimingFit:
-    """Fit an engine timing to recorded requests.
-
-    Raises:
-        FitImpossible: too few requests can be compared.
-    """
+    """Fit an engine timing to recorded requests. Raises FitImpossible if too few requests can be compared."""
     compared = sum(not one.left_out for run in runs for one in run.requests)
     if compared < REQUESTS_MIN:
         reason = f"only {compared} requests can be compared; at least {REQUESTS_MIN} are needed"

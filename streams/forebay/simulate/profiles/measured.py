@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forebay.engine_model.timing import LinearTiming
 from forebay.events.scaling import DecodePoint, PrefillPoint
-from forebay.simulate.profiles.regression import regression
+from forebay.simulate.profiles.regression import Errors, fitted
 from forebay.simulate.profiles.sheets import ProfileUnusable
 
 POINTS_MIN = 3  # per stage; two points would fit any line
@@ -16,18 +15,12 @@ US_PER_MS = 1_000.0
 
 
 class MeasuredTiming(NamedTuple):
-    """Linear timing fitted to measured points.
-
-    Attributes:
-        work_us: microseconds of a request outside of the engine's steps.
-        prefill: p50 and p90 of the relative errors of the times to first token.
-        decode: p50 and p90 of the relative errors of the inter-token latencies.
-    """
+    """Linear timing fitted to measured points."""
 
     timing: LinearTiming
-    work_us: int
-    prefill: tuple[float, float]
-    decode: tuple[float, float]
+    work_us: int  # microseconds of a request outside of the engine's steps
+    prefill: Errors  # of the times to first token
+    decode: Errors  # of the inter-token latencies
 
 
 def fit_measured(prefill: Sequence[PrefillPoint], decode: Sequence[DecodePoint], batched_tokens: int) -> MeasuredTiming:
@@ -45,13 +38,9 @@ def fit_measured(prefill: Sequence[PrefillPoint], decode: Sequence[DecodePoint],
             raise ProfileUnusable(text)
     rows = np.array([*(_prompt(one, batched_tokens) for one in prefill), *map(_decoding, decode)], dtype=np.float64)
     times = np.array([*(one.ttft_ms for one in prefill), *(one.itl_ms for one in decode)]) * US_PER_MS
-    shares = rows / times[:, None]
-    *costs, work = regression(shares)
-    errors: NDArray[np.float64] = np.abs(shares @ np.array([*costs, work]) - 1.0)
-    parts = errors[: len(prefill)], errors[len(prefill) :]
-    of_prefill, of_decode = ((float(np.percentile(part, 50)), float(np.percentile(part, 90))) for part in parts)
-    timing = LinearTiming(**dict(zip(LinearTiming.__struct_fields__, map(float, costs), strict=True)))
-    return MeasuredTiming(timing, round(float(work)), of_prefill, of_decode)
+    (*costs, work), of_prefill, of_decode = fitted(rows, times, len(prefill))
+    timing = LinearTiming(**dict(zip(LinearTiming.__struct_fields__, costs, strict=True)))
+    return MeasuredTiming(timing, round(work), of_prefill, of_decode)
 
 
 def _prompt(point: PrefillPoint, batched_tokens: int) -> tuple[float, ...]:

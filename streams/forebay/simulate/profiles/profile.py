@@ -19,51 +19,28 @@ BLOCK_SIZE = 64
 SIZE_MAX = 1 << 31
 Size = Annotated[int, msgspec.Meta(ge=1, le=SIZE_MAX)]
 Gpus = Annotated[float, msgspec.Meta(gt=0.0, le=1e6)]  # per worker
-Cost = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
 class EngineSizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sizes of an engine. A size that the profile does not define is None.
+    """Sizes of an engine. A size that the profile does not define is None."""
 
-    Attributes:
-        block_size: tokens per KV block.
-        max_num_seqs: maximum number of running sequences.
-        max_num_batched_tokens: maximum number of tokens per step.
-    """
-
-    block_size: Size | None = None
+    block_size: Size | None = None  # tokens per KV block
     kv_blocks: Size | None = None
-    max_num_seqs: Size | None = None
-    max_num_batched_tokens: Size | None = None
+    max_num_seqs: Size | None = None  # maximum number of running sequences
+    max_num_batched_tokens: Size | None = None  # maximum number of tokens per step
     gpus: Gpus | None = None
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """Step times and sizes of an engine.
-
-    Attributes:
-        source: description of where the values come from.
-        work_us: microseconds from the router's decision to the engine; 0 if not measured.
-        tiers: host memory and disk of a worker with this engine; None if the profile defines none.
-    """
+    """Step times and sizes of an engine."""
 
     timing: EngineTiming
     sizes: EngineSizes = EngineSizes()
     name: str = MOCKER
-    source: str = "Dynamo's mocker"
-    work_us: int = 0
+    source: str = "Dynamo's mocker"  # description of where the values come from
+    work_us: int = 0  # microseconds from the router's decision to the engine; 0 if not measured
+    # Host memory and disk of a worker with this engine; None if the profile defines none.
     tiers: WorkerTiers | None = None
-
-
-class _Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Costs of `LinearTiming` in microseconds, as in profile files."""
-
-    step: Cost = 0.0
-    prefill_token: Cost = 0.0
-    attended_pair: Cost = 0.0
-    decode_step: Cost = 0.0
-    decode_sequence: Cost = 0.0
-    context_token: Cost = 0.0
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -79,26 +56,19 @@ class _Mocker(_File, frozen=True, kw_only=True, tag="mocker"):
 
 
 class _Linear(_File, frozen=True, kw_only=True, tag="linear"):
-    costs_us: _Costs
+    costs_us: LinearTiming
 
 
 class _Roofline(_File, frozen=True, kw_only=True, tag="roofline"):
-    """Profile of kind `roofline`.
+    """Profile of kind `roofline`."""
 
-    Attributes:
-        model: path of a config.json, relative to the profile's directory.
-        gpu: name of a built-in data sheet of a GPU, or a table with the fields of `Gpu`.
-        tensor_parallel: GPUs per engine.
-        weights: number format of the weights; None uses the format that the model was published in.
-        assumed: efficiencies and overheads that no data sheet states.
-    """
-
-    model: str
-    gpu: str | Gpu
-    tensor_parallel: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    model: str  # path of a config.json, relative to the profile's directory
+    gpu: str | Gpu  # name of a built-in data sheet of a GPU, or a table with the fields of `Gpu`
+    tensor_parallel: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1  # GPUs per engine
+    # Number format of the weights; None uses the format that the model was published in.
     weights: Literal["bf16", "fp8", "int4"] | None = None
     kv_cache: Literal["bf16", "fp8"] = "bf16"
-    assumed: Assumptions = Assumptions()
+    assumed: Assumptions = Assumptions()  # efficiencies and overheads that no data sheet states
 
 
 def load_profile(name: str) -> Profile:
@@ -159,8 +129,7 @@ def _profile(described: _Mocker | _Linear | _Roofline, path: Path) -> Profile:
         case _Mocker():
             return Profile(timing=MockerTiming(), sizes=described.sizes)
         case _Linear():
-            timing = LinearTiming(**msgspec.structs.asdict(described.costs_us))
-            return Profile(timing=timing, sizes=described.sizes, source=str(path))
+            return Profile(timing=described.costs_us, sizes=described.sizes, source=str(path))
         case _Roofline():
             return _from_sheets(described, path)
 

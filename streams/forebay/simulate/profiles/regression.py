@@ -8,6 +8,20 @@ OUTLIER = 0.05  # relative errors far above this hardly count
 SHRINK = 1e-4  # weak regularization: of indistinguishable solutions, take the smallest
 
 Vector = NDArray[np.float64]
+Errors = tuple[float, float]  # p50 and p90 of relative errors
+
+
+def fitted(rows: Vector, times_us: Vector, first: int) -> tuple[list[float], Errors, Errors]:
+    """Return the costs that explain times best, and the errors of the `first` times and of the others.
+
+    Args:
+        rows: amount of each kind of work, in columns, for each time.
+    """
+    shares = rows / times_us[:, None]
+    costs = regression(shares)
+    errors = np.abs(shares @ costs - 1.0)
+    ends, others = (tuple(map(float, np.percentile(part, (50, 90)))) for part in (errors[:first], errors[first:]))
+    return list(map(float, costs)), (ends[0], ends[1]), (others[0], others[1])
 
 
 def regression(shares: Vector) -> Vector:

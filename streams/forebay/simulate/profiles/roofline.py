@@ -25,24 +25,15 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Efficiencies and overheads of an engine that no data sheet states.
 
     The defaults are round numbers, not measurements. docs/simulate.md shows their effect.
-
-    Attributes:
-        compute: share of the GPU's FLOPS on the data sheet that large matrix products reach.
-        memory: share of the memory bandwidth on the data sheet that the engine reaches.
-        link: share of the link bandwidth on the data sheet that an all-reduce reaches.
-        reduce_us: fixed microseconds per all-reduce.
-        overhead_us: microseconds per step outside the model: scheduling, sampling, kernel launches.
-        memory_share: share of a GPU's memory that the engine uses.
-        reserved_gib: GiB of the used memory for activations and CUDA graphs.
     """
 
-    compute: Share = 0.7
-    memory: Share = 0.8
-    link: Share = 0.7
-    reduce_us: Microseconds = 8.0
-    overhead_us: Microseconds = 500.0
-    memory_share: Share = 0.9
-    reserved_gib: Annotated[float, msgspec.Meta(ge=0.0)] = 2.0
+    compute: Share = 0.7  # share of the GPU's FLOPS on the data sheet that large matrix products reach
+    memory: Share = 0.8  # share of the memory bandwidth on the data sheet that the engine reaches
+    link: Share = 0.7  # share of the link bandwidth on the data sheet that an all-reduce reaches
+    reduce_us: Microseconds = 8.0  # fixed microseconds per all-reduce
+    overhead_us: Microseconds = 500.0  # microseconds per step outside the model: scheduling, sampling, kernel launches
+    memory_share: Share = 0.9  # share of a GPU's memory that the engine uses
+    reserved_gib: Annotated[float, msgspec.Meta(ge=0.0)] = 2.0  # GiB of the used memory for activations and CUDA graphs
 
 
 class NumberFormats(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,11 +46,7 @@ class NumberFormats(msgspec.Struct, frozen=True, kw_only=True):
 def roofline(
     model: Transformer, gpu: Gpu, numbers: NumberFormats, tensor_parallel: int, assumed: Assumptions
 ) -> RooflineTiming:
-    """Return the step timing of a model's engine on `tensor_parallel` GPUs.
-
-    Raises:
-        ProfileUnusable: the GPU lacks the number format, or the attention heads cannot be split evenly.
-    """
+    """Return the step timing of a model's engine on `tensor_parallel` GPUs."""
     tflops = gpu.fp8_tflops if numbers.weights == "fp8" else gpu.bf16_tflops
     if tflops is None:
         raise ProfileUnusable("the GPU does not support fp8: its data sheet has no fp8_tflops; use bf16 weights")
@@ -103,11 +90,7 @@ def kv_bytes_token(model: Transformer, numbers: NumberFormats, tensor_parallel: 
 def kv_blocks(
     model: Transformer, gpu: Gpu, numbers: NumberFormats, tensor_parallel: int, assumed: Assumptions, block_size: int
 ) -> int:
-    """Return the number of KV blocks that fit into the memory of the GPUs beside the weights.
-
-    Raises:
-        ProfileUnusable: not even one block fits.
-    """
+    """Return the number of KV blocks that fit into the memory of the GPUs beside the weights."""
     weights = model.parameters * NUMBER_BYTES[numbers.weights] / tensor_parallel
     room = gpu.memory_gib * GIB * assumed.memory_share - assumed.reserved_gib * GIB
     blocks = int((room - weights) // (kv_bytes_token(model, numbers, tensor_parallel) * block_size))

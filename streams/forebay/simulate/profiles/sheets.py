@@ -27,50 +27,31 @@ class ProfileUnusable(ValueError):
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Values from the data sheet of one GPU.
+    """Values from the data sheet of one GPU."""
 
-    Attributes:
-        bf16_tflops: dense TFLOPS in bf16.
-        memory_tb_s: memory bandwidth in 10^12 bytes per second.
-        link_gb_s: bandwidth to the other GPUs of the node in 10^9 bytes per second, one way.
-        fp8_tflops: dense TFLOPS in fp8; None if the GPU computes in bf16 only.
-        source: name or address of the data sheet.
-    """
-
-    bf16_tflops: Positive
+    bf16_tflops: Positive  # dense TFLOPS in bf16
     memory_gib: Positive
-    memory_tb_s: Positive
-    link_gb_s: Positive
-    fp8_tflops: Positive | None = None
-    source: str = ""
+    memory_tb_s: Positive  # memory bandwidth in 10^12 bytes per second
+    link_gb_s: Positive  # bandwidth to the other GPUs of the node in 10^9 bytes per second, one way
+    fp8_tflops: Positive | None = None  # dense TFLOPS in fp8; None if the GPU computes in bf16 only
+    source: str = ""  # name or address of the data sheet
 
 
 class Transformer(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a Llama-style decoder model. Sizes of weights are numbers of parameters, not bytes.
-
-    Attributes:
-        heads: number of query heads per layer.
-        kv_heads: number of key and value heads per layer.
-        layer: parameters of one layer without its experts.
-        head: parameters of the output matrix.
-        embedding: parameters of the input matrix; 0 if it is shared with the output matrix.
-        expert: parameters of one expert; 0 for a dense model.
-        experts_active: experts per token and layer.
-        fp8: whether the published weights are in fp8.
-    """
+    """Sizes of a Llama-style decoder model. Sizes of weights are numbers of parameters, not bytes."""
 
     layers: int
     hidden: int
-    heads: int
-    kv_heads: int
+    heads: int  # number of query heads per layer
+    kv_heads: int  # number of key and value heads per layer
     head_dim: int
-    layer: int
-    head: int
-    embedding: int
-    expert: int = 0
+    layer: int  # parameters of one layer without its experts
+    head: int  # parameters of the output matrix
+    embedding: int  # parameters of the input matrix; 0 if it is shared with the output matrix
+    expert: int = 0  # parameters of one expert; 0 for a dense model
     experts: int = 0
-    experts_active: int = 0
-    fp8: bool = False
+    experts_active: int = 0  # experts per token and layer
+    fp8: bool = False  # whether the published weights are in fp8
 
     @property
     def parameters(self) -> int:
@@ -79,11 +60,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gpu_sheet(name: str) -> Gpu:
-    """Return the built-in data sheet of a GPU.
-
-    Raises:
-        ProfileUnusable: there is no built-in sheet of this name.
-    """
+    """Return the built-in data sheet of a GPU. Raises ProfileUnusable if there is no built-in sheet of this name."""
     sheets = _sheets()
     if name not in sheets:
         raise ProfileUnusable(unknown_name("GPU", name, sorted(sheets)))
@@ -100,11 +77,7 @@ def _sheets() -> dict[str, Gpu]:
 
 
 def read_transformer(path: Path) -> Transformer:
-    """Read a model's sizes from the `config.json` of Hugging Face's transformers.
-
-    Raises:
-        ProfileUnusable: the file cannot be read, or the layers of the model differ from Llama's.
-    """
+    """Read a model's sizes from the `config.json` of Hugging Face's transformers."""
     try:
         config = msgspec.json.decode(read_file(path), type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -119,11 +92,7 @@ def read_transformer(path: Path) -> Transformer:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the content of a file of at most `FILE_BYTES_MAX` bytes.
-
-    Raises:
-        ProfileUnusable: the file cannot be read or is too large.
-    """
+    """Return the content of a file of at most `FILE_BYTES_MAX` bytes."""
     try:
         with path.open("rb") as file:
             content = file.read(FILE_BYTES_MAX + 1)

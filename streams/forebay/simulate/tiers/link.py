@@ -7,6 +7,7 @@ begin and end of a transfer do not depend on the number of others.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Protocol
@@ -15,13 +16,9 @@ LEFT_MAX = 1.0  # a transfer with less than one byte left has ended, because the
 
 
 class Scheduler(Protocol):
-    """Clock and queue of a simulation.
+    """Clock and queue of a simulation."""
 
-    Attributes:
-        now_us: current virtual time in microseconds.
-    """
-
-    now_us: int
+    now_us: int  # current virtual time in microseconds
 
     def at(self, at_us: int, action: Callable[[], object]) -> None:
         """Schedule an action that may give work to an engine."""
@@ -110,12 +107,10 @@ class SharedLink:
         (self._scheduler.at if is_load else self._scheduler.later)(at_us, action)
 
 
+@dataclass(slots=True, eq=False)
 class _LinkTransfer:
-    __slots__ = ("done", "is_load", "number", "owner", "size")
-
-    def __init__(self, number: int, size: int, done: Callable[[], object], is_load: bool, owner: object) -> None:
-        self.number = number
-        self.size = size
-        self.done = done
-        self.is_load = is_load
-        self.owner = owner
+    number: int
+    size: int
+    done: Callable[[], object]
+    is_load: bool
+    owner: object

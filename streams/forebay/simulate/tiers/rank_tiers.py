@@ -56,32 +56,22 @@ class SharedStore:
 
 
 class BlockChange(NamedTuple):
-    """Blocks that a tier has stored or removed.
-
-    Attributes:
-        stale: whether the blocks were removed because they were missing when they were to be loaded.
-    """
+    """Blocks that a tier has stored or removed."""
 
     tier: LowerTier
     stored: Sequence[int] = ()
     removed: Sequence[int] = ()
-    stale: bool = False
+    stale: bool = False  # whether the blocks were removed because they were missing when they were to be loaded
 
 
 class TierPlan(NamedTuple):
-    """Tiers of a rank before it exists.
-
-    Attributes:
-        store: shared store; None for none.
-        block_bytes: bytes per block.
-        reports_costs: whether the router uses measured costs.
-    """
+    """Tiers of a rank before it exists."""
 
     limits: TierSet
     links: Mapping[LowerTier, SharedLink]
-    store: SharedStore | None
-    block_bytes: int
-    reports_costs: bool
+    store: SharedStore | None  # shared store; None for none
+    block_bytes: int  # bytes per block
+    reports_costs: bool  # whether the router uses measured costs
 
 
 class SimulatedTiers:

@@ -36,32 +36,22 @@ class TierUnusable(ValueError):
 
 
 class TierModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tier. Everything that uses it at the same time shares its bandwidth equally: loads and writes.
+    """One tier. Everything that uses it at the same time shares its bandwidth equally: loads and writes."""
 
-    Attributes:
-        size: size in bytes with a unit, as in `64GB`, or in blocks, as in `4096 blocks`; `0` for no tier.
-        bandwidth: GB (10^9 bytes) per second; 0 for an unlimited bandwidth.
-        latency_us: microseconds from the begin of a load or write to its first byte.
-        write: `through` writes a block as soon as the tier above has it, `eviction` when the tier above evicts it.
-        filter: whether only blocks that were used again are written; None filters blocks on their way from host memory
-            to disk and store.
-    """
-
-    size: str
-    bandwidth: Bandwidth
-    latency_us: Latency
+    size: str  # size in bytes with a unit, as in `64GB`, or in blocks, as in `4096 blocks`; `0` for no tier
+    bandwidth: Bandwidth  # GB (10^9 bytes) per second; 0 for an unlimited bandwidth
+    latency_us: Latency  # microseconds from the begin of a load or write to its first byte
+    # `through` writes a block as soon as the tier above has it, `eviction` when the tier above evicts it.
     write: Literal["through", "eviction"] = "through"
+    # Whether only blocks that were used again are written; None filters blocks on their way from host memory to disk
+    # and store.
     filter: bool | None = None
 
     def __post_init__(self) -> None:
         self.blocks(1)
 
     def blocks(self, block_bytes: int) -> int:
-        """Return the size in blocks of `block_bytes` bytes.
-
-        Raises:
-            ValueError: the size is malformed.
-        """
+        """Return the size in blocks of `block_bytes` bytes. Raises ValueError if the size is malformed."""
         match = SIZE.fullmatch(self.size.strip())
         unit = match["unit"].upper() if match else ""
         if match is None or not (unit in UNITS or unit in BLOCKS or float(match["number"]) == 0):
@@ -92,25 +82,16 @@ class StoreTier(TierModel, frozen=True, kw_only=True):
 
 
 class WorkerTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tiers of each rank.
+    """Tiers of each rank."""
 
-    Attributes:
-        host: host memory; None for none.
-        disk: local disk; None for none.
-    """
-
-    host: HostTier | None = None
-    disk: DiskTier | None = None
+    host: HostTier | None = None  # host memory; None for none
+    disk: DiskTier | None = None  # local disk; None for none
 
 
 class FleetTiers(WorkerTiers, frozen=True, kw_only=True):
-    """Tiers of a fleet. `host` and `disk` apply to workers whose engine profile has no such tier.
+    """Tiers of a fleet. `host` and `disk` apply to workers whose engine profile has no such tier."""
 
-    Attributes:
-        store: shared store, one per model; None for none.
-    """
-
-    store: StoreTier | None = None
+    store: StoreTier | None = None  # shared store, one per model; None for none
 
     def of(self, own: WorkerTiers | None) -> "FleetTiers":
         """Return the tiers of workers whose engine profile has the tiers `own`."""

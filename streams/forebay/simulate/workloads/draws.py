@@ -58,11 +58,7 @@ class Lengths:
     """Distribution of random lengths: lognormal with a given mean and 99th percentile, or a constant."""
 
     def __init__(self, mean: float, p99: float | None = None) -> None:
-        """Create a distribution.
-
-        Raises:
-            ValueError: no lognormal distribution has this mean and 99th percentile.
-        """
+        """Create a distribution. Raises ValueError if no lognormal distribution has this mean and 99th percentile."""
         if not 0 <= mean < inf or (p99 is not None and not 0 < mean <= p99 < inf):
             raise ValueError("expected a finite mean, and a 99th percentile at or above it")
         self._mean = mean

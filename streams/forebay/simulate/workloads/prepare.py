@@ -28,11 +28,7 @@ class PreparedWorkload:
         self._options = options
 
     def survey(self) -> Survey:
-        """Read the workload once and check every row.
-
-        Raises:
-            WorkloadUnusable: a row cannot be played and bad rows are not skipped, or there is no request to play.
-        """
+        """Read the workload once and check every row."""
         errors = RowErrors(skip=self._options.skip_bad_rows)
         requests = 0
         models: dict[str, None] = {}
@@ -60,11 +56,7 @@ class PreparedWorkload:
             yield played
 
     def _cut(self, errors: RowErrors) -> Iterator[Turn]:
-        """Yield the good requests of the first `duration_s` seconds and `requests_max` requests.
-
-        Raises:
-            WorkloadUnusable: there are none.
-        """
+        """Yield the good requests of the first `duration_s` seconds and `requests_max` requests."""
         options = self._options
         requests = 0
         for turn in _within(_checked(self._source.turns(errors), errors), options.duration_s):

@@ -37,11 +37,7 @@ class RecordingFile:
     """Workload source with the prompts, response lengths and sessions of one recorded group. Ignores routing hints."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file and find the group in it.
-
-        Raises:
-            WorkloadUnusable: the file cannot be read, or does not contain exactly one group with one block size.
-        """
+        """Open the file and find the group in it."""
         self.name = path.name
         self.notes: list[str] = []
         self._path = path
@@ -128,11 +124,7 @@ def _turn(number: int, at_us: int, event: RequestSubmitted, output_tokens: int, 
 
 
 def _story(log: SqliteLog, partition: int) -> Iterator[tuple[int, RequestSubmitted | RequestFinished]]:
-    """Yield submitted and finished requests in the order in which the owner applied them, with the owner's clock.
-
-    Raises:
-        LogError: the file cannot be read.
-    """
+    """Yield submitted and finished requests in the order in which the owner applied them, with the owner's clock."""
     story = _applied(log, partition)
     while True:
         try:

@@ -49,44 +49,32 @@ class MooncakeRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class WorkloadHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """First line of a file in forebay's format.
-
-    Attributes:
-        block_tokens: tokens per id of `hash_ids`.
-        source: description of where the workload comes from, for readers of the file.
-    """
+    """First line of a file in forebay's format."""
 
     format: str = FORMAT
     version: int = VERSION
-    block_tokens: int
+    block_tokens: int  # tokens per id of `hash_ids`
     name: str = ""
-    source: str = ""
+    source: str = ""  # description of where the workload comes from, for readers of the file
 
 
 class LinkedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
-    """Row of a workload file: a request that may depend on other requests.
+    """Row of a workload file: a request that may depend on other requests."""
 
-    Attributes:
-        timestamp: arrival time in ms. For a row that depends on responses, the earliest arrival time.
-        input_length: number of prompt tokens.
-        output_length: number of response tokens.
-        id: name by which other rows refer to this row in `after`. They can also use its row number in the file, from 0.
-        after: ids or numbers of the rows whose responses must be complete before this request arrives.
-        delay: ms from the last response of `after` to the arrival of this request. Without `after`, ms from the
-            previous response of the session.
-        session_id: id of the session of the request; empty if it has none.
-        model: name of the requested model; empty for the only model.
-    """
-
+    # Arrival time in ms. For a row that depends on responses, the earliest arrival time.
     timestamp: Milliseconds | None = None
-    input_length: PromptTokens
-    output_length: OutputTokens
+    input_length: PromptTokens  # number of prompt tokens
+    output_length: OutputTokens  # number of response tokens
     hash_ids: tuple[BlockId, ...] = ()
+    # Name by which other rows refer to this row in `after`. They can also use its row number in the file, from 0.
     id: str = ""
+    # Ids or numbers of the rows whose responses must be complete before this request arrives.
     after: tuple[int | str, ...] = ()
+    # Ms from the last response of `after` to the arrival of this request. Without `after`, ms from the previous
+    # response of the session.
     delay: Milliseconds | None = None
-    session_id: str = ""
-    model: str = ""
+    session_id: str = ""  # id of the session of the request; empty if it has none
+    model: str = ""  # name of the requested model; empty for the only model
 
 
 class RowFile:
@@ -97,9 +85,6 @@ class RowFile:
 
         Args:
             ours: whether it is in forebay's format, which begins with a header.
-
-        Raises:
-            WorkloadUnusable: the file cannot be read, or its header is invalid.
         """
         self._path = require_readable(path)
         self._header = _header(path) if ours else None

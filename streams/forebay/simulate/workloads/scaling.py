@@ -39,11 +39,7 @@ class Scaling:
         self._copy = array("L")
 
     def learn(self, turns: Iterator[Turn]) -> None:
-        """Find the shared prefixes of all requests, in the order of the workload.
-
-        Raises:
-            WorkloadUnusable: there are too many distinct block ids.
-        """
+        """Find the shared prefixes of all requests, in the order of the workload."""
         first: dict[int, int] = {}  # number of the first request with an id
         shared = self._shared
         for turn in turns:
@@ -60,11 +56,7 @@ class Scaling:
                 raise WorkloadUnusable(f"{text}; scale fewer requests")
 
     def scaled(self, turn: Turn) -> Turn:
-        """Return a request with the scaled prompt length and new block ids.
-
-        Raises:
-            WorkloadUnusable: the scaled prompt is too long.
-        """
+        """Return a request with the scaled prompt length and new block ids."""
         size = self._block_tokens
         ids = turn.block_ids[: -(-turn.prompt_tokens // size)]
         shared = ids[: self._shared[turn.number]]

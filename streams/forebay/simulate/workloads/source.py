@@ -25,11 +25,7 @@ BOM = b"\xef\xbb\xbf"
 
 
 def lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yield line number (from 1), byte offset and stripped content of each line that is not blank.
-
-    Raises:
-        WorkloadUnusable: the file cannot be read or is not text.
-    """
+    """Yield line number (from 1), byte offset and stripped content of each line that is not blank."""
     try:
         with path.open("rb") as file:
             at = 0
@@ -68,11 +64,7 @@ class RowErrors:
         self._reasons: list[str] = []
 
     def report(self, reason: str) -> None:
-        """Report that the current row cannot be played.
-
-        Raises:
-            WorkloadUnusable: bad rows are not to be skipped.
-        """
+        """Report that the current row cannot be played. Raises WorkloadUnusable if bad rows are not to be skipped."""
         text = f"{self.file}, {self.unit} {self.row}: {reason}"
         if not self._skip:
             raise WorkloadUnusable(f"{text}; correct the row, or skip such rows with --skip-bad-rows")
@@ -91,15 +83,11 @@ class RowErrors:
 
 
 class WorkloadSource(Protocol):
-    """Workload as it was recorded or generated, before `WorkloadOptions` are applied. Picklable.
-
-    Attributes:
-        block_tokens: tokens per id of `Turn.block_ids`.
-        notes: remarks for the user on how the workload was read. Complete once `turns` has yielded the last request.
-    """
+    """Workload as it was recorded or generated, before `WorkloadOptions` are applied. Picklable."""
 
     name: str
-    block_tokens: int
+    block_tokens: int  # tokens per id of `Turn.block_ids`
+    # Remarks for the user on how the workload was read. Complete once `turns` has yielded the last request.
     notes: list[str]
 
     def turns(self, errors: RowErrors) -> Iterator[Turn]:
@@ -108,11 +96,7 @@ class WorkloadSource(Protocol):
 
 
 def require_readable(path: Path) -> Path:
-    """Return the path after checking that it is a regular, readable file.
-
-    Raises:
-        WorkloadUnusable: the file cannot be read, or cannot be read twice, as a pipe.
-    """
+    """Return the path after checking that it is a regular, readable file."""
     try:
         if not path.is_file() and not path.is_dir() and path.exists():
             reason = "is a pipe or a device, which cannot be read twice; write its contents to a file"

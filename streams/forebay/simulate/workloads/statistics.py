@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -17,17 +18,13 @@ class Reuse(msgspec.Struct, frozen=True, kw_only=True):
     """Prefix reuse in one unbounded cache, if the requests run one after another in the order of the workload.
 
     No policy can reach a higher reuse.
-
-    Attributes:
-        tokens: share of the prompt tokens that are found in the cache.
-        blocks: share of the prompt blocks, including partial blocks, that are found in the cache.
-        whole: whether all block ids were remembered. False if there were more than `FOUND_IDS_MAX`, so the reuse is
-            underestimated.
     """
 
-    tokens: float
-    blocks: float
+    tokens: float  # share of the prompt tokens that are found in the cache
+    blocks: float  # share of the prompt blocks, including partial blocks, that are found in the cache
     distinct_blocks: int
+    # Whether all block ids were remembered. False if there were more than `FOUND_IDS_MAX`, so the reuse is
+    # underestimated.
     whole: bool
 
 
@@ -35,61 +32,20 @@ class WorkloadStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of a workload: arrivals, lengths and prefix reuse.
 
     Distributions are dicts of mean, p50, p90, p99 and max.
-
-    Attributes:
-        own_times: number of requests with a fixed arrival time. The other requests wait for responses.
-        duration_s: seconds from the first to the last arrival, computed as if every response were instant.
-        rate_per_s: mean arrivals per second.
-        most_in_a_second: maximum number of arrivals in one second.
-        dispersion: variance of the arrivals per second, divided by their mean; 1 for a Poisson process.
-        output_tokens: distribution of response lengths.
-        delay_s: distribution of the delays between a response and a request that waits for it, in seconds.
-        ideal_reuse: upper bound of prefix reuse.
     """
 
     requests: int
     sessions: int
-    own_times: int
-    duration_s: float
-    rate_per_s: float
-    most_in_a_second: int
-    dispersion: float
+    own_times: int  # number of requests with a fixed arrival time. The other requests wait for responses.
+    duration_s: float  # seconds from the first to the last arrival, computed as if every response were instant
+    rate_per_s: float  # mean arrivals per second
+    most_in_a_second: int  # maximum number of arrivals in one second
+    dispersion: float  # variance of the arrivals per second, divided by their mean; 1 for a Poisson process
     prompt_tokens: dict[str, float]
-    output_tokens: dict[str, float]
+    output_tokens: dict[str, float]  # distribution of response lengths
+    # Distribution of the delays between a response and a request that waits for it, in seconds.
     delay_s: dict[str, float]
-    ideal_reuse: Reuse
-
-
-class _Cache:
-    """Block ids seen so far, and the counts of lookups and hits."""
-
-    def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
-        self._seen: set[int] = set()
-        self._found_tokens = self._found_blocks = self._tokens = self._blocks = 0
-
-    def add(self, turn: Turn) -> None:
-        size = self._block_tokens
-        blocks = -(-turn.prompt_tokens // size)
-        found = 0
-        for one in turn.block_ids[:blocks]:
-            if one not in self._seen:
-                break
-            found += 1
-        self._found_blocks += found
-        self._found_tokens += min(found * size, turn.prompt_tokens)
-        self._blocks += blocks
-        self._tokens += turn.prompt_tokens
-        if len(self._seen) < FOUND_IDS_MAX:
-            self._seen.update(turn.block_ids)
-
-    def reuse(self) -> Reuse:
-        return Reuse(
-            tokens=self._found_tokens / self._tokens,
-            blocks=self._found_blocks / self._blocks,
-            distinct_blocks=len(self._seen),
-            whole=len(self._seen) < FOUND_IDS_MAX,
-        )
+    ideal_reuse: Reuse  # upper bound of prefix reuse
 
 
 def workload_statistics(turns: Iterable[Turn], block_tokens: int) -> WorkloadStatistics:
@@ -103,7 +59,8 @@ def workload_statistics(turns: Iterable[Turn], block_tokens: int) -> WorkloadSta
     prompts, outputs = array("q"), array("q")
     sessions: set[str] = set()
     alone = 0
-    cache = _Cache(block_tokens)
+    seen: set[int] = set()
+    found_tokens = found_blocks = all_blocks = 0
     for turn in turns:
         before_us = max((earliest_us[one] for one in turn.after), default=0)
         earliest_us.append(min(max(turn.at_us, before_us + turn.delay_us), LATEST_US))
@@ -115,7 +72,13 @@ def workload_statistics(turns: Iterable[Turn], block_tokens: int) -> WorkloadSta
             sessions.add(turn.session_id)
         else:
             alone += not turn.after
-        cache.add(turn)
+        blocks = -(-turn.prompt_tokens // block_tokens)
+        found = sum(1 for _ in takewhile(seen.__contains__, turn.block_ids[:blocks]))
+        found_blocks += found
+        found_tokens += min(found * block_tokens, turn.prompt_tokens)
+        all_blocks += blocks
+        if len(seen) < FOUND_IDS_MAX:
+            seen.update(turn.block_ids)
     first_us, last_us = min(earliest_us), max(earliest_us)
     most, dispersion = _dispersion(earliest_us, first_us, last_us)
     return WorkloadStatistics(
@@ -129,7 +92,12 @@ def workload_statistics(turns: Iterable[Turn], block_tokens: int) -> WorkloadSta
         prompt_tokens=_spread(prompts),
         output_tokens=_spread(outputs),
         delay_s=_spread(delays_us, US_PER_S),
-        ideal_reuse=cache.reuse(),
+        ideal_reuse=Reuse(
+            tokens=found_tokens / sum(prompts),
+            blocks=found_blocks / all_blocks,
+            distinct_blocks=len(seen),
+            whole=len(seen) < FOUND_IDS_MAX,
+        ),
     )
 
 

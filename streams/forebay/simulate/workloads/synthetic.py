@@ -30,43 +30,30 @@ Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
 class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of a synthetic workload. A length is MEAN, or MEAN/P99 for a lognormal distribution.
-
-    Attributes:
-        rate: mean number of sessions that begin per second.
-        cv: coefficient of variation of the gaps between bursty arrivals.
-        period_s: period of a diurnal rate, in seconds.
-        swing: amplitude of a diurnal rate, as a share of the mean rate.
-        prompt: tokens of new text per turn.
-        output: tokens per response.
-        groups: number of roots of the tree of shared prefixes; 0 for no shared prefixes.
-        branches: number of children of each node above the last level.
-        prefix: tokens per node of the tree, rounded to whole blocks.
-        popularity: probabilities of the roots, and of the children of a node. With `zipf`, the k-th is chosen 1/k as
-            often as the first.
-        turns: number of requests per session.
-        think_s: seconds between a response and the next request of the session.
-        context: maximum tokens of prompt plus response. A session ends before a request would exceed it.
-        block_tokens: tokens per block id.
-    """
+    """Parameters of a synthetic workload. A length is MEAN, or MEAN/P99 for a lognormal distribution."""
 
     arrivals: Literal["poisson", "bursty", "diurnal"] = "poisson"
     requests: Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)] = 1_000
-    rate: Positive = 1.0
+    rate: Positive = 1.0  # mean number of sessions that begin per second
+    # Coefficient of variation of the gaps between bursty arrivals.
     cv: Annotated[float, msgspec.Meta(ge=1, le=1e3)] = 3.0
-    period_s: Annotated[float, msgspec.Meta(ge=1e-3, le=1e9)] = 86_400.0
-    swing: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.8
-    prompt: str = "1000"
-    output: str = "200"
+    period_s: Annotated[float, msgspec.Meta(ge=1e-3, le=1e9)] = 86_400.0  # period of a diurnal rate, in seconds
+    swing: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.8  # amplitude of a diurnal rate, as a share of the mean rate
+    prompt: str = "1000"  # tokens of new text per turn
+    output: str = "200"  # tokens per response
+    # Number of roots of the tree of shared prefixes; 0 for no shared prefixes.
     groups: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
     depth: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-    branches: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 2
-    prefix: str = "2048"
+    branches: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 2  # number of children of each node above the last level
+    prefix: str = "2048"  # tokens per node of the tree, rounded to whole blocks
+    # Probabilities of the roots, and of the children of a node. With `zipf`, the k-th is chosen 1/k as often as the
+    # first.
     popularity: Literal["uniform", "zipf"] = "uniform"
-    turns: str = "1"
-    think_s: str = "0"
+    turns: str = "1"  # number of requests per session
+    think_s: str = "0"  # seconds between a response and the next request of the session
+    # Maximum tokens of prompt plus response. A session ends before a request would exceed it.
     context: Annotated[int, msgspec.Meta(ge=2, le=PROMPT_TOKENS_MAX)] = 131_072
-    block_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 64
+    block_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 64  # tokens per block id
 
 
 class Synthetic:
@@ -77,9 +64,6 @@ class Synthetic:
 
         Args:
             text: parameters as `setting=value`, separated by commas.
-
-        Raises:
-            WorkloadUnusable: a parameter is unknown, duplicate or out of range.
         """
         self.name = f"synthetic:{text}"
         self._recipe = recipe = _recipe(text)

@@ -41,11 +41,7 @@ WHOLE = re.compile(r"-?\d{1,18}", re.ASCII)
 
 
 def columns_of(text: str) -> dict[str, str]:
-    """Parse `--columns`.
-
-    Raises:
-        WorkloadUnusable: a field is unknown, duplicate or missing.
-    """
+    """Parse `--columns`. Raises WorkloadUnusable if a field is unknown, duplicate or missing."""
     columns: dict[str, str] = {}
     for one in text.split(","):
         field, equals, name = one.partition("=")
@@ -68,9 +64,6 @@ class TableFile:
 
         Args:
             columns: name of the column of each field (`FIELDS`).
-
-        Raises:
-            WorkloadUnusable: the file cannot be read.
         """
         self._path = require_readable(path)
         self._columns = columns

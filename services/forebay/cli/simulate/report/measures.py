@@ -20,28 +20,18 @@ US_PER_S = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurements of one run for the report.
-
-    Attributes:
-        group: identifier of the run within the page: `r0`, `r1` and so on.
-        label: unique name of the run; includes the fleet if several runs have the same name.
-        colour: name of a colour of the page's style sheet.
-        metrics: metrics of the run as `--json` prints them, and those that only the report shows.
-        ttft_ms: TTFT of completed requests, ascending.
-        itl_ms: ITL of completed requests with at least two tokens, ascending.
-        span_s: seconds from the first arrival to the last response.
-    """
+    """Measurements of one run for the report."""
 
     run: SimulationRun
-    group: str
-    label: str
-    colour: str
-    metrics: dict[str, Any]
-    ttft_ms: list[float]
-    itl_ms: list[float]
+    group: str  # identifier of the run within the page: `r0`, `r1` and so on
+    label: str  # unique name of the run; includes the fleet if several runs have the same name
+    colour: str  # name of a colour of the page's style sheet
+    metrics: dict[str, Any]  # metrics of the run as `--json` prints them, and those that only the report shows
+    ttft_ms: list[float]  # TTFT of completed requests, ascending
+    itl_ms: list[float]  # ITL of completed requests with at least two tokens, ascending
     requests: int
     failed: int
-    span_s: float
+    span_s: float  # seconds from the first arrival to the last response
 
 
 def measured(runs: Sequence[SimulationRun], slo: Slo | None) -> list[Measured]:
