@@ -89,7 +89,8 @@ def test_the_error_of_an_invalid_row_names_the_option_that_skips_it(trace: Path,
     run = CliRunner().invoke(app, [*command.split(), str(trace)])
     assert (run.exit_code, run.stdout) == (2, "")
     assert run.stderr.endswith("; correct the row, or skip such rows with --skip-bad-rows\n")
-    assert "--skip-bad-rows" in CliRunner().invoke(app, [*command.split()[:2], "--help"]).stdout
+    helps = [CliRunner().invoke(app, [*command.split()[:2], option]).stdout for option in ("--help", "--help-all")]
+    assert "--skip-bad-rows" in "".join(helps)
 
 
 def test_devices_are_not_overwritten(tmp_path: Path) -> None:
