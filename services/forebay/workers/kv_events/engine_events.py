@@ -41,13 +41,11 @@ class KvEventError(ValueError):
 class StoredBlocks(msgspec.Struct, frozen=True, kw_only=True):
     """Event: consecutive full blocks of a prompt have entered a tier.
 
+    They follow the block `parent`, None at the beginning. Token ids are packed as little-endian u32. The base model has
+    no `lora_name`.
+
     Attributes:
-        hashes: the engine's hashes of the blocks, in order.
-        parent: the engine's hash of the block before the first of them; None if they begin the prompt.
-        token_ids: token ids of the blocks, packed as little-endian u32.
-        block_size: tokens per block.
         tier: tier that the blocks have entered; `store` for storage that workers share.
-        lora_name: LoRA adapter of the prompt; empty for the base model.
         cache_salt: salt of the prompt's hashes. It is used only if `parent` is None.
         mm_hashes: by block index in this event, the `forebay.core.block_hashes.mm_hash` values of the images, videos
             and sounds in the block. Blocks without any are omitted.
@@ -75,11 +73,9 @@ class ClearedBlocks(msgspec.Struct, frozen=True):
 
 
 class OwnStored(msgspec.Struct, frozen=True, kw_only=True):
-    """Event: forebay's connector in the engine has stored blocks in a tier, and names them by sequence hash.
+    """Event: forebay's connector in the engine has stored consecutive blocks, and names them by sequence hash.
 
-    Attributes:
-        parent: sequence hash of the block before the first of them; None if it is unknown.
-        hashes: sequence hashes of consecutive blocks.
+    The parent is None if it is unknown.
     """
 
     parent: int | None
@@ -100,9 +96,7 @@ EngineEvent = StoredBlocks | RemovedBlocks | ClearedBlocks | OwnStored | OwnRemo
 class Batch(msgspec.Struct, frozen=True):
     """Events that an engine published together.
 
-    Attributes:
-        events: the events, in order.
-        skipped: number of events that were left out because a prefix index does not need them, by reason.
+    `skipped` counts events that a prefix index does not need, by reason.
     """
 
     events: tuple[EngineEvent, ...]
@@ -116,14 +110,12 @@ Decode = Callable[[bytes], Batch]
 def tier_of(
     medium: str | None, locality: str | None, skipped: Counter[str], *, has_store: bool = False
 ) -> SourceTier | None:
-    """Return the tier for the storage medium of an event; None if the event must be skipped.
+    """Return the tier of an event's storage medium (None is device memory), or count a skipped event and return None.
 
     Events of unknown media are skipped.
 
     Args:
-        medium: the engine's name of the medium; None for device memory.
         locality: `REMOTE` for storage that workers share.
-        skipped: counter to which a skipped event is added.
         has_store: whether the storage that workers share has a name for the router. Otherwise its events are skipped.
     """
     if medium in SHARED_MEDIA or locality == "REMOTE":
@@ -152,11 +144,7 @@ def as_u64(engine_hash: int | bytes) -> int:
 def packed_tokens(token_ids: Sequence[int], blocks: int, block_size: int) -> bytes:
     """Return the token ids of full blocks, packed as little-endian u32.
 
-    Args:
-        block_size: tokens per block.
-
-    Raises:
-        KvEventError: the number of tokens is wrong, or a token id is not a u32.
+    Raises KvEventError if the number of tokens is wrong, or a token id is not a u32.
     """
     if block_size < 1 or len(token_ids) != blocks * block_size:
         raise KvEventError(f"{len(token_ids)} tokens do not fill {blocks} blocks of {block_size}")
@@ -179,8 +167,7 @@ class BatchDecoder(Generic[T]):
     before vLLM 0.27, arrays that begin with the type. Additional fields are ignored.
 
     Args:
-        kinds: struct types. The tag of each is the type of an event on the wire. The order of its fields is the order
-            of the elements in events that are arrays.
+        kinds: struct types. The tag of each is the type on the wire, and the order of its fields that of the arrays.
     """
 
     def __init__(self, kinds: Sequence[type[T]]) -> None:
@@ -192,8 +179,7 @@ class BatchDecoder(Generic[T]):
     def decode(self, payload: bytes) -> tuple[list[T], Counter[str]]:
         """Return the events of known types, and the number of other events under the key `unknown_event`.
 
-        Raises:
-            KvEventError: the batch or an event of a known type is malformed.
+        Raises KvEventError if the batch or an event of a known type is malformed.
         """
         try:
             raw = (_ARRAY if payload[:1] and payload[0] in ARRAYS else _MAP).decode(payload).events

@@ -48,11 +48,10 @@ class _Block:
 class ResidentBlocks:
     """The blocks that one rank has in its cache, by the engine's hash and by sequence hash (canonical hash).
 
-    Blocks in storage that the rank shares with others are not part of the cache; they are reported as changes of the
-    shared store.
+    Blocks in storage that the rank shares with others are reported as changes of the shared store. Blocks of another
+    size than `block_size` have no canonical hash and are ignored.
 
     Args:
-        block_size: tokens per block of the pool. Blocks of another size have no canonical hash and are ignored.
         counts_copies: true if the engine reports each copy of a block (vLLM). False if it has each block at most once
             per tier, and may report it repeatedly (SGLang, TensorRT-LLM).
 
@@ -89,7 +88,6 @@ class ResidentBlocks:
         return sum(1 for _ in takewhile(held.__contains__, sequence_hashes))
 
     def __len__(self) -> int:
-        """Return the number of engine hashes with an entry."""
         return len(self._blocks)
 
     def apply(self, event: EngineEvent) -> list[Change]:
@@ -214,11 +212,9 @@ CONTRADICTIONS_MAX = 3  # an engine that repeatedly reports invalid events shoul
 
 
 class TrackerResult(msgspec.Struct, frozen=True):
-    """Result of processing a batch.
+    """Changes to publish, in order.
 
-    Attributes:
-        changes: changes of the cache and of the shared store to publish, in order.
-        lost: why the engine should drop its prefix cache now, because events were lost; empty if it should not.
+    If events were lost, `lost` tells why, and the engine should drop its prefix cache.
     """
 
     changes: tuple[Change, ...] = ()

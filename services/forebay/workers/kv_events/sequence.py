@@ -33,11 +33,7 @@ class RequestReplay(msgspec.Struct, frozen=True):
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """Instruction to the caller: batches before the next delivered batch are lost, so the known blocks are incomplete.
-
-    Attributes:
-        reason: which batches are lost and why, for the log.
-    """
+    """Instruction to the caller: batches before the next delivered one are lost, so the known blocks are incomplete."""
 
     reason: str
 
@@ -55,12 +51,8 @@ Step = Deliver | RequestReplay | Lost | Restarted
 class Sequence:
     """State machine that orders the batches of one publisher. Its methods return instructions to execute in order.
 
-    Args:
-        replays: whether the publisher can replay batches. If not, the batches of every gap are lost.
-        held_max: maximum number of live batches that are queued during a replay.
-
-    Attributes:
-        late: number of batches that arrived after a later batch, and were dropped.
+    If the publisher cannot replay batches, the batches of every gap are lost. During a replay, at most `held_max` live
+    batches are queued. `late` counts batches that arrived after a later batch, and were dropped.
     """
 
     def __init__(self, *, replays: bool, held_max: int = HELD_MAX) -> None:
@@ -79,10 +71,7 @@ class Sequence:
         self._failures = 0
 
     def check(self) -> list[Step]:
-        """Request a replay, to find batches that were missed.
-
-        The caller calls this method at the start, after a reconnection, and when no batches arrive for some time.
-        """
+        """Request a replay to find missed batches: at the start, after a reconnection, and after a silence."""
         if not self._replays:
             return []
         if self.asking:

@@ -47,15 +47,10 @@ class _Cleared(_Event, tag="AllBlocksCleared"):
 
 
 def decode_sglang(payload: bytes, *, has_store: bool = False) -> Batch:
-    """Return the decoded events of one message.
+    """Return the decoded events of one message. Raises KvEventError if it is malformed.
 
-    Events are skipped and counted as `unknown_event`, `unknown_medium`, or `shared` for storage that workers share.
-
-    Args:
-        has_store: whether events of storage that workers share are used.
-
-    Raises:
-        KvEventError: the message is malformed.
+    Events are skipped and counted as `unknown_event`, `unknown_medium`, or `shared` for storage that workers share,
+    unless `has_store`.
     """
     reported, skipped = _BATCHES.decode(payload)
     events: list[EngineEvent] = []

@@ -59,12 +59,7 @@ class _Event(msgspec.Struct):
 
 
 class RankEvent(msgspec.Struct, frozen=True):
-    """The content of one event of TensorRT-LLM.
-
-    Attributes:
-        rank: index of the rank in the engine, from 0.
-        missed: message that events of the rank before this one are lost; empty if none are.
-    """
+    """One event of a rank. `missed` says that earlier events of the rank are lost; it is empty if none are."""
 
     rank: int
     batch: Batch
@@ -87,8 +82,7 @@ class TensorRtLlmReader:
     def read(self, event: object) -> RankEvent:
         """Return one decoded event of TensorRT-LLM's `get_kv_cache_events`.
 
-        Raises:
-            KvEventError: the event is malformed. The next event of the rank then shows that one is missing.
+        Raises KvEventError if it is malformed. The next event of the rank then shows that one is missing.
         """
         try:
             one = msgspec.convert(event, _Event)

@@ -71,11 +71,8 @@ class _Cleared(_Event, tag="AllBlocksCleared"):
 class VllmDecoder:
     """Decodes the events of one rank, and remembers the kinds of its layer groups.
 
-    Events are skipped and counted as `unknown_event`, `unknown_medium`, `shared` (storage that workers share),
-    `other_group` (group of layers), `no_tokens` (offloaded blocks without token ids) or `unnamed_lora`.
-
-    Args:
-        has_store: whether events of storage that workers share are used.
+    Events are skipped and counted as `unknown_event`, `unknown_medium`, `shared` (storage that workers share, unless
+    `has_store`), `other_group` (group of layers), `no_tokens` (offloaded blocks without token ids) or `unnamed_lora`.
     """
 
     def __init__(self, *, has_store: bool = False) -> None:

@@ -37,12 +37,9 @@ QUIET_S = 5.0  # after this time without a batch, request a replay
 
 
 class KvSource(msgspec.Struct, frozen=True):
-    """The sockets on which an engine publishes KV events.
+    """The ZMQ sockets on which an engine publishes KV events: a PUB socket, and a ROUTER socket for replays.
 
-    Attributes:
-        endpoint: ZMQ address of the PUB socket.
-        replay_endpoint: ZMQ address of the ROUTER socket for replays; None if the engine has none. Missed batches are
-            then lost.
+    Without the second one, missed batches are lost.
     """
 
     endpoint: str
@@ -52,8 +49,7 @@ class KvSource(msgspec.Struct, frozen=True):
     def at_rank(self, rank: int) -> "KvSource":
         """Return the sockets of a data-parallel rank. Engines add the index of the rank to each port.
 
-        Raises:
-            EngineError: an address has no port, so that ranks would share it.
+        Raises EngineError if an address has no port, so that ranks would share it.
         """
         replay = self.replay_endpoint
         return KvSource(_at_rank(self.endpoint, rank), None if replay is None else _at_rank(replay, rank), self.topic)
@@ -71,16 +67,13 @@ The rank was reported as empty before this is called.
 class KvFeed:
     """Reads the KV events of one rank, and publishes the changes of its cache.
 
-    Args:
-        decode: decodes the payload of a message.
-        answer_timeout_s: time limit of a replay in seconds.
-        quiet_s: seconds without a batch after which a replay is requested.
+    A replay that takes longer than `answer_timeout_s` has failed. After `quiet_s` without a batch, a replay is
+    requested.
 
     Attributes:
         counts: counters by kind: batches `live`, `replayed` and `undecodable`, occasions on which batches were `lost`,
             publishers `restarted`, malformed messages (`frames`), replay requests `unanswered`, and skipped events by
             the reasons of the decoder.
-        sequence: state machine that orders the batches.
     """
 
     def __init__(
@@ -118,14 +111,8 @@ class KvFeed:
     async def run(self, publish: PublishChanges, on_lost: OnLost) -> None:
         """Read the sockets until cancelled, from the first batch that the publisher still has.
 
-        Args:
-            publish: called with the rank and the changes of its cache.
-            on_lost: called with the rank and a reason when events are lost. It must make the engine drop its prefix
-                cache.
-
-        Raises:
-            EngineError: an endpoint is invalid.
-            BaseExceptionGroup: contains an exception of `publish` or `on_lost`.
+        If events are lost, `on_lost` must make the engine drop its prefix cache. Raises EngineError if an endpoint is
+        invalid, and a group with the exceptions of `publish` and `on_lost`.
         """
         self._publish, self._on_lost = publish, on_lost
         context = zmq.asyncio.Context()
@@ -200,10 +187,7 @@ class KvFeed:
                 await asyncio.sleep(0)
 
     def _on_reply(self, frames: list[bytes]) -> None:
-        """Handle a reply to a replay request: a delimiter and a batch, or the end of the replay.
-
-        Replies of older engines have no topic.
-        """
+        """Handle a reply to a replay request: a delimiter and a batch, or the end. Older engines send no topic."""
         if len(frames) < REPLY_FRAMES_MIN or len(frames[-2]) != SEQ_BYTES:
             self._no_batch(frames)
         elif frames[-2] == END_OF_REPLAY:
@@ -280,11 +264,7 @@ def _connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
 
 
 class KvEventMetrics(Collector):
-    """Prometheus collector that counts batches of KV events and anomalies in them, by rank and kind.
-
-    Args:
-        totals: for each rank, a function that returns its counters by kind.
-    """
+    """Prometheus collector of batches of KV events and anomalies in them, by rank and kind."""
 
     def __init__(self, worker_id: str, totals: Mapping[int, Callable[[], Mapping[str, int]]]) -> None:
         self._worker_id = worker_id

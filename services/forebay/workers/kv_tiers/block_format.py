@@ -1,9 +1,8 @@
-"""Format of a stored block: a header of one page, then the bytes of the block.
+"""Format of a stored block: `PREAMBLE`, `HEADER` and zeros up to one page, then the bytes of the block, page-aligned.
 
-The header is `PREAMBLE` and `HEADER`. Zeros fill the page, so that the block begins at an aligned offset. Checksums are
-in their canonical byte order. All numbers are little-endian. The preamble has a checksum of its own and never changes,
-so that a program can tell a file of a newer version from a damaged one. Names of files contain the block key and the
-sequence hash, so listing them is enough to know what a store contains.
+All numbers are little-endian; checksums are in their canonical byte order. The preamble has a checksum of its own and
+never changes, so that a program can tell a file of a newer version from a damaged one. Names of files contain the block
+key and the sequence hash, so listing them is enough to know what a store contains.
 """
 
 import re
@@ -53,11 +52,7 @@ def parse_file_name(text: str) -> BlockName | None:
 
 
 class BlockFormat:
-    """Files of the blocks of one identity.
-
-    Attributes:
-        file_bytes: bytes of a file.
-    """
+    """Files of the blocks of one identity."""
 
     def __init__(self, identity: KvIdentity) -> None:
         self.file_bytes = file_bytes(identity.block_bytes)
@@ -67,22 +62,17 @@ class BlockFormat:
         self._preamble = start + struct.pack("<I", xxh32_intdigest(start))
 
     def head(self, name: BlockName, checksum: bytes) -> bytes:
-        """Return the header of a block without the zeros after it, `HEAD_BYTES` bytes.
+        """Return the `HEAD_BYTES` bytes of a header, without the zeros after it.
 
-        Args:
-            checksum: XXH3-128 of the bytes of the block.
+        `checksum` is the XXH3-128 of the block.
         """
         head = self._start(name) + checksum
         return head + xxh3_64_digest(head)
 
     def read_head(self, data: bytes, name: BlockName) -> tuple[str, bytes]:
-        """Verify a header.
+        """Verify the first bytes of a file.
 
-        Args:
-            data: the first `HEAD_BYTES` bytes of a file, or fewer if the file is shorter.
-
-        Returns:
-            An empty text and the checksum of the block, or one of `BAD_REASONS`.
+        Return "" and the checksum of the block, or one of `BAD_REASONS` and no bytes.
         """
         # Comparing bytes takes a third of the time of decoding them.
         intact = data[CHECKED_BYTES:] == xxh3_64_digest(data[:CHECKED_BYTES])

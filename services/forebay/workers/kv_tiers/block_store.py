@@ -52,11 +52,7 @@ T = TypeVar("T")
 
 
 class StorageError(EngineError):
-    """A directory or a bucket has failed. The message tells why.
-
-    Attributes:
-        reason: `missing` (the file does not exist), `denied`, `full` or `failed`.
-    """
+    """A directory or a bucket has failed, with the reason `missing` (no such file), `denied`, `full` or `failed`."""
 
     def __init__(self, text: str, reason: str) -> None:
         super().__init__(text)
@@ -64,10 +60,9 @@ class StorageError(EngineError):
 
 
 class StoredFile(NamedTuple):
-    """A file or object in the folder of an identity.
+    """A file or object in the folder of an identity. `path` is below the store.
 
     Attributes:
-        path: path below the store.
         used_s: when it was used last, seconds since 1970. In a bucket, when it was written.
     """
 
@@ -86,7 +81,6 @@ class StoredFile(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Return `block`, `quarantined`, `temporary` or `other`."""
         if f"/{QUARANTINE}/" in self.path:
             return "quarantined"
         if self.path.endswith(TEMPORARY):
@@ -95,11 +89,7 @@ class StoredFile(NamedTuple):
 
 
 class Storage(Protocol):
-    """Files of a store in a directory or a bucket. All methods are thread-safe, block, and raise StorageError.
-
-    Attributes:
-        place: directory or URL, for messages.
-    """
+    """Files of a store in a directory or a bucket. All methods are thread-safe, block, and raise StorageError."""
 
     place: str
 
@@ -118,7 +108,7 @@ class Storage(Protocol):
         ...
 
     def identities(self) -> list[str]:
-        """Return the names of the folders of identities, in order."""
+        """Return the names of the folders of identities, sorted."""
         ...
 
     def pages(self, folder: str = "") -> Iterator[list[StoredFile]]:
@@ -135,12 +125,7 @@ class Storage(Protocol):
 
 
 class StoreDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of `store.json`.
-
-    Attributes:
-        format_version: version of the layout and of the block files.
-        store_id: random id, by which routers recognize the store.
-    """
+    """Content of `store.json`. Routers recognize the store by its random id."""
 
     format_version: int
     store_id: str
@@ -149,14 +134,8 @@ class StoreDescription(msgspec.Struct, frozen=True, kw_only=True):
 class BlockStore(ABC):
     """Store of the KV blocks of one identity. Methods block, so the caller runs them in threads; all are thread-safe.
 
-    When a method returns, the store does not use the memory of its arguments any more.
-
-    Args:
-        quota_bytes: maximum size of the store in bytes, over all identities.
-
-    Attributes:
-        name: name of the store for the router: the id of the store, and the first digits of the identity digest. All
-            workers that open the same store with the same identity see the same name.
+    When a method returns, the store does not use the memory of its arguments any more. The quota covers all identities.
+    Workers that open the same store with the same identity see the same `name`, which routers use.
 
     Raises:
         EngineError: the store cannot be used.
@@ -186,7 +165,7 @@ class BlockStore(ABC):
 
     @abstractmethod
     def _read(self, names: Sequence[BlockName], into: Sequence[memoryview], end_s: float) -> list[str]:
-        """Read blocks until a moment of the monotonic clock. See `read`."""
+        """Read blocks until a moment of the monotonic clock."""
 
     @abstractmethod
     def _write(self, blocks: Sequence[tuple[BlockName, memoryview]], end_s: float) -> tuple[list[str], list[BlockName]]:
@@ -197,16 +176,14 @@ class BlockStore(ABC):
         """Release the resources of the store, after the calls in progress have ended."""
 
     def read(self, names: Sequence[BlockName], into: Sequence[memoryview], deadline_s: float) -> list[str]:
-        """Read blocks and verify their checksums.
+        """Read blocks into memory of `block_bytes` bytes each, and verify their checksums.
 
-        Args:
-            into: writable memory of `block_bytes` bytes per block.
-            deadline_s: seconds from now after which no further blocks are read.
+        No further block is read `deadline_s` seconds from now.
 
         Returns:
-            Per block, an empty text if the memory contains the block, otherwise one of `BAD_REASONS`, upon which the
-            file has moved to the quarantine, `missing`, `deadline`, `denied` or `failed`. The memory of a block that
-            was not read has undefined content.
+            Per block, "" if the memory contains the block, otherwise one of `BAD_REASONS`, upon which the file has
+            moved to the quarantine, `missing`, `deadline`, `denied` or `failed`. The memory of a block that was not
+            read has undefined content.
         """
         results = self._read(names, into, runtime.monotonic_s() + deadline_s)
         for name, reason in zip(names, results, strict=True):
@@ -215,15 +192,9 @@ class BlockStore(ABC):
         return results
 
     def write(self, blocks: Sequence[tuple[BlockName, memoryview]], deadline_s: float) -> list[str]:
-        """Write blocks that the store does not contain yet.
+        """Write blocks of `block_bytes` bytes that the store lacks. None is begun `deadline_s` seconds from now.
 
-        Args:
-            blocks: names, and memory of `block_bytes` bytes.
-            deadline_s: seconds from now after which no further blocks are written.
-
-        Returns:
-            Per block, an empty text if the store contains the block, otherwise `full`, `deadline`, `denied` or
-            `failed`.
+        Return per block "" if the store contains it, otherwise `full`, `deadline`, `denied` or `failed`.
         """
         results, new = self._write(blocks, runtime.monotonic_s() + deadline_s)
         size = len(new) * self._format.file_bytes
@@ -329,7 +300,6 @@ class BlockStore(ABC):
         self._forget([name])
 
     def _forget(self, names: Sequence[BlockName]) -> None:
-        """Note that blocks have left the store."""
         with self._lock:
             self._total_bytes -= len(names) * self._format.file_bytes
 
@@ -337,7 +307,6 @@ class BlockStore(ABC):
         return f"{self._folder}/{file_path(name)}"
 
     def _warn(self, text: str, *args: object) -> None:
-        """Log a warning, unless the last one is recent."""
         now_s = runtime.monotonic_s()
         if now_s - self._warned_s >= WARN_S:
             self._warned_s = now_s
@@ -381,7 +350,6 @@ def _decode_description(data: bytes, place: str) -> StoreDescription:
 
 
 def _check_identity(data: bytes, identity: KvIdentity, place: str) -> None:
-    """Check that a description is that of this identity. Raises EngineError if it is not."""
     try:
         found = msgspec.json.decode(data, type=KvIdentity)
     except msgspec.MsgspecError as error:
@@ -393,10 +361,10 @@ def _check_identity(data: bytes, identity: KvIdentity, place: str) -> None:
 
 
 def start_call(act: Callable[[], T], name: str) -> Future[T]:
-    """Run a blocking call on a new thread, and return its future result.
+    """Run a blocking call on a new thread, which takes 50 µs, and return its future result.
 
-    The threads of an executor would keep the process alive, because the interpreter waits for them when it exits, and a
-    call to a file system or a server may hang. Starting a thread takes 50 µs, which is little compared with the calls.
+    The interpreter waits for the threads of an executor when it exits, and a call to a file system or a server may
+    hang.
     """
     future: Future[T] = Future()
 

@@ -1,11 +1,10 @@
 """Store of KV blocks in a directory: the disk tier of one worker rank, or a store that workers share.
 
-Theory of operation. A call moves its blocks in batches, by two threads: the caller and a helper. So the checksums of
-one batch overlap with the transfer of another one. The files of a batch are opened, moved by NIXL or by system calls,
-and closed. A block is written to a temporary file, which is then renamed, so a reader never sees a part of a block.
-Files are not synchronized to the disk, so after a power loss a file may have any content. Readers therefore trust
-nothing: they check the header and the checksum of every block. The modification time of a file is the time of its last
-use: reads update it, at most once per minute.
+Theory of operation. Two threads move the batches of a call: the caller and a helper. So the checksums of one batch
+overlap with the transfer of another one. A block is written to a temporary file, which is then renamed, so a reader
+never sees a part of a block. Files are not synchronized to the disk, so after a power loss a file may have any content.
+Readers therefore check the header and the checksum of every block. The modification time of a file is the time of its
+last use: reads update it, at most once per minute.
 """
 
 import contextlib
@@ -77,8 +76,6 @@ _left: list[object] = []
 
 
 class Directory:
-    """Files of a store in a directory: a `Storage`."""
-
     def __init__(self, root: Path) -> None:
         self.place = str(root)
 
@@ -175,13 +172,9 @@ class Directory:
 
 
 class DirectoryStore(BlockStore):
-    """Store of KV blocks of one identity in a directory.
+    """Store of KV blocks of one identity in a directory, which is locked for this worker alone unless it is `shared`.
 
-    Args:
-        quota_bytes: maximum size of the directory in bytes, over all identities.
-        io: how bytes are moved.
-        shared: whether other workers may use the directory, too.
-        owner: name of this worker, for the error of another worker that uses the same directory.
+    `owner` names this worker in the error of another worker that uses the same directory.
 
     Raises:
         EngineError: the directory cannot be used, or belongs to another worker.
@@ -207,7 +200,6 @@ class DirectoryStore(BlockStore):
         self._touched_s = runtime.monotonic_s()
 
     def close(self) -> None:
-        """Release the lock of the directory and the resources of NIXL."""
         if self._nixl is not None:
             self._nixl.close()
         os.close(self._lock_fd)
@@ -220,12 +212,7 @@ class DirectoryStore(BlockStore):
         return self._in_batches(len(blocks), end_s, lambda at: self._write_batch(blocks[at], new)), new
 
     def _in_batches(self, count: int, end_s: float, act: Callable[[slice], list[str]]) -> list[str]:
-        """Move blocks in batches, by the calling thread and a helper.
-
-        Args:
-            end_s: no further batch is begun after this time.
-            act: moves the batch in a slice of the blocks, and returns its results.
-        """
+        """Move blocks in batches, by the calling thread and a helper. No batch is begun after `end_s`."""
         results = ["deadline"] * count
         split = count * self._block_bytes >= SPLIT_BYTES
         fair = -(-count // THREADS) if split else count
@@ -464,9 +451,6 @@ class NixlFiles:
     The plugin reports a failed transfer as a whole, without an error number. It also may complete the remaining
     descriptors of that transfer later, so the agent of a failed transfer is never used again. The caller then repeats
     the transfer by system calls, which fail with the error number of the one file at fault.
-
-    Raises:
-        PackageMissing: NIXL is not installed.
     """
 
     def __init__(self) -> None:
@@ -588,10 +572,9 @@ def _create(path: str) -> int:
 
 
 def _lock_directory(root: Path, owner: str, *, shared: bool) -> int:
-    """Create and lock a directory, until the returned file descriptor is closed.
+    """Create a directory and lock it, shared or for one worker alone, until the returned file descriptor is closed.
 
-    Several workers may lock the same directory as shared, if no worker has locked it for itself alone. Raises
-    EngineError if another worker has locked it.
+    Raises EngineError if another worker has locked it.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -40,12 +40,7 @@ SHA256_NAME = re.compile("[0-9a-f]{64}")  # blobs of small files are named by an
 
 
 class BlockName(NamedTuple):
-    """Name of a stored block.
-
-    Attributes:
-        key: block key, 32 bytes.
-        sequence_hash: sequence hash of the block for routing, from `forebay.core.block_hashes`.
-    """
+    """Name of a stored block: its key of 32 bytes, and its sequence hash for routing (`forebay.core.block_hashes`)."""
 
     key: bytes
     sequence_hash: int
@@ -54,14 +49,8 @@ class BlockName(NamedTuple):
 class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What the KV of every block of a worker rank depends on, except the prompt and the adapter.
 
-    Attributes:
-        weights: SHA-256 of the weight files, in hex.
-        tp_size: number of tensor-parallel ranks.
-        layout: order of layers, keys, values, heads and tokens in the bytes of a block, as the engine names it.
-        dtype: data type of keys and values, as the engine names it.
-        block_size: tokens per block.
-        block_bytes: bytes per block.
-        model: name of the model, for operators. It is not part of the digest.
+    `weights` is the SHA-256 of the weight files in hex. `layout` is the order of layers, keys, values, heads and tokens
+    in a block; `layout` and `dtype` are as the engine names them. `model` is for operators, and not part of the digest.
     """
 
     weights: str
@@ -75,7 +64,6 @@ class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """Return the SHA-256 of all attributes except `model`."""
         numbers = (self.tp_rank, self.tp_size, self.block_size, self.block_bytes)
         return _digest("forebay.kv.identity", self.weights, self.layout, self.dtype, *map(str, numbers))
 
@@ -86,11 +74,9 @@ class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 class KeyChain:
-    """Computes the block keys of prompts with the same identity, salt and adapter.
+    """Computes the block keys of prompts with the same identity, salt (cache salt or tenant) and adapter digest.
 
-    Args:
-        salt: cache salt or tenant of the request. Requests with different salts share no blocks.
-        adapter: digest of the LoRA adapter; empty without an adapter.
+    Requests with different salts share no blocks.
     """
 
     def __init__(self, identity: KvIdentity, *, salt: str = "", adapter: str = "") -> None:
@@ -100,11 +86,10 @@ class KeyChain:
     def extend(
         self, parent: bytes | None, token_ids: bytes, media: Mapping[int, Sequence[str]] = NO_MEDIA
     ) -> list[bytes]:
-        """Return the key of each full block of consecutive tokens.
+        """Return the key of each full block of consecutive tokens (packed u32), and ignore later tokens.
 
         Args:
             parent: key of the block before the tokens; None if the tokens start a prompt.
-            token_ids: tokens as packed u32. Tokens after the last full block are ignored.
             media: images and videos in each block, from `media_by_block`. Index 0 is the first block of `token_ids`.
         """
         key = self._root if parent is None else parent
@@ -123,11 +108,8 @@ class KeyChain:
 def media_by_block(objects: Iterable[tuple[str, int, int]], block_size: int) -> dict[int, list[str]]:
     """Return the argument `media` of block keys: for each block, the objects in it and their positions.
 
-    The position matters. Placeholder tokens are equal for all images, so tokens alone do not show where an image ends.
-
-    Args:
-        objects: digest, first token and number of tokens of each image or video of the prompt, in any order.
-        block_size: tokens per block.
+    `objects` has digest, first token and number of tokens of each image or video, in any order. The position matters:
+    placeholder tokens are equal for all images, so tokens alone do not show where an image ends.
     """
     found: dict[int, list[str]] = {}
     for digest, first, tokens in sorted(objects, key=lambda one: one[1]):
@@ -162,11 +144,8 @@ def default_cache() -> Path:
 def weights_digest(folder: Path, cache: Path | None = None) -> str:
     """Return the SHA-256 of the weight files and the configuration of a model or a LoRA adapter, in hex.
 
-    Args:
-        cache: file in which the digests of files are remembered; None to hash all files.
-
-    Raises:
-        EngineError: the directory has no weight files, or a file cannot be read.
+    Digests of files are remembered in `cache`; if None, all files are hashed. Raises EngineError if the directory has
+    no weight files, or a file cannot be read.
     """
     if not _files(folder, WEIGHT_FILES):
         raise EngineError(f"{folder} has no weight files ({', '.join(WEIGHT_FILES)}), so its KV cannot be named")

@@ -31,8 +31,6 @@ class TierCounters(msgspec.Struct, kw_only=True):
     tier, misses and write failures by tier and reason, prefetched blocks by source, and skipped blocks by reason.
 
     Attributes:
-        matched_tokens: prompt tokens that were loaded from tiers instead of being computed.
-        prefetched_blocks: blocks that were copied to the host tier for a waiting request.
         misses: blocks that a tier was expected to have but could not be read.
         skipped: blocks that were not offloaded, because the tier was full or busy, or the filter rejected them. The
             reason `pin` counts blocks that were not pinned, because too many are.
@@ -61,8 +59,6 @@ class TierCounters(msgspec.Struct, kw_only=True):
 
 
 class TierMetrics(Collector):
-    """Prometheus collector of the tiers of a worker."""
-
     def __init__(self, worker_id: str, ranks: Mapping[int, Callable[[], TierCounters]]) -> None:
         self._worker_id = worker_id
         self._ranks = ranks

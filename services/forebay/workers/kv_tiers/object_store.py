@@ -78,15 +78,10 @@ class Credentials(NamedTuple):
 class Bucket:
     """Objects below a prefix of a bucket: a `Storage`.
 
-    Args:
-        url: `s3://BUCKET/PREFIX`.
-        endpoint: URL of the S3 endpoint; empty for that of boto3's configuration.
-
-    Attributes:
-        prefix: the prefix, empty or with a slash at its end.
+    `prefix` is empty or ends with a slash. If `endpoint` is empty, the configuration of boto3 decides.
 
     Raises:
-        EngineError: the URL is invalid.
+        EngineError: the URL is not `s3://BUCKET` or `s3://BUCKET/PREFIX`.
         PackageMissing: boto3 is not installed.
     """
 
@@ -145,11 +140,7 @@ class Bucket:
             return bytes(self._client.get_object(**self._at(path))["Body"].read(limit))
 
     def put(self, path: str, content: bytes | memoryview, options: Mapping[str, str] = NO_OPTIONS) -> None:
-        """Write an object. Raises StorageError.
-
-        Args:
-            options: further arguments of boto3's `put_object`.
-        """
+        """Write an object with further arguments of boto3's `put_object`. Raises StorageError."""
         with self._explained("write", path):
             self._client.put_object(**self._at(path), Body=bytes(content), **options)
 
@@ -224,11 +215,7 @@ class Bucket:
 
 
 class Boto3Transfers:
-    """Moves objects by boto3, one thread per transfer. Thread-safe.
-
-    Args:
-        size: bytes per object.
-    """
+    """Moves objects of `size` bytes by boto3, one thread per transfer. Thread-safe."""
 
     def __init__(self, bucket: Bucket, size: int) -> None:
         self._bucket = bucket
@@ -238,9 +225,7 @@ class Boto3Transfers:
     def start(self, path: str, fill: Callable[[memoryview], None] | None) -> Future[memoryview] | None:
         """Begin a transfer. Return None while too many transfers are in flight.
 
-        Args:
-            fill: writes the content of a new object into the given memory, before this method returns. If None, the
-                object is read.
+        `fill` writes the content of a new object, before this method returns. If it is None, the object is read.
         """
         if not self._free.acquire(blocking=False):
             return None
@@ -272,8 +257,6 @@ class Boto3Transfers:
 
 
 class _Slot:
-    """Memory of one transfer by NIXL, and the handles of the transfer."""
-
     def __init__(self, number: int, memory: memoryview) -> None:
         self.number = number
         self.memory = memory
@@ -282,14 +265,9 @@ class _Slot:
 
 
 class NixlTransfers:
-    """Moves objects by NIXL's OBJ plugin, with the interface of `Boto3Transfers`.
+    """Moves objects of `size` bytes by NIXL's OBJ plugin, with the interface of `Boto3Transfers`.
 
-    Args:
-        size: bytes per object.
-
-    Raises:
-        PackageMissing: NIXL is not installed.
-        StorageError: there are no credentials.
+    Raises StorageError if there are no credentials.
     """
 
     def __init__(self, bucket: Bucket, size: int) -> None:
@@ -385,7 +363,7 @@ class NixlTransfers:
         slot.handle = slot.object = None
 
     def _reap(self) -> None:
-        """Release the transfers that were abandoned and have ended since."""
+        """Release the abandoned transfers that have ended."""
         ended = [slot for slot in self._abandoned if self._is_done(slot) is not None]
         for slot in ended:
             self._abandoned.remove(slot)
@@ -422,13 +400,7 @@ class NixlTransfers:
 
 
 class ObjectStore(BlockStore):
-    """Store of KV blocks of one identity in a bucket.
-
-    Args:
-        url: `s3://BUCKET/PREFIX`.
-        quota_bytes: maximum size of all objects below the prefix in bytes, over all identities.
-        io: how blocks are moved.
-        endpoint: URL of the S3 endpoint; empty for that of boto3's configuration.
+    """Store of KV blocks of one identity in a bucket. See `Bucket` for `url` and `endpoint`.
 
     Raises:
         EngineError: the bucket cannot be used.
@@ -514,7 +486,6 @@ class ObjectStore(BlockStore):
         end_s: float,
         results: list[str],
     ) -> None:
-        """Transfer the objects at some indexes concurrently, and set their results."""
         waiting = deque(places)
         running: dict[int, Any] = {}
         try:

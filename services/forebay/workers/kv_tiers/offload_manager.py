@@ -1,9 +1,8 @@
 """Offload and onboard the KV blocks of one worker rank, to and from host memory, disk and shared store.
 
-Theory of operation. The tier manager decides, and threads move bytes. All methods are called on one thread, which never
-waits for a transfer. A thread that has ended a transfer calls `wake`, and the owner then calls `poll`, which applies
-the end of the transfers. A tier that fails is suspended: its blocks are not matched and nothing is written to it, until
-it is tried again.
+Theory of operation. All methods are called on one thread, which never waits for a transfer. A thread that has ended a
+transfer calls `wake`, and the owner then calls `poll`, which applies the end of the transfers. A tier that fails is
+suspended: its blocks are not matched and nothing is written to it, until it is tried again.
 """
 
 import logging
@@ -58,15 +57,12 @@ def _nothing() -> None:
 
 
 class OffloadManager:
-    """Tiers of one rank.
+    """Tiers of one rank. The caller adds the prefills to `costs`, and this class adds the loads.
 
     Args:
         wake: called on any thread when `poll` has work.
         owner: name of this worker, for the error of another worker that uses the same disk tier.
         reports_evictions: whether the caller calls `device_evicts`. Otherwise the fastest tier is written through.
-
-    Attributes:
-        costs: measured costs. The caller adds the prefills, and this class adds the loads.
     """
 
     def __init__(
@@ -102,8 +98,7 @@ class OffloadManager:
     def open(self) -> None:
         """Open disk and shared store, and list their blocks. This blocks.
 
-        Raises:
-            EngineError: a tier cannot be opened.
+        Raises EngineError if a tier cannot be opened.
         """
         try:
             for tier in STORES:
@@ -139,14 +134,13 @@ class OffloadManager:
     def match(self, names: Sequence[BlockName], begin: int, cached_tokens: int, hinted: int = 0) -> list[TierRun]:
         """Return where to load the blocks from index `begin` on, as far as loading is faster than computing.
 
+        The result is for `load`, and valid until the next call of `poll`.
+
         Args:
             names: blocks of a prompt. The caller leaves out blocks that must be computed.
             begin: index of the first block that device memory lacks.
             cached_tokens: tokens of the blocks before it.
             hinted: number of leading blocks that the router expects in the tiers or in device memory.
-
-        Returns:
-            Runs for `load`, valid until the next call of `poll`.
         """
         self._refresh()
         if self._transfers.full:
@@ -164,21 +158,17 @@ class OffloadManager:
         into: Sequence[memoryview],
         done: Callable[[LoadResult], None],
     ) -> None:
-        """Load blocks that `match` has found.
+        """Load blocks that `match` has found, from index `begin` on.
 
-        Args:
-            begin: index of the first block to load.
-            into: writable memory for each block. It belongs to the load until `done` is called.
-            done: called by `poll` when all transfers have ended.
+        The memory `into` belongs to the load until `poll` calls `done`, when all transfers have ended.
         """
         self._believe(names, begin, runs)
         self._transfers.load(names, begin, runs, into, done)
 
     def offer(self, names: Sequence[BlockName], block: Blocks, done: Callable[[], None] = _nothing) -> None:
-        """Offload blocks that device memory has stored or used again.
+        """Offload full blocks of a prompt, in order, that device memory has stored or used again.
 
         Args:
-            names: full blocks of a prompt, in order.
             block: memory of each block, or a function that returns the memory of the block with an index, and is called
                 on another thread. It is only used for the blocks that are copied.
             done: called when the memory of all blocks may be reused: at once if none is copied, otherwise by `poll`.
@@ -192,12 +182,7 @@ class OffloadManager:
         self._begin_offer(self._manager.device_evicts(names), names, block, done)
 
     def prefetch(self, names: Sequence[BlockName], begin: int, hinted: int = 0) -> None:
-        """Copy blocks from disk or shared store to host memory while a request waits, if loading them will pay.
-
-        Args:
-            begin: index of the first block that device memory lacks.
-            hinted: number of leading blocks that the router expects in the tiers or in device memory.
-        """
+        """Copy blocks from disk or store to host memory while a request waits, if that will pay. See `match`."""
         self._refresh()
         if self._transfers.host is None:
             return
@@ -210,10 +195,8 @@ class OffloadManager:
     def pin(self, names: Sequence[BlockName], seconds: int) -> None:
         """Keep the blocks of a prompt in host memory and on disk for some time, once they are there.
 
-        Blocks beyond half of the larger of these tiers are not pinned, and counted.
-
-        Args:
-            seconds: duration of the pin. A pin never shortens an earlier one.
+        Blocks beyond half of the larger of these tiers are not pinned, and counted. A pin never shortens an earlier
+        one.
         """
         self._manager.pin(names, round((runtime.monotonic_s() + seconds) * 1e6))
 
@@ -349,10 +332,7 @@ class OffloadManager:
 def open_store(
     tier: Literal["disk", "store"], settings: TierSettings, identity: KvIdentity, owner: str = ""
 ) -> BlockStore:
-    """Open the disk tier or the shared store, which is created if necessary.
-
-    Args:
-        owner: name of this worker, for the error of another worker that uses the same disk tier.
+    """Open the disk tier or the shared store of the worker `owner`; create it if necessary.
 
     Raises:
         EngineError: the store cannot be opened. The message tells why and what to do.

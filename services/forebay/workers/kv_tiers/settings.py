@@ -12,12 +12,12 @@ STORE_BYTES = 1000 * 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
-    """Tiers of one worker rank. By default a rank has no tier except device memory.
+    """Tiers of one worker rank. By default a rank has no tier except device memory; `host_bytes` of 0 is no host tier.
+
+    After `read_s`, a load from disk or store ends with the blocks that have arrived. After `write_s`, an offload ends.
 
     Attributes:
-        host_bytes: size of the host tier in bytes; 0 for no host tier.
         disk: directory of the disk tier, for this worker alone; None for no disk tier.
-        disk_bytes: maximum size of the disk tier in bytes.
         store: shared store: a directory or `s3://BUCKET/PREFIX`; empty for no shared store.
         store_bytes: maximum size of the shared store in bytes, over all workers and identities.
         store_endpoint: URL of the S3 endpoint of the shared store; empty for that of boto3's configuration.
@@ -25,8 +25,6 @@ class TierSettings:
         filter: whether disk and store accept only blocks that were used at least twice; None to filter if there is a
             host tier.
         io: how bytes are moved; None for NIXL if it is installed, otherwise plain I/O.
-        read_s: seconds after which a load from disk or store ends with the blocks that have arrived.
-        write_s: seconds after which an offload to disk or store ends.
     """
 
     host_bytes: int = 0
@@ -43,5 +41,4 @@ class TierSettings:
 
     @property
     def filters(self) -> bool:
-        """Return whether disk and store accept only blocks that were used at least twice."""
         return bool(self.host_bytes) if self.filter is None else self.filter

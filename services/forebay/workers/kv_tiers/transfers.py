@@ -1,10 +1,10 @@
 """Move the KV blocks of one worker rank between device memory, host memory, disk and shared store.
 
-Theory of operation. The tier manager decides, and threads move bytes. All methods are called on the owner's thread,
-which never waits for a transfer. Each lane has its own threads, so that writes never delay loads. The end of a transfer
-is applied by `poll`, on the owner's thread. The manager then returns the writes that follow from it. Files of evicted
-blocks are removed by the thread that writes the tier, so that a block that is evicted and written again is not removed
-afterwards. A tier that fails is suspended, so that neither requests nor writes wait for it again and again.
+Theory of operation. The tier manager decides, and threads move bytes; see `offload_manager` for the owner's thread.
+Each lane has its own threads, so that writes never delay loads. `poll` applies the end of a transfer; the manager then
+returns the writes that follow from it. Files of evicted blocks are removed by the thread that writes the tier, so that
+a block that is evicted and written again is not removed afterwards. A failing tier is suspended, so that neither
+requests nor writes wait for it again and again.
 """
 
 import logging
@@ -60,13 +60,8 @@ SOURCE = "source"  # reason of blocks whose source could not be read
 class HostMemory:
     """Slots of host memory for one block each. The operating system provides the memory when it is first used.
 
-    Methods that change slots are called by one thread; copies may run on other threads at the same time.
-
-    Args:
-        block_bytes: bytes per block.
-
-    Raises:
-        PackageMissing: numpy is not installed.
+    Methods that change slots are called by one thread; copies may run on other threads at the same time. Raises
+    PackageMissing if numpy is not installed.
     """
 
     def __init__(self, blocks: int, block_bytes: int) -> None:
@@ -87,7 +82,6 @@ class HostMemory:
         return [self._free.pop() for _ in range(count)]
 
     def put(self, name: BlockName, slot: int) -> None:
-        """Record that a reserved slot contains a block."""
         self._slots[name] = slot
 
     def give_back(self, slot: int) -> None:
@@ -134,13 +128,10 @@ class HostMemory:
 
 
 class TierHealth:
-    """Health of the reads or of the writes of one tier.
+    """Health of the reads or of the writes of one tier; `what` names tier and direction for the log.
 
     After several failing calls in a row, the tier is suspended for 1 s. One further failing call then suspends it for
     twice as long, up to 60 s. The first call with a success ends this.
-
-    Args:
-        what: tier and direction, for the log: `reads from the disk tier`.
     """
 
     def __init__(self, what: str) -> None:
@@ -150,7 +141,6 @@ class TierHealth:
         self._until_s = 0.0
 
     def suspended(self) -> bool:
-        """Return whether the tier should not be used now."""
         return self._length_s > 0 and runtime.monotonic_s() < self._until_s
 
     def observe(self, results: Sequence[str]) -> None:
@@ -172,12 +162,9 @@ class TierHealth:
 
 
 class TransferLanes:
-    """Thread pools whose results are applied on the thread of the caller.
+    """Thread pools whose results are applied on the thread of the caller. A pool calls `wake` when `poll` has work.
 
     What waits in a lane is bounded by its callers: they limit the blocks in flight per tier, and the loads.
-
-    Args:
-        wake: called on a thread of a lane when `poll` has work.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -190,8 +177,7 @@ class TransferLanes:
     def submit(self, lane: Lane, work: Callable[[], T], then: Callable[[T], None], on_error: T) -> None:
         """Run `work` in a lane, and pass its result to `then` within `poll`.
 
-        Args:
-            on_error: result if `work` raises an exception, which is logged.
+        If it raises, log that and pass `on_error`.
         """
         if self._closing:
             self.defer(partial(then, on_error))
@@ -208,7 +194,6 @@ class TransferLanes:
         self._wake()
 
     def poll(self) -> None:
-        """Apply the results of the work that has ended."""
         while self._ended:
             self.running -= 1
             self._ended.popleft()()
@@ -234,11 +219,10 @@ class TransferLanes:
 class LoadResult:
     """Result of a load.
 
+    Times are in microseconds, from the call of `load` to the end of the last transfer of each tier.
+
     Attributes:
         blocks: number of leading blocks that were loaded. The memory of later blocks has undefined content.
-        bytes: bytes of these blocks.
-        us: microseconds from the call of `load` to the end of the last transfer.
-        us_by_tier: microseconds from the call of `load` to the end of the transfer from each of these tiers.
     """
 
     blocks: int
@@ -248,11 +232,6 @@ class LoadResult:
     us_by_tier: dict[LowerTier, int]
 
     def onboarded(self, block_size: int) -> tuple[OnboardedTokens, ...]:
-        """Return the tokens that were loaded, by tier.
-
-        Args:
-            block_size: tokens per block.
-        """
         return tuple(
             OnboardedTokens(tier=tier, tokens=blocks * block_size, us=self.us_by_tier[tier])
             for tier, blocks in self.by_tier.items()
@@ -273,12 +252,11 @@ class _Load:
 
 @dataclass(slots=True)
 class OfferedBlocks:
-    """Blocks in device memory that are being copied.
+    """Blocks in device memory that are being copied. `done` is called when the memory may be reused.
 
     Attributes:
         blocks: memory of each block, or a function that returns it on another thread.
         index: index of each block in `blocks`.
-        done: called when the memory may be reused.
     """
 
     blocks: Blocks
@@ -308,15 +286,10 @@ class _Job:
 class TierTransfers:
     """Memory and stores of one rank, and its transfers. The tiers of a load are read at the same time.
 
-    Args:
-        manager: decides which blocks are where.
-        read_s: seconds after which a read from disk or store ends. For a load, the time in which it waits for a thread
-            counts.
-        write_s: seconds after which a write to disk or store ends, from the moment at which a thread begins it.
+    A read from disk or store ends after `read_s` seconds, including the time in which a load waits for a thread. A
+    write ends after `write_s` seconds, from the moment at which a thread begins it.
 
     Attributes:
-        host: host memory; None without a host tier.
-        stores: stores of the disk tier and of the shared store, as far as the rank has them.
         quota_evicted: blocks that stores removed because their quota was exceeded, by tier.
         store_changes: changes of the shared store that the rank has observed and not reported yet, in order.
     """
@@ -382,11 +355,7 @@ class TierTransfers:
             self._lanes.submit(READ_LANES[tier], work, then, (["failed"] * len(places), load.began_s))
 
     def write(self, writes: Sequence[Write[BlockName]], offer: OfferedBlocks | None = None) -> None:
-        """Begin the writes that the manager has returned.
-
-        Args:
-            offer: memory of the blocks whose source is device memory.
-        """
+        """Begin the writes that the manager has returned. `offer` has the blocks whose source is device memory."""
         for write in writes:
             slots: list[int] = []
             source_slots: list[int] = []
@@ -598,7 +567,6 @@ class TierTransfers:
     def _note_store(
         self, *, stored: Iterable[BlockName] = (), removed: Iterable[BlockName] = (), stale: Iterable[BlockName] = ()
     ) -> None:
-        """Note changes of the shared store, of one kind."""
         change = StoreChange(stored=hashes(stored), removed=hashes(removed), stale=hashes(stale))
         if change.stored or change.removed or change.stale:
             self.store_changes.append(change)

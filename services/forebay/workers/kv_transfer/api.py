@@ -30,14 +30,11 @@ REASONS = ("expired", "gone", "deadline", "corrupt", "refused", "full", "closed"
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that a holder keeps for one reader.
+    """Blocks that a holder keeps for one reader: the values of `Prefilled.descriptor` and `Prefilled.checksum`.
 
     Attributes:
-        descriptor: location of the blocks, for `Prefilled.descriptor`.
-        checksum: checksum for `Prefilled.checksum`; None if none was requested. It is the XXH3-64 of the XXH3-64s of
-            all blocks, in order, as little-endian u64. The descriptor has the hash per block, so a reader can verify a
-            part of the blocks.
-        bytes: size of the blocks in bytes.
+        checksum: XXH3-64 of the XXH3-64s of all blocks, in order, as little-endian u64; None if none was requested. The
+            descriptor has the hash per block, so a reader can verify a part of the blocks.
     """
 
     descriptor: bytes
@@ -46,13 +43,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchedKv(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a completed fetch.
-
-    Attributes:
-        bytes: number of fetched bytes.
-        us: duration of the fetch in microseconds, including time in the queue.
-        retries: number of additional reads of blocks with a wrong checksum.
-    """
+    """Result of a completed fetch. The duration includes time in the queue; retries are reads after wrong checksums."""
 
     bytes: int
     blocks: int
@@ -63,17 +54,12 @@ class FetchedKv(msgspec.Struct, frozen=True, kw_only=True):
 class Stats(msgspec.Struct, kw_only=True):
     """Statistics of one transport: counters since it was opened, and gauges of its current state.
 
+    `bytes`, `read_us` (with time in the queue) and `took` count completed fetches. `failed` is by reason (`REASONS`).
+    `retries` are reads of blocks with a wrong checksum, and `corrupt` counts these blocks.
+
     Attributes:
-        bytes: bytes of completed fetches.
-        read_us: total duration of completed fetches in microseconds, including time in the queue.
         took: histogram of the durations: the number of completed fetches per bucket. The key is the index in
             `BUCKETS_S` of the smallest bound that is not exceeded, or the length of `BUCKETS_S` if all are exceeded.
-        retries: additional reads of blocks with a wrong checksum.
-        corrupt: blocks that had a wrong checksum.
-        failed: number of failed fetches by reason (`REASONS`).
-        freed: number of ended offers by reason (`FreeReason`).
-        in_flight: fetches in progress now.
-        in_flight_bytes: bytes of the fetches in progress.
         quarantined_blocks: slots that an abandoned transfer may still write to.
     """
 

@@ -34,11 +34,7 @@ class BlockLocation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     long as the holder keeps the blocks.
 
     Attributes:
-        agent: name of the holder, from `agent_name`.
-        route: NIXL metadata of the holder.
         address: memory address of the holder's first slot. The generation words follow the last slot.
-        slots: number of slots in the holder's memory.
-        block_bytes: bytes per slot.
         blocks: numbers of the offered slots in the order of the prompt, packed as little-endian u32.
         word: index of the offer's generation word.
         generation: value of that word while the blocks are kept. No other offer ever uses it.
@@ -61,11 +57,7 @@ class BlockLocation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 def encode_location(place: BlockLocation) -> bytes:
-    """Return the descriptor of a location: the encoded fields and a checksum of them.
-
-    Raises:
-        TransferError: there are more blocks than fit into a descriptor.
-    """
+    """Return the fields of a location and a checksum of them. Raises TransferError if there are too many blocks."""
     body = msgspec.msgpack.encode(place)
     if len(body) + _DIGEST_BYTES > DESCRIPTOR_BYTES_MAX:
         raise TransferError(
@@ -79,18 +71,14 @@ def pack_slots(slots: "Slots") -> bytes:
 
 
 def slots_of(place: BlockLocation) -> "Slots":
-    """Return the slot numbers of the offered blocks as an array of length `place.count`, in order."""
+    """Return the slot numbers of the offered blocks, in order."""
     import numpy  # noqa: PLC0415 - an extra
 
     return numpy.frombuffer(place.blocks, dtype="<u4").astype(numpy.int32)
 
 
 def decode_location(offered: Prefilled | Encoded, block_bytes: int) -> BlockLocation:
-    """Return the decoded descriptor of an event field, after checking it.
-
-    Args:
-        offered: event field with the descriptor.
-        block_bytes: bytes per block of this worker.
+    """Return the decoded descriptor of an event field, for a worker with `block_bytes` bytes per block.
 
     Raises:
         TransferError: with reason `refused`. The descriptor is damaged or has invalid slots; or it differs from the

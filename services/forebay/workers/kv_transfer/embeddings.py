@@ -34,9 +34,6 @@ class EmbeddingTransfer:
     Use it on one event loop. The NIXL agent starts at the first use.
 
     Args:
-        name: name of the NIXL agent, from `agent_name`.
-        arena_bytes: bytes of memory for offers and for reads in progress.
-        lease_s: seconds after which an offer ends that nobody has fetched.
         fetch_s: time limit of a read in seconds, and of the preceding wait for free memory in the arena.
     """
 
@@ -55,14 +52,13 @@ class EmbeddingTransfer:
 
     @property
     def waiting(self) -> int:
-        """Number of offers that have not ended: nobody has fetched the embeddings, and the lease has not expired."""
+        """Number of offers that nobody has fetched and whose lease has not expired."""
         return len(self._offered)
 
     async def offer(self, array: "Array") -> Encoded:
         """Keep a copy of an array until it is fetched or its lease ends, and return its descriptor.
 
-        Raises:
-            TransferError: the array is empty or has an unsupported dtype, or the arena has no room for it.
+        Raises TransferError if the array is empty or has an unsupported dtype, or the arena has no room for it.
         """
         import numpy  # noqa: PLC0415 - an extra
 
@@ -88,8 +84,7 @@ class EmbeddingTransfer:
     async def read(self, encoded: Encoded) -> "Array":
         """Return a copy of an array that another worker offers.
 
-        Raises:
-            TransferError: the array cannot be read, or has a wrong checksum.
+        Raises TransferError if that fails or a checksum is wrong.
         """
         import numpy  # noqa: PLC0415 - an extra
 

@@ -34,17 +34,11 @@ def words_offset(slots: int, block_bytes: int) -> int:
 
 
 class Arena:
-    """Memory for the KV blocks of a worker: one slot per block, and as many spare slots.
+    """Memory for the KV blocks of a worker. Slots that were never written to use no RAM.
 
     Slots that were never written to use no RAM.
 
-    Args:
-        block_bytes: bytes per block.
-
     Attributes:
-        block_bytes: bytes per block.
-        bytes: size of the whole mapping.
-        address: memory address of the first slot.
         words: generation words of this worker's offers.
         scratch: words into which generation words of other workers are read.
 
@@ -115,11 +109,7 @@ class Arena:
         return slots
 
     def reserve(self, count: int) -> None:
-        """Reserve `count` spare slots, in case the slots of a transfer must be quarantined.
-
-        Raises:
-            TransferError: with reason `full`, if too few spare slots are left.
-        """
+        """Reserve spare slots in case slots must be quarantined. Raises TransferError (`full`) if too few are left."""
         if len(self._spare) - self._promised < count:
             kept = self.blocks - len(self._spare)
             raise TransferError(
@@ -131,10 +121,7 @@ class Arena:
         self._promised -= count
 
     def quarantine(self, numbers: "Numbers") -> "Slots":
-        """Replace the slots of these blocks by reserved spare slots, and return the replaced slots.
-
-        The caller passes them to `restore_spares` when nothing writes to them any more.
-        """
+        """Replace the slots of these blocks by reserved spare slots. Return the old ones, for `restore_spares`."""
         kept = self.slots_of(numbers)
         self._slot_of[numbers] = [self._spare.pop() for _ in range(len(numbers))]
         return kept

@@ -12,11 +12,7 @@ LOCAL = "NIXL_INIT_AGENT"  # NIXL's name for the calling agent
 
 
 class TransferError(Exception):
-    """Blocks cannot be offered, or cannot be fetched from another worker. The message tells why.
-
-    Attributes:
-        reason: one of `forebay.workers.kv_transfer.api.REASONS`, for counters.
-    """
+    """Blocks cannot be offered or fetched. `reason`, for counters, is one of `api.REASONS`."""
 
     def __init__(self, text: str, reason: str = "failed") -> None:
         super().__init__(text)
@@ -29,14 +25,7 @@ def agent_name(worker_id: str) -> str:
 
 
 def load_nixl(what: str = "embedding transfers") -> Any:
-    """Import and return the Python bindings of NIXL.
-
-    Args:
-        what: feature that needs NIXL, for the error message.
-
-    Raises:
-        PackageMissing: NIXL or numpy is not installed.
-    """
+    """Return the Python bindings of NIXL. Raises PackageMissing, for the feature `what`, without NIXL or numpy."""
     try:
         import nixl_cu12  # noqa: PLC0415 - half a second, and an extra
         import numpy  # noqa: F401, PLC0415 - likewise
@@ -49,12 +38,9 @@ def load_nixl(what: str = "embedding transfers") -> Any:
 
 
 def open_agent(name: str, interface: str = "") -> Any:
-    """Return a NIXL agent with the UCX backend.
+    """Return a NIXL agent with the UCX backend. It has no progress thread, because that would poll without a pause.
 
-    The agent has no progress thread, because that would poll without a pause. So the caller must poll the agent.
-
-    Args:
-        interface: network interface that UCX uses. If empty, UCX selects one, or uses those in `UCX_NET_DEVICES`.
+    So the caller must poll the agent. If `interface` is empty, UCX selects one, or uses those in `UCX_NET_DEVICES`.
     """
     nixl = load_nixl()
     # By default UCX waits minutes for an unreachable host, and blocks the polling thread meanwhile.

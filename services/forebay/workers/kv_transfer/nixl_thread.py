@@ -32,13 +32,9 @@ FETCHED, DROPPED = b"f", b"d"  # prefix of a notification; the generation follow
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A holder to which this worker's NIXL agent is connected.
+    """A holder to which this worker's NIXL agent is connected, with NIXL's prepared lists of its slots and words.
 
     Attributes:
-        name: name of the holder's agent.
-        address: memory address of the holder's first slot.
-        blocks: NIXL's prepared list of the slots.
-        words: NIXL's prepared list of the generation words.
         silent: whether a read has timed out. No read begins until all reads in progress have ended.
         broken: whether a NIXL error or a name conflict occurred. The peer is removed when no read is in progress.
     """
@@ -66,12 +62,9 @@ def prepare(agent: Any, whose: str, address: int, length: int, count: int) -> An
 
 
 def transfer_error(text: str, error: Exception) -> TransferError:
-    """Return the TransferError for an exception of NIXL's bindings.
+    """Return the TransferError for an exception of NIXL's bindings, with a message that begins with `text`.
 
     The name of the exception's class determines the reason, because the classes have no common base.
-
-    Args:
-        text: beginning of the message: what failed.
     """
     kind = type(error).__name__
     gone = "Disconnect" in kind or "Backend" in kind
@@ -88,10 +81,9 @@ class Peers:
         self._known: dict[str, Peer] = {}  # least recently used first
 
     def of(self, place: BlockLocation) -> Peer:
-        """Return the holder of a location. If the agent is not connected to it, connect by its metadata.
+        """Return the holder of a location; connect by its metadata if needed.
 
-        Raises:
-            TransferError: no read from the holder can begin now.
+        Raises TransferError if no read can begin now.
         """
         peer = self._known.pop(place.agent, None)
         if peer is not None:
@@ -166,10 +158,7 @@ class Peers:
 class LocalAgent:
     """This worker's side of all reads: NIXL's prepared lists of its own slots and of words for generations.
 
-    Attributes:
-        arena: memory of this worker's blocks.
-        words: prepared list of the words into which generation words of holders are read.
-        free_words: indices of these words that no read uses.
+    `free_words` are the indices of the words that no read uses.
     """
 
     def __init__(self, agent: Any, arena: Arena) -> None:
@@ -187,12 +176,7 @@ class LocalAgent:
 class Read:
     """One read of blocks from a holder. It runs on the thread of the NIXL agent.
 
-    Args:
-        place: location of the offered blocks.
-        ours: slots of this worker that receive the content.
-
-    Attributes:
-        abandoned: set by another thread to end the read as soon as NIXL has finished the transfers in progress.
+    Another thread sets `abandoned` to end the read as soon as NIXL has finished the transfers in progress.
     """
 
     def __init__(self, place: BlockLocation, theirs: "Slots", ours: "Slots", *, notify: bool) -> None:
@@ -203,10 +187,9 @@ class Read:
         self.notify = notify
 
     def steps(self, local: LocalAgent, peers: Peers) -> Iterator[None]:
-        """Return a generator that runs the read. The caller resumes it whenever NIXL may have made progress.
+        """Run the read. The caller resumes this generator whenever NIXL may have made progress.
 
-        Raises:
-            TransferError: the read failed. The content of the slots is invalid, but NIXL no longer writes to them.
+        Raises TransferError if the read failed: the content of the slots is invalid, but NIXL no longer writes to them.
         """
         if self.abandoned:
             raise TransferError("the read was abandoned before it began")
@@ -250,7 +233,7 @@ def notify(agent: Any, place: BlockLocation, what: bytes) -> None:
 
 
 def transfer(agent: Any, ours: Any, our_numbers: Any, theirs: Any, their_numbers: Any) -> Iterator[None]:
-    """Return a generator that runs one READ of NIXL. The caller resumes it whenever NIXL may have made progress."""
+    """Run one READ of NIXL. The caller resumes this generator whenever NIXL may have made progress."""
     handle = agent.make_prepped_xfer("READ", ours, our_numbers, theirs, their_numbers)
     try:
         state = agent.transfer(handle)
@@ -283,14 +266,8 @@ _left: list[object] = []
 class NixlThread:
     """Thread that creates a NIXL agent, registers the memory of this worker, and runs all NIXL calls.
 
-    Args:
-        arena: memory of this worker's blocks.
-        on_note: called on this thread with each notification that arrives.
-        interface: network interface that UCX uses; empty to let UCX select one.
-
-    Attributes:
-        metadata: NIXL metadata of the agent, after `start`.
-        holding: whether this worker has offers. It may be set on any thread, followed by `wake`.
+    Notifications that arrive are passed to `on_note` on this thread. If `interface` is empty, UCX selects one. The NIXL
+    metadata of the agent are known after `start`.
     """
 
     def __init__(self, name: str, arena: Arena, on_note: Note, interface: str = "") -> None:

@@ -29,12 +29,9 @@ _RANDOM_BYTES = 4
 
 @dataclass(slots=True)
 class HeldOffer:
-    """An offer that has not ended.
+    """An offer that has not ended. Its generation word, number `word`, has the value `generation`.
 
-    Attributes:
-        word: index of the offer's generation word.
-        generation: value of that word while the offer has not ended.
-        until_s: end of the lease, in seconds of the event loop's clock.
+    The lease ends at `until_s`, in seconds of the event loop's clock.
     """
 
     request_id: str
@@ -45,12 +42,7 @@ class HeldOffer:
 
 
 class KvOffers:
-    """The offers of one transport. Use it on the transport's event loop only.
-
-    Args:
-        arena: memory of this worker's blocks.
-        on_free: called with the request id and the reason when an offer has ended.
-    """
+    """The offers of one transport. Use it on the transport's event loop only."""
 
     def __init__(self, arena: Arena, stats: Stats, on_free: OnFree) -> None:
         self._arena = arena
@@ -70,16 +62,10 @@ class KvOffers:
     def add(
         self, request_id: str, blocks: Sequence[int], *, lease_s: float, agent: str, route: bytes, checksum: bool
     ) -> Offer:
-        """Begin an offer, and return the location of its blocks.
+        """Begin an offer of blocks in the order of the prompt, and return their location.
 
-        Args:
-            blocks: block numbers, in the order of the prompt.
-            lease_s: seconds after which the offer ends if nobody has fetched it; the same for all offers in progress.
-            agent: name of this worker's agent.
-            route: address at which readers reach this worker.
-
-        Raises:
-            TransferError: the blocks cannot be offered. Nothing has changed then.
+        `lease_s` must be the same for all offers in progress. Raises TransferError if the blocks cannot be offered;
+        nothing has changed then.
         """
         if request_id in self._held:
             raise TransferError(f"blocks of {request_id} are already offered", "refused")

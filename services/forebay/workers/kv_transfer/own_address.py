@@ -16,8 +16,8 @@ _ADDRESS_AT = 20  # offset in the result, after the name, the family and a port
 def own_address(host: str) -> str:
     """Return the IP address for a configured host name or address of this machine.
 
-    Raises:
-        ValueError: the name cannot be resolved, or the address belongs to another machine or cannot be connected to.
+    Raises ValueError if the name cannot be resolved, or the address belongs to another machine or cannot be connected
+    to.
     """
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
@@ -43,13 +43,9 @@ def own_address(host: str) -> str:
 
 
 def address_towards(servers: Iterable[str]) -> str:
-    """Return the local IP address from which this machine connects to a server. No packet is sent.
+    """Return the local IP address from which this machine connects to the first server (`host:port`) with a route.
 
-    Args:
-        servers: servers as `host:port`. The first one to which there is a route is used.
-
-    Raises:
-        ValueError: there is no route to any of the servers.
+    No packet is sent. Raises ValueError if there is no route to any of the servers.
     """
     why = "no server is given"
     for server in servers:
@@ -66,10 +62,9 @@ def address_towards(servers: Iterable[str]) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface whose first IPv4 address is `address`. Works on Linux only.
+    """Return the name of the network interface whose first IPv4 address is `address`, on Linux.
 
-    Raises:
-        ValueError: there is no such interface.
+    Raises ValueError if there is none.
     """
     if isinstance(wanted := ip_address(address), IPv4Address):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

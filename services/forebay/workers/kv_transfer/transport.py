@@ -44,10 +44,7 @@ WAITING_MAX = 4096  # far more than can end within the deadline
 class FetchLimiter:
     """Limits the concurrent fetches of one transport. Fetches above the limits wait in the order of their arrival.
 
-    Use it on one event loop only.
-
-    Args:
-        bytes_max: maximum bytes of concurrent fetches; a larger fetch runs alone.
+    Use it on one event loop only. A fetch of more than `bytes_max` runs alone.
     """
 
     def __init__(self, stats: Stats, *, fetches_max: int = FETCHES_MAX, bytes_max: int = BYTES_MAX) -> None:
@@ -57,10 +54,9 @@ class FetchLimiter:
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
 
     async def enter(self, size: int) -> None:
-        """Wait until a fetch of `size` bytes may run. The caller must call `leave` when the fetch has ended.
+        """Wait until a fetch of `size` bytes may run; it ends with `leave`.
 
-        Raises:
-            TransferError: with reason `full`, if too many fetches wait.
+        Raises TransferError (`full`) if too many wait.
         """
         if self._waiting or not self._fits(size):
             await self._wait(size)
@@ -68,7 +64,6 @@ class FetchLimiter:
             self._take(size)
 
     def leave(self, size: int) -> None:
-        """Record that a fetch of `size` bytes has ended, and admit waiting fetches."""
         self._stats.in_flight -= 1
         self._stats.in_flight_bytes -= size
         self._admit()
@@ -119,12 +114,7 @@ _NOTE_CHARS_MAX = 20  # length of a notification: a letter, and a 63-bit number 
 
 
 class _Reading:
-    """A read in progress.
-
-    Attributes:
-        over: future that completes when the read has ended.
-        kept: quarantined slots of an abandoned read; None if it was not abandoned.
-    """
+    """A read in progress. `kept` are the quarantined slots of an abandoned read; None if it was not abandoned."""
 
     def __init__(self, read: Read) -> None:
         self.read = read
@@ -139,8 +129,6 @@ class KvTransport:
     `open_transport` creates and starts it. All methods are called on the event loop of that call.
 
     Attributes:
-        name: name of the NIXL agent, from `agent_name`.
-        memory: memory of this worker's blocks.
         lease_s: seconds after which an offer ends that nobody fetched; `Prefilled.lease_us` must not be longer.
         fetch_s: timeout in seconds of later fetches.
     """
@@ -178,14 +166,11 @@ class KvTransport:
             raise EngineError(f"cannot start NIXL: {error}") from error
 
     def offer(self, request_id: str, blocks: Sequence[int], *, checksum: bool = False) -> Offer:
-        """Offer blocks to one reader, for at most `lease_s` seconds.
+        """Offer blocks, in the order of the prompt, to one reader for at most `lease_s` seconds.
 
         The caller must not write to the blocks until the transport calls `on_free(request_id, why)`. It does that once
-        per offer, and never within this call. A block may be in several offers.
-
-        Args:
-            blocks: block numbers, in the order of the prompt.
-            checksum: whether to compute checksums. All blocks are then hashed before this call returns.
+        per offer, and never within this call. A block may be in several offers. For checksums, all blocks are hashed
+        before this call returns.
 
         Raises:
             TransferError: there are no blocks, too many for a descriptor or an invalid one; there are too many offers
@@ -211,7 +196,6 @@ class KvTransport:
         the fetch has ended, successfully or not, the transport no longer writes to the blocks `into`.
 
         Args:
-            offered: event field with the descriptor of the blocks.
             first: index of the first offered block to read. If it is the number of offered blocks, nothing is read and
                 the holder is only notified.
             into: blocks of this worker that receive the content, one per block to read.
@@ -395,12 +379,8 @@ async def open_transport(
     """Return a new transport, ready to offer and fetch blocks.
 
     Args:
-        name: name of the NIXL agent, from `agent_name`.
         block_bytes: bytes per block over all layers; the same for all workers of a pool.
         on_free: called on the event loop when an offer has ended, with the request id and the reason.
-        lease_s: seconds after which an offer ends that nobody has fetched.
-        fetch_s: time limit of a fetch in seconds, including time in the queue.
-        interface: network interface that UCX uses; if empty, UCX selects one.
 
     Raises:
         EngineError: NIXL cannot be imported or started, or the sizes are invalid.

@@ -82,15 +82,10 @@ class CacheEvents:
         self._ranks = {rank: _Rank() for rank in spec.ranks}
 
     def announcement(self, rank: int, hashes: Sequence[int]) -> list[Draft]:
-        """Return the events that announce the cache of a rank when the epoch begins.
-
-        Args:
-            hashes: sequence hashes of the cached blocks.
-        """
+        """Return the events that announce the cache of a rank, as sequence hashes, when the epoch begins."""
         return self.changes(rank, [Stored(None, tuple(hashes))])
 
     def changes(self, rank: int, changes: Iterable[CacheChange]) -> list[Draft]:
-        """Return the events for changes of the cache of a rank, in order."""
         if self._silent:
             return []
         one = self._ranks[rank]
@@ -111,10 +106,8 @@ class CacheEvents:
     def reannouncement(self, rank: int, above_seq: int) -> list[Draft]:
         """Return events that clear a rank in the prefix index and then store all blocks that it has announced.
 
-        The caller must append the events as one batch.
-
-        Args:
-            above_seq: number that the events must exceed, because another process may have used numbers up to it.
+        The caller must append the events as one batch. Their numbers exceed `above_seq`, because another process may
+        have used numbers up to it.
         """
         if self._silent:
             return []
@@ -171,14 +164,11 @@ class CacheEvents:
 
 
 def chains(parents: dict[int, int | None], before: Container[int] = ()) -> list[Stored]:
-    """Split blocks into chains, in which each block follows its parent. Each block is in exactly one chain.
+    """Split blocks, given with their parents, into chains. Each block is in exactly one chain, after its parent.
 
-    A chain that continues another chain comes after it in the result. If the parent of its first block is neither in
-    an earlier chain nor in `before`, for example because an engine reported a cycle, the parent of the chain is None.
-
-    Args:
-        parents: sequence hash of the parent, which is the preceding block of the prompt, by sequence hash of the block.
-        before: sequence hashes of blocks that are already announced.
+    A chain that continues another chain comes after it in the result. If the parent of its first block is neither in an
+    earlier chain nor among the already announced blocks `before`, for example because an engine reported a cycle, the
+    parent of the chain is None.
     """
     found: list[Stored] = []
     done: set[int] = set()
@@ -201,10 +191,9 @@ COSTS_CHANGE = 0.1  # a smaller change rarely moves a request to another worker
 
 
 class StoreEvents:
-    """Encodes the events of the shared store of one worker.
+    """Encodes the events of the shared store of one worker, if it has one and sends KV events.
 
-    The content of a shared store outlives workers, so its events have no sequence numbers and no worker epoch. A
-    worker without a shared store, and one that sends no KV events, creates none.
+    The content of a shared store outlives workers, so its events have no sequence numbers and no worker epoch.
     """
 
     def __init__(self, spec: WorkerSpec, partition: int) -> None:
@@ -222,7 +211,6 @@ class StoreEvents:
         return [self._draft(StoreBlocksAdded, part) for part in _parts(hashes) or [()]]
 
     def changes(self, changes: Iterable[StoreChange]) -> list[Draft]:
-        """Return the events for changes of the store, in order."""
         if not self._store:
             return []
         drafts: list[Draft] = []

@@ -29,11 +29,10 @@ ERROR_CHARS_MAX = 500
 
 @dataclass(slots=True)
 class ReceivedCommand:
-    """A command that the worker has received, and its result.
+    """A command that the worker has received, and its result: the loaded adapters, and an error if it failed.
 
     Attributes:
         begin_by_s: latest time at which it may start, in seconds of the monotonic clock.
-        loras: adapters that were loaded after the command.
         error: why the command failed or was not executed; None on success or without a result.
     """
 
@@ -47,14 +46,9 @@ class ReceivedCommand:
 
 
 class CommandRunner:
-    """Executes commands on the engine of a worker, and appends their results to the log.
+    """Executes commands on the engine of a worker, and appends their results to the log by `send`.
 
-    Args:
-        model: name of the base model, which no adapter may have.
-        send: appends records to the log.
-
-    Attributes:
-        loras: names of the adapters that are loaded now.
+    No adapter may have the name of the base `model`. `loras` are the names of the loaded adapters.
     """
 
     def __init__(

@@ -44,12 +44,7 @@ class _Hold:
 
 
 class LeaseKeeper:
-    """Acquires, renews and releases the leases of workers on a separate thread.
-
-    Args:
-        leases: store of the leases, for example Redis.
-        ttl_s: seconds after which a lease expires if it is not renewed.
-    """
+    """Acquires, renews and releases the leases of workers on a separate thread."""
 
     def __init__(self, leases: Leases, *, ttl_s: float = TTL_S) -> None:
         assert ttl_s > 0
@@ -86,8 +81,6 @@ class LeaseKeeper:
         has taken the lease since then. That process keeps the lease, and the keeper calls `on_replaced`.
 
         Args:
-            token: value of the lease that identifies this incarnation of the worker.
-            payload: data of the lease, which the owner reads.
             on_replaced: called on the event loop if another process has the lease, with the token of that process.
         """
         with self._lock:
@@ -159,10 +152,7 @@ class LeaseKeeper:
         hold.acquired = True
 
     def _retake(self, hold: _Hold) -> None:
-        """Acquire the lease, unless another process holds it.
-
-        Two processes would otherwise take it from each other forever.
-        """
+        """Acquire the lease, unless another process holds it: two processes would take it from each other forever."""
         ours = hold.predecessors | {hold.token}
         for lease in self._leases.poll(hold.group):
             if lease.worker_id == hold.worker_id and lease.token not in ours and lease.expires_in_ms > 0:

@@ -27,8 +27,6 @@ class State(StrEnum):
 
 
 class Transition(StrEnum):
-    """Transition between two states of a worker. `TRANSITIONS` lists the allowed ones."""
-
     REGISTER = "register"
     ADMIT = "admit"
     PASS = "pass"  # noqa: S105 - a check is passed
@@ -50,8 +48,6 @@ TRANSITIONS: dict[State, dict[Transition, State]] = {
 
 
 class WorkerLifeCycle:
-    """State machine of one worker process."""
-
     def __init__(self) -> None:
         self.state = State.CREATED
 
@@ -66,12 +62,7 @@ class WorkerLifeCycle:
 class WorkerDrain:
     """Deadlines of a worker that drains: it finishes its requests, gets no new ones, and then stops.
 
-    Args:
-        within_s: maximum seconds to wait for requests in flight.
-
-    Attributes:
-        ends_s: time until which the worker waits for its requests, in seconds of the monotonic clock.
-        fact_ends_s: time until which it waits for the owner to record the drain, on the same clock.
+    Both are on the monotonic clock: `ends_s` for its requests, and `fact_ends_s` for the owner's record of the drain.
     """
 
     def __init__(self, within_s: float) -> None:
@@ -81,9 +72,5 @@ class WorkerDrain:
         self.announced = False
 
     def left_s(self, now: float) -> float | None:
-        """Return the seconds until the next of the two deadlines; None if both have passed.
-
-        Args:
-            now: current time, in seconds of the monotonic clock.
-        """
+        """Return the seconds until the next of the two deadlines; None if both have passed."""
         return min((end - now for end in (self.fact_ends_s, self.ends_s) if end > now), default=None)

@@ -34,20 +34,14 @@ class MediaEngine(Protocol):
     """Engine that accepts images and videos, either as bytes (`Engine.submit`) or as embeddings."""
 
     def submit_embedded(self, item: WorkItem, embeddings: "Array") -> None:
-        """Queue a request with the embeddings of its images and videos.
-
-        Args:
-            embeddings: one row per placeholder token, in the order of `item.media`.
-        """
+        """Queue a request with embeddings: one row per placeholder token, in the order of `item.media`."""
 
 
 class MediaFeed:
     """Passes requests to the engine of one worker, after it has fetched the embeddings that they need.
 
-    Args:
-        on_failed: called for a request that does not reach the engine: with an error for the client, or with a
-            TransferError if its embeddings could not be fetched.
-        make_reader: creates the object that fetches embeddings.
+    For a request that does not reach the engine, `on_failed` gets an error for the client, or a TransferError if its
+    embeddings could not be fetched.
     """
 
     def __init__(

@@ -41,7 +41,6 @@ class WorkerMetrics(Collector):
 
 
 def _worker_metrics(worker: Worker) -> Iterator[Metric]:
-    """Yield the state of a worker, its counters and its KV transfers."""
     counters, who = worker.counters, worker.spec.worker_id
     text = "1 while the worker is a member of the fleet."
     yield _metric(GaugeMetricFamily, "worker_member", text, who, worker.worker_epoch is not None)
@@ -70,7 +69,7 @@ def _worker_metrics(worker: Worker) -> Iterator[Metric]:
 
 
 def kv_metrics(worker: Worker) -> Iterator[Metric]:
-    """Yield the current metrics of the KV transfers of a worker. There are none if its engine transfers no KV."""
+    """Yield the metrics of the KV transfers of a worker; none if its engine transfers no KV."""
     layout, who = worker.spec.kv_layout, worker.spec.worker_id
     if layout is None:
         return
@@ -141,11 +140,7 @@ LIVE_S = 30.0  # longer than several health checks with their timeouts
 
 
 class Probes:
-    """Readiness and liveness probes of a worker process. They can be called from any thread.
-
-    Attributes:
-        worker: the worker; None until it is created.
-    """
+    """Readiness and liveness probes of a worker process, for any thread. `worker` is None until it is created."""
 
     def __init__(self) -> None:
         self.worker: Worker | None = None

@@ -61,15 +61,8 @@ LOAD_INTERVAL_S = 0.1  # per rank; ten reports a second are enough for routing
 class Outbox:
     """Encodes the records that a worker appends during one worker epoch.
 
-    Args:
-        partition: partition of the control topics of the group.
-        owner_events: version of the event types that the newest owner can read.
-
-    Attributes:
-        owner_events: as above; the worker sets it when the owner changes. An event whose type has a later version is
-            written only if `may_write` allows it.
-        cache: encodes the KV events of the worker's caches.
-        store: encodes the KV events of its shared store.
+    An event whose type has a later version than `owner_events`, which the worker sets when the owner changes, is
+    written only if `may_write` allows it. `partition` is that of the control topics of the group.
     """
 
     def __init__(self, spec: WorkerSpec, worker_epoch: int, group: str, partition: int, owner_events: int = 1) -> None:
@@ -86,7 +79,7 @@ class Outbox:
         self._held: dict[int, EngineLoad] = {}
 
     def request(self, item: WorkItem) -> WorkRequest:
-        """Return the initial state of an item that the worker has received, for its `RequestTable`."""
+        """Return the initial state of a received item, for the `RequestTable`."""
         prompt_tokens = len(item.token_ids) // U32_BYTES
         return WorkRequest(
             item.request_id,
@@ -156,21 +149,14 @@ class Outbox:
         return [self._ended(request, "length", usage=usage), self._finished(request, "length", usage)]
 
     def ended_before(self, request: WorkRequest, ended: ResponseEnded) -> list[Draft]:
-        """Return the progress record for a response that an earlier attempt has completed, unknown to the owner.
-
-        Args:
-            ended: end of the response, as the earlier attempt wrote it for the client.
-        """
+        """Return the progress record for a response that an earlier attempt has completed, unknown to the owner."""
         if ended.usage is None or ended.finish_reason == "error":
             message = "an earlier attempt failed" if ended.error is None else ended.error.message
             return [self._progress(RequestFailed, request, error=message)]
         return [self._finished(request, ended.finish_reason, ended.usage)]
 
     def batch(self, batch: EngineBatch, requests: RequestTable) -> list[Draft]:
-        """Return all records for one engine batch, and apply its state transitions to `requests`.
-
-        Events of stale attempts get no records.
-        """
+        """Return the records for one engine batch, none for stale attempts, and apply its transitions to `requests`."""
         at_us = runtime.wall_us()
         drafts = self.cache.changes(batch.rank, batch.cache_changes)
         if batch.store_changes:
@@ -195,7 +181,6 @@ class Outbox:
         return drafts + self._load(batch.rank, batch.load, at_us)
 
     def _stage_ends(self, batch: EngineBatch, requests: RequestTable) -> list[Draft]:
-        """Return the records of finished encode and prefill stages, and of failed requests."""
         drafts = [
             self._progress(EncodeFinished, one, encoded=encoded.encoded)
             for encoded in batch.encoded
@@ -219,12 +204,7 @@ class Outbox:
     def command_result(
         self, command_id: str, command: Command, owner_epoch: int, loras: tuple[str, ...], error: str | None
     ) -> Draft:
-        """Return the record with the result of a command.
-
-        Args:
-            loras: adapters that are loaded after the command.
-            error: why the command failed; None on success.
-        """
+        """Return the record with the result of a command. `loras` are loaded after it; `error` is None on success."""
         fields: dict[str, Any] = {
             "command_id": command_id,
             "action": command.action,
@@ -237,7 +217,6 @@ class Outbox:
         return _draft(PROGRESS, self._partition, result)
 
     def _progress(self, kind: type[ProgressEvent], request: WorkRequest, **fields: Any) -> Draft:
-        """Return a record for the owner, with an event of type `kind` on the topic `progress`."""
         event = kind(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -423,10 +402,7 @@ def append_output(log: Log, drafts: Sequence[Draft]) -> None:
 
     On Kafka each partition acknowledges its records independently. If a worker died after the owner had read the end of
     a request on `progress`, but before its last tokens were durable, nobody would continue the response, and its client
-    would wait until the deadline.
-
-    Raises:
-        LogError: the log has failed.
+    would wait until the deadline. Raises LogError if the log has failed.
     """
     tokens = [draft for draft in drafts if draft.topic == TOKENS.name]
     progress = [draft for draft in drafts if draft.topic == PROGRESS.name]

@@ -26,14 +26,8 @@ class _Chunk:
 class RankBuffer:
     """Collects the events of one rank until `take` returns them as a batch.
 
-    Args:
-        kv_blocks_total: number of KV blocks of the rank, without blocks that the engine reserves for itself.
-        text_only: whether the engine returns text, from which the tokens are computed.
-
-    Attributes:
-        load: load of the rank after its last step.
-        clears: number of times that the engine reported an empty cache.
-        tier_costs: durations of loads that the rank has measured so far; None if it has no tiers.
+    `kv_blocks_total` excludes blocks that the engine reserves for itself. If `text_only`, the engine returns text, from
+    which the tokens are computed. `tier_costs` is None if the rank has no tiers.
     """
 
     def __init__(self, rank: int, kv_blocks_total: int, *, text_only: bool = False) -> None:
@@ -59,9 +53,8 @@ class RankBuffer:
     def reset(self, *, clears: bool = True) -> None:
         """Drop all events that were not returned yet, and report an idle rank. Changes of the shared store are kept.
 
-        Args:
-            clears: whether the engine's cache is being cleared. If true, changes of the cache are ignored until the
-                engine reports an empty cache.
+        If the engine's cache is being cleared, changes of the cache are ignored until the engine reports an empty
+        cache.
         """
         self._forget()
         self._published_load = None
@@ -73,11 +66,7 @@ class RankBuffer:
         self.load = self._idle
 
     def report(self, running: int, waiting: int, usage: float) -> None:
-        """Set the load of the rank after a step of the engine.
-
-        Args:
-            usage: share of KV blocks in use, from 0 to 1.
-        """
+        """Set the load of the rank after a step; `usage` is the share of KV blocks in use, from 0 to 1."""
         total = self._idle.kv_blocks_total
         self.load = EngineLoad(running, waiting, round(usage * total), total)
 
@@ -94,11 +83,9 @@ class RankBuffer:
     def cleared(self, clears_before: int) -> None:
         """Report the cache as empty after a command has cleared it.
 
-        The engine itself would report the empty cache only with its next step. Until that report, its changes are
-        ignored, because they precede the clearing. Does nothing if the engine has already reported the empty cache.
-
-        Args:
-            clears_before: value of `clears` when the command was sent.
+        `clears_before` is `clears` when the command was sent. The engine itself would report the empty cache only with
+        its next step. Until that report, its changes are ignored, because they precede the clearing. Does nothing if
+        the engine has already reported the empty cache.
         """
         if self.clears == clears_before and not self._muted:
             self._events["cache_changes"].append(Cleared())
@@ -114,12 +101,9 @@ class RankBuffer:
     def add_tokens(
         self, item: WorkItem, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()
     ) -> None:
-        """Add output tokens of a request.
+        """Add output tokens of a request, from position `first_index` of its output on, from 0.
 
-        Args:
-            first_index: position of the first of these tokens in the output of the request, from 0.
-            token_ids: ids of the tokens.
-            logprobs: log probability of each token; empty if none were requested.
+        There is one log probability per token, or none if none were requested.
         """
         chunk = self._chunks.setdefault((item.request_id, item.attempt), _Chunk(first_index))
         chunk.token_ids += token_ids
@@ -137,7 +121,6 @@ class RankBuffer:
         self._events["finished"].append(end)
 
     def failed(self, item: WorkItem, error: ResponseError, *, is_rejection: bool = False) -> None:
-        """Add the failure of a request."""
         self._events["failed"].append(Failed(item.request_id, item.attempt, error, is_rejection))
 
     def prefilled(

@@ -35,8 +35,6 @@ class WorkState(StrEnum):
 
 
 class WorkTransition(StrEnum):
-    """Transition between two states of a request on one worker. `TRANSITIONS` lists the allowed ones."""
-
     SUBMIT = "submit"
     FIRST_TOKEN = "first_token"  # noqa: S105 - a token of text
     KEEP = "keep"
@@ -47,18 +45,15 @@ class WorkTransition(StrEnum):
 
 @dataclass(slots=True)
 class WorkRequest:
-    """Latest attempt at a request that started on this worker.
+    """Latest attempt at a request that started on this worker. Only `RequestTable` changes its state.
 
     Attributes:
-        attempt: number of the attempt, from 1.
         owner_epoch: epoch of the owner that sent the attempt most recently. Records of the output contain it.
         reply_slot: partition of the topic `tokens` for the response.
         earlier_tokens: number of output tokens of earlier attempts; the engine gets them as the end of its prompt.
-        prompt_tokens: number of tokens of the client's prompt.
         blocks: number of KV blocks of prompt and output as last reported to the owner; 0 if it needs no reports.
         fetched: descriptor of the KV that the engine fetches; None if there is none, or it is not needed.
         unfetched: whether the item had KV to fetch, but does not need it.
-        state: state of the request. Only `RequestTable` changes it.
         prefill_attempt: latest prefill attempt that started on this worker; 0 if there was none.
         result: result of the prefill; None unless the state is `kept`.
         kept_until_s: end of the lease of the KV, in seconds of the monotonic clock.
@@ -86,12 +81,7 @@ class WorkRequest:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Rule of one transition.
-
-    Attributes:
-        target: state after the transition.
-        guard: returns for a record and the attempt of an event whether the transition applies; if not, it is stale.
-    """
+    """Target of a transition. `guard` tells for a record and an event's attempt whether it applies or is stale."""
 
     target: WorkState
     guard: Callable[[WorkRequest, int], bool]
@@ -134,10 +124,7 @@ TRANSITIONS: dict[WorkState, dict[WorkTransition, Rule]] = {
 
 
 class RequestTable:
-    """Table of the requests of one worker epoch, with one record per request.
-
-    It contains the requests in flight, those whose KV is kept for another worker, and those that ended recently.
-    """
+    """Table of the requests of one worker epoch that are in flight, kept for another worker, or ended recently."""
 
     def __init__(self) -> None:
         self._in_flight: OrderedDict[str, WorkRequest] = OrderedDict()
@@ -150,7 +137,6 @@ class RequestTable:
         return self._in_flight
 
     def get(self, request_id: str) -> WorkRequest | None:
-        """Return the record of a request in any state; None if the table has none."""
         return self._in_flight.get(request_id) or self._kept.get(request_id) or self._ended.get(request_id)
 
     def find(self, request_id: str, attempt: int) -> WorkRequest | None:
@@ -161,11 +147,8 @@ class RequestTable:
     def start(self, request: WorkRequest, key: AttemptKey, *, resumes: bool) -> bool:
         """Add an attempt, in place of the previous attempt at the same request.
 
-        Args:
-            resumes: whether the attempt begins in state `resuming`; otherwise it begins in state `running`.
-
-        Returns:
-            False, without any change, if this attempt already started on this worker or a later one is in flight.
+        It begins in state `resuming` or `running`. Return False, without any change, if this attempt already started on
+        this worker or a later one is in flight.
         """
         previous = self.get(request.request_id)
         if previous is not None:
@@ -181,13 +164,9 @@ class RequestTable:
         return True
 
     def move(self, request_id: str, transition: WorkTransition, attempt: int) -> WorkRequest | None:
-        """Apply a transition to a request, and return its record.
+        """Apply a transition for an event of `attempt`, and return the record of the request.
 
-        Args:
-            attempt: attempt of the event that causes the transition.
-
-        Returns:
-            None, without any change, if the event is stale: the state or the guard does not allow the transition.
+        Return None, without any change, if the event is stale: the state or the guard does not allow the transition.
         """
         request = self.get(request_id)
         rule = None if request is None else TRANSITIONS[request.state].get(transition)

@@ -48,11 +48,7 @@ class WorkerCounters:
 class WorkItems:
     """Runs the work items that a worker receives during one worker epoch.
 
-    Args:
-        outbox: encodes log records.
-        feed: passes requests to the engine.
-        spawn: starts a coroutine as a task.
-        settled: called after each request that ends without the engine.
+    `settled` is called after each request that ends without the engine.
     """
 
     def __init__(
@@ -77,7 +73,6 @@ class WorkItems:
 
     @property
     def active(self) -> Collection[str]:
-        """Ids of the requests in flight on this worker."""
         return self._table.in_flight
 
     @property
@@ -120,10 +115,7 @@ class WorkItems:
             self._feed.cancel(event.request_id)
 
     def release(self, event: ReleaseKv) -> None:
-        """Free the KV that the engine keeps for a prefill attempt.
-
-        Does nothing if a later prefill attempt at the request has started on this worker.
-        """
+        """Free the KV of a prefill attempt, unless a later one at the request has started on this worker."""
         request = self._table.get(event.request_id)
         self._table.move(event.request_id, WorkTransition.RELEASE, event.attempt)
         if request is None or request.prefill_attempt <= event.attempt:
@@ -147,11 +139,7 @@ class WorkItems:
         return drafts
 
     def not_submitted(self, item: WorkItem, error: ResponseError | TransferError) -> None:
-        """End an item that does not reach the engine.
-
-        Args:
-            error: error for the client, or the reason why the embeddings of the item could not be fetched.
-        """
+        """End an item that does not reach the engine, by an error for the client or a failed fetch of embeddings."""
         request = self._table.find(item.request_id, item.attempt)
         if request is None:
             return
@@ -241,5 +229,4 @@ class WorkItems:
 
 
 def no_such_rank(spec: WorkerSpec, rank: int) -> str:
-    """Return the error message for a request to a rank that the worker does not have."""
     return f"rank {rank} does not exist: worker {spec.worker_id} has ranks {spec.ranks[0]} to {spec.ranks[-1]}"

@@ -36,11 +36,7 @@ OnFound = Callable[["LaterAttempt", ResponseState], None]
 
 @dataclass(frozen=True, slots=True)
 class LaterAttempt:
-    """A second or later attempt at a request, which waits until the output of the earlier attempts is read.
-
-    Attributes:
-        request: state of the attempt in the `RequestTable`.
-    """
+    """A second or later attempt at a request, which waits until the output of the earlier attempts is read."""
 
     item: WorkItem
     request: WorkRequest
@@ -48,24 +44,12 @@ class LaterAttempt:
 
 @dataclass(slots=True)
 class SlotReading:
-    """Counters of the reads of reply slots.
-
-    Attributes:
-        undecodable: number of records that could not be decoded.
-    """
-
     passes: int = 0
     undecodable: int = 0
 
 
 class Resumer:
-    """Starts the later attempts of one worker epoch, and reads the output of the earlier attempts.
-
-    Args:
-        outbox: encodes the records `AttemptStarted`.
-        spawn: starts a coroutine as a task.
-        found: called for each attempt with the output of the earlier attempts.
-    """
+    """Starts the later attempts of one worker epoch, and passes the output of the earlier ones to `found`."""
 
     def __init__(
         self, log: Log, group: str, outbox: Outbox, reading: SlotReading, spawn: Spawn, found: OnFound
@@ -80,10 +64,7 @@ class Resumer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, later: LaterAttempt) -> None:
-        """Start an attempt, together with the next read of its reply slot.
-
-        If the log fails, the task that `spawn` started raises LogError.
-        """
+        """Start an attempt with the next read of its reply slot. If the log fails, the spawned task raises LogError."""
         slot = later.item.reply_slot
         if slot in self._waiting:
             self._waiting[slot].append(later)
@@ -156,14 +137,9 @@ class Resumer:
 
 
 def continued(item: WorkItem, output: list[int], block_size: int) -> WorkItem:
-    """Return a work item that continues the response of another one after the given output.
+    """Return a work item that continues a response after the given output of earlier attempts.
 
-    `output` is appended to its `token_ids` and counted in its `output_tokens`. Its `max_tokens` is reduced by the
-    number of these tokens.
-
-    Args:
-        output: output tokens of earlier attempts.
-        block_size: tokens per KV block.
+    `output` is appended to its `token_ids`, counted in its `output_tokens` and subtracted from its `max_tokens`.
     """
     sampling = item.sampling
     assert len(output) < sampling.max_tokens

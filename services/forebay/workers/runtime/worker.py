@@ -64,10 +64,9 @@ KEPT_S = 0.1  # how often a drain checks whether kept KV was fetched, because en
 
 
 class HealthWatch:
-    """Checks the health of one engine periodically.
+    """Checks the health of one engine periodically. Times are on the monotonic clock.
 
     Attributes:
-        checked_s: time of the last successful check, in seconds of the monotonic clock.
         healthy_s: seconds from the first to the last successful check of `run`.
     """
 
@@ -83,8 +82,7 @@ class HealthWatch:
     async def run(self, passed: Callable[[], None]) -> None:
         """Check the engine until cancelled, and call `passed` after each successful check.
 
-        Raises:
-            EngineError: the engine is broken or does not reply in time.
+        Raises EngineError if the engine is broken or does not reply in time.
         """
         first_s: float | None = None
         while True:
@@ -130,8 +128,6 @@ class Worker:
     Attributes:
         spec: description of the worker. After the start of the engine it has the engine's actual sizes.
         owner_events: version of the event types that the newest owner can read.
-        counters: counters of skipped and continued items.
-        media: passes requests to the engine.
     """
 
     def __init__(
@@ -216,10 +212,9 @@ class Worker:
             await self._stop_engine()
 
     def drain(self, within_s: float) -> None:
-        """Begin to drain: get no new work, and end `run` once all requests have finished.
+        """Begin to drain: get no new work, and end `run` once all requests have finished, or after `within_s` seconds.
 
-        Args:
-            within_s: maximum seconds to wait for the requests. Unfinished requests then continue on other workers.
+        Unfinished requests then continue on other workers.
         """
         if self._drain is None:
             self._drain = WorkerDrain(within_s)
@@ -370,7 +365,6 @@ class Worker:
             self._epoch.outbox.owner_events = version
 
     def _announce_store(self, outbox: Outbox) -> None:
-        """Announce the content of the shared store, if the engine has one."""
         if isinstance(self._engine, StoreEngine):
             self._log.append_soon(outbox.store.announcement(self._engine.stored()))
 
@@ -524,12 +518,9 @@ class Worker:
 async def report_failure(
     log: Log, partition: int, spec: WorkerSpec, worker_epoch: int | None, error: BaseException
 ) -> None:
-    """Append an `EngineFailed` event if an EngineError has ended a worker. Other errors are not reported.
+    """Append an `EngineFailed` event if an EngineError, alone or in an exception group, has ended a worker.
 
-    Args:
-        partition: partition of the control topics of the worker's group.
-        worker_epoch: epoch of the worker; None if it was not a member of the fleet.
-        error: exception that ended the worker. It may be an exception group that contains an EngineError.
+    `worker_epoch` is None if the worker was not a member of the fleet.
     """
     if isinstance(error, BaseExceptionGroup):
         error = error.subgroup(EngineError) or error
