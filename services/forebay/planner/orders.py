@@ -34,8 +34,6 @@ class OrderInvalid(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order of an operator."""
-
     event: PlannerPaused | PoolSizeSet  # record of the order
     text: str  # the order in words
     pool: PoolKey | None = None  # pool whose size it sets or releases; None for all pools
@@ -73,7 +71,6 @@ async def scaling_on_kafka(settings: KafkaSettings) -> AsyncIterator[KafkaLog]:
 
 
 def pause_order(operator: str, *, paused: bool) -> Order:
-    """Return the order to pause or resume the planner."""
     event = PlannerPaused(paused=paused, operator=operator, at_us=runtime.wall_us())
     return Order(event, "pause the planner" if paused else "resume the planner")
 
@@ -81,11 +78,7 @@ def pause_order(operator: str, *, paused: bool) -> Order:
 def size_order(pools: list[PoolKey], pool: str, size: int | None, operator: str) -> Order:
     """Return the order to set the size of a pool, or to release it.
 
-    Args:
-        size: number of workers; None to release the pool.
-
-    Raises:
-        OrderInvalid: no planner scales the pool.
+    Raises OrderInvalid if no planner scales the pool.
     """
     known = {pool_text(one): one for one in pools}
     if pool not in known:
@@ -98,16 +91,10 @@ def size_order(pools: list[PoolKey], pool: str, size: int | None, operator: str)
 async def execute_order(
     log: Log, make: Callable[[list[PoolKey]], Order], timeout_s: float | None, report: OrderReport
 ) -> bool:
-    """Record an order, and wait for its effect. Return whether its effect was seen.
+    """Record an order made for the pools that planners scale, and wait for its effect. Return whether it was seen.
 
-    Args:
-        log: the log with the topic `scaling`.
-        make: returns the order, given the pools that planners scale.
-        timeout_s: seconds to wait for the effect; None to return true once the order is recorded.
-
-    Raises:
-        OrderInvalid: the order cannot be recorded.
-        LogError: the log cannot be read or written.
+    If `timeout_s` is None, return true once the order is recorded. Raises OrderInvalid if the order cannot be recorded,
+    LogError if the log cannot be read or written.
     """
     watch = EffectWatch(log, report)
     await watch.topic.catch_up()
@@ -132,14 +119,9 @@ async def execute_order(
 
 
 class EffectWatch:
-    """Follows the topic, and waits for the effect of an order.
-
-    Attributes:
-        waits_for: what has not happened yet, in words.
-    """
+    """Follows the topic, and waits for the effect of an order. `waits_for` says what has not happened yet."""
 
     def __init__(self, log: Log, report: OrderReport) -> None:
-        """Watch the topic of `log`, and report the steps of the order."""
         self.topic = ScalingTopic(log, self._on_record)
         self.pools: dict[PoolKey, None] = {}
         self.waits_for = ""

@@ -54,13 +54,9 @@ class PoolEngine:
 
 
 def pool_engine(profile: Profile, kv_tokens: int) -> PoolEngine:
-    """Return the engine with this profile.
+    """Return the engine with this profile. For 0 `kv_tokens` per worker, the profile's value is used.
 
-    Args:
-        kv_tokens: tokens in the KV cache of one worker; 0 uses the profile's value.
-
-    Raises:
-        ValueError: the sizes of the engine contradict each other.
+    Raises ValueError if the sizes of the engine contradict each other.
     """
     block_size = profile.sizes.block_size or engine_config().block_size
     kv_blocks = max(1, kv_tokens // block_size) if kv_tokens else None
@@ -75,15 +71,10 @@ def simulated_sizes(
     """Simulate each pool of the forecast until its smallest size that attains the target is known.
 
     A prefill pool is simulated with the largest size of its decode pool, and must meet the TTFT. A decode pool is
-    simulated with the largest size of its prefill pool, and must meet both targets.
+    simulated with the largest size of its prefill pool, and must meet both targets. `target` is the share of requests.
 
-    Args:
-        settings: settings of the planner, with the targets and the limits of the sizes.
-        target: share of the requests that must meet the targets.
-
-    Yields:
-        The simulated sizes in the order of the simulations. If none attains the target, the largest and the smallest
-        one are among them.
+    The sizes are in the order of the simulations. If none attains the target, the largest and the smallest one are
+    among them.
     """
     demands = {(one.group, one.pool): one for one in forecast.pools}
     for pool in settings.pools:
@@ -159,11 +150,9 @@ class _Simulated:
 
     @property
     def pool(self) -> PoolScaling:
-        """The pool whose size varies."""
         return self.pools[0][0]
 
     def run(self, size: int) -> SimulatedSize:
-        """Simulate the pool with this number of workers."""
         pools = tuple(
             _fleet_pool(one, engine, one.max_size if at else size) for at, (one, engine) in enumerate(self.pools)
         )

@@ -10,11 +10,7 @@ NO_MATCH = PrefixMatch(0, [])
 
 
 class BlockAllocator:
-    """Gives blocks of a pool to sequences.
-
-    Attributes:
-        changes: changes of the cache that no step has reported yet, in order.
-    """
+    """Gives blocks of a pool to sequences. No step has reported the `changes` of the cache yet."""
 
     def __init__(self, config: EngineConfig, named: OutputBlockNamed | None) -> None:
         self.pool = ChainPool(config.kv_blocks_total)
@@ -29,7 +25,6 @@ class BlockAllocator:
         return changes
 
     def needed(self, tokens: int) -> int:
-        """Return how many blocks a number of tokens needs."""
         return -(-tokens // self._block_size)
 
     def reusable(self, sequence: EngineSequence) -> int:

@@ -72,11 +72,7 @@ class ChainPool:
         return frozenset(block for run in self._runs.values() for block in run.blocks)
 
     def warm(self, hashes: Sequence[int]) -> None:
-        """Fill an empty pool with cached blocks.
-
-        Args:
-            hashes: sequence hashes, oldest first; hashes beyond the size of the pool are ignored.
-        """
+        """Fill an empty pool with cached blocks, oldest first; hashes beyond the size of the pool are ignored."""
         assert self._free == self.total, "only an empty pool is warmed"
         for block in dict.fromkeys(hashes[: self.total]):
             run = self._runs[block] = ChainRun(array("Q", (block,)), 0)
@@ -100,9 +96,7 @@ class ChainPool:
     def take(self, found: PrefixMatch, anonymous: int) -> "array[int] | None":
         """Add a reference of a sequence to blocks that `find` has just returned, and to `anonymous` new blocks.
 
-        Returns:
-            The hashes of the blocks that were evicted to make room, in order. None if there is no room; then nothing
-            has changed.
+        Return the hashes of evicted blocks, in order. None if there is no room; then nothing has changed.
         """
         revived = sum([size for run, size in found.path if not run.references]) if found.path else 0
         shortage = anonymous - self._free
@@ -119,19 +113,14 @@ class ChainPool:
     def fill(
         self, hashes: "array[int]", begin: int, end: int, tail: ChainRun | None
     ) -> tuple[list[tuple[int, int]], ChainRun]:
-        """Set the hashes of anonymous blocks of a sequence that are now full. The sequence keeps its references.
+        """Set the hashes of a sequence's anonymous blocks [`begin`, `end`), which are now full.
 
-        If the pool already has a block with the same hash, the two blocks become one.
+        The sequence keeps its references. If the pool already has a block with the same hash, the two blocks become
+        one. Return the ranges of `hashes` that the pool did not have, and the run with the last full block.
 
         Args:
-            hashes: sequence hashes of the sequence's blocks.
-            begin: number of leading blocks that already have a hash.
-            end: number of leading blocks that are full.
             tail: run with the last block that already has a hash, if the sequence filled it; it may be extended.
                 Otherwise None.
-
-        Returns:
-            The ranges of `hashes` that the pool did not have, and the run with the last full block.
         """
         assert begin < end, "at least one block is full"
         runs = self._runs

@@ -20,11 +20,9 @@ NONE_JOINING = JoiningSequences(0, 0)
 
 
 class DecodingBatch:
-    """The sequences that decode one token each per iteration.
+    """The sequences that decode one token each per iteration. `by_turn` has the oldest first.
 
-    Attributes:
-        by_turn: all sequences by their number in order of arrival, oldest first.
-        blocks: number of KV blocks that they use; a shared block counts once per sequence.
+    `blocks` is the number of KV blocks that they use; a shared block counts once per sequence.
     """
 
     def __init__(self) -> None:

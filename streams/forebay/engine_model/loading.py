@@ -49,7 +49,6 @@ class LoadingSequences:
         self._new.append(Load(sequence.request_id, sequence.attempt, sequence.held, blocks))
 
     def take_new(self) -> list[Load]:
-        """Return the loads that began since the last call."""
         new, self._new = self._new, []
         return new
 

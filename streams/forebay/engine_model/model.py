@@ -55,9 +55,8 @@ NO_SEQUENCES: list[EngineSequence] = []
 class EngineModel:
     """Model of one engine rank. Submit requests, then call `step` until it returns None; each step has a duration.
 
-    Args:
-        match: tells how many blocks can be loaded from slower tiers; None loads nothing.
-        named: called for each output block that gets a hash.
+    `match` tells how many blocks can be loaded from slower tiers. `named` is called for each output block that gets a
+    hash.
     """
 
     def __init__(
@@ -399,10 +398,7 @@ class EngineModel:
         return budget_all - budget, attended, completed
 
     def _admit(self, sequence: EngineSequence, found: PrefixMatch, budget: int) -> int:
-        """Allocate blocks for the first chunk of a waiting sequence.
-
-        Return the tokens to compute, 0 if there is no room.
-        """
+        """Allocate blocks for the first chunk of a waiting sequence. Return the tokens to compute, 0 without room."""
         known = sequence.prompt_tokens + sequence.generated
         cached_tokens = found.blocks * self.config.block_size
         chunk = min(budget, known - cached_tokens)

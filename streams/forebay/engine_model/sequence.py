@@ -57,10 +57,8 @@ class EngineSequence(msgspec.Struct):
     def name_block(self, block_size: int, named: Callable[[int, int, bytes], None] | None, *, no_tokens: bool) -> None:
         """Append the sequence hash of the first block that has none.
 
-        Args:
-            block_size: tokens per block.
-            named: called with the parent, hash and tokens of a block that these determine.
-            no_tokens: whether the engine emits no tokens, so that the hash depends on the seed alone.
+        `named` gets the parent, hash and tokens of a block that these determine. If the engine emits no tokens, the
+        hash depends on the seed alone.
         """
         hashes = self.hashes
         parent = hashes[-1] if hashes else None

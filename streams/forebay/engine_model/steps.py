@@ -11,8 +11,6 @@ from forebay.events.tokens import TokenLogprob
 
 
 class Emitted(msgspec.Struct, frozen=True, gc=False):
-    """New output tokens of a request."""
-
     request_id: str
     attempt: int
     first_index: int  # position of the first of these tokens in the output, from 0
@@ -42,10 +40,7 @@ class Computed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fetch(msgspec.Struct, frozen=True, gc=False):
-    """Request of the engine to its caller to fetch the KV of a prompt from another engine.
-
-    The engine has the blocks before `first_block` in its own cache.
-    """
+    """Request to the caller to fetch the KV of a prompt. The engine has the blocks before `first_block`."""
 
     request_id: str
     attempt: int
@@ -54,10 +49,7 @@ class Fetch(msgspec.Struct, frozen=True, gc=False):
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
-    """Request of the engine to its caller to load blocks of a prompt from slower tiers.
-
-    The engine has the blocks before `first_block` in its own cache.
-    """
+    """Request to the caller to load blocks from slower tiers. The engine has the blocks before `first_block`."""
 
     request_id: str
     attempt: int
@@ -66,8 +58,6 @@ class Load(msgspec.Struct, frozen=True, gc=False):
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False):
-    """The engine has generated the last token of a request."""
-
     request_id: str
     attempt: int
     reason: Literal["length", "stop"]  # `length` if the output has the maximum length, otherwise `stop`
@@ -87,8 +77,6 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
 
 
 class Removed(msgspec.Struct, frozen=True, gc=False):
-    """One tier of the cache has removed blocks."""
-
     hashes: Sequence[int]  # sequence hashes of the blocks; an array of type "Q" is encoded fastest
     tier: Tier = "device"
     engine_hashes: tuple[int, ...] = ()  # the engine's own hashes of the blocks; empty if they are the same

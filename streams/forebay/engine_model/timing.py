@@ -14,8 +14,6 @@ US_PER_MS = 1000
 
 
 class StepWork(NamedTuple):
-    """Work of one scheduler iteration."""
-
     prefill_tokens: int  # prompt tokens to compute
     prefill_attended: int  # (query, key) pairs of the attention of these tokens, including cached keys
     decode_sequences: int
@@ -28,10 +26,7 @@ class EngineTiming(Protocol):
     """Interface of a timing: computes the duration of one scheduler iteration."""
 
     def step_us(self, work: StepWork) -> int:
-        """Return the duration in microseconds.
-
-        It is at least 1 if the step computes anything, and equal for equal work.
-        """
+        """Return the duration in microseconds: at least 1 if the step computes anything, and equal for equal work."""
         ...
 
 
@@ -46,9 +41,7 @@ def prefill_us(new_tokens: int) -> int:
 def decode_us(active: int, total: int) -> int:
     """Return the microseconds that Dynamo's mocker takes to decode one token per sequence.
 
-    Args:
-        active: capacity in tokens of the KV blocks that the sequences use.
-        total: capacity in tokens of all KV blocks of the engine.
+    `active` and `total` are capacities in tokens: of the KV blocks that the sequences use, and of all blocks.
     """
     assert active >= 0
     assert total > 0
@@ -57,22 +50,15 @@ def decode_us(active: int, total: int) -> int:
 
 
 class MockerTiming(msgspec.Struct, frozen=True):
-    """Timing by Dynamo's two polynomials.
-
-    One depends on the prompt tokens of a step, the other on the share of the cache that decoding sequences use.
-    """
+    """Timing by Dynamo's two polynomials: of prompt tokens, and of the cache share that decoding sequences use."""
 
     def step_us(self, work: StepWork) -> int:
-        """Return the sum of prefill time and decode time, in microseconds. See `EngineTiming.step_us`."""
         took_us = prefill_us(work.prefill_tokens)
         return took_us + decode_us(work.decode_tokens, work.cache_tokens) if work.decode_sequences else took_us
 
 
 class LinearTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """Timing by a weighted sum of the work of a step.
-
-    All weights are in microseconds and at least 0, and one or more of them are above 0.
-    """
+    """Timing by a weighted sum of the work of a step. All weights are in microseconds, at least 0, and not all 0."""
 
     step: float = 0.0
     prefill_token: float = 0.0  # weight per prompt token
@@ -87,7 +73,7 @@ class LinearTiming(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("all costs are 0: at least one cost must be above 0")
 
     def step_us(self, work: StepWork) -> int:
-        """Return the rounded sum, in microseconds, at least 1. See `EngineTiming.step_us`."""
+        """Return the rounded sum, in microseconds, at least 1."""
         us = self.step + self.prefill_token * work.prefill_tokens + self.attended_pair * work.prefill_attended
         if work.decode_sequences:
             sequences, tokens = work.decode_sequences, work.decode_tokens
@@ -125,7 +111,7 @@ class RooflineTiming(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"experts_active ({self.experts_active}) must be 1 to experts ({self.experts})")
 
     def step_us(self, work: StepWork) -> int:
-        """Return the rounded duration, in microseconds, at least 1. See `EngineTiming.step_us`."""
+        """Return the rounded duration, in microseconds, at least 1."""
         tokens = work.prefill_tokens + work.decode_sequences
         flops = (
             self.flops_token * tokens

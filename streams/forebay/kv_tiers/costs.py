@@ -35,7 +35,6 @@ class PrefillCost(msgspec.Struct, frozen=True, kw_only=True):
     """Time to compute prompt tokens.
 
     Attributes:
-        token_us: microseconds per token.
         attended_us: microseconds per pair of a token and a token before it.
         fixed_us: microseconds per prompt; they are needed even if all but one token is cached.
     """
@@ -103,12 +102,8 @@ class CostModel:
     def worthwhile(self, cached_tokens: int, runs: Sequence[TierRun], block_size: int) -> int:
         """Return how many leading blocks of `runs` to load, such that loading and then computing the others is fastest.
 
-        The tiers are read at the same time. The tokens after `runs` are computed in either case.
-
-        Args:
-            cached_tokens: tokens before these blocks; they are in device memory.
-            runs: where the blocks can be read.
-            block_size: tokens per block.
+        The tiers are read at the same time. The tokens after `runs` are computed in either case. The `cached_tokens`
+        before these blocks are in device memory.
         """
         blocks = sum(run.blocks for run in runs)
         prefill = self.prefill

@@ -15,7 +15,6 @@ class TierSet(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         host: host memory. Without it, blocks go from the device to disk, and the filter of the disk does not apply.
-        store: shared store, which belongs to no rank.
         writes_max: blocks that may be in flight to one tier; more are skipped.
     """
 
@@ -33,12 +32,9 @@ class TierRun(NamedTuple):
 
 
 class Write(NamedTuple, Generic[Key]):
-    """Blocks to copy into a tier. The caller reports the end of the write with `written`, exactly once.
+    """Blocks, in prompt order, to copy into a tier. The caller reports the end with `written`, exactly once.
 
-    Attributes:
-        source: tier from which they are copied.
-        keys: blocks, in prompt order.
-        evicted: blocks that the caller removes from `tier` first. Always empty for the shared store.
+    The caller removes the blocks in `evicted` from the tier first. They are always empty for the shared store.
     """
 
     number: int
@@ -49,10 +45,9 @@ class Write(NamedTuple, Generic[Key]):
 
 
 class Loading(NamedTuple, Generic[Key]):
-    """Blocks to copy into device memory. The caller reports the end with `loaded`, exactly once.
+    """Consecutive blocks of a prompt to copy into device memory.
 
-    Attributes:
-        keys: consecutive blocks of the prompt.
+    The caller reports the end with `loaded`, exactly once.
     """
 
     number: int
@@ -69,7 +64,6 @@ class TierChange(NamedTuple, Generic[Key]):
 
 
 def leading_runs(runs: Iterable[TierRun], blocks: int) -> list[TierRun]:
-    """Return the runs of the first `blocks` blocks."""
     found: list[TierRun] = []
     for tier, count in runs:
         if blocks <= 0:

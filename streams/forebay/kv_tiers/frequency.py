@@ -17,10 +17,9 @@ FREQUENCY_MAX = 1024  # a key that is not offered any more is forgotten after as
 
 
 class FrequencyLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the offload filter.
+    """Limits of the offload filter. It needs about 300 bytes per key.
 
     Attributes:
-        keys_max: maximum number of keys that the filter remembers; about 300 bytes each.
         offload_at: frequency from which a block is offloaded into a filtered tier.
     """
 
@@ -67,7 +66,6 @@ class FrequencyFilter(Generic[Key]):
             once[key] = None
 
     def frequency(self, key: Key) -> int:
-        """Return the current frequency of a key; 0 if it is unknown."""
         return self._ends.get(key, self._now) - self._now
 
     def passing(self, keys: Iterable[Key]) -> list[Key]:

@@ -48,9 +48,6 @@ class TierManager(Generic[Key]):
     Keys name blocks together with all blocks before them, so a prompt is a sequence of keys. A block that a transfer
     uses, or that is pinned, is never evicted.
 
-    Args:
-        frequency: limits of the offload filter.
-
     Attributes:
         counters: `skipped_filter`, `skipped_full`, `skipped_busy`, `skipped_pin` and, per tier, `evicted_<tier>`,
             `unsaved_<tier>` (evicted although the tier below should have had a copy), `stale_<tier>` (could not be
@@ -127,11 +124,7 @@ class TierManager(Generic[Key]):
         tier.release(loading.keys)
 
     def offer(self, keys: Sequence[Key]) -> list[Write[Key]]:
-        """Return the writes for blocks that device memory has, newly stored or used again.
-
-        Args:
-            keys: full blocks in prompt order.
-        """
+        """Return the writes for full blocks in prompt order that device memory has, newly stored or used again."""
         filtering = [tier for tier in self._tiers if self._filters(tier)]
         lacking = {key for tier in filtering for key in tier.lacking(keys)}
         if lacking:
@@ -152,10 +145,7 @@ class TierManager(Generic[Key]):
     def prefetch(self, keys: Sequence[Key], begin: int) -> list[Write[Key]]:
         """Return the writes that copy blocks from disk or the shared store to host memory, before they are loaded.
 
-        At most half of the host memory is used for one prompt.
-
-        Args:
-            begin: index of the first block that device memory lacks.
+        At most half of the host memory is used for one prompt. Device memory lacks the block at `begin`.
         """
         host = self._find("host")
         if host is None or host.paused:
@@ -231,10 +221,7 @@ class TierManager(Generic[Key]):
         """Keep the leading blocks of a prompt in host memory and on disk, also if they arrive there later.
 
         A pin never shortens an earlier one. Pinned blocks take at most half of each tier; blocks beyond half of the
-        larger tier are counted as `skipped_pin`.
-
-        Args:
-            until_us: end of the pin, on the clock of `unpin`.
+        larger tier are counted as `skipped_pin`. `unpin` has the same clock.
         """
         for at, key in enumerate(keys):
             if key not in self._pins and len(self._pins) >= self._pins_max:
@@ -246,7 +233,6 @@ class TierManager(Generic[Key]):
             self._pin(tier, keys)
 
     def unpin(self, now_us: int) -> None:
-        """End the pins that last until `now_us` or earlier."""
         ended = [key for key, until_us in self._pins.items() if until_us <= now_us]
         for key in ended:
             del self._pins[key]
@@ -276,7 +262,6 @@ class TierManager(Generic[Key]):
         self._frequency.clear()
 
     def tick(self) -> None:
-        """Decrease the frequencies of all blocks by 1."""
         self._frequency.tick()
 
     def changes(self) -> list[TierChange[Key]]:

@@ -43,7 +43,6 @@ class TierContent(Generic[Key]):
     """Blocks of one tier of one rank.
 
     Attributes:
-        limits: size and write policy.
         blocks: readable blocks, least recently used first.
         saved: readable blocks that are evicted before `blocks`.
         writing: blocks that are being written; they take room.
@@ -51,7 +50,6 @@ class TierContent(Generic[Key]):
         gone: removed blocks that a transfer still uses.
         leases: number of transfers that use each block.
         pinned: readable blocks that are not evicted, at most half of the capacity.
-        paused: whether no writes begin.
     """
 
     def __init__(self, name: LowerTier, limits: TierLimits) -> None:
@@ -94,7 +92,6 @@ class TierContent(Generic[Key]):
                 blocks[key] = None
 
     def present(self, keys: Iterable[Key]) -> list[Key]:
-        """Return the readable blocks of `keys`."""
         blocks, saved = self.blocks, self.saved
         if saved:
             return [key for key in keys if key in blocks or key in saved]
@@ -133,7 +130,6 @@ class TierContent(Generic[Key]):
             leases[key] = leases.get(key, 0) + 1
 
     def release(self, keys: Iterable[Key]) -> None:
-        """End one lease of each block."""
         leases = self.leases
         for key in keys:
             count = leases.pop(key)
@@ -160,14 +156,9 @@ class TierContent(Generic[Key]):
         return self.remove([*self.saved, *self.blocks, *self.writing])
 
     def evict(self, count: int, keep: Container[Key]) -> tuple[list[Key], list[Key]]:
-        """Evict the least recently used blocks.
+        """Evict the least recently used blocks except `keep`. Return those that were in `saved`, and those in `blocks`.
 
-        Args:
-            keep: blocks that are not evicted; they were just used.
-
-        Returns:
-            The evicted blocks that were in `saved`, and those that were in `blocks`. Fewer than `count` if the
-            remaining blocks are in use.
+        They are fewer than `count` if the remaining blocks are in use.
         """
         saved = self._evict_from(self.saved, count, keep)
         return saved, self._evict_from(self.blocks, count - len(saved), keep)
@@ -178,7 +169,6 @@ class TierContent(Generic[Key]):
         return [key for key in found if key not in self.leases and key not in self.pinned][:count]
 
     def save(self, keys: Iterable[Key]) -> None:
-        """Move blocks to `saved`."""
         for key in keys:
             del self.blocks[key]
             self.saved[key] = None

@@ -46,21 +46,16 @@ class KubernetesUnusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PodSet:
-    """Deployment or StatefulSet."""
-
     kind: Literal["deployment", "statefulset"]
     namespace: str
     name: str
 
     def __str__(self) -> str:
-        """Return kind, namespace and name for messages."""
         return f"{self.kind} {self.namespace}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits of requests to the API server."""
-
     connect_s: float = CONNECT_S  # maximum seconds to connect
     read_s: float = READ_S  # maximum seconds until the response
     tries: int = TRIES
@@ -68,13 +63,9 @@ class RequestLimits:
 
 
 def connect(kubeconfig: str | None) -> client.AppsV1Api:
-    """Return a client of the API server. It connects later.
+    """Return a client of the API server, which connects later. Without a kubeconfig, the pod's service account is used.
 
-    Args:
-        kubeconfig: path of a kubeconfig file; None for the service account of the pod in which this process runs.
-
-    Raises:
-        KubernetesUnusable: there is no valid configuration.
+    Raises KubernetesUnusable if there is no valid configuration.
     """
     settings = client.Configuration()
     try:
@@ -96,11 +87,6 @@ class KubernetesActuator:
     def __init__(
         self, pod_sets: Mapping[PoolKey, PodSet], api: client.AppsV1Api, limits: RequestLimits | None = None
     ) -> None:
-        """Create an actuator.
-
-        Args:
-            pod_sets: Deployment or StatefulSet of each pool.
-        """
         self.name = "kubernetes"
         self.pools = frozenset(pod_sets)
         self._pod_sets = pod_sets
@@ -110,8 +96,7 @@ class KubernetesActuator:
     async def scale(self, sizes: Mapping[PoolKey, int]) -> Reached:
         """Set the replicas of pools. Pods start and drain later.
 
-        Raises:
-            ActuatorError: a pool cannot be read, or none can be changed.
+        Raises ActuatorError if a pool cannot be read, or none can be changed.
         """
         reached = {pool: await self._read(self._pod_sets[pool]) for pool in sizes}
         problems, failures = [], 0

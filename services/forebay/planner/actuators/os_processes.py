@@ -37,15 +37,10 @@ class ProcessIdentity:
 def start_process(
     command: Sequence[str], *, record: Path, output: Path, lock: int, environment: Mapping[str, str]
 ) -> ProcessIdentity:
-    """Start a command as the leader of a session of its own.
+    """Start a command as the leader of a session of its own. Raises OSError if no process can be started.
 
-    Args:
-        record: file to which the process writes its identity.
-        output: file to which the output of the command is appended.
-        lock: file descriptor of a lock, which the process keeps until `record` is written.
-
-    Raises:
-        OSError: no process can be started.
+    The process writes its identity to `record`, and keeps the lock with the file descriptor `lock` until then. The
+    output of the command is appended to `output`.
     """
     pid = os.posix_spawn(
         SHELL,
@@ -102,7 +97,6 @@ def exit_code(identity: ProcessIdentity) -> int | None:
 
 
 def terminate(identity: ProcessIdentity) -> None:
-    """Send SIGTERM to the process, unless it has ended."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(identity.pid)
         try:

@@ -47,8 +47,6 @@ MESSAGE_CHARS_MAX = 1_000  # of a reply on the log
 
 @dataclass(frozen=True, slots=True)
 class ProcessPool:
-    """Pool whose workers are processes of this machine."""
-
     group: str
     pool: str
     command: tuple[str, ...]  # program and arguments of a worker, without its id
@@ -93,11 +91,7 @@ class ProcessActuator:
     ) -> None:
         """Find the workers of an earlier supervisor again.
 
-        Args:
-            restarts: when workers are started again.
-
-        Raises:
-            DirectoryUnusable: a record is unreadable, or a worker of another pool runs.
+        Raises DirectoryUnusable if a record is unreadable, or a worker of another pool runs.
         """
         self.name = "processes"
         self._pools = {(one.group, one.pool): one for one in pools}
@@ -172,7 +166,6 @@ class ProcessActuator:
                 worker.failures = 0
 
     def _find(self, record: SupervisedWorker) -> None:
-        """Take over the worker of an earlier supervisor."""
         file = self._directory.process(record)
         try:
             process = recorded_identity(file)
@@ -322,7 +315,6 @@ class SupervisorMetrics(Collector):
     """Prometheus collector for the replies of a supervisor, and for the workers that it runs as processes."""
 
     def __init__(self, service: ActuatorService, processes: ProcessActuator | None) -> None:
-        """Read the metrics from `service`, and from `processes` unless the actuator is another one."""
         self._service = service
         self._processes = processes
 

@@ -45,8 +45,6 @@ class SupervisedWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerDirectory:
-    """State directory of one supervisor."""
-
     def __init__(self, folder: Path, lock: int) -> None:
         """Create the directory object. Use `open` to get the lock."""
         self.lock = lock
@@ -54,14 +52,9 @@ class WorkerDirectory:
 
     @classmethod
     async def open(cls, folder: Path, locked_s: float = LOCKED_S) -> Self:
-        """Create a missing directory, and lock it.
+        """Create a missing directory, and lock it, waiting at most `locked_s` seconds.
 
-        Args:
-            folder: path of the directory.
-            locked_s: maximum seconds to wait for the lock.
-
-        Raises:
-            DirectoryUnusable: the directory cannot be written, or another supervisor uses it.
+        Raises DirectoryUnusable if it cannot be written, or another supervisor uses it.
         """
         lock = _opened_lock(folder)
         ends_s = runtime.monotonic_s() + locked_s
@@ -117,7 +110,6 @@ class WorkerDirectory:
         return self._path(worker, "log")
 
     def has_long_output(self, worker: SupervisedWorker) -> bool:
-        """Return whether the output of a worker is larger than `OUTPUT_BYTES_MAX`."""
         with contextlib.suppress(OSError):
             return self.output(worker).stat().st_size > OUTPUT_BYTES_MAX
         return False

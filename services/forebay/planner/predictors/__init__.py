@@ -13,9 +13,7 @@ Predict = Callable[[Sequence[float]], float]
 def demand_of(history: Sequence[ScalingObserved], predict: Predict) -> tuple[PoolDemand, ...]:
     """Return the expected demand of each pool of the newest observation that has had a request.
 
-    Args:
-        history: observations, oldest first.
-        predict: predictor of each number. Results below 0 count as 0.
+    The history is ordered from the oldest to the newest observation. Predictions below 0 count as 0.
     """
     if not history:
         return ()

@@ -53,9 +53,8 @@ def kalman(series: Sequence[float]) -> float:
 def _continued(series: Sequence[float], model: Model) -> float:
     """Return the model's forecast within its limits, or the last value.
 
-    Args:
-        series: values of at least 0, oldest first. Zeros at the beginning are ignored: the system was not in use yet.
-        model: returns the forecast for at least `WARM_UP` values that are not all equal.
+    The model gets at least `WARM_UP` values that are not all equal. Values are ordered from the oldest to the newest.
+    Zeros at the beginning are ignored: the system was not in use yet.
     """
     last, used = series[-1], list(dropwhile(lambda value: value == 0, series[-FITTED_MAX:]))
     if len(used) < WARM_UP or len(set(used)) == 1:
