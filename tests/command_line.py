@@ -21,7 +21,6 @@ def commands(group: click.Group = app, path: tuple[str, ...] = ()) -> Iterator[t
 
 
 def options(command: click.Command) -> list[click.Option]:
-    """Return the options that a command has for its user."""
     return [param for param in command.params if isinstance(param, click.Option) and param.expose_value]
 
 

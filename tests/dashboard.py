@@ -19,7 +19,6 @@ ROWS = {*SHARED, EMBEDDED, *KAFKA, APART, TIERS, SHADOW}
 
 
 def dashboards() -> dict[str, dict[str, Any]]:
-    """Return each dashboard by the name of its file."""
     return {path.name: json.loads(path.read_text()) for path in sorted(DASHBOARDS.glob("*.json"))}
 
 
@@ -44,7 +43,6 @@ def queries() -> dict[str, list[str]]:
 
 
 def of_rows(*titles: str) -> list[str]:
-    """Return the expressions of these rows."""
     found = queries()
     return [query for title in titles for query in found[title]]
 

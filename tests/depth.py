@@ -33,7 +33,6 @@ def register() -> None:
 
 
 def profile() -> str:
-    """Return the name of the profile in use."""
     name = settings.get_current_profile_name()
     return name if name in EXAMPLES else "full"
 

@@ -62,7 +62,6 @@ class RawBatch:
 
     @property
     def payload(self) -> bytes:
-        """Return the uncompressed records."""
         return b"".join(_record(index, record) for index, record in enumerate(self.records))
 
     def encoded(self, *, payload: bytes | None = None) -> bytes:

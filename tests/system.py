@@ -42,7 +42,6 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def submitted(name: str, prompt: list[int], max_tokens: int = 3, **changes: Any) -> RequestSubmitted:
-    """Return a request for the test model."""
     packed = pack_u32(prompt)
     fields: dict[str, Any] = {
         "request_id": name,
@@ -98,7 +97,6 @@ class System:
             await self.keeper.stop()
 
     def start_worker(self, name: str, *, speedup: float = SPEEDUP, block_size: int = BLOCK, card: str = "") -> None:
-        """Start a worker, or restart one."""
         config = EngineConfig(
             block_size=block_size,
             kv_blocks_total=256,
@@ -122,7 +120,6 @@ class System:
         self._tasks[name] = self._group.create_task(worker.run(), name=name)
 
     async def stop_worker(self, name: str) -> None:
-        """Stop a worker and release its lease."""
         task = self._tasks.pop(name)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -149,8 +146,6 @@ class System:
 
         Args:
             log: By default the log of the system.
-            fleet: Number of workers to wait for.
-            dies: Whether the owner does not seal its journal.
         """
         owner = Owner(log or self.log, self.leases, settings(**changes), clock_us, ingress_leases)
         await owner.start(standby)
@@ -183,17 +178,14 @@ class System:
         await until_ended(self, name)
 
     def cancel(self, name: str) -> None:
-        """Cancel a request."""
         self.send(RequestCancelled(request_id=name))
 
     def events(self, topic: Topic, kind: type | UnionType | None = None, partition: int = 0) -> list[Any]:
-        """Return the events of a partition."""
         records = self.log.records(topic.name, partition, 0, READ_MAX)
         found = [decode(topic, record.value) for record in records]
         return [event for event in found if kind is None or isinstance(event, kind)]
 
     def decisions(self, kind: type | UnionType | None = None) -> list[Any]:
-        """Return the decisions in the journal."""
         return self.events(DECISIONS, kind)
 
     def ends(self) -> dict[str, list[ResponseEnded]]:
@@ -215,5 +207,4 @@ class System:
 
 
 async def until_ended(system: System, name: str) -> None:
-    """Wait until a request has ended."""
     await until(lambda: name in system.ends())

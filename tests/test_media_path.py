@@ -134,8 +134,6 @@ async def test_nixl_an_image_is_encoded_again_if_its_encoder_dies(
 
 
 class Broken(StandInEncoder):
-    """Encoder that is out of memory."""
-
     def encode_all(self, media: Any) -> Any:
         raise MemoryError("no memory is left")
 

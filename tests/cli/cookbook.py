@@ -38,7 +38,6 @@ class Recipe(NamedTuple):
 
 
 def recipes(page: str) -> list[Recipe]:
-    """Return the recipes of a page that can be run."""
     _, *parts = SECTION.split(page)
     found = [
         Recipe(title, [Step(block["command"], block["output"]) for block in BLOCK.finditer(text)])

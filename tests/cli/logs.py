@@ -13,7 +13,6 @@ US = 1_000_000
 
 
 def invoke(*arguments: str | Path) -> Result:
-    """Run the command in this process."""
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 

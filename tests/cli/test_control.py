@@ -281,7 +281,6 @@ def wait_for_workers(up: Up, names: list[str]) -> None:
 
 
 def on_topic(log: Path, topic: str, tag: str) -> list[dict[str, Any]]:
-    """Return the events of one type on a topic."""
     run = forebay("topics", "tail", str(log), topic, "-n", "1000")
     assert run.returncode == 0, run.stderr
     events = [json.loads(line)["event"] for line in run.stdout.splitlines()]
@@ -394,8 +393,6 @@ def test_error_names_an_unreachable_ingress() -> None:
 
 
 class OtherServer(BaseHTTPRequestHandler):
-    """HTTP server other than an ingress."""
-
     def do_GET(self) -> None:
         self.do_POST()
 

@@ -15,7 +15,6 @@ class HandlerOnFakeClock:
         self.handler = CountingHandler(self.stream, lambda: self.now_s)
 
     def log(self, text: str, name: str = "aiokafka", level: int = logging.ERROR) -> None:
-        """Log one record."""
         self.handler.handle(logging.LogRecord(name, level, "", 0, "%s", (text,), None))
 
     @property

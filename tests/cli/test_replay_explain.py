@@ -32,7 +32,6 @@ def explain(*arguments: str | Path) -> Result:
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """Return a log with requests of every kind."""
     made = Recorder()
     made.fleet("a", "b", temperature=0.5, queue=QueueConfig(threshold=0.25))
     made("requests", request("req-1", PROMPTS[0], at_us=100, routing=RoutingHints(worker_id="a", priority=3)))

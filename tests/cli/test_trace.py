@@ -89,8 +89,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: Any) -> None:
-        """Suppress the access log."""
+    def log_message(self, *_: Any) -> None: ...
 
 
 @pytest.fixture

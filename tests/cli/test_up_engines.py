@@ -36,7 +36,6 @@ def running(folder: Path, arguments: dict[str, Any], *options: str) -> Iterator[
 
 
 def metric(up: Up, name: str) -> dict[str, float]:
-    """Return a metric by worker."""
     text = httpx.get(f"{up.url}/metrics", timeout=PATIENCE_S).text
     return {
         sample.labels["worker_id"]: sample.value

@@ -139,7 +139,6 @@ def client(system: tuple[Up, Path]) -> Iterator[httpx.Client]:
 
 
 def listed_models(client: httpx.Client) -> dict[str, int]:
-    """Return the context length of each listed model."""
     return {card["id"]: card["max_model_len"] for card in client.get("/v1/models").json()["data"]}
 
 

@@ -141,7 +141,6 @@ def until(up: Up, reached: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def in_flight(status: dict[str, Any], worker: str) -> int:
-    """Return the number of requests that a worker has."""
     (ranks,) = (one["ranks"] for one in status["workers"] if one["worker_id"] == worker)
     return sum(rank["active_requests"] for rank in ranks)
 

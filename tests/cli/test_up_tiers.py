@@ -37,7 +37,6 @@ def tiered(folder: Path, *options: str) -> Iterator[Up]:
 
 
 def texts(up: Up) -> list[str]:
-    """Return the responses to all prompts."""
     found = []
     for prompt in PROMPTS:
         body = {"model": "forebay-default", "prompt": prompt, "max_tokens": 6, "temperature": 0}

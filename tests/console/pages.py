@@ -34,13 +34,7 @@ class ConsoleProcess:
     """A running `forebay console`.
 
     Args:
-        log: log file or recording.
         port: TCP port; a free one by default.
-        options: further options of the command.
-
-    Attributes:
-        log: log file or recording.
-        url: origin of the page.
     """
 
     def __init__(self, log: Path, *options: str, port: int | None = None) -> None:
@@ -58,7 +52,6 @@ class ConsoleProcess:
         wait_indexed(self.url)
 
     def stop(self) -> None:
-        """Stop the console with SIGTERM."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         self._process.communicate(timeout=PATIENCE_S)
@@ -66,7 +59,6 @@ class ConsoleProcess:
 
 @contextmanager
 def console_on(log: Path, *options: str) -> Iterator[ConsoleProcess]:
-    """Run a console on a log."""
     console = ConsoleProcess(log, *options)
     console.start()
     try:
@@ -88,7 +80,6 @@ def wait_indexed(url: str) -> None:
 
 
 def wait_until(is_reached: Callable[[], bool], what: str) -> None:
-    """Wait until a function returns true."""
     ends_s = time.monotonic() + PATIENCE_S
     while not is_reached():
         assert time.monotonic() < ends_s, f"not within {PATIENCE_S:g} s: {what}"
@@ -141,10 +132,6 @@ def review_action(page: Page, action: str, operator: str, token: str, **fields: 
     """Open the dialog of the actions, fill in the form of an action, and show the event that it writes.
 
     Args:
-        page: page of a console.
-        action: title of the action.
-        operator: name of the operator.
-        token: admin token.
         fields: value of each field of the action by its label in lower case.
 
     Returns:
@@ -176,7 +163,6 @@ def require_accessible(page: Page, where: str, rules: Sequence[str] = LEVELS) ->
     """Require that axe finds nothing, and that the page is not wider than its window.
 
     Args:
-        page: the page.
         where: what the page shows, for the message of a failure.
         rules: `LEVELS` for all rules of the levels A and AA, or names of rules.
     """
@@ -208,7 +194,6 @@ def states(table: Locator) -> list[str]:
 
 
 def cells(table: Locator, column: str) -> list[str]:
-    """Return the texts of a column of a table."""
     headings = [text.lower() for text in table.get_by_role("columnheader").all_inner_texts()]
     at = headings.index(column.lower())
     rows: list[str] = table.locator("tbody tr").evaluate_all(f"rows => rows.map((row) => row.children[{at}].innerText)")

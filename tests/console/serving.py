@@ -23,7 +23,6 @@ PATIENCE_S = 60.0
 def console_settings(
     log: Path, group: str = "model", kind: SourceKind = "recording", **changes: Any
 ) -> ConsoleSettings:
-    """Return the settings of a console on a log file."""
     given: dict[str, Any] = {
         "source": LogSource(path=str(log)),
         "name": log.name,

@@ -53,7 +53,6 @@ def send(up: Up, text: str) -> None:
 
 
 def commands(log: Path) -> list[tuple[str, str]]:
-    """Return type and operator of each command on the log."""
     with ThreadPoolExecutor(1) as thread:  # the browser's loop runs in this one
         run = thread.submit(forebay, "topics", "tail", str(log), "control", "-n", "1000").result()
     events = [json.loads(line)["event"] for line in run.stdout.splitlines()]

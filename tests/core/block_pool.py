@@ -23,7 +23,6 @@ class BlockPool:
 
     @property
     def used(self) -> int:
-        """Number of referenced blocks."""
         return len(self._references) + self._anonymous
 
     @property
@@ -33,7 +32,6 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Number of blocks without content."""
         return self._free
 
     def content(self) -> frozenset[int]:
@@ -118,7 +116,6 @@ class BlockPool:
         self._check()
 
     def clear(self) -> None:
-        """Drop all blocks and references."""
         self._references.clear()
         self._cached.clear()
         self._anonymous = 0

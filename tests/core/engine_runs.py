@@ -52,7 +52,6 @@ def request(
 
 
 def engine(*requests: EngineRequest, match: TierMatch | None = None, **changes: Any) -> EngineModel:
-    """Return an engine model to which these requests were submitted."""
     model = EngineModel(config(**changes), match)
     for one in requests:
         model.submit(one)
@@ -60,8 +59,6 @@ def engine(*requests: EngineRequest, match: TierMatch | None = None, **changes: 
 
 
 class RecordingTiming:
-    """Timing that records the work of every step."""
-
     def __init__(self) -> None:
         self.calls: list[dict[str, int]] = []
 

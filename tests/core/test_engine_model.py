@@ -447,7 +447,6 @@ class Response(NamedTuple):
     stage: EngineStage
 
     def tokens(self, seed: int) -> list[int]:
-        """Return the undisturbed response."""
         scripted = min(self.scripted, self.length)
         sampled = generate_tokens(seed, scripted, self.length - scripted, VOCABULARY)
         return [*range(2000, 2000 + scripted), *sampled]

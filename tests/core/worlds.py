@@ -357,7 +357,6 @@ class Driver:
         return self("kv-events", BlocksStored(worker_id=worker_id, sequence_hashes=pack_u64(blocks), **fields))
 
     def report(self, worker_id: str, running: int = 1, waiting: int = 0, used: int = 0, **changes: Any) -> list[Any]:
-        """Apply a load report of a worker."""
         load: dict[str, Any] = {"running": running, "waiting": waiting, "kv_blocks_used": used, "kv_blocks_total": 64}
         fields = {"worker_id": worker_id, "worker_epoch": self.epoch(worker_id), **load, **changes}
         return self("metrics", LoadReported(**fields))

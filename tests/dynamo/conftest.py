@@ -21,7 +21,6 @@ class Dynamo:
         self._process = process
 
     def __call__(self, call: str, *arguments: Any) -> Any:
-        """Call the peer and return its result."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([call, arguments]) + "\n")

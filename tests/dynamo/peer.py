@@ -17,8 +17,6 @@ PATIENCE_S = 20.0
 
 
 class Peer:
-    """The calls that the tests make."""
-
     def __init__(self) -> None:
         self._tree = RadixTree()
         self._service = SelectionService(indexer_threads=1)
@@ -33,7 +31,6 @@ class Peer:
         self._tree = RadixTree()
 
     def apply(self, worker: int, event: Any) -> None:
-        """Apply a KV event to the index."""
         self._tree.apply_event(worker, json.dumps(event).encode())
 
     def matches(self, blocks: list[int]) -> Any:
@@ -41,12 +38,10 @@ class Peer:
         return [[worker, depth] for (worker, _), depth in self._tree.find_matches(blocks).scores.items()]
 
     async def service(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the selection service."""
         answer = getattr(self._service, method)(*arguments)
         return await answer if inspect.isawaitable(answer) else answer
 
     def loads(self, model: str) -> Any:
-        """Return the loads of a model's workers."""
         return self._service.loads(model_name=model)
 
     async def until_scheduled(self, model: str, workers: int) -> None:

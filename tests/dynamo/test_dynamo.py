@@ -233,7 +233,6 @@ class Routers:
             self._drive("progress", RequestFinished(**fields, finish_reason="length"))
 
     def compare(self) -> None:
-        """Compare the loads of both routers."""
         (theirs,) = self._dynamo("loads", self._model)
         loads = {
             self._names[one["worker_id"]]: (

@@ -65,5 +65,4 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def oracle(model: Path) -> Transformers:
-    """The tiny Llama in transformers."""
     return Transformers(model)

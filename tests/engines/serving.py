@@ -101,7 +101,6 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The complete text."""
         return "".join(self.pieces)
 
     @property
@@ -122,7 +121,6 @@ class Serving:
         (self.url,) = cluster.urls.values()
 
     async def chat(self, request_id: str, messages: list[dict[str, str]], tokens: int, **body: Any) -> Answer:
-        """A streamed chat, greedy."""
         return await self._stream(request_id, "/v1/chat/completions", tokens, messages=messages, **body)
 
     async def complete(self, request_id: str, prompt: list[int], tokens: int, worker: str = "", **body: Any) -> Answer:
@@ -242,7 +240,6 @@ def prompt_of(number: int, blocks: int = 6) -> list[int]:
 
 @asynccontextmanager
 async def served(cluster: Cluster, log: KafkaLog, ports: dict[str, Ports]) -> AsyncIterator[Serving]:
-    """Clients of a cluster that serves."""
     async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=cluster.admin_headers) as client:
         yield Serving(cluster, log, client, ports)
 

@@ -63,15 +63,12 @@ pytestmark = [
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """The running cluster."""
-
     serving: Serving
     client: openai.AsyncOpenAI
     server: VllmServer
     command: list[str]
 
     async def complete(self, prompt: list[int], worker: str = "", model: str = MODEL, **body: Any) -> Answer:
-        """Complete a prompt greedily, optionally on a given worker."""
         response = Answer("")
         await self.receive(response, prompt, worker, model, **body)
         return response

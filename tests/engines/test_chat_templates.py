@@ -55,7 +55,6 @@ class Oracle:
         return directory
 
     def model(self, name: str) -> Model:
-        """Return the model with this template."""
         if name not in self._models:
             self._models[name] = Model(self._directory(name, self.sources[name]))
         return self._models[name]
@@ -127,7 +126,6 @@ def normal(message: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def shaped(message: dict[str, Any], shapes: dict[str, str], null: str | None, has_objects: bool) -> dict[str, Any]:
-    """Return a message in one form."""
     changed, content = dict(message), message["content"]
     if content is None:
         changed["content"] = null

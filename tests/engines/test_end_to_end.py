@@ -274,7 +274,6 @@ def outcomes(answer: httpx.Response) -> dict[str, tuple[str, list[str]]]:
 
 
 async def events(serving: Serving, worker: str) -> list[BlocksStored | BlocksRemoved | CacheCleared]:
-    """Return the KV events of a worker from the log."""
     return [event for event in await serving.cluster.events(KV_EVENTS, MODEL) if event.worker_id == worker]
 
 

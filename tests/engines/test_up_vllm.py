@@ -56,7 +56,6 @@ class System:
             time.sleep(0.2)
 
     def metric(self, name: str) -> dict[str, float]:
-        """Return a metric by worker."""
         text = httpx.get(f"{self.url}/metrics", timeout=60).text
         families = text_string_to_metric_families(text)
         samples = (sample for family in families for sample in family.samples)

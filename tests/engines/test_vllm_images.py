@@ -82,7 +82,6 @@ class Llava:
         return torch.cat(list(found)).numpy()
 
     def greedy(self, item: WorkItem, contents: Sequence[bytes]) -> list[int]:
-        """Return the greedy output of transformers."""
         import torch  # noqa: PLC0415
 
         prompt = torch.frombuffer(bytearray(item.token_ids), dtype=torch.int32).long()[None]

@@ -22,7 +22,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def processes() -> Iterator[tuple[int, str, int]]:
-    """Number, state and parent of each."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             text = path.read_text()

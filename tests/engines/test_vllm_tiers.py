@@ -72,7 +72,6 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def slow_lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LoRA adapter of the slow model."""
     from tests.harness.models import make_slow_model  # noqa: PLC0415 - imports torch
 
     directory = tmp_path_factory.mktemp("lora") / "slow-lora"

@@ -37,7 +37,6 @@ class VllmServer:
         return Ports(replay=self.first_port + 2, metrics=self.first_port)
 
     def command(self, model: Path, transfer: Mapping[str, Any], *options: str) -> list[str]:
-        """Return the command that starts the server."""
         events = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",

@@ -107,8 +107,6 @@ class Faults:
 
 
 class Watcher(Protocol):
-    """Reader of partitions."""
-
     @property
     def alive(self) -> bool:
         """Whether new records are announced to the reader."""
@@ -151,7 +149,6 @@ class Broker:
         self._watchers.append(watcher)
 
     def records(self, place: Place) -> list[Record]:
-        """Return the records of a partition."""
         return self.partitions.setdefault(place, [])
 
     def append(self, draft: Draft, at_us: int, writer: str = "") -> int:
@@ -186,8 +183,6 @@ class Broker:
 
 
 class VirtualTail:
-    """Tail of one partition for one process."""
-
     def __init__(self, log: "VirtualLog", place: Place, offset: int, wake: Wake) -> None:
         self.place = place
         self.position = offset
@@ -208,7 +203,6 @@ class VirtualTail:
         self._log.leave(self)
 
     def push(self, records: Sequence[Record]) -> None:
-        """Add fetched records."""
         self._buffer.extend(records)
         self.position = records[-1].offset + 1
         self.wake.set()
@@ -285,7 +279,6 @@ class VirtualLog:
         return any(lane.in_flight for lane in self._lanes.values() if lane.place[0] == topic)
 
     def leave(self, tail: VirtualTail) -> None:
-        """Forget a closed tail."""
         if tail in self._tails:
             del self._tails[tail]
             self._followed[tail.place] -= 1

@@ -71,7 +71,6 @@ class Client:
             raise Violation(f"lost effect: {outcome.name} was not cancelled, although its client disconnected")
 
     def prepared(self) -> PreparedRequest:
-        """Return the request as the ingress prepares it from a body."""
         outcome = self.outcome
         return PreparedRequest(
             model=GROUP,

@@ -111,7 +111,6 @@ class Cluster:
         self._is_healed = False
 
     def start(self) -> None:
-        """Start every service."""
         for member in self.members.values():
             self._start(member)
 
@@ -125,15 +124,12 @@ class Cluster:
         return process, service
 
     def routers(self) -> list[RouterService]:
-        """Return the routers that run."""
         return [one.service for one in self._running() if isinstance(one.service, RouterService)]
 
     def workers(self) -> dict[str, WorkerService]:
-        """Return the workers that run, by name."""
         return {one.name: one.service for one in self._running() if isinstance(one.service, WorkerService)}
 
     def ingresses(self) -> list[IngressService]:
-        """Return the ingresses that run."""
         return [one.service for one in self._running() if isinstance(one.service, IngressService)]
 
     def operate(self, passed_s: float) -> None:

@@ -125,7 +125,6 @@ class Effects:
 
         Args:
             writer: incarnation of the router that wrote it.
-            claims: epochs of this incarnation.
         """
         effect = effect_in(record, event)
         epochs = [] if effect is None else self._epochs.get(effect, [])

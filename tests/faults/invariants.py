@@ -356,7 +356,6 @@ def prompt_tokens(family: int, shared: int, name: str, own: int) -> bytes:
 
 
 def planned_outcome(planned: PlannedRequest, request_id: str) -> Outcome:
-    """Return the outcome of a planned request before it is submitted."""
     prompt = prompt_tokens(planned.family, planned.shared_tokens, planned.name, planned.own_tokens)
     temperature = 0.0 if planned.seed is None else 1.0
     sampling = Sampling(max_tokens=planned.max_tokens, temperature=temperature, seed=planned.seed)

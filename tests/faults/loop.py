@@ -46,7 +46,6 @@ class Scope:
 
     Attributes:
         number: position in the order of creation.
-        ready: callbacks that are ready to run.
         cost: virtual duration of its callbacks, relative to the normal duration.
         rules: version of the decision rules of its program; 0 if no code of the process depends on them.
     """
@@ -77,7 +76,6 @@ class VirtualTask(asyncio.Task[Any]):
         return task
 
     def __hash__(self) -> int:
-        """Return the number of the task."""
         return self._number
 
 
@@ -89,7 +87,6 @@ class VirtualFuture(asyncio.Future[Any]):
         super().__init__(loop=loop)
 
     def __hash__(self) -> int:
-        """Return the number of the future."""
         return self._number
 
 
@@ -105,7 +102,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
     """Event loop with virtual time for several simulated processes.
 
     Attributes:
-        now_ns: virtual time in nanoseconds.
         choices: number of times that the scheduler chose between two or more processes, or between two or more numbers
             of callbacks.
         use_rules: called before callbacks of a process that has a version of the decision rules.

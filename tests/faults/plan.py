@@ -59,7 +59,6 @@ class PlannedRequest(msgspec.Struct, frozen=True):
 
     Attributes:
         family: number of the prefix that its prompt shares with others.
-        shared_tokens: length of that prefix.
         seed: seed of the sampling; None for temperature 0.
         disconnect_ms: time after which the client disconnects; None if it waits.
         repeats: name of an earlier request whose id it reuses; empty for an id of its own.
@@ -106,7 +105,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def services(self) -> list[str]:
-        """Names of all services."""
         return [
             *(f"r{number}" for number in range(self.routers)),
             *(f"w{number}" for number in range(self.workers)),

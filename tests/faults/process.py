@@ -40,7 +40,6 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs or is paused."""
         return not self._scope.dead
 
     @property

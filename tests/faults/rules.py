@@ -59,5 +59,4 @@ class Rules(AbstractContextManager["Rules"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Restore the rules of this version."""
         self.use(OWN_RULES)

@@ -28,7 +28,6 @@ class Tally:
     fired: Counter[str] = field(default_factory=Counter)
 
     def add(self, result: Result) -> None:
-        """Add one simulation."""
         self.seeds += 1
         self.requests += len(result.plan.requests)
         self.choices += result.choices

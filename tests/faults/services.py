@@ -70,8 +70,6 @@ class Sizes:
 
 
 class RouterService:
-    """A router process."""
-
     def __init__(self, sizes: Sizes, coordinator: Coordinator) -> None:
         self.router: Router | None = None
         self._sizes = sizes
@@ -204,7 +202,6 @@ class IngressService:
 
 
 async def _serve_kafka(log: Log, ingress: Ingress) -> None:
-    """Serve the Kafka API if the log is on Kafka."""
     if isinstance(log, KafkaLog):
         await KafkaApi(log, OneModel(ingress), KafkaApiMetrics(CollectorRegistry()), API_REPLY_SLOTS).run()
 

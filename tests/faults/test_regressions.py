@@ -40,7 +40,6 @@ def test_requests_finish_without_faults() -> None:
 
 
 def claimed_rules(result: Result) -> list[int]:
-    """Return the version of the decision rules of each claim."""
     events = [decode(DECISIONS, record.value) for record in result.partitions[(DECISIONS.name, PARTITION)]]
     return [event.core_version for event in events if isinstance(event, OwnerClaimed)]
 

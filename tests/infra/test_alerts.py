@@ -120,7 +120,6 @@ SERIES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
 
 
 def section(alert: str) -> str:
-    """Return the text of the section about an alert."""
     _, _, rest = PAGE.partition(f"### {alert}\n")
     return re.split(r"^#{1,3} ", rest, maxsplit=1, flags=re.MULTILINE)[0]
 

@@ -76,7 +76,6 @@ class Scene:
         self._answered = 0
 
     def fail_commits(self) -> None:
-        """Fail every later commit of the log."""
         fail_commits(self._db)
 
     def requests(self, kind: type | None = None) -> list[Any]:
@@ -85,7 +84,6 @@ class Scene:
         return [event for event in found if kind is None or isinstance(event, kind)]
 
     async def next_request(self) -> RequestSubmitted:
-        """Wait for the next submitted request and return it."""
         await until(lambda: len(self.requests(RequestSubmitted)) > self._answered)
         request: RequestSubmitted = self.requests(RequestSubmitted)[self._answered]
         self._answered += 1
@@ -154,7 +152,6 @@ class Scene:
     def end(
         self, name: str, *, reason: Any = "length", attempt: int = 1, cached: int = 0, output: int = 1, owner: int = 1
     ) -> None:
-        """End a response successfully."""
         usage = Usage(prompt_tokens=9, output_tokens=output, cached_tokens=cached)
         ended = ResponseEnded(request_id=name, attempt=attempt, owner_epoch=owner, finish_reason=reason, usage=usage)
         self.send(ended)
@@ -219,7 +216,6 @@ class Scene:
         return Counter({one.labels["code"]: int(one.value) for one in metric.samples if one.name.endswith("_total")})
 
     def metric(self, line: str) -> bool:
-        """Return whether /metrics has a line with this prefix."""
         return any(found.startswith(line) for found in generate_latest(self.registry).decode().splitlines())
 
 
@@ -297,7 +293,6 @@ async def shared_scene(admin_token: str) -> AsyncIterator[Scene]:
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
-    """Return the list of processes that this test starts."""
     started: list[Process] = []
     start = asyncio.create_subprocess_exec
 

@@ -66,7 +66,6 @@ class Scene:
         return await self._store.store("m", card, files)
 
     async def remove(self, digest: str) -> None:
-        """Remove a card."""
         await self._store.remove([digest])
 
     async def serve(self, name: str, card: str, *, ready: int = 1) -> None:
@@ -97,7 +96,6 @@ class Scene:
         return [(await self.catalog.find(alias, name)).name for name in ids]
 
     async def find(self, name: str, request_id: str = "r") -> Ingress:
-        """Return the ingress for a request."""
         return (await self.catalog.find(name, request_id)).ingress
 
     async def alias(self, name: str, *targets: str, fallback: str = "", weight: float = 1.0) -> None:
@@ -118,7 +116,6 @@ class Scene:
 
 
 def files_in(folder: Path) -> list[str]:
-    """Return the names in a folder."""
     return [path.name for path in folder.iterdir()]
 
 
@@ -423,7 +420,6 @@ async def test_the_files_of_a_card_stay_in_their_folder(scene: Scene, tmp_path: 
 
 
 def client_of(scene: Scene) -> httpx.AsyncClient:
-    """Return an HTTP client of the catalog."""
     app = build_app(scene.catalog, CollectorRegistry())
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
 

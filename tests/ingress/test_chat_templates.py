@@ -34,7 +34,6 @@ def model_of(directory: Path, template: Any = None, **files: Any) -> Model:
 
 
 def prompt(model: Model, *messages: dict[str, Any], **fields: Any) -> str:
-    """Return the prompt of a chat request."""
     body = parse(ChatBody, msgspec.json.encode({"model": "m", "messages": messages, **fields}))
     (text,) = Preparer(model, ParserFactory(model), IngressSettings("m", "i")).render(body)
     assert isinstance(text, str)
@@ -42,7 +41,6 @@ def prompt(model: Model, *messages: dict[str, Any], **fields: Any) -> str:
 
 
 def calling(arguments: str, **fields: Any) -> dict[str, Any]:
-    """Return a message with one tool call."""
     call = {"id": "call_1", "type": "function", "function": {"name": "wetter", "arguments": arguments}}
     return {"role": "assistant", "tool_calls": [call], **fields}
 

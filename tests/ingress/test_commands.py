@@ -280,7 +280,6 @@ class Workers:
         )
 
     def joined(self, worker_id: str, *loras: str) -> None:
-        """Report that a worker joined, with these adapters."""
         spec = WorkerSpec(
             worker_id=worker_id,
             model=NAME,

@@ -36,7 +36,6 @@ async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyn
 
 
 async def reply_of(reader: asyncio.StreamReader) -> Reply:
-    """Read the next response."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
     headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
     body = await reader.readexactly(int(headers["content-length"]))
@@ -44,7 +43,6 @@ async def reply_of(reader: asyncio.StreamReader) -> Reply:
 
 
 async def send(port: int, *pieces: bytes) -> Reply:
-    """Send on a new connection, and return the response."""
     async with connected(port) as (reader, writer):
         for piece in pieces:
             writer.write(piece)

@@ -60,22 +60,18 @@ class FakeKafka:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
 
-    async def committed(self, partition: int) -> None:
-        """Return that nothing was committed."""
+    async def committed(self, partition: int) -> None: ...
 
     async def bounds(self, partition: int) -> tuple[int, int]:
         """Return the bounds of an empty partition."""
         return 0, 0
 
     async def commit(self, offsets: Any) -> bool:
-        """Accept a commit."""
         return True
 
-    def seek(self, partition: int, offset: int) -> None:
-        """Ignore the call."""
+    def seek(self, partition: int, offset: int) -> None: ...
 
-    def resume(self, partition: int) -> None:
-        """Ignore the call."""
+    def resume(self, partition: int) -> None: ...
 
     async def send(self, reply: Any, on_done: Any) -> None:
         """Accept a response record."""

@@ -36,7 +36,6 @@ def chat(nvext: Any = None, **changes: Any) -> dict[str, Any]:
 
 
 async def taken(scene: Scene, body: dict[str, Any], headers: dict[str, str] | None = None) -> RequestSubmitted:
-    """Send a body, respond to it, and return the submitted request."""
     pending = asyncio.create_task(scene.client.post(CHAT, json=body, headers=headers))
     request = await scene.next_request()
     scene.end(request.request_id)

@@ -32,7 +32,6 @@ def start_request(scene: Scene, path: str, body: dict[str, Any]) -> "asyncio.Tas
 
 
 async def sampled(scene: Scene, **changes: Any) -> Sampling:
-    """Return the sampling of a chat with these parameters."""
     pending = start_request(scene, CHAT, chat(**changes))
     request = await scene.next_request()
     scene.refuse(request.request_id, 418, "teapot")

@@ -25,8 +25,6 @@ class Derivations:
     """Derives statuses that differ in their version, when the test lets it.
 
     Attributes:
-        begun: number of derivations so far.
-        may_end: set while derivations may end.
         error: error of every derivation; None for a status.
     """
 

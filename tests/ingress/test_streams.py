@@ -59,8 +59,6 @@ def output(name: str, first: int, *tokens: int) -> TokensEmitted:
 
 
 def called(reader: ReplyReader) -> "tuple[asyncio.Task[RouteResponse], asyncio.Task[CommandResponse]]":
-    """Return a route query and a command in flight."""
-
     async def send() -> None:
         """Append nothing, because the test plays the owner."""
 

@@ -53,7 +53,6 @@ def words(chars: int) -> str:
 
 
 def bodies(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return a request of each kind with this text."""
     messages = [{"role": "user", "content": text}]
     parts = [{"role": "user", "content": [{"type": "text", "text": text}]}]
     return [

@@ -56,7 +56,6 @@ def chat(**changes: Any) -> dict[str, Any]:
 
 
 async def submit_chat(scene: Scene, **changes: Any) -> tuple["asyncio.Task[Any]", RequestSubmitted, str]:
-    """Return the submitted request and its prompt as text."""
     pending = scene.start(CHAT, chat(**changes))
     await asyncio.sleep(0)
     request = asyncio.create_task(scene.next_request())

@@ -23,11 +23,9 @@ class IdleWorkers(System):
         self.join(name, **{"pool": role, "role": role, **offers})
 
     def items(self) -> list[WorkItem]:
-        """Return the work items of all pools."""
         return [one for role in ROLES for slot in range(2) for one in self.events(work_topic(role), WorkItem, slot)]
 
     def cancelled(self) -> list[WorkCancelled]:
-        """Return the cancellations of all pools."""
         found = [self.events(work_topic(role), WorkCancelled, slot) for role in ROLES for slot in range(2)]
         return [one for some in found for one in some]
 
@@ -39,7 +37,6 @@ class IdleWorkers(System):
         return newest
 
     def item(self, routed: RequestRouted) -> WorkItem:
-        """Return the newest work item of a routing."""
         found = self.events(work_topic(routed.pool), WorkItem, routed.slot)
         item: WorkItem = [one for one in found if (one.stage, one.attempt) == (routed.stage, routed.attempt)][-1]
         return item

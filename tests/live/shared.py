@@ -178,6 +178,5 @@ async def followed(log: SqliteLog, end: int | None = None) -> Standby:
 
 
 async def opened_one(path: Path) -> tuple[SqliteLog, Standby | None]:
-    """Open the log of one model for writing, and return it with its standby."""
     opened = await open_checked(path, ["m"])
     return opened.log, opened.groups["m"].standby

@@ -15,8 +15,6 @@ HOUR_US = 3_600_000_000
 
 
 class ManualClock:
-    """A clock that a test sets."""
-
     def __init__(self, now_us: int) -> None:
         self.now_us = now_us
 

@@ -77,7 +77,6 @@ def first_index(system: System, attempt: int) -> int | None:
 
 
 def has_begun(system: System, attempt: int) -> bool:
-    """Return whether an attempt has emitted a token."""
     return first_index(system, attempt) is not None
 
 

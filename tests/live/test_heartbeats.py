@@ -22,8 +22,6 @@ READ_MAX = 10_000
 
 
 class Clock:
-    """A clock that a test sets."""
-
     def __init__(self) -> None:
         self.now_s = 100.0
 
@@ -32,12 +30,10 @@ class Clock:
 
 
 def heartbeats(log: SqliteLog) -> list[RouterHeartbeat]:
-    """Return every heartbeat on the log."""
     return [decode(HEARTBEATS, record.value) for record in log.records(HEARTBEATS.name, 0, 0, READ_MAX)]
 
 
 def of_role(log: SqliteLog, role: str) -> list[RouterHeartbeat]:
-    """Return the heartbeats of owners, or of standbys."""
     return [beat for beat in heartbeats(log) if beat.role == role]
 
 
@@ -55,7 +51,6 @@ async def following(log: SqliteLog, clock: Clock) -> AsyncIterator[RouterHeartbe
 
 
 async def beat(log: SqliteLog, **fields: Any) -> None:
-    """Write one heartbeat."""
     event = RouterHeartbeat(**{"group": MODEL, "router_id": "a", "role": "owner", "owner_epoch": 7, **fields})
     await log.append([Draft(HEARTBEATS.name, 0, encode(HEARTBEATS, event))])
 

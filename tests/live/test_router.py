@@ -198,12 +198,10 @@ async def test_a_standby_follows_again_after_a_log_error(log: SqliteLog) -> None
 
 
 def owners(log: SqliteLog) -> list[RouterHeartbeat]:
-    """Return the heartbeats of owners."""
     return of_role(log, "owner")
 
 
 def standbys(log: SqliteLog) -> list[RouterHeartbeat]:
-    """Return the heartbeats of standbys."""
     return of_role(log, "standby")
 
 

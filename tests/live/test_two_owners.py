@@ -55,8 +55,6 @@ async def require_each_once(system: System) -> None:
 
 
 class OwnerTask:
-    """An owner in a task of its own."""
-
     def __init__(self, system: System, **changes: int) -> None:
         self.owner = Owner(system.log, system.leases, settings(**changes))
         self._task: asyncio.Task[None] | None = None

@@ -189,7 +189,6 @@ async def lose(stage: Stage) -> None:
 
 
 def worker_of(stage: Stage, request_id: str) -> str:
-    """Return the worker of the current attempt of a request."""
     request = stage.owner.world.requests.get(request_id)
     assert request is not None, "it is in flight"
     assert request.on_worker, request.phase

@@ -50,7 +50,6 @@ PLANNERS = (
 
 
 def scaling_records() -> list[ScalingEvent]:
-    """Play the planners, and return the records."""
     draw = random.Random(5)
     play = Loop(PLANNERS[0], start_us=START_US)
     for number, settings in enumerate(PLANNERS):
@@ -139,7 +138,6 @@ def _reply(play: Loop, draw: random.Random) -> None:
 
 
 def recorded_records() -> Iterator[ScalingEvent]:
-    """Yield the records of the file."""
     for line in PATH.read_bytes().splitlines():
         yield decode(SCALING, line)
 

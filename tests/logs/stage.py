@@ -116,12 +116,10 @@ class StageWorker:
         return encoded or any(stepped)
 
     def stored(self, hashes: Sequence[int], parent: int | None = None, tier: Tier = "device", rank: int = 0) -> None:
-        """Report blocks as stored in a tier."""
         packed = pack_u64(hashes)
         self._report_cache(BlocksStored, rank, sequence_hashes=packed, parent_hash=parent, tier=tier)
 
     def removed(self, hashes: Sequence[int], tier: Tier = "device", rank: int = 0) -> None:
-        """Report blocks as removed from a tier."""
         self._report_cache(BlocksRemoved, rank, sequence_hashes=pack_u64(hashes), tier=tier)
 
     def held(self, rank: int = 0) -> list[int]:
@@ -338,7 +336,6 @@ class Stage:
         return self
 
     async def join(self, name: str, **spec: Any) -> StageWorker:
-        """Admit a worker."""
         fields: dict[str, Any] = {"kv_blocks_total": 256, "max_num_seqs": 8, "max_num_batched_tokens": 512, **spec}
         described = WorkerSpec(worker_id=name, model=MODEL, block_size=BLOCK, **{"pool": POOL, **fields})
         slot = len(self.workers)
@@ -360,7 +357,6 @@ class Stage:
         await self.settle()
 
     def put(self, topic: Topic, event: Event) -> None:
-        """Append an event to a topic of the group."""
         self.log.append_soon([Draft(topic.name, 0, encode(topic, event))])
 
     def put_bytes(self, topic: Topic, value: bytes) -> None:
@@ -370,7 +366,6 @@ class Stage:
     def submit(
         self, name: str, prompt: Sequence[int], max_tokens: int = 4, hints: RoutingHints = NO_HINTS, **changes: Any
     ) -> RequestSubmitted:
-        """Submit a request."""
         event = submission(name, prompt, max_tokens, hints, **changes)
         self.put(REQUESTS, event)
         return event
@@ -378,7 +373,6 @@ class Stage:
     def route_query(
         self, name: str, prompt: Sequence[int], hints: RoutingHints = NO_HINTS, lora_name: str = ""
     ) -> None:
-        """Submit a route query."""
         like = submission(name, prompt, 1, hints, lora_name=lora_name)
         query = RouteQueried(
             request_id=name,
@@ -393,7 +387,6 @@ class Stage:
         self.put(REQUESTS, query)
 
     def cancel(self, name: str) -> None:
-        """Cancel a request."""
         self.put(REQUESTS, RequestCancelled(request_id=name))
 
     def command(self, name: str, action: Action, lora_name: str = "", **changes: Any) -> None:
@@ -442,7 +435,6 @@ class Stage:
             await self.play()
 
     def decided(self, kind: type[Decision]) -> list[Any]:
-        """Return the decisions of a kind in the journal."""
         records = self.log.records(DECISIONS.name, 0, 0, READ_MAX)
         events = [decode(DECISIONS, record.value) for record in records]
         return [event for event in events if isinstance(event, kind)]
@@ -454,7 +446,6 @@ def prompt(family: int, blocks: int, tail: int = 0) -> list[int]:
 
 
 def hashes(prompt: Sequence[int]) -> list[int]:
-    """Return the block hashes of a prompt."""
     return unpack_u64(sequence_hashes(pack_u32(prompt), BLOCK))
 
 

@@ -18,7 +18,6 @@ class Mutation(NamedTuple):
         name: The bug, in a few words.
         file: Path of the source file, from the repository's root.
         old: Text that occurs exactly once in the file.
-        new: Text that replaces it.
         tests: Arguments of pytest; at least one of these tests must fail.
     """
 

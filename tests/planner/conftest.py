@@ -19,7 +19,6 @@ def supervised(tmp_path: Path) -> Iterator[Supervised]:
 
 @pytest.fixture
 async def log() -> AsyncIterator[SqliteLog]:
-    """Yield a log in memory."""
     opened = SqliteLog.open(None)
     yield opened
     opened.close()

@@ -13,8 +13,6 @@ CRASH_CODE = 3
 
 
 def main(folder: Path, worker_id: str) -> None:
-    """Run until SIGTERM."""
-
     def on_signal(*_: object) -> None:
         append(folder / "signals", worker_id)
 

@@ -27,8 +27,6 @@ class Supervised:
 
     Attributes:
         folder: folder of the files that control the workers.
-        state: state directory of the supervisors.
-        clock: clocks of the supervisors.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,7 +36,6 @@ class Supervised:
         self.clock = FakeRuntime()
 
     def pool(self, *, pool: str = POOL, program: str = sys.executable, kill_after_s: float = LONG_S) -> ProcessPool:
-        """Return a pool of stub workers."""
         return ProcessPool(GROUP, pool, (program, "-SE", str(STUB), str(self.folder)), kill_after_s)
 
     @asynccontextmanager
@@ -80,7 +77,6 @@ class Supervised:
         return []
 
     def records(self) -> list[str]:
-        """Return the id of each worker with a record."""
         return sorted(path.stem for path in self.state.glob("*/*.json"))
 
     async def started(self, *workers: str) -> None:
@@ -92,7 +88,6 @@ class Supervised:
         await until(lambda: len(self.starts()) == count)
 
     def kill_all(self) -> None:
-        """Kill all workers."""
         for path in self.state.glob("*/*.process"):
             identity = recorded_identity(path)
             if identity is not None:
@@ -100,7 +95,6 @@ class Supervised:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    """Wait until a condition holds."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - processes set no event
             await asyncio.sleep(0.002)

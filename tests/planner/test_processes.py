@@ -152,7 +152,6 @@ async def test_a_process_that_reuses_the_pid_of_a_worker_is_not_signalled(superv
 
 @contextmanager
 def waiting_process() -> "Iterator[subprocess.Popen[bytes]]":
-    """Run a process that waits for a signal."""
     with subprocess.Popen([sys.executable, "-SEc", "import signal; signal.pause()"]) as process:
         try:
             yield process

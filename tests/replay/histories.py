@@ -43,7 +43,6 @@ def written(history: Sequence[tuple[str, Any]], name: str = "history") -> Topics
 
 
 async def put(log: SqliteLog, topics: Mapping[str, Sequence[bytes]]) -> None:
-    """Write topics to a log."""
     for topic, values in topics.items():
         await log.append([Draft(topic, 0, value) for value in values])
 

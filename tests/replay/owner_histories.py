@@ -97,7 +97,6 @@ class WrittenDriver(Driver):
         self._chunks += len(chunks)
 
     def finish_snapshot(self) -> None:
-        """Journal the snapshot that was begun."""
         if self._sealed is not None:
             sealed, self._sealed = self._sealed, None
             self.write(SnapshotTaken(**self.world.stamp(), **sealed._asdict(), core_version=CORE_VERSION))
@@ -151,7 +150,6 @@ def dense_history(seed: int, length: int = 250) -> list[tuple[str, Any]]:
 
 
 def played(history: list[tuple[str, Any]], drive: WrittenDriver | None = None) -> WrittenDriver:
-    """Return a driver that has applied a history."""
     drive = drive or WrittenDriver()
     drive.fleet("a", "b")
     for number, action in enumerate(history):

@@ -89,7 +89,6 @@ class Recorder(Driver):
         self.journal.append(taken)
 
     async def log(self, path: Path | None = None) -> SqliteLog:
-        """Return a log with all records."""
         log = SqliteLog.open(path)
         await log.append([*self.drafts, *(Draft(DECISIONS.name, 0, encode(DECISIONS, one)) for one in self.journal)])
         return log

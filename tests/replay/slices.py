@@ -49,7 +49,6 @@ async def sliced(log: SqliteLog, out: Path, window: Window = ALL, names: tuple[s
 
 
 async def contents(log: SqliteLog, window: Window = ALL, names: tuple[str, ...] = ()) -> Contents:
-    """Return the contents that a recording of a window would have."""
     groups = await groups_of(log)
     slices = [await slice_of(log, name, groups[name], window) for name in names or groups]
     return await contents_of(log, slices, namespace=log.namespace, source="log", asked=OPTIONS)
@@ -78,7 +77,6 @@ def joined_log(source: Path, folder: Path) -> Path:
 
 
 def opened(path: Path) -> "closing[SqliteLog]":
-    """Open a log or a recording for reading."""
     return closing(SqliteLog.open(path, readonly=True))
 
 

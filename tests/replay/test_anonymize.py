@@ -267,7 +267,6 @@ def names_in(folder: Path) -> list[str]:
 
 
 def content_history(seed: int) -> WrittenDriver:
-    """Return a history with much client content."""
     drive = WrittenDriver()
     drive.fleet("a", "b", session_ttl_s=10.0, temperature=1.0)
     for number in range(40):

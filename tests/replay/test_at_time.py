@@ -116,7 +116,6 @@ async def idle_log(made: Recorder, *later: tuple[str, InputEvent | None]) -> Sql
 
 
 def running(*names: str) -> Recorder:
-    """Return a recorder of a worker with these requests."""
     made = fleet("a")
     for name in names:
         assert any(isinstance(one, RequestRouted) for one in made("requests", request(name, [len(name)])))

@@ -8,8 +8,6 @@ from forebay.simulate.workload import Survey, Turn
 
 
 class Turns:
-    """Workload that plays the given turns."""
-
     name = "turns"
     block_tokens = 64
 

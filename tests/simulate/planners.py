@@ -22,7 +22,6 @@ GROUP = "simulated"
 
 
 def expect_the_same(history: Sequence[ScalingObserved], observed: int) -> DemandForecast:
-    """Expect the demand of the last interval."""
     last = history[-1]
     pools = tuple(
         PoolDemand(

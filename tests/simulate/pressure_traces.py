@@ -14,17 +14,13 @@ class Pressure:
     """Workload of growing sessions, and the fleet that serves it. Lengths are in ids of 512 tokens.
 
     Attributes:
-        sessions: number of sessions.
-        turns: requests of each session.
         shared: length of a system prompt.
-        tenants: number of system prompts.
         popularity: how often a session has each system prompt.
         growth: smallest and largest number of new ids per turn.
         order: order of the turns. `rolling` keeps six sessions active, and begins a new one when one of them ends.
         gap_ms: mean time between requests, in milliseconds.
         arrivals: arrival process; a burst has five requests.
         warm: number of unrelated prompts before the sessions, which fill the caches.
-        workers: number of workers.
         kv_blocks: KV blocks per worker, of 64 tokens.
     """
 

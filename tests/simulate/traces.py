@@ -35,8 +35,6 @@ def turn_of(row: MooncakeRow, number: int, speed: float = 1.0) -> Turn:
 
 
 class Rows:
-    """Workload that plays the given rows."""
-
     name = "rows"
     block_tokens = BLOCK_TOKENS
 

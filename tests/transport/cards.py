@@ -9,7 +9,6 @@ FILES = {"config.json": b"{}", "tokenizer.json": b"a tokenizer" * 1_000}
 
 
 def card_of(files: Mapping[str, bytes], context_tokens: int = 4_096) -> ModelCard:
-    """Return the card of a model with these files."""
     listed = [
         ModelFile(name=name, sha256=sha256(data).hexdigest(), size=len(data)) for name, data in sorted(files.items())
     ]

@@ -53,7 +53,6 @@ def stored(log: SqliteLog, topic: str = "topic", partition: int = 0, offset: int
 
 
 def drain(tail: Tail, limit: int = READ_MAX) -> list[Record]:
-    """Return the records that the tail has ready."""
     taken: list[Record] = []
     while len(tail):
         taken += tail.take(limit)

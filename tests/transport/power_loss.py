@@ -18,7 +18,6 @@ class Outage:
     """Content of the database and of the write-ahead log at one moment, while no commit is in progress.
 
     Attributes:
-        database: Content of the database.
         wal: Content of the write-ahead log, including frames that remain from before it last started over.
         commit_ends: Length of the write-ahead log at the end of each commit since it last started over.
     """

@@ -44,8 +44,6 @@ PATIENCE_S = 20.0
 
 @dataclass(slots=True)
 class Request:
-    """Request that the test answers."""
-
     key: int
     version: int
     correlation_id: int

@@ -212,16 +212,12 @@ class Open:
 
 @dataclass
 class Take:
-    """Take from a tail."""
-
     index: int
     limit: int
 
 
 @dataclass
 class Close:
-    """Close a tail."""
-
     index: int
 
 

@@ -61,7 +61,6 @@ async def test_cards_that_workers_use_are_kept(log: SqliteLog, store: ModelStore
 async def test_nothing_is_removed_while_a_group_has_no_owner(
     log: SqliteLog, store: ModelStore, monkeypatch: pytest.MonkeyPatch, card: str | None
 ) -> None:
-    """Its owner is silent, or has released the group."""
     monkeypatch.setattr(model_use, "HEARTBEATS_S", 0.2 if card is None else 60.0)
     owners = {"a": CARDS[0].digest()} if card is None else {"a": CARDS[0].digest(), "b": card}
     async with beating(log, **owners):

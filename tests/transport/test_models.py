@@ -57,7 +57,6 @@ async def again(log: SqliteLog) -> AsyncIterator[Again]:
 
 
 def pieces(log: SqliteLog) -> list[FileChunk]:
-    """Return the pieces of files on the topic."""
     return [decode(MODELS, record.value) for record in log.records(MODELS.name, CONTENT, 0, 1_000)]
 
 

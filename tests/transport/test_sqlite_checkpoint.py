@@ -47,7 +47,6 @@ class Writer:
 
 
 def make_unopenable(path: Path) -> None:
-    """Make the file unopenable for new connections."""
     path.rename(path.with_name("moved"))
     path.mkdir()
 

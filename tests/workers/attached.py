@@ -20,7 +20,6 @@ decode = partial(MODEL.tokenizer.decode, skip_special_tokens=False)
 
 
 async def described(url: str, name: str = "") -> ServerInfo:
-    """Return what a server publishes."""
     server = UpstreamServer(url)
     try:
         return await server.describe(name)
@@ -31,7 +30,6 @@ async def described(url: str, name: str = "") -> ServerInfo:
 async def attached_to(
     server: OpenAiServer | OddServer, settings: EngineSettings | None = None, **options: Any
 ) -> AttachedEngine:
-    """Return the engine of a server, which is not started yet."""
     source = None
     if isinstance(server, OpenAiServer) and server.events is not None:
         source = KvSource(server.kv_events, server.kv_replay)
@@ -51,6 +49,5 @@ async def attached_to(
 async def attached(
     server: OpenAiServer | OddServer, settings: EngineSettings | None = None, **options: Any
 ) -> AsyncIterator[Driven]:
-    """Run the engine of a server."""
     async with driven(await attached_to(server, settings, **options), SPEC) as one:
         yield one

@@ -104,7 +104,6 @@ class Scene:
 
     @asynccontextmanager
     async def serving(self, worker: Worker, token: str = "t1", slot: int = WORK_SLOT) -> AsyncIterator[int]:
-        """Run the worker, admit it, and yield its epoch."""
         task = asyncio.create_task(worker.run())
         try:
             epoch = await self.admit(worker, token, slot=slot)
@@ -141,7 +140,6 @@ class Scene:
         return epoch
 
     async def lose(self, epoch: int, worker_id: str = "w1") -> None:
-        """Declare a worker lost."""
         await self.append(FLEET, PARTITION, WorkerLost(owner_epoch=0, worker_id=worker_id, worker_epoch=epoch))
 
     async def read_by(self, worker: Worker) -> None:

@@ -30,12 +30,10 @@ INSPECT = Command(action="resume")  # returns what the engine finds in its proce
 
 
 def settings(*, start_s: float = PATIENCE_S, **arguments: Any) -> EngineSettings:
-    """Return the settings of an engine that misbehaves."""
     return EngineSettings(model=Path("/m"), model_name="m", start_s=start_s, arguments=arguments)
 
 
 def hosted(settings: EngineSettings) -> EngineProcess:
-    """Return an engine that runs in a process of its own."""
     return engine_process(__name__, "HostedEngine", settings)
 
 

@@ -16,7 +16,6 @@ Event = Any  # a dictionary, bytes, CUT or HANG
 
 
 def chunk(token_ids: Any = None, text: str = "", reason: Any = None, **more: Any) -> dict[str, Any]:
-    """Return an event of a stream."""
     choice = {"index": 0, "text": text, "finish_reason": reason, **more}
     return {"choices": [choice if token_ids is None else {**choice, "token_ids": token_ids}]}
 

@@ -48,7 +48,6 @@ class OtherProcess:
         os.killpg(self._process.pid, number)  # on another host there are two processes
 
     async def kill(self) -> None:
-        """Kill the process and wait for its end."""
         if self._process.is_alive():
             self.signal(signal.SIGKILL)
         await asyncio.to_thread(self._process.join)

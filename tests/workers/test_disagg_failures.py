@@ -41,7 +41,6 @@ class Gate:
 
 
 async def warmed(both: Pair) -> None:
-    """Both sides have a transport."""
     await both.answer("warm", await both.compute("warm", [500]))
     await both.generated("warm")
 

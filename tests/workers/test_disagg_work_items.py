@@ -60,8 +60,7 @@ class Engine:
         while True:
             publish(await self.generated.get())
 
-    async def stop(self) -> None:
-        """Nothing was taken."""
+    async def stop(self) -> None: ...
 
     def held(self, rank: int) -> Sequence[int]:
         return ()
@@ -75,8 +74,7 @@ class Engine:
     async def command(self, command: Command) -> tuple[str, ...]:
         raise EngineRefused("it does nothing")
 
-    async def check(self) -> None:
-        """Report a live engine."""
+    async def check(self) -> None: ...
 
     def collectors(self) -> Sequence[Collector]:
         return ()

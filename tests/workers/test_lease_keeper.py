@@ -124,8 +124,6 @@ class Scheduler(FakeRuntime):
 
 
 class Idle:
-    """Ticker that does nothing."""
-
     def wake(self) -> None:
         pass
 

@@ -22,7 +22,6 @@ SLOTS = {"prefill": 5, "decode": 6, "aggregated": 7}
 
 
 def tiered_side(scene: Scene, role: str, tiers: TierSettings, name: str = "") -> Side:
-    """A worker with tiers, not running."""
     sizes = {"block_size": BLOCK_SIZE, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     config = EngineConfig(vocabulary=VOCABULARY, timing=TIMING, **sizes)
     engine = MockEngine(config, speedup=SPEEDUP, kv=kv_settings(), tiers=tiers)
@@ -40,7 +39,6 @@ async def run_on(scene: Scene, one: Side, name: str, prompt: list[int] = PROMPT,
 
 
 def announced(scene: Scene, epoch: int, tier: str) -> set[int]:
-    """Return the blocks of a tier that a worker has announced in an epoch."""
     events = [one for one in scene.kv() if isinstance(one, BlocksStored)]
     return {
         block

@@ -28,8 +28,6 @@ NUMBERS = itertools.count()
 
 
 class Holder(OtherProcess):
-    """Process that offers arrays."""
-
     async def offer(self, seed: int, rows: int) -> Encoded:
         return msgspec.msgpack.decode(base64.b64decode(await self.ask(f"offer {seed} {rows}")), type=Encoded)
 

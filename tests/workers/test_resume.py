@@ -73,7 +73,6 @@ def expected_output(text: list[int], count: int) -> list[int]:
 
 
 def observed(scene: Scene, name: str) -> ResponseState:
-    """Return the response of a client."""
     reply = ResponseState()
     for event in scene.tokens():
         apply({name: reply}, event, GROUP)
@@ -97,7 +96,6 @@ async def gate(log: SqliteLog) -> AsyncIterator[GatedLog]:
 
 @asynccontextmanager
 async def ended_group(worker: Worker) -> AsyncIterator["asyncio.Task[None]"]:
-    """Run a worker that is expected to end by itself."""
     task = asyncio.create_task(worker.run())
     try:
         yield task

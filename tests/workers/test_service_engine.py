@@ -186,8 +186,6 @@ async def test_generator_that_ignores_cancellation_is_closed(scene: Scene) -> No
 
 
 class FailingService:
-    """Service that fails as its prompt requests."""
-
     @endpoint()
     async def generate(self, request: Request) -> AsyncGenerator[Any]:
         for token in request.token_ids:
@@ -397,8 +395,6 @@ async def test_cache_of_a_service_is_announced_in_the_next_epoch(scene: Scene) -
 
 
 class Commanded:
-    """Service that records its commands."""
-
     def __init__(self) -> None:
         self.did: list[str] = []
 

@@ -29,7 +29,6 @@ SLOW = 2.0
 
 
 def offered(scene: Scene) -> WorkerLease | None:
-    """Return the content of the worker's lease."""
     lease = scene.lease()
     return None if lease is None else msgspec.msgpack.decode(lease.payload, type=WorkerLease)
 
@@ -48,7 +47,6 @@ async def announce(scene: Scene, epoch: int, worker_id: str = "w1") -> None:
 
 @asynccontextmanager
 async def admitted(scene: Scene, worker: Worker) -> AsyncIterator[tuple["asyncio.Task[None]", int]]:
-    """Run and admit the worker; return its task and epoch."""
     task = asyncio.create_task(worker.run())
     try:
         yield task, await scene.admit(worker, "t1")
@@ -217,8 +215,6 @@ async def test_cancelled_drain_leaks_nothing(scene: Scene) -> None:
 
 
 class Fragile(MockEngine):
-    """An engine that the test breaks."""
-
     def __init__(self) -> None:
         super().__init__(engine_config(), speedup=1000.0)
         self.calls: list[str] = []

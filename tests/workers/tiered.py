@@ -50,7 +50,6 @@ def disk_of(folder: Path, **changes: Any) -> TierSettings:
 
 
 def item_of(name: str, prompt: list[int] = PROMPT, max_tokens: int = 6, **changes: Any) -> WorkItem:
-    """Return a work item for a prompt."""
     packed = pack_u32(prompt)
     seed = hash_seed(changes.get("lora_name", ""), changes.get("cache_namespace", ""))
     media = mm_hashes(changes.get("media", ()), BLOCK_SIZE)
@@ -100,13 +99,7 @@ def flipped_bytes(monkeypatch: pytest.MonkeyPatch) -> Flips:
 
 
 class Tiered:
-    """A running mock engine with tiers.
-
-    Attributes:
-        engine: the engine.
-        spec: its spec after the start.
-        batches: everything that it has published.
-    """
+    """A running mock engine with tiers."""
 
     def __init__(self, engine: MockEngine, spec: WorkerSpec) -> None:
         self.engine = engine
@@ -184,7 +177,6 @@ class Tiered:
         return found
 
     async def has(self, tier: str, blocks: Sequence[int], rank: int = 0) -> None:
-        """Wait until a tier has these blocks."""
         await self.until(lambda: {*blocks} <= (self.store() if tier == "store" else self.content(tier, rank)))
 
     async def idle(self) -> None:
@@ -204,7 +196,6 @@ class Tiered:
 async def tiered(
     tiers: TierSettings | None, spec: WorkerSpec = SPEC, config: EngineConfig = CONFIG, **changes: Any
 ) -> AsyncIterator[Tiered]:
-    """Run a mock engine with tiers."""
     kv = KvSettings(bytes_per_token=BLOCK_BYTES // BLOCK_SIZE)
     engine = MockEngine(config, **{"speedup": SPEEDUP, "kv": kv, "tiers": tiers, **changes})
     try:

@@ -84,11 +84,9 @@ class Loop(Journal):
         return found
 
     def set_size(self, pool: PoolScaling, size: int | None) -> None:
-        """Append a size that an operator sets."""
         self.add(PoolSizeSet(group=pool.group, pool=pool.pool, size=size))
 
     def size(self, pool: PoolScaling) -> int:
-        """Return the size in force."""
         size = self.state.size(pool)
         assert size is not None
         return size

@@ -27,22 +27,18 @@ DECODE = (
 
 
 def pool(**fields: object) -> PoolScaling:
-    """Return a pool with both profiles."""
     return PoolScaling(**{"group": GROUP, "pool": POOL, "prefill": PREFILL, "decode": DECODE, **fields})  # type: ignore[arg-type]
 
 
 def settings(*pools: PoolScaling, **fields: object) -> PlannerSettings:
-    """Return settings of a planner."""
     return PlannerSettings(pools=pools, **fields)  # type: ignore[arg-type]
 
 
 def demand(requests_per_s: float, isl: float = 1_000, osl: float = 200, kv_hit_rate: float = 0.0) -> PoolDemand:
-    """Return a forecast for the pool."""
     return PoolDemand(group=GROUP, pool=POOL, requests_per_s=requests_per_s, isl=isl, osl=osl, kv_hit_rate=kv_hit_rate)
 
 
 def observation(ready: int = 2, workers: tuple[WorkerObserved, ...] = (), **fields: object) -> PoolObserved:
-    """Return an observation of the pool."""
     return PoolObserved(group=GROUP, pool=POOL, ready=ready, workers=workers, **fields)  # type: ignore[arg-type]
 
 
@@ -55,7 +51,6 @@ def worker(
     waiting: int = 0,
     kv_tokens_max: int = 0,
 ) -> WorkerObserved:
-    """Return the load of one worker."""
     return WorkerObserved(
         worker_id="w",
         running=running,

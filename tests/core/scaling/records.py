@@ -34,13 +34,11 @@ class Journal:
         return self.state.apply(len(self.records) - 1, event)
 
     def claim(self, planner_id: str = "p1", **settings: object) -> int:
-        """Append a claim and return the planner epoch."""
         self.add(claimed(planner_id, **settings))
         return self.state.epoch
 
 
 def claimed(planner_id: str = "p1", **settings: object) -> PlannerClaimed:
-    """Return a claim with one pool and these settings."""
     options = {"pools": (PoolScaling(group=GROUP, pool=POOL),), **settings}
     return PlannerClaimed(planner_id=planner_id, rules_version=RULES_VERSION, settings=PlannerSettings(**options))  # type: ignore[arg-type]
 
@@ -64,6 +62,5 @@ def applied(decision: int, size: int) -> ScalingApplied:
 
 
 def refused(decision: int) -> ScalingRefused:
-    """Return the refusal of an actuator."""
     pools = (RefusedPool(group=GROUP, pool=POOL),)
     return ScalingRefused(decision=decision, actuator="a", pools=pools, reason="failed", message="no node")

@@ -123,12 +123,10 @@ Record = TypeVar("Record", PoolObserved, PoolDemand)
 
 
 def named(one: Record | None, pool: PoolScaling) -> list[Record]:
-    """Return a record with the name of a pool, or nothing."""
     return [] if one is None else [msgspec.structs.replace(one, pool=pool.pool)]
 
 
 def play(loop: Loop, pools: tuple[PoolScaling, ...], one: Round) -> ScalingDecided:
-    """Play a round and return the decision."""
     for pool, size in zip(pools, one.manual, strict=False):
         if (GROUP, pool.pool) in loop.state.manual or size is not None:
             loop.set_size(pool, size)

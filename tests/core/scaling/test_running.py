@@ -179,7 +179,6 @@ def test_workers_that_came_and_went_since_the_observation_count() -> None:
 
 
 def poisson(draw: random.Random, mean: float) -> int:
-    """Return a Poisson number, as the arrivals of an interval have it."""
     if mean > 60:
         return max(0, round(draw.gauss(mean, mean**0.5)))
     count, product, limit = 0, draw.random(), exp(-mean)

@@ -75,7 +75,6 @@ class FakeClient:
         return self.broker.hop_s(self.host.faults)
 
     def start_task(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        """Run a coroutine as a task of the process, and return the task."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks[task] = None
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
@@ -86,7 +85,6 @@ class FakeClient:
         self._tasks[self.start_task(work)] = None
 
     def cancel_tasks(self) -> None:
-        """Cancel all tasks of the client."""
         for task in list(self._tasks):
             task.cancel()
 
@@ -162,8 +160,6 @@ class FakeClient:
 
 
 class FakeAdmin(FakeClient):
-    """Admin client of one simulated process."""
-
     async def start(self) -> None:
         self.count_call()
         await self.bootstrap()

@@ -56,8 +56,6 @@ class _Fetched:
 
 
 class FakeConsumer(FakeClient):
-    """Consumer of one simulated process."""
-
     def __init__(
         self,
         *,
@@ -355,7 +353,6 @@ class FakeConsumer(FakeClient):
             self._plan_soon()
 
     def _deliver(self, fetch: Fetch, found: dict[TopicPartition, _Fetched], ends: dict[TopicPartition, int]) -> None:
-        """Take the response to a fetch."""
         if fetch.is_over:
             return
         if not self.is_reachable:

@@ -26,8 +26,6 @@ DELAY_S = 0.3  # of the first rebalance, so that members that start together get
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Result of a join."""
-
     member_id: str
     generation: int
     places: list[TopicPartition]
@@ -42,8 +40,6 @@ class _Member:
 
 
 class GroupCoordinator:
-    """Coordinator of one group."""
-
     def __init__(self, broker: Broker, seed: str, name: str, places: list[TopicPartition]) -> None:
         self.offsets: dict[TopicPartition, OffsetAndMetadata] = {}
         self.rebalances = 0

@@ -20,8 +20,6 @@ from tests.faults.kafka.wire import FakeWire
 
 
 class FakeProducer:
-    """Producer of one simulated process."""
-
     def __init__(self, *, bootstrap_servers: str, **_: Any) -> None:
         self._wire = FakeWire(KafkaSettings(bootstrap_servers, NAMESPACE))
         self._producer = Producer(cast("Wire", self._wire), Channel.APPENDS)

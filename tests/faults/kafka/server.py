@@ -44,8 +44,6 @@ REJECTIONS: tuple[type[BrokerResponseError], ...] = (
 
 
 class Appender(Protocol):
-    """Producer of a process."""
-
     def is_appending(self, topic: str) -> bool:
         """Return whether the process runs and has batches for a topic, by its full name, without acknowledgement."""
 
@@ -112,7 +110,6 @@ class FakeKafka:
         return max(0, self.epoch - 1) if self.is_stale else self.epoch
 
     def topics(self) -> list[str]:
-        """Return the full names of all topics."""
         return list(self._counts)
 
     def count(self, topic: str) -> int | None:
@@ -166,11 +163,9 @@ class FakeKafka:
         return any(one.is_appending(f"{NAMESPACE}.{topic}") for one in self.producers)
 
     def new_producer_id(self) -> int:
-        """Return an id for an idempotent producer."""
         return next(self._producer_ids)
 
     def group(self, name: str) -> GroupCoordinator:
-        """Return the coordinator of a consumer group."""
         found = self.groups.get(name)
         if found is None:
             places = [TopicPartition(f"{NAMESPACE}.{OPENAI_REQUESTS.name}", number) for number in range(API_PARTITIONS)]

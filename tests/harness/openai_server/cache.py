@@ -64,8 +64,6 @@ class Block:
 
 @dataclass(slots=True)
 class BlockTable:
-    """Blocks of one sequence."""
-
     prefix: Prefix
     tokens: list[int]
     blocks: list[Block] = field(default_factory=list)

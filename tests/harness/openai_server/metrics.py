@@ -14,8 +14,6 @@ MALFORMED = 'vllm:num_requests_running{engine="0" 1.0\nsglang:num_running_reqs{}
 
 
 class EngineCollector(Collector):
-    """Collects the metrics of one stand-in."""
-
     def __init__(self, settings: ServerSettings, engine: StandInEngine, counters: Counters, model_name: str) -> None:
         self._settings = settings
         self._engine = engine

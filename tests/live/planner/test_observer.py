@@ -82,7 +82,6 @@ class Observed:
 
 @asynccontextmanager
 async def observing(log: Log, *pools: PoolScaling) -> AsyncIterator[Observed]:
-    """Run an observer."""
     observer = PoolObserver(log, pools or (POOL,))
     running = asyncio.create_task(observer.run())
     try:

@@ -38,12 +38,10 @@ class RecordingActuator:
 
 
 async def append(log: SqliteLog, *events: ScalingEvent) -> list[int]:
-    """Append records and return their offsets."""
     return await log.append([Draft(SCALING.name, 0, encode(SCALING, event)) for event in events])
 
 
 def records(log: SqliteLog, kind: type[EventT]) -> list[EventT]:
-    """Return the records of one kind."""
     found = []
     for record in log.records(SCALING.name, 0, 0, 10_000):
         with contextlib.suppress(DecodeError):

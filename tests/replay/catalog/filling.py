@@ -34,9 +34,6 @@ async def fill(
     """Derive a log, and write the rows of its records.
 
     Args:
-        connection: connection to the tables.
-        log: the log.
-        partition: control partition of the group.
         write_every: journal records between two writes.
         reopen_every: number of writes after which another observer continues, as after a restart; 0 for never.
         check: called after each record.
@@ -70,7 +67,6 @@ async def fill(
 
 
 def write(connection: sqlite3.Connection, observer: ContentsObserver) -> None:
-    """Write the changes of an observer in a transaction."""
     connection.execute("BEGIN")
     observer.write(connection)
     connection.execute("COMMIT")

@@ -150,7 +150,6 @@ def noted(store: Store) -> list[tuple[str, int]]:
 
 
 def offsets(store: Store) -> list[int]:
-    """Return the offsets of all checkpoints."""
     return [offset for (offset,) in store.connection.execute("SELECT offset FROM checkpoints ORDER BY offset")]
 
 
@@ -159,7 +158,6 @@ class LogView(ReadOnlyLog):
 
     Attributes:
         journal_end: end of the visible journal; None for all records.
-        is_away: whether every call fails.
     """
 
     def __init__(self, log: Log, journal_end: int | None = None) -> None:

@@ -24,7 +24,6 @@ MODEL = "m"
 
 
 def running(*names: str) -> Recorder:
-    """Return a recorder of a worker with these requests."""
     made = fleet("a")
     for name in names:
         assert any(isinstance(one, RequestRouted) for one in made("requests", request(name, [len(name)])))

@@ -25,7 +25,6 @@ class Upgraded:
     """A log with several owners.
 
     Attributes:
-        log: the log.
         claims: journal offset of the claim of each owner.
         routed: journal offset of the routing decision of each owner.
         seals: journal offset of the `Sealed` of each owner that has written one.
@@ -44,7 +43,6 @@ class Upgraded:
         return self.log.next_offset(DECISIONS.name, 0)
 
     async def record(self, offset: int) -> Any:
-        """Return a journal record."""
         (record,) = [one async for one in journal_records(self.log, 0, offset, offset + 1)]
         return decode(DECISIONS, record.value)
 

@@ -55,7 +55,6 @@ class FaultyServer:
     """HTTP proxy of an S3 server, which fails on command.
 
     Attributes:
-        endpoint: URL of the proxy.
         fault: status of every response, for example 403; 0 to forward requests; `SILENT` to never respond.
         requests: method and path of each request.
         authorizations: header of each request with its credentials.
@@ -86,7 +85,6 @@ class FaultyServer:
         self._thread.start()
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
-        """Answer one request."""
         body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
         self.requests.append((handler.command, handler.path))
         self.authorizations.append(handler.headers.get("Authorization", ""))

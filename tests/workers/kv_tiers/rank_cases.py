@@ -25,7 +25,6 @@ WAIT_S = 50.0
 def settings(
     tmp_path: Path, *, host: int = 0, disk: int = 0, store: bool = False, filtered: bool = False, **changes: Any
 ) -> TierSettings:
-    """Return settings with sizes in blocks."""
     return TierSettings(
         host_bytes=host * BLOCK_BYTES,
         disk=tmp_path / "disk" if disk else None,
@@ -37,8 +36,6 @@ def settings(
 
 
 class ShiftedClock(SystemRuntime):
-    """The runtime of the system, with a clock that tests advance."""
-
     def __init__(self) -> None:
         self.ahead_s = 0.0
 
@@ -50,7 +47,6 @@ class DrivenRank:
     """A rank whose blocks have the bytes of `content`.
 
     Attributes:
-        tiers: its tiers.
         held: what the changes of the rank amount to, by tier: numbers of blocks.
         offers: numbers of the offers whose memory may be reused.
     """
@@ -144,8 +140,6 @@ class FaultyStore:
 
     Attributes:
         reason: every block fails with this reason; empty to work.
-        reading: whether the fault concerns reads.
-        writing: whether the fault concerns writes.
         gate: calls wait until it is set.
         calls: number of reads and writes that reached the store.
     """

@@ -21,13 +21,10 @@ __all__ = ["BLOCKS", "BLOCK_BYTES", "Other", "have", "held_for", "other", "trans
 
 
 def words(numbers: Sequence[int]) -> str:
-    """Return numbers as one word."""
     return ",".join(map(str, numbers))
 
 
 class Other(OtherProcess):
-    """A process with a transport."""
-
     async def offer(self, request_id: str, blocks: Sequence[int], *, checksum: bool = False) -> Prefilled:
         line = f"offer {request_id} {words(blocks)} {'sums' if checksum else '-'}"
         return unpacked(await self.ask(line), Prefilled)  # type: ignore[no-any-return]

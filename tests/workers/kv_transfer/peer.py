@@ -47,7 +47,6 @@ def prefilled(transport: KvTransport, request_id: str, blocks: Sequence[int], *,
 
 
 def packed(value: Any) -> str:
-    """Encode a value as one word."""
     return base64.b64encode(msgspec.msgpack.encode(value)).decode()
 
 
@@ -67,8 +66,6 @@ def _numbers(text: str) -> list[int]:
 
 
 class Peer:
-    """Executor of the commands."""
-
     def __init__(self) -> None:
         self.transport: KvTransport
         self.freed: Counter[str] = Counter()

@@ -10,12 +10,10 @@ Key = tuple[str, str, tuple[int, ...]]  # adapter, salt, and all tokens up to th
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """Return the next token of a greedy response."""
     return (sum(tokens) * 31 + len(tokens)) % 400 + 3
 
 
 def answer_of(prompt: Sequence[int], count: int) -> list[int]:
-    """Return the output of a stand-in."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens))
@@ -24,8 +22,6 @@ def answer_of(prompt: Sequence[int], count: int) -> list[int]:
 
 @dataclass
 class StandinRequest:
-    """A request in an engine."""
-
     name: str
     prompt: list[int]
     max_tokens: int

@@ -43,7 +43,7 @@ SAMPLING_PARAMS = {
 
 
 class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Base of request structs, as in SGLang."""
+    pass
 
 
 class PauseGenerationReqInput(Request):

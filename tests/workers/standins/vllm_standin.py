@@ -21,11 +21,11 @@ CONTEXT_TOKENS = 256
 
 
 class EngineDeadError(Exception):
-    """The engine core died."""
+    pass
 
 
 class VLLMError(Exception):
-    """vLLM failed on a request."""
+    pass
 
 
 class AsyncLLM:
