@@ -42,22 +42,14 @@ class Encoder(Protocol):
         """Load the weights. Raises EngineError if they cannot be loaded."""
 
     def encode_all(self, media: Sequence[Media]) -> "Array":
-        """Return the embeddings of all images and videos of a request, in order.
+        """Return the embeddings of all media of a request, in order, of shape [placeholder tokens of all media, width].
 
         Raises MediaUnusable if an image or video is invalid.
-
-        Returns:
-            Array of shape [placeholder tokens of all media, width].
         """
 
 
 class EncodeEngine:
-    """Engine of an encode worker: encodes the images and videos of requests, and keeps the embeddings for readers.
-
-    Args:
-        arena_bytes: size of the memory for kept embeddings.
-        lease_s: seconds for which embeddings are kept that nobody fetches.
-    """
+    """Engine of an encode worker: encodes the images and videos of requests, and keeps the embeddings for readers."""
 
     def __init__(self, encoder: Encoder, *, arena_bytes: int = ARENA_BYTES, lease_s: float = LEASE_S) -> None:
         self._encoder = encoder

@@ -251,7 +251,6 @@ class EngineProcess:
             self._log.end()
 
     def _apply(self, batch: EngineBatch) -> None:
-        """Apply the changes of the caches and of the shared store."""
         for change in batch.cache_changes:
             match change:
                 case Stored(hashes=hashes, tier=tier):

@@ -11,10 +11,7 @@ FIRST, LAST = 15_000, 19_999  # below the ephemeral range, from which a client c
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> int | None:
-    """Return the first of `count` consecutive TCP ports at `host`, reserved by `reserve_ports`.
-
-    The result is None if there are no such ports.
-    """
+    """Return the first of `count` consecutive TCP ports that `reserve_ports` has reserved; None if there are none."""
     # Workers that start together search from different ports.
     begin = FIRST + os.getpid() * 8 % (LAST - FIRST)
     candidates = itertools.chain(range(begin, LAST - count, count), range(FIRST, begin, count))

@@ -21,11 +21,7 @@ class KeptKv:
         self._kept: dict[str, tuple[str, float]] = {}
 
     def add(self, request_id: str, lease_s: float, engine_id: str = "") -> None:
-        """Add a request whose KV the engine keeps.
-
-        Args:
-            engine_id: id of the request in the engine; empty if it has no other id there.
-        """
+        """Add a request whose KV the engine keeps, with its id in the engine if that differs."""
         self._expire()
         self._kept[request_id] = engine_id, runtime.monotonic_s() + lease_s
 
@@ -59,12 +55,9 @@ class Unfetchable(ValueError):
 
 
 def fetchable(prefilled: Prefilled | None, connector: str, model: str, prompt_tokens: int) -> Prefilled:
-    """Return the KV descriptor of a request, if this worker can fetch the KV.
+    """Return the KV descriptor of a request, if it covers all prompt tokens and this worker can fetch the KV.
 
     Raises Unfetchable if there is no descriptor, or it is for another connector, model or prompt length.
-
-    Args:
-        prompt_tokens: number of prompt tokens of the request, all of which the KV must cover.
     """
     if prefilled is None:
         raise Unfetchable("the request has no KV descriptor")

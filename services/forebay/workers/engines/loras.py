@@ -13,11 +13,7 @@ CONFIG = "adapter_config.json"
 
 
 class LoraAdapter(msgspec.Struct, frozen=True):
-    """A LoRA adapter of an engine.
-
-    Attributes:
-        number: number of the adapter in the engine (`lora_int_id`).
-    """
+    """A LoRA adapter of an engine, which identifies it by `number` (`lora_int_id`)."""
 
     name: str
     number: int
@@ -28,8 +24,8 @@ class Loras:
     """Registry of the adapters that an engine has loaded. It does not load them itself.
 
     Args:
-        keeps_numbers: whether a name keeps its directory and number for ever, even after the adapter was unloaded.
-            An engine needs this if it cannot clear its KV cache, because it finds cached blocks by number.
+        keeps_numbers: whether a name keeps its directory and number for ever, even after the adapter was unloaded. An
+            engine needs this if it cannot clear its KV cache, because it finds cached blocks by number.
         checks_directories: whether the directories are on this machine.
     """
 
@@ -75,7 +71,6 @@ class Loras:
         return name in self._past and not self._keeps_numbers
 
     def add(self, adapter: LoraAdapter) -> None:
-        """Register an adapter that the engine has loaded."""
         self._loaded[adapter.name] = adapter
         self._past[adapter.name] = adapter
 

@@ -83,7 +83,6 @@ class GeneratedResponse:
     """Response to one request, whose output tokens it passes to the buffer of the request's rank.
 
     Attributes:
-        cached_tokens: number of prompt tokens in the engine's cache; 0 before the first token.
         lease: timeout of a decode request until its first token, because its KV may be gone later; None for others.
     """
 
@@ -102,13 +101,10 @@ class GeneratedResponse:
         logprobs: Sequence[TokenLogprob] = (),
         onboarded: tuple[OnboardedTokens, ...] = (),
     ) -> None:
-        """Add output tokens.
+        """Add output tokens. If there are none, nothing happens.
 
-        Args:
-            token_ids: the tokens; if there are none, nothing happens.
-            cached_tokens: number of prompt tokens found in the engine's cache. Only the first call stores this number.
-            logprobs: log probability of each token; empty if none were requested.
-            onboarded: the part of the cached tokens that was loaded from other tiers. Only the first call reports it.
+        Only the first call counts for the prompt tokens in the cache, and for the part of them loaded from other tiers.
+        There is one log probability per token, or none if none were requested.
         """
         if not token_ids:
             return
@@ -197,9 +193,9 @@ class ModelEngine(ABC):
 
     @abstractmethod
     def _transfer(self, item: WorkItem, prompt_tokens: int) -> tuple[Any, float]:
-        """Return what the engine needs to fetch the KV of a prompt, and the maximum seconds to the first token.
+        """Return what the engine needs to fetch a prompt's KV, and the maximum seconds to the first token.
 
-        Raises Unfetchable if this engine cannot fetch the KV.
+        Raises Unfetchable if this engine cannot fetch it.
         """
 
     @abstractmethod
@@ -213,12 +209,10 @@ class ModelEngine(ABC):
         """Unload an adapter from the engine. Raises EngineRefused if the engine refuses or fails."""
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
-        """Start the engine, load the configured LoRA adapters, and run a first prompt on each rank.
+        """Start the engine, load the LoRA adapters, and run a prompt on each rank.
 
-        Raises EngineError if the model directory is invalid, or the engine cannot start.
-
-        Returns:
-            The spec of the worker, with the actual sizes of the started engine.
+        Return the spec with the actual sizes. Raises EngineError if the model directory is invalid, or the engine
+        cannot start.
         """
         if self.EXPERIMENTAL:
             logger.warning("the %s engine is experimental: %s", self.NAME, self.EXPERIMENTAL)
@@ -535,10 +529,7 @@ class ModelEngine(ABC):
         """Do nothing, because this engine cannot notify the prefill worker that its KV is not needed."""
 
     def kept(self) -> int:
-        """Return the number of requests whose KV may still be kept for other workers.
-
-        If no request runs and no rank reports used blocks, the result is 0.
-        """
+        """Return the number of requests whose KV may still be kept: 0 if none runs and no rank reports used blocks."""
         if not self._requests and not any(rank.load.kv_blocks_used for rank in self._ranks.values()):
             self._kept.clear()
         return len(self._kept)
@@ -659,14 +650,7 @@ def start_errors(engine: str) -> Iterator[None]:
 
 
 class Clearing:
-    """Clears a cache in a background task.
-
-    Args:
-        clear: clears the cache. If a clearing is requested while it runs, it runs once more.
-
-    Attributes:
-        task: the running task, None if no clearing runs.
-    """
+    """Clears a cache in a background task. If a clearing is requested while it runs, it runs once more."""
 
     def __init__(self, clear: Callable[[], Awaitable[None]], on_fault: Callable[[BaseException], None]) -> None:
         self.task: asyncio.Task[None] | None = None
@@ -675,7 +659,6 @@ class Clearing:
         self._again = False
 
     def soon(self) -> None:
-        """Request a clearing of the cache, and return at once."""
         self._again = True
         if self.task is None:
             self.task = asyncio.create_task(self._all(), name="clear the cache")
@@ -697,10 +680,7 @@ class Clearing:
 
 
 def check_model(settings: EngineSettings) -> None:
-    """Check that the model directory exists and has a configuration and readable weights.
-
-    Raises EngineError if the directory cannot be used. The message tells why.
-    """
+    """Raise EngineError unless the model directory exists and has a configuration and readable weights."""
     directory = settings.model
     if not directory.is_dir():
         raise EngineError(f"no such model directory: {directory}")

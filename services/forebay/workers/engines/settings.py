@@ -16,15 +16,9 @@ START_S = 600.0  # vLLM waits as long for its engine core
 class EngineSettings:
     """Settings of an engine. For a size of None the engine uses its own default.
 
+    `kv_bytes_per_token`, `kv_checksum` and `kv_lease_s` are for the mock engine only.
+
     Attributes:
-        role: what the worker computes: `aggregated`, `prefill`, `decode` or `encode`.
-        block_size: tokens per KV block.
-        max_num_seqs: maximum number of concurrent sequences.
-        max_num_batched_tokens: maximum number of tokens per engine step.
-        dp_size: number of data-parallel ranks of the worker.
-        dp_start_rank: number of the worker's first rank.
-        kv_bytes_per_token: size of the mock engine's KV in bytes per token.
-        kv_checksum: whether the mock engine's KV transfers are verified by checksums.
         kv_lease_s: seconds for which the mock engine keeps KV that nobody fetches.
         kv_host: configured address at which other workers fetch KV from this worker; None to use `near_host`.
         near_host: address of this machine in the network of the other workers, used without `kv_host`.
@@ -32,7 +26,6 @@ class EngineSettings:
         kv_store_name: name for the router of storage that the engine's own connector shares with other workers; empty
             if there is none.
         loras: directory of each LoRA adapter to load at the start, by name.
-        start_s: maximum seconds until an engine in a process of its own has started.
         arguments: the engine's own options, by the engine's names. They override the other settings.
     """
 

@@ -52,7 +52,6 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         token_ids: new output tokens; None if the server returns text only.
         text: new output as text; only read if `token_ids` is None.
-        logprobs: log probability of each token; empty if none were requested.
         finish_reason: why the response has ended: `stop`, `length`, `content_filter`, `abort`; empty if it has not.
         cached_tokens: number of prompt tokens in the server's cache; None if this event does not report it.
     """
@@ -65,10 +64,9 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to a server.
+    """A request to a server. Its prompt has the output tokens of earlier attempts at its end.
 
     Attributes:
-        token_ids: prompt tokens, with the output tokens of earlier attempts at their end.
         text: the prompt as text, for a server that accepts no token ids; empty for the others.
         request_id: id of the request at the server; no two requests in flight have the same.
         transfer: vLLM's `kv_transfer_params`; None without KV transfer.
@@ -119,9 +117,7 @@ class _Completion(msgspec.Struct):
 class Prefill(msgspec.Struct, frozen=True):
     """Result of computing a prompt for another server.
 
-    Attributes:
-        transfer: vLLM's `kv_transfer_params`; None if the server keeps no KV.
-        cached_tokens: number of prompt tokens in the server's cache; None if the server does not report it.
+    `transfer`, vLLM's `kv_transfer_params`, is None if the server keeps no KV; `cached_tokens` if it reports none.
     """
 
     transfer: dict[str, Any] | None
@@ -151,10 +147,7 @@ class Completions:
         self.salts_cache = kind in EXTENDED
 
     async def probe(self, prompt: list[int], text: str) -> None:
-        """Run a small request, and find out whether the server accepts and returns token ids.
-
-        Raises EngineError if the server does not serve the request.
-        """
+        """Run a small request, and find out whether the server accepts and returns token ids, or raise EngineError."""
         sampling = Sampling(max_tokens=1, temperature=0.0)
         call = Call(token_ids=prompt, text=text, sampling=sampling, request_id="forebay-probe")
         ways: list[tuple[bool, tuple[str, ...]]] = [(True, ()), (False, ())]
@@ -236,9 +229,7 @@ class Completions:
     def _delta(self, found: _Completion, top: int | None) -> Delta:
         """Return the output in an event of a stream.
 
-        Raises:
-            Rejected: the server reports an error as the finish reason.
-            StreamCut: the output lacks what this server returns.
+        Raises Rejected if the finish reason is an error, StreamCut if the output lacks what this server returns.
         """
         cached = _cached_tokens(found)
         if (choice := found.choice) is None:
@@ -330,9 +321,7 @@ class Completions:
     def _read(self, data: bytes, *, is_error: bool = False) -> _Completion:
         """Decode a response or an event of a stream.
 
-        Raises:
-            Rejected: it is an error.
-            StreamCut: it is malformed.
+        Raises Rejected if it is an error, StreamCut if it is malformed.
         """
         try:
             found = _DECODER.decode(data)

@@ -56,7 +56,6 @@ class AttachedSettings:
     Attributes:
         encode: returns the tokens of a text, without the special tokens around a prompt.
         context_tokens: context length of the model, for servers that do not publish it.
-        kv_events: sockets of the server's KV events; None if it publishes none.
         allow_shared_cache: whether the server gets requests with a cache namespace, even if it cannot separate them.
     """
 
@@ -88,11 +87,7 @@ class _Result(msgspec.Struct):
 
 
 class AttachedEngine(ModelEngine):
-    """Adapter of one server. It has one rank.
-
-    Args:
-        settings: settings of the engine. `model` is a directory with the tokenizer; weights are not needed.
-    """
+    """Adapter of one server, with one rank. Its model directory has the tokenizer; weights are not needed."""
 
     NAME = "attached server"
     METRICS = ()
@@ -111,12 +106,9 @@ class AttachedEngine(ModelEngine):
     # Start and stop
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
-        """Connect to the server, and run a small request.
+        """Connect to the server, run a small request, and return the spec with the sizes of the server.
 
         Raises EngineError if the server cannot be reached, or does not serve the model.
-
-        Returns:
-            The spec of the worker, with the sizes of the server.
         """
         self._worker_id = spec.worker_id
         await self._launch(spec)

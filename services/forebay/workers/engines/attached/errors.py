@@ -26,10 +26,9 @@ INVALID_TYPES = frozenset(("invalid_request_error", "BadRequestError", "NotFound
 
 
 class Rejected(Exception):
-    """The server responded with an error, or forebay cannot send the request to it.
+    """The server responded with an error, or forebay cannot send it the request.
 
-    Attributes:
-        may_move: whether another server may accept the request.
+    If `may_move`, another may accept it.
     """
 
     def __init__(self, error: ResponseError, *, may_move: bool = False, body: bytes = b"") -> None:
@@ -111,8 +110,7 @@ def rejection(url: str, status: int, body: bytes, retry_after: str = "") -> Reje
 def error_in(url: str, data: bytes, *, is_error: bool = False) -> Rejected | None:
     """Return the exception for an error that a server sent with status 200, None if the data are no error.
 
-    Args:
-        is_error: whether the server says that it is an error, in the type of the event.
+    `is_error` tells whether the type of the event says that it is an error.
     """
     found = _decoded(data) or _Body()
     has_message = found.choices is None and bool(_text(found.detail) or _text(found.message))

@@ -32,11 +32,7 @@ class MetricsUnreadable(ValueError):
 
 
 class ServerLoad(NamedTuple):
-    """Load of a server, of all its clients.
-
-    Attributes:
-        usage: share of the KV cache in use, from 0 to 1.
-    """
+    """Load of a server, of all its clients. `usage` is the share of the KV cache in use, from 0 to 1."""
 
     running: int
     waiting: int
@@ -53,10 +49,8 @@ def sample_lines(metrics: str, names: Sequence[str]) -> Iterator[str]:
 def read_load(metrics: str) -> ServerLoad | None:
     """Return the load in the metrics of vLLM, SGLang or TensorRT-LLM. Samples of several engines are added up.
 
-    Raises MetricsUnreadable if the metrics are malformed, or have none of the known names.
-
-    Returns:
-        None if TensorRT-LLM has run no iteration since the previous call.
+    Return None if TensorRT-LLM has run no iteration since the previous call. Raises MetricsUnreadable if the metrics
+    are malformed, or have none of the known names.
     """
     if metrics.startswith(JSON_LIST):
         return _load_of_iterations(metrics)
@@ -136,9 +130,10 @@ class _SglangInfo(msgspec.Struct):
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Properties that a server publishes about itself.
 
+    `loras` are the directories of the loaded adapters on the server.
+
     Attributes:
         root: model directory or name on the Hugging Face Hub, as the server knows it; empty if unknown.
-        loras: loaded adapters, with their directories on the server.
     """
 
     kind: ServerKind
@@ -241,17 +236,13 @@ class UpstreamServer:
         await self._session.close()
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Return status and body of a small resource.
-
-        Raises EngineError if the server cannot be reached, or does not reply within `REPLY_S`.
-        """
+        """Return status and body of a small resource. Raises EngineError if it does not arrive within `REPLY_S`."""
         return await self._request("GET", path, None, REPLY_S)
 
     async def post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> bytes:
         """Return the body of the response to a request that is not a stream.
 
-        Raises Rejected if the server responded with an error, EngineError if the server cannot be reached, or does not
-        reply within `COMMAND_S`.
+        Raises Rejected if the server responded with an error, EngineError if it did not respond within `COMMAND_S`.
         """
         status, content = await self._request("POST", path, body, COMMAND_S, headers)
         if status >= 400:
@@ -310,7 +301,7 @@ class UpstreamServer:
     async def models(self) -> list[ListedModel]:
         """Return the entries of `/v1/models`.
 
-        Raises EngineError if the server cannot be reached, or its response is not a list of models.
+        Raises EngineError if the server does not respond with a list of models.
         """
         status, body = await self.get("/v1/models")
         if status != 200:
@@ -323,21 +314,18 @@ class UpstreamServer:
             ) from None
 
     async def check_health(self) -> None:
-        """Raise EngineError if the server does not respond, or reports that it is not healthy.
+        """Raise EngineError if the server does not respond or is not healthy.
 
-        A server without `/health` is healthy if it responds.
+        One without `/health` is healthy if it responds.
         """
         status, body = await self.get("/health")
         if status >= 500:
             raise EngineError(f"the server {self.url} is not healthy: {status}, {message_of(body)}")
 
     async def describe(self, name: str = "") -> ServerInfo:
-        """Return what the server publishes about itself.
+        """Return what the server publishes about itself and a model, by default its first base model.
 
         Raises EngineError if the server cannot be reached, or serves no such model.
-
-        Args:
-            name: name of the model; empty for the server's first base model.
         """
         models = await self.models()
         bases = [one for one in models if not one.parent]
@@ -378,8 +366,7 @@ class UpstreamServer:
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[ServerEvent]:
     """Yield each event until `[DONE]`. A server may also respond with one JSON document, which counts as an event.
 
-    Raises:
-        StreamCut: the stream ends before `[DONE]`, or an event is too long.
+    Raises StreamCut if the stream ends before `[DONE]`, or an event is too long.
     """
     decoder, begin = SseDecoder(), b""
     content = response.content

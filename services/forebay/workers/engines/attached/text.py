@@ -20,8 +20,7 @@ Decode = Callable[[Sequence[int]], str]
 class TextEncoder:
     """Encodes the output text of one response.
 
-    Attributes:
-        inexact: number of pieces whose tokens do not decode to exactly their text.
+    `inexact` counts pieces whose tokens do not decode to exactly their text.
     """
 
     def __init__(self, encode: Encode, decode: Decode) -> None:
@@ -35,8 +34,7 @@ class TextEncoder:
     def push(self, text: str, *, is_last: bool = False) -> list[int]:
         """Return the tokens of the next piece of text; empty if they are held back until more text is known.
 
-        Args:
-            is_last: whether the response ends with it, so that nothing is held back.
+        Nothing is held back if the piece is the last.
         """
         self._held += text
         if not self._held:

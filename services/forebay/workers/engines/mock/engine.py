@@ -40,17 +40,9 @@ KV_ROLES = frozenset(("prefill", "decode"))
 class MockEngine:
     """Engine that imitates a GPU with `EngineModel`. Its ranks are independent of each other.
 
-    Like vLLM with its default scheduling policy, it serves requests in arrival order and ignores priorities.
-
-    Args:
-        config: sizes and step times of the modelled engine.
-        speedup: how many times as fast as the modelled GPU the engine runs.
-        kv: settings of KV transfers, for the roles prefill and decode; None for the defaults.
-        scripts: writes structured output, tool calls and reasoning; None generates only words.
-        tiers: KV tiers of each rank; None for none.
-
-    Attributes:
-        kv: KV that is transferred; None for other roles, and before the start.
+    Like vLLM with its default scheduling policy, it serves requests in arrival order and ignores priorities. It runs
+    `speedup` times as fast as the modelled GPU. Without `scripts`, which write structured output, tool calls and
+    reasoning, it generates only words. `kv` is None for roles that transfer no KV, and before the start.
     """
 
     def __init__(
@@ -77,10 +69,9 @@ class MockEngine:
         self._collector: Collector | None = None
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
-        """Open the KV tiers, and the transport of KV if the role of the worker needs it.
+        """Open the KV tiers, and the transport of KV if the role needs it.
 
-        Returns:
-            The spec with the KV layout and the name of the shared store.
+        Return the spec with KV layout and shared store.
 
         Raises:
             PackageMissing: a package that KV transfers or KV tiers need is not installed.
@@ -113,7 +104,6 @@ class MockEngine:
                 group.create_task(rank.run(publish))
 
     async def stop(self) -> None:
-        """End all transfers, free the memory of the KV, and close the tiers."""
         if self.kv is not None:
             self.reset()
             await asyncio.gather(*self._ending, return_exceptions=True)
@@ -179,10 +169,8 @@ class MockEngine:
 
         The cache can be cleared only while no request runs. Clearing it clears host memory and disk too, but not the
         shared store, whose blocks belong to all workers. Pausing keeps the requests in flight. Sleeping drops the
-        cache, so running requests are computed again after waking up.
-
-        Raises:
-            EngineRefused: the command cannot be executed now.
+        cache, so running requests are computed again after waking up. Raises EngineRefused if the command cannot be
+        executed now.
         """
         ranks = self.ranks.values()
         match command.action:

@@ -42,11 +42,10 @@ BYTES_PER_TOKEN = 256  # a block of 64 tokens has 16 KiB; real models need 100 t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSettings:
-    """Settings of a mock engine's KV transfers.
+    """Settings of a mock engine's KV transfers. The bytes of a block must be a multiple of eight.
 
     Attributes:
         connector: `nixl`, or `modelled` for transfers that take modelled time and have no bytes.
-        bytes_per_token: bytes of KV per token. The bytes of a block must be a multiple of eight.
         lease_s: seconds for which the prefill worker keeps KV that nobody fetches.
         interface: network interface of NIXL; if empty, UCX selects one.
         speedup: how many times as fast as modelled the modelled transfers are.
@@ -60,11 +59,7 @@ class KvSettings:
     speedup: float = 1.0
 
     def layout(self, block_size: int) -> KvLayout:
-        """Return the KV layout for blocks of `block_size` tokens.
-
-        Raises:
-            EngineError: the bytes of a block are not a multiple of eight.
-        """
+        """Return the KV layout. Raises EngineError if the bytes of a block are not a multiple of eight."""
         block_bytes = self.bytes_per_token * block_size
         if block_bytes < U64_BYTES or block_bytes % U64_BYTES:
             raise EngineError(
@@ -102,14 +97,12 @@ class Slots:
         return [self._free.pop() for _ in range(count)]
 
     def free(self, slots: Sequence[int]) -> None:
-        """Free slots that were allocated by `take`."""
         self._free += slots
 
     def hold(self, words: Sequence[int]) -> list[int]:
         """Return the slot of each word until `let_go`. A word that no slot contains is written to a free slot.
 
-        Raises:
-            TransferError: too few slots are free.
+        Raises TransferError if too few slots are free.
         """
         new = [word for word in dict.fromkeys(words) if word not in self._slot_of]
         for word, slot in zip(new, self.take(len(new)), strict=True):
@@ -130,13 +123,7 @@ class Slots:
 class MockKv:
     """Keeps KV for other workers and fetches KV from them over NIXL. Use it on one event loop.
 
-    Args:
-        block_size: tokens per block.
-        on_free: called with the id of a request whose blocks are no longer kept.
-
-    Attributes:
-        transport: moves the bytes, after `open`.
-        slots: allocates its memory, after `open`.
+    `on_free` is called with the id of a request whose blocks are no longer kept. `open` sets `transport` and `slots`.
     """
 
     transport: KvTransport
@@ -170,17 +157,13 @@ class MockKv:
 
     @property
     def kept(self) -> int:
-        """Number of requests whose KV is kept for other workers."""
         return len(self._words)
 
     def offer(self, item: WorkItem, seen: int) -> Prefilled:
         """Write the KV of a prompt, keep it for another worker, and return its descriptor.
 
-        Args:
-            seen: hash of the prompt's media.
-
-        Raises:
-            TransferError: the KV cannot be kept, for example because too few slots are free. Nothing is kept then.
+        `seen` is the hash of its media. Raises TransferError if the KV cannot be kept, for example because too few
+        slots are free. Nothing is kept then.
         """
         words = [name ^ seen for name in block_names(item, self._block_size)]
         slots = self.slots.hold(words)
@@ -196,16 +179,10 @@ class MockKv:
         self.transport.release(request_id)
 
     async def fetch(self, item: WorkItem, first: int) -> tuple[int, FetchedKv]:
-        """Fetch the KV of a prompt from the prefill worker that keeps it.
+        """Fetch the KV of a prompt, from block `first` on, from the prefill worker that keeps it.
 
-        Args:
-            first: index of the first block to fetch; the blocks before it are in the cache already.
-
-        Returns:
-            The hash of the prompt's images and videos, computed from the fetched blocks, and the result of the fetch.
-
-        Raises:
-            TransferError: the KV cannot be fetched. The prefill worker is notified that it is not needed.
+        Return the hash of the prompt's images and videos, computed from the fetched blocks, and the result of the
+        fetch. Raises TransferError if the KV cannot be fetched. The prefill worker is notified that it is not needed.
         """
         prefilled = item.prefilled
         assert prefilled is not None, "engines refuse such items"
@@ -351,9 +328,7 @@ def block_names(item: WorkItem, block_size: int) -> list[int]:
 def seen_in(blocks: Sequence["Array"], names: Sequence[int]) -> int:
     """Return the hash of images and videos that fetched blocks contain; another number if any byte is wrong.
 
-    Args:
-        blocks: bytes of each block.
-        names: hash of each block, from `block_names`.
+    `names` are the hashes from `block_names`.
     """
     media_hashes = []
     for block, name in zip(blocks, names, strict=True):

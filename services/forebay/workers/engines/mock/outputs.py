@@ -55,11 +55,8 @@ class Extra(NamedTuple):
 def extend(batch: EngineBatch, extras: dict[str, Extra], vocabulary: Sequence[int]) -> EngineBatch:
     """Return a batch with the requested log probabilities and embeddings, and the finish reason of whole scripts.
 
-    A request without output takes as long as its prompt.
-
-    Args:
-        extras: requests that have any of these. Those that have finished are removed.
-        vocabulary: token ids that may be reported as alternatives.
+    A request without output takes as long as its prompt. The extras of finished requests are removed. The vocabulary
+    has the tokens that may be reported as alternatives.
     """
     if not extras:
         return batch
@@ -112,8 +109,7 @@ def vector_of(token_ids: bytes) -> bytes:
 def token_seed(item: WorkItem, seen: int) -> int:
     """Return the seed of the output tokens, which is equal for every attempt and stage of a request.
 
-    Args:
-        seen: hash of its images and videos; another number if its KV has a wrong byte.
+    `seen` is the hash of its images and videos; another number if its KV has a wrong byte.
     """
     return xxh3_64_intdigest(prompt_of(item), (sampler_seed(item.request_id, item.sampling) + seen) & U64_MASK)
 

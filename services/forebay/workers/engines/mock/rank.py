@@ -69,7 +69,6 @@ class _Request:
         seen: hash of its images and videos, on which its output depends.
         prompt: its blocks in the tiers; None without tiers.
         task: the fetch of its KV, if that has begun.
-        fetched: KV that was fetched for it.
     """
 
     item: WorkItem
@@ -81,17 +80,10 @@ class _Request:
 
 
 class MockRank:
-    """One rank of a mock engine.
+    """One rank of a mock engine. See `MockEngine` for the arguments.
 
-    Args:
-        config: sizes and step times of the modelled engine.
-        speedup: how many times as fast as the modelled engine the rank runs.
-        scripts: writes structured output, tool calls and reasoning; None generates only words.
-        has_tiers: whether `open_tiers` will be called.
-
-    Attributes:
-        kv: KV that is transferred; None while KV transfers are unavailable.
-        tiers: KV tiers of the rank; None for none, and before `open_tiers`.
+    `has_tiers` tells whether `open_tiers` will be called. `kv` is None while KV transfers are unavailable; `tiers` is
+    None for none, and before `open_tiers`.
     """
 
     def __init__(
@@ -133,11 +125,7 @@ class MockRank:
         self.tiers = tiers
 
     def submit(self, item: WorkItem, seen: int = 0) -> None:
-        """Queue an item.
-
-        Args:
-            seen: hash of the embeddings of the item's images and videos. For fetched KV it is read from the KV.
-        """
+        """Queue an item. `seen` is the hash of its embeddings. For fetched KV it is read from the KV."""
         block_size = self.model.config.block_size
         last = len(item.token_ids) // U32_BYTES // block_size
         media = mm_hashes(item.media, block_size)
@@ -202,12 +190,9 @@ class MockRank:
         return self.tiers.manager.content()[0]
 
     def clear(self, *, keep_tiers: bool = False) -> None:
-        """Clear the KV cache of the rank.
+        """Clear device memory and, unless `keep_tiers`, host memory and disk. The shared store keeps its blocks.
 
         Running requests are computed again. For requests whose KV is being fetched, the rank reports NotFetched.
-
-        Args:
-            keep_tiers: whether host memory and disk keep their blocks. The shared store always does.
         """
         for request_id, request in list(self._requests.items()):
             if request.state == "fetching":
@@ -353,9 +338,7 @@ class MockRank:
     def _end(self, batch: EngineBatch, computed: list[Computed], *, is_current: bool) -> None:
         """Offload the blocks of a batch that was published, and forget the requests that have ended.
 
-        Args:
-            computed: prompts that were computed for other workers.
-            is_current: whether device memory was not cleared since the steps of the batch.
+        `is_current` tells whether device memory was not cleared since the steps of the batch.
         """
         if self.tiers is not None and is_current:
             self.tiers.offload(batch.cache_changes)

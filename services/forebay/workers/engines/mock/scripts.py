@@ -58,9 +58,6 @@ class SchemaValues:
     lengths, and common values of `format`. Other keywords, such as `pattern`, have no effect. A schema comes from a
     client, so every keyword may have any value.
 
-    Args:
-        words: words of generated strings; at least one.
-
     Attributes:
         left: JSON characters that may still be generated. When they are used up, a value ends, and need not match.
     """
@@ -250,11 +247,9 @@ ANY_OBJECT = {"properties": {"answer": {"type": "string", "minLength": 20}}}
 
 
 class Script(NamedTuple):
-    """Beginning of the output of one attempt.
+    """Beginning of the output of one attempt. `token_ids` are empty if earlier attempts generated all of them.
 
-    Attributes:
-        token_ids: the tokens; empty if earlier attempts generated all of them.
-        is_whole: whether the output ends after them; otherwise words follow.
+    If the script is whole, the output ends after it; otherwise words follow.
     """
 
     token_ids: list[int]
@@ -262,12 +257,9 @@ class Script(NamedTuple):
 
 
 class OutputScripts:
-    """Writes scripts for the tokenizer of one model.
+    """Writes scripts for the tokenizer of one model. Generated strings consist of `words`; at least one is needed.
 
-    Args:
-        encode: returns the tokens of a text.
-        decode: returns the text of tokens, including special tokens.
-        words: words of generated strings; at least one.
+    `decode` returns special tokens, too.
     """
 
     def __init__(

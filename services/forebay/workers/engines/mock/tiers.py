@@ -40,11 +40,9 @@ class TieredPrompt:
     """The blocks of a request in flight.
 
     Attributes:
-        names: names of the full blocks of the prompt.
         wanted: names of the blocks of the newest match, which include output blocks of a preempted request.
         runs: where the blocks of the newest match are.
         cached: number of blocks that device memory had at the newest match; -1 before it.
-        load: the newest load.
         loaded: tokens and microseconds of its loads, by tier.
     """
 
@@ -58,22 +56,13 @@ class TieredPrompt:
 
     @property
     def onboarded(self) -> tuple[OnboardedTokens, ...]:
-        """What was loaded for the prompt, by tier."""
         return tuple(OnboardedTokens(tier=tier, tokens=tokens, us=us) for tier, (tokens, us) in self.loaded.items())
 
 
 class MockTiers:
-    """Tiers of one rank of a mock engine.
+    """Tiers of one rank of a mock engine. Each rank has a subdirectory of the worker's disk.
 
-    Args:
-        settings: tiers of a worker. Each rank has a subdirectory of its disk.
-        config: sizes and step times of the modelled engine.
-        block_bytes: bytes per block.
-        speedup: how many times as fast as the modelled engine the rank runs.
-        wake: called from any thread when `manager.poll` has something to do.
-
-    Attributes:
-        manager: moves the blocks.
+    `wake` is called from any thread when `manager.poll` has something to do.
     """
 
     def __init__(
@@ -104,11 +93,7 @@ class MockTiers:
         self.manager = OffloadManager(settings, identity, wake=wake, owner=f"worker {spec.worker_id}")
 
     def begin(self, item: WorkItem, cached: int) -> TieredPrompt:
-        """Copy the blocks of a request from disk and store to host memory while it waits.
-
-        Args:
-            cached: number of leading blocks in device memory.
-        """
+        """Copy the blocks of a request, after the `cached` ones, from disk and store to host memory while it waits."""
         names = _names(array_u64(item.sequence_hashes))
         # The last token of a prompt is always computed.
         reusable = (len(item.token_ids) // U32_BYTES - 1) // self._config.block_size
@@ -126,9 +111,8 @@ class MockTiers:
     def load(self, prompt: TieredPrompt, load: Load, done: Callable[[int], bool]) -> None:
         """Begin a load that the engine model has requested, because of its newest match.
 
-        Args:
-            done: called with the number of leading blocks that were loaded, unless the request has begun another load
-                by then. Returns whether the request still waits for them.
+        `done` is called with the number of leading blocks that were loaded, unless the request has begun another load
+        by then. It returns whether the request still waits for them.
         """
         import numpy  # noqa: PLC0415 - an extra
 
@@ -149,7 +133,6 @@ class MockTiers:
         self.manager.load(prompt.wanted, load.first_block, runs, [memoryview(row) for row in into], ended)
 
     def offload(self, changes: Sequence[CacheChange]) -> None:
-        """Offload the blocks that device memory has stored or evicted."""
         for change in changes:
             match change:
                 case Stored(tier="device"):
@@ -159,11 +142,7 @@ class MockTiers:
                     self.manager.device_evicts(names, partial(self._bytes, names))
 
     def use(self, prompt: TieredPrompt, cached_tokens: int) -> None:
-        """Offer the blocks of a prompt that device memory had before the prompt was computed, and measure the prompt.
-
-        Args:
-            cached_tokens: prompt tokens that were not computed.
-        """
+        """Offer the blocks of a prompt that device memory had before it was computed, and measure the prompt."""
         block_size, item = self._config.block_size, prompt.item
         cached = cached_tokens // block_size if prompt.cached < 0 else prompt.cached
         self._offer(prompt.names[:cached])

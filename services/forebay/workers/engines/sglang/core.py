@@ -38,10 +38,9 @@ FOLLOWERS_RETURN = "SGLANG_BLOCK_NONZERO_RANK_CHILDREN"  # 0: `Engine` returns o
 
 
 def engine_arguments(settings: EngineSettings, sources: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the keyword arguments of SGLang's `Engine`. Raises EngineError if SGLang does not support the settings.
+    """Return the arguments of SGLang's `Engine`, of which `settings.arguments` override all others.
 
-    Args:
-        settings: settings of the engine; its `arguments` override all others.
+    Raises EngineError if SGLang does not support the settings.
     """
     block_size = settings.arguments.get("page_size", settings.block_size)
     if settings.kv_blocks is not None and block_size is None:
@@ -79,14 +78,10 @@ def engine_arguments(settings: EngineSettings, sources: Mapping[str, Any] | None
 
 
 def own_sources(dp_size: int, sockets: Path) -> dict[str, Any]:
-    """Return the configuration of SGLang's KV events, `kv_events_config`.
+    """Return the configuration of SGLang's KV events, `kv_events_config`. Raises EngineError if no ports are free.
 
     KV events contain prompts, so other users of the machine must not be able to read them. A single rank therefore uses
-    sockets in a private directory. SGLang supports several ranks only with TCP; they use loopback. Raises EngineError
-    if no ports are free.
-
-    Args:
-        dp_size: number of ranks; each needs two TCP ports if there are several.
+    sockets in a private directory. SGLang supports several ranks only with TCP; they use two loopback ports each.
     """
     if dp_size == 1:
         endpoints = (f"ipc://{sockets}/events", f"ipc://{sockets}/replay")
@@ -145,11 +140,7 @@ class SglangCore:
         self._signalled = False
 
     async def start(self, arguments: dict[str, Any], on_fault: Callable[[BaseException], None]) -> Any:
-        """Start and return the engine. Raises EngineError if the engine cannot start.
-
-        Args:
-            on_fault: called with an exception that ends SGLang's response loop.
-        """
+        """Start the engine, or raise EngineError. `on_fault` gets an exception that ends SGLang's response loop."""
         loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sglang")
         self._others = {process.pid for process in multiprocessing.active_children()}

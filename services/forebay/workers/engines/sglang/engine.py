@@ -63,10 +63,9 @@ ROOM_BITS = 62
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
-    """Descriptor of the KV of one request: the address of the prefill engine, and the room number.
+    """Descriptor of the KV of one request: the address of the prefill engine, and the room number of the request.
 
-    Attributes:
-        room: number that identifies the request. Modulo the number of ranks it is the rank of the prefill engine.
+    The room number modulo the number of ranks is the rank of the prefill engine.
     """
 
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
@@ -88,10 +87,7 @@ class _Aborted(Exception):
 
 
 class SglangEngine(ModelEngine):
-    """Adapter of one SGLang engine.
-
-    Its ranks are data-parallel replicas, or data-parallel attention ranks if its arguments enable these.
-    """
+    """Adapter of one SGLang engine. Its ranks are data-parallel replicas, or attention ranks if these are enabled."""
 
     NAME = "SGLang"
     METRICS = ("sglang:",)

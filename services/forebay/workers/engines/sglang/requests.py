@@ -60,9 +60,9 @@ def structured_argument(structured: StructuredOutput) -> tuple[str, str]:
 
 
 def choice_regex(text: str) -> str:
-    """Return a regular expression that matches exactly the strings of a list.
+    """Return a regular expression that matches exactly the strings of a JSON list.
 
-    Raises ValueError if the text is not a JSON list of strings, or the list is empty.
+    Raises ValueError if the text is no such list, or the list is empty.
     """
     try:
         choices = msgspec.json.decode(text, type=list[str])
@@ -94,11 +94,9 @@ def abort_error(reason: Mapping[str, Any]) -> ResponseError:
 
 
 def status_error(status: Any, message: str) -> ResponseError:
-    """Return the error for a request that SGLang ended.
+    """Return the error for a request that SGLang ended with an HTTP status.
 
-    Args:
-        status: SGLang's HTTP status. None means that SGLang dropped the request: the error has status 503, so that
-            the client may retry.
+    None means that SGLang dropped the request: the error has status 503, so that the client may retry.
     """
     number = 503 if status is None else int(status)
     if 400 <= number < 500:
@@ -110,8 +108,7 @@ def status_error(status: Any, message: str) -> ResponseError:
 def engine_priority(priority: int, arguments: Mapping[str, Any]) -> int | None:
     """Return the priority of a request for SGLang; None if SGLang does not schedule by priority.
 
-    Args:
-        arguments: SGLang's arguments, which determine whether higher or lower values run sooner there.
+    Its arguments determine that, and whether higher or lower values run sooner there.
     """
     if not arguments.get("enable_priority_scheduling"):
         return None

@@ -342,9 +342,9 @@ class TensorRtLlmEngine(ModelEngine):
 
 
 def descriptor(params: Any) -> bytes:
-    """Return the KV descriptor of a computed prompt, as bytes.
+    """Return the KV descriptor of a computed prompt.
 
-    Raises Unfetchable if TensorRT-LLM returned no such object, or it cannot be encoded.
+    Raises Unfetchable if TensorRT-LLM returned none, or an invalid one.
     """
     if not is_dataclass(params) or isinstance(params, type):
         raise Unfetchable("TensorRT-LLM returned no disaggregated_params")

@@ -22,10 +22,9 @@ _AS_IS = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition
 
 
 def engine_arguments(settings: EngineSettings, *, kv_events: bool) -> dict[str, Any]:
-    """Return the keyword arguments of TensorRT-LLM's `LLM`, with nested configurations as dictionaries.
+    """Return the arguments of TensorRT-LLM's `LLM`, of which `settings.arguments` override all others.
 
-    Args:
-        settings: settings of the engine; its `arguments` override all others.
+    Nested configurations are dictionaries.
     """
     given = dict(settings.arguments)
     own_cache = dict(given.pop(CACHE, {}))

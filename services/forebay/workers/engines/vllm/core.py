@@ -34,12 +34,10 @@ HOST, PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 def engine_arguments(
     settings: EngineSettings, *, kv_events: bool, sockets: Path, tiers: TierConfig | None = None
 ) -> dict[str, Any]:
-    """Return the keyword arguments of vLLM's `AsyncEngineArgs`, with nested configurations as dictionaries.
+    """Return the arguments of vLLM's `AsyncEngineArgs`, of which `settings.arguments` override all others.
 
-    Args:
-        settings: settings of the engine; its `arguments` override all others.
-        sockets: private directory for the sockets of KV events, because these contain prompts. vLLM supports several
-            ranks only with TCP.
+    Nested configurations are dictionaries. KV events contain prompts, so their sockets are in the private directory
+    `sockets`. vLLM supports several ranks only with TCP.
     """
     arguments: dict[str, Any] = {
         "model": str(settings.model),
@@ -134,11 +132,7 @@ class VllmCore:
         self._built: asyncio.Future[Any] | None = None
 
     async def start(self, arguments: dict[str, Any], stat_logger: Any, environment: Mapping[str, str]) -> Any:
-        """Start and return the engine. Raises EngineError if the engine cannot start. The message tells why.
-
-        Args:
-            stat_logger: constructs vLLM's `StatLoggerBase` for each rank.
-        """
+        """Start the engine, or raise EngineError. `stat_logger` constructs vLLM's `StatLoggerBase` for each rank."""
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         # A forked child would share locks and sockets with threads that exist only in the worker.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"

@@ -59,10 +59,7 @@ LOAD_FAILED = "error"  # vLLM's finish reason of a request whose KV it could not
 
 
 class VllmEngine(ModelEngine):
-    """Adapter of one vLLM engine. Its ranks are data-parallel replicas.
-
-    For the roles prefill and decode the engine transfers KV with vLLM's NIXL connector.
-    """
+    """Adapter of one vLLM engine. Its ranks are data-parallel replicas. NIXL transfers KV for prefill and decode."""
 
     NAME = "vLLM"
     METRICS = ("vllm:", "lmcache:")  # LMCache registers metrics, too, if vLLM uses it
@@ -175,11 +172,7 @@ class VllmEngine(ModelEngine):
             pass
 
     def submit_embedded(self, item: WorkItem, embeddings: "Array") -> None:
-        """Start a request with the embeddings of its images and videos.
-
-        Args:
-            embeddings: one row per placeholder token, in the order of `item.media`.
-        """
+        """Start a request with embeddings: one row per placeholder token, in the order of `item.media`."""
         self._begin(item, partial(self._run_request, embeddings=embeddings))
 
     def _on_request_end(self, request_id: str, task: "asyncio.Task[None]") -> None:
@@ -231,7 +224,7 @@ class VllmEngine(ModelEngine):
     async def _clear(self, attempts: int = CLEAR_ATTEMPTS) -> None:
         """Clear the prefix cache; requests in flight are computed again.
 
-        Raises EngineRefused if the cache cannot be cleared.
+        Raises EngineRefused if it cannot be cleared.
         """
         if self._ending:
             await asyncio.wait(tuple(self._ending))

@@ -23,11 +23,7 @@ class KvLeases:
         return next((rank.tiers.store_name for rank in _tier_ranks()), "")
 
     def forebay_block_bytes(self) -> tuple[int, int, bool]:
-        """Return the size of a KV block in this process, and make reads check the lease.
-
-        Returns:
-            Bytes of a block, number of memory regions (layers) of a block, and whether reads check the lease now.
-        """
+        """Make reads check the lease. Return bytes and memory regions (layers) of a block, and whether they do."""
         worker = _connector_worker()
         lengths = getattr(worker, "block_len_per_layer", ())
         guarded = hasattr(worker, "_bidirectional_kv_xfer_enabled") and hasattr(worker, "_is_turn2_read_expired")
@@ -37,10 +33,9 @@ class KvLeases:
         return sum(lengths), len(lengths), guarded
 
     def forebay_release(self, kept: list[str], within_s: float) -> int:
-        """Shorten the leases of kept KV. A reader can still renew them.
+        """Shorten the leases of kept KV, which readers can renew.
 
-        Returns:
-            Number of the requests whose KV is still kept.
+        Return the number of requests whose KV is still kept.
         """
         leases = getattr(_connector_worker(), "_reqs_to_send", {})
         found = [one for one in kept if one in leases]

@@ -34,10 +34,8 @@ class MediaRefused(ValueError):
 async def engine_prompt(llm: Any, item: WorkItem, embeddings: "Array | None") -> dict[str, Any]:
     """Return the prompt of a request in vLLM's format.
 
-    Raises MediaRefused if the engine cannot process the media, ValueError if vLLM's processor rejects the prompt.
-
-    Args:
-        embeddings: embeddings of the media, of shape [placeholder tokens, width]; None if vLLM encodes the media.
+    Without embeddings, of shape [placeholder tokens, width], vLLM encodes the media. Raises MediaRefused if the engine
+    cannot process the media, ValueError if vLLM's processor rejects the prompt.
     """
     token_ids = unpack_u32(item.token_ids)
     if not item.media:
@@ -85,10 +83,8 @@ def collapsed(token_ids: Sequence[int], media: Sequence[Media]) -> list[int]:
 def embedded_prompt(item: WorkItem, embeddings: "Array") -> dict[str, Any]:
     """Return the fields of vLLM's `TokensPrompt` for a request with the embeddings of all its media.
 
-    The values of `multi_modal_data` are numpy arrays. The caller must convert them to torch tensors, which vLLM needs.
-
-    Args:
-        embeddings: numpy array of shape [placeholder tokens of all media, width].
+    The embeddings have the shape [placeholder tokens, width]. The values of `multi_modal_data` are numpy arrays. The
+    caller must convert them to torch tensors, which vLLM needs.
     """
     data: dict[str, list[Any]] = {}
     start = 0

@@ -18,11 +18,7 @@ _AS_IS = tuple(name for name in Sampling.__struct_fields__ if name not in _CONVE
 
 
 class Logprob(Protocol):
-    """Log probability of one token at one position, with the fields of vLLM's `Logprob`.
-
-    Attributes:
-        rank: position of the token when all tokens are ordered by probability, 1 for the most likely token.
-    """
+    """Fields of vLLM's `Logprob`. `rank` is 1 for the most likely token at the position."""
 
     logprob: float
     rank: int | None
@@ -67,11 +63,7 @@ def structured_arguments(structured: StructuredOutput) -> dict[str, Any]:
 
 
 def engine_priority(priority: int, scheduling_policy: str) -> int:
-    """Return the priority of a request for vLLM, where lower values run sooner.
-
-    Args:
-        scheduling_policy: vLLM's scheduling policy. Only `priority` uses priorities; others get 0, as vLLM requires.
-    """
+    """Return the priority of a request for vLLM, where lower values run sooner; 0 unless its policy is `priority`."""
     return -priority if scheduling_policy == "priority" else 0
 
 

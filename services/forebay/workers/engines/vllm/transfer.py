@@ -105,12 +105,9 @@ class KvTransfers:
         return self._layout
 
     def offer(self, item: WorkItem, transfer_params: Mapping[str, Any], age_s: float) -> Prefilled:
-        """Return the descriptor of KV that vLLM has computed and keeps.
+        """Return the descriptor of KV that vLLM computed `age_s` seconds ago and keeps.
 
         Raises Unfetchable if the parameters are unknown, or too little of the lease is left.
-
-        Args:
-            age_s: seconds since vLLM computed the prompt.
         """
         left_s = self._lease_s - age_s
         # vLLM's core uses this clock too, because it runs on this machine.

@@ -36,7 +36,6 @@ class TierConfig(msgspec.Struct, frozen=True):
     Attributes:
         weights: digest of the model, from `weights_digest`; empty if the connector must compute it.
         first_rank: number of the worker's first rank. Each rank has a subdirectory of the disk tier.
-        worker_id: id of the worker, for the error of another worker that uses the same disk tier.
         errors: file to which the connector writes why it cannot start; None for no file.
     """
 

@@ -57,11 +57,7 @@ RANKS: dict[str, VllmRank] = {}  # ranks of the engines in this process, by engi
 
 @dataclass
 class TierMetadata(KVConnectorMetadata):  # type: ignore[misc]  # mypy runs without vLLM
-    """What the scheduler's connector sends to the worker's with each step.
-
-    Attributes:
-        idle: whether the step computes nothing.
-    """
+    """What the scheduler's connector sends to the worker's with each step: whether the step computes nothing."""
 
     idle: bool
 
@@ -77,7 +73,6 @@ class TierStats(KVConnectorStats):  # type: ignore[misc]  # mypy runs without vL
         self.data.clear()
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the numbers that vLLM logs."""
         return {}
 
     def is_empty(self) -> bool:
@@ -91,11 +86,7 @@ class NoPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # mypy runs 
 
 
 class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs without vLLM
-    """Connector of one rank, for its scheduler or for its worker.
-
-    Raises:
-        ValueError: the tiers do not support the configuration of the engine.
-    """
+    """Connector of one rank, for its scheduler or for its worker. Raises ValueError for an unsupported engine."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)

@@ -14,11 +14,8 @@ KEYS_AND_VALUES = 2
 class DeviceMemory:
     """Copies blocks out of the KV cache and into it. Thread-safe for different blocks.
 
-    Attributes:
-        layout: order of the bytes of a block, for `KvIdentity.layout`. It does not depend on the number of blocks.
-
-    Raises:
-        ValueError: a tensor has another layout, or is on a device that this class does not support.
+    `layout`, for `KvIdentity.layout`, does not depend on the number of blocks. Raises ValueError if a tensor has
+    another layout, or is on a device that this class does not support.
     """
 
     def __init__(self, layers: Mapping[str, torch.Tensor], blocks: int) -> None:

@@ -72,13 +72,9 @@ def _counter(kind: Any, value: Any) -> Any:
 
 
 class PromptNames:
-    """Names of the blocks of one request, extended while the request generates tokens.
+    """Names of the full blocks of one request, extended while the request generates tokens.
 
-    Args:
-        adapter: digest of the LoRA adapter, on which the block keys depend; empty without an adapter.
-
-    Attributes:
-        names: names of the full blocks so far, from the first block of the prompt.
+    Block keys depend on the digest of the LoRA adapter, which is empty without one.
     """
 
     def __init__(
@@ -102,11 +98,7 @@ class PromptNames:
                 self._mm_hashes.setdefault(block, []).append(mm_hash(identifier))
 
     def extend(self, token_ids: Sequence[int]) -> list[BlockName]:
-        """Return the names of all full blocks.
-
-        Args:
-            token_ids: all tokens of the request so far: those of earlier calls, and further ones.
-        """
+        """Return the names of all full blocks of `token_ids`, which begin with those of earlier calls."""
         first, full = len(self.names), len(token_ids) // self._block_size
         if full > first:
             packed = pack_u32(token_ids[first * self._block_size : full * self._block_size])
@@ -159,13 +151,9 @@ class _Step:
 
 
 class VllmRank:
-    """Tiers of one rank of vLLM.
+    """Tiers of one rank of vLLM. It closes `copier`, the executor of copies into the KV cache.
 
-    Args:
-        copier: executor of copies into the KV cache, closed with this object.
-
-    Attributes:
-        skipped: blocks that were not offered, because copies in flight already reference half of the KV cache.
+    `skipped` counts blocks that were not offered, because copies in flight already reference half of the KV cache.
     """
 
     def __init__(
@@ -214,13 +202,9 @@ class VllmRank:
         self._requests[request.request_id] = _Request(request, names, hints)
 
     def match(self, request_id: str, computed_tokens: int) -> int | None:
-        """Return the number of tokens to load for a waiting request.
+        """Return the number of tokens to load for a waiting request after the computed ones, which are full blocks.
 
-        Args:
-            computed_tokens: tokens that device memory has, in full blocks.
-
-        Returns:
-            None if another request is loading the next block, so that it can be shared soon.
+        The result is None if another request is loading the next block, so that it can be shared soon.
         """
         one = self._requests.get(request_id)
         if one is None or one.barred:
@@ -258,8 +242,7 @@ class VllmRank:
     def schedule(self, scheduled: Mapping[str, int], block_ids: Callable[[str], Sequence[int]]) -> None:
         """Note the blocks that the next step completes, and prefetch for requests that still wait.
 
-        Args:
-            scheduled: number of tokens that the step computes, by vLLM's id of the request.
+        `scheduled` has the number of tokens that the step computes, by vLLM's id of the request.
         """
         offers: list[_Offer] = []
         prefill: list[tuple[int, int]] = []
@@ -336,11 +319,7 @@ class VllmRank:
             self.tiers.costs.observe_prefill(tokens, cached, (runtime.monotonic_s() - step.began_s) * 1e6)
 
     def poll(self, *, idle: bool) -> None:
-        """Apply the end of copies.
-
-        Args:
-            idle: whether the engine has nothing to compute. It then waits a little for the end of a copy.
-        """
+        """Apply the end of copies. If the engine has nothing to compute, wait a little for the end of one."""
         if idle and self.busy:
             self._wake.wait(IDLE_WAIT_S)
         self._wake.clear()
