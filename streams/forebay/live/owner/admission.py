@@ -73,14 +73,9 @@ class WorkerAdmission:
     """Admits workers of one group to the fleet, and removes them, as their leases require.
 
     The members are the workers that joined according to the events on `fleet`, including events that the owner has not
-    applied yet. The `groups` control partitions share the `slots_max` slots of every pool.
-
-    `busy` names the workers with requests in flight when this owner starts. The loss of such a worker is logged as a
-    warning, even if it ended before this owner started.
-
-    Attributes:
-        refused: Number of rejected leases, and of workers that foreign records changed, by reason. The message about a
-            lease is logged once per incarnation.
+    applied yet. The loss of a `busy` worker, which had requests in flight when this owner started, is logged as a
+    warning, even if it ended before. `refused` counts rejected leases, and workers that foreign records changed, by
+    reason; the message about a lease is logged once per incarnation.
     """
 
     def __init__(
@@ -126,7 +121,6 @@ class WorkerAdmission:
 
     @property
     def sensor_faults(self) -> int:
-        """Number of times that most leases failed at once, which indicates a fault of Redis."""
         return self._judge.faults
 
     async def update(
@@ -134,10 +128,8 @@ class WorkerAdmission:
     ) -> list[Lease]:
         """Append the changes since the last poll to `fleet`, and return the ended leases that may be deleted.
 
-        Args:
-            fleet: The fleet, up to the offset `applied`.
-            applied: Offset up to which the owner had applied `fleet` when the leases were read.
-            observed_ms: Milliseconds since the previous successful poll, 0 if the previous poll failed.
+        `applied` is the offset up to which the owner had applied `fleet` when the leases were read. `observed_ms` is
+        the time since the previous successful poll, 0 if the previous poll failed.
         """
         held = {lease.worker_id: lease for lease in leases}
         unknown, changed = self._compare(fleet, held) if applied >= self._written_end else ([], [])
@@ -239,10 +231,10 @@ class WorkerAdmission:
         await self._write_fact(WorkerRecovered, worker_id, member.worker_epoch, verdict.reason)
 
     async def _lose_all(self, losses: dict[str, str]) -> None:
-        """Record lost workers, each with its reason.
+        """Suspect all workers lost in one poll before the first is lost.
 
-        Several workers lost in one poll are all suspect first. Otherwise a request of the first would be routed to
-        the second, which is lost as well, and so on until its attempts are exhausted.
+        Otherwise a request of the first would be routed to the second, which is lost as well, and so on until its
+        attempts are exhausted.
         """
         if len(losses) > 1:
             for worker_id, reason in losses.items():
@@ -321,7 +313,7 @@ class WorkerAdmission:
         logger.info("worker %s joined the pool %s in slot %d", lease.worker_id, spec.pool, slot)
 
     async def _configure(self, spec: WorkerSpec, by_lease: PoolsByLease) -> None:
-        """Append the pool to `control` once; its workers are admitted once the owner has applied it. Raises _Unfit."""
+        """Append the pool to `control` once; its workers are admitted once the owner has applied it."""
         if spec.model != by_lease.model:
             raise _Unfit(f"it serves the model {spec.model}, but its group serves {by_lease.model}")
         if spec.pool in self._configured:
@@ -375,7 +367,7 @@ class WorkerAdmission:
 
 
 class _Unfit(Exception):
-    """A lease was rejected. The text is logged; `reason` is the label of the counter."""
+    """A lease was rejected. `reason` is the label of the counter."""
 
     def __init__(self, text: str, reason: str = "spec") -> None:
         super().__init__(text)
@@ -393,7 +385,6 @@ def _decode_lease(lease: Lease) -> WorkerLease:
 
 
 def _require_names(spec: WorkerSpec) -> None:
-    """Check the names of a worker, its model, its pool and its adapters. Raises _Unfit."""
     try:
         require_name("worker", spec.worker_id)
         require_name("model", spec.model)
@@ -414,7 +405,6 @@ def _is_marked_draining(lease: Lease) -> bool:
 
 
 def _require_same_layout(spec: WorkerSpec, members: list[WorkerSpec]) -> None:
-    """Check that prefill and decode workers of a model have the same KV block layout. Raises _Unfit."""
     for other in members if spec.role in DISAGGREGATED else ():
         if (
             other.model == spec.model
@@ -425,10 +415,7 @@ def _require_same_layout(spec: WorkerSpec, members: list[WorkerSpec]) -> None:
 
 
 def _require_same_card(spec: WorkerSpec, members: list[WorkerSpec]) -> None:
-    """Check that the workers of a model have one model card, because an ingress tokenizes for all of them.
-
-    A worker without a card fits all others. Raises _Unfit.
-    """
+    """Check that a model has one model card or none, because an ingress tokenizes for all its workers."""
     for other in members if spec.card else ():
         if other.model == spec.model and other.card not in ("", spec.card):
             raise _Unfit(
@@ -442,7 +429,7 @@ def _require_same_card(spec: WorkerSpec, members: list[WorkerSpec]) -> None:
 def _require_same_block_size(spec: WorkerSpec, members: list[WorkerSpec]) -> None:
     """Check that the pools of a model have one block size, because the ingress hashes a prompt for one size.
 
-    Encode workers may have any size, because they cache no prompts. Raises _Unfit.
+    Encode workers may have any size, because they cache no prompts.
     """
     for other in members if spec.role != "encode" else ():
         if other.pool == spec.pool or other.model != spec.model or other.role == "encode":
@@ -457,7 +444,6 @@ def _require_same_block_size(spec: WorkerSpec, members: list[WorkerSpec]) -> Non
 
 
 def _require_one_role(spec: WorkerSpec, members: list[WorkerSpec]) -> None:
-    """Check that a model has either aggregated or decode workers, not both. Raises _Unfit."""
     for other in members:
         if other.model == spec.model and {other.role, spec.role} == RESPONDING:
             raise _Unfit(
@@ -487,8 +473,7 @@ def _misfit(spec: WorkerSpec, pools: dict[str, PoolConfigured]) -> str | None:
 def find_layout_mismatch(spec: WorkerSpec, other: WorkerSpec) -> str | None:
     """Return why two workers with blocks of the same size cannot exchange KV blocks, or None if they can.
 
-    If a worker does not report its layout, two workers of the same engine count as compatible, because the engine
-    checks the layout itself.
+    Without a reported layout, workers of the same engine are compatible, because the engine checks the layout itself.
     """
     peer = f"{other.worker_id} in the pool {other.pool}"
     if spec.kv_layout is None or other.kv_layout is None:

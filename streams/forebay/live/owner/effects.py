@@ -70,7 +70,7 @@ COMMAND_REFUSED: dict[CommandRefusal, tuple[int, str]] = {
 
 
 class WorkerAddress(NamedTuple):
-    """Address of a worker incarnation: its group, pool, slot (partition of the work topic), id and epoch."""
+    """Address of a worker incarnation. The slot is the partition of the work topic."""
 
     group: str
     pool: str
@@ -80,11 +80,9 @@ class WorkerAddress(NamedTuple):
 
     @property
     def names(self) -> dict[str, Any]:
-        """Return the event fields by which a worker recognises events that are addressed to it."""
         return {"group": self.group, "worker_id": self.worker_id, "worker_epoch": self.worker_epoch}
 
     def draft(self, event: AnyWorkEvent) -> Draft:
-        """Return the record of `event` for the slot of the worker."""
         topic = work_topic(self.pool)
         return Draft(topic.name, self.slot, encode(topic, event))
 
@@ -98,10 +96,9 @@ def encode_work(
     report_output: bool,
     store_blocks: int = 0,
 ) -> Draft:
-    """Return the work item of a routed request. A worker that already has it ignores it.
+    """Return the work item of a routed request, which a worker that already has it ignores.
 
-    Args:
-        store_blocks: Result of `expected_blocks` for the decision; 0 if the decision is not at hand.
+    `store_blocks` is the result of `expected_blocks` for the decision, 0 if the decision is not at hand.
     """
     # An encode worker gets no prompt. A decode worker gets the media, in case it has to compute the prompt itself.
     stage = request.stage
@@ -144,11 +141,7 @@ def expected_blocks(terms: CostTerms) -> int:
 
 
 def encode_reannounce(to: WorkerAddress, owner_epoch: int, rank: int, above_seq: int) -> Draft:
-    """Return an order for a worker to re-announce the cache of one rank. A repeated order does no harm.
-
-    Args:
-        above_seq: Highest sequence number that the index has seen of the rank. Re-announced events get higher numbers.
-    """
+    """Return an order to re-announce a rank's cache with sequence numbers above `above_seq`. Repeats are harmless."""
     return to.draft(ReannounceCache(owner_epoch=owner_epoch, rank=rank, above_seq=above_seq, **to.names))
 
 
@@ -183,7 +176,7 @@ def encode_effects(
     | CommandSent
     | CommandEnded,
 ) -> list[Draft]:
-    """Return the effects of any decision but `RequestRouted`: responses to clients, and orders to workers."""
+    """Return the effects of any decision but `RequestRouted`."""
     match decided:
         case RequestHeld():
             return []

@@ -25,11 +25,8 @@ NAME_CHARS_MAX = 256  # the limit of names in events
 class IngressPresence:
     """Adds ingresses to the members of one group, and removes lost ingresses, as their leases require.
 
-    `busy` has the incarnations of ingresses with requests in flight when this owner starts. Their loss is logged as a
-    warning, even if they ended before this owner started.
-
-    Attributes:
-        refused: Number of rejected leases, and of ingresses that foreign records changed, by reason.
+    The loss of a `busy` incarnation, which had requests in flight when this owner started, is logged as a warning, even
+    if it ended before. `refused` counts rejected leases, and ingresses that foreign records changed, by reason.
     """
 
     def __init__(self, log: Log, partition: int, owner_epoch: int, fleet: Fleet, *, busy: Collection[str] = ()) -> None:
@@ -69,10 +66,7 @@ class IngressPresence:
         return ended if applied >= self._written_end else []
 
     async def _compare(self, joined: dict[str, str]) -> None:
-        """Undo records of `fleet` that this owner did not write.
-
-        A member that such a record removed joins again by its lease.
-        """
+        """Undo foreign records of `fleet`. A member that such a record removed joins again by its lease."""
         for name in [name for name, incarnation in self._members.items() if joined.get(name) != incarnation]:
             logger.error("ingress %s joins again: a record of fleet that this router did not write removed it", name)
             self.refused["foreign_record"] += 1

@@ -68,7 +68,6 @@ class Journal:
         self.written += len(offsets)
 
     def add_skipped(self, validity: Validity) -> None:
-        """Count the records that a filter of this journal did not admit."""
         self.void += validity.void + validity.repeated
         self.foreign += validity.foreign
 

@@ -22,8 +22,6 @@ TTL_UNKNOWN_MS = 30_000  # TTL of holders admitted by an older version, the long
 
 
 class Standing(StrEnum):
-    """State of a lease holder, derived from the polls of its lease. The table of this module has the transitions."""
-
     ALIVE = "alive"
     LATE = "late"
     VANISHED = "vanished"
@@ -46,17 +44,14 @@ class Sign(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """State of a lease holder, and the reason for this state as text for logs and events."""
+    """State of a lease holder, with the reason for logs and events."""
 
     standing: Standing
     reason: str
 
 
 class ObservedTime:
-    """Measures how long the leases were readable.
-
-    The time between two polls in a row counts only if both polls succeeded.
-    """
+    """Measures how long the leases were readable: time between two successful polls in a row."""
 
     def __init__(self) -> None:
         self._read_s: float | None = None
@@ -67,7 +62,7 @@ class ObservedTime:
         return 0 if before is None else max(0, round((now_s - before) * 1000))
 
     def failed(self) -> None:
-        """Record a failed poll, so that the time since the previous poll and until the next poll does not count."""
+        """Record a failed poll. The time since the previous poll and until the next poll does not count."""
         self._read_s = None
 
 
@@ -110,7 +105,6 @@ class _Account:
         self.was_excused = True
 
     def wait(self, sign: Sign, observed_ms: int) -> None:
-        """Add observed time without a renewal."""
         # Capping the step makes a loss take at least two polls, even if the owner was paused between them.
         self.silent_ms += min(observed_ms, self.ttl_ms // 2)
         match self.standing:
@@ -131,37 +125,23 @@ class _Account:
 
 
 class LeaseJudge:
-    """Decides from polled leases whether the workers or the ingresses of one group are alive.
-
-    Attributes:
-        faults: Number of times that most leases failed at once.
-    """
+    """Judges the workers or the ingresses of one group. `faults` counts how often most leases failed at once."""
 
     def __init__(self) -> None:
         self.faults = 0
         self._accounts: dict[str, _Account] = {}
 
     def add(self, name: str, token: str, ttl_ms: int, lease: Lease | None = None) -> None:
-        """Add a lease holder, for which every later `poll` returns a verdict.
-
-        Args:
-            ttl_ms: TTL of its lease in milliseconds, 0 if unknown.
-            lease: The lease, if the holder was admitted because of a lease that was just read.
-        """
+        """Add a holder, with its lease if that lease was just read. A `ttl_ms` of 0 is unknown."""
         account = self._accounts[name] = _Account(token, ttl_ms or TTL_UNKNOWN_MS)
         if lease is not None:
             account.renew(lease, 0)
 
     def remove(self, name: str) -> None:
-        """Remove a lease holder, for which `poll` then returns no verdict."""
         del self._accounts[name]
 
     def poll(self, leases: Mapping[str, Lease], observed_ms: int) -> dict[str, Verdict]:
-        """Return the verdict on each holder, by name, after a poll.
-
-        Args:
-            observed_ms: Milliseconds since the previous poll, 0 if that poll failed.
-        """
+        """Return the verdict on each holder. `observed_ms` is the time since the previous poll, 0 if it failed."""
         signs = {name: account.sign(leases.get(name)) for name, account in self._accounts.items()}
         vanished = self._note_vanished(signs)
         verdicts = {}
@@ -179,10 +159,7 @@ class LeaseJudge:
         return verdicts
 
     def _note_vanished(self, signs: Mapping[str, Sign]) -> set[str]:
-        """Mark holders whose lease just vanished as excused if most leases vanished, otherwise as vanished.
-
-        Returns the names of these holders.
-        """
+        """Return the holders whose lease just vanished. Excuse them if most leases vanished, else mark them."""
         accounts = self._accounts
         doubted = (Standing.VANISHED, Standing.EXCUSED)
         new = {name for name, sign in signs.items() if sign is Sign.ABSENT and accounts[name].standing not in doubted}

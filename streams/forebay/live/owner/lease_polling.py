@@ -15,10 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class LeasePolling:
-    """Polls the leases of one group for its owner.
-
-    `ingress_leases` is None if ingresses have no leases. `world` is only read.
-    """
+    """Polls the leases of one group for its owner. `ingress_leases` is None if ingresses have no leases."""
 
     def __init__(
         self,
@@ -56,7 +53,7 @@ class LeasePolling:
             await asyncio.sleep(poll_s)
 
     async def _read(self, leases: Leases, observed: ObservedTime) -> tuple[list[Lease], int, int]:
-        """Return the leases of the group, the milliseconds observed since the last poll, and the `fleet` offset."""
+        """Return the leases, the milliseconds observed since the last poll, and the applied offset of `fleet`."""
         polled = await runtime.offload(leases.poll, self._group)
         return polled, observed.read(runtime.monotonic_s()), self._world.view.get(FLEET.name, 0)
 

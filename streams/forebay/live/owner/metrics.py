@@ -112,7 +112,6 @@ class OwnerMetrics(Collector):
         yield self._of(GaugeMetricFamily, "dynamo_frontend_router_queue_pending_requests", text, pending, labels)
 
     def _stage_metrics(self) -> Iterator[Metric]:
-        """Yield the metrics of request phases, stages, prefill placement and the choice of pools."""
         owner = self._owner
         phases = Counter(str(request.phase) for request in owner.world.requests.active())
         by_phase = {(phase,): phases[phase] for phase in Phase}
@@ -135,7 +134,6 @@ class OwnerMetrics(Collector):
         yield self._of(CounterMetricFamily, "forebay_router_pool_choices", text, choices, labels)
 
     def _ttft_metrics(self) -> Iterator[Metric]:
-        """Yield the time-to-first-token metrics of requests with remote prefill; none without a decode pool."""
         if not self._has_decode_pool():
             return
         recorder = self._owner.first_tokens

@@ -81,19 +81,18 @@ CLOCK_AHEAD_US = 1_000_000  # synchronised clocks differ by less
 class GroupSettings:
     """Settings of the owner of one group.
 
+    The owner appends `pools`, `router` and `routing` to `control` if they differ from the settings on the log.
+
     Attributes:
         group: Name of the model, and of the group in the leases. One owner decides for all pools of the model.
-        pools: Settings of all pools that may have workers. The owner appends each one to `control` if it differs from
-            the settings on the log. If empty, the first lease of each pool configures the pool.
-        router: Routing settings of pools that leases configure. The owner appends them to `control` if they differ from
-            the settings on the log.
-        routing: Rules for the choice of pools. The owner appends them to `control` if they differ from the rules on the
-            log. None keeps the rules of the log.
+        pools: All pools that may have workers. If empty, the first lease of each pool configures the pool.
+        router: Routing settings of pools that leases configure.
+        routing: Rules for the choice of pools. None keeps the rules of the log.
         slots_max: Number of partitions of each work topic. All groups share them.
         policies: Custom policies that the operator allowed, by router mode. The owner writes their names into its
             claim, and rejects requests of pools whose mode names any other custom policy.
         groups: Number of control partitions. Each group can use slots_max / groups slots of a pool.
-        snapshot_age_s: Maximum time between two snapshots in seconds, if at least one record was journalled since.
+        snapshot_age_s: Maximum time between two snapshots, if at least one record was journalled since.
         heartbeats: Whether the owner appends to `heartbeats`, for ingresses in other processes.
     """
 
@@ -113,13 +112,7 @@ class GroupSettings:
 
 
 class Owner:
-    """Owner of one group on one log, from `start` to `stop` or until the log fails.
-
-    Attributes:
-        tally: Counts of the owner's decisions, for metrics.
-        unsent: Number of effects that no topic accepts, for example because they are too large.
-        first_tokens: Histograms of the time to first token of requests with remote prefill or encode.
-    """
+    """Owner of one group on one log, from `start` to `stop` or until the log fails."""
 
     def __init__(
         self,
@@ -159,19 +152,13 @@ class Owner:
 
     @property
     def clock_ahead_us(self) -> int:
-        """Microseconds by which the last recorded clock reading was ahead of this machine's clock at start."""
         return self._clock.ahead_us
 
     async def start(self, standby: Standby | None = None) -> None:
         """Recover the world of the group, claim the group, and apply all records that were on the log at the claim.
 
-        A router that cannot derive the journal claims nothing, so the group keeps its owner.
-
-        Args:
-            standby: Stopped standby of the group. The owner continues with its world if the standby can follow the
-                journal up to the claim, and otherwise recovers from the newest snapshot.
-
-        Raises OwnershipLost, or LogError if the log cannot be followed; see `recover`.
+        A router that cannot derive the journal claims nothing, so the group keeps its owner. A stopped `standby` of the
+        group is continued if it can follow the journal. Raises OwnershipLost, or LogError like `recover`.
         """
         settings = self._settings
         end = await self._log.end(DECISIONS.name, settings.partition)
@@ -259,10 +246,8 @@ class Owner:
     async def close(self) -> None:
         """Apply the ready records, seal the state, and end the journal with `Sealed`.
 
-        The next owner then starts without replaying the journal. Between the seal and `Sealed` the owner applies
-        nothing. All effects of its decisions are durable before `Sealed`.
-
-        Raises OwnershipLost, or LogError if the log does not accept a record.
+        The next owner then starts without replaying the journal. The owner applies nothing between the seal and
+        `Sealed`. All its effects are durable before `Sealed`. Raises OwnershipLost or LogError.
         """
         self.snapshots.prepare_stop()
         while not self.snapshots.can_stop:
@@ -280,7 +265,7 @@ class Owner:
         self.drop()
 
     def drop(self) -> None:
-        """Stop following the input topics without writing anything. For an owner that failed or lost the group."""
+        """Stop following the input topics without writing anything, after a failure or the loss of the group."""
         self.snapshots.drop()
         if self._heartbeats is not None:
             self._heartbeats.close()
@@ -413,10 +398,7 @@ class Owner:
         self._send(drafts)
 
     def _send(self, drafts: Sequence[Draft]) -> None:
-        """Append effects and dead letters.
-
-        A record that no topic accepts is dropped and counted. Its request then ends at its deadline.
-        """
+        """Append effects and dead letters. If no topic accepts a record, its request ends at its deadline."""
         try:
             self._log.append_soon(drafts)
         except ValueError as error:
@@ -433,8 +415,8 @@ class Owner:
     async def _finish_interrupted(self, recovered: Standby, *, was_sealed: bool) -> list[Unconfirmed]:
         """Journal the decisions that the previous owner did not write, and send orders to workers again.
 
-        Workers ignore attempts that they have. If the previous owner sealed, all its work is durable. Returns those of
-        the new decisions whose effects `_send_again` sends.
+        Workers ignore attempts that they have. If the previous owner sealed, all its work is durable. Returns the new
+        decisions whose effects `_send_again` sends.
         """
         pending: list[JournalRecord] = list(recovered.followed.pending)
         if pending:
@@ -541,19 +523,15 @@ class Owner:
 
 
 def steady_clock() -> Callable[[], int]:
-    """Return a clock in microseconds that starts at the wall clock and follows the monotonic clock.
-
-    Later steps of the wall clock do not affect it.
-    """
+    """Return a clock in microseconds that starts at the wall clock and ignores its later steps."""
     offset_ns = runtime.wall_ns() - runtime.monotonic_ns()
     return lambda: (offset_ns + runtime.monotonic_ns()) // 1000
 
 
 class RunClock:
-    """Clock of an owner in microseconds, which never goes backwards. All events of a run share one reading of it.
+    """Clock of an owner, which never goes backwards. All events of a run share one reading.
 
-    Attributes:
-        ahead_us: Microseconds by which the last recorded reading was ahead of this machine's clock at the takeover.
+    `ahead_us` is how far the last recorded reading was ahead of this machine's clock at the takeover.
     """
 
     def __init__(self, clock_us: Callable[[], int]) -> None:
@@ -562,24 +540,17 @@ class RunClock:
         self.ahead_us = 0
 
     def resume(self, recorded_us: int) -> None:
-        """Continue from the last recorded reading, in microseconds."""
+        """Continue from the last recorded reading."""
         self._last_us = recorded_us
         self.ahead_us = max(0, recorded_us - self._clock_us())
 
     def now_us(self) -> int:
-        """Return the clock reading for a run of events that begins now."""
         self._last_us = max(self._last_us, self._clock_us() + self.ahead_us)
         return self._last_us
 
 
 class DecisionTally:
-    """Counts of the decisions of one owner.
-
-    Attributes:
-        stages: times that the owner sent a stage of a request to a worker, by stage.
-        prefills: decisions where to prefill a request of a decode pool, by ("remote" or "local", reason).
-        pools: choices of pools for requests, by (pool, role, reason).
-    """
+    """Counts of an owner's decisions: `prefills` by ("remote" or "local", reason), `pools` by (pool, role, reason)."""
 
     def __init__(self) -> None:
         self.stages: Counter[str] = Counter()
@@ -602,7 +573,7 @@ class DecisionTally:
 async def recover(
     log: Log, partition: int, end: int, custom: CustomPolicies = ONLY_BUILT_IN, standby: Standby | None = None
 ) -> Standby:
-    """Return a replica that has followed the journal up to `end`: `standby` if it can follow, otherwise a new replica.
+    """Return a replica that has followed the journal to `end`: `standby` if it can follow, otherwise a new replica.
 
     Raises OtherRules, RecoveryDiverged, PolicyNotAllowed, or LogError if a part of the log is missing or damaged.
     """

@@ -1,12 +1,10 @@
 """Keep an embedded log within its maximum size and age, by deleting records that a snapshot replaces.
 
-Theory of operation. Retention reads a snapshot back. If the snapshot is complete, retention may delete all records
-before it, and the log then begins with that snapshot. The log therefore always holds a verified state and all records
-after it. `groups`, `control` and `models` are kept whole. The prompts and responses of requests in flight are kept as
-well, because a worker that takes over a request reads them again.
+Theory of operation. Retention reads a snapshot back. If the snapshot is complete, the log may begin with it, so the log
+always holds a verified state and all records after it. `groups`, `control` and `models` are kept whole. The prompts and
+responses of requests in flight are kept, because a worker that takes over a request reads them again.
 
-If the log is over its size and no snapshot allows a deletion, retention requests an early snapshot from the owner.
-Deletions are transactions of a few records on the event loop, with pauses between them. A decision waits for at most
+Deletions are transactions of a few records on the event loop, with pauses between them, so a decision waits for at most
 one such transaction. Each group of a log has a retention, which also deletes from topics that all groups share.
 """
 
@@ -46,8 +44,6 @@ KEPT = (GROUPS.name, CONTROL.name, MODELS.name)
 
 
 class RetentionLimits(msgspec.Struct, frozen=True):
-    """Limits of an embedded log."""
-
     size_bytes: int
     age_s: float | None = None
 
@@ -81,9 +77,9 @@ class Retention:
             await asyncio.sleep(CHECK_S)
 
     async def enforce(self) -> None:
-        """Delete old records that snapshots replace, until the log is within its limits.
+        """Delete old records until the log is within its limits, and request a snapshot if it stays too large.
 
-        If the log stays too large, request a snapshot. Raises LogError if the log can no longer be written.
+        Raises LogError if the log can no longer be written.
         """
         try:
             while self._is_over_size():
@@ -120,8 +116,7 @@ class Retention:
     async def _trim_to_next(self, before_us: int | None = None) -> bool:
         """Delete all records before the next complete snapshot, and return whether there is one.
 
-        Args:
-            before_us: If given, the snapshot must have been sealed before this wall-clock time in microseconds.
+        With `before_us`, the snapshot must have been sealed before this wall-clock time.
         """
         self._next = self._next or await self._find_snapshot()
         if self._next is None:
@@ -141,7 +136,7 @@ class Retention:
         return True
 
     async def _find_snapshot(self) -> tuple[SnapshotRecord, WorldState] | None:
-        """Return the oldest complete snapshot after the beginning of the log, with its state; None if there is none."""
+        """Return the oldest complete snapshot after the beginning of the log, with its state."""
         log, partition = self._log, self._partition
         begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
         position = max(begin, self._searched)
@@ -171,7 +166,7 @@ class Retention:
         return None if state is None else (taken, state)
 
     async def _read_back(self, taken: SnapshotRecord) -> WorldState | None:
-        """Read a snapshot back, and return its state if the snapshot is complete and has the sealed digest."""
+        """Return the state of a snapshot if it is complete and has the sealed digest."""
         try:
             return await check_snapshot_beside(self._log, self._partition, taken)
         except LogError as error:
@@ -215,7 +210,7 @@ class Retention:
         return first_needed
 
     async def _offset_at(self, topic: str, partition: int, end: int, at_us: int) -> int:
-        """Return the offset of the first record that was appended at `at_us` or later, by bisection."""
+        """Return the offset of the first record that was appended at `at_us` or later."""
         low, high = await self._log.begin(topic, partition), end
         while low < high:
             middle = (low + high) // 2
@@ -224,7 +219,6 @@ class Retention:
         return low
 
     async def _trim(self, topic: str, partition: int, floor: int) -> None:
-        """Delete the records of a partition before offset `floor` in small transactions."""
         waits = 0
         while waits < WAITS_MAX and await self._log.begin(topic, partition) < floor:
             began_s = runtime.monotonic_s()

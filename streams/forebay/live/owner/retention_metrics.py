@@ -11,8 +11,6 @@ from forebay.transport.sqlite.log import SqliteLog
 
 
 class RetentionMetrics(Collector):
-    """Prometheus metrics of one embedded log."""
-
     def __init__(self, log: SqliteLog, *retentions: Retention) -> None:
         self._log = log
         self._retentions = retentions

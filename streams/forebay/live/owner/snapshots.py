@@ -44,10 +44,7 @@ class Snapshots:
 
     In each turn the owner first appends the result of `records` to the journal. Then it calls `journalled` with all
     records that it has appended in this turn. At last it calls `work`, which continues the snapshot for `SLICE_NS`. The
-    event `wake` is set when the snapshot can continue.
-
-    Attributes:
-        taken: Number of snapshots whose `SnapshotTaken` or `Sealed` is in the journal.
+    event `wake` is set when the snapshot can continue. `taken` counts the snapshots completed in the journal.
     """
 
     def __init__(self, log: Log, partition: int, *, every: int, age_s: float, wake: Wake) -> None:
@@ -68,12 +65,12 @@ class Snapshots:
 
     @property
     def age_s(self) -> float:
-        """Seconds since this owner sealed its newest snapshot, or since its start if there is none."""
+        """Seconds since this owner sealed its newest snapshot, or since its start."""
         return runtime.monotonic_s() - self._sealed_s
 
     @property
     def eager(self) -> bool:
-        """Whether a snapshot is in progress and can continue now, because it does not wait for an append."""
+        """Whether a snapshot is in progress and does not wait for an append."""
         return self._current is not None and not self._current.waiting
 
     @property
@@ -87,24 +84,18 @@ class Snapshots:
         return self._stopping and self._current is not None and self._current.walk.done and not self.sealed
 
     def prepare_stop(self) -> None:
-        """Walk the blocks for the last snapshot in the next turns, after the snapshot in progress if it is sealed.
-
-        No turn seals this snapshot before `seal_last`.
-        """
+        """Walk the blocks for the last snapshot in the next turns. No turn seals it before `seal_last`."""
         self._stopping = True
         self._wake.set()
 
     def seal_last(self, world: World) -> Advanced:
-        """Seal the state of an owner that stops, and return the record, which the owner journals next."""
+        """Seal the state of an owner that stops. The owner journals the record next."""
         assert self.can_stop, "the blocks are not walked"
         assert self._current is not None
         return self._current.seal(world)
 
     async def finish(self, world: World) -> Sealed:
-        """Write the rest of the last snapshot, and return the record that ends the journal of this owner.
-
-        Raises LogError if the log does not accept a chunk.
-        """
+        """Write the rest of the last snapshot, and return the record that ends the journal. Raises LogError."""
         assert self._current is not None
         await self._current.finish()
         current, self._current = self._current, None
@@ -130,10 +121,7 @@ class Snapshots:
             self._current.work(runtime.monotonic_ns() + SLICE_NS)
 
     def records(self, world: World) -> list[JournalRecord]:
-        """Return the record that the owner appends to the journal after the decisions of this turn, if there is one.
-
-        This is the seal or the `SnapshotTaken` of the snapshot in progress, or a digest.
-        """
+        """Return the record to append after the decisions of this turn, if any: a seal, `SnapshotTaken` or a digest."""
         current = self._current
         if current is not None and current.is_written:
             self._current = None
@@ -174,7 +162,6 @@ class Snapshots:
             self._since_seal = 0
 
     async def settle(self) -> None:
-        """Wait for the pending append of the snapshot in progress, if any."""
         if self._current is not None and self._current.writing is not None:
             await asyncio.wait([self._current.writing])
 
@@ -188,8 +175,6 @@ class Snapshots:
 
 
 class _Snapshot:
-    """A snapshot in progress, which is walked, sealed and then written."""
-
     def __init__(self, log: Log, partition: int, world: World, wake: Wake) -> None:
         self._log = log
         self._partition = partition
@@ -210,7 +195,6 @@ class _Snapshot:
 
     @property
     def waiting(self) -> bool:
-        """Whether the next step has to wait for an append."""
         return self.writing is not None and not self.writing.done() and (self._full or self._all_gathered)
 
     @property
@@ -229,25 +213,23 @@ class _Snapshot:
             pass
 
     def seal(self, world: World) -> Advanced:
-        """Seal the state, and return the record with its digest, which the owner journals next."""
+        """Seal the state. The owner journals the record next."""
         self.sealed = advance(world)
         self._parts.extend(world.index.end_scan())
         self._parts.extend(world.snapshot_small())
         return self.sealed
 
     def taken(self, world: World) -> SnapshotTaken:
-        """Return the record that completes the snapshot in the journal."""
         return SnapshotTaken(**world.stamp(), **self._place())
 
     def sealed_record(self, world: World) -> Sealed:
-        """Return the record that completes the last snapshot of an owner that stops."""
         return Sealed(**world.stamp(), **self._place())
 
     async def finish(self) -> None:
-        """Write all chunks that are left. Other tasks run after each chunk.
+        """Write all chunks that are left. Raises LogError.
 
         Unlike `work`, this does not wait for the acknowledgement of each chunk, because the owner makes no decision
-        until all are acknowledged. Raises LogError if the log does not accept a chunk.
+        until all are acknowledged.
         """
         assert self.sealed is not None
         if self.writing is not None:
@@ -264,7 +246,6 @@ class _Snapshot:
             self._first_offset = first
 
     def _place(self) -> dict[str, Any]:
-        """Return the fields of a journal record that name this snapshot."""
         assert self.sealed is not None
         return {
             "first_offset": self._first_offset,
@@ -289,7 +270,7 @@ class _Snapshot:
             self.writing = None
 
     def _do_one(self) -> bool:
-        """Do the next step, and return whether there was one."""
+        """Do the next step, if there is one."""
         if self._gathered and (self._full or self._all_gathered):
             if self.writing is not None:
                 return False
@@ -311,7 +292,6 @@ class _Snapshot:
         self._size += size
 
     def _take_chunk(self) -> Draft:
-        """Return the gathered parts as the next chunk."""
         chunk = SnapshotChunk(
             owner_epoch=self._owner_epoch, number=self._chunks, parts=tuple(self._gathered), snapshot_id=self._id
         )

@@ -33,22 +33,14 @@ GROUPS_MAX = 64  # control partitions of a log with several models; each can use
 
 
 class CheckedGroup(NamedTuple):
-    """Group of a log that was opened for writing.
-
-    Attributes:
-        standby: Standby that has followed the journal to the end. None for a new log and for a log in memory.
-    """
+    """Group of a checked log, with a standby at the end of its journal; None for a new log and for a log in memory."""
 
     partition: int
     standby: Standby | None
 
 
 class CheckedLog(NamedTuple):
-    """Log that was opened for writing.
-
-    Attributes:
-        partitions: Number of control partitions, between which the groups divide the slots of workers.
-    """
+    """Log opened for writing, and the number of control partitions that share the slots of workers."""
 
     log: SqliteLog
     groups: dict[str, CheckedGroup]
@@ -81,7 +73,7 @@ async def open_checked(
 
 
 async def _placed(log: SqliteLog, models: Sequence[str], standbys: dict[int, Standby]) -> CheckedLog:
-    """Append the placements that the log lacks, and return the log with its groups."""
+    """Append the placements that the log lacks."""
     partitions = await _partitions_of(log, models)
     has_placements = await log.end(GROUPS.name, DIRECTORY) > 0
     if has_placements or len(models) > 1:
@@ -97,10 +89,7 @@ async def _placed(log: SqliteLog, models: Sequence[str], standbys: dict[int, Sta
 
 
 async def _partitions_of(log: SqliteLog, models: Sequence[str]) -> dict[str, int]:
-    """Return the control partitions of all groups of a log and of `models`. Partitions are permanent.
-
-    Raises LogUnusable if there are too many groups.
-    """
+    """Return the control partitions of all groups of a log and of `models`. Partitions are permanent."""
     if len(models) == 1 and not await log.end(GROUPS.name, DIRECTORY):
         return {models[0]: 0}  # also if the log had another model before
     partitions = {name: number for name, number in (await groups_of(log)).items() if name}
@@ -118,7 +107,6 @@ async def _partitions_of(log: SqliteLog, models: Sequence[str]) -> dict[str, int
 
 
 async def _check(path: Path, models: Sequence[str], custom: CustomPolicies) -> dict[int, Standby]:
-    """Check the groups of the models, and return a standby for each of their control partitions."""
     reader = _reader(path)
     if reader is None:
         return {}
@@ -141,7 +129,7 @@ async def _check(path: Path, models: Sequence[str], custom: CustomPolicies) -> d
 
 
 def _reader(path: Path) -> SqliteLog | None:
-    """Open the file read-only; return None if it holds no log yet."""
+    """Open the file read-only, None if it holds no log yet."""
     if not path.exists() or not path.stat().st_size:
         return None
     try:
@@ -151,10 +139,7 @@ def _reader(path: Path) -> SqliteLog | None:
 
 
 async def check_trusted(log: SqliteLog, partition: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Standby:
-    """Read all records that a start depends on, and return a standby that has followed the journal to its end.
-
-    Raises LogError for the first part that is damaged or missing.
-    """
+    """Return a standby at the end of the journal after reading all records that a start depends on. Raises LogError."""
     standby = Standby(log, partition, custom=custom, waits_for_seal=True)
     await standby.catch_up(await log.end(DECISIONS.name, partition))
     await standby.prepare_claim()
@@ -179,10 +164,7 @@ async def check_trusted(log: SqliteLog, partition: int, custom: CustomPolicies =
 
 
 async def reply_starts(log: SqliteLog, partition: int, standby: Standby) -> dict[int, int]:
-    """Return the reply slots of the requests in flight, each with the lowest offset at which a response may begin.
-
-    Raises LogError if the submission of a request is damaged or missing.
-    """
+    """Return the lowest offset at which a response in flight may begin, by reply slot. Raises LogError."""
     reader = SubmissionReader(log, partition)
     starts: dict[int, int] = {}
     for request in standby.world.requests.active():
@@ -194,7 +176,7 @@ async def reply_starts(log: SqliteLog, partition: int, standby: Standby) -> dict
 
 
 async def _read(log: SqliteLog, topic: str, partition: int, offset: int) -> None:
-    """Read a partition from an offset to its end, which verifies the checksum of every record."""
+    """Read a partition to its end, which verifies the checksum of every record."""
     end = await log.end(topic, partition)
     while offset < end:
         records = await log.read(topic, partition, offset, min(PAGE_RECORDS, end - offset))

@@ -25,18 +25,12 @@ BOUNDS_US = [round(bound * 1e6) for bound in BUCKETS_S]
 
 @dataclass(slots=True)
 class DurationHistogram:
-    """Histogram of durations.
-
-    Attributes:
-        buckets: Number of durations up to each bound of `BUCKETS_S` and above the previous bound; the last bucket has
-            no upper bound.
-    """
+    """Histogram of durations. Each bucket counts those up to its bound in `BUCKETS_S`; the last has no upper bound."""
 
     buckets: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
     sum_us: int = 0
 
     def add(self, us: int) -> None:
-        """Count a duration of `us` microseconds."""
         self.buckets[bisect_left(BOUNDS_US, us)] += 1
         self.sum_us += us
 
@@ -48,15 +42,10 @@ class _Pending:
 
 
 class TtftRecorder:
-    """Measures the time from the first decision of this owner for a request to the first token of that request.
+    """Measures the time from the owner's first decision to the first token, for remote prefill or encode only.
 
-    Only requests with remote prefill or encode are measured.
-
-    Attributes:
-        since_prefill: Durations from the end of prefill to the first token.
-        parts: Durations of each part of the time to first token. A part that a request skipped counts as 0.
-        kept_bytes: Bytes of KV that prefill workers kept for requests whose decode worker reports what it fetched.
-        fetched_bytes: Bytes of this KV that decode workers fetched. The remaining bytes were in their caches.
+    A part that a request skipped counts as 0. The bytes of KV, which prefill workers kept and decode workers fetched,
+    are counted for requests whose decode worker reports what it fetched.
     """
 
     def __init__(self) -> None:
@@ -71,7 +60,6 @@ class TtftRecorder:
         return len(self._pending)
 
     def observe(self, world: World, event: InputEvent | None, decided: Sequence[AnyDecision], now_us: int) -> None:
-        """Record the phases of requests after the world applied an event."""
         for decision in decided:
             if isinstance(decision, RequestRouted):
                 self._apply_routed(world, decision, now_us)

@@ -33,12 +33,7 @@ class ActuatorError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """What an actuator reached.
-
-    Attributes:
-        sizes: number of workers that run or start, by pool. A missing pool has the requested size.
-        message: why a size differs from the requested one; empty if none does.
-    """
+    """Workers that run or start, by pool; a missing pool has the requested size. `message` explains other sizes."""
 
     sizes: Mapping[PoolKey, int]
     message: str = ""
@@ -62,15 +57,10 @@ class ActuatorService:
     """Executes the decisions on the topic with one actuator, for the pools that it manages.
 
     Each actuator of the topic replies for its own pools. After a restart it executes the changes without reply again,
-    which has no effect if they were executed before.
-
-    Attributes:
-        results: number of replies of this process by result: `applied`, `partial` if a size was not reached, or the
-            reason of a refusal.
+    which has no effect if they were executed before. The result `partial` means that a size was not reached.
     """
 
     def __init__(self, log: Log, actuator: Actuator) -> None:
-        """Create a service for `actuator` on `log`."""
         self.results: Counter[Result] = Counter()
         self._actuator = actuator
         self._caught_up = False

@@ -14,7 +14,6 @@ class PlannerMetrics(Collector):
     """Metrics of one planner, active or standby, and of the pools that the active planner scales."""
 
     def __init__(self, planner: Planner) -> None:
-        """Read the metrics from `planner` at each scrape."""
         self._planner = planner
 
     def collect(self) -> Iterator[Metric]:

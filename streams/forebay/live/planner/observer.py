@@ -34,7 +34,7 @@ class PoolObserver:
     """Observes the pools of a planner while `run` runs."""
 
     def __init__(self, log: Log, pools: Sequence[PoolScaling]) -> None:
-        """Observe `pools`, which may belong to several groups, on `log`."""
+        """Observe `pools`, which may belong to several groups."""
         self._log = log
         self._pools = [(pool.group, pool.pool) for pool in pools]
         names = dict.fromkeys(pool.group for pool in pools)
@@ -42,12 +42,11 @@ class PoolObserver:
 
     @property
     def undecodable(self) -> int:
-        """Number of records of all groups that do not decode as events."""
         return sum(group.undecodable for group in self._groups)
 
     @property
     def forgotten(self) -> int:
-        """Number of requests of all groups that were forgotten although no event has ended them."""
+        """Number of requests that were forgotten although no event has ended them."""
         return sum(group.observation.forgotten for group in self._groups)
 
     async def run(self) -> None:
@@ -66,8 +65,7 @@ class PoolObserver:
     def observe(self) -> tuple[PoolObserved, ...]:
         """Return the observation of each pool since the last call, and begin a new interval.
 
-        Pools of a group that was not followed for the whole interval are missing. The first call begins the first
-        interval and returns nothing.
+        Pools of a group that was not followed for the whole interval are missing. The first call returns nothing.
         """
         now_us = _now_us()
         observed = {(pool.group, pool.pool): pool for group in self._groups for pool in group.observe(now_us)}
@@ -113,7 +111,7 @@ class _Group:
         return observed if whole else ()
 
     async def _catch_up(self, partition: int) -> dict[str, int]:
-        """Apply the newest snapshot and all records after it. Return the offset after the last record by topic."""
+        """Apply the newest snapshot and all records after it. Return the end offset by topic."""
         self.observation = GroupObservation(self._pools)  # an earlier call may have failed halfway
         starts: dict[str, int] = {}
         taken = await newest_snapshot(self._log, partition, await self._log.end(DECISIONS.name, partition))
@@ -130,7 +128,7 @@ class _Group:
         return starts
 
     async def _apply_stored(self, topic: Topic, partition: int, start: int) -> int:
-        """Apply the stored records of a topic from offset `start`. Return the offset after the last one."""
+        """Apply the stored records of a topic from offset `start`. Return the end offset."""
         begin, end = await self._log.begin(topic.name, partition), await self._log.end(topic.name, partition)
         if topic is FLEET and begin > start:
             raise LogError(
@@ -144,7 +142,6 @@ class _Group:
         return at
 
     def _take(self, tails: Sequence[tuple[Topic, Tail]]) -> bool:
-        """Apply the next records of each topic, and return whether there were any."""
         found = False
         for topic, tail in tails:
             for record in tail.take(BATCH_RECORDS):

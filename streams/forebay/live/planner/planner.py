@@ -51,18 +51,12 @@ RecordT = TypeVar("RecordT", bound=PlannerRecord)
 
 
 class Observer(Protocol):
-    """Source of observations."""
-
     def observe(self) -> tuple[PoolObserved, ...]:
         """Return what happened in the pools since the previous call."""
 
 
 class Planner:
-    """Planner of one namespace, active or standby.
-
-    Attributes:
-        is_active: whether this planner's claim is the newest.
-    """
+    """Planner of one namespace. It is active while its claim is the newest."""
 
     def __init__(
         self, log: Log, planner_id: str, settings: PlannerSettings, observer: Observer, forecast: Forecast,
@@ -70,12 +64,8 @@ class Planner:
     ) -> None:  # fmt: skip
         """Create a planner.
 
-        Args:
-            forecast: returns the forecast for the next interval. Called on another thread, with the observations of the
-                state, oldest first, and the offset of the newest one.
-            simulate: simulates a forecast. Method `simulate` needs it. It is cancelled if the planner stops.
-
-        Raises ValueError: the method is `simulate`, and `simulate` is None.
+        `forecast` is called on another thread, with the observations of the state, oldest first, and the offset of the
+        newest one. The method `simulate` requires `simulate`, which is cancelled if the planner stops.
         """
         if settings.method == "simulate" and simulate is None:
             raise ValueError("method simulate needs a function that simulates")
@@ -159,7 +149,6 @@ class Planner:
         return max(0.0, self._heard_s + silent_s - runtime.monotonic_s())
 
     async def _plan(self) -> None:
-        """Claim the topic, then observe and decide each interval until there is a newer claim."""
         claim = PlannerClaimed(
             planner_id=self.planner_id, rules_version=RULES_VERSION, settings=self._settings, at_us=runtime.wall_us()
         )
@@ -203,7 +192,6 @@ class Planner:
             await self._record_simulations()
 
     async def _record_forecast(self, offset: int) -> None:
-        """Record the forecast that follows from the observation at `offset`, unless the predictor fails."""
         try:
             forecast = await runtime.offload(self._forecast, tuple(self.topic.state.history), offset)
         except Exception:  # a predictor is third-party code, and a planner without forecast still has limits and load
@@ -252,7 +240,6 @@ class Planner:
             await asyncio.gather(simulation, return_exceptions=True)
 
     def _log_unobserved(self, pools: Sequence[PoolObserved]) -> None:
-        """Log the pools without an observation, if they changed."""
         observed = {(one.group, one.pool) for one in pools}
         missing = [f"{one.group}/{one.pool}" for one in self._settings.pools if (one.group, one.pool) not in observed]
         if missing and missing != self._unobserved:
@@ -284,7 +271,6 @@ def _stamped(record: RecordT, epoch: int) -> RecordT:
 
 
 async def _within(waiting: Awaitable[object], seconds: float) -> None:
-    """Wait for the event, for at most `seconds`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await waiting

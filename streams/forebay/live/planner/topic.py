@@ -22,14 +22,8 @@ OUTCOMES_MAX = READ_MAX  # results of one read, in which the writer that waits f
 
 
 class ScalingTopic:
-    """Follower and writer of the topic."""
-
     def __init__(self, log: Log, on_record: Callable[[int, ScalingEvent, Outcome], None] | None = None) -> None:
-        """Create a follower.
-
-        Args:
-            on_record: called after each record of the topic was applied, with its offset and whether it has an effect.
-        """
+        """Call `on_record` after each record of the topic was applied."""
         self.state = PlannerState()
         self.changed = asyncio.Event()
         self._log = log
@@ -37,14 +31,14 @@ class ScalingTopic:
         self._outcomes: dict[int, Outcome] = {}
 
     async def catch_up(self) -> None:
-        """Apply all records of the topic. Raises LogError if the log cannot be read."""
+        """Apply all records of the topic. Raises LogError."""
         end = await self._log.end(SCALING.name, PARTITION)
         while self.state.end < end:
             for record in await self._log.read(SCALING.name, PARTITION, self.state.end, READ_MAX):
                 self._apply(record.offset, record.value)
 
     async def follow(self) -> None:
-        """Apply new records until cancelled. Raises LogError if the log cannot be read."""
+        """Apply new records until cancelled. Raises LogError."""
         wake = asyncio.Event()
         tail = self._log.tail(SCALING.name, PARTITION, self.state.end, wake)
         try:
@@ -59,10 +53,7 @@ class ScalingTopic:
             tail.close()
 
     async def append(self, event: ScalingEvent) -> tuple[int, Outcome]:
-        """Append a record, and wait until `follow` has applied it. Return its offset and whether it has an effect.
-
-        Raises LogError if the log does not accept the record.
-        """
+        """Append a record, and wait until `follow` has applied it. Raises LogError."""
         (offset,) = await self._log.append([Draft(SCALING.name, PARTITION, encode(SCALING, event))])
         while self.state.end <= offset:
             self.changed.clear()

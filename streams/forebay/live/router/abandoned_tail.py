@@ -15,13 +15,12 @@ logger = logging.getLogger(__name__)
 
 
 class AbandonedTail(NamedTuple):
-    """Part of a journal that a new owner gives up.
+    """Part of a journal that a new owner gives up. The new owner decides the counted requests again.
 
     Attributes:
         snapshot: Journal offset of the record of the snapshot from which the new owner continues. `BEGINNING` if it
             continues from the empty state.
-        decisions: Number of decisions among them, of the types that this version knows.
-        requests: Number of requests that these decisions name. The new owner decides them again.
+        decisions: Number of decisions among the records, of the types that this version knows.
     """
 
     partition: int
@@ -39,7 +38,7 @@ class AbandonedTail(NamedTuple):
 
 
 async def abandoned_tail(log: Log, partition: int, end: int, custom: CustomPolicies = ONLY_BUILT_IN) -> AbandonedTail:
-    """Return what is lost if a journal that ends at offset `end` is continued from its newest usable snapshot.
+    """Return what is lost if a journal that ends at `end` is continued from its newest usable snapshot.
 
     Without one, the journal is continued from its beginning. Raises LogError if the log lacks records of the beginning.
     """
@@ -56,7 +55,7 @@ async def abandoned_tail(log: Log, partition: int, end: int, custom: CustomPolic
 
 
 async def _newest_usable(log: Log, partition: int, end: int, custom: CustomPolicies) -> tuple[int, int]:
-    """Return the journal offset of the newest snapshot that can be loaded, and the offset after its state."""
+    """Return the offset of the newest snapshot that can be loaded, and the offset after its state."""
     while (found := await newest_snapshot_at(log, partition, end)) is not None:
         end, taken = found
         try:

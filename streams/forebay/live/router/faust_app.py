@@ -62,13 +62,11 @@ class Assignments:
         self._listener: OnAssigned | None = None
 
     def publish(self, partitions: set[int]) -> None:
-        """Publish a new assignment: the control partitions of this router."""
         self._last = partitions
         if self._listener is not None:
             self._listener(partitions)
 
     def subscribe(self, listener: OnAssigned) -> None:
-        """Call `listener` with the newest assignment, if there is one, and with every later assignment."""
         self._listener = listener
         if self._last is not None:
             listener(self._last)
@@ -101,7 +99,6 @@ class _ConsumerThread(AIOKafkaConsumerThread):  # type: ignore[misc]  # Faust sh
             consumer._coordinator.check_errors()
 
     def is_member(self) -> bool:
-        """Return whether the broker counts this consumer as a member of the group."""
         consumer = self._consumer
         return consumer is not None and consumer._coordinator.generation > 0
 

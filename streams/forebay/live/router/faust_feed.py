@@ -55,7 +55,6 @@ class FedTail:
         return 0 if self._following is None else len(self._following)
 
     def take(self, limit: int) -> list[Record]:
-        """Return up to `limit` next records without waiting. Raises LogError if reading the log failed."""
         if self._failure is not None and not self._buffer:
             raise self._failure
         buffer = self._buffer
@@ -83,11 +82,10 @@ class FedTail:
             self._following = self._log.tail(topic, partition, self.position, self._wake)
 
     def hurry(self) -> None:
-        """Look at once for records that Faust has not delivered."""
         self._hurry.set()
 
     def push(self, record: Record) -> None:
-        """Buffer a record from Faust if it is the next record of this tail. Otherwise read the log up to it."""
+        """Buffer the next record of this tail. If another record arrives, read the log up to it."""
         if self._is_followed(record.offset):
             return
         if record.offset == self.position and self._filling is None and len(self._buffer) < BUFFER_RECORDS_MAX:
@@ -99,7 +97,7 @@ class FedTail:
             self.announce(record.offset)
 
     def announce(self, offset: int) -> None:
-        """Note that a record exists at `offset`, and read the log up to this record."""
+        """Note that a record exists at `offset`, and read the log up to it."""
         if self._is_followed(offset):
             return
         self._known_end = max(self._known_end, offset + 1)
@@ -178,7 +176,6 @@ class FaustLog:
         self.read, self.begin, self.end = log.read, log.begin, log.end
 
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
-        """Return a tail that follows a partition from `offset`. Faust feeds it if Faust consumes the topic."""
         if topic in self._topics:
             return self._feed.tail(self._log, topic, partition, offset, wake)
         return self._log.tail(topic, partition, offset, wake)
@@ -207,22 +204,19 @@ class Feed:
                 tail.hurry()
 
     def is_assigned(self, partition: int) -> bool:
-        """Return whether Faust delivers a control partition to this router."""
         return partition in self._assigned
 
     def tail(self, log: Log, topic: str, partition: int, offset: int, wake: Wake) -> FedTail:
-        """Return a tail that follows a partition of `log` from `offset`."""
         tail = FedTail(self, log, topic, partition, offset, wake)
         self._tails.setdefault((topic, partition), []).append(tail)
         return tail
 
     def push(self, record: Record) -> None:
-        """Pass a consumed record to the tails of its partition."""
         for tail in self._tails.get((record.topic, record.partition), ()):
             tail.push(record)
 
     def announce(self, topic: str, partition: int, offset: int) -> None:
-        """Note that Faust consumed a record at `offset` that it cannot deliver. The tails read it from the log."""
+        """Let the tails read from the log a record that Faust consumed but cannot deliver."""
         for tail in self._tails.get((topic, partition), ()):
             tail.announce(offset)
 

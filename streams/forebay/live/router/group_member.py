@@ -32,14 +32,10 @@ HANDOVER_RECORDS = 10_000  # journal records that a standby follows within the t
 
 
 class GroupMember:
-    """Member of one group on one router.
+    """Member of one group on one router. `standby` is None while this router owns the group.
 
-    Args:
-        on_owned: Called with the owner after it has started, and with None when its ownership has ended.
-        retry_s: Pause in seconds after a log failure. It doubles with each failure up to `RETRY_MAX_S`.
-
-    Attributes:
-        standby: The standby that follows the journal, None while this router owns the group.
+    `on_owned` is called with the owner after it has started, and with None when its ownership has ended. The pause
+    `retry_s` after a log failure doubles with each failure up to `RETRY_MAX_S`.
     """
 
     def __init__(
@@ -79,7 +75,7 @@ class GroupMember:
 
     @property
     def has_owner(self) -> bool:
-        """Whether the group has an owner, according to the heartbeats that this member reads."""
+        """Whether the group has an owner, according to its heartbeats."""
         return self._heartbeats.has_owner
 
     def assign(self, *, is_assigned: bool) -> None:
@@ -97,7 +93,6 @@ class GroupMember:
         self._heartbeats.changed.set()
 
     async def run(self) -> None:
-        """Stand by for the group and own it, until `stop`."""
         pause_s = self._retry_s
         standby: Standby | None = None
         while not self._stopped.is_set():
@@ -126,8 +121,7 @@ class GroupMember:
     async def _until_due(self, standby: Standby, following: "asyncio.Task[None]") -> bool:
         """Run the standby until this router should claim the group, or the standby fails, or the router stops.
 
-        Returns whether this router should claim the group, and the standby has followed the journal up to its end.
-        Raises LogError if the log fails.
+        Returns True only if the standby has followed the journal up to its end. Raises LogError if the log fails.
         """
         writer = self._writer = HeartbeatWriter(self._log, self._partition, self.group, self._router_id)
         succession = Succession(

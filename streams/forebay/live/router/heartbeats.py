@@ -24,7 +24,6 @@ STANDBY_EVERY_S = 1.0  # a standby counts for ten seconds after its heartbeat
 
 
 def owner_heartbeat(world: World, group: str, router_id: str, position: int = 0) -> RouterHeartbeat:
-    """Return the heartbeat of an owner with this world, whose journal ends at `position`."""
     specs = [worker.spec for worker in world.fleet.workers() if worker.phase is WorkerPhase.READY]
     ready = Counter(spec.role for spec in specs)
     return replace(
@@ -37,7 +36,6 @@ def owner_heartbeat(world: World, group: str, router_id: str, position: int = 0)
 
 
 def _heartbeat(group: str, router_id: str, role: Role, world: World, position: int) -> RouterHeartbeat:
-    """Return a heartbeat without the ready workers."""
     return RouterHeartbeat(
         group=group,
         router_id=router_id,
@@ -52,10 +50,7 @@ def _heartbeat(group: str, router_id: str, role: Role, world: World, position: i
 
 
 class HeartbeatWriter:
-    """Writer of the heartbeats of one router for the group in `partition`.
-
-    At most one heartbeat is unacknowledged, so heartbeats do not accumulate while the broker is unreachable.
-    """
+    """Writer of one router's heartbeats, of which at most one is unacknowledged, so none accumulate in an outage."""
 
     def __init__(self, log: Log, partition: int, group: str, router_id: str) -> None:
         self._log = log
@@ -68,14 +63,10 @@ class HeartbeatWriter:
         self._hurry = asyncio.Event()
 
     def due_in_s(self) -> float:
-        """Return the seconds until the next heartbeat."""
         return max(0.0, self._due_s - runtime.monotonic_s())
 
     def beat_as_owner(self, world: World, position: int) -> None:
-        """Append a heartbeat if one is due, or if the fleet changed. Called after every turn of the owner.
-
-        `position` is the end of the owner's journal.
-        """
+        """Append a heartbeat if one is due, or if the fleet changed. `position` is the end of the owner's journal."""
         fleet_read = world.view.get(FLEET.name, 0)
         if self.due_in_s() and fleet_read == self._fleet_read:
             return
@@ -115,7 +106,6 @@ class HeartbeatWriter:
         return offset
 
     def close(self) -> None:
-        """Cancel the heartbeat that is not acknowledged yet."""
         if self._appending is not None:
             self._appending.cancel()
 

@@ -18,11 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class GroupPlacement:
-    """Assigns groups to control partitions 0 to `partitions` - 1, one group per partition.
-
-    Attributes:
-        refused: Number of groups rejected for lack of a free partition or for an invalid name. Each is logged once.
-    """
+    """Assigns groups to control partitions 0 to `partitions` - 1, one per partition. Logs each refused group once."""
 
     def __init__(self, log: Log, leases: Leases, directory: Directory, partitions: int) -> None:
         self._log = log
@@ -34,7 +30,7 @@ class GroupPlacement:
         self.refused = 0
 
     async def update(self) -> None:
-        """Read the groups that have leases, and assign a partition to each group that has none. Raises LogError."""
+        """Assign a partition to each group that has leases and no partition. Raises LogError."""
         try:
             groups = await runtime.offload(self._leases.groups)
         except LeaseError as error:

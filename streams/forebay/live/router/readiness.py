@@ -12,8 +12,7 @@ from forebay.live.router.router import Router
 class BlockedGroup(NamedTuple):
     """Group that a router cannot take over.
 
-    Attributes:
-        is_ready: Whether this is expected, because the group has an owner with other decision rules at the moment.
+    `is_ready` says that this is expected, because the group has an owner with other decision rules at the moment.
     """
 
     group: str
@@ -22,7 +21,6 @@ class BlockedGroup(NamedTuple):
 
 
 def blocked_groups(router: Router) -> list[BlockedGroup]:
-    """Return the groups that a router cannot take over, by control partition."""
     found: list[BlockedGroup] = []
     for _, member in sorted(router.members.items()):
         if member.stopped is not None:
@@ -33,7 +31,7 @@ def blocked_groups(router: Router) -> list[BlockedGroup]:
 
 
 def ready(router: Router) -> tuple[bool, str]:
-    """Return whether a router is ready, and a text with the reason.
+    """Return whether a router is ready, and the reason.
 
     A router is not ready if it cannot take over a group that has no owner, or whose records it cannot derive although
     the owner has its rules. While the group has an owner with other rules, as in a rolling upgrade, the router is
@@ -45,8 +43,6 @@ def ready(router: Router) -> tuple[bool, str]:
 
 
 class ReadinessMetrics(Collector):
-    """Prometheus metrics of the groups that a router cannot take over."""
-
     def __init__(self, router: Router) -> None:
         self._router = router
 

@@ -32,8 +32,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         routing: Rules for the choice of pools, by model. A model without rules keeps those of the log.
-        retry_s: Pause in seconds before a group is claimed or followed again after a log failure. It doubles with each
-            failure up to `RETRY_MAX_S`.
+        retry_s: Pause before a group is claimed or followed again after a log failure. It doubles up to `RETRY_MAX_S`.
         on_loss: Called before this router continues from the newest snapshot of a group, whose journal it cannot
             derive. None if it must not.
     """
@@ -52,8 +51,6 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Router:
-    """Router process, which owns groups or stands by for them."""
-
     def __init__(
         self,
         log: Log,
@@ -81,16 +78,11 @@ class Router:
 
     @property
     def standbys(self) -> dict[int, Standby]:
-        """The standbys that follow a journal, by control partition."""
         members = self.members.items()
         return {partition: member.standby for partition, member in members if member.standby is not None}
 
     def assign(self, partitions: set[int]) -> None:
-        """Prefer the groups in these control partitions from now on.
-
-        This router claims them before other standbys, and hands over other groups to the routers that they are assigned
-        to.
-        """
+        """Prefer these control partitions: claim them before other standbys, and hand over others to their routers."""
         logger.info("assigned the control partitions %s", sorted(partitions))
         self._assigned = partitions
         for partition, member in self.members.items():
@@ -123,7 +115,6 @@ class Router:
         await self._stopped.wait()
 
     def _new_members(self) -> list[GroupMember]:
-        """Return members of the groups that got a partition since the last call."""
         created = []
         for partition in range(self._settings.partitions):
             group = self._directory.group_in(partition)

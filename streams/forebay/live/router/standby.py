@@ -95,15 +95,13 @@ class Standby:
     `run` and `catch_up` may be cancelled and called again without loss, but only one of them may run at a time.
 
     Attributes:
-        position: Journal offset up to which the replica has followed.
         seal: Offset of the `Sealed` record if it is the last valid record that was followed, otherwise -1.
         snapshot: Offset of the record of the snapshot from which an owner must continue, because it gives up later
             records. -1 if it continues from this replica.
         blocked: Why no owner can continue with this replica, because it does not derive the records of the current
             owner. None if one can.
-        stopped: Why this replica derives no more records, although the owner has this program's decision rules. None
-            while it derives them.
-        failed: Reason why the replica can no longer follow the journal. None while it can.
+        stopped: Why this replica derives no more records, although the owner has this program's decision rules.
+        failed: Why the replica can no longer follow the journal.
         caught_up: Set once `run` has followed the journal up to its end at the start of `run`.
     """
 
@@ -147,12 +145,10 @@ class Standby:
 
     @property
     def rules(self) -> int:
-        """Version of the decision rules of the newest owner."""
         return self._validity.rules
 
     @property
     def validity(self) -> Validity:
-        """Filter of the journal records up to `position`."""
         return self._validity
 
     async def prepare_claim(self) -> None:
@@ -177,7 +173,6 @@ class Standby:
 
     @property
     def world(self) -> World:
-        """State of the group at journal offset `position`."""
         return self.followed.world
 
     async def catch_up(self, end: int) -> None:
@@ -202,7 +197,7 @@ class Standby:
             raise
 
     def continue_on(self, log: Log) -> None:
-        """Continue to follow on another connection to the same log, for example when a reader becomes the writer."""
+        """Continue on another connection to the same log, for example when a reader becomes the writer."""
         assert self._order is not None, "call catch_up first"
         self._log = log
         self._order = RecordedOrder(log, self._partition, self.world.view)
@@ -211,9 +206,8 @@ class Standby:
         """Follow the journal until cancelled.
 
         If a record cannot be derived, set `stopped` and continue as `waits_for_seal` describes. Set `failed` and return
-        if that is impossible, or if a new standby can derive the records from a newer snapshot.
-
-        Raises LogError if the log fails. A new standby may then follow the log later.
+        if that is impossible, or if a new standby can derive the records from a newer snapshot. Raises LogError if the
+        log fails. A new standby may then follow the log later.
         """
         while self.failed is None:
             try:

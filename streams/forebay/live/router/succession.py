@@ -52,13 +52,12 @@ class Backoff:
 
     @property
     def delay_s(self) -> float:
-        """Additional silence in seconds before this router claims; 0 if it lost no group recently."""
+        """Additional silence before this router claims; 0 if it lost no group recently."""
         if self._delay_s and runtime.monotonic_s() - self._lost_s > STEADY_S + self._base_s:
             self.clear()
         return self._delay_s
 
     def lost(self) -> None:
-        """Count a loss of the group to another router."""
         self._base_s = min(2 * self._base_s, BACKOFF_MAX_S) if self.delay_s else BACKOFF_S
         self._delay_s = self._base_s * (1 + runtime.random_int(4) / (1 << 32))
         self._lost_s = runtime.monotonic_s()
@@ -68,11 +67,10 @@ class Backoff:
 
 
 class Succession:
-    """Watch of one standby over its owner. `until_due` returns when the standby should claim the group.
+    """Watch of one standby over its owner.
 
-    Args:
-        is_assigned: Returns whether the consumer group assigned the group's partition to this router.
-        probe: Appends a heartbeat of this standby, and returns the offset of the heartbeat or None if that failed.
+    `is_assigned` returns whether the consumer group assigned the group's partition to this router. `probe` appends a
+    heartbeat of this standby, and returns its offset or None if that failed.
     """
 
     def __init__(
@@ -95,7 +93,6 @@ class Succession:
         self._saw_owner = False
 
     async def until_due(self) -> None:
-        """Wait until this router should claim the group."""
         await self._standby.caught_up.wait()
         self._since_s = runtime.monotonic_s()
         self._epoch = self._standby.world.owner_epoch

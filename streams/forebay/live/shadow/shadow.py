@@ -57,9 +57,8 @@ class ShadowSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a shadow.
 
     Attributes:
-        name: Name of the shadow, by which its events are found again.
-        text: Description of the changes. A shadow with another text needs another name.
-        alternative: Function that returns the changed configuration of a recorded pool.
+        name: Name by which the shadow's events are found again. Another `text` needs another name.
+        alternative: Returns the changed configuration of a recorded pool.
         from_start: Whether a new shadow begins with the first decision of the journal, instead of the next one.
     """
 
@@ -76,11 +75,7 @@ class ShadowSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shadow:
-    """Evaluates what an alternative would select at each decision of a group's owners. Call `start`, then `run`.
-
-    Attributes:
-        end: End offset of the journal at the last poll.
-    """
+    """Evaluates what an alternative would select at each decision of a group's owners. Call `start`, then `run`."""
 
     def __init__(
         self,
@@ -108,19 +103,14 @@ class Shadow:
 
     @property
     def position(self) -> int:
-        """Journal offset up to which the shadow has followed."""
         return self._standby.position
 
     @property
     def pools(self) -> Mapping[str, PoolConfigured]:
-        """Configuration of the pools as of `position`."""
         return self._standby.world.pools
 
     async def start(self) -> None:
-        """Derive the state from which the shadow continues, without writing events.
-
-        Raises RecoveryDiverged, OtherRules or LogError.
-        """
+        """Derive the state from which to continue. Raises RecoveryDiverged, OtherRules or LogError."""
         self.end = await self._journal_end()
         last = await self._sink.last()
         await self._begin_at(await self._offset_after(last))
@@ -175,7 +165,6 @@ class Shadow:
             await self._on_position(self.position)
 
     async def _offset_after(self, last: ShadowEvent | None) -> int:
-        """Return the journal offset of the first decision to evaluate."""
         settings = self.settings
         if last is None:
             if not settings.from_start:
@@ -258,7 +247,6 @@ class _ChoiceObserver:
         world.on_plan = self._evaluate
 
     def on_record(self, offset: int, record: JournalRecord) -> None:
-        """Emit the evaluation of the decision that was journalled at `offset`."""
         if isinstance(record, RequestRouted):
             evaluated = self._evaluated.popleft()
             assert evaluated.request_id == record.request_id, "choices are journalled in order"
@@ -268,7 +256,6 @@ class _ChoiceObserver:
             self._evaluated.popleft()  # a route query, which routes no request
 
     def take(self) -> list[DecisionShadowed]:
-        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 

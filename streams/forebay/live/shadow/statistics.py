@@ -15,16 +15,12 @@ class PoolStatistics:
     """Statistics of one pool.
 
     Regret is the cost of the recorded selection minus the cost of the shadow's selection, in blocks, by the shadow's
-    cost function. Overlap counts device blocks of the selected rank.
+    cost function. Overlap counts device blocks of the selected rank. `forebay.live.shadow.metrics` explains the counts.
 
     Attributes:
-        held: Number of decisions for which the shadow would have queued the request.
         failures: Number of decisions for which the shadow selected no rank, by reason.
-        incomparable: Number of decisions whose recorded rank was not a candidate of the shadow.
-        excess_blocks: Sum of the negative regrets in blocks, as a positive number. A shadow that does not always select
-            the cheapest rank has such decisions.
-        overlap_blocks_won: Sum of overlap blocks by which the shadow's selections exceed the recorded selections.
-        overlap_blocks_lost: Sum of overlap blocks by which the recorded selections exceed the shadow's.
+        excess_blocks: Sum of the negative regrets, as a positive number. A shadow that does not always select the
+            cheapest rank has such decisions.
         buckets: Number of regrets per bucket of `REGRET_BUCKETS`, and above the last bound.
     """
 
@@ -41,7 +37,6 @@ class PoolStatistics:
     buckets: list[int] = field(default_factory=lambda: [0] * (len(REGRET_BUCKETS) + 1))
 
     def add(self, event: DecisionShadowed) -> None:
-        """Count one evaluated decision."""
         self.decisions += 1
         if event.failure:
             self.failures[event.failure.partition(":")[0]] += 1
@@ -67,7 +62,6 @@ class ShadowStatistics:
         self._newest: deque[float] = deque(maxlen=NEWEST)
 
     def add(self, event: DecisionShadowed) -> None:
-        """Count one evaluated decision."""
         pool = self.pools.get(event.pool)
         if pool is None:
             pool = self.pools[event.pool] = PoolStatistics()

@@ -24,7 +24,7 @@ class TopicSink:
         self._end: int | None = None  # offset after the last append of this process
 
     async def last(self) -> ShadowEvent | None:
-        """Return the newest event of this shadow that the topic still holds, or None. Raises LogError."""
+        """Return the newest event of this shadow that the topic still holds. Raises LogError."""
         begin = await self._log.begin(SHADOW.name, self._partition)
         end = await self._log.end(SHADOW.name, self._partition)
         while end > begin:
