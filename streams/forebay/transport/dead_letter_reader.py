@@ -23,10 +23,8 @@ RETRY_OF = "retry-of"  # header of the new record: PARTITION/OFFSET of the lette
 class Letter(msgspec.Struct, frozen=True, kw_only=True):
     """Dead letter without its value.
 
-    Attributes:
-        omitted: parts of the record that the letter does not have because of their size; empty for none.
-        retried_as: place of the record with which the letter was last retried, as TOPIC/PARTITION/OFFSET; empty if it
-            was not retried.
+    `omitted` names the parts of the record that were too large. `retried_as` is the place of the record with which the
+    letter was last retried, as TOPIC/PARTITION/OFFSET. Both are empty for none.
     """
 
     partition: int
@@ -71,10 +69,10 @@ def retry_mark(letter: Letter, retried_as: str) -> Draft:
 
 
 async def letters(log: Log, partition: int, keep: Callable[[Letter], bool]) -> AsyncIterator[Letter]:
-    """Yield the letters of a partition for which `keep` returns true, newest first.
+    """Yield the letters of a partition for which `keep` returns true, newest first. Raises LogError.
 
     A mark follows its letter, so a reader that goes backwards knows whether a letter was retried. The values are
-    dropped page by page. Raises LogError if the log cannot be read.
+    dropped page by page.
     """
     begin, end = await log.begin(DEAD_LETTERS.name, partition), await log.end(DEAD_LETTERS.name, partition)
     marks: dict[int, str] = {}
@@ -95,12 +93,7 @@ async def letters(log: Log, partition: int, keep: Callable[[Letter], bool]) -> A
 
 
 async def read_letter(log: Log, partition: int, offset: int) -> tuple[Letter, Record]:
-    """Return the letter at an offset, and its record with the value.
-
-    Raises:
-        NoSuchLetter: there is no letter at this offset.
-        LogError: the log cannot be read.
-    """
+    """Return the letter at an offset, and its record with the value. Raises NoSuchLetter or LogError."""
     begin, end = await log.begin(DEAD_LETTERS.name, partition), await log.end(DEAD_LETTERS.name, partition)
     if not begin <= offset < end:
         span = f"letters are at offsets {begin} to {end - 1}" if begin < end else "the partition has no letters"

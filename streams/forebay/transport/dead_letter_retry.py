@@ -35,8 +35,6 @@ class NotRetriable(LogError):
 
 
 class LetterRetry(msgspec.Struct, frozen=True):
-    """Record that retries a letter."""
-
     draft: Draft
     event: Event
     note: str
@@ -64,12 +62,9 @@ def original(letter: Letter, record: Record) -> Record:
 
 
 def retry_of(letter: Letter, record: Record, group: str | None, now_us: int) -> LetterRetry:
-    """Return the record that retries a letter.
+    """Return the record that retries a letter. `group` owns the control partition of the original record.
 
-    Args:
-        group: group of the control partition of the original record; None if the partition has no group.
-
-    Raises NotRetriable: the letter was retried before, its record does not decode, or a retry would have no use.
+    Raises NotRetriable if the letter was retried before, its record does not decode, or a retry would have no use.
     """
     if letter.retried_as:
         raise NotRetriable(f"it was retried before, as {letter.retried_as}")
@@ -88,7 +83,7 @@ def retry_of(letter: Letter, record: Record, group: str | None, now_us: int) -> 
 
 
 def _require_waiting(letter: Letter, event: RequestSubmitted, group: str | None, now_us: int) -> None:
-    """Check that a client may still wait for the response of a request, and that its group serves its model."""
+    """Check that a client may still wait for the response, and that the group serves the model."""
     if event.model != group:
         raise NotRetriable(
             f"the request names the model {event.model}, but partition {letter.source_partition} belongs to"
@@ -106,9 +101,7 @@ async def append_retry(log: Log, letter: Letter, retry: LetterRetry) -> str:
     """Append the record of a retry, then mark the letter. Return the place of the record as TOPIC/PARTITION/OFFSET.
 
     If the process dies in between, the letter is not marked, and another retry appends the record once more. That is
-    harmless: a request with the same id is answered once, and a setting has the same value twice.
-
-    Raises LogError if the log cannot be written.
+    harmless: a request with the same id is answered once, and a setting has the same value twice. Raises LogError.
     """
     (offset,) = await log.append([retry.draft])
     place = f"{retry.draft.topic}/{retry.draft.partition}/{offset}"

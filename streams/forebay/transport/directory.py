@@ -19,13 +19,7 @@ READ_MAX = 256
 
 
 class Directory:
-    """Directory of the control partitions of all groups.
-
-    Each lookup first reads the new records of `groups`; `run` reads them continuously.
-
-    Attributes:
-        on_change: Called after `run` or a lookup has read new placements.
-    """
+    """Control partitions of all groups. Each lookup first reads new records; `run` reads them continuously."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -37,26 +31,25 @@ class Directory:
         self.undecodable = 0
 
     async def start(self) -> None:
-        """Read all existing placements. Raises LogError if the log cannot be read."""
+        """Read all existing placements. Raises LogError."""
         self._tail = self._log.tail(GROUPS.name, PARTITION, 0, self._wake)
         await self.reach(await self._log.end(GROUPS.name, PARTITION))
 
     async def run(self) -> None:
-        """Follow the topic until cancelled. Raises LogError if the log cannot be read."""
+        """Follow the topic until cancelled. Raises LogError."""
         await self._until(lambda: False)
 
     def close(self) -> None:
-        """Stop following the topic `groups`."""
         if self._tail is not None:
             self._tail.close()
 
     def partition_of(self, group: str) -> int | None:
-        """Return the current control partition of a group, or None if it has none. Raises LogError."""
+        """Return the current control partition of a group. Raises LogError."""
         self._read()
         return self.groups.partitions.get(group)
 
     def group_in(self, partition: int) -> str | None:
-        """Return the group to which a control partition is assigned, or None if it is free. Raises LogError."""
+        """Return the group to which a control partition is assigned. Raises LogError."""
         self._read()
         return self.groups.group_in(partition)
 

@@ -22,11 +22,7 @@ class _Entry:
 
 
 class Following:
-    """Queue of records that wait until earlier records are durable. They are appended in the order of the calls.
-
-    Args:
-        write_followers: appends drafts that waited for others.
-    """
+    """Queue of records that wait until earlier records are durable. They are appended in the order of the calls."""
 
     def __init__(self, write: Write, write_followers: WriteFollowers) -> None:
         self._write = write
@@ -48,7 +44,6 @@ class Following:
         self._append_due()
 
     def clear(self) -> None:
-        """Drop all waiting records, because the log has failed."""
         self._waiting.clear()
 
     def _on_durable(self, entry: _Entry) -> None:

@@ -38,7 +38,7 @@ class OwnerPresence(Protocol):
 
     @property
     def owner_age_s(self) -> float | None:
-        """Age of the owner's newest heartbeat in seconds, None without a heartbeat."""
+        """Age of the owner's newest heartbeat."""
         ...
 
     @property
@@ -54,9 +54,8 @@ class OwnerPresence(Protocol):
 class RouterHeartbeats:
     """Owner and standbys of one group, from the heartbeats that arrive after `follow` began.
 
-    Attributes:
-        owner: Newest heartbeat of the owner with the highest owner epoch. None before an owner's first heartbeat.
-        changed: Set after each heartbeat of the group. A reader clears it.
+    `owner` is the newest heartbeat of the owner with the highest owner epoch. `changed` is set after each heartbeat of
+    the group, and a reader clears it.
     """
 
     def __init__(self, log: Log, group: str, clock_s: Callable[[], float] = runtime.monotonic_s) -> None:
@@ -73,12 +72,11 @@ class RouterHeartbeats:
 
     @property
     def owner_age_s(self) -> float | None:
-        """Seconds since the owner's newest heartbeat arrived, None before its first heartbeat."""
         return None if self.owner is None else self._clock_s() - self._owner_arrived_s
 
     @property
     def has_owner(self) -> bool:
-        """Whether the group has an owner, whose newest heartbeat is younger than `OWNER_SILENT_S`."""
+        """Whether the owner's newest heartbeat is younger than `OWNER_SILENT_S`."""
         age_s = self.owner_age_s
         return age_s is not None and age_s < OWNER_SILENT_S
 
@@ -138,8 +136,6 @@ class RouterHeartbeats:
 
 
 class HeartbeatMetrics(Collector):
-    """Prometheus metrics of the heartbeats of groups."""
-
     def __init__(self, groups: Callable[[], Iterable[OwnerPresence]]) -> None:
         self._groups = groups
 

@@ -18,12 +18,7 @@ class UseUnknown(LogError):
 async def cards_in_use(log: Log, partitions: Mapping[str, int]) -> dict[str, str]:
     """Return the digest of the card that the workers of each group use; groups without a card are left out.
 
-    Args:
-        partitions: control partition of each group.
-
-    Raises:
-        UseUnknown: a group has no owner.
-        LogError: the log cannot be read.
+    Raises UseUnknown if a group has no owner, or LogError.
     """
     owners = await asyncio.gather(*(_owner_of(log, group, number) for group, number in partitions.items()))
     unknown = [group for group, owner in zip(partitions, owners, strict=True) if owner is None]
@@ -36,10 +31,7 @@ async def cards_in_use(log: Log, partitions: Mapping[str, int]) -> dict[str, str
 
 
 def superseded_by(store: ModelStore, model: str, digest: str) -> list[str]:
-    """Return the digests of the cards of a model that were stored before this card. Newer cards may be for later use.
-
-    Returns nothing if the topic lacks the card.
-    """
+    """Return the cards of a model that were stored before this card, because newer ones may be for later use."""
     stored = list(store.cards)
     before = stored[: stored.index(digest)] if digest in store.cards else []
     return [one for one in before if store.cards[one].model == model]
@@ -48,7 +40,7 @@ def superseded_by(store: ModelStore, model: str, digest: str) -> list[str]:
 async def remove_unused(
     log: Log, store: ModelStore, partitions: Mapping[str, int], digests: Iterable[str]
 ) -> list[str]:
-    """Remove those of the cards that no worker uses, and return their digests. Raises LogError as `cards_in_use`."""
+    """Remove those of the cards that no worker uses, and return their digests. Raises as `cards_in_use`."""
     wanted = list(digests)
     if not wanted:
         return []
@@ -60,7 +52,7 @@ async def remove_unused(
 
 
 async def _owner_of(log: Log, group: str, partition: int) -> RouterHeartbeat | None:
-    """Return the next heartbeat of the owner of a group, None if there is none. Raises LogError."""
+    """Return the next heartbeat of the owner of a group, None if there is none."""
     heartbeats = RouterHeartbeats(log, group)
     following = asyncio.create_task(heartbeats.follow(partition))
     try:

@@ -40,12 +40,7 @@ class ModelDamaged(LogError):
 
 
 class ModelStore:
-    """The cards on the topic `models`. `run` reads new ones.
-
-    Attributes:
-        cards: newest record of each card, by digest, in the order of the records.
-        aliases: newest event of each alias that has targets, by its name.
-    """
+    """The cards on the topic `models` by digest, in the order of their newest records. `run` reads new ones."""
 
     def __init__(self, log: Log) -> None:
         self.cards: dict[str, ModelStored] = {}
@@ -58,7 +53,7 @@ class ModelStore:
         self._changed = asyncio.Condition()
 
     async def start(self) -> None:
-        """Read all stored cards, without the content of their files. Raises LogError if the log cannot be read."""
+        """Read all stored cards, without the content of their files. Raises LogError."""
         end = await self._log.end(MODELS.name, CARDS)
         begin = await self._log.begin(MODELS.name, CARDS)
         self._tail = self._log.tail(MODELS.name, CARDS, begin, self._wake)
@@ -66,12 +61,11 @@ class ModelStore:
         await self._reach(end)
 
     async def run(self) -> None:
-        """Read new cards until cancelled. Raises LogError if the log cannot be read."""
+        """Read new cards until cancelled. Raises LogError."""
         while True:
             await self._advance()
 
     def close(self) -> None:
-        """Stop following the topic."""
         if self._tail is not None:
             self._tail.close()
 
@@ -118,10 +112,8 @@ class ModelStore:
     async def load(self, digest: str) -> dict[str, bytes]:
         """Return the content of all files of a card by name.
 
-        Raises:
-            ModelMissing: the topic lacks the card or a piece of a file.
-            ModelDamaged: a file has another SHA-256 than the card states.
-            LogError: the log cannot be read.
+        Raises ModelMissing if the topic lacks the card or a piece of a file, ModelDamaged if a file has another SHA-256
+        than the card states, or LogError.
         """
         stored = self.cards.get(digest)
         if stored is None:
@@ -160,7 +152,7 @@ class ModelStore:
             await self._store_card(model, card, files)
 
     async def _reach(self, offset: int) -> None:
-        """Read the records of cards before this offset. Raises LogError if the log cannot be read."""
+        """Read the records of cards before this offset."""
         while self._position < offset:
             await self._advance()
 
@@ -208,7 +200,6 @@ class ModelStore:
         raise ModelMissing(f"the topic {MODELS.name} has no piece of {name} at offset {offset}")
 
     def _read(self) -> bool:
-        """Apply the records that are ready, and return whether there were any."""
         assert self._tail is not None, "the store was not started"
         records = self._tail.take(READ_MAX)
         for record in records:
@@ -248,10 +239,7 @@ class ModelStore:
 
 
 async def stored_card(log: Log, model: str, card: ModelCard, files: Mapping[str, bytes]) -> str:
-    """Store a model card and its files unless they are stored already, and return the digest of the card.
-
-    Raises LogError if the log fails.
-    """
+    """Store a model card and its files unless they are stored already, and return its digest. Raises LogError."""
     store = ModelStore(log)
     await store.start()
     try:

@@ -14,10 +14,7 @@ RETRY_S = 0.2  # a read of a broker that is away takes up to 10 s by itself
 
 
 async def until_available(read: Callable[[], Awaitable[Result]]) -> Result:
-    """Return the result of a read. Repeat the read while the log is unavailable, until the caller is cancelled.
-
-    Raises LogError if the read failed with a permanent error.
-    """
+    """Return the result of a read, repeated while the log is unavailable. Raises LogError after a permanent error."""
     while True:
         try:
             return await read()

@@ -36,9 +36,8 @@ def readable(record: Record) -> dict[str, Any]:
 def plain(value: Any, name: str = "", *, token_ids: bool = True) -> Any:
     """Return an event, or the value of one of its fields, as JSON values.
 
-    Args:
-        name: Name of the field. It determines how bytes and integers are formatted.
-        token_ids: Include token ids. Otherwise `token_count` replaces them.
+    The name of the field determines how bytes and integers are formatted. Without `token_ids`, `token_count` replaces
+    them.
     """
     if isinstance(value, msgspec.Struct):
         tag = type(value).__struct_config__.tag

@@ -24,11 +24,7 @@ SEAL_RECORDS = 4  # per read of the last records before an offset, of which the 
 
 
 class ValidClaim(NamedTuple):
-    """A valid claim in a journal.
-
-    Attributes:
-        rules_before: Version of the decision rules of the previous owner; -1 for the first owner.
-    """
+    """A valid claim in a journal. `rules_before` is the rules version of the previous owner, -1 for the first owner."""
 
     offset: int
     claim: OwnerClaimed
@@ -44,13 +40,10 @@ class ValidClaim(NamedTuple):
 async def valid_claims(
     log: Log, partition: int, start: int, end: int, state: OwnedState | None = None, rules: int = -1
 ) -> AsyncIterator[ValidClaim]:
-    """Yield the valid claims in [start, end) of a journal.
+    """Yield the valid claims in [start, end) of a journal. Raises LogError.
 
-    Args:
-        state: State before `start`; None if it is unknown or there was no owner.
-        rules: Version of the decision rules of that owner; -1 if there was none.
-
-    Raises LogError: the log is damaged.
+    `state` is the state before `start`, None if it is unknown or there was no owner. `rules` is the version of the
+    decision rules of its owner, -1 if there was none.
     """
     if state is None or state.owner_epoch < 0:
         validity = Validity(-1, -1, nonce=None if start else "", seq=None if start else 0)
@@ -66,12 +59,9 @@ async def valid_claims(
 
 
 async def validity_at(log: Log, partition: int, offset: int, state: OwnedState, rules: int | None = None) -> Validity:
-    """Return a filter of the journal records from `offset` on.
+    """Return a filter of the journal records from `offset` on. Raises LogError.
 
-    Args:
-        rules: Version of the decision rules of the owner in that state; None for this program's version.
-
-    Raises LogError: the log is damaged.
+    `rules` is the version of the decision rules of the owner in that state, None for this program's version.
     """
     epoch, nonce, seq = state.owner_epoch, state.owner_nonce, state.seq
     if nonce is None and (claim := await claim_at(log, partition, epoch)) is not None:

@@ -13,9 +13,7 @@ from forebay.transport.sqlite.log import SqliteLog
 
 
 async def groups_of(log: Log) -> dict[str, int]:
-    """Return a map from the name of each group in `log` to its control partition.
-
-    Raises LogError if the log cannot be read.
+    """Return the control partition of each group in `log`. Raises LogError.
 
     The single group of an embedded log has no record on `groups`. It is named after its model, and its name is empty
     until a pool is configured.
@@ -35,9 +33,7 @@ async def groups_of(log: Log) -> dict[str, int]:
 
 
 async def pools_of(log: Log, partition: int) -> list[PoolConfigured]:
-    """Return every configuration that the pools of a group ever had, oldest first.
-
-    Raises LogError if the log cannot be read.
+    """Return every configuration that the pools of a group ever had, oldest first. Raises LogError.
 
     A policy that an operator set is a configuration, too. If retention removed the oldest records of `control`, the
     oldest snapshot supplies their configurations.
@@ -70,7 +66,7 @@ async def policies_run(log: Log, partition: int) -> set[str]:
 
 
 async def oldest_world_state(log: Log, partition: int) -> WorldState | None:
-    """Return the state in the oldest complete snapshot of a log, or None if there is none."""
+    """Return the state in the oldest complete snapshot of a log."""
     begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
     oldest_chunk = await log.begin(SNAPSHOTS.name, partition)
     async for _, taken in snapshots_taken(log, partition, begin, end):

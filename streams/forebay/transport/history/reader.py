@@ -65,11 +65,7 @@ class UnreadableDecision(JournalBroken):
 
 
 class Undecoded(NamedTuple):
-    """Record of an input topic that does not decode.
-
-    Attributes:
-        tag: Event tag of the record if the tag is unknown, for example of a newer version. None if it is malformed.
-    """
+    """Record of an input topic that does not decode. `tag` is its unknown event tag, None if it is malformed."""
 
     offset: int
     tag: str | None
@@ -80,9 +76,7 @@ class EventReader:
 
     Attributes:
         malformed: Number of records returned so far that had no effect, because their owner could not decode them.
-        unknown: Number of records returned so far with an event tag that their owner may have known, but not this
-            version.
-        first_unknown: First record with an unknown event tag, None if there is none.
+        unknown: Number of records returned so far with an event tag that only their owner may have known.
     """
 
     def __init__(self, log: Log, topic: Topic, partition: int, offset: int) -> None:
@@ -121,10 +115,9 @@ class EventReader:
                 self._ready.append(event)
 
     def take(self, count: int, owner_events: int) -> list[InputEvent | None]:
-        """Return the next `count` events. The caller must have called `fill` with at least this count.
+        """Return the next `count` events, for which the caller has called `fill`.
 
-        Args:
-            owner_events: Version of the event types that the owner which applied these events could read.
+        `owner_events` is the version of the event types that the owner of these events could read.
         """
         taken = [self._ready.popleft() for _ in range(count)]
         while self._undecoded and self._undecoded[0].offset < self.offset:
@@ -148,12 +141,7 @@ class EventReader:
 
 
 class RecordedOrder:
-    """Reads the input events that the owner applied, journal record by journal record.
-
-    Attributes:
-        readers: Reader of each topic from which the owner applied an event so far. A topic begins at its offset in the
-            argument `view`, by default at 0.
-    """
+    """Reads the input events that the owner applied. Each topic begins at its offset in `view`, by default at 0."""
 
     def __init__(self, log: Log, partition: int, view: Mapping[str, int]) -> None:
         self._log = log
@@ -166,10 +154,7 @@ class RecordedOrder:
         return self._view.get(topic, 0) if reader is None else reader.offset
 
     async def events_of(self, consumed: tuple[ConsumedRun, ...], owner_events: int = EVENTS_VERSION) -> RecordedEvents:
-        """Return the events that the next record's `consumed` counts, by topic. Raises LogError if any is missing.
-
-        `owner_events` is the version of the event types that the owner could read.
-        """
+        """Return the events that a record's `consumed` counts, by topic. Raises LogError if any is missing."""
         counts: dict[str, int] = {}
         for run in consumed:
             if run.topic != CLOCK:
@@ -193,7 +178,7 @@ _INPUTS = {topic.name: topic for topic in INPUTS}
 
 
 def decode_or_none(topic: Topic, value: bytes) -> InputEvent | None:
-    """Return the event in a record value of an input topic, or None if it does not decode."""
+    """Return the event of an input topic, or None if it does not decode."""
     try:
         event: InputEvent = decode(topic, value)
     except DecodeError:
@@ -202,10 +187,7 @@ def decode_or_none(topic: Topic, value: bytes) -> InputEvent | None:
 
 
 def decode_journal(record: Record) -> JournalRecord | None:
-    """Return the journal record in `record`, or None if `record` does not decode, for example a foreign record.
-
-    Use `Validity` to find out whether the record is valid.
-    """
+    """Return the journal record in `record`, valid or not, or None if it does not decode, like a foreign record."""
     try:
         decision: JournalRecord = decode(DECISIONS, record.value)
     except DecodeError:
@@ -254,7 +236,7 @@ class OwnedState(Protocol):
 
     @property
     def owner_nonce(self) -> str | None:
-        """Nonce of the owner's claim; None if it is unknown."""
+        """None if it is unknown."""
         ...
 
     @property
@@ -317,9 +299,8 @@ class Validity:
     def read(self, record: Record) -> JournalRecord | None:
         """Return the next record of the journal if it is valid and decodes, otherwise None.
 
-        The record that was read last may be read again, for example after a read of its events was cancelled.
-
-        Raises LogError if the claim of the record's owner is missing.
+        The record that was read last may be read again, for example after a read of its events was cancelled. Raises
+        LogError if the claim of the record's owner is missing.
         """
         decision = decode_journal(record)
         if decision is None:
@@ -335,10 +316,8 @@ class Validity:
     def read_own(self, record: Record) -> JournalRecord | None:
         """Return the next record like `read`.
 
-        Raises:
-            OtherRules: The record is a decision of an owner with other decision rules.
-            UnreadableDecision: The owner wrote the record, but this version cannot decode it.
-            LogError: The claim of the record's owner is missing.
+        Raises OtherRules for a decision of an owner with other decision rules, and UnreadableDecision for a record of
+        the owner that this version cannot decode.
         """
         decision = self.read(record)
         if self.last != record.offset or isinstance(decision, OwnerClaimed):
@@ -354,7 +333,6 @@ class Validity:
         return self._admits(stamp, record.offset, is_sealed=stamp is not None and stamp.type == _SEALED)
 
     def require_own_rules(self, offset: int) -> None:
-        """Raise OtherRules if the owner of a decision at `offset` has other decision rules."""
         if self.rules != CORE_VERSION:
             raise OtherRules(offset, self.rules, self.release)
 
@@ -373,7 +351,6 @@ class Validity:
         return True
 
     def is_next_claim(self, claim: OwnerClaimed) -> bool:
-        """Return whether a claim after the records so far is valid."""
         if self.epoch < 0:
             # A first claim continues from nothing. With an unknown owner, the reader begins in the middle of a journal.
             return self.nonce is None or not claim.previous_nonce
@@ -432,7 +409,6 @@ class Validity:
 
 
 def require_readable(record: Record) -> None:
-    """Raise UnreadableDecision for a record that does not decode."""
     try:
         decode(DECISIONS, record.value)
     except DecodeError as error:
@@ -440,19 +416,16 @@ def require_readable(record: Record) -> None:
 
 
 def follows(claim: OwnerClaimed, nonce: str | None) -> bool:
-    """Return whether a claim names the nonce of the owner before, as far as it is known."""
+    """Return whether a claim names the nonce of the previous owner, as far as it is known."""
     return nonce is None or claim.previous_nonce == nonce
 
 
 def can_continue(claim: OwnerClaimed, rules: int, seal: int = -1) -> bool:
-    """Return whether the router of a claim could derive the records of an earlier owner.
+    """Return whether the router of a claim could derive the records of an earlier owner with these `rules`.
 
     Of two routers that claim after the same seal, one may have other rules than the other. The claim of the second one
-    is invalid, because this router could not derive the decisions of the first one.
-
-    Args:
-        rules: Version of the decision rules of the earlier owner.
-        seal: Offset of the last valid record before the claim if it is a `Sealed`, otherwise -1.
+    is invalid, because this router could not derive the decisions of the first one. `seal` is the offset of the last
+    valid record before the claim if it is a `Sealed`, otherwise -1.
     """
     return claim.core_version == rules or claim.snapshot >= 0 or -1 < claim.seal == seal
 
@@ -468,7 +441,7 @@ async def journal(
 
 
 def journal_records(log: Log, partition: int, start: int, end: int) -> AsyncIterator[Record]:
-    """Yield all records in [start, end) of the journal, including stale ones, read page by page."""
+    """Yield all records in [start, end) of the journal, including stale ones."""
     return records_of(log, DECISIONS, partition, start, end)
 
 
@@ -480,7 +453,7 @@ async def events_of(log: Log, topic: Topic, partition: int) -> AsyncIterator[tup
 
 
 async def records_of(log: Log, topic: Topic, partition: int, start: int, end: int) -> AsyncIterator[Record]:
-    """Yield the records in [start, end) of a topic, read page by page."""
+    """Yield the records in [start, end) of a topic."""
     while start < end:
         records = await log.read(topic.name, partition, start, min(PAGE_RECORDS, end - start))
         if not records:

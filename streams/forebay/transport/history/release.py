@@ -5,12 +5,10 @@ from functools import cache
 
 @cache
 def own_release() -> str:
-    """Return the version of the installed forebay package."""
     from importlib.metadata import version  # noqa: PLC0415 - takes 60 ms, which every command would wait for
 
     return version("forebay")
 
 
 def rules_text(rules: int, release: str = "") -> str:
-    """Return a version of decision rules as text, with the package version of their owner if `release` is not empty."""
     return f"version {rules} of the rules" + (f" (forebay {release})" if release else "")

@@ -45,13 +45,13 @@ class OtherState(JournalBroken):
 
 
 async def newest_snapshot(log: Log, partition: int, end: int) -> SnapshotRecord | None:
-    """Return the last valid `SnapshotTaken` or `Sealed` before offset `end` of the journal, or None."""
+    """Return the last valid `SnapshotTaken` or `Sealed` before offset `end` of the journal."""
     found = await newest_snapshot_at(log, partition, end)
     return None if found is None else found[1]
 
 
 async def newest_snapshot_at(log: Log, partition: int, end: int) -> tuple[int, SnapshotRecord] | None:
-    """Return the record of `newest_snapshot` with its journal offset, or None."""
+    """Return the record of `newest_snapshot` with its journal offset."""
     begin = await log.begin(DECISIONS.name, partition)
     while end > begin:
         start = max(begin, end - PAGE_RECORDS)
@@ -129,9 +129,8 @@ async def load_snapshot(
     """Return the world that a snapshot holds.
 
     With `any_rules`, the owner may have had other decision rules. Then only the checksum of the chunks is checked,
-    because the digest of the state depends on the rules.
-
-    Raises OtherRules, MissingChunk, OtherState, or LogError if the snapshot cannot be read.
+    because the digest of the state depends on the rules. Raises OtherRules, MissingChunk, OtherState, or LogError if
+    the snapshot cannot be read.
     """
     is_own = taken.core_version == CORE_VERSION
     parts = await _checked_parts(log, partition, taken) if any_rules else await _parts(log, partition, taken)
@@ -144,10 +143,7 @@ async def load_snapshot(
 
 
 async def load_continued(log: Log, partition: int, claim: OwnerClaimed, custom: CustomPolicies | None = None) -> World:
-    """Return the world from which the owner of a claim continued, which is that of the snapshot that the claim names.
-
-    Raises OtherState if the snapshot is damaged, and LogError if the log does not have it.
-    """
+    """Return the world of the snapshot from which the owner of a claim continued. Raises OtherState or LogError."""
     if claim.snapshot == BEGINNING:
         return World(custom or {})
     offset = max(claim.seal, claim.snapshot)
@@ -201,10 +197,7 @@ async def _parts(log: Log, partition: int, taken: SnapshotRecord) -> list[Chunk]
 
 
 async def _checked_parts(log: Log, partition: int, taken: SnapshotRecord, at_once: int = CHUNKS_READ) -> list[Chunk]:
-    """Return the parts of a snapshot, whose bytes must have the recorded checksum, if there is one.
-
-    Raises MissingChunk, OtherState if the checksum differs, or LogError if the snapshot cannot be read.
-    """
+    """Return the parts of a snapshot, whose bytes must have the recorded checksum, if there is one."""
     parts: list[Chunk] = []
     hasher = xxh3_128()
     async for record, chunk in _chunks(log, partition, taken, at_once):
@@ -237,9 +230,9 @@ def _of_state(taken: SnapshotRecord) -> Iterator[None]:
 
 
 async def _require_of_seal(log: Log, partition: int, taken: SnapshotRecord, parts: list[Chunk]) -> None:
-    """Check that the snapshot holds the state that its owner sealed right before `journal_offset`.
+    """Raise OtherState if the snapshot is not the state that its owner sealed right before `journal_offset`.
 
-    Raises OtherState if it does not. The check is skipped if the seal is no longer on the log.
+    The check is skipped if the seal is no longer on the log.
     """
     snapshot = f"the snapshot at offset {taken.first_offset}"
     states = [part for part in parts if isinstance(part, WorldState)]
@@ -286,7 +279,7 @@ async def owner_state(log: Log, partition: int, taken: SnapshotRecord) -> OwnerS
 
 
 async def claim_at(log: Log, partition: int, owner_epoch: int) -> OwnerClaimed | None:
-    """Return the claim with which an owner epoch began, or None if the log does not have it. Raises LogError."""
+    """Return the claim with which an owner epoch began, None if the log does not have it. Raises LogError."""
     claimed = await record_at(log, partition, owner_epoch)
     return claimed if isinstance(claimed, OwnerClaimed) else None
 

@@ -16,9 +16,8 @@ from forebay.transport.history.snapshots import BEGINNING, newest_snapshot, snap
 class StoredState(NamedTuple):
     """State of a group from which the later decisions in the log can be derived.
 
-    Attributes:
-        view: Offset up to which the owner had applied each input topic. It is 0 for topics without an entry.
-        now_us: Clock of that owner, in microseconds; 0 before the first event.
+    `view` is the offset up to which the owner had applied each input topic, 0 for topics without an entry. `now_us` is
+    the clock of that owner, 0 before the first event.
     """
 
     offset: int
@@ -41,10 +40,7 @@ async def begins_of(log: Log, partition: int) -> dict[str, int]:
 async def usable_state(
     log: Log, partition: int, taken: SnapshotRecord, begins: Mapping[str, int]
 ) -> StoredState | None:
-    """Return the state of a snapshot, or None if retention removed chunks of it or records after it.
-
-    `begins` maps each topic to its oldest stored offset, see `begins_of`. Raises LogError if the log cannot be read.
-    """
+    """Return the state of a snapshot, or None if retention removed chunks or records after it. Raises LogError."""
     if taken.journal_offset < begins[DECISIONS.name] or taken.first_offset < begins[SNAPSHOTS.name]:
         return None
     state = await state_of(log, partition, taken)
@@ -56,10 +52,9 @@ async def usable_state(
 
 
 async def oldest_state(log: Log, partition: int) -> StoredState:
-    """Return the oldest state from which a group can be replayed.
+    """Return the empty state if retention removed nothing, and otherwise the oldest usable snapshot.
 
-    This is the empty state if retention removed nothing, and otherwise the oldest usable snapshot. Raises LogError if
-    there is no usable snapshot.
+    Raises LogError if there is no usable snapshot.
     """
     begins = await begins_of(log, partition)
     if not any(begins.values()):
@@ -76,10 +71,7 @@ async def oldest_state(log: Log, partition: int) -> StoredState:
 
 
 async def continued_view(log: Log, partition: int, claim: OwnerClaimed) -> dict[str, int]:
-    """Return the offset of each input topic at the snapshot from which an operator let the owner of a claim continue.
-
-    Raises LogError if the log does not have the snapshot.
-    """
+    """Return the input offsets at the snapshot from which an operator let the owner continue. Raises LogError."""
     if claim.snapshot == BEGINNING:
         return {}
     taken = await record_at(log, partition, claim.snapshot)

@@ -43,12 +43,10 @@ class BatchUnreadable(ValueError):
 
 
 class BatchHead(NamedTuple):
-    """Header of a record batch.
+    """Header of a record batch. `next_offset` is after the last offset that the batch occupies.
 
-    Attributes:
-        next_offset: Offset after the last offset that the batch occupies.
-        attributes: Bits for compression, timestamp type, transaction and control batch.
-        producer_id: Id of an idempotent or transactional producer, None in older formats.
+    The `attributes` are bits for compression, timestamp type, transaction and control batch. `producer_id` is None in
+    older formats.
     """
 
     base_offset: int
@@ -67,7 +65,6 @@ class BatchHead(NamedTuple):
 
     @property
     def is_transactional(self) -> bool:
-        """Whether the producer wrote the batch within a transaction."""
         return bool(self.attributes & TRANSACTIONAL)
 
 
@@ -109,12 +106,9 @@ def head_of(frame: memoryview) -> BatchHead:
 
 
 def records_of(frame: memoryview, head: BatchHead, *, check_crcs: bool = True) -> tuple[list[Any], str]:
-    """Return the readable records of a batch, and why the remaining records cannot be read.
+    """Return the readable records of a batch, and the reason why the others cannot be read, empty without others.
 
-    Returns:
-        The records, and the reason. The reason is empty if all records are readable.
-
-    Raises BatchUnreadable: none of the records can be read.
+    Raises BatchUnreadable if none of the records can be read.
     """
     if head.magic in (0, 1):
         return _legacy_records(frame, head)
@@ -148,7 +142,6 @@ def _uncompressed(frame: memoryview, head: BatchHead, data: Buffer) -> bytes:
 
 
 def _decompressed(codec: int, data: memoryview) -> Buffer:
-    """Return the decompressed data. Raises BatchUnreadable, also if it exceeds `DECOMPRESSED_BYTES_MAX`."""
     if codec == NO_CODEC:
         return data
     decompress = _DECOMPRESS.get(codec)
@@ -226,10 +219,7 @@ def _loose_records(data: Buffer, head: BatchHead) -> tuple[list[Any], str]:
 
 
 def _loose_record(buffer: bytearray, position: int, head: BatchHead) -> tuple[LooseRecord, int]:
-    """Return the record at `position`, and the position of the next one.
-
-    Raises ValueError or IndexError if the record is malformed.
-    """
+    """Return the record at `position` and the next position. Raises ValueError or IndexError if it is malformed."""
     length, position = decode_varint(buffer, position)
     end = position + length
     if length < 0 or end > len(buffer):

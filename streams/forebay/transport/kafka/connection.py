@@ -27,11 +27,7 @@ _IDS = 1 << 31  # correlation ids, which begin again at 0
 
 
 class BrokerConnection(asyncio.Protocol):
-    """Sends requests and receives responses on the transport of `opened`.
-
-    Args:
-        opened: connection that aiokafka has opened, with no request in flight.
-    """
+    """Sends requests on the transport of `opened`, which aiokafka has opened and which has no request in flight."""
 
     def __init__(self, opened: AIOKafkaConnection, timeout_s: float) -> None:
         self.is_open = True
@@ -58,10 +54,7 @@ class BrokerConnection(asyncio.Protocol):
         )
 
     async def request(self, key: int, version: int, body: bytes, decode: Callable[[bytes], T]) -> T:
-        """Send a request, and return its decoded response.
-
-        Raises KafkaError: no valid response arrived, so the broker may have executed the request.
-        """
+        """Send a request. Raises KafkaError if no valid response arrived; the broker may have executed the request."""
         if not self.is_open:
             raise KafkaConnectionError("the connection to the broker is closed")
         self._last_id = (self._last_id + 1) % _IDS
@@ -117,7 +110,7 @@ class BrokerConnection(asyncio.Protocol):
         return True
 
     def _expire(self) -> None:
-        """Close the connection if its oldest request has expired. Otherwise wait until it would."""
+        """Close the connection if its oldest request has expired."""
         self._timer = None
         if not self._pending:
             return

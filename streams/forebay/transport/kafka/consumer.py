@@ -31,11 +31,9 @@ NO_TYPE = 0  # Kafka's timestamp type "create time"
 
 @dataclass
 class AbsentRecord(ConsumerRecord):  # type: ignore[misc]  # aiokafka ships no types
-    """Placeholder for an offset without a readable record.
+    """Placeholder for an offset without a readable record, with the reason for a dead letter.
 
-    Attributes:
-        reason: Why the offset has no readable record, for a dead letter.
-        is_gap: Whether the offset is a marker, or its record was aborted or removed. If not, a record was lost.
+    If it `is_gap`, the offset is a marker, or its record was aborted or removed. If not, a record was lost.
     """
 
     reason: str = ""
@@ -51,15 +49,12 @@ class Batches:
         self._next = next(self._frames, None)
 
     def size_in_bytes(self) -> int:
-        """Return the number of fetched bytes."""
         return self._size
 
     def has_next(self) -> bool:
-        """Return whether there is another complete batch."""
         return self._next is not None
 
     def next_batch(self) -> memoryview | None:
-        """Return the bytes of the next batch, or None at the end."""
         frame, self._next = self._next, next(self._frames, None)
         return frame
 

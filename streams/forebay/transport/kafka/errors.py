@@ -90,10 +90,7 @@ def error_of(code: int, subject: str = "") -> KafkaError:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a later request may succeed although this one failed.
-
-    This includes codes of newer brokers, because a retry does no harm.
-    """
+    """Return whether a later request may succeed. Codes of newer brokers count, because a retry does no harm."""
     if isinstance(error, BrokerResponseError):
         return error.errno not in PERMANENT_CODES
     for kind in type(error).__mro__:
@@ -103,7 +100,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def log_error(error: BaseException, text: str) -> LogError:
-    """Return the error of the log for a failed request. It is a LogUnavailable if a later request may succeed."""
+    """Return the error of the log for a failed request, a LogUnavailable if a later request may succeed."""
     return LogUnavailable(text) if is_transient(error) else LogError(text)
 
 

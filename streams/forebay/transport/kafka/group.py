@@ -39,8 +39,6 @@ STOP_S = 3.0  # timeout for leaving the group; the broker removes a member that 
 
 
 class Committed(msgspec.Struct, frozen=True):
-    """Committed position of the group in a partition."""
-
     offset: int
     metadata: str
 
@@ -56,10 +54,7 @@ class RebalanceListener(Protocol):
 
 
 class KafkaGroup:
-    """Member of a consumer group.
-
-    The names of the topic and the group are given without the namespace, which the settings add.
-    """
+    """Member of a consumer group. The settings add the namespace to the names of the topic and the group."""
 
     def __init__(self, settings: KafkaSettings, topic: str, name: str) -> None:
         self._settings = settings
@@ -103,11 +98,8 @@ class KafkaGroup:
     async def take(self) -> dict[int, list[Record]]:
         """Return the next records by partition, waiting up to `POLL_MS`.
 
-        Offsets without a producer's record, for example of transaction markers, only advance `position`.
-
-        Raises:
-            LogUnavailable: This member cannot continue, but a new member can.
-            LogError: Kafka does not let this program read.
+        Offsets without a producer's record, for example of transaction markers, only advance `position`. Raises
+        LogUnavailable if a new member can continue, and LogError if Kafka does not let this program read.
         """
         try:
             fetched = await self._member.getmany(timeout_ms=QUIET_MS if self._is_quiet else POLL_MS)
@@ -123,14 +115,13 @@ class KafkaGroup:
         }
 
     def pause(self, partition: int) -> None:
-        """Stop fetching from a partition until `resume`."""
         self._switch(partition, on=False)
 
     def resume(self, partition: int) -> None:
         self._switch(partition, on=True)
 
     def seek(self, partition: int, offset: int) -> None:
-        """Set the offset of the next record. Does nothing if the partition is not assigned to this member."""
+        """Set the offset of the next record, unless the partition is not assigned to this member."""
         if self._is_ours(partition):
             self._member.seek(self._place(partition), offset)
 
@@ -148,7 +139,7 @@ class KafkaGroup:
         return position
 
     async def bounds(self, partition: int) -> tuple[int, int]:
-        """Return the oldest offset and the end offset of a partition. Raises LogError if Kafka cannot be read."""
+        """Return the oldest offset and the end offset of a partition. Raises LogError."""
         place = self._place(partition)
 
         async def query() -> tuple[int, int]:
@@ -159,7 +150,7 @@ class KafkaGroup:
         return await query_with_retry(query, f"the offsets of {self._full} cannot be read")
 
     async def committed(self, partition: int) -> Committed | None:
-        """Return the committed position of the group, or None if it never committed. Raises LogError."""
+        """Return the committed position of the group. Raises LogError."""
         place = self._place(partition)
 
         async def query() -> Committed | None:
@@ -243,10 +234,7 @@ class KafkaGroup:
 async def query_with_retry(query: Callable[[], Awaitable[Response]], problem: str) -> Response:
     """Return the result of a Kafka query, retrying after transient errors until the caller is cancelled.
 
-    Args:
-        problem: Beginning of error and log messages, for example "the offsets of x cannot be read".
-
-    Raises LogError: the query failed with a permanent error.
+    Raises LogError after a permanent error. `problem` begins its message, for example "the offsets cannot be read".
     """
 
     async def read() -> Response:
@@ -263,8 +251,6 @@ def _is_gap(message: ConsumerRecord) -> bool:
 
 
 class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka ships no types for it
-    """Adapter from aiokafka's rebalance callbacks to `RebalanceListener`."""
-
     def __init__(self, group: KafkaGroup, listener: RebalanceListener) -> None:
         self._group = group
         self._listener = listener

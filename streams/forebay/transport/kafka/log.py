@@ -36,8 +36,7 @@ DISCONNECT_S = 3.0
 class KafkaLog:
     """The port `Log` on Kafka, used from the event loop that opened it.
 
-    Attributes:
-        on_hop: Called with a topic and the seconds from the append of a record to its arrival in this process.
+    `on_hop` is called with a topic and the seconds from the append of a record to its arrival in this process.
     """
 
     def __init__(self, settings: KafkaSettings, wire: Wire, producer: Producer) -> None:
@@ -70,10 +69,7 @@ class KafkaLog:
         return cls(settings, wire, producer)
 
     async def append(self, drafts: Sequence[Draft]) -> list[int]:
-        """Append records and wait for the broker's acknowledgement; see `Log.append`.
-
-        Raises ValueError for a record that is too large. In that case nothing is appended.
-        """
+        """Append records; see `Log.append`. Raises ValueError, and appends nothing, if a record is too large."""
         self._require_open()
         if not drafts:
             return []
@@ -84,11 +80,8 @@ class KafkaLog:
     def append_soon(self, drafts: Sequence[Draft], then: Sequence[Draft] = ()) -> None:
         """Append without waiting; see `Log.append_soon`. A failure also shows in `on_failure`.
 
-        `then` is appended even if `drafts` are dropped because their partition does not exist.
-
-        Raises:
-            ValueError: A record is too large. Nothing is appended.
-            LogFull: Too many bytes wait for the broker. Nothing is appended.
+        `then` is appended even if `drafts` are dropped because their partition does not exist. Nothing is appended if
+        ValueError (a record is too large) or LogFull (too many bytes wait for the broker) is raised.
         """
         self._require_open()
         reserved = self._writer.reserve(then)
@@ -119,7 +112,7 @@ class KafkaLog:
         return await self._reader.end(topic, partition)
 
     def lags(self) -> dict[tuple[str, int], int]:
-        """Return the number of records that this process's tails have not fetched yet, by (topic, partition)."""
+        """Return the number of records not fetched yet, by (topic, partition)."""
         return self._tails.lags()
 
     @property

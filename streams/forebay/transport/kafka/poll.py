@@ -35,13 +35,9 @@ OnRecords = Callable[[TopicPartition, list[ConsumerRecord]], None]
 
 
 class Poller:
-    """Polls partitions, each from its own position.
+    """Polls partitions, each from its own position. `on_records` gets one record per offset.
 
-    Args:
-        on_records: called with a partition and its next records, one per offset.
-
-    Attributes:
-        ends: offset after the last record of each partition, as far as a broker has reported it.
+    `ends` is the offset after the last record of each partition, as far as a broker has reported it.
     """
 
     def __init__(self, wire: Wire, on_records: OnRecords, on_failure: Callable[[Exception], None]) -> None:
@@ -65,18 +61,15 @@ class Poller:
         self._plan_soon()
 
     def remove(self, place: TopicPartition) -> None:
-        """Poll a partition no longer."""
         del self._positions[place]
         self._paused.discard(place)
         self._reported.discard(place)
         self.ends.pop(place, None)
 
     def pause(self, place: TopicPartition) -> None:
-        """Return no records of a partition until `resume`."""
         self._paused.add(place)
 
     def resume(self, place: TopicPartition) -> None:
-        """Return records of a partition again."""
         if place in self._paused:
             self._paused.discard(place)
             self._plan_soon()

@@ -35,10 +35,7 @@ class KafkaPosition:
 
     @classmethod
     async def open(cls, settings: KafkaSettings, topic: str, partition: int, name: str) -> Self:
-        """Connect to the broker, to commit as consumer group `name` in one partition of `topic`.
-
-        Both names are without namespace. Raises KafkaUnusable if the broker is unreachable or rejects the connection.
-        """
+        """Connect, to commit as consumer group `name`. Names are without namespace. Raises KafkaUnusable."""
         group = settings.topic(name)
         consumer = AIOKafkaConsumer(**settings.client_options(), group_id=group, enable_auto_commit=False)
         place = TopicPartition(settings.topic(topic), partition)

@@ -44,8 +44,6 @@ class _Batch:
 
 
 class Producer:
-    """Idempotent producer."""
-
     def __init__(self, wire: Wire, channel: Channel) -> None:
         self.wire = wire
         self._channel = channel
@@ -72,7 +70,6 @@ class Producer:
                 return
 
     async def stop(self) -> None:
-        """Cancel all requests in flight."""
         tasks = [*self._busy.values(), *([self._recovery] if self._recovery is not None else [])]
         for task in tasks:
             task.cancel()
@@ -81,9 +78,8 @@ class Producer:
     async def append(self, place: TopicPartition, drafts: Sequence[tuple[Draft, int]], size: int) -> int:
         """Append records with their times in milliseconds as one batch, and return the offset of the first one.
 
-        A batch whose append is cancelled is sent nevertheless.
-
-        Raises KafkaError: the broker rejected the batch, and will reject all later batches of the partition.
+        A batch whose append is cancelled is sent nevertheless. Raises KafkaError if the broker rejected the batch. The
+        broker will then reject all later batches of the partition.
         """
         first = self._sequences.get(place, 0)
         codec = SNAPPY if size >= COMPRESSED_BYTES_MIN else NO_CODEC

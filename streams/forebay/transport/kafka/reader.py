@@ -36,7 +36,7 @@ class KafkaReader:
         self._ends: dict[TopicPartition, int] = {}
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """Return up to `limit` records from `offset`, none at the end. Raises LogError if Kafka cannot be read."""
+        """Return up to `limit` records from `offset`, none at the end. Raises LogError."""
         place = TopicPartition(self._settings.topic(topic), partition)
         if limit <= 0:
             return []

@@ -33,12 +33,7 @@ class TopicUnusable(Exception):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """Record to send.
-
-    Attributes:
-        topic: Full name of the topic, empty for forebay's own response topic.
-        key: Record key, which determines the partition.
-    """
+    """Record to send. An empty topic is forebay's own response topic; others have their full name."""
 
     topic: str
     key: bytes
@@ -104,9 +99,8 @@ class KafkaReplies:
     async def send(self, reply: Reply, on_done: OnDone) -> None:
         """Queue a reply, waiting while the queue is full.
 
-        Args:
-            on_done: Called with None once the broker has acknowledged the reply. Called with LogError (forebay's own
-                topic) or TopicUnusable (other topics) if that failed, possibly before this method returns.
+        `on_done` is called with None once the broker has acknowledged the reply. It is called with LogError (forebay's
+        own topic) or TopicUnusable (other topics) if that failed, possibly before this method returns.
         """
         assert self._producer is not None
         assert self._foreign is not None

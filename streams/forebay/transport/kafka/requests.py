@@ -53,11 +53,7 @@ class AppendedBatch(NamedTuple):
 
 
 class FetchedPartition(NamedTuple):
-    """What a broker returned for one fetched partition.
-
-    Attributes:
-        data: Record batches, of which the last one may be truncated.
-    """
+    """What a broker returned for one fetched partition. The last record batch may be truncated."""
 
     place: TopicPartition
     error_code: int
@@ -66,7 +62,6 @@ class FetchedPartition(NamedTuple):
 
 
 def header(key: int, version: int, correlation_id: int, client_id: bytes, body_bytes: int) -> bytes:
-    """Return the size field and the header of a request."""
     size = _HEADER.size - _I32.size + len(client_id) + body_bytes
     return _HEADER.pack(size, key, version, correlation_id, len(client_id)) + client_id
 

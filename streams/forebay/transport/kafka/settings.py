@@ -45,11 +45,7 @@ class KafkaUnreachable(KafkaUnusable, LogUnavailable):
 
 
 class KafkaSettings(msgspec.Struct, frozen=True):
-    """Connection settings for Kafka.
-
-    Attributes:
-        namespace: Prefix of all topic and group names, without the dot.
-    """
+    """Connection settings for Kafka. The namespace prefixes all topic and group names, without the dot."""
 
     bootstrap: str
     namespace: str = "forebay"
@@ -59,7 +55,7 @@ class KafkaSettings(msgspec.Struct, frozen=True):
         return f"{self.namespace}.{name}"
 
     def client_options(self) -> dict[str, Any]:
-        """Return the keyword arguments for every aiokafka client. Raises KafkaUnusable for an invalid property."""
+        """Return the options of every aiokafka client. Raises KafkaUnusable for an invalid property."""
         options: dict[str, Any] = {
             "bootstrap_servers": self.bootstrap,
             "request_timeout_ms": REQUEST_MS,

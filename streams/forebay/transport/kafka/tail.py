@@ -23,8 +23,6 @@ NULL_VALUE = "its value is null"
 
 
 class KafkaTail:
-    """Tail of one partition from a given offset."""
-
     def __init__(self, tails: "KafkaTails", place: TopicPartition, topic: str, offset: int, wake: Wake) -> None:
         self.position = offset
         self.wake = wake
@@ -53,7 +51,6 @@ class KafkaTail:
         self._tails.leave(self._place, self)
 
     def push(self, messages: list[ConsumerRecord]) -> None:
-        """Buffer the fetched records that this tail does not have yet."""
         position = self.position
         fresh = messages if messages[0].offset >= position else [item for item in messages if item.offset >= position]
         if fresh:
@@ -67,12 +64,9 @@ class KafkaTail:
 
 
 class KafkaTails:
-    """All tails of a process.
+    """All tails of a process. `failure` is the error that ended all of them, None while they work.
 
     `on_hop` is called with a topic and the seconds from the append of a record to its arrival in this process.
-
-    Attributes:
-        failure: Error that ended all tails, None while they work.
     """
 
     def __init__(self, settings: KafkaSettings, wire: Wire, on_hop: Callable[[str, float], None]) -> None:
@@ -84,7 +78,6 @@ class KafkaTails:
         self._names: dict[TopicPartition, str] = {}
 
     def follow(self, topic: str, partition: int, offset: int, wake: Wake) -> KafkaTail:
-        """Return a new tail of a partition from `offset`."""
         place = TopicPartition(self._settings.topic(topic), partition)
         tail = KafkaTail(self, place, topic, offset, wake)
         tails = self._tails.setdefault(place, [])
@@ -118,7 +111,6 @@ class KafkaTails:
         return lags
 
     def fail(self, error: LogError) -> None:
-        """Fail all tails: their next `take` raises the error."""
         self.failure = self.failure or error
         for tails in self._tails.values():
             for tail in tails:
@@ -158,7 +150,7 @@ def record_of(topic: str, message: ConsumerRecord) -> Record:
 
 
 def headers_of(headers: Sequence[tuple[str, bytes | None]]) -> dict[str, str] | None:
-    """Return record headers as text, or None if there are none.
+    """Return record headers as text.
 
     A null value becomes an empty string, and bytes that are not UTF-8 are escaped. Of several headers with the same
     name, the last one wins.

@@ -73,8 +73,6 @@ class TopicPlan(msgspec.Struct, frozen=True):
 
 
 class TopicCounts(msgspec.Struct, frozen=True):
-    """Partition counts of the topics on the broker."""
-
     groups: int
     replies: int
     kafka_api: int
@@ -105,9 +103,9 @@ async def create_topics(settings: KafkaSettings, plan: TopicPlan, pools: Sequenc
 
 
 async def plan_of(settings: KafkaSettings) -> TopicPlan:
-    """Return the plan by which the topics of the namespace were created, so that missing topics can be added to them.
+    """Return the plan by which the topics of the namespace were created, with default counts for missing topics.
 
-    A topic that is missing has the default count. Raises KafkaUnusable if the namespace has no topics.
+    Raises KafkaUnusable if the namespace has no topics.
     """
     partitions, replicas = await _described(settings)
     control = [partitions[topic.name] for topic in CONTROL_TOPICS if topic.name in partitions]
@@ -131,7 +129,6 @@ async def partitions_of(settings: KafkaSettings) -> dict[str, int]:
 
 
 async def _described(settings: KafkaSettings) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the partition count and the number of replicas of every topic, by name without prefix."""
     admin = await _admin(settings)
     try:
         described = await admin.describe_topics()

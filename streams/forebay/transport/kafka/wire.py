@@ -51,12 +51,7 @@ class ProducerId(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """What a broker returned for one partition.
-
-    Attributes:
-        error: Why it returned no records, None without an error.
-        data: Record batches, of which the last one may be truncated; empty without new records.
-    """
+    """What a broker returned for one partition. The last record batch may be truncated."""
 
     place: TopicPartition
     error: Exception | None
@@ -65,8 +60,6 @@ class Fetched(NamedTuple):
 
 
 class Wire:
-    """Connections of a process to the brokers."""
-
     def __init__(self, settings: KafkaSettings) -> None:
         self._client = AIOKafkaClient(
             **settings.client_options(),
@@ -92,7 +85,7 @@ class Wire:
     async def partitions(self, topic: str) -> set[int]:
         """Return the partitions of a topic. Waits while no broker responds.
 
-        Raises KafkaError: the brokers have not known the topic for `REQUEST_MS`, or it may not be described.
+        Raises KafkaError if the brokers have not known the topic for `REQUEST_MS`, or it may not be described.
         """
         cluster, until_s = self._client.cluster, math.inf
         while (known := cluster.partitions_for_topic(topic)) is None:
@@ -114,7 +107,7 @@ class Wire:
     async def refresh(self, topics: Sequence[str] = ()) -> None:
         """Fetch the metadata of all topics in use, and of `topics`. Raises nothing if no broker responds.
 
-        Raises TopicAuthorizationFailedError: one of `topics` may not be described.
+        Raises TopicAuthorizationFailedError if one of `topics` may not be described.
         """
         for topic in topics:
             self._client.add_topic(topic)
@@ -137,7 +130,6 @@ class Wire:
         self._missing_s = {topic: before.get(topic, now_s) for topic in missing}
 
     async def producer_id(self) -> ProducerId:
-        """Return the id for a new producer. Raises KafkaError."""
         response = await self._client.send(self._client.get_random_node(), InitProducerIdRequest(None, -1))
         if response.error_code:
             raise error_of(response.error_code)
@@ -146,12 +138,9 @@ class Wire:
     async def produce(
         self, node: int, channel: Channel, batches: Mapping[TopicPartition, bytes]
     ) -> dict[TopicPartition, int | KafkaError]:
-        """Append one batch per partition.
+        """Append one batch per partition. Return the offset of the first record, or the error of the broker.
 
-        Returns:
-            For each partition the offset of the first record, or the error of the broker.
-
-        Raises KafkaError: no response arrived, so the batches may have been appended.
+        Raises KafkaError if no response arrived, so the batches may have been appended.
         """
         connection = await self._connection(node, channel)
         version = connection.version_of(PRODUCE)
@@ -162,11 +151,10 @@ class Wire:
     async def fetch(
         self, node: int, channel: Channel, offsets: Mapping[TopicPartition, int], wait_ms: int
     ) -> list[Fetched]:
-        """Return records of partitions from these offsets. Without any the broker responds after `wait_ms`.
+        """Return records from these offsets. Without any the broker responds after `wait_ms`.
 
-        The broker fills the response in the order of `offsets`.
-
-        Raises KafkaError: no response arrived, or the broker rejected the request.
+        The broker fills the response in the order of `offsets`. Raises KafkaError if no response arrived, or the broker
+        rejected the request.
         """
         connection = await self._connection(node, channel)
         body = fetch_body(offsets, wait_ms, FETCH_BYTES_MAX, PARTITION_BYTES_MAX)
@@ -178,7 +166,6 @@ class Wire:
         ]
 
     async def _connection(self, node: int, channel: Channel) -> BrokerConnection:
-        """Return an open connection to a broker. Raises NodeNotReadyError."""
         connection = self._connections.get((node, channel))
         if connection is not None and connection.is_open:
             return connection

@@ -44,7 +44,6 @@ class Waiter:
         self._missing = count
 
     def place(self, index: int, offset: int) -> None:
-        """Set the offset of the draft at `index`, and resolve the future once all offsets are set."""
         self.offsets[index] = offset
         self._missing -= 1
         if not self._missing and not self.future.done():
@@ -63,18 +62,12 @@ class LenientWaiter(Waiter):
     __slots__ = ()
 
     def refuse(self, index: int, reason: str) -> None:
-        """Count the draft at `index` as done."""
         del reason
         self.place(index, -1)
 
 
 class PendingAppend(NamedTuple):
-    """Queued draft.
-
-    Attributes:
-        waiter: Receiver of the offset, None for an append without waiting.
-        draft_index: Index of the draft in `waiter`.
-    """
+    """Queued draft, with its index in the waiter. The waiter is None for an append without waiting."""
 
     draft: Draft
     size: int
@@ -84,13 +77,7 @@ class PendingAppend(NamedTuple):
 
 
 class KafkaWriter:
-    """Writer with one queue per partition.
-
-    `name` maps a topic to its name on the broker, `producer_of` maps it to its producer.
-
-    Attributes:
-        refused: Number of records dropped because their partition does not exist.
-    """
+    """Writer with one queue per partition. `name` maps a topic to its name on the broker."""
 
     def __init__(
         self,
@@ -111,17 +98,14 @@ class KafkaWriter:
         self.refused = 0
 
     def check(self, draft: Draft) -> int:
-        """Return the size of a record in bytes. Raises ValueError if the size exceeds `RECORD_BYTES_MAX`."""
+        """Return the size of a record. Raises ValueError if it exceeds `RECORD_BYTES_MAX`."""
         size = size_of(draft)
         if size > RECORD_BYTES_MAX:
             raise ValueError(f"{draft.topic}: a record of {size} bytes; the limit is {RECORD_BYTES_MAX}")
         return size
 
     def write(self, drafts: Sequence[Draft], waiter: Waiter | None) -> None:
-        """Queue drafts for their partitions.
-
-        Raises ValueError for a large draft, and LogFull if more than `BUFFER_BYTES_MAX` would wait for the broker.
-        """
+        """Queue drafts for their partitions. Raises the errors of `reserve`."""
         self.reserve(drafts)
         self.write_reserved(drafts, waiter)
 
@@ -144,7 +128,6 @@ class KafkaWriter:
         self._buffered -= size
 
     def write_reserved(self, drafts: Sequence[Draft], waiter: Waiter | None) -> None:
-        """Queue drafts for their partitions, whose bytes `reserve` has counted."""
         at_ms = runtime.wall_ns() // 1_000_000
         if waiter is not None:
             self._waiters[waiter] = None
@@ -240,13 +223,11 @@ class KafkaWriter:
 
 
 async def _grown(producer: Producer, topic: str, partition: int) -> bool:
-    """Refresh the metadata, and return whether the partition exists now."""
     await producer.wire.refresh()
     return partition in await producer.wire.partitions(topic)
 
 
 def size_of(draft: Draft) -> int:
-    """Return the bytes of a record's value, key and headers."""
     size = len(draft.value) + len(draft.key or b"")
     if draft.headers:
         size += sum(len(name.encode()) + len(value.encode()) for name, value in draft.headers.items())

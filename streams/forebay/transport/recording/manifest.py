@@ -91,10 +91,7 @@ def utc(at_us: int) -> str:
 
 
 def microseconds(text: str) -> int:
-    """Return the microseconds since 1970 of a text that `utc` returned.
-
-    Raises ValueError if the text has another format.
-    """
+    """Return the microseconds since 1970 of a text that `utc` returned, else raise ValueError."""
     return (datetime.fromisoformat(text) - _EPOCH) // timedelta(microseconds=1)
 
 
@@ -134,10 +131,7 @@ def read_contents(db: sqlite3.Connection, path: Path) -> Contents:
 
 
 def read_tables(db: sqlite3.Connection, path: Path) -> tuple[Contents, bool, dict[Extent, int | None]]:
-    """Return the contents of a recording, whether it is complete, and the checksums of its extents.
-
-    Raises LogUnusable if the manifest cannot be read.
-    """
+    """Return the contents of a recording, whether it is complete, and its checksums. Raises LogUnusable."""
     try:
         meta = schema.read_meta(db)
         extents = db.execute('SELECT topic, "partition", "first", "end", checksum FROM forebay_extents').fetchall()
@@ -171,10 +165,7 @@ _FLAGS = {"yes": True, "no": False}
 
 
 def extent_checksum(db: sqlite3.Connection, extent: Extent) -> int:
-    """Return the signed XXH3-64 digest of the checksums of an extent's records, after verifying each checksum.
-
-    Raises CorruptRecord or MissingRecords.
-    """
+    """Return the XXH3-64 digest of an extent's checksums, verifying each. Raises CorruptRecord or MissingRecords."""
     base = extent.partition << schema.OFFSET_BITS
     hasher = xxh3_64()
     expected = extent.first
@@ -219,10 +210,7 @@ def seal(path: Path) -> None:
 
 
 def file_digest(path: Path, hole: int, length: int) -> str:
-    """Return the XXH3-128 digest of a file with `length` bytes at offset `hole` set to zero.
-
-    Raises OSError if the file cannot be read.
-    """
+    """Return the XXH3-128 digest of a file with `length` bytes at offset `hole` set to zero. Raises OSError."""
     hasher = xxh3_128()
     position = 0
     with path.open("rb") as file:

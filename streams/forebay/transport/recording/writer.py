@@ -25,8 +25,7 @@ from forebay.transport.sqlite.log import LogUnusable, MissingRecords, SqliteLog
 class RecordingWriter:
     """Writer of one recording, used from one thread. Always call `close`; an unfinished recording can be resumed.
 
-    Attributes:
-        complete: Whether all records are written and verified. If so, another process may be sealing the file.
+    If it is `complete`, all records are written and verified, and another process may be sealing the file.
     """
 
     def __init__(self, db: sqlite3.Connection, out: Path, contents: Contents, *, complete: bool = False) -> None:
@@ -58,10 +57,10 @@ class RecordingWriter:
 
     @classmethod
     def resume(cls, out: Path, asked: Mapping[str, str]) -> Self | None:
-        """Resume an unfinished recording at `out` that a command with the options `asked` began.
+        """Resume an unfinished recording at `out` that a command with the options `asked` began, if there is one.
 
-        Returns None if there is no unfinished recording. Raises LogUnusable if a command with other options began it,
-        if `out` exists already, or if another process writes it.
+        Raises LogUnusable if a command with other options began it, if `out` exists already, or if another process
+        writes it.
         """
         require_free(out)
         part = part_of(out)
@@ -91,11 +90,9 @@ class RecordingWriter:
 
     @property
     def done(self) -> int:
-        """Number of records written so far."""
         return sum(self._positions[place] - extent.first for place, extent in self._extents.items())
 
     def position(self, extent: Extent) -> int:
-        """Return the offset of the next record to write in an extent."""
         return self._positions[extent.topic, extent.partition]
 
     def write(self, records: Sequence[Record]) -> None:
@@ -122,8 +119,7 @@ class RecordingWriter:
     def finish(self) -> Contents:
         """Verify, seal and rename the recording, close the writer, and return the contents.
 
-        Raises CorruptRecord or MissingRecords if the disk did not store a record correctly, and LogError for any other
-        failure.
+        Raises CorruptRecord or MissingRecords if the disk did not store a record correctly, or LogError.
         """
         assert self.done == self.total, "write all records first"
         part = part_of(self._out)
@@ -159,7 +155,6 @@ class RecordingWriter:
 
 
 def part_of(out: Path) -> Path:
-    """Return the path of a recording while it is being written."""
     return out.with_name(out.name + PART)
 
 

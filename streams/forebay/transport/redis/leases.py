@@ -127,7 +127,6 @@ class RedisLeases:
         self._announce = client.register_script(_ANNOUNCE)
 
     def acquire(self, group: str, worker_id: str, token: str, payload: bytes, ttl_ms: int) -> None:
-        """Take the lease of a worker, even if another incarnation holds it."""
         assert ttl_ms >= 1
         with _lease_errors():
             self._acquire(
@@ -135,10 +134,7 @@ class RedisLeases:
             )
 
     def renew(self, group: str, worker_id: str, token: str, ttl_ms: int) -> bool:
-        """Extend the lease, even if it expired but was not deleted yet.
-
-        Returns False if another incarnation holds the lease, or it was deleted.
-        """
+        """Extend the lease, even if it expired but was not deleted yet."""
         assert ttl_ms >= 1
         with _lease_errors():
             args: list[str | int] = [*_escaped_names(group, worker_id), token, ttl_ms]
@@ -150,7 +146,6 @@ class RedisLeases:
             self._release(keys=self._keys(group, worker_id), args=[_escape(worker_id), token])
 
     def poll(self, group: str) -> list[Lease]:
-        """Return every lease of the group ordered by worker id, including expired and released leases."""
         with _lease_errors():
             found = self._poll(keys=[self._deadlines_key(group)], args=[self._lease_key(group, "")])
         leases = [
@@ -177,15 +172,11 @@ class RedisLeases:
             self._drop(keys=self._keys(group, worker_id), args=[_escape(worker_id), token])
 
     def announce(self, group: str, ttl_ms: int) -> None:
-        """Make `groups` return the group for `ttl_ms`, although no worker has a lease in it yet.
-
-        A worker calls this if its group needs a control partition before the worker has a lease.
-        """
+        """A worker calls this if its group needs a control partition before the worker has a lease."""
         with _lease_errors():
             self._announce(keys=[self._deadlines_key(group), self._groups_key], args=[_escape(group), ttl_ms])
 
     def groups(self) -> list[str]:
-        """Return every group with at least one unexpired lease, sorted."""
         with _lease_errors():
             found = self._groups(keys=[self._groups_key], args=[self._deadlines_key("")])
         return sorted(_unescape(group.decode()) for group in found)

@@ -25,11 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Runs the checkpoints of one log file, one at a time.
-
-    Attributes:
-        holding: Whether the writer has to delay its commits.
-    """
+    """Runs the checkpoints of one log file, one at a time. While `holding`, the writer has to delay its commits."""
 
     def __init__(self, path: Path) -> None:
         self.holding = False
@@ -39,7 +35,7 @@ class Checkpointer:
         self._executor = runtime.executor(1, "forebay-checkpoint")
 
     def grew(self, value_bytes: int, tables: int) -> None:
-        """Record a commit, with the bytes of its values and the number of tables it wrote to."""
+        """Record a commit. `tables` is the number of tables it wrote to."""
         self._growth += value_bytes + tables * PAGE_BYTES
 
     def step(self, loop: AbstractEventLoop, flush: Callable[[], None]) -> None:
@@ -71,10 +67,7 @@ class Checkpointer:
 
 
 def fold(db: sqlite3.Connection) -> None:
-    """Move the WAL into the log file and delete the WAL, so that the log can be opened on read-only media.
-
-    If another connection reads the log, the WAL is kept.
-    """
+    """Move the WAL into the log file, so that it can be opened on read-only media. A WAL that is being read stays."""
     try:
         db.execute("PRAGMA busy_timeout = 0")
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")

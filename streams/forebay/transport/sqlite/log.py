@@ -35,11 +35,7 @@ Waiter = tuple[asyncio.Future[list[int]], list[int]]
 
 
 class SqliteLog:
-    """The port `Log` on SQLite, used from the thread that opened it. Appends need a running event loop.
-
-    Attributes:
-        recording: Contents of the file if it is a recording, otherwise None.
-    """
+    """The port `Log` on SQLite, used from the thread that opened it. Appends need a running event loop."""
 
     def __init__(
         self,
@@ -105,7 +101,6 @@ class SqliteLog:
 
     @property
     def failure(self) -> LogError | None:
-        """Error that ended the log, None while it accepts records."""
         return self._failure
 
     async def append(self, drafts: Sequence[Draft]) -> list[int]:
@@ -123,10 +118,7 @@ class SqliteLog:
         return await committed
 
     def append_soon(self, drafts: Sequence[Draft], then: Sequence[Draft] = ()) -> None:
-        """Append like `append`, but without waiting for the commit. A later failure shows in `failure`.
-
-        `drafts` and `then` become durable in the same transaction.
-        """
+        """Append without waiting for the commit. `drafts` and `then` become durable in the same transaction."""
         self._enqueue([*drafts, *then], asyncio.get_running_loop())
 
     async def flush(self) -> None:
@@ -148,10 +140,7 @@ class SqliteLog:
         return tail
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """Return up to `limit` records like `records`, but fewer if they are large or a later one is damaged.
-
-        Does not wait.
-        """
+        """Return up to `limit` records like `records`, but fewer if they are large or a later one is damaged."""
         return self._fetch(self._partition(topic, partition), offset, limit, TAIL_BYTES_MAX)
 
     async def begin(self, topic: str, partition: int) -> int:
@@ -163,7 +152,6 @@ class SqliteLog:
         return self._start_of(topic, partition) if extent is None else extent.first
 
     async def end(self, topic: str, partition: int) -> int:
-        """Return the offset of the next record to be appended, like `next_offset`."""
         return self.next_offset(topic, partition)
 
     def records(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
@@ -233,7 +221,6 @@ class SqliteLog:
         return end - first
 
     def starts(self) -> dict[tuple[str, int], int]:
-        """Return the first offset of each partition that was trimmed, by topic and partition."""
         self._require_open()
         if self._readonly and self.recording is None:
             with self._reading():
@@ -265,10 +252,7 @@ class SqliteLog:
             raise LogError(f"{self._name}: is damaged ({' '.join(found.split())}); restore a copy")
 
     def check_ends(self) -> None:
-        """Check the table structure and the last record of each partition. Raises LogError if one is damaged.
-
-        The check reads one record per partition, so its duration does not depend on the length of the log.
-        """
+        """Check the tables and the last record of each partition, in constant time per partition. Raises LogError."""
         with self._reading():
             schema.check_structure(self._db)
         for topic, partition, end in self.topics():

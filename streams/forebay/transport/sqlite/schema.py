@@ -1,7 +1,4 @@
-"""Schema of a log file: its tables, its checksums, and the checks when a file is opened.
-
-Every problem while opening a file is raised as `LogUnusable`.
-"""
+"""Schema of a log file: its tables, its checksums, and the checks when a file is opened, which raise `LogUnusable`."""
 
 import fcntl
 import os
@@ -53,8 +50,6 @@ class LogEmpty(LogUnusable):
 
 
 class CorruptRecord(LogError):
-    """A stored record does not match its checksum."""
-
     def __init__(self, topic: str, partition: int, offset: int) -> None:
         super().__init__(
             f"{topic}/{partition}: the record at offset {offset} does not match its checksum;"
@@ -93,10 +88,6 @@ class TrimmedRecords(LogError):
 
 
 def require_topic(name: str) -> None:
-    """Check a topic name: 1 to 200 characters of `a-z`, `0-9`, dot and hyphen.
-
-    Raises ValueError if the name is invalid.
-    """
     if not _TOPIC_NAME.fullmatch(name):
         raise ValueError(f"invalid topic name {name!r}: expected 1 to 200 characters of a-z, 0-9, '.' and '-'")
 
@@ -112,7 +103,6 @@ def create_table(topic: str) -> str:
 
 
 def insert_row(topic: str) -> str:
-    """Return the statement that inserts a `Row`."""
     return (
         f'INSERT INTO "{topic}" (id, at_us, key, headers, value, checksum)'  # noqa: S608 - a checked name
         " VALUES (?, ?, ?, ?, ?, ?)"
@@ -131,12 +121,11 @@ def select_rows(topic: str) -> str:
 
 
 def encode_headers(headers: Mapping[str, str] | None) -> bytes | None:
-    """Return headers as a JSON object, in the form that is stored and checksummed. Returns None for None."""
+    """Return headers as a JSON object, in the form that is stored and checksummed."""
     return None if headers is None else msgspec.json.encode(headers)
 
 
 def decode_headers(headers: bytes | None) -> dict[str, str] | None:
-    """Decode headers that `encode_headers` encoded. Raises msgspec.MsgspecError."""
     return None if headers is None else _DECODER.decode(headers)
 
 
@@ -176,10 +165,7 @@ def encode_row(
 
 
 def decode_row(topic: str, partition: int, row: tuple[Any, ...]) -> Record:
-    """Return the record in a row that `select_rows` read.
-
-    Raises CorruptRecord if the checksum or a column does not match.
-    """
+    """Return the record in a row. Raises CorruptRecord if the checksum or a column does not match."""
     row_id, at_us, key, headers, value, stored = row
     offset = row_id & (OFFSETS_MAX - 1)
     try:
@@ -192,7 +178,6 @@ def decode_row(topic: str, partition: int, row: tuple[Any, ...]) -> Record:
 
 
 def table_names(db: sqlite3.Connection) -> list[str]:
-    """Return the topics that have a table, sorted."""
     rows = db.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")
     return [name for (name,) in rows if _TOPIC_NAME.fullmatch(name)]
 
@@ -243,7 +228,7 @@ def _is_forebay_topic(name: str) -> bool:
 
 
 def read_starts(db: sqlite3.Connection) -> dict[tuple[str, int], int]:
-    """Return the first offset of each trimmed partition, by topic and partition."""
+    """Return the first offset of each trimmed partition."""
     query = "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = 'forebay_starts'"
     if db.execute(query).fetchone() == (0,):
         return {}
@@ -346,10 +331,7 @@ def connect(path: Path | None, *, readonly: bool) -> sqlite3.Connection:
 
 
 def check_format(db: sqlite3.Connection, path: Path | None) -> int:
-    """Return the format of the database: `FORMAT_VERSION`, `RECORDING_VERSION`, or 0 for an empty database.
-
-    Raises LogUnusable for any other format.
-    """
+    """Return `FORMAT_VERSION`, `RECORDING_VERSION`, or 0 for an empty database. Raises LogUnusable otherwise."""
     try:
         (application,) = db.execute("PRAGMA application_id").fetchone()
         (version,) = db.execute("PRAGMA user_version").fetchone()
@@ -378,7 +360,6 @@ def check_format(db: sqlite3.Connection, path: Path | None) -> int:
 
 
 def initialise(db: sqlite3.Connection, namespace: str) -> None:
-    """Initialise an empty database as a log of `namespace`."""
     db.execute("BEGIN IMMEDIATE")
     create_meta(db, FORMAT_VERSION, {"namespace": namespace})
     db.execute("COMMIT")

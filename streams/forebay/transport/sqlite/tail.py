@@ -14,7 +14,7 @@ TAIL_BYTES_MAX = 64 << 20
 
 
 class Partition:
-    """State of one partition: the next offset to assign, the end of the committed records, and the tails."""
+    """State of one partition. `next_offset` is the next to assign, `committed` the end of the committed records."""
 
     __slots__ = ("committed", "next_offset", "number", "tails", "topic")
 
@@ -53,7 +53,6 @@ class SqliteTail:
 
     @property
     def position(self) -> int:
-        """Offset of the next record to take."""
         return self._position
 
     def take(self, limit: int) -> list[Record]:
