@@ -141,8 +141,6 @@ def _received(receiving: Connection) -> tuple[SimulatedSize, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Simulated:
-    """Simulations of one pool with different sizes."""
-
     # The pool with its engine, and the pool of the other stage, if there is one.
     pools: Sequence[tuple[PoolScaling, PoolEngine]]
     demand: PoolDemand

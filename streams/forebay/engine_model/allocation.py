@@ -20,7 +20,6 @@ class BlockAllocator:
         self._named = named
 
     def take_changes(self) -> list[CacheChange]:
-        """Return the changes of the cache since the last call, in order."""
         changes, self.changes = self.changes, []
         return changes
 
@@ -35,7 +34,6 @@ class BlockAllocator:
         return (sequence.prompt_tokens + sequence.generated - 1) // self._block_size
 
     def find(self, sequence: EngineSequence) -> PrefixMatch:
-        """Return the reusable leading blocks of a sequence that are in the cache."""
         return self.pool.find(sequence.hashes, self.reusable(sequence))
 
     def take(self, sequence: EngineSequence, blocks: int) -> bool:

@@ -174,7 +174,6 @@ class ChainPool:
         self._check()
 
     def clear(self) -> None:
-        """Make all blocks free: drop all references and all content."""
         self._runs.clear()
         self._idle.clear()
         self._referenced = self._cached = self._anonymous = 0
@@ -231,7 +230,6 @@ class ChainPool:
 
 
 def _common(blocks: "array[int]", hashes: "array[int]", at: int) -> int:
-    """Return how many of `blocks` the chain has from `at` on."""
     part = hashes[at : at + len(blocks)]
     if part == blocks:
         return len(blocks)

@@ -48,7 +48,6 @@ class DecodingBatch:
             del self._due[sequence.due]
 
     def newest(self) -> EngineSequence:
-        """Return the newest sequence. The batch must not be empty."""
         return self.by_turn[next(reversed(self.by_turn))]
 
     def look_at(self, sequence: EngineSequence, iteration: int) -> None:

@@ -81,7 +81,6 @@ class EngineModel:
         self._kept: dict[str, EngineSequence] = {}  # computed prompts, kept for another engine
 
     def load(self) -> EngineLoad:
-        """Return the current number of running and waiting sequences, and the KV blocks in use."""
         running = len(self._decoding.by_turn) + (self._prefilling is not None)
         waiting = len(self._waiting) + len(self._fetching) + len(self._loading)
         return EngineLoad(running, waiting, self.pool.used, self.pool.total)
@@ -317,7 +316,6 @@ class EngineModel:
         return min(missing, blocks)
 
     def _load(self, sequence: EngineSequence, found: PrefixMatch, blocks: int) -> bool:
-        """Reserve blocks for a load and begin it; return False if there is no room."""
         if not self._blocks.reserve(sequence, found, found.blocks + blocks):
             return False
         sequence.may_load = False

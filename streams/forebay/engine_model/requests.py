@@ -40,8 +40,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt at a request, as the engine gets it."""
-
     request_id: str
     attempt: int
     token_ids: bytes  # prompt tokens, followed by the output tokens of earlier attempts, as packed u32

@@ -23,8 +23,6 @@ class StepWork(NamedTuple):
 
 
 class EngineTiming(Protocol):
-    """Interface of a timing: computes the duration of one scheduler iteration."""
-
     def step_us(self, work: StepWork) -> int:
         """Return the duration in microseconds: at least 1 if the step computes anything, and equal for equal work."""
         ...
@@ -73,7 +71,6 @@ class LinearTiming(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("all costs are 0: at least one cost must be above 0")
 
     def step_us(self, work: StepWork) -> int:
-        """Return the rounded sum, in microseconds, at least 1."""
         us = self.step + self.prefill_token * work.prefill_tokens + self.attended_pair * work.prefill_attended
         if work.decode_sequences:
             sequences, tokens = work.decode_sequences, work.decode_tokens
@@ -111,7 +108,6 @@ class RooflineTiming(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"experts_active ({self.experts_active}) must be 1 to experts ({self.experts})")
 
     def step_us(self, work: StepWork) -> int:
-        """Return the rounded duration, in microseconds, at least 1."""
         tokens = work.prefill_tokens + work.decode_sequences
         flops = (
             self.flops_token * tokens

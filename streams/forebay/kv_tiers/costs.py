@@ -58,12 +58,10 @@ class CostModel:
         self._rejects = False  # whether a load was rejected since the last prefill
 
     def observe_load(self, tier: LowerTier, blocks: int, us: float) -> None:
-        """Add a load of `blocks` blocks from a tier, which took `us` microseconds."""
         if blocks > 0 and us > 0:
             self._loads.setdefault(tier, _Fit(2)).add((float(blocks), 1.0), us)
 
     def observe_prefill(self, tokens: int, cached_tokens: int, us: float) -> None:
-        """Add a prefill of `tokens` tokens after `cached_tokens` tokens, which took `us` microseconds."""
         if tokens > 0 and us > 0:
             pairs = _pairs(cached_tokens, cached_tokens + tokens)
             self._prefills.add((float(tokens), pairs, 1.0), us)
@@ -157,7 +155,6 @@ class _Fit:
         self._solution = None
 
     def solve(self) -> list[float]:
-        """Return the coefficients with the smallest error."""
         if self._solution is None:
             best_error = 0.0  # error of all coefficients 0, less a constant
             self._solution = [0.0] * self._size
@@ -200,5 +197,4 @@ class _Fit:
 
 
 def _pairs(first: int, end: int) -> float:
-    """Return the number of pairs of a token from `first` to `end` and a token before it."""
     return (end - first) * (first + end - 1) / 2

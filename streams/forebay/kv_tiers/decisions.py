@@ -25,8 +25,6 @@ class TierSet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierRun(NamedTuple):
-    """Consecutive blocks of a prompt in one tier."""
-
     tier: LowerTier
     blocks: int
 

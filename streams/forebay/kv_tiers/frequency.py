@@ -69,7 +69,6 @@ class FrequencyFilter(Generic[Key]):
         return self._ends.get(key, self._now) - self._now
 
     def passing(self, keys: Iterable[Key]) -> list[Key]:
-        """Return the keys that were offered often enough to be offloaded."""
         ends, least = self._ends, self._now + self._limits.offload_at
         return [key for key in keys if ends.get(key, 0) >= least]
 

@@ -265,7 +265,6 @@ class TierManager(Generic[Key]):
         self._frequency.tick()
 
     def changes(self) -> list[TierChange[Key]]:
-        """Return the changes of the tiers' content since the previous call, in order."""
         changes = self._changes
         self._changes = []
         return [
@@ -279,7 +278,6 @@ class TierManager(Generic[Key]):
         return [] if content is None else [*content.saved, *content.blocks]
 
     def holds(self, tier: LowerTier, key: Key) -> bool:
-        """Return whether a block can be read from a tier."""
         content = self._find(tier)
         return content is not None and key in content
 
@@ -337,7 +335,6 @@ class TierManager(Generic[Key]):
         return [(source, group) for source, group in groups if group]
 
     def _wanted(self, tier: TierContent[Key], keys: Iterable[Key]) -> list[Key]:
-        """Return the blocks that a tier lacks and that pass its filter."""
         lacking = tier.writable(keys)
         if not lacking or not self._filters(tier):
             return lacking

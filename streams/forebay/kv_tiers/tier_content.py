@@ -66,7 +66,6 @@ class TierContent(Generic[Key]):
 
     @property
     def used(self) -> int:
-        """Number of blocks that take room."""
         return len(self.blocks) + len(self.saved) + len(self.writing) + len(self.gone)
 
     @property
@@ -98,14 +97,12 @@ class TierContent(Generic[Key]):
         return [key for key in keys if key in blocks]
 
     def lacking(self, keys: Iterable[Key]) -> list[Key]:
-        """Return the blocks of `keys` that are not readable."""
         blocks, saved = self.blocks, self.saved
         if saved:
             return [key for key in keys if key not in blocks and key not in saved]
         return [key for key in keys if key not in blocks]
 
     def writable(self, keys: Iterable[Key]) -> list[Key]:
-        """Return the blocks of `keys` that are not readable and can be written now."""
         lacking = self.lacking(keys)
         if lacking and (self.writing or self.gone):
             return [key for key in lacking if not self.is_busy(key)]
@@ -124,7 +121,6 @@ class TierContent(Generic[Key]):
                 self.pinned.add(key)
 
     def lease(self, keys: Iterable[Key]) -> None:
-        """Keep blocks in place while a transfer reads them."""
         leases = self.leases
         for key in keys:
             leases[key] = leases.get(key, 0) + 1

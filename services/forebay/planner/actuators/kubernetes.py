@@ -82,8 +82,6 @@ def connect(kubeconfig: str | None) -> client.AppsV1Api:
 
 
 class KubernetesActuator:
-    """Sets the replicas of the Deployment or StatefulSet of each pool."""
-
     def __init__(
         self, pod_sets: Mapping[PoolKey, PodSet], api: client.AppsV1Api, limits: RequestLimits | None = None
     ) -> None:

@@ -55,8 +55,6 @@ class ProcessPool:
 
 @dataclass(frozen=True, slots=True)
 class RestartSettings:
-    """When a worker counts as started, failed or stable."""
-
     poll_s: float = 0.25  # seconds between checks of the processes
     started_s: float = 2.0  # seconds after its start after which a new worker counts as started
     wait_s: float = 30.0  # maximum seconds for which `scale` waits until new workers have started or failed
@@ -80,8 +78,6 @@ class _Worker:
 
 
 class ProcessActuator:
-    """Keeps the workers of pools running as processes of this machine."""
-
     def __init__(
         self,
         pools: Sequence[ProcessPool],
@@ -283,7 +279,6 @@ class ProcessActuator:
             self._fail(worker, "it ended" if code is None else f"it ended with code {code}")
 
     def _fail(self, worker: _Worker, problem: str) -> None:
-        """Let a worker be started again later."""
         doublings = min(worker.failures, DOUBLINGS_MAX)
         backoff_s = min(self._restarts.backoff_s * 2.0**doublings, self._restarts.backoff_s_max)
         worker.failures += 1

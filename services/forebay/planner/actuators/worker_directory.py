@@ -103,7 +103,6 @@ class WorkerDirectory:
                 path.unlink()
 
     def process(self, worker: SupervisedWorker) -> Path:
-        """Return the file with the identity of a worker's process."""
         return self._path(worker, "process")
 
     def output(self, worker: SupervisedWorker) -> Path:

@@ -53,7 +53,6 @@ def last_value(series: Sequence[float]) -> float:
 
 
 def moving_average(series: Sequence[float]) -> float:
-    """Return the mean of the last values."""
     newest = series[-AVERAGED:]
     return sum(newest) / len(newest)
 

@@ -110,7 +110,6 @@ class _Host:
             await asyncio.sleep(KEPT_S)
 
     def _reset(self, resets: int) -> None:
-        """Reset the engine, and report the blocks that it still has."""
         self._engine.reset()
         self._resets = resets
         assert self._spec is not None

@@ -244,7 +244,6 @@ class EngineProcess:
         return f"the process of the engine {how}{self._log.last_line()}"
 
     def _reap(self, process: "subprocess.Popen[bytes]") -> None:
-        """Wait until a killed process has ended and its output is copied."""
         with suppress(subprocess.TimeoutExpired):
             process.wait(KILLED_S)
         if self._log is not None:
@@ -268,8 +267,6 @@ class EngineProcess:
 
 
 class _MediaProcess(EngineProcess):
-    """An engine that accepts images and videos."""
-
     def submit_embedded(self, item: WorkItem, embeddings: "Array") -> None:
         self._send("submit_embedded", item, embeddings)
 

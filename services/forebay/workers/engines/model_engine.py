@@ -378,7 +378,6 @@ class ModelEngine(ABC):
         return rank - self._settings.dp_start_rank
 
     def _rank_at(self, index: int) -> RankBuffer | None:
-        """Return the rank with an index in the engine; None if this worker has no such rank."""
         return self._ranks.get(index + self._settings.dp_start_rank)
 
     def _finish(self, item: WorkItem, rank: RankBuffer, why: str, tokens: tuple[int, int, int]) -> None:
@@ -637,7 +636,6 @@ class PrefixedMetrics(Collector):
 
 @contextmanager
 def start_errors(engine: str) -> Iterator[None]:
-    """Turn exceptions of an engine's constructor into EngineError."""
     try:
         yield
     except EngineError:

@@ -62,8 +62,6 @@ class StoredBlocks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemovedBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """Event: blocks have left a tier."""
-
     hashes: tuple[int, ...]
     tier: SourceTier = "device"
 
@@ -84,8 +82,6 @@ class OwnStored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OwnRemoved(msgspec.Struct, frozen=True, kw_only=True):
-    """Event: forebay's connector in the engine has removed blocks from a tier."""
-
     hashes: tuple[int, ...]
     tier: Tier
 

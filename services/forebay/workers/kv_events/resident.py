@@ -258,11 +258,9 @@ class KvTracker:
         return TrackerResult(tuple(changes))
 
     def undecodable(self, reason: str) -> TrackerResult:
-        """Handle the next batch if it cannot be decoded, for this reason."""
         return self._contradicted(f"cannot decode a batch of KV events: {reason}", [])
 
     def missed(self, reason: str) -> TrackerResult:
-        """Handle the loss of batches that cannot be replayed, for this reason."""
         self.resident.clear()
         already, self._lost = self._lost, True
         return TrackerResult((Cleared(),), "" if already else reason)

@@ -52,8 +52,6 @@ def parse_file_name(text: str) -> BlockName | None:
 
 
 class BlockFormat:
-    """Files of the blocks of one identity."""
-
     def __init__(self, identity: KvIdentity) -> None:
         self.file_bytes = file_bytes(identity.block_bytes)
         self._identity = identity.digest
@@ -89,7 +87,6 @@ class BlockFormat:
         return "foreign" if intact and version == FORMAT_VERSION else "corrupt", b""
 
     def fill(self, file: memoryview, name: BlockName, block: memoryview) -> None:
-        """Write the content of the file of a block into memory of `file_bytes` bytes."""
         file[:PAYLOAD_OFFSET] = self.head(name, checksum(block)).ljust(PAYLOAD_OFFSET, b"\0")
         file[PAYLOAD_OFFSET:] = block
 

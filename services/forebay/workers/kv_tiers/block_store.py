@@ -72,7 +72,6 @@ class StoredFile(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """First digits of the identity digest."""
         return self.path.partition("/")[0]
 
     @property

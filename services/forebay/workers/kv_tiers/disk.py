@@ -414,7 +414,6 @@ class NetworkDirectoryStore(DirectoryStore):
             yield page
 
     def close(self) -> None:
-        """Close the store, unless a call hangs."""
         self._run(super().close, LISTING_S, None)
 
     def _views(self, memory: bytearray) -> list[memoryview]:

@@ -76,8 +76,6 @@ class TierMetrics(Collector):
 
 
 class _Row(NamedTuple):
-    """Values of one metric of one rank, by the values of its labels."""
-
     name: str
     help: str
     kind: str

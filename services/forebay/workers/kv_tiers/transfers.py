@@ -188,7 +188,6 @@ class TransferLanes:
         self._pools[lane].submit(self._run, work, then, on_error)
 
     def defer(self, call: Callable[[], None]) -> None:
-        """Call a function within the next `poll`."""
         self.running += 1
         self._ended.append(call)
         self._wake()
@@ -323,7 +322,6 @@ class TierTransfers:
 
     @property
     def full(self) -> bool:
-        """Return whether no further load may begin."""
         return self._loads >= LOADS_MAX
 
     def add_store(self, tier: LowerTier, store: BlockStore) -> None:
@@ -379,7 +377,6 @@ class TierTransfers:
             self._lanes.submit(lane, work, partial(self._end_write, job), ["failed"] * len(write.keys))
 
     def remove_files(self, names: Sequence[BlockName]) -> None:
-        """Remove blocks from the disk tier."""
         store = self.stores.get("disk")
         if store is not None and names:
             self._lanes.submit("disk-write", lambda: store.remove(names), lambda _: None, None)

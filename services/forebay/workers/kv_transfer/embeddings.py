@@ -52,7 +52,6 @@ class EmbeddingTransfer:
 
     @property
     def waiting(self) -> int:
-        """Number of offers that nobody has fetched and whose lease has not expired."""
         return len(self._offered)
 
     async def offer(self, array: "Array") -> Encoded:

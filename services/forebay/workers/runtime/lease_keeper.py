@@ -66,7 +66,6 @@ class LeaseKeeper:
         self._ticker = runtime.start_ticker(self._step, "lease-keeper")
 
     async def stop(self) -> None:
-        """Release every lease and end the thread."""
         if self._ticker is None:
             return
         self._stopping = True

@@ -74,7 +74,6 @@ class MediaFeed:
             self._fetching[item.request_id] = task
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request: its fetch of embeddings, or its execution in the engine."""
         task = self._fetching.pop(request_id, None)
         if task is None:
             self._engine.cancel(request_id)
@@ -82,12 +81,10 @@ class MediaFeed:
             task.cancel()
 
     def release(self, request_id: str) -> None:
-        """Free KV that the engine keeps for another worker; see `KvEngine.release`."""
         if self._kv is not None:
             self._kv.release(request_id)
 
     def drop(self, prefilled: Prefilled) -> None:
-        """Notify the prefill worker that its KV is not needed; see `KvEngine.drop`."""
         if self._kv is not None:
             self._kv.drop(prefilled)
 

@@ -69,7 +69,6 @@ def _worker_metrics(worker: Worker) -> Iterator[Metric]:
 
 
 def kv_metrics(worker: Worker) -> Iterator[Metric]:
-    """Yield the metrics of the KV transfers of a worker; none if its engine transfers no KV."""
     layout, who = worker.spec.kv_layout, worker.spec.worker_id
     if layout is None:
         return
@@ -117,7 +116,6 @@ def _metric(
     values: float | Mapping[str, float],
     label: str = "",
 ) -> Metric:
-    """Return a metric of a worker with one value, or with one value per value of a label."""
     metric = family(f"forebay_{name}", text, labels=["worker_id", label] if label else ["worker_id"])
     if isinstance(values, Mapping):
         for key, value in sorted(values.items()):

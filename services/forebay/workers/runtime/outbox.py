@@ -79,7 +79,6 @@ class Outbox:
         self._held: dict[int, EngineLoad] = {}
 
     def request(self, item: WorkItem) -> WorkRequest:
-        """Return the initial state of a received item, for the `RequestTable`."""
         prompt_tokens = len(item.token_ids) // U32_BYTES
         return WorkRequest(
             item.request_id,
@@ -229,7 +228,6 @@ class Outbox:
         return _draft(PROGRESS, self._partition, event)
 
     def _ended(self, request: WorkRequest, reason: FinishReason | Literal["error"], **fields: Any) -> Draft:
-        """Return the end of a response for the client, with its usage or error."""
         event = ResponseEnded(
             request_id=request.request_id,
             attempt=request.attempt,

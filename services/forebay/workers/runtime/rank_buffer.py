@@ -110,7 +110,6 @@ class RankBuffer:
         chunk.logprobs += logprobs
 
     def began(self, item: WorkItem, cached_tokens: int, onboarded: tuple[OnboardedTokens, ...] = ()) -> None:
-        """Add the event that the prompt of a request was computed."""
         first = FirstTokenStep(item.request_id, item.attempt, cached_tokens, onboarded=onboarded)
         self._events["first_tokens"].append(first)
 
@@ -130,7 +129,6 @@ class RankBuffer:
         cached_tokens: int,
         onboarded: tuple[OnboardedTokens, ...] = (),
     ) -> None:
-        """Add the event that the KV of a prompt was computed and is kept for another worker."""
         kept = PromptPrefilled(item.request_id, item.attempt, prefilled, cached_tokens, onboarded)
         self._events["prefilled"].append(kept)
 

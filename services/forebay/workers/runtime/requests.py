@@ -29,8 +29,6 @@ SILENT = frozenset(("encode", "prefill"))  # stages without output to the client
 
 @dataclass(slots=True)
 class WorkerCounters:
-    """Counters of a worker: items that it skipped, by reason, and requests that it continued or handed back."""
-
     dead_letters: int = 0
     other_epoch: int = 0
     other_group: int = 0  # addressed to a worker of another group
@@ -122,7 +120,6 @@ class WorkItems:
             self._feed.release(event.request_id)
 
     def batch(self, batch: EngineBatch) -> list[Draft]:
-        """Return the log records for a batch of the engine, and apply its events to the requests."""
         for result in batch.prefilled:
             if result.request_id not in self._table.in_flight:
                 self._feed.release(result.request_id)  # cancelled in the meantime
@@ -221,7 +218,6 @@ class WorkItems:
         self._settle(request, self._outbox.failure(request, error))
 
     def _settle(self, request: WorkRequest, drafts: list[Draft]) -> None:
-        """End a request without the engine."""
         self._table.move(request.request_id, WorkTransition.END, request.attempt)
         if drafts:
             append_output(self._log, drafts)

@@ -108,8 +108,6 @@ class WorkerReplaced(Exception):
 
 @dataclass(slots=True)
 class _Epoch:
-    """State of one membership of the fleet."""
-
     number: int
     owner_epoch: int  # of the owner that admitted the worker
     work: Tail
@@ -393,7 +391,6 @@ class Worker:
         )
 
     def _held(self, outbox: Outbox, rank: int) -> list[Draft]:
-        """Return the events that announce the blocks of a rank in all its tiers."""
         held = outbox.cache.announcement(rank, self._engine.held(rank))
         if isinstance(self._engine, TierEngine):
             held += outbox.cache.changes(rank, self._engine.held_in_tiers(rank))

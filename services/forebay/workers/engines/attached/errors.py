@@ -125,7 +125,6 @@ def error_in(url: str, data: bytes, *, is_error: bool = False) -> Rejected | Non
 
 
 def _status(found: _Body) -> int | None:
-    """Return the HTTP status that an error names, None if it names none."""
     inner = found.error if isinstance(found.error, dict) else {}
     names = ("status", "status_code", "error_code", "code")
     for value in (*map(inner.get, names), *(getattr(found, name) for name in names)):

@@ -170,7 +170,6 @@ class SseDecoder:
 
     @property
     def pending_bytes(self) -> int:
-        """Number of bytes of the event that is not complete."""
         return len(self._line) + self._data_bytes
 
     @property

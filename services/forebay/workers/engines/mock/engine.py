@@ -112,7 +112,6 @@ class MockEngine:
             await runtime.offload(tiers.manager.close)
 
     def warm(self, hashes: Sequence[int], rank: int = 0) -> None:
-        """Put blocks with these sequence hashes into the cache of a rank, before the engine starts."""
         self.ranks[rank].model.warm(hashes)
 
     def held(self, rank: int) -> list[int]:

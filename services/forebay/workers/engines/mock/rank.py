@@ -110,11 +110,9 @@ class MockRank:
         self._held: frozenset[str] = frozenset()
 
     def requests(self) -> dict[str, RequestState]:
-        """Return the state of each request in flight or whose KV is kept."""
         return {request_id: request.state for request_id, request in self._requests.items()}
 
     async def open_tiers(self, settings: TierSettings, spec: WorkerSpec, block_bytes: int) -> None:
-        """Open the KV tiers. Raises EngineError if a tier cannot be opened."""
         loop = asyncio.get_running_loop()
 
         def wake() -> None:
@@ -171,7 +169,6 @@ class MockRank:
         self._wake.set()
 
     def refuse(self, item: WorkItem, status: int, code: str, message: str) -> None:
-        """Report an item as failed with an error, without running it."""
         error = ResponseError(status=status, code=code, message=message)
         self._failed.append(Failed(item.request_id, item.attempt, error))
         self._wake.set()
@@ -209,7 +206,6 @@ class MockRank:
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request, and free the KV that is kept for it."""
         self._release(request_id)
         request = self._requests.pop(request_id, None)
         self._extras.pop(request_id, None)

@@ -80,7 +80,6 @@ class SchemaValues:
         return is_enough
 
     def _draw(self, count: int) -> int:
-        """Return a number from 0 to `count - 1`."""
         self._draws += 1
         return xxh3_64_intdigest(self._draws.to_bytes(8, "little"), self._seed) % count
 

@@ -157,7 +157,6 @@ class MockTiers:
             self.manager.costs.observe_prefill(tokens, cached_tokens, self._config.timing.step_us(work) / self._speedup)
 
     def measured(self) -> TierCosts:
-        """Return the measured costs of loads, and of computing a block of a prompt."""
         return self.manager.costs.measured(self._config.block_size)
 
     def _offer(self, names: Sequence[BlockName]) -> None:

@@ -139,7 +139,6 @@ class ServiceEngine:
                 logger.exception("the stop hook of %s failed; the worker stops anyway", self._service.name)
 
     def held(self, rank: int) -> Sequence[int]:
-        """Return the sequence hashes of the blocks that the service has reported as cached."""
         assert rank == self._rank.rank
         return self._cache.held()
 

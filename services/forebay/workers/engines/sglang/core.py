@@ -127,8 +127,6 @@ def _free_ports(count: int) -> int:
 
 
 class SglangCore:
-    """Starts, watches and stops one SGLang `Engine` and its processes."""
-
     def __init__(self, on_death: Callable[[], None]) -> None:
         self.engine: Any = None
         self._on_death = on_death
@@ -164,7 +162,6 @@ class SglangCore:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the engine is not running, or one of its processes has died."""
         return self.engine is None or not self._expected <= {process.pid for process in self.processes()}
 
     async def stop(self) -> None:

@@ -262,7 +262,6 @@ class SglangEngine(ModelEngine):
             self._kept.pop(item.request_id)
 
     def release(self, request_id: str) -> None:
-        """Cancel a prefill whose KV is no longer needed by the decode worker."""
         if request_id in self._kept:
             self.cancel(request_id)
 

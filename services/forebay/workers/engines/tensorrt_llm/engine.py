@@ -68,8 +68,6 @@ CANARY_SAMPLING = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 class _PolledCache:
-    """Blocks of one rank, from polled KV events."""
-
     def __init__(self, block_size: int) -> None:
         self.tracker = KvTracker(ResidentBlocks(block_size, counts_copies=False))
         self.counts: Counter[str] = Counter()

@@ -50,7 +50,6 @@ def lora_request(adapter: LoraAdapter) -> LoRARequest:
 
 
 def response_error(error: Exception) -> ResponseError:
-    """Return the error for a request, given the exception with which vLLM rejected it or failed on it."""
     if isinstance(error, GracefulHTTPError):
         return ResponseError(status=int(error.http_status), code="engine_overloaded", message=one_line(error))
     if isinstance(error, MediaRefused):

@@ -45,7 +45,6 @@ class KvLeases:
 
 
 def _connector_worker() -> Any:
-    """Return the worker side of the NIXL connector; None without one."""
     workers = [getattr(connector, "connector_worker", None) for connector in _connectors()]
     return next((worker for worker in workers if worker is not None), None)
 

@@ -309,7 +309,6 @@ class VllmRank:
         return self._memory.gather(block_ids[at])
 
     def step_ended(self) -> None:
-        """Observe the duration of the oldest step that has not ended."""
         step = self._steps.popleft() if self._steps else None
         if step is not None and step.prefill is not None:
             self._prefills += 1
