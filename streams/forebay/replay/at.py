@@ -93,7 +93,7 @@ class Position:
 
     @property
     def owner(self) -> OwnerState:
-        """The owner at this position, and the sequence number of its next record."""
+        """The owner at this position, with the sequence number of its next record."""
         return OwnerState(self.world.owner_epoch, self.world.owner_nonce, self._walk.followed.next_seq)
 
     @property
@@ -181,12 +181,8 @@ async def seek(
     """Return the position at the journal record at `offset`, by default at the last record.
 
     If that record is stale or foreign, the position is at the last valid record before it. The derivation begins at the
-    newest of `states` before it, by default at the newest snapshot. In a part of the journal by owners with other
-    decision rules, only the state of a `Sealed` is known.
-
-    Raises:
-        NoSuchRecord: the recording has no record at `offset`.
-        NotDerivable: an owner with other decision rules wrote the record, and it is no `Sealed`.
+    newest of `states` before it, by default at the newest snapshot. Raises NoSuchRecord if the recording has no record
+    at `offset`. Raises NotDerivable if an owner with other decision rules wrote the record, unless it is a `Sealed`.
     """
     begin, end = await _extent(log, partition)
     wanted = end - 1 if offset is None else offset
@@ -219,10 +215,8 @@ async def _last_valid(log: Log, partition: int, start: Start, wanted: int) -> in
 async def offset_at(log: Log, partition: int, time_us: int, states: States | None = None) -> int:
     """Return the offset of the last valid journal record written at or before `time_us` on the owner's clock.
 
-    The search begins at a state of `states`, if they are given and one is before `time_us`.
-
-    Raises:
-        NoSuchRecord: the recording begins after `time_us`.
+    The search begins at a state of `states` if one is before `time_us`. Raises NoSuchRecord if the recording begins
+    later.
     """
     begin, end = await _extent(log, partition)
     start = None if states is None else states.by_time(time_us)
@@ -274,10 +268,7 @@ async def _state_near(log: Log, partition: int, time_us: int) -> StateTime:
 
 
 async def _near(log: Log, partition: int, begin: int, end: int, time_us: int) -> int:
-    """Return an offset shortly before the last record written by `time_us`.
-
-    Stale records may shift it in either direction.
-    """
+    """Return an offset shortly before the last record written by `time_us`. Stale records may shift it either way."""
     low, high = begin, end
     while high - low > PAGE_RECORDS:
         middle = (low + high) // 2

@@ -1,8 +1,8 @@
 """Derive the state of a recorded group at a point in time, between and after its journal records.
 
 Theory of operation. A journal record counts the events that its owner applied since the previous record, each run of
-events with a reading of the owner's clock. So the state at a time follows from the last journal record before it, and
-those events of the next record that the owner applied by then. This state is exactly that of the owner.
+events with a reading of the owner's clock. So the state at a time follows exactly from the last journal record before
+it, and those events of the next record that the owner applied by then.
 
 After the last journal record there are no such counts. An idle owner applies events, for example the ends of requests,
 and writes nothing until its next decision. These events are applied in the order in which they were appended to the
@@ -35,11 +35,7 @@ BREATHE_EVERY = 128  # events between yields to the event loop
 
 
 class _LaterEvent(NamedTuple):
-    """Event after the last journal record.
-
-    Attributes:
-        at_us: when the event was appended to the log, but not before the previous event of its topic.
-    """
+    """Event after the last journal record, with its append time, but not before the previous event of its topic."""
 
     at_us: int
     topic: str
@@ -55,11 +51,9 @@ async def seek_time(
 ) -> Position:
     """Return the position at `time_us`: at the last journal record written by then, with the events applied after it.
 
-    The derivation begins at the newest of `states` before it, by default at the newest snapshot.
-
-    Raises:
-        NoSuchRecord: the log begins after `time_us` or ends before it.
-        NotDerivable: an owner with other decision rules decided at that time.
+    The derivation begins at the newest of `states` before it, by default at the newest snapshot. Raises NoSuchRecord if
+    the log begins after `time_us` or ends before it, and NotDerivable if an owner with other decision rules decided
+    then.
     """
     offset = await offset_at(log, partition, time_us, states)
     position = await seek(log, partition, offset, custom, states)
@@ -106,8 +100,6 @@ async def last_time(log: Log, partition: int) -> int:
 
 
 class _NextRecord(NamedTuple):
-    """Journal record after a position."""
-
     offset: int
     record: JournalRecord
     is_of_other_rules: bool
@@ -124,13 +116,10 @@ async def _next_record(log: Log, partition: int, position: Position) -> _NextRec
 
 
 async def _apply_recorded(log: Log, partition: int, world: World, record: JournalRecord, time_us: int) -> Counter[str]:
-    """Apply the events that the next journal record counts and that its owner applied by `time_us`.
+    """Apply the events that the next record counts and its owner applied by `time_us`; return their numbers by topic.
 
     They lead to no decision, because a record counts events up to the one that leads to its decision, whose clock
     reading is later.
-
-    Returns:
-        The number of applied events by topic.
     """
     runs = tuple(run for run in record.consumed if run.now_us <= time_us)
     events = {
@@ -159,7 +148,6 @@ async def apply_unrecorded(
 
     Args:
         world: state after the last journal record, which changes.
-        time_us: time in microseconds since 1970.
         most: apply at most this many events; None for no limit.
         on_event: called with topic, offset, event and append time in microseconds, after each applied event.
 
@@ -206,7 +194,6 @@ async def _later_events(log: Log, partition: int, world: World) -> AsyncIterator
 
 
 async def _events_after(log: Log, partition: int, topic: Topic, start: int) -> AsyncIterator[_LaterEvent]:
-    """Yield the events of a topic from an offset on."""
     at_us = 0
     async for record in records_of(log, topic, partition, start, await log.end(topic.name, partition)):
         if record.offset != start:

@@ -30,8 +30,6 @@ CACHE: tuple[Metric, ...] = (
 
 
 class MomentSummary(Fact, frozen=True, kw_only=True):
-    """Totals of a group at one moment."""
-
     offset: int
     now_us: int
     owner_id: str
@@ -46,12 +44,9 @@ class MomentSummary(Fact, frozen=True, kw_only=True):
 
 
 class MomentChange(Fact, frozen=True, kw_only=True):
-    """One difference between two moments.
+    """One difference between two moments. `pool` is a change of a pool's configuration, `size` of its worker count.
 
-    Attributes:
-        kind: what the difference is about. `pool` is a change of a pool's configuration, `size` a change of its number
-            of workers.
-        subject: what changed: a worker, `worker/rank`, a setting or number of a pool, or requests.
+    `subject` is a worker, `worker/rank`, a setting or number of a pool, or requests.
     """
 
     kind: ChangeKind
@@ -61,12 +56,7 @@ class MomentChange(Fact, frozen=True, kw_only=True):
 
 
 class MomentComparison(Fact, frozen=True, kw_only=True):
-    """Differences between two moments of a group.
-
-    Attributes:
-        changes: the most important differences, most important first.
-        omitted: number of further differences, by kind.
-    """
+    """Differences between two moments, most important first, with the number of further ones by kind."""
 
     a: MomentSummary
     b: MomentSummary

@@ -20,7 +20,7 @@ from forebay.events.snapshots import IndexCursor
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True):
-    """Base class of `Moment` and its parts."""
+    pass
 
 
 class PoolFacts(Fact, frozen=True, kw_only=True):
@@ -36,11 +36,7 @@ class PoolFacts(Fact, frozen=True, kw_only=True):
 
 
 class WorkerFacts(Fact, frozen=True, kw_only=True):
-    """One worker of the fleet.
-
-    Attributes:
-        kv_store: name of the shared store that the worker reads; empty if it reads none.
-    """
+    """One worker of the fleet. `kv_store` is the shared store that it reads; empty if it reads none."""
 
     worker_id: str
     worker_epoch: int
@@ -113,9 +109,8 @@ class LossFacts(Fact, frozen=True, kw_only=True):
 class HeldFacts(Fact, frozen=True, kw_only=True):
     """A request held in the router's queue.
 
-    Attributes:
-        priority: seconds by which the request is moved ahead in the queue.
-        strict_priority: requests with a higher value go first, regardless of cost.
+    `priority` moves it ahead by that many seconds. Requests with a higher `strict_priority` go first, whatever the
+    cost.
     """
 
     request_id: str
@@ -128,9 +123,7 @@ class HeldFacts(Fact, frozen=True, kw_only=True):
 class ClassFacts(Fact, frozen=True, kw_only=True):
     """A queue class of a pool: one of several queues that take turns, each with a budget of tokens per turn.
 
-    Attributes:
-        quantum: tokens added to `deficit` at each turn of the class.
-        deficit: tokens that the class may still spend in this turn.
+    Each turn of the class adds `quantum` tokens to `deficit`, the tokens that it may still spend in this turn.
     """
 
     pool: str
@@ -188,7 +181,7 @@ class Moment(Fact, frozen=True, kw_only=True):
 
     Attributes:
         offset: offset of that record, the last valid record at or before the requested offset.
-        owner_id: ID of the owner; empty if the log no longer holds its claim.
+        owner_id: empty if the log no longer holds the owner's claim.
         digest: digest of the whole state, in the form of the digests in the journal.
         record: the journal record at `offset`; None if the state is the beginning of the derivation.
         start: journal offset at which the derivation of the state began.
@@ -263,7 +256,7 @@ def workers_of(world: World) -> list[WorkerFacts]:
 
 
 def ranks_of(world: World) -> list[RankFacts]:
-    """Return the facts of every worker rank, ordered by worker and rank."""
+    """Return the facts of every rank, ordered by worker and rank."""
     return [_rank(world, cursor) for cursor in world.index.cursors()]
 
 
@@ -283,7 +276,6 @@ def loss_of(world: World, event: WorkerLost, worker: FleetWorker) -> LossFacts:
 
 
 def queues_of(world: World) -> list[ClassFacts]:
-    """Return the facts of every queue class of every pool, with its requests."""
     found = []
     for turns in world.queues.snapshot():
         config = world.pools[turns.pool].router.queue
@@ -314,10 +306,7 @@ def queues_of(world: World) -> list[ClassFacts]:
 
 
 def requests_of(world: World, timeouts_us: dict[int, int]) -> list[RequestFacts]:
-    """Return the facts of every active request, oldest first.
-
-    `timeouts_us` maps the offset of a submission to the time limit of its request in microseconds.
-    """
+    """Return the active requests, oldest first. `timeouts_us` has their time limits by offset of the submission."""
     return [_request(world, request, timeouts_us.get(request.submitted.offset)) for request in world.requests.active()]
 
 

@@ -38,7 +38,7 @@ class RecordedRequest:
         first_us: when the router received the first-token event; 0 if it received none.
         cached_tokens: prompt tokens cached on the rank that computed the prompt.
         prefiller: worker ID and rank that computed the prompt for `worker`; None if `worker` computed it.
-        kept_bytes: size of the KV that the prefill worker kept, in bytes; 0 if unknown.
+        kept_bytes: size of the KV that the prefill worker kept; 0 if unknown.
         onboarded: the part of `cached_tokens` that was loaded from other tiers.
     """
 
@@ -162,8 +162,7 @@ async def observe_history(
 ) -> ObservedHistory:
     """Derive the recorded history of a group from its oldest usable state, and collect the input for the simulator.
 
-    Args:
-        progress: called regularly with the number of journal records done, their total, and the decisions verified.
+    `progress` is called regularly with the number of journal records done, their total, and the decisions verified.
     """
     walk = await walk_all(log, partition, custom)
     found = _HistoryCollector(walk).found
@@ -178,10 +177,9 @@ async def observe_history(
 
 
 def state_of(world: World) -> list[Chunk]:
-    """Return the snapshot chunks of a world without requests and commands.
+    """Return the snapshot chunks of a world without requests, commands and `consumed`, which is not part of a state.
 
-    The function may be called between two journal records, when `world.consumed` is not empty. The chunks do not
-    contain `consumed`, which is not part of a state.
+    So the function may be called between two journal records, when `world.consumed` is not empty.
     """
     consumed = list(world.consumed)
     world.consumed.clear()
@@ -191,7 +189,6 @@ def state_of(world: World) -> list[Chunk]:
 
 
 def _note_routed(requests: RecordedRequest, routed: RequestRouted) -> None:
-    """Record that a request was sent to a worker."""
     where = routed.worker_id, routed.rank
     if routed.stage == "prefill":
         requests.prefiller, requests.prefills = where, routed.attempt

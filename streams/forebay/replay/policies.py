@@ -28,13 +28,9 @@ class PolicyUnusable(Exception):
 
 
 def load_policy(path: str) -> type[Policy]:
-    """Import a policy class.
+    """Import a policy class. Its dotted path `package.module.Class` must come from the user, never from a log.
 
-    Args:
-        path: dotted path `package.module.Class`. It must come from the user, never from a log.
-
-    Raises:
-        PolicyUnusable: the class cannot be imported, or has no method `decide`.
+    Raises PolicyUnusable if the class cannot be imported, or has no method `decide`.
     """
     module_name, _, class_name = path.rpartition(".")
     if not module_name:
@@ -51,8 +47,5 @@ def load_policy(path: str) -> type[Policy]:
 
 
 def load_policies(modes: Iterable[str]) -> CustomPolicies:
-    """Import and return the custom policies among these router modes, by mode.
-
-    Raises PolicyUnusable if a class cannot be imported or is not a policy.
-    """
+    """Import the custom policies among these router modes. Raises PolicyUnusable."""
     return {mode: load_policy(mode) for mode in sorted(set(modes) - set(BUILT_IN))}

@@ -30,7 +30,6 @@ class SliceLog(ReadOnlyLog):
         self._extents = {(extent.topic, extent.partition): extent for extent in extents}
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """Return up to `limit` records from `offset`, at most up to the end of the extent."""
         extent = self._extent(topic, partition)
         if offset < extent.first:
             raise LogError(f"{topic}/{partition}: the slice begins at offset {extent.first}, not {offset}")

@@ -38,7 +38,7 @@ class RecordedStep(NamedTuple):
     begins: dict[str, int]
 
     def runs(self) -> Iterator[tuple[ConsumedRun, Iterable[tuple[int, InputEvent | None]]]]:
-        """Yield each run, and offset and event of what it counts."""
+        """Yield each run, with the offset and the event of each record that it counts."""
         taken: Counter[str] = Counter()
         for run in self.consumed:
             begin = taken[run.topic]
@@ -56,7 +56,6 @@ class RecordedSteps:
         first: journal offset of the first record of an owner with other rules, as far as read.
         position: journal offset of the next record; after the last step, that of `claim` or the journal's end.
         claim: the claim with this program's rules that ends the part; None while there is none.
-        order: position in the input topics.
     """
 
     def __init__(self, log: Log, partition: int, validity: Validity, order: RecordedOrder, start: int) -> None:
@@ -131,8 +130,6 @@ _COUNTED = msgspec.json.Decoder(_Counted)
 
 
 class Applied(NamedTuple):
-    """When the owner applied one event."""
-
     offset: int
     journal_offset: int
     now_us: int

@@ -51,7 +51,7 @@ class RestoreRefused(LogError):
 
 
 class ControlRead(msgspec.Struct):
-    """Records that were read from the topic `control` of a group."""
+    """Numbers of records that were read from the topic `control` of a group."""
 
     settings: int = 0
     commands: int = 0
@@ -59,11 +59,9 @@ class ControlRead(msgspec.Struct):
 
 
 class RestoredGroup(msgspec.Struct, frozen=True):
-    """Group of a recorded log, and the events that give a new namespace its settings.
+    """Group of a recorded log, and the `control` events that give a new namespace its settings, in order.
 
-    Attributes:
-        events: events for the topic `control`, in order.
-        policies: custom policies of the pools, sorted. Routers have to allow them.
+    `policies` are the custom policies of the pools, sorted. Routers have to allow them.
     """
 
     name: str
@@ -75,7 +73,6 @@ class RestoredGroup(msgspec.Struct, frozen=True):
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of restored settings by what they set."""
         found = Counter(NAMES[type(event)] for event in self.events)
         found[NAMES[PoolConfigured]] = len(self.pools)
         return {name: found[name] for name in NAMES.values()}
@@ -84,8 +81,7 @@ class RestoredGroup(msgspec.Struct, frozen=True):
 async def restored_groups(log: Log) -> list[RestoredGroup]:
     """Return every group of a log with its settings, sorted by control partition.
 
-    Raises:
-        RestoreRefused: the log is an anonymised recording, or has no group.
+    Raises RestoreRefused if the log is an anonymised recording, or has no group.
     """
     if isinstance(log, SqliteLog) and log.recording is not None and log.recording.anonymized:
         raise RestoreRefused("an anonymised recording has masked names of models and pools; use the original recording")
@@ -105,10 +101,7 @@ async def _restored(log: Log, name: str, partition: int) -> RestoredGroup:
 
 
 async def settled_world(log: Log, partition: int) -> tuple[World, ControlRead]:
-    """Return a world that has only the settings of a group, and the records from which they follow.
-
-    Raises LogError if the log cannot be read.
-    """
+    """Return a world that has only the settings of a group, and the records from which they follow. Raises LogError."""
     begin, end = await log.begin(CONTROL.name, partition), await log.end(CONTROL.name, partition)
     state = await oldest_world_state(log, partition) if begin else None
     world, read = World() if state is None else restore([state]), ControlRead()
@@ -182,10 +175,8 @@ def _pool_events(world: World, model: str) -> list[ControlEvent]:
 async def write_group(log: Log, group: RestoredGroup, at_us: int) -> None:
     """Append a group to the log of a new namespace, and check that the log has the settings of the group.
 
-    The placement is appended last, so a router that finds the group finds its settings, too.
-
-    Args:
-        at_us: wall-clock time in microseconds since 1970, for the placement.
+    The placement, with `at_us` of Unix time, is appended last, so a router that finds the group finds its settings,
+    too.
     """
     await log.append([Draft(CONTROL.name, group.partition, encode(CONTROL, event)) for event in group.events])
     written, _ = await settled_world(log, group.partition)

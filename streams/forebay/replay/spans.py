@@ -34,11 +34,9 @@ from forebay.transport.recording.manifest import utc
 
 
 class OtherSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """Part of a journal that only a program with other decision rules can derive.
+    """Part of a journal that only a program with other decision rules can derive: forebay `release`, empty if unknown.
 
-    Attributes:
-        release: version of forebay that has these rules; empty if the journal does not name it.
-        decisions: number of its decisions, where they are counted.
+    `decisions` is unset where they are not counted.
     """
 
     rules: int
@@ -49,12 +47,7 @@ class OtherSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RulesSpan(NamedTuple):
-    """Part of a journal.
-
-    Attributes:
-        claim: claim with which the span begins; None for the beginning of the log.
-        before: state before the span, if no claim begins it; otherwise None.
-    """
+    """Part of a journal. It begins with `claim`, or at the beginning of the log with the state `before`."""
 
     rules: int
     first: int
@@ -148,8 +141,6 @@ async def moment_error(log: Log, partition: int, offset: int) -> NotDerivable:
 
 
 class NearMoment(NamedTuple):
-    """A moment that can be shown."""
-
     offset: int
     now_us: int
 

@@ -138,9 +138,7 @@ def _lacks_prefill(world: World, pool: PoolConfigured) -> bool:
 async def read_status(log: Log, partition: int, group: str, custom: CustomPolicies = ONLY_BUILT_IN) -> GroupStatus:
     """Derive the status of a group from the log. Whether its owner runs is unknown.
 
-    Raises:
-        JournalDiverged: a journal record does not follow from the events.
-        LogError: the log is damaged or incomplete.
+    Raises JournalDiverged if a journal record does not follow from the events, and LogError if the log is damaged.
     """
     if not await log.end(DECISIONS.name, partition):
         return await build_status(log, partition, group, World(custom), {}, "log")
@@ -175,8 +173,7 @@ async def build_status(
 ) -> GroupStatus:
     """Return the status of a group in this world.
 
-    Args:
-        applied: next offset to apply, by input topic, as far as a journal record counts the events before it.
+    `applied` has the next offset to apply by input topic, as far as a journal record counts the events before it.
     """
     epoch = world.owner_epoch
     claim = await claim_at(log, partition, epoch)

@@ -39,10 +39,9 @@ from forebay.transport.history.start import begins_of
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A state at which a `Walk` can begin.
+    """A state at which a `Walk` can begin: the world right before the journal record at `offset`.
 
     Attributes:
-        world: the world right before the journal record at `offset`.
         lost: workers that were lost before this state; None to read them from the log.
         unverified: number of records and events skipped before this state, as in `Walk.unverified`.
         rules: version of the decision rules of the owner before this state.
@@ -79,9 +78,7 @@ class States(Protocol):
     async def before(self, offset: int) -> Start:
         """Return the newest usable state from which the journal record at `offset` can be derived.
 
-        Raises:
-            OtherRules: the owner of this record had other decision rules.
-            LogError: there is none.
+        Raises OtherRules if the owner of this record had other decision rules, and LogError if there is no such state.
         """
         ...
 
@@ -91,8 +88,6 @@ class States(Protocol):
 
 
 class LogStates:
-    """The snapshots of a log, as `States`."""
-
     def __init__(self, log: Log, partition: int, custom: CustomPolicies = ONLY_BUILT_IN) -> None:
         self._log = log
         self._partition = partition
@@ -129,7 +124,6 @@ class Walk:
 
     Attributes:
         followed: derives the decisions. Its callback `on_applied` may be set before the first step.
-        start: journal offset of the first step.
         position: journal offset of the first record that is not part of the state.
         validity: counts stale and foreign records.
         order: position in the input topics, and counts of events that did not decode.
@@ -161,7 +155,6 @@ class Walk:
 
     @property
     def pending(self) -> int:
-        """Number of derived decisions that the journal does not contain yet."""
         return len(self.followed.pending)
 
     @property
@@ -181,7 +174,7 @@ class Walk:
         return {topic: self.order.offset(topic) - count for topic, count in counts.items()}
 
     async def __aiter__(self) -> AsyncIterator[Step]:
-        """Derive and yield one record after another. A divergence ends the walk, and the world is then invalid."""
+        """Derive and yield one record after another. A divergence is the last step."""
         if self.position == self.start and self.validity.epoch >= 0:
             rules = self.validity.rules
             self.validity = await validity_at(self._log, self._partition, self.start, self.world, rules)
@@ -248,10 +241,8 @@ async def before(log: Log, partition: int, offset: int, custom: CustomPolicies =
     If the owner of that record continued from a snapshot, for example from the seal of an owner with other decision
     rules, the state is that of the snapshot, and `Start.offset` is the offset of the claim.
 
-    Raises:
-        OtherRules: the owner of that record had other decision rules. Not raised for a claim after a `Sealed`, because
-            a claim alone contains no decision.
-        LogError: the log holds no usable state before that record.
+    Raises OtherRules if the owner of that record had other decision rules, except for a claim after a `Sealed`, because
+    a claim alone contains no decision. Raises LogError if the log holds no usable state before that record.
     """
     begins = await begins_of(log, partition)
     end = await log.end(DECISIONS.name, partition)
@@ -274,8 +265,7 @@ async def before(log: Log, partition: int, offset: int, custom: CustomPolicies =
 async def _continued(log: Log, partition: int, taken: SnapshotRecord | None, end: int) -> ValidClaim | None:
     """Return the claim with which the last span before `end` began, or None if `taken` is in the same span.
 
-    Raises:
-        OtherRules: the owner of the record right before `end` had other decision rules.
+    Raises OtherRules if the owner of the record right before `end` had other decision rules.
     """
     begin, state, rules = await log.begin(DECISIONS.name, partition), None, -1
     if taken is not None:

@@ -2,10 +2,10 @@
 
 Theory of operation. A first pass reads and verifies the original. It collects data that a single record does not have:
 the names of the system, the hashes by which snapshots refer to requests, and the requests that exceeded a deadline.
-Then `AnonymousLog` rewrites each record when it is read. Input records and snapshots are anonymised one by one and keep
-their offsets. The journal is derived again from the anonymised input records. Its decisions must equal the original
-decisions; only digests and message texts change. The key exists only in memory, so an interrupted copy cannot be
-resumed. Memory holds one or two worlds, and about 150 bytes per request, or 300 if the request has a session.
+Then `AnonymousLog` rewrites each record when it is read. Input records and snapshots keep their offsets. The journal is
+derived again from the anonymised input records; only digests and message texts may differ from the original. The key
+exists only in memory, so an interrupted copy cannot be resumed. Memory holds one or two worlds, and about 150 bytes per
+request, or 300 if the request has a session.
 """
 
 import secrets
@@ -45,11 +45,7 @@ TOPICS = {topic.name: topic for topic in (*INPUTS, SNAPSHOTS, GROUPS)}
 
 
 class Anonymized(NamedTuple):
-    """Result of an anonymisation.
-
-    Attributes:
-        verified: verification report of each group, by group name.
-    """
+    """Result of an anonymisation, with the verification report of each group by group name."""
 
     contents: Contents
     verified: dict[str, VerifyReport]
@@ -79,10 +75,8 @@ class AnonymousLog(ReadOnlyLog):
     ) -> Self:
         """Run the first pass over some groups of a log, which must not grow, and return the anonymised view.
 
-        Raises:
-            NotAnonymizable: the decisions of the original do not follow from its events.
-            OtherRules: a program with other decision rules wrote the journal.
-            LogError: the log is damaged or incomplete.
+        Raises NotAnonymizable if the decisions of the original do not follow from its events, OtherRules if a program
+        with other decision rules wrote the journal, and LogError if the log is damaged or incomplete.
         """
         masks = Masks(key or secrets.token_bytes(KEY_BYTES))
         groups = []
@@ -120,7 +114,7 @@ class AnonymousLog(ReadOnlyLog):
         return with_value(record, encode(topic, event))
 
     async def _journal_at(self, partition: int, offset: int) -> AnonymizedJournal:
-        """Return the journal after it was anonymised up to `offset`. If it is further already, start again."""
+        """Return the journal anonymised up to `offset`, begun again if it is further already."""
         journal = self._journals.get(partition)
         if journal is None or journal.offset > offset:
             journal = await AnonymizedJournal.begin(self._log, self, self._groups[partition], self._custom)
@@ -141,10 +135,7 @@ async def record_anonymized(
     """Write an anonymised recording of `contents` from a log, which may grow, and verify the recording.
 
     Only anonymised data is written to the disk. An unfinished file of an earlier call is replaced, because its key is
-    lost.
-
-    Args:
-        progress: called with the name of the current step, its progress and its total.
+    lost. `progress` is called with the name of the current step, its progress and its total.
 
     Raises:
         NotAnonymizable: decisions from the anonymised events would differ. No file is left behind.

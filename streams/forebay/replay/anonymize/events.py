@@ -1,10 +1,9 @@
 """Anonymise events. Lengths, times, structure and the names of the system's own components stay the same.
 
-Theory of operation. An event class declares for each field how the field is anonymised (`forebay.events.privacy`). This
-module applies these rules, so a new type or field cannot be forgotten. Client data is removed:
-prompts, texts and sampling seeds are dropped. Request IDs, sessions, adapters, cache namespaces and sequence hashes are
-masked (`forebay.replay.anonymize.masks`). The name of a worker, taint, model or queue class that a client uses stays if
-the system has a component of that name. Otherwise the name is masked.
+Theory of operation. An event class declares for each field how the field is anonymised (`forebay.events.privacy`).
+Prompts, texts and sampling seeds are dropped. Request IDs, sessions, adapters, cache namespaces and sequence hashes are
+masked. The name of a worker, taint, model or queue class that a client uses is masked unless the system has a component
+of that name.
 
 Snapshots identify requests and sessions by hashes. The replacements of these hashes are computed, or looked up in
 tables built from the recording itself, so a snapshot and the events after it still refer to the same requests.
@@ -78,12 +77,10 @@ class EventAnonymizer:
         self._masked |= {kind: partial(self._client_name, kind) for kind in CLIENT_NAMES}
 
     def learn_worker(self, spec: WorkerSpec) -> None:
-        """Add the names of a worker and of its taints to the names that are not masked."""
         self.names["worker"].add(spec.worker_id)
         self.names["taint"].update(spec.taints)
 
     def learn_pool(self, pool: PoolConfigured) -> None:
-        """Add the names of a pool, its model and its queue classes to the names that are not masked."""
         self.names["model"].add(pool.model)
         self.names["pool"].add(pool.pool)
         self.names["class"].update(one.name for one in pool.router.queue.classes)
@@ -101,7 +98,7 @@ class EventAnonymizer:
         return self.ordered_ids.get(request_id) or self.masks.request_id(request_id)
 
     def anonymize(self, value: T) -> T:
-        """Return an event, a journal record or a part whose fields were anonymised by the rules of its class.
+        """Return a copy of an event, a journal record or a part, whose fields are anonymised by the rules of its class.
 
         The digests of a journal record are masked, not derived again. The nonce replaces the content of a request, so
         repeated submissions of the same content stay equal.
@@ -132,7 +129,7 @@ class EventAnonymizer:
         return name if name in self.names[kind] else self.masks.name(kind, name)
 
     def _nonce(self, nonce: int) -> int:
-        """Return the masked nonce of a command, as a number that fits a `Count`."""
+        """Return the masked nonce of a command, which fits a `Count`."""
         return self.masks.contents.of(nonce) >> 1
 
     def _parent_hash(self, parent: int) -> int:

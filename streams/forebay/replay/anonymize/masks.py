@@ -31,8 +31,7 @@ class NotAnonymizable(LogError):
 class HashMask:
     """Keyed hash of 64-bit numbers. Two of a billion numbers collide with a probability of three percent.
 
-    Args:
-        purpose: separates masks of one key; up to 16 ASCII characters.
+    `purpose` separates the masks of one key, in up to 16 ASCII characters.
     """
 
     def __init__(self, key: bytes, purpose: str, remembered: int = 0) -> None:
@@ -40,7 +39,6 @@ class HashMask:
         self.of = lru_cache(maxsize=remembered)(self._of) if remembered else self._of
 
     def packed(self, values: bytes) -> bytes:
-        """Return the masks of packed u64 values, packed in the same order."""
         return pack_u64(map(self.of, unpack_u64(values)))
 
     def _of(self, value: int) -> int:
@@ -73,14 +71,10 @@ class Masks:
         return f"{kind}-{blake2b(name.encode(), key=self._key, person=kind.encode(), digest_size=8).hexdigest()}"
 
     def sha256(self, digest: str) -> str:
-        """Return the mask of a hexadecimal SHA-256 digest."""
         return blake2b(bytes.fromhex(digest), key=self._key, person=b"sha256", digest_size=32).hexdigest()
 
     def undecodable(self, topic: Topic, value: bytes) -> bytes:
-        """Return a replacement for a record value that does not decode.
-
-        The replacement fails to decode for the same reason, and contains no data of the original.
-        """
+        """Return a replacement that fails to decode for the same reason as `value`, without data of the original."""
         tag = None if topic.events is None else unknown_tag(topic, value)
         if tag is None:
             return NO_RECORD
