@@ -31,7 +31,7 @@ async def cards_in_use(log: Log, partitions: Mapping[str, int]) -> dict[str, str
 
 
 def superseded_by(store: ModelStore, model: str, digest: str) -> list[str]:
-    """Return the cards of a model that were stored before this card, because newer ones may be for later use."""
+    """Return the cards of a model that were stored before this one, if stored; newer cards may be for later use."""
     stored = list(store.cards)
     before = stored[: stored.index(digest)] if digest in store.cards else []
     return [one for one in before if store.cards[one].model == model]

@@ -415,7 +415,7 @@ def _require_same_layout(spec: WorkerSpec, members: list[WorkerSpec]) -> None:
 
 
 def _require_same_card(spec: WorkerSpec, members: list[WorkerSpec]) -> None:
-    """Check that a model has one model card or none, because an ingress tokenizes for all its workers."""
+    """Check the model card: workers of a model have the same or none, because an ingress tokenizes for all of them."""
     for other in members if spec.card else ():
         if other.model == spec.model and other.card not in ("", spec.card):
             raise _Unfit(

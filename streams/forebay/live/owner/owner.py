@@ -398,7 +398,7 @@ class Owner:
         self._send(drafts)
 
     def _send(self, drafts: Sequence[Draft]) -> None:
-        """Append effects and dead letters. If no topic accepts a record, its request ends at its deadline."""
+        """Append effects and dead letters, but drop those that no topic accepts. Their requests end at the deadline."""
         try:
             self._log.append_soon(drafts)
         except ValueError as error:

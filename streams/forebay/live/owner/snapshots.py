@@ -84,7 +84,7 @@ class Snapshots:
         return self._stopping and self._current is not None and self._current.walk.done and not self.sealed
 
     def prepare_stop(self) -> None:
-        """Walk the blocks for the last snapshot in the next turns. No turn seals it before `seal_last`."""
+        """Walk the blocks for the last snapshot, after one that is sealed. No turn seals it before `seal_last`."""
         self._stopping = True
         self._wake.set()
 

@@ -25,7 +25,7 @@ BOUNDS_US = [round(bound * 1e6) for bound in BUCKETS_S]
 
 @dataclass(slots=True)
 class DurationHistogram:
-    """Histogram of durations. Each bucket counts those up to its bound in `BUCKETS_S`; the last has no upper bound."""
+    """Durations by bucket: above the previous bound of `BUCKETS_S` and up to its own bound, which the last lacks."""
 
     buckets: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
     sum_us: int = 0

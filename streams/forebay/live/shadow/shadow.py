@@ -110,7 +110,10 @@ class Shadow:
         return self._standby.world.pools
 
     async def start(self) -> None:
-        """Derive the state from which to continue. Raises RecoveryDiverged, OtherRules or LogError."""
+        """Derive the state from which the shadow continues, without writing events.
+
+        Raises RecoveryDiverged, OtherRules or LogError.
+        """
         self.end = await self._journal_end()
         last = await self._sink.last()
         await self._begin_at(await self._offset_after(last))
