@@ -34,11 +34,7 @@ def hash_seed(lora_name: str = "", cache_namespace: str = "") -> int:
 
 
 def mm_hash(identifier: str) -> int:
-    """Return the 64-bit hash of an image, video or sound for `block_hashes`.
-
-    Args:
-        identifier: SHA-256 in hex, of which the first 16 digits are the hash, or any other text.
-    """
+    """Return the 64-bit hash of an image, video or sound: 16 digits of a SHA-256 in hex, or the hash of other text."""
     assert identifier
     if len(identifier) == DIGEST_CHARS and HEX_DIGITS.issuperset(identifier):
         return int(identifier[:DIGEST_CHARS_USED], 16)
@@ -83,11 +79,7 @@ def block_hashes(
 
 
 def extend_chain(parent: int | None, blocks: Iterable[int]) -> list[int]:
-    """Return the sequence hashes of consecutive blocks.
-
-    Args:
-        parent: sequence hash of the block before them; None if they start a prompt.
-    """
+    """Return the sequence hashes of consecutive blocks. `parent` is that of the block before; None starts a prompt."""
     chain: list[int] = []
     for block in blocks:
         parent = block if parent is None else xxh3_64_intdigest(_pack_pair(parent, block), HASH_SEED)
@@ -101,8 +93,5 @@ def sequence_hashes(
     seed: int = HASH_SEED,
     mm_hashes: Mapping[int, Iterable[int]] = NO_MM_HASHES,
 ) -> bytes:
-    """Return the sequence hash of each full block of a prompt, as packed u64.
-
-    The arguments are those of `block_hashes`.
-    """
+    """Return the sequence hash of each full block of a prompt, as packed u64. For the arguments, see `block_hashes`."""
     return pack_u64(extend_chain(None, block_hashes(token_ids, block_size, seed, mm_hashes)))

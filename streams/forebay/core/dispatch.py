@@ -53,11 +53,7 @@ AnyDecision = (
 
 
 def submit(world: World, event: RequestSubmitted, offset: int) -> list[AnyDecision]:
-    """Route, queue or reject a new request.
-
-    Returns:
-        The decision as a list of one journal record. The list is empty if the request was already submitted.
-    """
+    """Route, queue or reject a new request. Return one journal record, or none if the request was already submitted."""
     requests = world.requests
     known = requests.known_content(event.request_id)
     if known is not None:
@@ -140,14 +136,11 @@ def drain_queues(world: World) -> list[AnyDecision]:
 
 
 def reroute(world: World, requests: list[ActiveRequest], cause: str | None = None) -> list[AnyDecision]:
-    """Route accepted requests that have no worker to their next stage. Return the decisions.
+    """Route accepted requests in the phase `waiting` to their next stage. Return the decisions.
 
     A request without an eligible worker continues to wait. A request that has used up its attempts is aborted. Limits
-    of the queue do not apply again.
-
-    Args:
-        requests: requests in the phase `waiting`.
-        cause: error of the worker that failed to encode, compute or fetch; None if no worker failed.
+    of the queue do not apply again. `cause` is the error of the worker that failed to encode, compute or fetch; None if
+    no worker failed.
     """
     for request in requests:
         if request.prefilled is not None and not request.has_kept_kv(world.now_us):

@@ -1,7 +1,4 @@
-"""Apply decisions to the world, and return them as journal records.
-
-A decision changes the world at once. The owner then writes it to the journal.
-"""
+"""Apply decisions to the world at once, and return them as journal records. The owner writes the records afterwards."""
 
 from forebay.core.phases import BEFORE_FIRST_TOKEN, Phase
 from forebay.core.queue_entry import queued_request
@@ -137,10 +134,8 @@ def abort(
 ) -> RequestAborted:
     """End an accepted request, free its load and its place in the queue, and return the journal record.
 
-    Args:
-        status: HTTP status from a worker that rejected the request; otherwise 0.
-        code: error code from that worker; otherwise empty.
-        retry_after_s: seconds after which that worker takes requests again; 0 if unknown.
+    `status` (HTTP) and `code` come from a worker that rejected the request; otherwise they are 0 and empty. That worker
+    takes requests again after `retry_after_s`; 0 if unknown.
     """
     world.counts[f"aborted_{reason}"] += 1
     worker = world.fleet.get(request.worker_id) if request.on_worker else None
@@ -176,10 +171,7 @@ def abort(
 
 
 def release_kv(world: World) -> list[KvReleased]:
-    """Order prefill workers to free KV that no worker will fetch, and return the journal records.
-
-    The KV is listed in `ActiveRequests.unfetched`. Workers that left the fleet get no order.
-    """
+    """Return orders to prefill workers to free KV that no worker will fetch. Workers that left the fleet get none."""
     unfetched = world.requests.unfetched
     released: list[KvReleased] = []
     for kept in unfetched:
@@ -232,10 +224,7 @@ def _routed(world: World, request: ActiveRequest, plan: Plan) -> RequestRouted:
 
 
 def _count_reused(world: World, plan: Plan) -> int:
-    """Return how many prompt tokens the selected rank has cached on its device.
-
-    Also count selections of a rank that does not have the largest overlap, for diagnostics.
-    """
+    """Return the prompt tokens cached on the selected rank's device. Count selections below the largest overlap."""
     device = plan.table.overlap(plan.at).device
     most = max((overlap.device for overlap in plan.table.overlaps.values()), default=0)
     if device < most:

@@ -42,8 +42,7 @@ OnApplied = Callable[[str, InputEvent | None, int, Sequence[AnyDecision]], None]
 class Divergence:
     """First journal record that does not follow from the recorded events.
 
-    Attributes:
-        derived: record that follows from the events instead; None if they lead to no decision here.
+    The events lead to the record `derived` instead; None if they lead to no decision here.
     """
 
     offset: int
@@ -71,16 +70,10 @@ class Rederivation:
         self._seals_from: int | None = None  # seals up to this offset are unknown
 
     def apply(self, offset: int, record: JournalRecord, events: RecordedEvents) -> Divergence | None:
-        """Apply the next journal record, with the events that it consumed.
+        """Apply the next journal record, and return the divergence, or None if the record follows from the events.
 
-        Args:
-            events: by topic, exactly the events that `consumed` of the record counts.
-
-        Returns:
-            The divergence, or None if the record follows from the events.
-
-        Raises:
-            PolicyMissing: the owner used a custom policy whose class the world does not have.
+        `events` has, by topic, exactly the events that `consumed` of the record counts. Raises PolicyMissing if the
+        owner used a custom policy whose class the world does not have.
         """
         if self._seals_from is None:
             self._seals_from = offset

@@ -35,12 +35,7 @@ from forebay.events.snapshots import (
 
 
 def restore(chunks: Iterable[Chunk], custom: CustomPolicies = ONLY_BUILT_IN) -> World:
-    """Return the world of a snapshot. It has the digest that the seal of the snapshot names.
-
-    Args:
-        chunks: all parts of the snapshot; blocks of the prefix index may come before other parts.
-        custom: classes of custom policies that the world may run.
-    """
+    """Return the world of a snapshot from all its parts. Blocks of the prefix index may come before other parts."""
     world = World(custom)
     _restore(world, world.index, chunks)
     return world

@@ -14,15 +14,12 @@ NO_READY_WORKER = frozenset(("no_workers", "no_eligible_worker"))
 def find_candidates(
     world: World, pool: PoolConfigured, request: SubmittedRequest, busy: BusyThresholds | None = None
 ) -> Roster:
-    """Return the ranks that may take a new request.
+    """Return the ranks that may take a new request. Raises Ineligible if there are none.
 
     They meet the request's conditions, and their workers are not busy. If a rank serves the request's session and the
     session mode is `hard`, only that rank may take the request. If the mode is `soft`, other ranks may take the request
     while that rank is busy or has too many prompt tokens to compute. Workers that are avoided because of their
     rejections are candidates only if there are no others.
-
-    Raises:
-        Ineligible: no worker may take the request.
     """
     hints = request.hints
     roster = _without(world.fleet.avoided, filter_eligible(world.roster(pool.pool), world.fleet, pool, request))
@@ -47,11 +44,7 @@ def find_suspect_candidates(
 ) -> Roster:
     """Return the ranks of suspect workers that could take a request if their workers become ready again.
 
-    Args:
-        refusal: why no ready worker may take the request.
-
-    Raises:
-        Ineligible: the given `refusal`, if no such rank exists or if ready workers were not missing.
+    Raises `refusal`, the reason why no ready worker takes it, if no such rank exists or ready workers were not missing.
     """
     if refusal.reason not in NO_READY_WORKER:
         raise refusal
@@ -67,12 +60,8 @@ def find_retry_candidates(
 ) -> Roster:
     """Return the ranks that may take an accepted request again. Load and session are ignored.
 
-    Args:
-        rejected_by: workers that have rejected it. Like workers that are avoided, they are candidates only if there are
-            no others.
-
-    Raises:
-        Ineligible: no worker may take the request.
+    Workers in `rejected_by`, and workers that are avoided, are candidates only if there are no others. Raises
+    Ineligible if no worker may take the request.
     """
     roster = filter_eligible(world.roster(pool.pool), world.fleet, pool, request)
     return _without(world.fleet.avoided, _without(frozenset(rejected_by), roster))

@@ -34,21 +34,17 @@ _DECIMAL = Context(prec=30)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CostTable:
-    """Cost and cost terms of every candidate, in roster order.
+    """Cost and cost terms of every candidate, in KV blocks and in roster order.
 
     There is one list per term, because a decision reads every term of hundreds of candidates.
 
     Attributes:
-        costs: cost per candidate, in KV blocks.
         prefill_blocks: prompt blocks that each candidate still has to compute, including those of this request.
-        credit_blocks: reduction of the cost per candidate for cached blocks, in KV blocks.
-        decode_blocks: KV blocks in use by requests in flight on each candidate, plus the blocks that this request would
-            add.
-        active_requests: requests in flight per candidate.
+        credit_blocks: reduction of the cost per candidate for cached blocks.
+        decode_blocks: blocks in use by requests in flight per candidate, plus the blocks that this request would add.
         overlaps: cached blocks of the prompt by position in the roster. A position without an entry has none.
         taint_factors: factor of the cost per candidate from preferred taints; None if the request prefers none.
-        eviction_costs: increase of the cost for cached blocks that the rank must evict, in KV blocks, by position in
-            the roster. A position without an entry has none.
+        eviction_costs: increase of the cost for cached blocks that the rank must evict, like `overlaps` by position.
     """
 
     roster: Roster
@@ -85,7 +81,6 @@ class CostTable:
         return state.intdigest()
 
     def terms(self, at: int) -> CostTerms:
-        """Return the cost terms of the candidate at position `at`, as the journal records them."""
         overlap = self.overlap(at)
         return CostTerms(
             cost=self.costs[at],
@@ -102,7 +97,6 @@ class CostTable:
         )
 
     def candidate(self, at: int) -> ScoredCandidate:
-        """Return worker id, rank and cost terms of the candidate at position `at`, as the journal records them."""
         candidate = self.roster.ranks[at]
         return ScoredCandidate(worker_id=candidate.worker.spec.worker_id, rank=candidate.rank, terms=self.terms(at))
 
@@ -113,10 +107,8 @@ class Demand:
 
     Attributes:
         blocks: number of prompt blocks that count as decode load.
-        active: by rank, the number of leading prompt blocks that other requests in flight on this rank already use;
-            ranks without an entry have none.
-        overlaps: by rank, the cached leading blocks of the prompt; ranks without an entry have none.
-        preferred_taints: taints that raise or lower the cost of a worker.
+        active: leading prompt blocks that other requests in flight on a rank already use; none without an entry.
+        overlaps: cached leading blocks of the prompt by rank; none without an entry.
         has_tight_caches: whether any rank has less than a quarter of its cache free.
     """
 
@@ -130,15 +122,11 @@ class Demand:
 
 
 def cost_table(config: RouterConfig, block_size: int, roster: Roster, demand: Demand) -> CostTable:
-    """Return the costs of all candidates.
+    """Return the costs of all candidates. `config` includes the overrides of the request.
 
     The selection policy `lmetric` multiplies the terms instead of adding them: (max(prefill_blocks - credit, 0) +
     eviction) * (decode_blocks + 1). If prefill is not tracked, the credit reduces the decode blocks: max(decode_blocks
     - credit, 0) + eviction. Dynamo's decode routers compute the cost in this way.
-
-    Args:
-        config: router configuration, including the overrides of the request.
-        demand: load of the request, and cached blocks of its prompt.
     """
     loads, positions = roster.loads, roster.positions
     prompt_tokens, blocks = demand.prompt_tokens, demand.blocks
@@ -213,10 +201,7 @@ def _costs(
     decode: list[float],
     requests: list[int],
 ) -> list[float]:
-    """Return the cost of each candidate from its terms.
-
-    `saved` has all positions at which `saved_blocks` may differ from 0.
-    """
+    """Return the cost of each candidate. `saved` has all positions at which `saved_blocks` may differ from 0."""
     left = prefill.copy()
     for at in saved:
         left[at] = max(prefill[at] - saved_blocks[at], 0.0)
@@ -320,12 +305,9 @@ def _taint_factors(roster: Roster, preferred: Sequence[TaintWeight]) -> list[flo
 
 @lru_cache(maxsize=4096)
 def taint_factor(weight: float) -> float:
-    """Return the factor exp(-tanh(weight)) of a cost, between 1/e and e.
+    """Return the factor exp(-tanh(weight)) of a cost, between 1/e and e, for the summed weights of a worker's taints.
 
     Decimal arithmetic makes the result the same on every machine.
-
-    Args:
-        weight: sum of the weights of the preferred taints that the worker has.
     """
     if abs(weight) > 40.0:  # above 40, tanh is 1 to thirty digits
         tanh = Decimal(1 if weight > 0.0 else -1)

@@ -44,9 +44,7 @@ class Counterfactual:
     """Selection under an alternative configuration, and the recorded selection in the same state.
 
     Attributes:
-        history: recorded plan, with its own cost table.
-        choice: plan under the alternative configuration; None if it would have rejected the request.
-        refusal: reason for that rejection; None if there is a `choice`.
+        choice: plan under the alternative configuration; None if it would have rejected the request (`refusal`).
         would_hold: whether the alternative would have queued the request. If so, `choice` is the plan that it would
             have made without a queue.
     """
@@ -89,10 +87,6 @@ def counterfactual(world: World, pool: PoolConfigured, history: Plan) -> Counter
 
     The stage stays as recorded. For example, if the prompt was sent to a prefill pool, only the rank in that pool is
     selected again.
-
-    Args:
-        world: state in which the recorded plan was made.
-        pool: alternative configuration of the pool that made the plan.
     """
     if history.stage == "encode":  # no configuration changes the selection of an encode worker
         return Counterfactual(history, history, None, would_hold=False)
@@ -108,11 +102,7 @@ def counterfactual(world: World, pool: PoolConfigured, history: Plan) -> Counter
 
 
 def _candidates(world: World, pool: PoolConfigured, history: Plan, request: ActiveRequest) -> StageCandidates:
-    """Return the candidates of the recorded stage under the alternative configuration `pool`, as the planner does.
-
-    Raises:
-        Ineligible: no worker may take the request.
-    """
+    """Return the candidates of the recorded stage under the alternative configuration `pool`, as the planner does."""
     busy, again = _busy(world, pool), request.was_dispatched
     if history.stage == "prefill":
         return find_prefill_candidates(world, pool, request, busy, again=again)
@@ -128,13 +118,10 @@ def _candidates(world: World, pool: PoolConfigured, history: Plan, request: Acti
 def merge_runtime_settings(
     alternative: RuntimeSettings, recorded: RuntimeSettings, by_hand: RuntimeSettings
 ) -> RuntimeSettings:
-    """Return the settings under an alternative configuration after an operator's change at run time.
+    """Return the settings under an alternative configuration after an operator set `by_hand` at run time.
 
     Fields in which the alternative differs from the recorded configuration have the alternative's value. All other
     fields have the operator's value.
-
-    Args:
-        by_hand: settings that the operator set at run time.
     """
     names = by_hand.__struct_fields__
     changed = {name: value for name in names if (value := getattr(alternative, name)) != getattr(recorded, name)}
@@ -142,10 +129,7 @@ def merge_runtime_settings(
 
 
 def changed_booking_fields(pool: PoolConfigured, alternative: PoolConfigured) -> list[str]:
-    """Return the names in `BOOKED_FIELDS` in which two configurations of a pool differ.
-
-    A comparison of single decisions shows the effect of these fields only in part.
-    """
+    """Return the names in `BOOKED_FIELDS` in which two configurations of a pool differ."""
     ours, others = pool.router, alternative.router
     return [name for name in BOOKED_FIELDS if getattr(ours, name) != getattr(others, name)]
 

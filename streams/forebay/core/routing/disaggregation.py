@@ -21,16 +21,9 @@ from forebay.events.decisions import PrefillPlace, PrefillReason
 def locate_prompt(world: World, pool: PoolConfigured, request: ActiveRequest, roster: Roster) -> StageCandidates | Plan:
     """Decide whether the prefill pool computes the prompt of a request, and return the ranks that may compute it.
 
-    Embedding requests have no decode stage, so the worker that responds computes their prompt.
-
-    Args:
-        roster: ranks of `pool` that may generate the response.
-
-    Returns:
-        The candidates, or a plan if the disaggregation policy has already selected one of them.
-
-    Raises:
-        Ineligible: only the prefill pool may compute the prompt, and no prefill worker may take it.
+    The result is a plan if the disaggregation policy has already selected one of these ranks. `roster` has the ranks of
+    `pool` that may generate the response. Embedding requests have no decode stage, so the worker that responds computes
+    their prompt. Raises Ineligible if only the prefill pool may compute the prompt, and no prefill worker may take it.
     """
     local = StageCandidates("aggregated", pool, roster, request.submitted, request.attempt)
     if pool.role != "decode" or request.submitted.task != "generate":
@@ -115,8 +108,7 @@ def _apply_conditional(
 ) -> tuple[PrefillPlace, StageCandidates | Plan | None]:
     """Apply the policies `isl_bounding`, `prefill_load` and `isl_or_load`, then the busy check of the decode worker.
 
-    Returns:
-        Where the prompt is computed, and `prefill`. If the load of the prefill workers was needed, a plan replaces it.
+    Return `prefill` too. If the load of the prefill workers was needed, a plan replaces it.
     """
     uncached = _count_uncached(decode)
     there: StageCandidates | Plan | None = prefill

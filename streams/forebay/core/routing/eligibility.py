@@ -30,11 +30,8 @@ class Ineligible(Exception):
 def filter_eligible(roster: Roster, fleet: Fleet, pool: PoolConfigured, request: SubmittedRequest) -> Roster:
     """Return the ranks that meet the conditions of a request: routing hints, adapter, task and cache namespace.
 
-    Args:
-        fleet: workers of all pools, to explain an unknown worker.
-
-    Raises:
-        Ineligible: no rank meets the conditions, or the hints contradict each other.
+    `fleet` has the workers of all pools, to explain an unknown worker. Raises Ineligible if no rank meets the
+    conditions, or if the hints contradict each other.
     """
     hints, lora_name = request.hints, request.lora_name
     _validate_hints(hints, pool, fleet)
@@ -59,11 +56,7 @@ def requirements_key(request: SubmittedRequest) -> tuple[object, ...]:
 
 
 def filter_not_busy(roster: Roster, thresholds: BusyThresholds, pool: str) -> Roster:
-    """Return the ranks of `roster` whose workers are not busy. `pool` is the name of the pool, for the error message.
-
-    Raises:
-        Ineligible: every worker is busy.
-    """
+    """Return the ranks whose workers are not busy. Raises Ineligible, which names `pool`, if every worker is busy."""
     if thresholds == NO_THRESHOLDS:
         return roster
     idle = {candidate.worker.spec.worker_id: None for candidate in roster.ranks if not is_busy(candidate, thresholds)}

@@ -24,13 +24,8 @@ NO_BLOCKS: Sequence[int] = ()
 def evaluate(world: World, candidates: StageCandidates, *, as_owner: bool = True) -> Plan:
     """Compute the cost table of the candidates, call the policy, and return the selection.
 
-    Args:
-        as_owner: whether the owner makes this decision. If so, only policies that the owner's operator allowed may
-            decide.
-
-    Raises:
-        Ineligible: the policy failed or is not allowed.
-        PolicyMissing: the policy is allowed, but this process does not have its class.
+    If the owner makes this decision (`as_owner`), only policies that its operator allowed may decide. Raises Ineligible
+    if the policy failed or is not allowed, PolicyMissing if it is allowed, but this process does not have its class.
     """
     request = candidates.request
     override, router = request.hints.override, candidates.pool.router
@@ -39,11 +34,7 @@ def evaluate(world: World, candidates: StageCandidates, *, as_owner: bool = True
 
 
 def demand_of(world: World, candidates: StageCandidates, config: RouterConfig) -> Demand:
-    """Return the load that a request would put on a candidate, and how much of its prompt each rank has cached.
-
-    Args:
-        config: router configuration, including the overrides of the request.
-    """
+    """Return the demand of a request under `config`, which includes the overrides of the request."""
     request = candidates.request
     blocks = request.blocks if config.track_active_blocks else NO_BLOCKS
     return Demand(
@@ -60,16 +51,7 @@ def demand_of(world: World, candidates: StageCandidates, config: RouterConfig) -
 def select(
     world: World, candidates: StageCandidates, config: RouterConfig, demand: Demand, *, as_owner: bool = True
 ) -> Plan:
-    """Compute the cost table for a demand, call the policy, and return the selection.
-
-    Args:
-        config: router configuration, including the overrides of the request.
-        as_owner: as in `evaluate`.
-
-    Raises:
-        Ineligible: the policy failed or is not allowed.
-        PolicyMissing: the policy is allowed, but this process does not have its class.
-    """
+    """Like `evaluate`, for a given demand and a configuration that includes the overrides of the request."""
     pool, request = candidates.pool, candidates.request
     table = cost_table(config, pool.block_size, candidates.roster, demand)
     policy = world.policy(config.mode, as_owner=as_owner)
@@ -123,11 +105,7 @@ def policy_input(
     """Return the two arguments of a policy: the state of the pool, and the request.
 
     The state computes a candidate only when the policy reads it, from load that changes later. So a caller that keeps
-    candidates must copy them.
-
-    Args:
-        candidates: ranks to select from, or a plan with these ranks.
-        config: router configuration, including the overrides of the request.
+    candidates must copy them. `config` includes the overrides of the request.
     """
     pool, request = candidates.pool, candidates.request
     seen = RoutingWorld(
@@ -152,11 +130,7 @@ def policy_input(
 
 
 def run_policy(policy: type[Policy], seen: RoutingWorld, request: RoutingRequest) -> int:
-    """Call a policy and return the position of the candidate that it selects.
-
-    Raises:
-        Ineligible: the policy raised an exception, or did not return the position of a candidate.
-    """
+    """Return the position that a policy selects. Raises Ineligible if the policy fails or selects no candidate."""
     mode = seen.config.mode
     try:
         at = policy().decide(seen, request)
@@ -171,10 +145,7 @@ def run_policy(policy: type[Policy], seen: RoutingWorld, request: RoutingRequest
 
 
 def _describe_error(error: BaseException) -> str:
-    """Return the type and line of an error.
-
-    The text of the error is omitted: it would be stored on the log, and may contain object addresses.
-    """
+    """Return type and line of an error. Its text would be stored on the log, and may contain object addresses."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

@@ -42,11 +42,8 @@ class Plan:
     """Rank that was selected for the next stage of a request, and the data that explains the selection.
 
     Attributes:
-        pool: configuration of the pool that the rank belongs to, with the changes for this stage.
-        request: the request with the changes for this stage (`forebay.core.routing.stages`).
         config: router configuration in effect, including the request's override.
         at: position of the selected candidate in the table.
-        place: where the prompt is computed, and why; None as in `StageCandidates`.
     """
 
     stage: Stage

@@ -40,11 +40,7 @@ class Options:
 
 
 def plan_new(world: World, pool: PoolConfigured, request: ActiveRequest) -> Plan | QueuePlan:
-    """Select a worker rank for the first stage of a new request, or a place in the queue if no rank has room.
-
-    Raises:
-        Ineligible: no worker may take the request, so it must be rejected.
-    """
+    """Select a rank for the first stage, or a place in the queue. Raises Ineligible if the request must be rejected."""
     try:
         options = find_options(world, pool, request)
     except Ineligible as ineligible:
@@ -56,11 +52,7 @@ def plan_new(world: World, pool: PoolConfigured, request: ActiveRequest) -> Plan
 
 
 def find_options(world: World, pool: PoolConfigured, request: ActiveRequest) -> Options:
-    """Return the candidates for a new request, and whether the request must be queued.
-
-    Raises:
-        Ineligible: no worker may take the request.
-    """
+    """Return the candidates for a new request. Raises Ineligible if no worker may take it."""
     eligible = find_candidates(world, pool, request.submitted)
     roster = ranks_with_room(pool, eligible)
     if roster is None or is_room_reserved(world, pool):
@@ -78,22 +70,15 @@ def find_options(world: World, pool: PoolConfigured, request: ActiveRequest) -> 
 
 
 def plan_first_stage(world: World, pool: PoolConfigured, request: ActiveRequest, options: Options) -> Plan:
-    """Select a worker rank for the first stage of a request from `options`.
+    """Select a rank for the first stage from `options`. Raises Ineligible if the policy failed or is not allowed.
 
     This is an encode worker if the request has images or videos and encode workers are ready.
-
-    Raises:
-        Ineligible: the policy failed or is not allowed.
     """
     return _plan_encode_or(options.computing, world, pool, request)
 
 
 def plan_retry(world: World, pool: PoolConfigured, request: ActiveRequest) -> Plan:
-    """Select a worker rank for the next stage of an accepted request.
-
-    Raises:
-        Ineligible: no worker may take the request now, or the policy failed.
-    """
+    """Select a rank for the next stage of an accepted request. Raises Ineligible if none may take it now."""
     if request.has_kept_kv(world.now_us):
         roster = find_decode_candidates(world, pool, request)
         roster = ranks_with_room(pool, roster) or roster
@@ -108,13 +93,9 @@ def plan_retry(world: World, pool: PoolConfigured, request: ActiveRequest) -> Pl
 def find_exhausted_attempts(
     world: World, pool: PoolConfigured, request: ActiveRequest, cause: str | None
 ) -> tuple[AbortReason, str] | None:
-    """Return why an accepted request must be aborted, because it has used up its attempts.
+    """Return reason and message if a request must be aborted, because it has used up its attempts; otherwise None.
 
-    Args:
-        cause: error of the worker that failed, or None if no worker reported an error.
-
-    Returns:
-        Reason and message for the abort, or None if another attempt is allowed.
+    `cause` is the error of the worker that failed, or None if no worker reported an error.
     """
     most = pool.attempts_max
     if request.attempt >= most and cause is None:

@@ -38,10 +38,7 @@ class Kv:
 
 
 class RoundRobin:
-    """Selects the next candidate by the number of requests that the pool has routed.
-
-    Restarts do not reset this number.
-    """
+    """Selects the next candidate by the number of requests that the pool has routed. Restarts do not reset it."""
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
         return world.turn % len(world.candidates)

@@ -40,9 +40,8 @@ class PoolPreference:
     Attributes:
         names: the preferred pools in order, at least one.
         others: pools to try if no preferred pool can take the request, in order.
-        row: row of the request's cell; None if no cell was read.
-        column: column of the request's cell; None if no cell was read.
-        target_ms: latency target by which the cell was found; None if no cell was read.
+        row: row of the request's cell; None, like `column` and `target_ms`, if no cell was read.
+        target_ms: latency target by which the cell was found.
         base: pool whose requests the first pool gets as a canary; None if it is no canary.
         failed: pool of the failed attempt; None if none failed.
     """
@@ -64,10 +63,7 @@ def cell_index(value: float, low: float, high: float, count: int) -> int:
 
 
 def target_of(grid: PoolGrid, hints: RoutingHints) -> float:
-    """Return the latency target of a request in milliseconds.
-
-    This is the target that the request names, otherwise the default of the grid, otherwise the middle of its axis.
-    """
+    """Return the latency target in ms: of the request, else the default of the grid, else the middle of its axis."""
     named = hints.ttft_target_ms if grid.target == "ttft" else hints.itl_target_ms
     if named is not None:
         return named
@@ -93,9 +89,7 @@ def prefer(
 ) -> PoolPreference:
     """Return the order of pools for a new request, whatever their load.
 
-    Args:
-        names: all pools that serve the model in this role, in order of their names.
-        hints: routing hints, with priority and targets.
+    `names` has all pools that serve the model in this role, in order of their names.
     """
     shared = {canary.pool for canary in canaries}
     if grid is None:
@@ -142,15 +136,11 @@ def draw_canary(base: str, canaries: Sequence[PoolCanarySet], tie_seed: int) -> 
 def choose(
     preference: PoolPreference, role: GridRole, availability: Availability, *, allow_refusal: bool = False
 ) -> PoolChoice | None:
-    """Return the first pool that can take a request, with the pools that were skipped before it.
+    """Return the first pool that can take a request, with the pools skipped before it; None if there is no such pool.
 
-    Args:
-        availability: returns why a pool cannot take the request now; None if it can.
-        allow_refusal: if no pool can take the request, neither now nor from its queue, return the first pool that
-            could take other requests. Its refusal explains to the client what is wrong.
-
-    Returns:
-        None if there is no such pool.
+    `availability` returns why a pool cannot take the request now; None if it can. If no pool can take it, neither now
+    nor from its queue, `allow_refusal` returns the first pool that could take other requests. Its refusal explains to
+    the client what is wrong.
     """
     skipped: dict[str, SkipReason] = {}
     selected = None

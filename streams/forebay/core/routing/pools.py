@@ -31,11 +31,8 @@ Chosen = tuple[PoolConfigured, PoolChoice | None]
 def choose_pool(world: World, first: PoolConfigured, request: SubmittedRequest) -> Chosen:
     """Return the pool that generates the response to a new request, and how it was chosen.
 
-    Returns:
-        The pool, and the choice. The choice is None if the model has no rules for pools, or only one pool.
-
-    Raises:
-        Ineligible: all pools that may take the request are drained.
+    The choice is None if the model has no rules for pools, or only one pool. Raises Ineligible if all pools that may
+    take the request are drained.
     """
     if not world.registry.has_rules(first.model):
         if world.roster(first.pool).ranks:
@@ -55,11 +52,7 @@ def choose_pool(world: World, first: PoolConfigured, request: SubmittedRequest) 
 
 
 def choose_prefill_pool(world: World, decoders: PoolConfigured, request: ActiveRequest) -> Chosen | None:
-    """Return the pool that computes the prompt for the decode pool `decoders`, and how it was chosen.
-
-    Returns:
-        The pool and the choice, which is None as in `choose_pool`. None if there is no prefill pool.
-    """
+    """Return the pool that computes the prompt for `decoders`, if any, and the choice, None as in `choose_pool`."""
     first = world.prefillers_of(decoders)
     if not world.registry.has_rules(decoders.model):
         return None if first is None else (first, None)
@@ -151,9 +144,8 @@ def _availability(
 ) -> Availability:
     """Return a function that returns why a pool cannot take a request now.
 
-    Args:
-        block_size: tokens per KV block for which the prompt was hashed.
-        again: whether the request was accepted before. If so, busy workers may take it.
+    The prompt was hashed for blocks of `block_size` tokens. If the request was accepted before (`again`), busy workers
+    may take it.
     """
     known = {pool.pool: pool for pool in pools}
 

@@ -30,10 +30,7 @@ def lowest(values: Sequence[float], seed: int, then: Sequence[int] = ()) -> int:
 
 
 def softmax_weights(costs: Sequence[float], temperature: float) -> list[int]:
-    """Return the softmax weight of each cost, as an integer from 0 to `WEIGHT_ONE`.
-
-    The lowest cost has the weight `WEIGHT_ONE`. Equal costs have equal weights.
-    """
+    """Return the softmax weight of each cost: `WEIGHT_ONE` for the lowest, at least 0, equal for equal costs."""
     assert temperature > 0.0
     least, most = min(costs), max(costs)
     if least == most:

@@ -33,11 +33,9 @@ LEAST_LOADED = RouterOverride(mode="least-loaded")
 
 
 def find_encode_candidates(world: World, pool: PoolConfigured, request: ActiveRequest) -> StageCandidates | None:
-    """Return the encode workers for a request.
+    """Return the encode workers for a request; None if there is nothing to encode, or if no encode worker is ready.
 
-    Returns:
-        None if there is nothing to encode, or if no encode worker is ready. Then the worker that computes the prompt
-        encodes the images and videos itself.
+    If it is None, the worker that computes the prompt encodes the images and videos itself.
     """
     if not request.submitted.media_tokens or request.encoded is not None:
         return None
@@ -53,13 +51,9 @@ def find_encode_candidates(world: World, pool: PoolConfigured, request: ActiveRe
 def find_prefill_candidates(
     world: World, pool: PoolConfigured, request: ActiveRequest, busy: BusyThresholds | None = None, *, again: bool
 ) -> StageCandidates:
-    """Return the ranks of a prefill pool that may compute the prompt of a request.
+    """Return the ranks of a prefill pool that may compute the prompt of a request. Raises Ineligible if there are none.
 
-    Args:
-        again: whether the request was sent to a worker before. If so, ranks of busy workers are candidates, too.
-
-    Raises:
-        Ineligible: no worker may take the request.
+    If the request was sent to a worker before (`again`), ranks of busy workers are candidates, too.
     """
     view = as_prefill_request(request.submitted, pool.pool)
     if again:
@@ -73,16 +67,10 @@ def find_prefill_candidates(
 def find_decode_candidates(
     world: World, pool: PoolConfigured, request: ActiveRequest, busy: BusyThresholds | None = None
 ) -> Roster:
-    """Return the ranks of a decode pool that may fetch the KV of a prompt and generate the response.
+    """Return the ranks of a decode pool that may fetch the kept KV of a prompt and generate the response.
 
     On the first attempt these are the ranks that could take a new request. If there are none, and on later attempts,
-    they are all eligible ranks. The worker of the last attempt is a candidate only if there is no other.
-
-    Args:
-        request: request whose KV a prefill worker keeps.
-
-    Raises:
-        Ineligible: no worker may take the request.
+    they are all eligible ranks. Raises Ineligible if no worker may take the request.
     """
     if not request.attempt:
         try:

@@ -12,13 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Size that a pool has, and the one that it should get.
-
-    Attributes:
-        size: proposed size, from `low` to `high`.
-        low: lowest size that the pool may get now.
-        high: highest size that the pool may get now.
-    """
+    """Present size of a pool, the proposed `size`, and the limits of its size now. `size` is from `low` to `high`."""
 
     current: int
     size: int
@@ -29,24 +23,17 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Sizes within the budget.
-
-    Attributes:
-        sizes: size of each pool; all 0 if the budget does not suffice for the lowest sizes.
-    """
+    """Size of each pool within the budget; all 0 if the budget does not suffice for the lowest sizes."""
 
     sizes: tuple[int, ...]
     feasible: bool
 
 
 def fit(wanted: Sequence[Wanted], budget_gpus: int | None, min_gpus: int) -> Fitted:
-    """Return the sizes nearest to the proposal within the limits.
+    """Return the sizes nearest to the proposal within the limits. A `min_gpus` of 0 is no limit.
 
     If both limits are set, the number of GPUs may fall short of `min_gpus` by the GPUs of one worker. Otherwise some
     limits could not be met: with 2 GPUs per worker, no size has exactly 5 GPUs.
-
-    Args:
-        min_gpus: lowest number of GPUs; 0 for no limit.
     """
     sizes = [one.size for one in wanted]
     tolerance = 0

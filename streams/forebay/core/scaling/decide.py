@@ -65,12 +65,9 @@ class Derivation:
 
 
 def decide(state: PlannerState) -> ScalingDecided | None:
-    """Return the decision that follows from the state, without its time.
+    """Return the decision about every pool, without its time, or None if no planner has claimed the topic.
 
     The result depends on nothing but the state, so every reader of the topic derives the same decision.
-
-    Returns:
-        The decision about every pool of the settings, or None if no planner has claimed the topic.
     """
     derivation = derive(state)
     return derivation.decision if derivation is not None else None
@@ -241,11 +238,7 @@ def _within_budget(state: PlannerState, settings: PlannerSettings, guarded: Sequ
 def _within_free_gpus(
     state: PlannerState, settings: PlannerSettings, guarded: Sequence[PoolSizing], sizes: Sequence[int]
 ) -> Sequence[int]:
-    """Return sizes whose growth fits into the GPUs that no worker uses now. Reductions stay as they are.
-
-    Args:
-        sizes: sizes of the pools that are not kept, within the budget.
-    """
+    """Fit growth in `sizes`, those of the pools not kept, into the GPUs that no worker uses now. Keep reductions."""
     if not settings.gpu_budget:
         return sizes
     used = sum(one.pool.gpus_per_worker * state.running(one.pool) for one in guarded)

@@ -56,12 +56,7 @@ def prefill_speed(points: Sequence[PrefillPoint], isl: float) -> PrefillSpeed:
 
 
 def decode_itl_ms(points: Sequence[DecodePoint], context: float, concurrency: float) -> float:
-    """Return the inter-token latency in milliseconds. `points` has at least one point.
-
-    Args:
-        context: mean context length of the requests, in tokens.
-        concurrency: requests that generate at the same time.
-    """
+    """Return the inter-token latency at a mean context length in tokens. `points` has at least one point."""
 
     def itl_ms(curve: DecodeCurve) -> float:
         return _at_concurrency(curve, concurrency).itl_ms
@@ -72,12 +67,9 @@ def decode_itl_ms(points: Sequence[DecodePoint], context: float, concurrency: fl
 def decode_capacity(
     points: Sequence[DecodePoint], context: float, itl_ms: float, concurrency_max: float | None
 ) -> DecodeCapacity:
-    """Return the highest throughput within a target. `points` has at least one point.
+    """Return the highest throughput within a target ITL, at a mean context length in tokens. `points` is not empty.
 
-    Args:
-        context: mean context length of the requests, in tokens.
-        itl_ms: target of the inter-token latency in milliseconds.
-        concurrency_max: requests for which the KV cache has room; None if unknown.
+    `concurrency_max` is the number of requests for which the KV cache has room; None if unknown.
     """
 
     def tokens_per_s(curve: DecodeCurve) -> float:
@@ -133,11 +125,9 @@ def _at_concurrency(curve: DecodeCurve, concurrency: float) -> DecodePoint:
 
 
 def _bracket(keys: Sequence[float], key: float) -> tuple[int, int, float, bool]:
-    """Find a key between sorted keys.
+    """Return the positions of the sorted keys around a key, its share of the way between them, and if it is in range.
 
-    Returns:
-        Positions of the keys around it, its share of the way from the first to the second, and whether it lies between
-        the lowest and the highest key. Outside, both positions are that of the nearest key.
+    Outside, both positions are that of the nearest key.
     """
     if key <= keys[0] or key >= keys[-1]:
         nearest = 0 if key <= keys[0] else len(keys) - 1

@@ -36,12 +36,7 @@ class _Line:
 
 
 def propose(pool: PoolScaling, settings: PlannerSettings, history: Sequence[PoolObserved], current: int) -> Proposal:
-    """Return the present size, or one more or less.
-
-    Args:
-        settings: targets, margin, and the number of observations that a regression needs.
-        history: observations of the pool, oldest first.
-    """
+    """Return the present size, or one more or less. `history` has the observations of the pool, oldest first."""
     if not history or not _is_complete(history[-1]):
         return Proposal(current, "insufficient_data")
     found = []
@@ -162,11 +157,7 @@ def _isl(history: Sequence[PoolObserved]) -> float:
 
 
 def _target(target_ms: float, line: _Line, profiled_ms: float | None) -> tuple[float, bool]:
-    """Return the target to scale by, and whether a request alone meets the given one.
-
-    Args:
-        profiled_ms: latency of a request alone from the profile; None without a profile.
-    """
+    """Return the target to scale by, and whether a request alone meets `target_ms`: by the profile if it has one."""
     if profiled_ms is None:
         return target_ms, line.at(0) < target_ms
     if profiled_ms < target_ms:

@@ -55,11 +55,7 @@ LACK_OF_WORKERS: frozenset[RejectReason] = frozenset({"no_workers", "overloaded"
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """Newest load report of a rank, limited to what the rank can have.
-
-    Attributes:
-        running: requests that the engine computes.
-    """
+    """Newest load report of a rank, limited to what the rank can have."""
 
     running: int
     waiting: int
@@ -71,10 +67,8 @@ class GroupObservation:
     """Observation of the pools of one group.
 
     Call `restore` with the parts of a snapshot if there is one, then `apply` with each event after it, and `begin` when
-    all earlier events are applied. From then on `observe` returns what happened since its last call.
-
-    Attributes:
-        forgotten: requests that were forgotten without an end.
+    all earlier events are applied. From then on `observe` returns what happened since its last call. `forgotten` counts
+    requests that were forgotten without an end.
     """
 
     def __init__(self, pools: Sequence[PoolScaling]) -> None:
@@ -92,12 +86,7 @@ class GroupObservation:
         self._reset()
 
     def restore(self, parts: Iterable[Chunk], now_us: int) -> None:
-        """Start with the workers, load reports and requests of a snapshot, whose parts come in its order.
-
-        Args:
-            parts: parts of the snapshot. Parts with caches may be missing.
-            now_us: the caller's clock in microseconds.
-        """
+        """Start with the state in a snapshot, whose parts come in its order. Parts with caches may be missing."""
         self._advance(now_us)
         owner_us = 0
         for part in parts:
@@ -118,11 +107,9 @@ class GroupObservation:
         self._count_ready()
 
     def apply(self, event: Event, offset: int, now_us: int) -> None:
-        """Apply an event of the group. Events that do not concern the observation have no effect.
+        """Apply an event of `requests`, `fleet`, `progress`, `metrics` or `decisions`. Other events have no effect.
 
-        Args:
-            event: an event of `requests`, `fleet`, `progress`, `metrics` or `decisions`.
-            now_us: the caller's clock in microseconds. A reading below an earlier one counts as the earlier one.
+        A clock reading `now_us` below an earlier one counts as the earlier one.
         """
         self._advance(now_us)
         if isinstance(event, RequestSubmitted):
@@ -172,9 +159,8 @@ class GroupObservation:
     ) -> PoolObserved:
         """Return the observation of one pool.
 
-        Args:
-            pending: prompt tokens to compute, by worker.
-            occupied: ranks that have had a request since before this interval.
+        `pending` counts prompt tokens to compute, by worker. `occupied` has the ranks with a request since before this
+        interval.
         """
         tally = self._tallies[pool.pool]
         members = [one for one in self._fleet.workers() if one.spec.pool == pool.pool]
