@@ -32,11 +32,9 @@ class TransferCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Time to compute prompt tokens.
+    """Time to compute prompt tokens. `attended_us` is per pair of a token and a token before it.
 
-    Attributes:
-        attended_us: microseconds per pair of a token and a token before it.
-        fixed_us: microseconds per prompt; they are needed even if all but one token is cached.
+    `fixed_us` is per prompt, and needed even if all but one token is cached.
     """
 
     token_us: float

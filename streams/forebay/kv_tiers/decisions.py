@@ -13,9 +13,8 @@ from forebay.kv_tiers.tier_content import SourceTier, TierLimits
 class TierSet(msgspec.Struct, frozen=True, kw_only=True):
     """Tiers of one rank, from the fastest to the slowest. A tier that is None does not exist.
 
-    Attributes:
-        host: host memory. Without it, blocks go from the device to disk, and the filter of the disk does not apply.
-        writes_max: blocks that may be in flight to one tier; more are skipped.
+    Without host memory, blocks go from the device to disk, and the filter of the disk does not apply. If `writes_max`
+    blocks are in flight to one tier, more are skipped.
     """
 
     host: TierLimits | None = None

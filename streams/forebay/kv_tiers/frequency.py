@@ -17,11 +17,7 @@ FREQUENCY_MAX = 1024  # a key that is not offered any more is forgotten after as
 
 
 class FrequencyLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the offload filter. It needs about 300 bytes per key.
-
-    Attributes:
-        offload_at: frequency from which a block is offloaded into a filtered tier.
-    """
+    """Limits of the offload filter, which needs about 300 bytes per key. Blocks are offloaded from `offload_at` on."""
 
     keys_max: int = 1_000_000
     offload_at: int = 2

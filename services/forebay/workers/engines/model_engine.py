@@ -82,8 +82,7 @@ class RankCache(Protocol):
 class GeneratedResponse:
     """Response to one request, whose output tokens it passes to the buffer of the request's rank.
 
-    Attributes:
-        lease: timeout of a decode request until its first token, because its KV may be gone later; None for others.
+    `lease` is the timeout of a decode request until its first token, because its KV may be gone later; None for others.
     """
 
     def __init__(self, item: WorkItem, rank: RankBuffer) -> None:
@@ -121,11 +120,8 @@ class ModelEngine(ABC):
     """Base of the adapters for vLLM, SGLang, TensorRT-LLM and attached servers. It runs each request in a task.
 
     The engine has `settings.dp_size` ranks. On the log they are numbered from `settings.dp_start_rank` on, in the
-    engine from 0.
-
-    Attributes:
-        METRICS: prefixes of the names of the engine's own metrics.
-        EXPERIMENTAL: why this adapter is experimental; empty if it is not.
+    engine from 0. `METRICS` are prefixes of the names of the engine's own metrics. `EXPERIMENTAL` is why this adapter
+    is experimental; empty if it is not.
     """
 
     NAME: ClassVar[str]

@@ -16,13 +16,11 @@ START_S = 600.0  # vLLM waits as long for its engine core
 class EngineSettings:
     """Settings of an engine. For a size of None the engine uses its own default.
 
-    `kv_bytes_per_token`, `kv_checksum` and `kv_lease_s` are for the mock engine only.
+    `kv_bytes_per_token`, `kv_checksum` and `kv_lease_s` (for KV that nobody fetches) are for the mock engine only.
 
     Attributes:
-        kv_lease_s: seconds for which the mock engine keeps KV that nobody fetches.
         kv_host: configured address at which other workers fetch KV from this worker; None to use `near_host`.
         near_host: address of this machine in the network of the other workers, used without `kv_host`.
-        tiers: KV tiers of each rank beyond device memory; None for none.
         kv_store_name: name for the router of storage that the engine's own connector shares with other workers; empty
             if there is none.
         loras: directory of each LoRA adapter to load at the start, by name.

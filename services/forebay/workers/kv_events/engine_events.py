@@ -160,10 +160,8 @@ class BatchDecoder(Generic[T]):
     """Decodes batches of vLLM and SGLang, in every encoding that their releases use, into structs.
 
     A batch is an array [time, events, rank] or, in some vLLM releases, a map. Its events are maps with a `type`, or,
-    before vLLM 0.27, arrays that begin with the type. Additional fields are ignored.
-
-    Args:
-        kinds: struct types. The tag of each is the type on the wire, and the order of its fields that of the arrays.
+    before vLLM 0.27, arrays that begin with the type. The tag of a struct is the type on the wire, and the order of its
+    fields is that of the arrays. Additional fields are ignored.
     """
 
     def __init__(self, kinds: Sequence[type[T]]) -> None:

@@ -62,8 +62,7 @@ class StorageError(EngineError):
 class StoredFile(NamedTuple):
     """A file or object in the folder of an identity. `path` is below the store.
 
-    Attributes:
-        used_s: when it was used last, seconds since 1970. In a bucket, when it was written.
+    `used_s` is when it was used last, in seconds since 1970. In a bucket, when it was written.
     """
 
     path: str
@@ -134,10 +133,8 @@ class BlockStore(ABC):
     """Store of the KV blocks of one identity. Methods block, so the caller runs them in threads; all are thread-safe.
 
     When a method returns, the store does not use the memory of its arguments any more. The quota covers all identities.
-    Workers that open the same store with the same identity see the same `name`, which routers use.
-
-    Raises:
-        EngineError: the store cannot be used.
+    Workers that open the same store with the same identity see the same `name`, which routers use. Raises EngineError
+    if the store cannot be used.
     """
 
     def __init__(self, storage: Storage, identity: KvIdentity, quota_bytes: int) -> None:

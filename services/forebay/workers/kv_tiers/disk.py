@@ -174,11 +174,8 @@ class Directory:
 class DirectoryStore(BlockStore):
     """Store of KV blocks of one identity in a directory, which is locked for this worker alone unless it is `shared`.
 
-    `owner` names this worker in the error of another worker that uses the same directory.
-
-    Raises:
-        EngineError: the directory cannot be used, or belongs to another worker.
-        PackageMissing: NIXL is not installed.
+    `owner` names this worker in the error of another worker that uses the same directory. Raises EngineError if the
+    directory cannot be used or belongs to another worker, PackageMissing if NIXL is not installed.
     """
 
     def __init__(

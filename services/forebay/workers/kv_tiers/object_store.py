@@ -78,11 +78,8 @@ class Credentials(NamedTuple):
 class Bucket:
     """Objects below a prefix of a bucket: a `Storage`.
 
-    `prefix` is empty or ends with a slash. If `endpoint` is empty, the configuration of boto3 decides.
-
-    Raises:
-        EngineError: the URL is not `s3://BUCKET` or `s3://BUCKET/PREFIX`.
-        PackageMissing: boto3 is not installed.
+    `prefix` is empty or ends with a slash. If `endpoint` is empty, the configuration of boto3 decides. Raises
+    EngineError if the URL is not `s3://BUCKET` or `s3://BUCKET/PREFIX`, PackageMissing if boto3 is not installed.
     """
 
     def __init__(self, url: str, endpoint: str = "") -> None:
@@ -402,9 +399,7 @@ class NixlTransfers:
 class ObjectStore(BlockStore):
     """Store of KV blocks of one identity in a bucket. See `Bucket` for `url` and `endpoint`.
 
-    Raises:
-        EngineError: the bucket cannot be used.
-        PackageMissing: boto3 or NIXL is not installed.
+    Raises EngineError if the bucket cannot be used, PackageMissing if boto3 or NIXL is not installed.
     """
 
     def __init__(self, url: str, identity: KvIdentity, *, quota_bytes: int, io: IoKind, endpoint: str = "") -> None:

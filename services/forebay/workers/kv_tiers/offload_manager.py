@@ -334,9 +334,7 @@ def open_store(
 ) -> BlockStore:
     """Open the disk tier or the shared store of the worker `owner`; create it if necessary.
 
-    Raises:
-        EngineError: the store cannot be opened. The message tells why and what to do.
-        PackageMissing: a package that the store needs is not installed.
+    Raises EngineError if that fails, PackageMissing if a package that the store needs is not installed.
     """
     io = settings.io or _default_io()
     place, quota = settings.store, settings.store_bytes

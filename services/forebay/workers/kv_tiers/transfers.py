@@ -216,12 +216,9 @@ class TransferLanes:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """Result of a load.
+    """Result of a load. The memory of blocks after the first `blocks` has undefined content.
 
     Times are in microseconds, from the call of `load` to the end of the last transfer of each tier.
-
-    Attributes:
-        blocks: number of leading blocks that were loaded. The memory of later blocks has undefined content.
     """
 
     blocks: int
@@ -253,9 +250,7 @@ class _Load:
 class OfferedBlocks:
     """Blocks in device memory that are being copied. `done` is called when the memory may be reused.
 
-    Attributes:
-        blocks: memory of each block, or a function that returns it on another thread.
-        index: index of each block in `blocks`.
+    `index` is the place of each block in `blocks`: memory, or a function that returns it on another thread.
     """
 
     blocks: Blocks

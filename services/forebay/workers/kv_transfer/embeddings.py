@@ -31,10 +31,8 @@ _closing: set[asyncio.Task[None]] = set()  # keeps the tasks alive
 class EmbeddingTransfer:
     """Offers embeddings of one worker epoch to readers, or reads embeddings of other workers.
 
-    Use it on one event loop. The NIXL agent starts at the first use.
-
-    Args:
-        fetch_s: time limit of a read in seconds, and of the preceding wait for free memory in the arena.
+    Use it on one event loop. The NIXL agent starts at the first use. `fetch_s` limits a read, and the preceding wait
+    for free memory in the arena.
     """
 
     def __init__(

@@ -36,14 +36,8 @@ def words_offset(slots: int, block_bytes: int) -> int:
 class Arena:
     """Memory for the KV blocks of a worker. Slots that were never written to use no RAM.
 
-    Slots that were never written to use no RAM.
-
-    Attributes:
-        words: generation words of this worker's offers.
-        scratch: words into which generation words of other workers are read.
-
-    Raises:
-        EngineError: the sizes are invalid, or the memory cannot be mapped.
+    `words` are the generation words of this worker's offers; those of other workers are read into `scratch`. Raises
+    EngineError if the sizes are invalid, or the memory cannot be mapped.
     """
 
     def __init__(self, blocks: int, block_bytes: int) -> None:

@@ -31,9 +31,7 @@ ERROR_CHARS_MAX = 500
 class ReceivedCommand:
     """A command that the worker has received, and its result: the loaded adapters, and an error if it failed.
 
-    Attributes:
-        begin_by_s: latest time at which it may start, in seconds of the monotonic clock.
-        error: why the command failed or was not executed; None on success or without a result.
+    It must start before `begin_by_s` of the monotonic clock.
     """
 
     command_id: str

@@ -77,10 +77,8 @@ class LeaseKeeper:
         """Make the thread acquire the lease of a worker, even from another process, and renew it until `release`.
 
         One case differs: this keeper has already had the lease of the worker with another token, and another process
-        has taken the lease since then. That process keeps the lease, and the keeper calls `on_replaced`.
-
-        Args:
-            on_replaced: called on the event loop if another process has the lease, with the token of that process.
+        has taken the lease since then. That process keeps the lease, and the keeper calls `on_replaced` on the event
+        loop, with the token of that process.
         """
         with self._lock:
             before = self._holds.get((group, worker_id))

@@ -64,10 +64,9 @@ KEPT_S = 0.1  # how often a drain checks whether kept KV was fetched, because en
 
 
 class HealthWatch:
-    """Checks the health of one engine periodically. Times are on the monotonic clock.
+    """Checks the health of one engine periodically. `checked_s` is on the monotonic clock.
 
-    Attributes:
-        healthy_s: seconds from the first to the last successful check of `run`.
+    `healthy_s` are the seconds from the first to the last successful check of `run`.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -183,9 +182,8 @@ class Worker:
     async def run(self) -> None:
         """Start the engine and serve until cancelled, or until a drain ends.
 
-        Raises:
-            EngineError: the engine cannot start.
-            BaseExceptionGroup: contains WorkerReplaced, LogError or the engine's error.
+        Raises EngineError if the engine cannot start, otherwise a group with WorkerReplaced, LogError or the engine's
+        error.
         """
         try:
             # An engine that fails during its start may leave processes behind.

@@ -128,12 +128,9 @@ class _SglangInfo(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties that a server publishes about itself.
+    """Properties that a server publishes about itself. `root` is the model's directory or name on the Hugging Face Hub.
 
     `loras` are the directories of the loaded adapters on the server.
-
-    Attributes:
-        root: model directory or name on the Hugging Face Hub, as the server knows it; empty if unknown.
     """
 
     kind: ServerKind

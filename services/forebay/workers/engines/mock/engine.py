@@ -71,11 +71,8 @@ class MockEngine:
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
         """Open the KV tiers, and the transport of KV if the role needs it.
 
-        Return the spec with KV layout and shared store.
-
-        Raises:
-            PackageMissing: a package that KV transfers or KV tiers need is not installed.
-            EngineError: the settings of KV transfers are invalid, or the transport or a tier cannot be opened.
+        Return the spec with KV layout and shared store. Raises PackageMissing if a package for them is not installed,
+        EngineError if the settings are invalid or one of them cannot be opened.
         """
         self._loras = dict.fromkeys(spec.loras, "")
         spec = msgspec.structs.replace(spec, tasks=TASKS)

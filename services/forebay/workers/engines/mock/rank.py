@@ -63,12 +63,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Request:
-    """A request in flight, or one whose KV is kept for another worker.
+    """A request in flight, or one whose KV is kept for another worker. Without tiers, `prompt` is None.
 
-    Attributes:
-        seen: hash of its images and videos, on which its output depends.
-        prompt: its blocks in the tiers; None without tiers.
-        task: the fetch of its KV, if that has begun.
+    `seen` is the hash of its images and videos, on which its output depends. `task` fetches its KV.
     """
 
     item: WorkItem
