@@ -67,7 +67,7 @@ The rank was reported as empty before this is called.
 class KvFeed:
     """Reads the KV events of one rank, and publishes the changes of its cache.
 
-    A replay that takes longer than `answer_timeout_s` has failed. After `quiet_s` without a batch, a replay is
+    A replay fails if no reply arrives for `answer_timeout_s`. After `quiet_s` without a batch, a replay is
     requested.
 
     Attributes:

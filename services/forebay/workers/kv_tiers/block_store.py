@@ -174,7 +174,7 @@ class BlockStore(ABC):
     def read(self, names: Sequence[BlockName], into: Sequence[memoryview], deadline_s: float) -> list[str]:
         """Read blocks into memory of `block_bytes` bytes each, and verify their checksums.
 
-        No further block is read `deadline_s` seconds from now.
+        No block is begun after `deadline_s` seconds.
 
         Returns:
             Per block, "" if the memory contains the block, otherwise one of `BAD_REASONS`, upon which the file has
@@ -188,7 +188,7 @@ class BlockStore(ABC):
         return results
 
     def write(self, blocks: Sequence[tuple[BlockName, memoryview]], deadline_s: float) -> list[str]:
-        """Write blocks of `block_bytes` bytes that the store lacks. None is begun `deadline_s` seconds from now.
+        """Write blocks of `block_bytes` bytes that the store lacks. None is begun after `deadline_s` seconds.
 
         Return per block "" if the store contains it, otherwise `full`, `deadline`, `denied` or `failed`.
         """
