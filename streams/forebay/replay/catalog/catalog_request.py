@@ -71,12 +71,7 @@ class RoutedRank(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RequestStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Change of a request's state.
-
-    Attributes:
-        after_us: microseconds since the submission.
-        journal_offset: journal offset of the decision; None if an event changed the state.
-    """
+    """Change of a request's state. `journal_offset` is that of the decision; None if an event changed the state."""
 
     after_us: int
     state: int
@@ -131,7 +126,6 @@ class CatalogRequest:
 
     @classmethod
     def of_submission(cls, number: int, event: RequestSubmitted, now_us: int) -> "CatalogRequest":
-        """Return a new request, submitted with the event at offset `number`."""
         return cls(number, event.request_id, event.model, event.lora_name, event.prompt_tokens, now_us)
 
     @classmethod
@@ -193,8 +187,8 @@ class CatalogRequest:
     def accepts(self, event: RequestProgress) -> bool:
         """Return whether the owner applies the event in this state.
 
-        The owner also ignores a `TransferFailed` of a request without anything to fetch, which this state does not
-        show.
+        Unlike the owner, it accepts a `TransferFailed` of a request without anything to fetch, which this state does
+        not show.
         """
         if (
             event.attempt != self.attempt
@@ -245,7 +239,6 @@ class CatalogRequest:
         self._end("failed", event.error[:REASON_CHARS_MAX], now_us, None)
 
     def refuse(self, record: RequestRejected | RequestAborted, offset: int, now_us: int) -> None:
-        """End the request by a decision of the owner."""
         if isinstance(record, RequestRejected):
             self._end("rejected", record.reason, now_us, offset)
         else:

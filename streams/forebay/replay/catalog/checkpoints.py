@@ -47,13 +47,10 @@ _DECODER = msgspec.msgpack.Decoder(list[Chunk])
 
 
 class DeriveTime:
-    """Estimates how long a derivation takes on an idle machine, from readings of a clock on a busy one.
+    """Estimates how long a derivation takes on an idle machine, in seconds since the last `reset`.
 
     A busy machine interrupts some records for much longer than they take. So the time per event of most records is
     tracked, and a record counts at most `OUTLIER` times as much.
-
-    Attributes:
-        total_s: estimated time since the last `reset`, in seconds.
     """
 
     def __init__(self) -> None:
@@ -61,7 +58,7 @@ class DeriveTime:
         self._usual_s = 0.0
 
     def add(self, elapsed_s: float, events: int) -> None:
-        """Count a record with this number of events, which took `elapsed_s` seconds."""
+        """Count a record with this number of events."""
         per_event_s = elapsed_s / (events + 1)
         if not self._usual_s:
             self._usual_s = per_event_s
@@ -73,11 +70,7 @@ class DeriveTime:
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of a world, encoded.
-
-    Attributes:
-        unverified: skipped records before the state, as in `Walk.unverified`.
-    """
+    """A snapshot of a world, encoded. `unverified` counts skipped records before the state, as in `Walk.unverified`."""
 
     offset: int
     now_us: int
@@ -184,7 +177,7 @@ def _known(row: tuple[int, int, str]) -> Known:
 
 
 def by_time(connection: sqlite3.Connection, time_us: int) -> StateTime | None:
-    """Return the newest checkpoint whose clock is set and at most `time_us`; None if there is none."""
+    """Return the newest checkpoint whose clock is set and at most `time_us`."""
     query = """SELECT offset, now_us, owner_epoch FROM checkpoints
         WHERE now_us BETWEEN 1 AND ? ORDER BY now_us DESC, offset DESC LIMIT 1"""
     row = connection.execute(query, (time_us,)).fetchone()
@@ -211,7 +204,7 @@ def total_bytes(connection: sqlite3.Connection) -> int:
 
 
 def every_second(connection: sqlite3.Connection) -> list[int]:
-    """Return the offset of every second checkpoint, without the newest one."""
+    """Return the offset of every second checkpoint, beginning with the second newest."""
     rows = connection.execute("SELECT offset FROM checkpoints ORDER BY offset DESC").fetchall()
     return [offset for (offset,) in rows[1::2]]
 

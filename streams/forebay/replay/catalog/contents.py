@@ -62,10 +62,7 @@ _MARKS = ", ".join("?" * len(COLUMNS))
 
 
 class ContentsObserver(CatalogObserver):
-    """Observer of requests, markers and metrics.
-
-    Most events are KV events and load reports, for which no handler is registered.
-    """
+    """Observer without handlers for KV events and load reports, which are most events."""
 
     schema: ClassVar[str] = REQUESTS_SCHEMA + series.SCHEMA + markers.SCHEMA
 

@@ -35,8 +35,6 @@ MarkerKind = Literal[
 
 
 class CatalogState(Fact, frozen=True, kw_only=True):
-    """How far a catalog has followed its log."""
-
     begin_us: int
     end_us: int
     begin_offset: int
@@ -72,11 +70,7 @@ class RequestRow(Fact, frozen=True, kw_only=True):
 
 
 class RequestPage(Fact, frozen=True, kw_only=True):
-    """Requests that match a filter, newest first.
-
-    Attributes:
-        next_before: value of `before` for the next page; null on the last page.
-    """
+    """Requests that match a filter, newest first. `next_before` is `before` of the next page, null if there is none."""
 
     requests: list[RequestRow]
     next_before: int | None

@@ -53,9 +53,7 @@ NewObservers = Callable[[], Sequence[CatalogObserver]]
 
 
 class Follower:
-    """Follows the log of one group, and fills its catalog.
-
-    Call `start` once, and then `catch_up` again and again. An error in `error` is final if `failed` is set.
+    """Follows the log of one group, and fills its catalog. Call `start` once, and then `catch_up` again and again.
 
     Attributes:
         error: why the follower cannot follow the log; empty while it can.
@@ -132,8 +130,7 @@ class Follower:
     async def catch_up(self) -> None:
         """Follow the log up to its present end. An error of the log sets `error`.
 
-        Raises:
-            CatalogError: the catalog was deleted or cannot be written.
+        Raises CatalogError if the catalog was deleted or cannot be written.
         """
         self.store.require_file()
         if self.failed:
@@ -144,11 +141,7 @@ class Follower:
             self.handle_store_error(error)
 
     def handle_store_error(self, error: sqlite3.Error) -> None:
-        """Build a damaged catalog anew, from the next call of `catch_up` on.
-
-        Raises:
-            CatalogError: the file is not damaged, but cannot be written.
-        """
+        """Build a damaged catalog anew at the next `catch_up`. Raises CatalogError if the file is only unwritable."""
         if not is_damage(error):
             raise unwritable(self.store.path, error) from error
         logger.warning("%s: the catalog is damaged (%s); it is deleted and built anew", self.store.path, error)
@@ -255,7 +248,6 @@ class Follower:
         return walk
 
     def _attach(self, walk: Walk) -> None:
-        """Report the events of a walk to the observers."""
         walk.followed.on_applied = self._on_applied
         walk.world.on_loss = self._on_loss
         self.walk = walk

@@ -30,7 +30,7 @@ class JournalGap(NamedTuple):
         first: journal offset of its first record, which is a claim or the beginning of the log.
         end: journal offset after its last record, as far as read.
         release: version of forebay of the owner; empty if unknown.
-        before_us: the owner's clock before the gap, in microseconds.
+        before_us: the owner's clock before the gap.
         from_us: first clock reading in the gap; 0 if there is none.
         to_us: last clock reading in the gap; 0 if there is none.
         is_open: whether no claim with this program's rules follows yet.
@@ -74,7 +74,7 @@ class JournalGap(NamedTuple):
         )
 
     def error(self, offset: int) -> NotDerivable:
-        """Return the error for a moment in the gap."""
+        """Return the error for a moment in the gap, at journal offset `offset`."""
         near = [NearMoment(self.first, self.before_us)] if self.before_us else []
         near += [] if self.is_open else [NearMoment(self.end, self.to_us)]
         return not_derivable(offset, self.first, self.end, self.rules, self.release, near)
@@ -86,7 +86,6 @@ def write(connection: sqlite3.Connection, gap: JournalGap) -> None:
 
 
 def at_offset(connection: sqlite3.Connection, offset: int) -> JournalGap | None:
-    """Return the gap that contains a journal offset; None if there is none."""
     rows = connection.execute("SELECT * FROM gaps WHERE first <= ? AND end > ?", (offset, offset))
     return next(map(_gap, rows), None)
 

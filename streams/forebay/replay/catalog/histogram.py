@@ -44,11 +44,7 @@ def decode(encoded: bytes) -> Histogram:
 
 
 def quantiles(histogram: Histogram, shares: tuple[float, ...]) -> list[float | None]:
-    """Return quantiles in microseconds, each None for an empty histogram.
-
-    Args:
-        shares: the quantiles, in ascending order, for example 0.5 for the median.
-    """
+    """Return the quantiles of these shares, which ascend, in microseconds; each is None for an empty histogram."""
     total = sum(histogram.values())
     if not total:
         return [None] * len(shares)

@@ -56,11 +56,7 @@ class LaterWorld:
         self.copy_s = runtime.monotonic_s() - started_s
 
     async def advance(self, follower: Follower) -> bool:
-        """Apply the events that were appended since the last call, and report them to the observers.
-
-        Returns:
-            Whether any event was applied.
-        """
+        """Apply the events that were appended since the last call, and report them. Return whether there were any."""
         if self._is_final:
             return False
 
@@ -84,8 +80,7 @@ class LaterWorld:
 class LivePublisher:
     """Writes the status of a followed group into the `live` row of the catalog, if it has changed.
 
-    Attributes:
-        complete: adds to a status what the log does not show, such as the heartbeats of routers.
+    `complete` adds to a status what the log does not show, such as the heartbeats of routers.
     """
 
     def __init__(

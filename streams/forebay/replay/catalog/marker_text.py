@@ -36,10 +36,9 @@ SettingsEvent = (
 
 
 class EffectiveSettings:
-    """EffectiveSettings of all pools before an event, to name what the event changes."""
+    """Settings of all pools before an event, to name what the event changes. Copies are shallow."""
 
     def __init__(self, world: World) -> None:
-        """Copy the settings in force. They are immutable, so the copies are shallow."""
         self.pools = dict(world.pools)
         self.busy = dict(world.busy)
         self.disagg = dict(world.disagg)
@@ -105,7 +104,7 @@ def changes_of(before: msgspec.Struct, after: msgspec.Struct) -> list[str]:
 
 
 def join_changes(changes: list[str]) -> str:
-    """Return changes as text, and the number of those that are too many."""
+    """Return changes as text, with the number of those above `CHANGES_MAX`."""
     more = len(changes) - CHANGES_MAX
     return ", ".join(changes[:CHANGES_MAX]) + (f" and {more} more" if more > 0 else "")
 

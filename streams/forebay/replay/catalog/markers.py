@@ -150,14 +150,12 @@ class MarkerRecorder:
         self._rows.append((PHASE_KINDS[phase], now_us, FLEET.name, offset, 1, text, ""))
 
     def add_settings(self, event: SettingsEvent, offset: int, now_us: int, world: World) -> None:
-        """Add a change of the settings, unless it changes nothing."""
         before, self._settings = self._settings, EffectiveSettings(world)
         text = settings_text(event, before, self._settings)
         if text:
             self._rows.append(("configuration", now_us, CONTROL.name, offset, 1, text, ""))
 
     def add_command(self, event: WorkerCommanded, offset: int, now_us: int, decisions: Sequence[AnyDecision]) -> None:
-        """Add an operator's command, with the owner's decision about it."""
         sent = next((one for one in decisions if isinstance(one, CommandSent)), None)
         self._rows.append(("command", now_us, CONTROL.name, offset, 1, command_text(event, sent), ""))
 
@@ -197,13 +195,10 @@ def add_markers(connection: sqlite3.Connection, markers: Iterable[Marker]) -> No
 
 
 def markers(connection: sqlite3.Connection, from_us: int, to_us: int, limit: int) -> list[Marker]:
-    """Return the markers of a span in order of time.
+    """Return the markers from `from_us` up to `to_us`, exclusive, in order of time.
 
     If there are more than `limit`, markers of the most frequent kinds are merged with their neighbours of the same
     kind. The count of a merged marker is the number of its events, and time and record are those of the first one.
-
-    Args:
-        to_us: end of the span, exclusive.
     """
     span = "kind = ? AND at_us >= ? AND at_us < ?"
     select = f"SELECT count(*) FROM markers WHERE {span}"
@@ -228,7 +223,6 @@ def remove_before(connection: sqlite3.Connection, now_us: int) -> None:
 
 
 def _merged(connection: sqlite3.Connection, kind: MarkerKind, from_us: int, to_us: int, share: int) -> list[Marker]:
-    """Return the markers of one kind, merged into at most `share` markers."""
     width_us = -(-(to_us - from_us) // share)
     # SQLite takes the columns without an aggregate from the row with the minimum.
     rows = connection.execute(

@@ -59,7 +59,6 @@ class MentionTable(CatalogObserver):
             self._submitted.append(event.request_id)
 
     def on_record(self, offset: int, record: JournalRecord, world: World) -> None:
-        """Note a decision about a request, and the submissions that the record counts."""
         for request_id in self._submitted:
             self._add(request_id, offset, is_submission=True)
         self._submitted.clear()
@@ -92,7 +91,6 @@ class MentionTable(CatalogObserver):
             self._mentions.clear()
 
     def remove_before(self, connection: sqlite3.Connection, offset: int, now_us: int) -> None:
-        """Remove the rows about journal records before an offset."""
         connection.execute("DELETE FROM mentions WHERE last_offset < ?", (offset,))
 
     def _add(self, request_id: str, offset: int, *, is_submission: bool) -> None:
@@ -102,12 +100,10 @@ class MentionTable(CatalogObserver):
 
 
 def find_mentions(store: Store, request_id: str, journal_offset: int | None = None) -> Mentions:
-    """Return the journal records about an ID, for `forebay.replay.explain.explain.explain`.
+    """Return the journal records about an ID, on the log or as a client chose it, for `explain`.
 
-    Args:
-        request_id: ID on the log, or the ID that a client chose.
-        journal_offset: offset of the newest decision about one of several requests with this ID, to find that request;
-            None to find the newest request.
+    `journal_offset` is that of the newest decision about one of several requests with this ID; None for the newest
+    request.
     """
     wanted = _hash(request_id)
     offsets: list[int] = []

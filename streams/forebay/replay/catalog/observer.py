@@ -23,8 +23,7 @@ from forebay.replay.recorded import RecordedStep
 class CatalogObserver:
     """Fills tables of a catalog from the events and decisions of a log. It must not change the world.
 
-    Attributes:
-        schema: statements that create the tables and indexes, executed once on a new catalog.
+    `schema` has the statements that create the tables and indexes, executed once on a new catalog.
     """
 
     schema: ClassVar[str]
@@ -61,21 +60,15 @@ class CatalogObserver:
     def on_unrecorded(self, topic: str, offset: int, event: InputEvent | None, at_us: int) -> None:
         """Observe an event after the newest journal record, in append order; None if it does not decode.
 
-        The pass may leave out KV events and load reports, and may stop after any number of events.
-
-        Args:
-            at_us: when the event was appended to the log, in microseconds of Unix time.
+        The pass may leave out KV events and load reports, and may stop after any number of events. `at_us` is the
+        append time in microseconds of Unix time.
         """
 
     def write(self, connection: sqlite3.Connection) -> None:
         """Write all changes since the last call, in the transaction that the caller commits with its position."""
 
     def remove_before(self, connection: sqlite3.Connection, offset: int, now_us: int) -> None:
-        """Remove the oldest rows, because the catalog has reached its maximum size.
+        """Remove rows about journal records before `offset` and times before `now_us` on the owner's clock.
 
-        Rows about requests that have not ended stay.
-
-        Args:
-            offset: remove rows about journal records before this offset.
-            now_us: remove rows about earlier times, on the owner's clock in microseconds.
+        The catalog has reached its maximum size. Rows about requests that have not ended stay.
         """

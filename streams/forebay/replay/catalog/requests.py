@@ -28,9 +28,8 @@ _AFTER_TEXT = "\U0010ffff"  # sorts after every other character
 class RequestFilter:
     """Conditions that a request must meet, all of them as of the moment of the query.
 
-    Attributes:
-        is_unsuccessful: whether the request must have failed, been rejected or been aborted.
-        text: text that the ID contains, with the same case; empty for any.
+    `text` must be part of the ID, with the same case. If `is_unsuccessful`, the request must have failed, been rejected
+    or been aborted.
     """
 
     state: RequestState | None = None
@@ -53,8 +52,7 @@ def requests(
 ) -> RequestPage:
     """Return the requests that were submitted by a moment and meet a filter, newest first.
 
-    Args:
-        before: return only requests with a lower number; None for no limit. A page has it as `next_before`.
+    If `before` is not None, only requests with a lower number are returned. A page has it as `next_before`.
     """
     moment_us, limit = NO_BOUND if at_us is None else at_us, max(1, min(limit, PAGE_MAX))
     first = min(NO_BOUND if before is None else before, _first_after(connection, moment_us))
@@ -106,11 +104,9 @@ def find(connection: sqlite3.Connection, request_id: str) -> list[RequestRow]:
 
 
 def row_as_of(row: Row, moment_us: int, shown_us: int) -> RequestRow:
-    """Return a request as of a moment.
+    """Return a request as of a moment, `NO_BOUND` for the newest state.
 
-    Args:
-        moment_us: the moment; `NO_BOUND` for the newest state.
-        shown_us: end of the time in the queue of a request that is queued at the moment.
+    A request that is queued at the moment has waited until `shown_us`.
     """
     values: dict[str, Any] = dict(zip(COLUMNS, row, strict=True))
     encoded = values.pop("steps")
@@ -203,7 +199,7 @@ def _index_test(conditions: RequestFilter, moment_us: int) -> str:
 
 
 def _window_end(connection: sqlite3.Connection, index: str, first: int, size: int) -> int:
-    """Return the lowest number of the `size` newest rows before `first`; -1 if there are not as many.
+    """Return the lowest number of the `size` newest rows before `first`, or -1 if there are not as many.
 
     If `index` is a condition of an index, only its rows count.
     """

@@ -18,8 +18,7 @@ _POSITION = "scaling_offset"  # offset of the first record that is not in the ca
 async def add_scaling_markers(store: Store, log: Log, group: str) -> bool:
     """Add the markers of at most `RECORDS_MAX` further records to a catalog. Return whether there were any records.
 
-    Args:
-        group: name of the catalog's group, whose pools count; empty for all groups.
+    Only the pools of `group` count; empty for all groups.
     """
     if not await has_scaling(log):
         return False

@@ -57,11 +57,8 @@ async def catalog_position(
     """Return the position of `seek_time` or `seek_record`, in a short time.
 
     Unlike a position that begins at a snapshot of the log, it has the load and cache of all workers that were lost
-    since the beginning of the catalog.
-
-    Raises:
-        NotDerivable: an owner with other decision rules decided at that moment.
-        NoSuchRecord: the log begins after `time_us` or ends before it, or has no journal record at `offset`.
+    since the beginning of the catalog. Raises NotDerivable if an owner with other decision rules decided at that
+    moment, and NoSuchRecord if the log begins after `time_us` or ends before it, or has no journal record at `offset`.
     """
     states = CatalogStates(store, log, partition, custom)
     if time_us is not None and (gap := gaps.at_time(store.connection, time_us)) is not None:
@@ -82,14 +79,10 @@ async def catalog_explanation(
     with_changes: bool = False,
     custom: CustomPolicies = ONLY_BUILT_IN,
 ) -> Explanation:
-    """Return the explanation of a request, in a short time.
+    """Return the explanation of a request, in a short time. Raises UnknownRequest if no record is about the request.
 
-    Args:
-        journal_offset: offset of the newest decision about the request, if several requests used the ID; None for the
-            newest request.
-
-    Raises:
-        UnknownRequest: no record on the log is about the request.
+    If several requests used the ID, `journal_offset` is that of the newest decision about one; None for the newest
+    request.
     """
     return await explain(
         log,

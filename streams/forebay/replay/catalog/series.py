@@ -38,7 +38,7 @@ CREATE TABLE worker_activity (
 
 @dataclass(slots=True)
 class MetricInterval:
-    """Metrics of one interval. `begin_us` is its beginning on the owner's clock."""
+    """Metrics of one interval. `begin_us` is on the owner's clock."""
 
     begin_us: int
     submitted: int = 0
@@ -123,7 +123,6 @@ class MetricRecorder:
         self._newest.submitted += 1
 
     def count_first_token(self, request: CatalogRequest, worker_id: str, now_us: int) -> None:
-        """Count the first token of a response, which `worker_id` emitted."""
         self._roll(now_us)
         cached_tokens = request.cached_tokens or 0
         ttft = None if request.ttft_us is None else histogram.bucket_of(request.ttft_us)
@@ -193,11 +192,9 @@ class MetricRecorder:
 
 
 def series(connection: sqlite3.Connection, from_us: int, to_us: int, points: int) -> MetricSeries:
-    """Return metrics over a span of time. Quantiles are at most 2 % off.
+    """Return metrics in at most `points` intervals, from 2 to `POINTS_MAX`. Quantiles are at most 2 % off.
 
-    Args:
-        from_us: beginning of the span. The first interval may begin up to one interval earlier.
-        points: maximum number of intervals, from 2 to `POINTS_MAX`.
+    The first interval may begin up to one interval before `from_us`.
     """
     points, span_us = max(2, min(points, POINTS_MAX)), max(1, to_us - from_us)
     level_us = next((us for us in LEVELS_US if span_us <= ROWS_MAX * us), LEVELS_US[-1])

@@ -61,11 +61,7 @@ class CommittedPosition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Store:
-    """A catalog that is open. A writer holds the lock of the file until `close`.
-
-    Attributes:
-        committed: how far the rows reach; None for a new catalog.
-    """
+    """A catalog that is open. A writer holds the lock of the file until `close`."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection, descriptor: int | None) -> None:
         self.path = path
@@ -77,12 +73,8 @@ class Store:
     async def open(cls, path: Path, log: Log, partition: int, schemas: Iterable[str] = ()) -> Self:
         """Open a catalog to write it, and create it if it is missing or does not fit the log.
 
-        Args:
-            schemas: statements that create further tables.
-
-        Raises:
-            CatalogInUse: another process writes the catalog.
-            CatalogError: the file cannot be written.
+        `schemas` are statements that create further tables. Raises CatalogInUse if another process writes the catalog,
+        and CatalogError if the file cannot be written.
         """
         descriptor = _lock(path)
         try:
@@ -106,8 +98,7 @@ class Store:
     def read(cls, path: Path) -> Self:
         """Open an existing catalog to read it, beside its writer.
 
-        Raises:
-            CatalogError: the file is missing, or is no catalog of this version.
+        Raises CatalogError if the file is missing, or is no catalog of this version.
         """
         try:
             store = cls(path, _connect(path, "ro"), None)
@@ -138,11 +129,7 @@ class Store:
             raise CatalogError(f"{self.path}: the catalog was deleted while the console ran; it is built anew")
 
     async def require_log(self, log: Log, partition: int) -> None:
-        """Require that the catalog belongs to a log, whose file may have been replaced.
-
-        Raises:
-            CatalogError: it is the catalog of another log.
-        """
+        """Raise CatalogError if this is the catalog of another log: the file of the log may have been replaced."""
         committed = self.committed
         if committed is not None and not await _is_of_log(committed, log, partition):
             text = (
@@ -151,7 +138,6 @@ class Store:
             raise CatalogError(f"{self.path}: {text}")
 
     def meta(self, name: str) -> str | None:
-        """Return a value that `set_meta` stored; None if there is none."""
         row = self.connection.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
         return None if row is None else str(row[0])
 
@@ -226,11 +212,7 @@ def checksum_of(value: bytes) -> int:
 
 
 def path_beside(log: Path, partition: int, folder: Path | None = None) -> Path:
-    """Return the path of the catalog of a log file or a recording.
-
-    Args:
-        folder: folder of the catalog; by default that of the file.
-    """
+    """Return the path of the catalog of a log file or a recording, in `folder` or beside the file."""
     if folder is None:
         return log.with_name(log.name + _suffix(partition))
     return folder / f"{log.name}-{_digest(str(log.resolve()))}{_suffix(partition)}"
@@ -291,9 +273,7 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
 def _lock(path: Path) -> int:
     """Return the descriptor of the lock of a catalog. The lock ends when the descriptor is closed.
 
-    Raises:
-        CatalogInUse: another process holds the lock.
-        CatalogError: the folder cannot be written.
+    Raises CatalogInUse if another process holds the lock, and CatalogError if the folder cannot be written.
     """
     beside = path.with_name(path.name + ".lock")
     try:

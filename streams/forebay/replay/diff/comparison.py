@@ -46,9 +46,7 @@ Key = tuple[str, str, int, str, int]  # two decisions with equal keys count as t
 class _FirstRoute:
     """Where a world first sent a request. The worker is empty if the world never sent the request.
 
-    Attributes:
-        terms: cost terms of the rank that computes the prompt.
-        at_us: when the rank that computes the prompt got it.
+    `terms` and `at_us` are of the rank that computes the prompt, and when that rank got it.
     """
 
     worker_id: str = ""
@@ -126,7 +124,6 @@ class Comparison:
         walk.followed.on_applied = self._on_applied
 
     def _waiting(self) -> list[int]:
-        """Return the number of requests for which each world has not decided."""
         return [sum(pair.firsts[number] is None for pair in self._pairs.values()) for number in (HISTORY, OTHER)]
 
     def follow(self, offset: int, record: JournalRecord) -> None:

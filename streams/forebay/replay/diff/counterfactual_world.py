@@ -57,7 +57,7 @@ LATE = "late-progress"  # not a real topic: a late event took its offset when hi
 
 
 def names_nothing(_: PoolConfigured) -> Set[str]:
-    """Return an empty set, so that an operator's change takes precedence over every unchanged field."""
+    """Let an operator's change take precedence over every unchanged field."""
     return frozenset()
 
 
@@ -73,10 +73,10 @@ class CounterfactualWorld:
     def __init__(
         self, start: World, alter: Alternative, named: Named = names_nothing, rules: OtherPoolRules = RECORDED_RULES
     ) -> None:
-        """Begin with a copy of `start`, which is the state between two journal records.
+        """Begin with a copy of `start`, history's world between two journal records.
 
         Args:
-            start: history's world. Its later router modes are read when `apply` and `claim` are called.
+            start: its later router modes are read when `apply` and `claim` are called.
             alter: returns the changed configuration of a pool.
             named: returns the disaggregation fields that take precedence over an operator's change, even if `alter`
                 leaves them unchanged.
@@ -105,10 +105,7 @@ class CounterfactualWorld:
         return CounterfactualWorld(start, self._alter, self._named, self._rules)
 
     def configure(self) -> list[AnyDecision]:
-        """Change the configuration at the start, and return the resulting decisions.
-
-        Call this method once, before any event is applied.
-        """
+        """Change the configuration, once before any event is applied, and return the resulting decisions."""
         world = self.world
         others = {name: self._alter(pool) for name, pool in sorted(world.pools.items())}
         changed = False
@@ -142,8 +139,7 @@ class CounterfactualWorld:
     def apply(self, topic: str, event: InputEvent | None, now_us: int, *, accepted: bool) -> list[AnyDecision]:
         """Apply an event that history's world has just applied, and return the decisions of this world.
 
-        Args:
-            accepted: for a progress event: False if history ignored it as stale.
+        `accepted` is False for a progress event that history ignored as stale.
         """
         self.plans.clear()
         if topic == CLOCK:
@@ -294,10 +290,7 @@ class CounterfactualWorld:
         return msgspec.structs.replace(event, mode=mode)
 
     def _disagg(self, recorded: PoolConfigured, by_hand: DisaggConfig) -> DisaggConfig:
-        """Return an operator's disaggregation config as applied here.
-
-        Fields that the alternative changes or names keep the alternative's values.
-        """
+        """Return an operator's disaggregation config, but the alternative's value of a field that it changes or names."""
         before, after, named = recorded.router.disagg, self._alter(recorded).router.disagg, self._named(recorded)
         here = merge_runtime_settings(after, before, by_hand)
         wins = {name: getattr(after, name) for name in after.__struct_fields__ if DISAGG + name in named}
@@ -305,12 +298,11 @@ class CounterfactualWorld:
         return msgspec.structs.replace(here, **wins)
 
     def _thresholds(self, recorded: PoolConfigured, by_hand: BusyThresholds) -> BusyThresholds:
-        """Return an operator's busy thresholds as applied here."""
         return merge_runtime_settings(self._alter(recorded).router.busy, recorded.router.busy, by_hand)
 
 
 def _stage_of(event: RequestProgress) -> Stage | None:
-    """Return the stage to which a progress event of this type belongs, or None if it may belong to several stages."""
+    """Return the stage to which a progress event of this type belongs, or None if there may be several."""
     match event:
         case PrefillFinished() | PrefillFailed():
             return "prefill"
@@ -356,7 +348,6 @@ class PlacementHits:
             self.found += sum(world.index.overlaps(blocks).get((worker_id, rank), NO_OVERLAP))
 
     def add(self, other: "PlacementHits") -> None:
-        """Add the counts of another instance."""
         self.blocks += other.blocks
         self.found += other.found
 

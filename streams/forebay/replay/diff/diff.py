@@ -29,6 +29,9 @@ async def diff(
 ) -> DiffReport:
     """Compare a group's recorded history with its history under the pool configurations that `alter` returns.
 
+    A record that does not follow from the events ends the comparison and is part of the report. Raises NotDerivable if
+    owners with other decision rules made all decisions.
+
     Args:
         progress: called regularly with the offset after the last journal record done, the offset at which the
             comparison ends, and the number of compared decisions.
@@ -36,12 +39,6 @@ async def diff(
             them unchanged.
         span: part of the journal to compare, and custom policies that may run, as returned by `span_of`. The states of
             both worlds are equal at its beginning. None compares the whole journal, with built-in policies only.
-
-    Returns:
-        The report. A record that does not follow from the events ends the comparison and is part of the report.
-
-    Raises:
-        NotDerivable: owners with other decision rules made all decisions.
     """
     span = span or await span_of(log, partition)
     begin = await derive_up_to(log, partition, span, progress)

@@ -14,7 +14,6 @@ AFTER_FORK = (
 
 
 def notes(report: DiffReport) -> list[str]:
-    """Return sentences that say what the results mean and when they stop being valid, most important first."""
     if report.divergence is not None:
         offset = report.divergence.offset
         return [

@@ -14,8 +14,7 @@ from forebay.events.pools import PoolCanarySet, PoolRouting, PoolRoutingConfigur
 class OtherPoolRules:
     """Rules that replace recorded rules. Drains stay as recorded.
 
-    Attributes:
-        routing: grids that replace all recorded grids, by model. A model without an entry keeps its recorded grids.
+    `routing` replaces all recorded grids of its models. A model without an entry keeps its recorded grids.
     """
 
     routing: Mapping[str, PoolRouting] = field(default_factory=dict)

@@ -18,7 +18,7 @@ class DecisionOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """The decision of one world (history's or the alternative's) at the fork, or the absence of a decision.
 
     Attributes:
-        decision: the type of decision. `nothing` if only the other world made a decision at that event.
+        decision: `nothing` if only the other world made a decision at that event.
         reason: reason of a rejection or abort, or the queue class of a held request.
     """
 
@@ -87,7 +87,7 @@ class OverlapChange(msgspec.Struct, kw_only=True):
 
     Attributes:
         won: sum of the increases, over the requests whose overlap is larger in the alternative than in history.
-        lost: sum of the decreases, over the requests whose overlap is smaller in the alternative than in history.
+        lost: sum of the decreases, over the other requests.
         later: number of requests that the alternative sent later than history did.
         later_won: blocks that these later requests gained in all tiers. Most of these blocks are of their own prompts,
             which history computed in the meantime.
@@ -137,8 +137,6 @@ class RankRouting(msgspec.Struct, kw_only=True):
 
 
 class RankComparison(msgspec.Struct, kw_only=True):
-    """Attempts sent to one worker rank, in history and in the alternative."""
-
     worker_id: str
     rank: int
     history: RankRouting
@@ -149,11 +147,8 @@ class MovedRequest(msgspec.Struct, kw_only=True):
     """A request that the alternative sent to another rank than history.
 
     The ranks are the ranks that generate the response. The overlap is on the rank that computes the prompt, which may
-    be a different rank.
-
-    Attributes:
-        overlap: overlap in history, in blocks of all tiers.
-        by_choice: whether the alternative selects another rank for the request even in history's state.
+    be a different rank, in blocks of all tiers. `by_choice` is true if the alternative selects another rank for the
+    request even in history's state.
     """
 
     request_id: str
@@ -175,12 +170,10 @@ class MovedRequest(msgspec.Struct, kw_only=True):
 
 
 class Interval(msgspec.Struct, kw_only=True):
-    """One time interval of the recording.
+    """One time interval, which begins `after_s` after the start of the recording.
 
-    Attributes:
-        after_s: start of the interval, in seconds since the start of the recording.
-        reuse: predicted prefix reuse in history; None if no prompt was routed.
-        max_over_mean: as in `WorldSummary`, for history in this interval; None if no rank had tokens to compute.
+    `reuse` is the predicted prefix reuse; None if no prompt was routed. `max_over_mean` is as in `WorldSummary`; None
+    if no rank had tokens to compute.
     """
 
     after_s: float
@@ -229,9 +222,7 @@ class DiffReport(msgspec.Struct, kw_only=True):
             effect only in part, because the load in history's state was added under history's configuration.
         stages_kept: whether the alternative changes the disaggregation policy. `moved.evaluated` does not show this
             change, because a repeated decision keeps its stage.
-        pools_kept: whether the alternative has other rules for the choice of pools. `moved.evaluated` does not show
-            this change, because a repeated decision keeps its pool.
-        queries_otherwise: route queries for which the alternative selects another rank.
+        pools_kept: the same for other rules for the choice of pools, because a repeated decision keeps its pool.
         other_state: digest of the alternative's world at the end. Equal to `state` if the worlds are equal, including
             their configuration.
         left_out: parts of the journal by owners with other decision rules, which are not compared. After such a part,

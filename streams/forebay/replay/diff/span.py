@@ -168,7 +168,6 @@ async def derive_up_to(
 
 
 async def _state_before(log: Log, partition: int, from_us: int, custom: CustomPolicies) -> Start:
-    """Return the newest usable state before `from_us`."""
     try:
         return await before(log, partition, await offset_at(log, partition, from_us - 1) + 1, custom)
     except NoSuchRecord:

@@ -29,8 +29,6 @@ MOST = 20  # moved requests in the report
 
 @dataclass(slots=True)
 class WorldTally:
-    """Running totals of one world, history's or the alternative's."""
-
     summary: WorldSummary = field(default_factory=WorldSummary)
     waits_us: "array[int]" = field(default_factory=lambda: array("q"))
     ranks: dict[HolderKey, RankRouting] = field(default_factory=dict)
@@ -85,7 +83,6 @@ class Series:
         self._stretches: list[_Stretch] = []
 
     def route(self, world: int, at_us: int, key: HolderKey, prompt_tokens: int, cached_tokens: int) -> None:
-        """Count an attempt that a world sends to a rank."""
         stretch = self._at(at_us)
         stretch.prompt_tokens[world] += prompt_tokens
         stretch.cached_tokens[world] += cached_tokens
@@ -130,7 +127,7 @@ class PairTally:
         self._seen = 0
 
     def add(self, history: CostTerms, other: CostTerms, *, later: bool) -> None:
-        """Count a request that both worlds routed. `later` is true if the alternative routed it later than history."""
+        """Count a request that both worlds routed, the alternative `later` than history or not."""
         if later:
             self.later += 1
             self.later_won += max(0, blocks_of(other) - blocks_of(history))
@@ -140,7 +137,6 @@ class PairTally:
             setattr(into, tier, getattr(into, tier) + abs(gain))
 
     def move(self, moved: MovedRequest) -> None:
-        """Add a request that the worlds sent to different ranks."""
         self._seen += 1
         ranked = (abs(moved.gain), -self._seen, moved)
         if len(self._most) < MOST:
