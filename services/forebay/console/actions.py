@@ -59,11 +59,7 @@ ROUTES: Mapping[str, AdminRoute] = {
 
 
 class PoolSizeBody(CheckedBody):
-    """Body of the action `pool-size`.
-
-    Attributes:
-        size: number of workers; null to let the planner determine the size again.
-    """
+    """Body of the action `pool-size`. `size` is null to let the planner determine the size again."""
 
     operator: str
     pool: Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX)]
@@ -80,9 +76,8 @@ def add_actions(
 ) -> None:
     """Add the routes of the actions to `app`.
 
-    Args:
-        ingress_url: base URL of an ingress with an admin API; empty if there is none, so that no action is possible.
-        kafka: connection to Kafka; None if the console shows an embedded log, which has no planner.
+    Without an `ingress_url`, no action is possible. Without `kafka`, the console shows an embedded log without a
+    planner.
     """
     actions = Actions(ingress_url.rstrip("/"), kafka, model, open_scaling)
 
@@ -182,10 +177,7 @@ class Actions:
 
 
 def _without_proxy(url: str) -> dict[str, None]:
-    """Return mounts of a client that sends requests to a loopback address without the proxy of the environment.
-
-    A proxy cannot reach the loopback addresses of this machine.
-    """
+    """Return mounts that bypass the proxy of the environment, because it cannot reach loopback addresses here."""
     try:
         host = urlsplit(url).hostname or ""
         is_local = host.rstrip(".") == "localhost" or is_loopback(host)
@@ -230,7 +222,6 @@ def _timeout_s(fields: Mapping[str, Any]) -> float:
 
 
 def _error_code(response: httpx.Response) -> str | None:
-    """Return the code of an error of an ingress, or None if the response has none."""
     try:
         error = msgspec.json.decode(response.content)["error"]
         return str(error["code"])

@@ -56,11 +56,7 @@ class PageHeaders:
 
 
 def build_console_app(console: Console, hosts: frozenset[str] | None) -> FastAPI:
-    """Return the HTTP application of a console.
-
-    Args:
-        hosts: accepted values of the header `Host`; None accepts every value.
-    """
+    """Return the HTTP application of a console that accepts these values of the header `Host`; None accepts all."""
     app = FastAPI(title="forebay console", summary="The fleet, any request, any moment", docs_url=None, redoc_url=None)
     app.add_middleware(ApiKeyGuard, keys=[console.settings.token], on_rejected=_ignore)
     app.add_middleware(OriginGuard, hosts=hosts, origins=frozenset(), on_rejected=_ignore)
@@ -120,11 +116,7 @@ def tls_of(settings: ConsoleSettings) -> TlsFiles | None:
 
 
 async def serve_console(console: Console, listener: socket.socket, on_started: Callable[[], None]) -> None:
-    """Serve a console on a listening socket until cancelled.
-
-    Args:
-        on_started: called once, when the console accepts connections.
-    """
+    """Serve a console on a listening socket until cancelled. `on_started` is called once it accepts connections."""
     settings = console.settings
     hosts = allowed_hosts(settings.host, listener.getsockname()[0], settings.allow_hosts)
     server = build_server(build_console_app(console, hosts), on_started, tls=tls_of(settings))
@@ -139,9 +131,5 @@ async def serve_console(console: Console, listener: socket.socket, on_started: C
 
 
 def listening_socket(settings: ConsoleSettings, option: str) -> socket.socket:
-    """Return a socket that listens at the console's address.
-
-    Raises:
-        Unusable: that is impossible. The message names the `option` that sets the port.
-    """
+    """Return a socket that listens at the console's address. Raises Unusable, naming the `option` of the port."""
     return listen(settings.host, settings.port, option)

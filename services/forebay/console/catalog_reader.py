@@ -25,11 +25,7 @@ NOTHING = CatalogState(
 
 
 class CatalogReader:
-    """Queries of the catalog.
-
-    Attributes:
-        failure: why no process follows the log now; empty while one does.
-    """
+    """Queries of the catalog. `failure` says why no process follows the log now; empty while one does."""
 
     def __init__(self, settings: ConsoleSettings) -> None:
         self.failure = ""

@@ -35,12 +35,6 @@ INDEXER_AGAIN_S = 2.0  # pause before a new indexer, so that a permanent failure
 
 
 class ConsoleInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a console shows and what it can do.
-
-    Attributes:
-        can_act: whether operators can change the system here.
-    """
-
     version: str
     source: str
     kind: SourceKind
@@ -53,8 +47,6 @@ class ConsoleInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetView(msgspec.Struct, frozen=True, kw_only=True):
-    """The fleet at a moment."""
-
     at_us: int
     status: GroupStatus
     workers: list[WorkerActivity]
@@ -94,7 +86,6 @@ class Console:
         await self._indexer.kill()
 
     async def info(self) -> ConsoleInfo:
-        """Return what this console shows and what it can do."""
         settings = self.settings
         return ConsoleInfo(
             version=version("forebay"),

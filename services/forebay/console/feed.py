@@ -39,11 +39,7 @@ class StateFeed:
             await asyncio.sleep(READ_EVERY_S)
 
     def stream(self) -> AsyncGenerator[bytes]:
-        """Return the events of `text/event-stream`, which end when the client disconnects.
-
-        Raises:
-            ApiError: 503 if there are too many clients.
-        """
+        """Return the events of `text/event-stream`, until the client disconnects. Raises ApiError (503)."""
         # Not in the generator, which runs only after the status of the response was sent.
         if self._clients >= CLIENTS_MAX:
             raise ApiError(503, "too_many_clients", f"{CLIENTS_MAX} pages are already open; close one of them")

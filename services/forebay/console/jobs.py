@@ -17,11 +17,7 @@ JobState = Literal["running", "done", "failed", "cancelled"]
 
 
 class WhatIf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Alternative configuration to compare with the recorded one, on a span of the log.
-
-    Attributes:
-        sets: further changes, as `[POOL:]PATH=VALUE`.
-    """
+    """Alternative configuration to compare with the recorded one, on a span. `sets` are `[POOL:]PATH=VALUE`."""
 
     from_us: int | None = None
     to_us: int | None = None
@@ -77,8 +73,6 @@ class _Job:
 
 
 class WhatIfJobs:
-    """Runs what-if jobs."""
-
     def __init__(self, module: str, setup: bytes) -> None:
         self._module = module
         self._setup = setup

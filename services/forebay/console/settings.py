@@ -37,12 +37,10 @@ class ConsoleSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_live(self) -> bool:
-        """Whether the log may grow."""
         return self.kind != "recording"
 
     @property
     def can_act(self) -> bool:
-        """Whether operators can change the system through this console."""
         return bool(self.ingress_url)
 
     @property

@@ -290,7 +290,7 @@ class CounterfactualWorld:
         return msgspec.structs.replace(event, mode=mode)
 
     def _disagg(self, recorded: PoolConfigured, by_hand: DisaggConfig) -> DisaggConfig:
-        """Return an operator's disaggregation config, but the alternative's value of a field that it changes or names."""
+        """Return an operator's config as applied here: fields that the alternative changes or names keep its values."""
         before, after, named = recorded.router.disagg, self._alter(recorded).router.disagg, self._named(recorded)
         here = merge_runtime_settings(after, before, by_hand)
         wins = {name: getattr(after, name) for name in after.__struct_fields__ if DISAGG + name in named}

@@ -65,10 +65,7 @@ BY_LOAD_OR_TURN = frozenset({"round-robin", "random", "power-of-two", "least-loa
 
 
 def routing_of(world: World, plan: Plan) -> Routing:
-    """Return the explanation of a routing decision.
-
-    The caller fills in the journal offset, the stage and the time since the submission.
-    """
+    """Return the explanation of a routing decision without journal offset, stage and time since the submission."""
     pool, request, table, at = plan.pool, plan.request, plan.table, plan.at
     costs = table.costs
     rank_states = _RankStates(world, pool, request.blocks)
@@ -307,10 +304,7 @@ def excluded_ranks(
 
 
 def why(world: World, plan: Plan) -> tuple[SelectionReason, str]:
-    """Return why the candidate was selected, as an identifier and as a sentence.
-
-    Call this function before the decision is booked, because it reads the world's current state.
-    """
+    """Return why the candidate was selected, as an identifier and as a sentence, before the decision is booked."""
     table, at = plan.table, plan.at
     count = len(table.costs)
     hints = plan.request.hints

@@ -1,10 +1,8 @@
 """Explain one request from the log: derive its history again, starting at the newest state before it.
 
-All decisions in an explanation were derived from the recorded events and equal the journal. A divergence ends the
-explanation and is part of it. Events after the end of the journal are listed as not yet applied by an owner.
-
-Decisions of owners with other decision rules are an exception. The timeline has their journal records without the
-reasons, which only a program with these rules can derive.
+All decisions in an explanation equal the journal. A divergence ends the explanation and is part of it. Events after
+the end of the journal are listed as not yet applied by an owner. Of decisions by owners with other decision rules, the
+timeline has the journal records without the reasons, which only a program with these rules can derive.
 """
 
 import asyncio
@@ -62,10 +60,9 @@ async def explain(
     custom: CustomPolicies = ONLY_BUILT_IN,
     known: Known | None = None,
 ) -> Explanation:
-    """Explain the most recent request with this ID.
+    """Explain the most recent request with this ID, which is the ID on the log or the one that its client chose.
 
     Args:
-        request_id: ID of the request on the log, or the ID that its client chose.
         thorough: whether to search the whole journal, for earlier and other requests with the same ID.
         with_changes: whether to find the changes that would have changed each selection.
         known: what a catalog knows; None to search the journal, and to begin at a snapshot of the log.
@@ -106,9 +103,7 @@ async def explain(
 class _Derived:
     """Derives the timeline of a request. Parts of the journal by other rules are read as recorded.
 
-    Attributes:
-        begin: journal offset at which the derivation began; the journal's end if nothing was derived.
-        done: journal offset at which the derivation ended, exclusive.
+    The derivation covers the journal offsets [`begin`, `done`); `begin` is the journal's end if nothing was derived.
     """
 
     log: Log
@@ -211,8 +206,7 @@ async def _start(
 ) -> Start:
     """Return the newest state before the request, or the oldest one if the request was already active there.
 
-    Raises:
-        OtherRules: an owner with other decision rules decided about the request first.
+    Raises OtherRules if an owner with other decision rules decided about the request first.
     """
     start = await states.before(first)
     while start.world.requests.get(request_id) is not None:

@@ -124,8 +124,7 @@ class RankState(ExplanationPart, frozen=True, kw_only=True):
 class CandidateCost(ExplanationPart, frozen=True, kw_only=True):
     """A candidate (worker rank that could take the request) and its cost, as in `forebay.core.routing.cost`.
 
-    Attributes:
-        prefill_blocks: blocks to prefill on the rank, including this prompt, cached or not.
+    `prefill_blocks` includes this prompt, cached or not.
     """
 
     seen: RankState
@@ -255,8 +254,6 @@ class Ending(ExplanationPart, frozen=True, kw_only=True):
 
 
 class TimelineEntry(ExplanationPart, frozen=True, kw_only=True):
-    """One entry in the timeline of a request."""
-
     what: str
     text: str
     now_us: int | None

@@ -45,11 +45,7 @@ OnProgress = Callable[[int, int], None]
 
 
 class UnknownRequest(Exception):
-    """Raised if no record is about the request.
-
-    Attributes:
-        near: existing IDs with the same prefix, newest first.
-    """
+    """Raised if no record is about the request. `near` has existing IDs with the same prefix, newest first."""
 
     def __init__(self, request_id: str, near: tuple[str, ...]) -> None:
         super().__init__(
@@ -77,11 +73,7 @@ class RequestLocation:
 
 
 class Mentions(NamedTuple):
-    """Journal records about one ID, which a caller knows, so that they need not be searched for.
-
-    Attributes:
-        end: journal offset up to which the lists are complete.
-    """
+    """Known journal records about one ID, which need not be searched for. The lists are complete up to offset `end`."""
 
     end: int
     decisions: Sequence[int]
@@ -126,15 +118,10 @@ async def find(
     progress: OnProgress | None = None,
     mentions: Mentions | None = None,
 ) -> RequestLocation:
-    """Find the records about the last request with an ID in the journal.
+    """Find the records about the last request with an ID, on the log or as the client chose it. Raises UnknownRequest.
 
-    Args:
-        request_id: ID to look for, on the log or as the client chose it. If the client chose it for several requests,
-            the last routed one is found.
-        mentions: known records about the ID. Only later records are searched, if there are any known ones.
-
-    Raises:
-        UnknownRequest: no record of the journal is about the ID.
+    If the client chose the ID for several requests, the last routed one is found. If there are `mentions`, only later
+    records are searched.
     """
     begin = await log.begin(DECISIONS.name, partition)
     end = total = await log.end(DECISIONS.name, partition)
@@ -185,8 +172,7 @@ async def find_unapplied_submission(
 def starts_use(record: RequestRecord, *, held: bool) -> bool:
     """Return whether `record` is the first decision about a submission, with which a new use of its ID begins.
 
-    Args:
-        held: whether a request with this ID waits in the router's queue before this decision.
+    `held` means that a request with this ID waits in the router's queue before this decision.
     """
     match record:
         case RequestHeld() | RouteAnswered():

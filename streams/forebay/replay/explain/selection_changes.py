@@ -132,7 +132,6 @@ class _Repeated:
             yield self._change(plan, _key_text(rank), value, text)
 
     def size(self, change: SelectionChange) -> float:
-        """Return the relative size of a change of a setting."""
         current: float = getattr(self._plan.config, change.setting)
         return abs(float(change.value) - current) / max(current, 1.0)
 
@@ -171,7 +170,6 @@ class _Repeated:
             yield value, plan
 
     def _change(self, plan: Plan, setting: str, value: float | str, text: str) -> SelectionChange:
-        """Return a change, given the selection that it leads to. `text` is the change in words."""
         also = ", too" if plan.selected.key == self._plan.selected.key else ""
         text = f"{text}, {name_of(plan.table, plan.at)} is selected{also}"
         return SelectionChange(setting=setting, value=value, text=text, selected=_key_text(plan.selected))

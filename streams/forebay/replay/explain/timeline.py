@@ -2,8 +2,7 @@
 
 Several requests may use the same ID, one after the other. A use begins with the first decision about a submission.
 Progress events count only if they are from the request's current attempt and worker epoch, as in
-`forebay.core.state.requests`. Decisions of owners with other rules are shown as the journal records them, because only
-a program with these rules can derive the reasons.
+`forebay.core.state.requests`.
 """
 
 from collections import deque
@@ -195,7 +194,6 @@ class Timeline:
         self._kept: Prefilled | None = None  # the last KV that a prefill worker kept
 
     def _begin_in_flight(self, request: ActiveRequest) -> None:
-        """Start with a request that is already active where the walk begins."""
         self._state = next(state for state in get_args(State) if state == request.phase)
         self._stage, self._embedded = request.stage, request.encoded is not None
         self._kept = kept = request.prefilled
@@ -436,7 +434,6 @@ class Timeline:
 
 
 def submission_of(event: SubmissionEvent, offset: int, now_us: int | None) -> Submission:
-    """Return the submission that an event describes; `now_us` is None if no owner has applied the event yet."""
     return Submission(
         offset=offset,
         now_us=now_us,
@@ -458,9 +455,8 @@ def tokens_by_source(
 ) -> dict[TokenSource, int]:
     """Return the prompt tokens from each source, without sources of no tokens.
 
-    Args:
-        prompt_tokens: length of the prompt; None if unknown, so that the computed tokens are unknown too.
-        kept: the KV that a prefill worker kept for the request; None if there was none.
+    `prompt_tokens` is None if unknown, so that the computed tokens are unknown too. `kept` is the KV that a prefill
+    worker kept for the request.
     """
     found: dict[TokenSource, int] = {"device": 0}
     for one in event.onboarded:
@@ -476,10 +472,9 @@ def tokens_by_source(
 
 
 def saved_us(world: World, worker_id: str, rank: int, onboarded: Sequence[OnboardedTokens]) -> int | None:
-    """Return how many microseconds sooner the tokens were loaded than they would have been computed.
+    """Return how many microseconds sooner the tokens were loaded than they would have been computed, negative if later.
 
-    The result is negative if computing would have been faster, and None if no tokens were loaded or the rank has not
-    reported how long it computes a block.
+    The result is None if no tokens were loaded or the rank has not reported how long it computes a block.
     """
     worker = world.fleet.get(worker_id)
     if not onboarded or worker is None or rank not in worker.spec.ranks:

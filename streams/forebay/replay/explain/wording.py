@@ -85,7 +85,6 @@ def end_text(record: RequestRejected | RequestAborted | RouteAnswered) -> str:
 
 
 def choice_text(choice: PoolChoice, prompt_tokens: int | None) -> str:
-    """Return a sentence that names the pool that was chosen, and says why."""
     wanted = choice.wanted
     why = {
         "first": f"{wanted} is the first pool by name",
@@ -110,7 +109,6 @@ def held_text(record: RequestHeld) -> str:
 
 
 def routed_text(routing: Routing) -> str:
-    """Return a sentence that names the selected rank and the reason."""
     seen = routing.candidates[routing.winner].seen
     where = f"{seen.worker_id}/{seen.rank}" if any(one.seen.rank for one in routing.candidates) else seen.worker_id
     place = "" if routing.prefill is None else f"; {place_text(routing.prefill)}"
@@ -143,7 +141,6 @@ def recorded_text(record: RequestRouted | RouteAnswered, decided_by: str) -> str
 
 
 def place_text(place: PrefillPlace) -> str:
-    """Return a sentence that says where the prompt is computed, and why."""
     tokens, requests = place.uncached_tokens or 0, place.prefill_waiting
     uncached = "1 token is not cached" if tokens == 1 else f"{tokens:,} tokens are not cached"
     wait = "1 request waits" if requests == 1 else f"{requests or 0:,} requests wait"
@@ -165,7 +162,6 @@ def place_text(place: PrefillPlace) -> str:
 
 
 def prefilled_text(event: PrefillFinished, saved_us: int | None) -> str:
-    """Return a sentence about the KV that a prefill worker computed and keeps."""
     kept = event.prefilled
     size = f", {kept.bytes:,} bytes" if kept.bytes else ""
     cached = f", {kept.cached_tokens:,} of them from its cache" if kept.cached_tokens else ""
@@ -175,7 +171,6 @@ def prefilled_text(event: PrefillFinished, saved_us: int | None) -> str:
 
 
 def released_text(record: KvReleased) -> str:
-    """Return a sentence that says which worker releases the KV of a prompt, and why."""
     why = {
         "worker_lost": "the worker that should fetch it is lost",
         "not_fetched": "it could not be fetched",

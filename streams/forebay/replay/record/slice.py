@@ -1,10 +1,10 @@
 """Select the slice of a log that a recording needs, and copy it.
 
 Theory of operation. The user asks for a window, which is a range of journal records. Its decisions follow from a state
-before the window and all events applied since. A slice therefore contains the newest snapshot before the window, or the
-log's beginning. It contains the journal from there to the end of the window, and of each input topic the records that
-this part of the journal consumed. All offsets are fixed before the first record is copied. The log may therefore grow
-during the copy, and an interrupted copy can be resumed.
+before the window and all events applied since. A slice therefore contains the journal from the newest snapshot before
+the window, or from the log's beginning, to the end of the window, and of each input topic the records that this part
+consumed. All offsets are fixed before the first record is copied. The log may therefore grow during the copy, and an
+interrupted copy can be resumed.
 """
 
 from collections import Counter
@@ -33,22 +33,16 @@ class NothingDecided(LogError):
 
 
 class Window(NamedTuple):
-    """Range of journal records: appended at or after `from_us` and before `to_us`, in microseconds since 1970.
-
-    None means that the range has no limit on this side.
-    """
+    """Journal records appended from `from_us` until before `to_us`, in microseconds since 1970. None is no limit."""
 
     from_us: int | None = None
     to_us: int | None = None
 
 
 class Slice(NamedTuple):
-    """Part of a log from which one group's decisions in a window can be derived.
+    """Part of a log from which one group's decisions in a window can be derived, with one extent per topic.
 
-    Attributes:
-        extents: offset range of the records to copy, one per topic.
-        from_us: append time of the window's first record, in microseconds since 1970.
-        to_us: append time of the window's last record, in microseconds since 1970.
+    `from_us` and `to_us` are the append times of the window's first and last record, in microseconds since 1970.
     """
 
     group: RecordedGroup
@@ -58,7 +52,6 @@ class Slice(NamedTuple):
 
 
 async def slice_of(log: Log, name: str, partition: int, window: Window) -> Slice:
-    """Return the part of the log from which one group's decisions in a window can be derived again."""
     begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
     if begin == end:
         raise NothingDecided(f"the journal of group {name or partition} is empty")
@@ -124,11 +117,7 @@ async def contents_of(
     anonymized: bool = False,
     scaling: Extent | None = None,
 ) -> Contents:
-    """Return the contents of a recording with these slices and with the whole topic `groups`.
-
-    Args:
-        scaling: records of the topic `scaling`; None or empty for none.
-    """
+    """Return the contents of a recording with these slices, the whole topic `groups` and records of `scaling`."""
     directory = Extent(
         GROUPS.name, PARTITION, await log.begin(GROUPS.name, PARTITION), await log.end(GROUPS.name, PARTITION)
     )
@@ -152,9 +141,7 @@ async def copy(
 ) -> None:
     """Copy the records that a recording still lacks, page by page.
 
-    Args:
-        progress: called with the number of records done and their total.
-        rewrite: returns the record to store instead of a record of the log. It may change value, key and headers only.
+    `rewrite` returns the record to store instead of a record of the log. It may change value, key and headers only.
     """
     for extent in writer.contents.extents:
         while (offset := writer.position(extent)) < extent.end:
@@ -228,7 +215,6 @@ async def _start_before(log: Log, partition: int, first: int, last: int, begins:
 
 
 async def _earliest(log: Log, partition: int, end: int, begins: Mapping[str, int]) -> StoredState:
-    """Return the state of the oldest usable snapshot."""
     async for _, taken in snapshots_taken(log, partition, begins[DECISIONS.name], end):
         start = await usable_state(log, partition, taken, begins)
         if start is not None:

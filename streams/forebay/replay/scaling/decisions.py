@@ -110,7 +110,6 @@ def entry_of(decision: RecordedDecision, open_changes: Mapping[PoolKey, OpenChan
 
 
 def choice_of(decided: PoolDecision, reached: int | None = None) -> PoolEntry:
-    """Return the decision about one pool, with the size that the actuator reached."""
     return PoolEntry(
         group=decided.group,
         pool=decided.pool,
@@ -158,11 +157,7 @@ class UnknownPool(LogError):
 
 
 class ScalingHistory(Fact, frozen=True, kw_only=True):
-    """Newest decisions, oldest first, and the verification of all decisions.
-
-    Attributes:
-        selected: number of selected decisions, of which `decisions` has the newest.
-    """
+    """Newest of the `selected` decisions, oldest first, and the verification of all decisions."""
 
     decisions: list[DecisionEntry]
     selected: int
@@ -178,12 +173,10 @@ async def read_history(
     is_change: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ScalingHistory:
-    """Return the newest decisions.
+    """Return the newest decisions at or after `since_us`, in microseconds since 1970.
 
-    Args:
-        pool: select only decisions about this pool, as `GROUP/POOL`, and only its part of them.
-        since_us: select only decisions at or after this time, in microseconds since 1970.
-        is_change: select only decisions that change a selected pool.
+    `pool`, as `GROUP/POOL`, selects only its part of the decisions about it. `is_change` selects only decisions that
+    change a selected pool.
     """
     journal, tally = ScalingJournal(log, on_progress), VerificationTally()
     newest: deque[RecordedDecision] = deque(maxlen=limit)
@@ -269,11 +262,9 @@ class ScalingExplanation(Fact, frozen=True, kw_only=True):
 async def explain_decision(
     log: Log, offset: int | None, window_us: tuple[int, int] | None = None, on_progress: OnProgress | None = None
 ) -> ScalingExplanation:
-    """Explain one decision.
+    """Explain the decision at `offset`, by default the newest one, or the one in the window.
 
-    Args:
-        offset: offset of the decision; None for the newest one, or for the one in the window.
-        window_us: first time of the decision and the time after its last one, in microseconds since 1970.
+    `window_us` has the first time of the decision and the time after its last one, in microseconds since 1970.
     """
     journal = ScalingJournal(log, on_progress)
     if offset is not None:

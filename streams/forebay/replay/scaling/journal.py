@@ -32,17 +32,11 @@ class NoPlanner(LogError):
 class ScalingJournal:
     """Reader of the topic. Its attributes describe the records that it has read.
 
-    Attributes:
-        sizes_set: newest manual size of each pool, with its offset. A released pool has the record of its release.
+    `sizes_set` has the newest manual size of each pool with its offset. A released pool has the record of its release.
     """
 
     def __init__(self, log: Log, on_progress: OnProgress | None = None, until_us: int | None = None) -> None:
-        """Read `log`, and report the offset and the end of the topic to `on_progress`.
-
-        Args:
-            on_progress: called regularly; None for no call.
-            until_us: read only records that were appended by this time, in microseconds since 1970; None for all.
-        """
+        """Read the records appended by `until_us` of Unix time; None for all. `on_progress` gets offset and end."""
         self._log = log
         self._until_us = until_us
         self._on_progress = on_progress
@@ -59,7 +53,6 @@ class ScalingJournal:
 
     @property
     def state(self) -> PlannerState:
-        """State after the records that were read."""
         return self._rederivation.state
 
     async def read(self) -> AsyncIterator[RecordedDecision]:
@@ -122,8 +115,7 @@ def pool_text(pool: PoolKey) -> str:
 class DifferentDecision(Fact, frozen=True, kw_only=True):
     """A recorded decision that does not follow from the records before it.
 
-    Attributes:
-        differs: recorded and derived value of each field that differs. Fields of a pool begin with `GROUP/POOL `.
+    `differs` has the recorded and derived value of each field that differs. Fields of a pool begin with `GROUP/POOL `.
     """
 
     offset: int

@@ -84,9 +84,8 @@ class OpenAction(Fact, frozen=True, kw_only=True):
 class PlannerStatus(Fact, frozen=True, kw_only=True):
     """The planner and its pools.
 
-    Attributes:
-        problems: what keeps the planner from scaling pools, in words; empty if it is active.
-        newest_us: wall clock of the newest record of a planner.
+    `problems` say in words what keeps the planner from scaling pools. `newest_us` is the wall clock of the newest
+    record of a planner.
     """
 
     version: int = VERSION
@@ -121,8 +120,8 @@ async def read_planner_status(
 ) -> PlannerStatus:
     """Return the status at the end of the topic.
 
-    Args:
-        now_us: wall clock in microseconds since 1970, by which a silent planner is found; None for a log of the past.
+    `now_us` is the wall clock, in microseconds since 1970, by which a silent planner is found; None for a log of the
+    past.
     """
     journal, newest = ScalingJournal(log, on_progress), NewestDecisions()
     async for found in journal.read():
@@ -131,14 +130,13 @@ async def read_planner_status(
 
 
 class NewestDecisions:
-    """The newest decision and the newest change of each pool, which are part of the status."""
+    """The newest decision and the newest change of each pool."""
 
     def __init__(self) -> None:
         self._latest: dict[PoolKey, RecordedDecision] = {}
         self._changes: dict[PoolKey, RecordedDecision] = {}
 
     def add(self, found: RecordedDecision) -> None:
-        """Add the next decision of the topic."""
         if found.outcome == "applied":
             self._latest |= dict.fromkeys(((one.group, one.pool) for one in found.decided.pools), found)
             self._changes |= dict.fromkeys(changed_pools(found.decided), found)
@@ -262,11 +260,7 @@ POINTS_MAX = 600  # per pool; the oldest ones are left out
 
 
 class PoolPoint(Fact, frozen=True, kw_only=True):
-    """Demand and size of a pool at one decision.
-
-    Attributes:
-        ready: ready workers in the observation before the decision; null if the pool is not in it.
-    """
+    """Demand and size of a pool at one decision. `ready` is null if the observation before it lacks the pool."""
 
     at_us: int
     size: int
@@ -281,9 +275,7 @@ class PoolPoint(Fact, frozen=True, kw_only=True):
 class ScalingView(Fact, frozen=True, kw_only=True):
     """The planner at one moment.
 
-    Attributes:
-        status: status of the planner and its pools; null if no planner has claimed the topic by then.
-        history: demand and size over time, oldest first, by pool as `GROUP/POOL`.
+    `status` is null if no planner has claimed the topic by then. `history` is oldest first, by pool as `GROUP/POOL`.
     """
 
     status: PlannerStatus | None
@@ -292,11 +284,9 @@ class ScalingView(Fact, frozen=True, kw_only=True):
 
 
 async def read_scaling(log: Log, at_us: int | None, now_us: int | None) -> ScalingView:
-    """Return the planner at a moment.
+    """Return the planner at `at_us`, in microseconds since 1970; None for the end of the topic.
 
-    Args:
-        at_us: the moment in microseconds since 1970; None for the end of the topic.
-        now_us: wall clock in microseconds since 1970, by which a silent planner is found; None for the past.
+    `now_us` is the wall clock by which a silent planner is found; None for the past.
     """
     if not await has_scaling(log):
         return ScalingView(status=None, decisions=[], history={})

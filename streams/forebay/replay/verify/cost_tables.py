@@ -18,11 +18,7 @@ WINNER, RUNNER_UP = "winner", "runner-up"
 
 
 class CostTableRow(msgspec.Struct, kw_only=True):
-    """One candidate in the derived or the recorded cost table.
-
-    Attributes:
-        place: `winner`, `runner-up` or empty, in the derived table.
-    """
+    """One candidate in the derived or the recorded cost table. A place is `winner`, `runner-up` or empty."""
 
     worker_id: str
     rank: int
@@ -54,7 +50,6 @@ class CostTables(msgspec.Struct, kw_only=True):
 
 
 def tables(plan: Plan, record: JournalRecord) -> CostTables:
-    """Return the cost table of a derived routing decision together with the cost terms in the journal record."""
     derived, request_id = plan.table, plan.request.request_id
     next_best = plan.runner_up()
     second = None if next_best is None else (next_best.worker_id, next_best.rank)

@@ -44,7 +44,6 @@ class DivergenceReport(msgspec.Struct, kw_only=True):
         events_before: number of events that were applied together with `events` but earlier, and are not listed.
         events_offset: offset of the journal record whose `consumed` counts these events. They may have led to several
             decisions.
-        held: the last state that is known to be correct.
         suspicion: events that may be the cause; None if any event since `held` may be the cause.
     """
 
@@ -91,7 +90,6 @@ class DivergenceTrail:
             self._held, self._sealed, self._view = step.offset, True, dict(self._walk.world.view)
 
     async def report(self, log: Log, partition: int, divergence: Divergence, step: Step) -> DivergenceReport:
-        """Return the report of the last step's divergence."""
         recorded, derived = divergence.recorded, divergence.derived
         made = self._plan_of(derived)
         table = None if made is None else tables(made, recorded)

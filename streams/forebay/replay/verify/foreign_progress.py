@@ -25,9 +25,8 @@ Sent = tuple[int, str, int]
 class ForeignEvent(msgspec.Struct, kw_only=True):
     """A progress event from a worker that was not selected.
 
-    Attributes:
-        selected: the workers, with epochs, to which the owner sent this attempt. If the owner sent this attempt to no
-            worker, the workers of all attempts. For a command, the workers to which the owner sent it. May be empty.
+    `selected` are the workers, with epochs, to which the owner sent this attempt, or those of all attempts if there is
+    none. For a command, they are the workers to which the owner sent it. May be empty.
     """
 
     offset: int

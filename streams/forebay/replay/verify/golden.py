@@ -30,7 +30,6 @@ def check_recording(
     """Derive every decision of a recording again. Do not call this function inside an event loop.
 
     Args:
-        path: path of the recording.
         allow: kinds of records that may stay unverified, as for `forebay verify --allow`.
         custom: classes of the custom policies that may run, by dotted path.
 

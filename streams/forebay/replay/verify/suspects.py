@@ -29,12 +29,7 @@ OMITTED = frozenset({"at_us", "token_ids", "nonce", "reply_slot", "reply_from"})
 
 
 class EventSummary(msgspec.Struct, kw_only=True):
-    """One input event in a report.
-
-    Attributes:
-        offset: offset of the event; None for a clock tick, which is not on a topic.
-        type: wire tag of the event; `undecodable` for a record that did not decode.
-    """
+    """One input event in a report. `type` is its wire tag, or `undecodable`; `offset` is None for a clock tick."""
 
     topic: str
     offset: int | None
@@ -46,9 +41,8 @@ class EventSummary(msgspec.Struct, kw_only=True):
 class Suspicion(msgspec.Struct, kw_only=True):
     """Events that may be the cause of a divergence.
 
-    Attributes:
-        others: the newest suspected events that are not about blocks of the prompt. If the block hashes of an event
-            were changed, the event is here.
+    `others` are the newest suspected events that are not about blocks of the prompt. If the block hashes of an event
+    were changed, the event is here.
     """
 
     why: str
@@ -73,9 +67,7 @@ async def suspicion_of(
 ) -> Suspicion | None:
     """Return the events that may be the cause of a divergence; None if any event may be the cause.
 
-    Args:
-        table: cost tables of both records; None if no routing decision was derived.
-        since: the offset range to examine, by topic.
+    `table` is None if no routing decision was derived. `since` has the offset range to examine, by topic.
     """
     wanted = _wanted(records, table, blocks)
     if wanted is None:

@@ -76,7 +76,7 @@ class VerifyReport(msgspec.Struct, kw_only=True):
 
     @property
     def failed(self) -> dict[str, int]:
-        """The entries of `unverified` that fail the verification, because their names are not in `allowed`."""
+        """The entries of `unverified` that fail the verification."""
         return {name: count for name, count in self.unverified.items() if name not in self.allowed}
 
 
@@ -89,9 +89,8 @@ async def verify(
 ) -> VerifyReport:
     """Derive one group's journal again, starting at its first record or at the oldest usable snapshot.
 
-    Args:
-        progress: called regularly with the number of journal records done, their total, and the decisions verified.
-        allow: names of `UNVERIFIED` that do not fail the verification.
+    `progress` is called regularly with the number of journal records done, their total, and the decisions verified.
+    `allow` has the names of `UNVERIFIED` that do not fail the verification.
     """
     end = await log.end(DECISIONS.name, partition)
     begin = await oldest_state(log, partition)
@@ -144,7 +143,7 @@ async def _verify_span(
 
 
 async def include_scaling(log: Log, report: VerifyReport) -> None:
-    """Derive the decisions of the topic `scaling` again, and add the result to a report."""
+    """Verify the topic `scaling`, and add the result to a report."""
     report.scaling = await verify_scaling(log)
     if report.scaling is not None and report.scaling.other_rules:
         report.unverified[SCALING_RULES] = report.scaling.other_rules
