@@ -75,10 +75,7 @@ class AccessEntry:
 
 
 def open_entry(scope: Scope) -> AccessEntry | None:
-    """Return the entry of a request that is logged at its end.
-
-    None if the access log is disabled, and for paths in `UNLOGGED`.
-    """
+    """Return the entry of a request that is logged at its end; None if the log is disabled, or never logs this path."""
     if not logger.isEnabledFor(logging.INFO) or scope["path"] in UNLOGGED:
         return None
     entry = scope[_SCOPE_KEY] = AccessEntry(scope["method"], scope["path"])
@@ -93,17 +90,12 @@ def add_fields(scope: Scope, **fields: Any) -> None:
 
 
 def write_access(message: str, fields: dict[str, Any]) -> None:
-    """Log one access record. Values of `fields` are strings and numbers."""
     # Unlike `logger.info`, this call does not search the stack for its caller, which takes a third of the time.
     logger.handle(logger.makeRecord(LOGGER, logging.INFO, "", 0, message, (), None, extra={"fields": fields}))
 
 
 def write_record(partition: int, offset: int, status: int, **fields: Any) -> None:
-    """Log the record of a request of the Kafka API, once its response is complete.
-
-    Args:
-        fields: further fields; empty strings are left out.
-    """
+    """Log a request of the Kafka API, once its response is complete. Empty values of `fields` are left out."""
     if logger.isEnabledFor(logging.INFO):
         place = {"topic": KAFKA_REQUESTS, "partition": partition, "offset": offset, "status": status}
         given = {name: value for name, value in fields.items() if value != ""}
@@ -111,7 +103,6 @@ def write_record(partition: int, offset: int, status: int, **fields: Any) -> Non
 
 
 def _code_of(body: bytes) -> str:
-    """Return the error code of a response body, empty if it has none."""
     try:
         return msgspec.json.decode(body, type=_ErrorBody).error.code
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -1,10 +1,10 @@
 """Directory of the LoRA adapters that are served as models: configured ones, and ones that workers have loaded.
 
 Theory of operation. The set of loaded adapters changes when a worker joins or leaves, or executes a command to load or
-unload an adapter. The topics `fleet` and `control` carry these events and few others, so the directory follows both. It
-does not follow `progress`: this topic carries the outcomes of commands, but most records of a log belong to it. After a
-change the directory sends the command `list_loras` to the workers. Workers execute commands in order, so the result
-includes all earlier commands. The result is cached until the next change.
+unload an adapter. The topics `fleet` and `control` carry these events, so the directory follows both. It does not
+follow `progress`, which has the outcomes of commands, because most records of a log belong to it. After a change the
+directory sends the command `list_loras`. Workers execute commands in order, so the result includes all earlier ones. It
+is cached until the next change.
 """
 
 import asyncio
@@ -30,11 +30,7 @@ CATCH_UP_S = 5.0
 
 
 class Adapters:
-    """Directory of the LoRA adapters of one model.
-
-    Args:
-        find_partition: returns the partition of the model's control topics; None while no router has assigned one.
-    """
+    """Directory of the LoRA adapters of one model."""
 
     def __init__(
         self,
@@ -85,10 +81,7 @@ class Adapters:
         return adapter_of(name, self._model, await self.names())
 
     async def names(self) -> tuple[str, ...]:
-        """Return the names of the configured adapters, followed by the sorted names of the loaded adapters.
-
-        Raises ApiError (503) if the log fails.
-        """
+        """Return the configured adapters, then the loaded ones, sorted. Raises ApiError (503) if the log fails."""
         partition = self._find_partition()
         if partition is not None:
             async with self._lock:
@@ -147,7 +140,6 @@ class Adapters:
                 self._positions[topic] = records[-1].offset + 1
 
     def _apply(self, topic: Topic, value: bytes) -> None:
-        """Count a record after which the set of loaded adapters may differ."""
         try:
             event = decode(topic, value)
         except DecodeError:

@@ -43,11 +43,9 @@ class FullPool:
         self._full_until_s = -math.inf
 
     def __bool__(self) -> bool:
-        """Return whether new requests should be rejected."""
         return self._in_flight() >= self._full_from and self._now_s() < self._full_until_s
 
     def mark(self) -> None:
-        """Record that the owner rejected a request because the queue of its pool is full."""
         self._full_from = max(0, self._in_flight() - 1)
         self._full_until_s = self._now_s() + FULL_S
 
@@ -57,13 +55,7 @@ class FullPool:
 
 
 class IngressAdmission:
-    """Counts the requests of an ingress, spreads their preparation over iterations of the event loop, and rejects some.
-
-    A request is rejected if too many are in flight, or if it would wait too long.
-
-    Attributes:
-        full: whether the queue of the only model is assumed to be full.
-    """
+    """Counts the requests of an ingress, spreads their preparation over iterations of the loop, and rejects some."""
 
     def __init__(self, metrics: IngressMetrics, now_s: Callable[[], float] = runtime.monotonic_s) -> None:
         self.in_flight = 0
@@ -73,7 +65,7 @@ class IngressAdmission:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._busy_since_s = 0.0  # time from which on requests have been waiting without a break
         self._begun = 0  # requests started since that time
-        self.full = FullPool(lambda: self.in_flight, now_s)
+        self.full = FullPool(lambda: self.in_flight, now_s)  # of the only model; a catalog has one per model
         self._window = (now_s(), 0)  # beginning of the window, and requests that ended in it
         self._ended_per_s = 0.0
 
@@ -102,7 +94,6 @@ class IngressAdmission:
             self._start()
 
     def leave(self, count: int = 1) -> None:
-        """Record that an admitted request, or `count` choices of it, have ended."""
         self.in_flight -= count
         began_s, ended = self._window
         took_s = self._now_s() - began_s
@@ -114,10 +105,7 @@ class IngressAdmission:
 
     @property
     def retry_after_s(self) -> int:
-        """Estimated seconds until the requests in flight have ended, at the recent completion rate.
-
-        The value is between `RETRY_AFTER_S` and `RETRY_AFTER_S_MAX`.
-        """
+        """Estimated seconds until requests in flight have ended, from `RETRY_AFTER_S` to `RETRY_AFTER_S_MAX`."""
         began_s, count = self._window
         recent = count / max(self._now_s() - began_s, 1.0)
         rate = max(self._ended_per_s, recent)
@@ -148,10 +136,7 @@ class IngressAdmission:
 
 
 class AdmissionMiddleware:
-    """ASGI middleware that admits or rejects completion and embedding requests before their bodies are read.
-
-    `IngressAdmission` decides. Requests of other routes pass without a check.
-    """
+    """ASGI middleware that admits or rejects completion and embedding requests before their bodies are read."""
 
     def __init__(self, app: ASGIApp, admission: IngressAdmission, metrics: IngressMetrics) -> None:
         self._app = app

@@ -1,10 +1,9 @@
 """All models of a distributed system: which of them have ready workers, and an ingress for each that is used.
 
-Theory of operation. The topic `groups` lists the models. For each model the catalog follows the heartbeats of its
-owner, which contain the number of ready workers and the digest of their model card. The first request for a model loads
-the card from the topic `models`, and later requests use the loaded model. At most `LOADED_MAX` models stay loaded. The
-one that was not used for the longest time is dropped first; its requests in flight go on. A model whose workers have
-another card than before is loaded again. Loading holds the interpreter for about a second if the vocabulary is large.
+Theory of operation. The topic `groups` lists the models. The heartbeats of the owner of each model contain the number
+of ready workers and the digest of their model card. The first request for a model loads the card from the topic
+`models`. At most `LOADED_MAX` models stay loaded; requests in flight of a dropped model go on. A model whose workers
+have a new card is loaded again. Loading holds the interpreter for about a second if the vocabulary is large.
 """
 
 import asyncio
@@ -42,11 +41,7 @@ CARD_S = 5.0  # until the topic `models` shows a card that a worker has stored b
 
 
 class _Failure(NamedTuple):
-    """A card that could not be loaded.
-
-    Attributes:
-        until_s: time of the next attempt, on the monotonic clock.
-    """
+    """A card that could not be loaded, and the time of the next attempt on the monotonic clock."""
 
     card: str
     until_s: float
@@ -55,11 +50,7 @@ class _Failure(NamedTuple):
 
 
 class Entry:
-    """One model of the catalog.
-
-    Attributes:
-        digest: digest of the loaded card; empty while no card is loaded.
-    """
+    """One model of the catalog. `digest` is that of the loaded card; empty while no card is loaded."""
 
     def __init__(self, name: str, heartbeats: OwnerPresence, ready: Readiness, group: GroupClient) -> None:
         self.name = name
@@ -74,7 +65,7 @@ class Entry:
 
     @property
     def card(self) -> str:
-        """Digest of the card of its ready workers; empty if unknown."""
+        """Digest of the card of the ready workers; empty if unknown."""
         owner = self.heartbeats.owner
         return "" if owner is None else owner.card
 
@@ -90,8 +81,7 @@ class Catalog(ServedModels):
 
     Args:
         directory: the models and their control partitions, which another task reads.
-        presence_of: returns the owner of a model; None for a model that this process does not serve. By default the
-            heartbeats on the log show the owners.
+        presence_of: returns the owner of a model, by default from heartbeats; None if this process does not serve it.
     """
 
     def __init__(
@@ -205,10 +195,9 @@ class Catalog(ServedModels):
         return entry.group
 
     def _target(self, alias: AliasSet, request_id: str) -> str:
-        """Return the model behind an alias for a request.
+        """Return the model behind an alias for a request, by weighted rendezvous hashing of the client's request id.
 
-        It is a function of the id that the client chose, so a request that is sent again has the same model. If that
-        model is not ready, only its own requests go to others (weighted rendezvous hashing).
+        So a repeated request has the same model. If it is not ready, only its own requests go to others.
         """
         client_id = client_id_of(request_id)
 
@@ -301,7 +290,6 @@ class Catalog(ServedModels):
         return ingress
 
     def _failed(self, entry: Entry, card: str, error: ApiError) -> ApiError:
-        """Return an error, which requests get until the next attempt."""
         logger.error("cannot load the model card %s of %s: %s", card, entry.name, error)
         entry.failure = _Failure(card, runtime.monotonic_s() + FAILED_S, error.code, str(error))
         return error

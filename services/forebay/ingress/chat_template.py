@@ -68,8 +68,7 @@ class _Form:
         has_objects: whether the arguments of tool calls are objects instead of JSON text.
         has_null: whether the content of a message without text is null instead of an empty text.
         listed: roles whose content may be a list of parts.
-        wrapped: roles whose content must be a list. A text becomes a list of one part, as do several parts if the role
-            is not in `listed`.
+        wrapped: roles whose content must be a list. A text, or parts of a role outside `listed`, become a list of one.
         wraps: whether arguments that are not a JSON object become the argument `arguments` of an object.
     """
 
@@ -97,13 +96,11 @@ CALL_FORMS = [_Form(objects, null) for objects in (True, False) for null in (Tru
 
 
 class ChatTemplate:
-    """One chat template of a model.
+    """One chat template of a model. Raises COMPILE_ERRORS if it does not compile.
 
     Args:
         special: variables of the template: the special tokens of the model, such as `bos_token`.
         placeholders: text for an image or a video, by its kind, if the content of a message is one text.
-
-    Raises COMPILE_ERRORS if the template does not compile.
     """
 
     def __init__(self, source: str, special: Mapping[str, str], placeholders: Mapping[Any, str]) -> None:
@@ -124,12 +121,7 @@ class ChatTemplate:
         is_open: bool = True,
         continues: bool = False,
     ) -> str:
-        """Return the output of the template.
-
-        Raises:
-            TEMPLATE_ERRORS: the template rejects the messages.
-            TooLong: the output has more than `chars_max` characters.
-        """
+        """Return the output. Raises TEMPLATE_ERRORS if the template rejects the messages, TooLong above `chars_max`."""
         if continues and not messages[-1].get("content"):
             raise invalid("continue_final_message requires a last message with text", "continue_final_message")
         calls = any(message.get("tool_calls") for message in messages)

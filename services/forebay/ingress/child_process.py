@@ -1,9 +1,8 @@
 """A child process that answers messages, so that CPU-bound work does not block the event loop of a service.
 
-The parent writes JSON lines to the child's stdin: first a message that sets the child up, then one message per line.
-The child writes each frame of an answer to stdout, as its length followed by that many bytes. A child exits immediately
-when its stdin ends, because then its parent is gone. A `SharedChild` passes the messages of several callers to a child,
-one at a time.
+The parent writes JSON lines to the child's stdin: a setup message, then one message per line. The child writes each
+frame of an answer to stdout, as its length followed by that many bytes. It exits when its stdin ends, because then its
+parent is gone.
 """
 
 import asyncio
@@ -28,8 +27,8 @@ class ChildProcess:
     """The parent's side of a child process, which is started at the first message.
 
     Args:
-        module: name of the module whose `main` calls `serve_messages`.
-        setup: first message, which is sent to every new process; JSON without line breaks.
+        module: module that is run as `__main__`; it answers through a `ChildConnection`.
+        setup: first message to every new process; JSON without line breaks.
     """
 
     def __init__(self, module: str, setup: bytes) -> None:
@@ -39,14 +38,10 @@ class ChildProcess:
         self._closed = False
 
     async def exchange(self, message: bytes) -> bytes:
-        """Send a message and return the single frame of its answer.
+        """Send a message and return the single frame of its answer. Raises as `send` and `receive`.
 
         If this coroutine is cancelled or fails, the process is killed, because a late answer would be read as the
         answer to the next message.
-
-        Raises:
-            OSError: the process cannot be started.
-            EOFError: the process has exited, or `close` was called.
         """
         is_complete = False
         try:
@@ -59,12 +54,7 @@ class ChildProcess:
         return frame
 
     async def send(self, message: bytes) -> None:
-        """Send a message, JSON without line breaks.
-
-        Raises:
-            OSError: the process cannot be started.
-            EOFError: `close` was called.
-        """
+        """Send JSON without line breaks. Raises OSError if the process cannot be started, EOFError after `close`."""
         if self._closed:
             raise EOFError
         if self._process is None or self._process.returncode is not None:
@@ -137,11 +127,7 @@ def _environment() -> dict[str, str]:
 
 
 class ChildResponse(msgspec.Struct, frozen=True):
-    """Message from the child process: a result, or an error for the client.
-
-    Attributes:
-        content: the result as JSON; unset for an error.
-    """
+    """Message from the child process: a result as JSON, or an error for the client with unset `content`."""
 
     content: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     status: int = 200
@@ -150,7 +136,7 @@ class ChildResponse(msgspec.Struct, frozen=True):
 
 
 class SharedChild:
-    """Passes messages to a child process, one at a time.
+    """Passes messages of several callers to a child process, one at a time.
 
     Args:
         limit_s: maximum seconds from the call to the answer. After that the process is killed.
@@ -169,8 +155,7 @@ class SharedChild:
     async def request(self, message: msgspec.Struct) -> bytes:
         """Return the result for a message as JSON.
 
-        Raises ApiError: 503 if too many callers wait or the process ends, 504 if the time limit is exceeded, or an
-        error of the child process.
+        Raises ApiError: 503 if too many callers wait or the process ends, 504 after `limit_s`, or the child's error.
         """
         if self._callers >= CALLERS_MAX:
             raise ApiError(503, f"{self._code}_busy", f"{CALLERS_MAX} {self._work} already; try again later")
@@ -184,7 +169,6 @@ class SharedChild:
         return bytes(response.content)
 
     async def close(self) -> None:
-        """Kill the child process. Later messages start no other process."""
         await self._child.close()
 
     async def _run(self, message: bytes) -> ChildResponse:

@@ -16,8 +16,6 @@ NONCE_BYTES = 7  # JSON parsers of other languages may support only 63 bits
 
 
 class CommandClient:
-    """Sends commands of one ingress to workers, for example to load an adapter."""
-
     def __init__(
         self, log: Log, replies: ReplyReader, model: str, reply_slot: int, require_partition: Callable[[], int]
     ) -> None:
@@ -41,9 +39,9 @@ class CommandClient:
 
         Args:
             timeout_s: seconds that each worker has to execute the command.
-            command_id: unique id of the command; generated if empty.
+            command_id: generated if empty.
             pool: pool whose workers execute the command; empty for all pools.
-            worker_ids: workers that execute the command; empty for all workers.
+            worker_ids: empty for all workers.
 
         Raises ApiError if the owner rejected the command, the id is in flight already, or no result arrived.
         """

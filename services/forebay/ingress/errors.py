@@ -25,7 +25,7 @@ class ApiError(Exception):
         code: name of the error for programs, which does not change between versions.
         message: what failed and what to do, truncated to `MESSAGE_CHARS_MAX`.
         param: path of the invalid parameter, None if the error concerns no parameter.
-        retry_after_s: value of `Retry-After` in seconds, sent with status 429 and 503.
+        retry_after_s: sent with status 429 and 503.
     """
 
     def __init__(
@@ -39,7 +39,6 @@ class ApiError(Exception):
         self.param = param and param[:PARAM_CHARS_MAX]
 
     def headers(self) -> dict[str, str]:
-        """Return the headers that this error needs: `www-authenticate` for 401, `retry-after` for 429 and 503."""
         return {"www-authenticate": "Bearer"} if self.status == 401 else retry_headers(self.status, self.retry_after_s)
 
     def body(self) -> dict[str, Any]:
@@ -65,7 +64,6 @@ class ApiError(Exception):
 
 
 def retry_headers(status: int, after_s: int = RETRY_AFTER_S) -> dict[str, str]:
-    """Return the header `retry-after` for status 429 or 503, and no header for any other status."""
     return {"retry-after": str(after_s)} if status in RETRY_STATUSES else {}
 
 
@@ -88,5 +86,4 @@ def deadline_exceeded(timeout_s: float) -> ApiError:
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """Return the error 400 for an invalid request. The arguments are those of `ApiError`."""
     return ApiError(400, code, message, param)

@@ -1,6 +1,4 @@
-"""Child process that reads the log for an ingress, so that re-deriving decisions does not block the ingress.
-
-It explains requests, and derives the status of a group.
+"""Child process that explains requests and derives the status of a group, so that the ingress is not blocked.
 
 `forebay.ingress.child_process` describes the messages. The first message is the location of the log.
 """
@@ -24,11 +22,7 @@ from forebay.transport.sqlite.log import SqliteLog
 
 
 class LogSource(msgspec.Struct, frozen=True):
-    """Location of the log: the file of an embedded log, or Kafka.
-
-    Attributes:
-        policies: custom routing policies that may be imported, from the command line of the ingress.
-    """
+    """Location of the log: a file, or Kafka. `policies` are the custom routing policies that may be imported."""
 
     path: str | None = None
     kafka: KafkaSettings | None = None
@@ -36,19 +30,13 @@ class LogSource(msgspec.Struct, frozen=True):
 
 
 class ExplainRequest(msgspec.Struct, frozen=True, tag="explain"):
-    """Message to the child process: explain one request.
-
-    Attributes:
-        partition: partition of the control topics of the request's group.
-    """
+    """Message to explain a request; `partition` is that of the control topics of its group."""
 
     request_id: str
     partition: int
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status"):
-    """Message to the child process: derive the status of a group."""
-
     group: str
     partition: int
 

@@ -1,7 +1,6 @@
 """Explain requests and derive the status of a group in one child process, which is started at the first request.
 
-Re-deriving decisions takes a second or more of CPU time. The child process opens the log itself. The ingress kills it
-if it exceeds the time limit or when the ingress stops. It exits on its own if the ingress process has died.
+Re-deriving decisions takes a second or more of CPU time. The child process opens the log itself.
 """
 
 import msgspec
@@ -17,13 +16,7 @@ HINT = "`forebay explain` and `forebay status` have no time limit if they read t
 
 
 class Explainer:
-    """Reads one log in a child process: explains the routing of requests, and derives the status of its group.
-
-    The explainer starts the process, and passes requests to it one at a time.
-
-    Args:
-        source: location of the log; None for a log in memory, which cannot be explained.
-    """
+    """Explains requests and derives the status of one log; with None, a log in memory, neither is possible."""
 
     def __init__(self, source: LogSource | None, limit_s: float = LIMIT_S) -> None:
         self._child: SharedChild | None = None
@@ -35,8 +28,7 @@ class Explainer:
     async def explain(self, request_id: str, partition: int) -> bytes:
         """Return the explanation of a request, as JSON of `forebay.replay.explain.explanation`.
 
-        Raises ApiError: 501 for a log in memory, 503 if too many requests wait, 404 for an unknown request, 504 if the
-        time limit is exceeded, or an error of the child process.
+        Raises ApiError: 501 for a log in memory, 404 for an unknown request, or an error of `SharedChild.request`.
         """
         return await self._request(ExplainRequest(request_id, partition))
 
@@ -51,6 +43,5 @@ class Explainer:
         return await self._child.request(request)
 
     async def close(self) -> None:
-        """Kill the child process. Later calls of `explain` start no other process."""
         if self._child is not None:
             await self._child.close()

@@ -15,11 +15,7 @@ CONTEXT_TOKENS_MAX = 2_000_000  # of models that are not known yet, for the numb
 
 
 class Front:
-    """Reply slot, limits, admission and drain of an ingress process.
-
-    Args:
-        reply_from: offset in the reply slot at which reading begins.
-    """
+    """Reply slot, limits, admission and drain of an ingress process. `reply_from` is the first offset to read."""
 
     def __init__(
         self,
@@ -48,7 +44,7 @@ class Front:
         self.fetcher = MediaFetcher(settings.media)
 
     async def run(self) -> None:
-        """Read the reply slot and dispatch its events, until cancelled. Raises LogError if the log cannot be read."""
+        """Dispatch the events of the reply slot until cancelled. Raises LogError if the log cannot be read."""
         try:
             await self.slot.run()
         finally:

@@ -23,8 +23,8 @@ NO_PREFILL_WORKER = "no prefill worker is ready, and decode workers must not com
 class Readiness:
     """Whether an ingress can serve: its group has a partition, an owner and a ready worker that generates responses.
 
-    The owner's heartbeats contain the number of ready workers per role, according to the events of `fleet` that the
-    owner has applied. If prompts must be computed by prefill workers (`enforced`), a prefill worker must be ready, too.
+    The owner's heartbeats contain the number of ready workers per role. If prompts must be computed by prefill workers
+    (`enforced`), a prefill worker must be ready, too.
     """
 
     def __init__(self, heartbeats: OwnerPresence, directory: Directory) -> None:
@@ -44,7 +44,7 @@ class Readiness:
         return self._directory.partition_of(self._heartbeats.group)
 
     async def run(self) -> None:
-        """Read the heartbeats of the group's owner until cancelled. Raises LogError if the log fails."""
+        """Follow the owner's heartbeats until cancelled. Raises LogError if the log fails."""
         partition = await self._directory.placed(self._heartbeats.group)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._heartbeats.follow(partition))
@@ -73,13 +73,11 @@ class Readiness:
 class GroupClient:
     """Sends commands and settings of one model to its owner, and knows whether the model can be served.
 
+    In the embedded system the owner is a task of this process, so it is never silent and has no heartbeats.
+
     Attributes:
         ready_details: additional fields of the response to `GET /ready`.
-        not_ready_reason: returns the error message of `GET /ready` while the ingress is not ready.
-        has_owner: returns whether the model has an owner. In the embedded system the owner is a task of this process.
-        owner_silent_s: returns the seconds since the owner's last heartbeat, 0 in the embedded system.
         full: whether the queue of the model's pool is assumed to be full.
-        heartbeats: heartbeats of the routers of the group; None in the embedded system.
     """
 
     def __init__(

@@ -44,11 +44,7 @@ QUEUE_CODES = frozenset({POOL_FULL, "queue_full", "queue_timeout"})
 
 
 class Ingress(GroupClient):
-    """Appends requests to the log, and reads their responses from one reply slot (a partition of `tokens`).
-
-    Args:
-        reply_from: offset in the reply slot at which reading begins.
-    """
+    """Appends requests to the log, and reads their responses from one reply slot (a partition of `tokens`)."""
 
     def __init__(
         self,
@@ -67,10 +63,7 @@ class Ingress(GroupClient):
 
     @classmethod
     def of_group(cls, group: GroupClient, model: Model) -> Self:
-        """Return the ingress of a group that also exists without a model. Both share all parts of the group.
-
-        Raises Unusable if a configured parser does not support the model.
-        """
+        """Return an ingress that shares all parts of a group. Raises Unusable if a parser does not suit the model."""
         ingress = cls.__new__(cls)
         vars(ingress).update(vars(group))
         ingress._use(model)
@@ -86,10 +79,7 @@ class Ingress(GroupClient):
         self._log = front.log
 
     async def run(self) -> None:
-        """Read the reply slot and dispatch its events to their requests, until cancelled.
-
-        Raises LogError if the log cannot be read.
-        """
+        """Dispatch the events of the reply slot, until cancelled. Raises LogError if the log cannot be read."""
         try:
             await self.front.run()
         finally:
@@ -134,9 +124,9 @@ class Ingress(GroupClient):
         return prepared
 
     async def tokenize(self, body: ChatBody | TextBody, model: str = "") -> list[int]:
-        """Return the token ids of the prompt of a chat, or of the only prompt of a text completion.
+        """Return the token ids of a chat, or of the only prompt of a text completion.
 
-        Raises ApiError if the body is invalid, its prompt does not fit into the context, or it has images or videos.
+        Raises ApiError if the body is invalid, too long for the context, or has images or videos.
         """
         await self.resolve_adapter(model or body.model)
         if refs := self._preparer.media_refs(body):
@@ -162,8 +152,7 @@ class Ingress(GroupClient):
     async def submit(self, request_id: str, prepared: PreparedRequest) -> Stream:
         """Append a request with a unique id to the log, and return the stream of its response.
 
-        Raises:
-            ApiError: 413 if the request is too large for a record, 503 if no router serves the model or the log fails.
+        Raises ApiError: 413 if the request is too large for a record, 503 if there is no router or the log fails.
         """
         partition = self.require_partition()
         event = prepared.submission(
@@ -186,7 +175,7 @@ class Ingress(GroupClient):
         return stream
 
     async def query(self, request_id: str, prepared: PreparedRequest) -> RouteResponse:
-        """Query the owner which worker it would select for a request with a unique id, and return its response.
+        """Return which worker the owner would select for a request with a unique id.
 
         Raises ApiError if the owner rejects the request or does not respond in time, or the log fails.
         """
@@ -252,7 +241,6 @@ class Ingress(GroupClient):
         return await run(partial(steps.tokenize, body, rendered), chars)
 
     def _routing_headers(self, headers: Iterable[tuple[str, str]]) -> RoutingHeaders:
-        """Return the routing headers, and count them if the ingress ignores them."""
         found = routing_headers(headers)
         if not self.settings.routing_hints:
             for name in found:

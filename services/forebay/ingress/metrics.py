@@ -12,7 +12,7 @@ TOKENS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 1310
 class IngressMetrics:
     """Prometheus metrics of one ingress, for one of its models. The label of the model is already set.
 
-    With `model` None, only the metrics without the label of a model can be used, and `of_model`.
+    If `model` is None, only metrics without this label and `of_model` can be used.
     """
 
     inflight: Gauge
@@ -85,11 +85,7 @@ class IngressMetrics:
         self.errors.labels(code).inc()
 
     def ended(self, endpoint: str, *, stream: bool, status: str) -> None:
-        """Count a request that has ended.
-
-        Args:
-            status: `success`, `error` or `cancelled`.
-        """
+        """Count a request that has ended with the status `success`, `error` or `cancelled`."""
         key = (endpoint, stream, status)
         child = self._ended.get(key)
         if child is None:
@@ -98,5 +94,5 @@ class IngressMetrics:
         child.inc()
 
     def rejected(self, endpoint: str) -> None:
-        """Count a request of this endpoint that was rejected because no worker had capacity."""
+        """Count a request that was rejected because no worker had capacity."""
         self._rejections.labels(self._model, endpoint).inc()

@@ -63,8 +63,7 @@ class Model:
     Attributes:
         context_tokens: maximum number of tokens of a prompt and its response together.
         vocabulary_size: number of token ids, including added tokens.
-        text_chars_max: maximum number of characters of a text that fits into the context; None if the tokenizer
-            allows no such bound.
+        text_chars_max: maximum characters of a text that fits into the context; None if there is no such bound.
         dimensions: lengths to which embeddings may be truncated; None if truncation is not allowed, empty for any.
     """
 
@@ -140,11 +139,7 @@ class Model:
             raise invalid(f"the chat template rejects these messages: {error}", "messages") from error
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the token ids of a text. Special tokens in the text are recognised.
-
-        Args:
-            special: whether to add the special tokens that the tokenizer puts around a prompt.
-        """
+        """Return the token ids of a text. Special tokens in it are recognised; `special` adds those around a prompt."""
         if self._words is not None and not special and len(text) <= WORDS_CHARS_MAX:
             found = self._words.encode(text)
             if found is not None:
@@ -163,10 +158,9 @@ class Model:
         return len(self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def decoder(self, visible: Collection[str] | None = ()) -> "Decoder":
-        """Return a decoder for one response.
+        """Return a decoder for one response that drops special tokens, except those with a text in `visible`.
 
-        Args:
-            visible: texts of the special tokens to keep; all others are dropped. None keeps all except end tokens.
+        If `visible` is None, only end tokens are dropped.
         """
         special = self.token_bytes.special
         if visible is None:
@@ -247,13 +241,7 @@ class TokenTexts(dict[int, str | None]):
 
 
 def model_name_of(directory: Path | None, name: str) -> str:
-    """Return the name of a model in the API.
-
-    Args:
-        name: value of `--model-name`; empty for the default.
-
-    Raises Unusable if the name is invalid.
-    """
+    """Return the name of a model in the API. Raises Unusable if `name`, the value of `--model-name`, is invalid."""
     try:
         return require_name("model", name or (DEFAULT_NAME if directory is None else directory.resolve().name))
     except NameInvalid as error:
@@ -296,11 +284,7 @@ def _template_sources(directory: Path, tokenizer_config: Mapping[str, Any]) -> d
 
 
 def _special_tokens(config: Mapping[str, Any], mapped: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens that chat templates get as variables, by name.
-
-    Args:
-        config: the tokenizer_config.json of a model. Its tokens have priority.
-    """
+    """Return the special tokens that chat templates get as variables. Tokens of tokenizer_config.json have priority."""
     found = {name: _token_text(config.get(name), mapped.get(name)) for name in SPECIAL_TOKENS}
     own = {name: _token_text(token) for name, token in config.items() if name.endswith("_token")}
     for extra in (mapped.get("extra_special_tokens"), config.get("extra_special_tokens")):
@@ -325,9 +309,8 @@ def _dimensions(config: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def context_tokens_of(directory: Path) -> int:
-    """Return the maximum number of tokens of a prompt and its response together.
+    """Return the maximum tokens of a prompt and its response together. If it is unknown, log a warning.
 
-    It is in the config.json of a model, or else in its tokenizer_config.json. If it is in neither, log a warning.
     Raises ModelUnusable if a file is not valid.
     """
     for config in _text_configs(read_json(directory / "config.json")):
@@ -355,7 +338,6 @@ def _text_configs(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _length(value: Any) -> int:
-    """Return a number of tokens; 0 if the value is not one."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return int(value) if is_number and 1 <= value < CONTEXT_TOKENS_MAX else 0
 
@@ -374,6 +356,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(*tokens: Any) -> str | None:
-    """Return the text of the first token that is a text or an object with a text; None if there is none."""
     contents = (token.get("content") if isinstance(token, dict) else token for token in tokens)
     return next((content for content in contents if isinstance(content, str)), None)

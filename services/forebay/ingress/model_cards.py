@@ -34,10 +34,9 @@ TOKENIZER_FILES = (
 
 
 def read_card(directory: Path) -> tuple[ModelCard, dict[str, bytes]] | None:
-    """Return the card of a model directory and the content of its files, or None if it has no usable tokenizer.
+    """Return the card of a model directory and the content of its files.
 
-    Its files need a tokenizer.json, and together at most `FILE_BYTES_MAX` bytes. Raises ModelUnusable if a file is not
-    valid.
+    None without a tokenizer.json, or if the files exceed `FILE_BYTES_MAX`. Raises ModelUnusable if a file is invalid.
     """
     files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
     if "tokenizer.json" not in files or sum(map(len, files.values())) > FILE_BYTES_MAX:
@@ -57,13 +56,9 @@ def read_card(directory: Path) -> tuple[ModelCard, dict[str, bytes]] | None:
 
 
 async def open_model(store: ModelStore, digest: str, folder: Path) -> Model:
-    """Load the files of a stored card into a new directory in `folder`, and return the model.
+    """Return the model of a stored card, whose files are in a new directory in `folder`. It is removed with the model.
 
-    The directory is removed with the model.
-
-    Raises:
-        ModelUnusable: the model cannot be loaded from the files of the card.
-        LogError: the card is missing or damaged, or the log cannot be read.
+    Raises ModelUnusable if the files are unusable, LogError if the card is missing or damaged.
     """
     files = await store.load(digest)
     if unknown := sorted(files.keys() - set(TOKENIZER_FILES)):

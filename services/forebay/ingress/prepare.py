@@ -1,14 +1,12 @@
 """Prepare a request: turn a validated body into an immutable request for the log. Performs no I/O.
 
 Theory of operation. `Ingress.prepare` calls the methods of `Preparer` in the order of this module. Between them it does
-the work that needs I/O or threads: it resolves the adapter, runs CPU-bound methods in the tokenizer pool, fetches media
-and reads the block size.
+the work that needs I/O or threads: it resolves the adapter, tokenizes in a pool, fetches media, reads the block size.
 
     routing -> media_refs -> render -> tokenize -> complete -> choices -> submission or query
 
-An embedding request takes another path in the middle: `tokenize_inputs`, then `embed` for each input. Clock readings
-and random numbers are arguments, so equal arguments give an equal event. An exception is a chat template that contains
-today's date.
+An embedding request takes `tokenize_inputs`, then `embed` for each input. Clock readings and random numbers are
+arguments, so equal arguments give an equal event, unless a chat template contains today's date.
 """
 
 from collections.abc import Sequence
@@ -41,12 +39,7 @@ EMBEDDING = Sampling(max_tokens=1, temperature=0.0)  # no tokens are generated, 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Values outside of the prompt that a prepared request depends on.
-
-    Attributes:
-        lora_name: name of the LoRA adapter; empty for the base model.
-        block_size: tokens per KV block of the pool that serves the model.
-    """
+    """Values outside of the prompt that a prepared request depends on. `lora_name` is empty for the base model."""
 
     lora_name: str
     routing: RoutingHints
@@ -59,7 +52,7 @@ class TokenizedPrompt:
 
     Attributes:
         token_ids: token ids, with one placeholder per image or video.
-        parsing: options for parsing the response; None for a text completion, which is not parsed.
+        parsing: None for a text completion, which is not parsed.
         echo: text with which the response begins; empty unless the client requested the text of its prompt.
     """
 
@@ -106,10 +99,7 @@ class PreparedRequest:
         incarnation: str = "",
         patient: bool = False,
     ) -> RequestSubmitted:
-        """Return the event that submits the request.
-
-        The arguments are the fields of `RequestSubmitted` with the same names; `nonce` is hashed into `tie_seed`.
-        """
+        """Return the event that submits the request. `nonce` is hashed into `tie_seed`."""
         return RequestSubmitted(
             request_id=request_id,
             model=self.model,
@@ -134,11 +124,7 @@ class PreparedRequest:
         )
 
     def query(self, request_id: str, *, reply_slot: int, nonce: int, at_us: int) -> RouteQueried:
-        """Return the event that queries where the request would be routed.
-
-        Args:
-            nonce: random number for tie-breaking, so that two equal queries may select different workers.
-        """
+        """Return the event of a route query. Equal queries may select different workers, as their nonces differ."""
         return RouteQueried(
             request_id=request_id,
             model=self.model,
@@ -153,9 +139,9 @@ class PreparedRequest:
 
 
 def tie_seed_of(nonce: int) -> int:
-    """Return the seed of a request for tie-breaking and sampling, a hash of `nonce`.
+    """Return the seed of a request for tie-breaking and sampling.
 
-    The seed depends only on the random nonce and reveals nothing about the request, so anonymised recordings keep it.
+    It depends only on the random nonce and reveals nothing about the request, so anonymised recordings keep it.
     """
     return xxh3_64_intdigest(nonce.to_bytes(U64_BYTES, "little"))
 
@@ -171,7 +157,7 @@ class Preparer:
     def routing(self, nvext: Nvext | None, headers: RoutingHeaders) -> RoutingHints:
         """Return the routing hints in the body (`nvext`) and the headers of a request.
 
-        Without `--routing-hints` the result is empty: hints in the body raise ApiError, and the headers are ignored.
+        Without `--routing-hints` there are none: hints in the body raise ApiError, and the headers are ignored.
         """
         if self.settings.routing_hints:
             return routing_of(nvext, headers)
@@ -205,7 +191,7 @@ class Preparer:
     def tokenize(self, body: ChatBody | TextBody, rendered: Sequence[str | list[int]]) -> list[TokenizedPrompt]:
         """Return the tokens of each prompt.
 
-        Raises ApiError if a prompt does not fit into the context, all choices together have too many prompt tokens, or
+        Raises ApiError if a prompt does not fit into the context, the choices have too many prompt tokens together, or
         the tool calls could not be parsed.
         """
         prompts = [self._tokenize(body, one) for one in rendered]
@@ -240,7 +226,6 @@ class Preparer:
         fetched: Sequence[FetchedMedia],
         target: Target,
     ) -> PreparedRequest:
-        """Return the prepared request of a chat or text completion."""
         expanded, parsing = ExpandedPrompt(prompt.token_ids), prompt.parsing
         if self.model.media.ids:
             expanded = self.model.media.expand(prompt.token_ids, refs, fetched)

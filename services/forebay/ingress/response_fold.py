@@ -1,14 +1,9 @@
 """Fold the events of a reply slot into the response for a client. Performs no I/O and reads no clock.
 
-Theory of operation. A `ResponseState` collects the valid output of one request on the log. Whenever the state has
-changed, the HTTP API or the Kafka API calls `step`. This method takes the new output and returns the JSON objects to
-send to the client:
-
-- for a stream, one chunk per call, at the end of a choice also the chunk with its finish reason, and at last the usage
-  chunk;
-- without streaming, nothing until the end, and then the whole response object.
-
-After the last objects `is_over` is true, and `error` is the error that ended the response, if any.
+Theory of operation. A `ResponseState` collects the valid output of one request on the log. When it has changed, the
+HTTP API or the Kafka API calls `step`, which takes the new output and returns the JSON objects to send: for a stream
+one chunk per call, at the end of a choice also a chunk with its finish reason, and at last the usage chunk; otherwise
+nothing until the whole response object.
 """
 
 from abc import ABC, abstractmethod
@@ -29,10 +24,8 @@ from forebay.ingress.parsers.deltas import EMPTY_DELTA, OutputDelta, merge_delta
 class ResponseFold(ABC):
     """Builds the response to one request of a client from the events of the reply slot.
 
-    Args:
-        ids: ids of the requests on the log, one per choice or input.
-
     Attributes:
+        ids: ids of the requests on the log, one per choice or input.
         cached_tokens: number of prompt tokens that the engine found in its cache; 0 until the response is over.
         is_over: whether the response is complete, successfully or with an error.
         error: error that ended the response; None for success, or if it is not over.
@@ -64,11 +57,9 @@ class ResponseFold(ABC):
         return "stop" if self.error is None else self.error.code
 
     def step(self, state: ResponseState, index: int = 0) -> list[bytes]:
-        """Take the output since the previous step, and return the JSON objects to send.
+        """Take the output of one request on the log since the previous step, and return the JSON objects to send.
 
-        Args:
-            state: output of one request on the log. The call removes the output from it.
-            index: position of the choice or input to which the request on the log belongs, from 0.
+        The call removes the output from `state`. `index` is the position of the choice or input, from 0.
         """
         if self.is_over or self.is_part_over(index):
             return []
@@ -93,25 +84,22 @@ class ResponseFold(ABC):
 
     @abstractmethod
     def is_part_over(self, index: int) -> bool:
-        """Return whether the output of the request on the log at this position is complete."""
+        """Return whether the output of the choice or input at this position is complete."""
 
     @abstractmethod
     def _push(
         self, state: ResponseState, index: int, token_ids: list[int], logprobs: list[TokenLogprob]
     ) -> list[bytes]:
-        """Return the JSON objects for new output. Sets `is_over` after the last one.
+        """Return the JSON objects for new output. Set `is_over` after the last one.
 
         Raises ApiError if the output is unusable, for example if a parser fails or an embedding is missing.
         """
 
 
 class _Choice:
-    """State of one choice of a completion.
+    """State of one choice of a completion. `served` is None until it is complete.
 
-    Attributes:
-        served: workers that served the choice; None until it is complete.
-        deltas: output so far, if the response is not a stream.
-        content: the complete choice, if the response is not a stream.
+    `deltas` (output so far) and `content` (the complete choice) are used only if the response is not a stream.
     """
 
     __slots__ = ("composer", "content", "deltas", "formatter", "has_chunk", "served")
@@ -126,11 +114,7 @@ class _Choice:
 
 
 class CompletionFold(ResponseFold):
-    """Builds the response to a chat or text completion request.
-
-    Args:
-        composers: one per choice; each turns output tokens into text and tool calls.
-    """
+    """Builds the response to a chat or text completion request, with one composer per choice."""
 
     def __init__(
         self,

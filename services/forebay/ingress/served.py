@@ -11,11 +11,7 @@ from forebay.ingress.ingress import Ingress
 
 
 class ServedModel(NamedTuple):
-    """The model of a request.
-
-    Attributes:
-        name: name of the model or of its adapter, after aliases were resolved.
-    """
+    """The model of a request, with the name of the model or of its adapter after aliases were resolved."""
 
     ingress: Ingress
     name: str
@@ -39,10 +35,7 @@ class ServedModels(ABC):
 
     @abstractmethod
     async def find(self, name: str, request_id: str) -> ServedModel:
-        """Return the model that a request names, also by an alias or an adapter.
-
-        Args:
-            request_id: id of the request, which decides between the models of an alias.
+        """Return the model that a request names, also by an adapter or an alias; the id selects one model of an alias.
 
         Raises ApiError: 404 for an unknown name, 503 if the model cannot be served now.
         """

@@ -31,11 +31,8 @@ class IngressSettings:
         api_keys: keys of which a client must send one to use the model; empty to serve every client.
         cors_origins: origins whose web pages may read responses, from `allowed_origins`.
         admin_token: token that the admin API requires; empty for no admin API.
-        tool_call_parser: `auto` (by the chat template), `none`, or the name of a parser.
-        reasoning_parser: `auto` (by the chat template), `none`, or the name of a parser.
-        media: hosts from which images and videos may be fetched.
-        reply_topics: patterns of full topic names to which clients of the Kafka API may direct responses; empty for
-            `<namespace>.replies.*`.
+        tool_call_parser: `auto` (by the chat template), `none`, or the name of a parser; so is `reasoning_parser`.
+        reply_topics: patterns of full topic names for responses of the Kafka API; empty for `<namespace>.replies.*`.
         incarnation: value of the lease that distinguishes processes with the same `ingress_id`; empty without a lease.
     """
 

@@ -27,8 +27,7 @@ CallT = TypeVar("CallT", RouteResponse, CommandResponse)
 class Stream(ResponseState):
     """Output of one request on the log that the ingress has read and the response has not used yet.
 
-    Attributes:
-        interrupt_reason: why the ingress reads no more events of the request; None while it does.
+    `interrupt_reason` is why the ingress reads no more events of the request; None while it does.
     """
 
     __slots__ = ("_waiter", "interrupt_reason")
@@ -54,7 +53,6 @@ class Stream(ResponseState):
             self._waiter = None
 
     def notify(self) -> None:
-        """Wake the task that waits in `ready`, because the state of the stream has changed."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -62,8 +60,7 @@ class Stream(ResponseState):
 class ReplySlot:
     """Reads one reply slot (partition of `tokens`), and passes each event to the `ReplyReader` of its group.
 
-    Attributes:
-        position: offset of the first record that was not dispatched yet.
+    `position` is the offset of the first record that was not dispatched yet.
     """
 
     def __init__(
@@ -83,17 +80,13 @@ class ReplySlot:
         self._on_undecodable = on_undecodable
 
     def reader(self, group: str) -> "ReplyReader":
-        """Return the reader of a group, which is always the same object."""
         found = self._readers.get(group)
         if found is None:
             found = self._readers[group] = ReplyReader(self, group)
         return found
 
     async def run(self) -> None:
-        """Read the partition and dispatch its events until cancelled.
-
-        If the log fails, interrupt every request, route query and command in flight, and raise LogError.
-        """
+        """Dispatch the events of the partition until cancelled. If the log fails, interrupt all and raise LogError."""
         try:
             while True:
                 self._wake.clear()
@@ -112,7 +105,7 @@ class ReplySlot:
             self._tail.close()
 
     def interrupt_all(self, reason: str) -> None:
-        """Interrupt every request, route query and command in flight, for this reason."""
+        """Interrupt every request, route query and command in flight."""
         for reader in self._readers.values():
             reader.interrupt_all(reason)
 
@@ -129,11 +122,7 @@ class ReplySlot:
 
 
 class ReplyReader:
-    """Dispatches the events of one group in a reply slot to requests, route queries and commands.
-
-    Args:
-        slot: the reply slot. Owners of other groups may write to it, too.
-    """
+    """Dispatches the events of one group in a reply slot, to which owners of other groups may write, too."""
 
     def __init__(self, slot: ReplySlot, group: str) -> None:
         self._slot = slot
@@ -152,9 +141,9 @@ class ReplyReader:
         return len(self._streams) + len(self._calls)
 
     def open(self, request_id: str, key: int) -> Stream:
-        """Register a request, and return the stream that receives its events. The id must not be registered yet.
+        """Register a request with a new id, and return the stream that receives its events.
 
-        Events with another `reply_key` than `key` are ignored. This also holds for `call`.
+        As in `call`, events with another `reply_key` than `key` are ignored.
         """
         assert request_id not in self
         stream = self._streams[request_id] = Stream(key)
@@ -169,12 +158,7 @@ class ReplyReader:
     async def call(
         self, kind: type[CallT], name: str, key: int, send: Callable[[], Awaitable[object]], timeout_s: float
     ) -> CallT:
-        """Send a route query or a command, and return the response of the owner.
-
-        Args:
-            kind: class of the response.
-            name: id of the query or command, which is not in flight yet.
-            send: appends it to the log.
+        """Append a route query or a command with an id that is not in flight, and return the response of the owner.
 
         Raises ApiError: 504 if there is no response in time, 503 after an interruption, or the error in the response.
         """
@@ -217,7 +201,6 @@ class ReplyReader:
 
 
 def count_foreign(request_id: str, state: ResponseState, count: Callable[[float], None]) -> None:
-    """Count and log the foreign events of a request that is removed."""
     if state.foreign:
         count(state.foreign)
         logger.error(
@@ -229,7 +212,6 @@ def count_foreign(request_id: str, state: ResponseState, count: Callable[[float]
 
 
 def interruption(reason: str | None) -> ApiError:
-    """Return the error for the client of an interrupted request: 503 with the reason of the interruption."""
     if reason == SHUTTING_DOWN:
         return ApiError(503, "shutting_down", SHUTTING_DOWN)
     return ApiError(503, "log_unavailable", reason or "the log is unavailable")

@@ -1,7 +1,7 @@
 """Map tokens to bytes. A token may be a part of a UTF-8 character, and then it has bytes but no text.
 
-Vocabularies represent bytes in two ways. Byte-level vocabularies use a printable character per byte (GPT-2's table).
-Other vocabularies write `▁` for a space and `<0x0A>` for a byte that is not a character.
+Byte-level vocabularies use a printable character per byte (GPT-2's table). Others write `▁` for a space and `<0x0A>`
+for a byte that is not a character.
 """
 
 import json
@@ -81,7 +81,6 @@ def text_chars_max(tokenizer: Tokenizer, tokens: int) -> int | None:
 
 
 def _flat(part: Any, members: str) -> list[dict[str, Any]]:
-    """Return the settings of a normalizer or pre-tokenizer, or of each in a sequence."""
     if part is None:
         return []
     settings = json.loads(part.__getstate__())

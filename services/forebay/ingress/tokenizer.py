@@ -1,12 +1,9 @@
 """Tokenize prompts off the event loop, with bounded work.
 
 Theory of operation. Tokenizing takes about one second per megabyte of text, and 100 bytes of memory per byte of text.
-So a text that cannot fit into the context is rejected before it is tokenized as a whole:
-
-1. If the tokenizer allows such a bound, a text of more than `Model.text_chars_max` characters is rejected at once.
-2. The tokens of a text of more than `CHARS_PER_TOKEN` characters per token of the context are first counted piece by
-   piece. The text is rejected as soon as the pieces exceed the context.
-
+So a text that cannot fit into the context is rejected before it is tokenized as a whole. If the tokenizer allows a
+bound, a text of more than `Model.text_chars_max` characters is rejected at once. The tokens of a text of more than
+`CHARS_PER_TOKEN` characters per token of the context are first counted piece by piece, until they exceed the context.
 The count has no other effect: an accepted text is tokenized as a whole, so its tokens do not depend on the pieces.
 """
 
@@ -33,11 +30,7 @@ T = TypeVar("T")
 
 
 class TokenizerPool:
-    """Threads of one ingress that tokenize long texts.
-
-    Attributes:
-        chars_queued: number of characters that were submitted to the threads and are not finished.
-    """
+    """Threads of one ingress that tokenize long texts. `chars_queued` counts characters of unfinished work."""
 
     def __init__(self) -> None:
         self.chars_queued = 0
@@ -47,13 +40,9 @@ class TokenizerPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, work: Callable[[], T], chars: int, *, is_patient: bool = False) -> T:
-        """Run `work` and return its result. Work on more than `INLINE_CHARS_MAX` characters runs in a thread.
+        """Run `work`, in a thread if it processes more than `INLINE_CHARS_MAX` characters.
 
-        Args:
-            chars: number of characters that `work` processes.
-            is_patient: whether to wait if the queue is full, as the Kafka API does.
-
-        Raises ApiError (503) if the queue is full and `is_patient` is false.
+        If the queue is full, a patient caller waits, as the Kafka API does; others get ApiError (503).
         """
         if chars <= INLINE_CHARS_MAX:
             return work()
@@ -72,14 +61,12 @@ class TokenizerPool:
 
 
 def encode_prompt(model: Model, text: str, what: str, param: str, *, special: bool = False) -> list[int]:
-    """Return the token ids of a text.
+    """Return the token ids of a text. Raises ApiError (400) if the text does not fit into the context.
 
     Args:
         what: name of the text in an error message.
         param: parameter of the request that contains the text.
         special: whether to add the special tokens that the tokenizer puts around a prompt.
-
-    Raises ApiError (400) if the text does not fit into the context.
     """
     require_fits(model, text, what, param)
     return model.encode(text, special=special)

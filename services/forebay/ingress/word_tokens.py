@@ -43,8 +43,6 @@ NEVER = "(?!)()"  # matches no text; the group is the separator that `split` ret
 
 
 class WordTokens:
-    """Tokenizes ASCII texts word by word. Create it with `word_tokens`."""
-
     def __init__(self, tokenizer: Tokenizer, pattern: str, added: Mapping[str, int]) -> None:
         self._split = re.compile(pattern, re.ASCII).findall
         # The library selects the longest of several added tokens that begin at the same place.

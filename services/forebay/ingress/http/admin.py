@@ -1,8 +1,7 @@
-"""Admin API: routes that show or change settings that affect every client.
+"""Admin API: routes that show or change settings that affect every client, and send commands to workers.
 
-They send commands to workers, change the settings of pools, and the rules by which the owner chooses the pool of a
-request. Each route requires the admin token of the ingress. Without a token the ingress serves no admin API. A change
-responds with the settings or rules after it, once it is on the log.
+Each route requires the admin token of the ingress. Without a token the ingress serves no admin API. A change responds
+with the settings or rules after it, once it is on the log.
 """
 
 import hmac
@@ -48,7 +47,6 @@ class PoolBody(CheckedBody):
         return {name: getattr(self, name) for name in self.model_fields_set - {"model", "operator"}}
 
     def origin(self) -> dict[str, Any]:
-        """Return the fields that the events of all changes share."""
         return {"model": self.model, "operator": self.operator, "at_us": runtime.wall_us()}
 
 
@@ -141,8 +139,6 @@ BODIES = (
 
 
 def add_admin(app: FastAPI, ingress: GroupClient) -> None:
-    """Add the routes of the admin API to `app`. Each requires the token in `ingress.settings.admin_token`."""
-
     async def require_model(request: Request) -> None:
         for name in request.query_params.getlist("model"):  # an ingress of several models has removed the parameter
             adapter_of(name, ingress.settings.model_name, ())
@@ -230,7 +226,6 @@ def _add_settings(router: APIRouter, ingress: GroupClient) -> None:
 
 
 def _token_check(token: str) -> Callable[..., Awaitable[None]]:
-    """Return a dependency that raises ApiError for a request without this token."""
     expected = token.encode()
     bearer = HTTPBearer(auto_error=False, description="The token in --token-file or FOREBAY_ADMIN_TOKEN.")
 
@@ -246,7 +241,6 @@ def _token_check(token: str) -> Callable[..., Awaitable[None]]:
 
 
 def _plain(settings: msgspec.Struct) -> dict[str, Any]:
-    """Return all fields, including those with default values."""
     plain = msgspec.structs.asdict(settings)
     if isinstance(settings, PoolGrid):
         for name in ("pools", "overrides"):

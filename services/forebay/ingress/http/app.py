@@ -57,7 +57,7 @@ def build_app(
         explainer: explains the routing of a request; with None the explain route responds with 501.
         hosts: accepted values of the header `Host`; None accepts every value.
         read_status: returns the status of the only model; with None the status route responds with 501.
-        status_of: returns the status of one of several models by its name; with None it is derived from the log.
+        status_of: returns the status of one of several models; with None it is derived from the log.
     """
     app = IngressApp(title="forebay", summary="OpenAI-compatible ingress", docs_url=None, redoc_url=None)
     app.front = _front(app, models, hosts)
@@ -88,10 +88,7 @@ def _add_group_routes(app: FastAPI, group: GroupClient, explainer: Explainer, re
 
 
 def _add_routes_by_model(app: FastAPI, models: ServedModels, explainer: Explainer, status_of: StatusOf | None) -> None:
-    """Add the same routes for several models. The query parameter `model` names the model of a request.
-
-    The parameter may be left out if there is only one model.
-    """
+    """Add these routes for several models. The query parameter `model` names one; it is optional if there is one."""
     front = models.front
     apps: dict[str, FastAPI] = {}  # by model; the log has few models
 
@@ -111,8 +108,6 @@ def _add_routes_by_model(app: FastAPI, models: ServedModels, explainer: Explaine
         return made
 
     class ByModel:
-        """ASGI application that passes a request to the application of its model."""
-
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
             query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
             group = models.group(dict(query).get("model", ""))
@@ -131,12 +126,9 @@ def _add_routes_by_model(app: FastAPI, models: ServedModels, explainer: Explaine
 
 
 class IngressApp(FastAPI):
-    """FastAPI application behind ASGI middleware that can serve a request without FastAPI.
+    """FastAPI application behind the ASGI middleware `front`, which can serve a request without FastAPI.
 
     Middleware that is added to FastAPI itself runs inside of several layers of Starlette.
-
-    Attributes:
-        front: the outermost middleware. The innermost one calls `serve_route`.
     """
 
     front: ASGIApp

@@ -1,7 +1,4 @@
-"""Read request bodies with bounded memory and time, and generate request ids.
-
-The number of JSON values of a body determines the time to decode it.
-"""
+"""Read request bodies with bounded memory and time, and generate request ids."""
 
 import re
 from dataclasses import dataclass
@@ -46,8 +43,8 @@ class BodyLimits:
     Attributes:
         text_bytes_max: maximum bytes of a body, not counting the URLs of its images and videos.
         media_bytes_max: maximum bytes of a whole body with these URLs. Used only if `takes_media`.
-        values_max: maximum number of JSON values. At least the context length of the model, because a prompt of
-            token ids has one value per token.
+        values_max: maximum number of JSON values, which determines the time to decode a body. At least the context
+            length of the model, because a prompt of token ids has one value per token.
     """
 
     text_bytes_max: int = TEXT_BYTES_MAX
@@ -57,11 +54,10 @@ class BodyLimits:
 
     @property
     def bytes_max(self) -> int:
-        """Maximum bytes of a body, including the URLs of its images and videos."""
         return max(self.text_bytes_max, self.media_bytes_max) if self.takes_media else self.text_bytes_max
 
     def too_large(self, size: int | None = None) -> ApiError:
-        """Return the error for a body above the limit. `size` is in bytes, None if the body was not read to its end."""
+        """Return the error for a body above the limit. A `size` of None means that it was not read to its end."""
         found = "too many" if size is None else f"{size:,}"
         if self.takes_media:
             limit = f"{self.bytes_max:,} bytes for bodies with images or videos (--media-body-bytes-max)"
@@ -70,7 +66,7 @@ class BodyLimits:
         return ApiError(413, "body_too_large", f"the body has {found} bytes; the limit is {limit}")
 
     def require(self, raw: bytes) -> None:
-        """Raise ApiError if a body has too many bytes or too many JSON values. Takes time linear in its size."""
+        """Raise ApiError (413) above a limit. Takes time linear in the size of the body."""
         size = len(raw)
         if size > self.bytes_max:
             raise self.too_large(size)
@@ -110,10 +106,7 @@ LENGTH_DIGITS_MAX = 19  # a signed 64-bit integer has at most 19 digits
 class BodyMemory:
     """Limits the memory of all request bodies that one process has read and not yet tokenized.
 
-    Bodies of at most `SMALL_BYTES` do not count, because the number of connections limits their total.
-
-    Args:
-        bytes_max: maximum bytes of all bodies together; at least one body of the maximum size always fits.
+    Bodies of at most `SMALL_BYTES` do not count. At least one body of the maximum size always fits.
     """
 
     def __init__(self, limits: BodyLimits, bytes_max: int = MEMORY_BYTES_MAX) -> None:
@@ -122,7 +115,6 @@ class BodyMemory:
         self.held = 0
 
     def reader(self) -> "BodyReader":
-        """Return a context manager that reads one body. The body counts in `held` until its `with` block ends."""
         return BodyReader(self)
 
 
@@ -144,10 +136,8 @@ class BodyReader:
     async def read(self, request: Request) -> bytes:
         """Return the whole body.
 
-        Raises:
-            ApiError: 413 if the body exceeds a limit of `BodyLimits`, 503 if all bodies of the process together would
-                exceed `bytes_max` of the `BodyMemory`.
-            ClientDisconnect: the client disconnected before it sent the whole body.
+        Raises ApiError: 413 above a limit of one body, 503 if all bodies together would exceed `BodyMemory.bytes_max`.
+        Raises ClientDisconnect if the client disconnected before it sent the whole body.
         """
         limits, memory = self._memory.limits, self._memory
         _require_declared(request, limits)
@@ -174,10 +164,7 @@ class BodyReader:
 
 
 async def read_body(request: Request, bytes_max: int) -> bytes:
-    """Return a body of at most `bytes_max` bytes, without counting it in `BodyMemory`.
-
-    Raises ApiError (413) if the body is larger.
-    """
+    """Return a body without counting it in `BodyMemory`. Raises ApiError (413) if it is larger than `bytes_max`."""
     raw = bytearray()
     async for part in request.stream():
         raw += part
@@ -187,10 +174,7 @@ async def read_body(request: Request, bytes_max: int) -> bytes:
 
 
 def request_id_of(request: Request, prefix: str) -> str:
-    """Return a unique id for a request, which begins with its header `x-request-id`.
-
-    Args:
-        prefix: begin of the random id that replaces a missing header.
+    """Return a unique id that begins with the header `x-request-id`, or with `prefix` if there is no such header.
 
     Raises ApiError (400) if the header is not a valid id.
     """
@@ -199,10 +183,7 @@ def request_id_of(request: Request, prefix: str) -> str:
 
 
 def client_id(request: Request) -> str | None:
-    """Return the header `x-request-id` of a request, None if the header is missing.
-
-    Raises ApiError (400) if the header is not a valid id.
-    """
+    """Return the header `x-request-id`, None if it is missing. Raises ApiError (400) if it is not a valid id."""
     given = request.headers.get("x-request-id")
     if given is not None and not REQUEST_ID.fullmatch(given):
         raise invalid(
@@ -212,7 +193,6 @@ def client_id(request: Request) -> str | None:
 
 
 def _require_declared(request: Request, limits: BodyLimits) -> None:
-    """Raise ApiError if `content-length` exceeds the limit for one body."""
     declared = request.headers.get("content-length", "")
     if not declared.isdecimal():
         return

@@ -1,8 +1,7 @@
 """Routes that send commands to workers. The names of routes and fields are those of vLLM and Dynamo.
 
-Every route runs one command, and responds when every worker that got the command has an outcome. The response always
-contains the outcomes of all workers. Its status is determined by the worst outcome: 200 if all workers succeeded, 409
-if an engine refused the command, 502 if a worker left, 504 if a worker did not respond in time.
+Every route runs one command, and responds when every worker that got it has an outcome. The status is that of the worst
+outcome: 200 if all succeeded, 409 if an engine refused, 502 if a worker left, 504 if one did not respond in time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -260,10 +259,7 @@ def _require_adapter(name: str, model: str) -> None:
 
 
 async def _body(kind: type[BodyT], request: Request, path: Mapping[str, Any] | None = None) -> BodyT:
-    """Return the parsed body. Its fields override those of the query string; those of the path override both.
-
-    The body may be empty. Raises ApiError for an invalid body or an unknown field.
-    """
+    """Return the parsed body, which may be empty. Its fields override the query string; `path` overrides both."""
     raw = await read_body(request, BODY_BYTES_MAX)
     fields: dict[str, Any] = _query(request)
     if raw.strip():

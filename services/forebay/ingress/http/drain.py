@@ -15,8 +15,6 @@ ALWAYS_SERVED = frozenset(("/live", "/metrics"))
 
 
 class IngressDrain:
-    """Drains one ingress: counts its HTTP requests in flight, and waits for them once the drain has begun."""
-
     def __init__(self) -> None:
         self.in_flight = 0
         self._began = asyncio.Event()
@@ -26,7 +24,6 @@ class IngressDrain:
 
     @property
     def begun(self) -> bool:
-        """Whether the drain has begun. From then on `DrainMiddleware` rejects new requests."""
         return self._began.is_set()
 
     def begin(self) -> None:
@@ -45,8 +42,7 @@ class IngressDrain:
 
         Args:
             interrupt: interrupts every request in flight; its argument is the reason for the client.
-            within_s: seconds from the beginning of the drain until requests in flight are interrupted. `hurry` ends the
-                wait.
+            within_s: seconds from the beginning of the drain until the interruption, unless `hurry` is called.
         """
         await self._began.wait()
         waiting = [asyncio.ensure_future(event.wait()) for event in (self._idle, self._hurried)]

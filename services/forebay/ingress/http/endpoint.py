@@ -11,13 +11,11 @@ from forebay.ingress.errors import Unusable
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Certificate of a server and its private key, as PEM files.
+    """Certificate of a server and its private key, as PEM files. Raises Unusable if they cannot be used as a pair.
 
     Attributes:
         certfile: the certificate, followed by the certificates of intermediate authorities.
         keyfile: the private key; None if `certfile` contains it.
-
-    Raises Unusable if the files cannot be used as a pair.
     """
 
     certfile: Path
@@ -77,10 +75,7 @@ class Endpoint:
         return f"{self.scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def is_open(self, address: str, *, has_key: bool) -> bool:
-        """Return whether other machines may send requests without an API key.
-
-        Args:
-            address: IP address of the listening socket.
+        """Return whether other machines may send requests without an API key to the listening socket at `address`.
 
         Raises Unusable if they could, and `allow_anonymous` is false.
         """

@@ -1,10 +1,8 @@
 """Turn every exception of the application into an error in OpenAI's format, and log each request.
 
-This is the outermost ASGI layer. It has both tasks, because each layer costs time for each message of a response.
-
-Starlette's handlers see subclasses of `Exception` only, and only before a response has started. A request that is
-cancelled when the process ends, or a stream that fails, would otherwise reach uvicorn, which responds with status 500
-and plain text.
+One outermost ASGI layer has both tasks, because each layer costs time for each message of a response. Starlette's
+handlers see subclasses of `Exception` only, and only before a response has started. Cancelled requests and streams that
+fail would otherwise reach uvicorn, which responds with status 500 and plain text.
 """
 
 import asyncio
@@ -23,17 +21,12 @@ SEND_S = 2.0  # time for a client to read the error, so that it does not delay t
 
 
 class ErrorGuard:
-    """ASGI middleware that sends an error in OpenAI's format if the application raises an exception.
-
-    It also writes the access log.
-    """
-
     def __init__(self, app: ASGIApp, on_rejected: Callable[[str], None]) -> None:
         self._app = app
         self._on_rejected = on_rejected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application, and respond to an exception with 500, or with 503 if the request is cancelled.
+        """Respond to an exception with 500, or with 503 if the request is cancelled.
 
         If the response cannot be completed, the exception propagates, so that uvicorn closes the connection.
         """

@@ -34,10 +34,7 @@ READABLE = b"x-request-id, x-forebay-worker, retry-after"  # headers of response
 
 
 def allowed_origins(given: tuple[str, ...]) -> frozenset[str]:
-    """Return the allowed origins as browsers send them: in lower case, without default ports.
-
-    Raises Unusable if a value is neither `*` nor an origin.
-    """
+    """Return origins as browsers send them. Raises Unusable if a value is neither `*` nor an origin."""
     return frozenset(ANY if value == ANY else _origin(value) for value in given)
 
 
@@ -46,10 +43,7 @@ def permits(origins: frozenset[str], origin: str) -> bool:
 
 
 class Cors:
-    """ASGI middleware that responds to preflight requests of allowed origins, and adds headers to responses for them.
-
-    Requests of other origins pass unchanged, because `OriginGuard` rejects them.
-    """
+    """ASGI middleware that permits allowed origins. Others pass unchanged, because `OriginGuard` rejects them."""
 
     def __init__(self, app: ASGIApp, origins: frozenset[str]) -> None:
         self._app = app
@@ -119,14 +113,8 @@ HostAddress = tuple[str, str, int | None]  # scheme, host, port
 def allowed_hosts(host: str, address: str, names: Sequence[str]) -> frozenset[str] | None:
     """Return the accepted values of the header `Host`.
 
-    None, which accepts every value, is returned if the address is not a loopback address and `names` is empty.
-
-    Args:
-        host: value of `--host`.
-        address: IP address of the listening socket.
-        names: values of `--allow-host`.
-
-    Raises Unusable if a name has a scheme, a port or a path.
+    None, which accepts every value, is returned if the `address` of the listening socket is not a loopback address and
+    `names` is empty. Raises Unusable if a name (`--allow-host`) has a scheme, a port or a path.
     """
     extra = [_plain(name) for name in names]
     for name, plain in zip(names, extra, strict=True):
@@ -158,17 +146,16 @@ class Guard(ABC):
 
 
 def requires_api_key(path: str) -> bool:
-    """Return whether requests for `path` require an API key, if the ingress has one."""
     if not path.startswith(PREFIX):
         return path in PATHS
     return path not in ADMIN_PATHS and not path.startswith(ADMIN_PREFIX)
 
 
 class ApiKeyGuard(Guard):
-    """ASGI middleware that rejects requests without a valid API key.
+    """ASGI middleware that rejects requests without a valid API key. Routes of the admin API have their own token.
 
     A client cannot predict digests with the secret of this process. So the time of the lookup does not tell how much of
-    a key the client has guessed. The routes of the admin API have their own token, and an API key never opens them.
+    a key the client has guessed.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], on_rejected: Callable[[str], None]) -> None:
@@ -196,11 +183,7 @@ def _invalid_key(message: str) -> ApiError:
 
 
 class OriginGuard(Guard):
-    """ASGI middleware that rejects requests which a browser sends for a page of another origin.
-
-    Args:
-        hosts: accepted values of the header `Host`; None accepts every value.
-    """
+    """Rejects requests that a browser sends for a page of another origin. `hosts` of None accepts every `Host`."""
 
     def __init__(
         self, app: ASGIApp, hosts: frozenset[str] | None, origins: frozenset[str], on_rejected: Callable[[str], None]
@@ -235,7 +218,6 @@ class OriginGuard(Guard):
         return None if reads else _not_json(headers)
 
     def _is_permitted(self, headers: dict[bytes, list[str]]) -> bool:
-        """Return whether the page that sends a request has an allowed origin."""
         origins = headers.get(b"origin")
         return ANY in self._origins or (origins is not None and all(origin in self._origins for origin in origins))
 

@@ -69,38 +69,26 @@ SETTINGS = (*BODY_ERRORS, 401, 404, 409)
 
 
 def errors(*statuses: int) -> Responses:
-    """Return the OpenAPI description of the error responses of a route.
-
-    Args:
-        statuses: HTTP statuses that the route may return, in addition to `EVERYWHERE`.
-    """
+    """Return the descriptions of the error responses of a route. `EVERYWHERE` is added to `statuses`."""
     return {status: _error(MEANINGS[status]) for status in sorted({*EVERYWHERE, *statuses})}
 
 
 def streamed() -> Responses:
-    """Return the OpenAPI description of a successful completion: a JSON object or a stream of events."""
     content = {JSON: {"schema": {"type": "object"}}, EVENTS: {"schema": {"type": "string"}}}
     return {200: {"description": "The completion; a stream of events if `stream` is true.", "content": content}}
 
 
 def json_of(kind: type[msgspec.Struct]) -> Responses:
-    """Return the OpenAPI description of a successful response whose JSON is a struct, for `describe`."""
     schema = {"$ref": REFERENCE.format(model=kind.__name__)}
     return {200: {"description": split_description(kind.__doc__)[0], "content": {JSON: {"schema": schema}}}}
 
 
 def text(description: str) -> Responses:
-    """Return the OpenAPI description of a successful response in plain text."""
     return {200: {"description": description, "content": {TEXT: {"schema": {"type": "string"}}}}}
 
 
 def body_of(*kinds: type[Body], required: bool = True) -> dict[str, Any]:
-    """Return the OpenAPI description of a request body.
-
-    Args:
-        kinds: models of the body; it must match one of them.
-        required: whether a request without a body is invalid.
-    """
+    """Return the description of a request body, which must match one of `kinds`."""
     schemas = [{"$ref": REFERENCE.format(model=kind.__name__)} for kind in kinds]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     return {"requestBody": {"required": required, "content": {JSON: {"schema": schema}}}}
@@ -109,7 +97,6 @@ def body_of(*kinds: type[Body], required: bool = True) -> dict[str, Any]:
 def describe(
     app: FastAPI, bodies: Sequence[type[Body]], results: Sequence[type[msgspec.Struct]], *, has_key: bool = False
 ) -> None:
-    """Complete the OpenAPI document of `app`."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -142,7 +129,6 @@ def _schemas(bodies: tuple[type[Body], ...]) -> dict[str, Any]:
 
 @functools.cache
 def _result_schemas(results: tuple[type[msgspec.Struct], ...]) -> dict[str, Any]:
-    """Return the schemas of structs and their parts, with the descriptions of their fields."""
     _, schemas = msgspec.json.schema_components(results, ref_template=REFERENCE.format(model="{name}"))
     for schema in schemas.values():
         schema["description"], meanings = split_description(schema.get("description", ""))

@@ -1,7 +1,7 @@
 """Pages for people: `/` links to everything that an ingress serves, and `/docs` describes the API.
 
-The pages work without access to the internet, because the package fastapi-swagger contains the files of Swagger UI.
-Links are relative, so the pages also work behind a proxy that serves them below a path.
+The pages need no internet, because the package fastapi-swagger contains the files of Swagger UI. Links are relative, so
+the pages also work behind a proxy that serves them below a path.
 """
 
 import hashlib

@@ -39,8 +39,6 @@ REFRESH_S = 5.0  # a pool keeps its block size until all its workers are replace
 
 @dataclass(frozen=True, slots=True)
 class ListedPool:
-    """A pool of a model, with the rules that name it."""
-
     pool: PoolConfigured
     is_drained: bool
     canary: PoolCanarySet | None
@@ -49,8 +47,7 @@ class ListedPool:
 class PoolConfigurator:
     """Reads the configuration of the pools of one group from the topic `control`, and appends changes to it.
 
-    Attributes:
-        allowed_policies: returns the custom policies that the owner may run; None while there is no owner.
+    `allowed_policies` returns the custom policies that the owner may run; None while there is no owner.
     """
 
     def __init__(self, log: Log, find_partition: Callable[[], int | None], on_undecodable: Callable[[], None]) -> None:
@@ -85,7 +82,7 @@ class PoolConfigurator:
         return next((pool.router.busy for pool in self._pools_of(model)), BusyThresholds())
 
     async def block_size(self, model: str) -> int:
-        """Return the number of tokens per KV block of a model. The value may be up to `REFRESH_S` seconds old.
+        """Return the tokens per KV block of a model. The value may be up to `REFRESH_S` seconds old.
 
         Raises ApiError (503) while no pool serves the model, or if the log fails.
         """
@@ -135,8 +132,7 @@ class PoolConfigurator:
     async def set_rule(self, event: PoolEvent | PolicySet) -> None:
         """Append a rule for the choice of pools, or the policy of a pool, to the log.
 
-        Raises ApiError: 404 if the rule names an unknown pool, or a policy that the owner cannot run, 503 if no router
-        serves the model or the log fails.
+        Raises ApiError: 404 for an unknown pool, or a policy that the owner cannot run; 503 as `set_disaggregation`.
         """
 
         def checked() -> ControlEvent:
@@ -146,7 +142,6 @@ class PoolConfigurator:
         await self._change(event.model, checked)
 
     async def _change(self, model: str, event: Callable[[], ControlEvent]) -> None:
-        """Append an event that depends on the current configuration."""
         partition = self._find_partition()
         if partition is None:
             raise no_router(model)
@@ -158,7 +153,6 @@ class PoolConfigurator:
                 raise _unavailable(error) from error
 
     def _require_policy(self, mode: str) -> None:
-        """Raise ApiError (404) if the owner cannot run a policy."""
         allowed = sorted(self.allowed_policies() or ())
         if mode in BUILT_IN or mode in allowed:
             return
@@ -171,10 +165,7 @@ class PoolConfigurator:
         raise ApiError(404, "unknown_policy", text, "mode")
 
     def _require_known(self, event: PoolEvent | PolicySet) -> None:
-        """Raise ApiError (404) if a rule names an unknown pool or policy of the model.
-
-        The end of a canary or drain is valid without its pool.
-        """
+        """Raise ApiError (404) for an unknown pool or policy. A canary or drain may end without its pool."""
         named: list[tuple[str, str, Role | None]] = []
         match event:
             case PoolRoutingConfigured():
@@ -219,7 +210,7 @@ class PoolConfigurator:
             raise _unavailable(error) from error
 
     def _reset_policies(self) -> None:
-        """Return pools to their configured policies if an operator set a policy that the owner may not run.
+        """Return pools to their configured policies if the owner may not run the policy that an operator set.
 
         An owner does the same when it takes over. No event on `control` shows that.
         """

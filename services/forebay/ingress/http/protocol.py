@@ -6,8 +6,7 @@ module adds the rest of RFC 9112: it ignores offers to upgrade, at which httptoo
 transfer coding `chunked` alone, and none with HTTP/1.0. It discards trailers, and requires one `Host`.
 
 uvicorn has no option for limits when it parses with httptools. Each limit closes a way to hold memory or a connection
-without sending a request; the comments of the constants say which. `connections_max` bounds the connections of the
-process. Connections above the limit get 503.
+without sending a request. Connections above `connections_max` get 503.
 """
 
 import asyncio
@@ -53,9 +52,9 @@ class ConnectionLimits:
     """Limits of the connections of one server.
 
     Attributes:
-        head_s: maximum time until the headers of a request are complete, in seconds.
-        body_s: maximum time until its body is complete, in seconds. Each `BODY_BYTES_PER_S` received bytes add 1 s.
-        linger_s: maximum time to discard the rest of a body after the response was sent, in seconds.
+        head_s: maximum seconds until the headers of a request are complete.
+        body_s: maximum seconds until its body is complete. Each `BODY_BYTES_PER_S` received bytes add 1 s.
+        linger_s: maximum seconds to discard the rest of a body after the response was sent.
     """
 
     on_rejected: OnRejected = _ignore
@@ -92,10 +91,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._violation: ApiError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept a connection. If there are too many, reject its requests with 503, or close it without a response.
-
-        The connection is closed if `connections_max` is exceeded by more than `REFUSED_MAX`.
-        """
+        """Accept a connection, reject its requests with 503, or close it if more than `REFUSED_MAX` are too many."""
         super().connection_made(cast("asyncio.Transport", _JoiningTransport(transport, self.loop)))
         count = len(self.connections)
         limits = self.limits
@@ -115,7 +111,6 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Pass received bytes to the parser in steps of `STEP_BYTES`, and check the limits after each step."""
         if self._phase is _Phase.IDLE and (self.cycle is None or self.cycle.response_complete):
             self._phase, self._phase_s = _Phase.HEAD, self.loop.time()
         for at in range(0, len(data), STEP_BYTES):
@@ -155,7 +150,6 @@ class BoundedProtocol(HttpToolsProtocol):
         return b"\r\n".join((b" ".join(line), *headers, b"", b""))
 
     def on_message_begin(self) -> None:
-        """Reset the counters at the first byte of a request, and start the timeout of its headers."""
         super().on_message_begin()
         self._phase, self._phase_s = _Phase.HEAD, self.loop.time()
         self._head_bytes = self._header_count = self._unparsed = self._body_bytes = 0
@@ -174,10 +168,6 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_header(name, value.rstrip(b" \t"))
 
     def on_headers_complete(self) -> None:
-        """Start the request and the timeout of its body.
-
-        Reject the request if its framing is invalid, or if too many pipelined requests wait for a response.
-        """
         version = self.parser.get_http_version()
         if (error := self._head_error(version)) is not None:
             self._stop_parser(error)
@@ -196,7 +186,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self.cycle.send = _without_chunks(self.cycle)  # type: ignore[method-assign]
 
     def _head_error(self, version: str) -> ApiError | None:
-        """Return the error of a request with ambiguous framing or an unsupported protocol, None if it is valid."""
         if version not in VERSIONS:
             return ApiError(505, "unsupported_http_version", f"HTTP/{version} is not supported; use HTTP/1.1")
         if self.parser.get_method() == b"CONNECT":
@@ -225,7 +214,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self.headers[:] = [(b"host", host), *((name, value) for name, value in self.headers if name != b"host")]
 
     def on_body(self, body: bytes) -> None:
-        """Count the bytes of a part of the body, which extend the timeout of the body."""
         self._unparsed = 0
         self._body_bytes += len(body)
         super().on_body(body)
@@ -253,7 +241,6 @@ class BoundedProtocol(HttpToolsProtocol):
         raise _Violation
 
     def _watch(self) -> None:
-        """Start the timer when a request begins, and stop it when the request is complete."""
         if self._phase is _Phase.IDLE:
             if self._timer is not None:
                 self._timer.cancel()
@@ -303,10 +290,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class _JoiningTransport:
-    """Transport that delays the head of a response, and writes it together with the first part of the body.
+    """Transport that writes the head of a response together with the first part of the body.
 
-    Each write is a system call and a packet. An application usually sends both parts at once. If it does not, the head
-    is written in the next iteration of the event loop.
+    Each write is a system call and a packet. If the application does not send both parts at once, the head is written
+    in the next iteration of the event loop.
     """
 
     __slots__ = ("_head", "_loop", "_transport")
@@ -326,7 +313,6 @@ class _JoiningTransport:
         self._transport.write(data)
 
     def close(self) -> None:
-        """Write a delayed head, and close the connection once everything is written."""
         self._flush()
         self._transport.close()
 
@@ -340,15 +326,11 @@ class _JoiningTransport:
 
 
 def bounded(limits: ConnectionLimits) -> type[BoundedProtocol]:
-    """Return a subclass of `BoundedProtocol` with these limits, which uvicorn creates for each connection."""
     return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits})
 
 
 def connections_allowed() -> int:
-    """Raise the process limit of open files as far as needed and allowed, and return how many connections fit.
-
-    The result is between 1 and `CONNECTIONS_MAX`.
-    """
+    """Raise the limit of open files as far as needed and allowed; return how many connections fit, at least 1."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = CONNECTIONS_MAX + REFUSED_MAX + FILES_RESERVED
     unlimited = resource.RLIM_INFINITY
@@ -361,7 +343,6 @@ def connections_allowed() -> int:
 
 
 def _rejecting_app(app: Any, limits: ConnectionLimits) -> Any:
-    """Return an application that serves probes and rejects all other requests."""
     text = f"this ingress has {limits.connections_max:,} open connections, its limit; close idle connections"
     error = ApiError(503, "connections_exhausted", text)
 

@@ -61,7 +61,7 @@ def add_explain(app: FastAPI, ingress: GroupClient, explainer: Explainer) -> Non
 
 
 async def respond_to_query(request: Request, models: ServedModels, body: ChatBody | TextBody) -> Response:
-    """Query the owner where it would route a request now, and return the HTTP response with the selected worker.
+    """Return the HTTP response with the worker that the owner would select for a request now.
 
     Raises ApiError if the body is invalid, or the owner does not respond.
     """
@@ -81,10 +81,7 @@ async def respond_to_query(request: Request, models: ServedModels, body: ChatBod
 
 
 def kind_of(raw: bytes) -> type[ChatBody] | type[TextBody]:
-    """Return the class of a completion body: ChatBody if it has `messages`, TextBody if it has `prompt`.
-
-    Raises ApiError (400) if the body has neither of them.
-    """
+    """Return the class of a completion body. Raises ApiError (400) if it has neither `messages` nor `prompt`."""
     try:
         found = msgspec.json.decode(raw, type=_Kind)
     except (msgspec.MsgspecError, RecursionError):
@@ -103,10 +100,9 @@ StatusOf = Callable[[str], Awaitable[GroupStatus]]  # the same for the model of 
 
 
 class SharedReader:
-    """Reads a status that is expensive to derive, at most once at a time.
+    """Reads a status that is expensive to derive, at most once at a time and per `SHARED_S`.
 
-    Concurrent calls share one derivation. For `SHARED_S` seconds after it, later calls get the same status. An error is
-    raised to the calls that wait for it, and the next call derives again.
+    Concurrent calls share one derivation. Its error is raised to all of them, and the next call derives again.
     """
 
     def __init__(self, derive: StatusReader) -> None:
@@ -115,7 +111,6 @@ class SharedReader:
         self._shared_until_s = 0.0
 
     async def read(self) -> GroupStatus:
-        """Return the status. Raises the errors of `derive`."""
         derivation = self._derivation
         if derivation is None or (derivation.done() and runtime.monotonic_s() >= self._shared_until_s):
             derivation = self._derivation = asyncio.create_task(self._run(), name="status")
@@ -128,11 +123,7 @@ class SharedReader:
 
 
 def add_status(app: FastAPI, read: StatusReader | None) -> None:
-    """Add `GET /v1/status` to `app`.
-
-    Args:
-        read: returns the status; with None the route responds with 501.
-    """
+    """Add `GET /v1/status`. If `read` is None, the route responds with 501."""
 
     @app.get("/v1/status", responses={**json_of(GroupStatus), **errors(501, 504)})
     async def status() -> Response:

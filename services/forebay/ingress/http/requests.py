@@ -1,13 +1,11 @@
 """Serve the requests that workers run: chat and text completions, and embeddings.
 
 `RunRoutes` calls these steps, as the Kafka API does in `kafka_api.partition`:
-
     read -> parse -> find the model -> `Ingress.prepare` -> `Ingress.fold` -> `Ingress.submit` -> `ResponseFold.step`
 
-Theory of operation. FastAPI and Starlette put layers around a route. For each request these layers call about twenty
-functions, and pass each message of the response through two more. They took a tenth of the CPU time of an ingress, and
-these routes use none of them: neither dependencies nor parameters of the path. The routes are still registered with
-FastAPI, which describes them in the OpenAPI schema and responds to other methods.
+Theory of operation. The layers of FastAPI and Starlette around a route took a tenth of the CPU time of an ingress, and
+these routes need neither dependencies nor parameters of the path. So they bypass the layers. They are still registered
+with FastAPI, which describes them in the OpenAPI schema and responds to other methods.
 """
 
 from starlette.requests import ClientDisconnect, Request
@@ -47,10 +45,7 @@ class RunRoutes:
 
 
 async def respond(request: Request, models: ServedModels, kind: type[AnyBody]) -> Response:
-    """Submit a request, and return its response, which still has to be sent.
-
-    Raises ApiError if the request is invalid or cannot be served.
-    """
+    """Submit a request, and return its unsent response. Raises ApiError if it is invalid or cannot be served."""
     began_s = runtime.monotonic_s()
     front = models.front
     models.require_any()
@@ -73,7 +68,6 @@ async def respond(request: Request, models: ServedModels, kind: type[AnyBody]) -
 
 
 def error_response(front: Front, error: Exception) -> Response:
-    """Count an error of a request, and return the response for the client."""
     known = _as_api_error(error)
     front.metrics.reject(known.code)
     return Response(known.encoded(), known.status, known.headers(), "application/json")

@@ -1,7 +1,6 @@
 """Send a response to an HTTP client, as server-sent events or as one JSON object.
 
-Status and headers are sent with the first token, so a request that the router or an engine rejects gets an HTTP error
-status.
+The head is sent with the first token, so a request that the router or an engine rejects gets an HTTP error status.
 """
 
 import asyncio
@@ -30,8 +29,7 @@ OnStep = Callable[[Stream, list[bytes]], Awaitable[None]]
 class PartRunner:
     """Submits the parts of one client request, and folds their output into one response. If a part fails, all end.
 
-    Attributes:
-        interrupt_reason: reason with which parts in flight are cancelled if `run` is cancelled.
+    If `run` is cancelled, parts in flight are cancelled with `interrupt_reason`.
     """
 
     def __init__(self, ingress: Ingress, fold: ResponseFold, parts: Sequence[PreparedRequest]) -> None:
@@ -42,10 +40,7 @@ class PartRunner:
         self._capacity = asyncio.Semaphore(PARTS_IN_FLIGHT_MAX)
 
     async def run(self, on_step: OnStep) -> None:
-        """Run all parts until the response is complete. If cancelled, cancel the parts in flight.
-
-        Raises ApiError if a part failed or was interrupted.
-        """
+        """Run all parts until the response is complete. Raises ApiError if a part failed or was interrupted."""
         try:
             async with asyncio.TaskGroup() as group:
                 for index in range(len(self._parts)):
@@ -93,12 +88,9 @@ OBJECTS_MAX = 1_024  # of several choices; a client that reads more slowly lets 
 
 
 class OneResponse(Response):
-    """ASGI response that is one request on the log.
+    """ASGI response that is one request on the log, which arrived at `began_s` of the monotonic clock.
 
     It is not a StreamingResponse of Starlette, because that class creates a task group for each response.
-
-    Args:
-        began_s: time at which the request arrived, in seconds of the monotonic clock.
     """
 
     def __init__(self, ingress: Ingress, fold: ResponseFold, stream: Stream, began_s: float) -> None:
@@ -140,7 +132,6 @@ class OneResponse(Response):
             )
 
     def _close(self) -> None:
-        """Stop reading the output of the request, and cancel it if it has not ended."""
         stream, fold = self._stream, self._fold
         self._ingress.replies.close(fold.request_id)
         if stream.ended is None:
@@ -314,7 +305,6 @@ class _ClientGone(Exception):
 
 
 async def wait_for_disconnect(receive: Receive, on_disconnect: Callable[[str], None]) -> None:
-    """Wait until the client disconnects, then call `on_disconnect` with the reason `DISCONNECTED`."""
     while (await receive())["type"] != "http.disconnect":
         pass
     on_disconnect(DISCONNECTED)

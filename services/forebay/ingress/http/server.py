@@ -37,7 +37,7 @@ def _is_no_duplicate(record: logging.LogRecord) -> bool:
 
 
 class PortTaken(Unusable):
-    """The process cannot listen on the address that `--host` and `--port` give, for example because it is in use."""
+    """The process cannot listen on the address of `--host` and `--port`, for example because it is in use."""
 
 
 class NotListening(Unusable):
@@ -47,9 +47,8 @@ class NotListening(Unusable):
 class Server(uvicorn.Server):
     """uvicorn's server with several listeners per socket, and without signal handlers: the process installs its own.
 
-    If a listening socket fails, uvloop raises no exception: it logs the error and closes the socket. So `serve` checks
-    its sockets, and raises PortTaken or NotListening, because a process that accepts no connections must not keep
-    running.
+    If a listening socket fails, uvloop only logs the error and closes the socket. So `serve` checks its sockets,
+    because a process that accepts no connections must not keep running.
     """
 
     def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
@@ -61,9 +60,7 @@ class Server(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve HTTP on `sockets` until `should_exit` is set.
 
-        Raises:
-            PortTaken: the server cannot listen on a socket.
-            NotListening: a listening socket failed later.
+        Raises PortTaken if the server cannot listen on a socket, NotListening if a listening socket failed later.
         """
         try:
             await super().serve(sockets)
@@ -71,7 +68,6 @@ class Server(uvicorn.Server):
             self._close_duplicates()  # `shutdown` does not run if this task is cancelled or fails
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to accept connections, then call `on_started`. Raises PortTaken if the server cannot listen."""
         given = sockets or []
         self._duplicates = [one.dup() for one in given for _ in range(ACCEPTED_PER_ITERATION - 1)]
         self._listeners = (*given, *self._duplicates)
@@ -85,16 +81,12 @@ class Server(uvicorn.Server):
         self._on_started()
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether the server must stop. uvicorn calls this method ten times per second.
-
-        Raises NotListening if a listening socket was closed.
-        """
+        """Return whether the server must stop. uvicorn calls this method ten times per second."""
         if not self.should_exit and self._has_closed_listener():
             raise NotListening("HTTP is no longer served: the listening socket failed; start the process again")
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the listening sockets, and wait for responses in flight."""
         await super().shutdown([*(sockets or []), *self._duplicates])
 
     def _has_closed_listener(self) -> bool:
@@ -111,11 +103,10 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int, option: str = "--port") -> socket.socket:
-    """Return a listening socket for `host` and `port`. An error names the `option` that sets the port.
+    """Return a listening socket. Raises PortTaken, with the name of the `option` that sets the port.
 
-    The socket listens at once, so that a second process on the same port fails before it prints that it serves. Clients
-    that connect before the server accepts connections wait in the backlog. Raises PortTaken if the process cannot
-    listen on the address.
+    It listens at once, so that a second process on the same port fails before it prints that it serves. Clients that
+    connect before the server accepts connections wait in the backlog.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only if the protocol is given. Without it, a response of two packets can take 40 ms more.
@@ -138,9 +129,7 @@ def build_server(
 ) -> Server:
     """Return an HTTP server for an application. The caller runs it with `serve(sockets=[listener])`.
 
-    Args:
-        on_started: called once, when the server accepts connections.
-        limits: limits of the connections. `limits.on_rejected` is also called for errors that `ErrorGuard` sends.
+    It calls `on_started` once it accepts connections, and `limits.on_rejected` also for errors of `ErrorGuard`.
     """
     logging.getLogger("uvicorn.error").addFilter(_is_no_duplicate)
     config = uvicorn.Config(
@@ -191,15 +180,13 @@ async def serve_until_drained(
 class BoundedTls(ssl.SSLContext):
     """TLS context of a server. A connection above the limit is closed before its handshake.
 
-    Connections in their handshake and established ones count together, up to the number at which `BoundedProtocol`
-    closes connections, too.
+    Connections in their handshake count, too. The limit is that at which `BoundedProtocol` closes connections.
     """
 
     _limits: ConnectionLimits
     _open: "weakref.WeakSet[ssl.SSLObject]"
 
     def __new__(cls, limits: ConnectionLimits) -> Self:
-        """Return a context without a certificate."""
         context = super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
         context._limits, context._open = limits, weakref.WeakSet()
         return context

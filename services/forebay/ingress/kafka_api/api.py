@@ -1,10 +1,8 @@
 """Kafka API: clients produce requests to `openai-requests` and consume responses from `openai-responses`.
 
 Ingresses share the partitions of `openai-requests` as one consumer group. Delivery is at least once: after a crash or a
-rebalance a response may be sent again with identical records.
-
-If the broker fails so that this member cannot continue, the API leaves the group and joins it again in the same
-process, at the committed progress, as another ingress would. HTTP does not notice.
+rebalance a response may be sent again with identical records. If the broker fails so that this member cannot continue,
+it joins the group again at the committed progress, as another ingress would.
 """
 
 import asyncio
@@ -40,10 +38,7 @@ class KafkaApi:
         self._connect()
 
     async def run(self) -> None:
-        """Join the consumer group, and serve assigned partitions until cancelled.
-
-        Raises LogError if Kafka does not let this program read or write.
-        """
+        """Serve assigned partitions until cancelled. Raises LogError if Kafka does not let it read or write."""
         while True:
             try:
                 await self._serve()
@@ -60,7 +55,7 @@ class KafkaApi:
         self._shared = SharedState(log, self._models, self._group, self._replies, self._metrics, self._reply_slots)
 
     async def _serve(self) -> None:
-        """Serve as a member of the group. Raises LogError, of the kind LogUnavailable if a new member can continue."""
+        """Serve as a member of the group. Raises LogUnavailable if a new member can continue, otherwise LogError."""
         try:
             await self._replies.start()
             async with asyncio.TaskGroup() as tasks:

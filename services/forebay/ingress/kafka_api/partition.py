@@ -81,10 +81,7 @@ class PartitionServer:
         self._undeliverable: deque[tuple[WindowEntry, ReplyAddress, TopicUnusable]] = deque()
 
     async def run(self) -> None:
-        """Take the partition over at the committed progress, then serve it until cancelled.
-
-        Raises LogError if the log cannot be read or written.
-        """
+        """Take the partition over, then serve it until cancelled. Raises LogError if the log cannot be read."""
         try:
             recover_to, slot_to = await self._take_over()
             await self._recover(recover_to, slot_to)
@@ -114,7 +111,6 @@ class PartitionServer:
             self._pushed.set()
 
     def progress(self) -> Committed:
-        """Return the offset of the oldest incomplete request and the metadata to commit with it."""
         window = self._window
         while window and window[0].is_complete:
             window.popleft()
@@ -126,7 +122,6 @@ class PartitionServer:
         return Committed(offset, f"{self._slot}:{slot_from}:{submit_before}")
 
     def on_committed(self, committed: Committed) -> None:
-        """Record that this progress was committed. More records may be submitted from now on."""
         self.committed = committed
         metadata = _parse_metadata(committed.metadata)
         assert metadata is not None
@@ -300,7 +295,6 @@ class PartitionServer:
         self._shared.count(1)
 
     async def _read_slot(self) -> None:
-        """Dispatch available events of the slot, or wait for the next one."""
         assert self._tail is not None
         self._wake.clear()
         records = self._tail.take(READ_MAX)
@@ -376,7 +370,7 @@ class PartitionServer:
         request.response.write_access(self.partition)
 
     def _drop(self, request: PendingRequest) -> bool:
-        """Remove a request and return whether it was registered. Cancel it if it has not ended."""
+        """Remove a request, cancel it if it has not ended, and return whether it was registered."""
         shared = self._shared
         if self._pending.pop(request.request_id, None) is None:
             return False
@@ -392,8 +386,8 @@ class PartitionServer:
     async def _send(self, entry: WindowEntry, where: ReplyAddress, record: ResponseRecord) -> None:
         """Send a record of a response. The last record completes the request once the broker acknowledges it.
 
-        After a record that was not accepted, nothing is sent, because the response would have a gap. The next
-        membership, or another ingress, sends the response again.
+        After a failure nothing is sent, because the response would have a gap. The next membership, or another ingress,
+        sends the response again.
         """
         if self._shared.failure.done():
             return

@@ -20,12 +20,7 @@ PATTERN = re.compile(r"[A-Za-z0-9._*?-]{1,249}")
 
 
 class ReplyTopics:
-    """The topics to which a client may direct responses, as a container of full topic names.
-
-    Names of forebay's own topics are never contained.
-
-    Args:
-        patterns: patterns of topic names; empty for `<namespace>.replies.*`.
+    """Container of the full names of topics to which a client may direct responses, without forebay's own topics.
 
     Attributes:
         default: full name of the topic for responses to requests without the header `reply-topic`.
@@ -45,7 +40,7 @@ class ReplyTopics:
 
 
 def require_patterns(patterns: Sequence[str]) -> None:
-    """Raise Unusable for a pattern of `--reply-topic` with a length or characters that topic names cannot have."""
+    """Raise Unusable for a `--reply-topic` with a length or characters that topic names cannot have."""
     for pattern in patterns:
         if not PATTERN.fullmatch(pattern):
             raise Unusable(
@@ -67,12 +62,12 @@ def _is_forebay_topic(topic: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ReplyAddress:
-    """Request id and topic of a response, from the headers of the request record. An error response uses them too.
+    """Request id and topic of a response, also of an error response, from the headers of the request record.
 
     Attributes:
-        request_id: value of the header `request-id`, or derived from partition and offset if it is missing or invalid.
+        request_id: header `request-id`, or derived from partition and offset if it is missing or invalid.
         reply_topic: full name of the topic of the response; empty for the default topic.
-        problem: error with which the request is rejected because a header is invalid; None for valid headers.
+        problem: error with which the request is rejected; None if the headers are valid.
     """
 
     request_id: str
@@ -81,10 +76,7 @@ class ReplyAddress:
 
 
 def address(record: Record, allowed: ReplyTopics) -> ReplyAddress:
-    """Return the request id and the reply topic of a request record.
-
-    An invalid header is replaced by its default and reported as `problem`.
-    """
+    """Return the address of a response. An invalid header is replaced by its default and reported as `problem`."""
     headers = record.headers or {}
     request_id = headers.get("request-id")
     reply_topic = headers.get("reply-topic", "")
@@ -106,8 +98,7 @@ def address(record: Record, allowed: ReplyTopics) -> ReplyAddress:
 def body_of(record: Record, limits: BodyLimits, *, ignores_unknown: bool = False) -> AnyBody:
     """Return the parsed body of a request record. Its header `path` determines the kind of the body.
 
-    Raises:
-        ApiError: the record is unreadable, the path is unknown, or the body is too large, invalid or a route query.
+    Raises ApiError for an unreadable record, an unknown path, a body that is too large or invalid, or a route query.
     """
     if record.fault is not None:
         raise invalid(f"the record cannot be read: {record.fault}", code="unreadable_record")
@@ -125,16 +116,10 @@ def body_of(record: Record, limits: BodyLimits, *, ignores_unknown: bool = False
 
 
 def nonce_of(record: Record) -> int:
-    """Return a nonce for the submission of a record. It depends only on partition and offset of the record.
-
-    So the owner recognises a record that two ingresses submit.
-    """
+    """Return a nonce from partition and offset, so that the owner recognises a record that two ingresses submit."""
     return xxh3_64_intdigest(f"{record.partition}/{record.offset}".encode())
 
 
 def slot_of(partition: int, reply_slots: int) -> int:
-    """Return the reply slot (partition of `tokens`) for the requests of a partition of `openai-requests`.
-
-    All ingresses use the same one, so that another ingress can continue.
-    """
+    """Return the reply slot of a partition, the same for all ingresses, so that another ingress can continue."""
     return xxh3_64_intdigest(b"kafka-api-%d" % partition) % reply_slots

@@ -1,7 +1,6 @@
 """Build the records of a response of the Kafka API.
 
-The records depend only on the request and on events of the reply slot. So a response that another ingress sends again
-after a takeover has identical records.
+The records depend only on the request and on events of the reply slot, so they are identical after a takeover.
 """
 
 from dataclasses import dataclass
@@ -20,11 +19,7 @@ OK = 200
 
 @dataclass(frozen=True, slots=True)
 class ResponseRecord:
-    """One record of a response, as the ingress sends it to the reply topic.
-
-    Attributes:
-        index: position of the record in the response, from 0.
-    """
+    """One record of a response; `index` is its position in the response, from 0."""
 
     index: int
     status: int
@@ -49,11 +44,7 @@ class WindowEntry:
 
 
 class RecordResponse:
-    """Response to one record of `openai-requests`.
-
-    Attributes:
-        requests: the requests on the log, one per choice or input.
-    """
+    """Response to one record of `openai-requests`, which becomes one request on the log per choice or input."""
 
     __slots__ = ("_began_s", "_sent", "entry", "fold", "ingress", "requests", "where")
 
@@ -91,7 +82,7 @@ class RecordResponse:
         return records if fold.error is None else [*records, self.fail(fold.error)]
 
     def fail(self, error: ApiError) -> ResponseRecord:
-        """End the response with an error, and return its last record, which contains the error in OpenAI's format."""
+        """End the response with an error, and return its last record."""
         self.fold.fail(error)
         return self._record(error.encoded(), last=True, status=error.status)
 

@@ -52,8 +52,6 @@ OWNER_S = 30.0  # the records behind one that waits for its model wait, too
 
 
 class SharedState:
-    """State that all `PartitionServer`s of one ingress share: connections, ids in use, number of requests in flight."""
-
     def __init__(
         self,
         log: KafkaLog,
@@ -112,7 +110,6 @@ class SharedState:
         return now_s - since_s < OWNER_S
 
     def count(self, change: int) -> None:
-        """Add `change` to the number of requests in flight. Wake `wait_for_capacity` if it is below the limit."""
         self._in_flight += change
         self.metrics.in_flight.set(self._in_flight)
         if self._in_flight < IN_FLIGHT_MAX:

@@ -46,10 +46,7 @@ NAT64 = IPv6Network("64:ff9b::/96")
 
 
 class MediaFetcher:
-    """Fetches the images and videos of requests of one ingress.
-
-    It resolves names and decodes images in its own threads, so that these do not delay other requests.
-    """
+    """Fetches images and videos. It resolves names and decodes images in own threads, to delay no other request."""
 
     def __init__(self, settings: MediaSettings) -> None:
         self._settings = settings
@@ -61,8 +58,7 @@ class MediaFetcher:
     async def fetch(self, refs: Sequence[MediaRef]) -> list[FetchedMedia]:
         """Return the images and videos of one request, in the order of `refs`.
 
-        Raises ApiError if there are too many, one of them cannot be fetched or is invalid, or together they exceed the
-        limits of size or time.
+        Raises ApiError if one cannot be fetched or is invalid, or if they exceed a limit of number, size or time.
         """
         if not refs:
             return []
@@ -157,11 +153,7 @@ class MediaFetcher:
 
 
 def is_public(text: str) -> bool:
-    """Return whether an IP address is public.
-
-    Private, local, reserved and multicast addresses are not public, nor are IPv6 addresses that contain such an IPv4
-    address.
-    """
+    """Return whether an IP address is public. An IPv6 address that contains a non-public IPv4 address is not."""
     try:
         address = ip_address(text)  # an address with a zone is not public
     except ValueError:
@@ -187,7 +179,6 @@ def is_public(text: str) -> bool:
 
 
 def _inner(address: IPv6Address) -> IPv4Address | None:
-    """Return the IPv4 address that an IPv6 address contains, None if it contains none."""
     if address.ipv4_mapped is not None:
         return address.ipv4_mapped
     if address.sixtofour is not None:

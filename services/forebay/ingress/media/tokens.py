@@ -1,10 +1,8 @@
 """Images and videos of requests, and the expansion of their placeholders to as many tokens as the engine uses.
 
-The config.json of a model contains the placeholder token (`image_token_id` or `image_token_index`) and the number of
-tokens per image (`mm_tokens_per_image` or `image_seq_length`), for example for LLaVA and Gemma 3. Videos have similar
-fields. In other models the number of tokens depends on the size of the image, and only the engine's processor knows it.
-The ingress could not compute the block hashes of such prompts as the engine does, so it rejects their images and
-videos.
+The config.json of a model contains the placeholder token and the number of tokens per image, for example for LLaVA and
+Gemma 3. In other models the number depends on the size of the image, and only the engine's processor knows it. The
+ingress could not compute the block hashes of such prompts as the engine does, so it rejects their images and videos.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,11 +28,7 @@ class MediaSettings:
 
 @dataclass(frozen=True, slots=True)
 class MediaRef:
-    """Reference to an image or a video in the body of a request.
-
-    Attributes:
-        where: path of the URL in the body, for error messages.
-    """
+    """Reference to an image or a video in the body of a request. `where` is the path of the URL in the body."""
 
     kind: MediaKind
     url: str
@@ -43,12 +37,7 @@ class MediaRef:
 
 @dataclass(frozen=True, slots=True)
 class FetchedMedia:
-    """A fetched image or video.
-
-    Attributes:
-        mime: MIME type, detected from the bytes.
-        digest: SHA-256 of the bytes, in hex.
-    """
+    """A fetched image or video: its MIME type, detected from the bytes, and SHA-256 of the bytes in hex."""
 
     kind: MediaKind
     mime: str
@@ -76,9 +65,7 @@ TOKENS_MAX = 1 << 16  # per image; a larger number is invalid
 class MediaTokens:
     """Placeholder tokens of a model for images and videos. The maps are empty if the model accepts no media.
 
-    Attributes:
-        ids: token id of the placeholder, for `image` and `video`.
-        counts: number of tokens per image or video; None if it depends on the size of the image or video.
+    A count is the number of tokens per image or video; None if it depends on the size of the image or video.
     """
 
     ids: Mapping[MediaKind, int]
@@ -100,10 +87,7 @@ class MediaTokens:
     ) -> "ExpandedPrompt":
         """Return a prompt in which each placeholder is repeated as often as the engine does.
 
-        Args:
-            fetched: the fetched images and videos, in the order of `refs`.
-
-        Raises ApiError if the numbers of placeholders and of images or videos differ.
+        `fetched` is in the order of `refs`. Raises ApiError if the numbers of placeholders and of media differ.
         """
         kinds = {token_id: kind for kind, token_id in self.ids.items()}
         waiting = {kind: [one for one in fetched if one.kind == kind] for kind in self.ids}
@@ -136,22 +120,12 @@ class MediaTokens:
 
 @dataclass(frozen=True, slots=True)
 class ExpandedPrompt:
-    """A prompt with the tokens of its images and videos.
-
-    Attributes:
-        token_ids: token ids, with all placeholder tokens.
-    """
-
     token_ids: list[int]
     media: tuple[Media, ...] = ()
 
 
 def media_tokens_of(config: Mapping[str, Any], text_of: Callable[[int], str | None]) -> MediaTokens:
-    """Return the placeholder tokens of a model.
-
-    Args:
-        text_of: returns the text of a token, None for an unknown token. Unknown placeholders are ignored.
-    """
+    """Return the placeholder tokens of a model. `text_of` returns None for an unknown token, which is ignored."""
     ids: dict[MediaKind, int] = {}
     counts: dict[MediaKind, int | None] = {}
     texts: dict[MediaKind, str] = {}

@@ -1,6 +1,4 @@
-"""Bodies and responses of POST /v1/embeddings.
-
-Each input becomes one request on the log. The response has the vectors in the order of the inputs.
+"""Bodies and responses of POST /v1/embeddings. Each input becomes one request on the log.
 
 Source: OpenAI API reference, embeddings. `dimensions` truncates and renormalises vectors if the model allows it.
 """
@@ -82,7 +80,6 @@ class EmbeddingBody(RoutedBody):
         return listed(self.input)
 
     def require_dimensions(self, model: Model) -> None:
-        """Raise ApiError if vectors of this model cannot be truncated to `dimensions`."""
         if self.dimensions is None:
             return
         if model.dimensions is None:
@@ -93,10 +90,7 @@ class EmbeddingBody(RoutedBody):
 
 
 def embeddings(body: EmbeddingBody, vectors: list[bytes], prompt_tokens: int) -> bytes:
-    """Return the response object as JSON.
-
-    Args:
-        vectors: vector of each input, packed as little-endian float32.
+    """Return the response as JSON, from vectors of packed little-endian float32 in the order of the inputs.
 
     Raises ApiError if a vector has fewer dimensions than the client requested.
     """
@@ -117,7 +111,6 @@ def _embedding(packed: bytes, body: EmbeddingBody) -> Any:
 
 
 def _cut(packed: bytes, dimensions: int) -> bytes:
-    """Truncate a vector and normalise it to length 1."""
     vector = array("f", packed)
     if dimensions > len(vector):
         raise invalid(f"dimensions is {dimensions}; embeddings of this model have only {len(vector)}", "dimensions")

@@ -66,8 +66,7 @@ class Body(BaseModel):
 class CheckedBody(Body):
     """Base of request bodies, and of their parts with a fixed path, that reject unsupported fields when parsed.
 
-    Attributes:
-        path: path of the part in the body, with a dot at its end; empty for a whole body.
+    The `path` of a part ends with a dot; it is empty for a whole body.
     """
 
     path: ClassVar[str] = ""
@@ -86,8 +85,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 def reject_extra(body: Body, where: str) -> None:
     """Raise ApiError if a body has an unknown field, or an unsupported field with a value that is not neutral.
 
-    Args:
-        where: path of the part in the request, with a dot at its end; empty for a whole body.
+    `where` is the path of the part in the request, with a dot at its end; empty for a whole body.
     """
     for name, value in (body.model_extra or {}).items():
         if name in body.ignored:
@@ -105,7 +103,6 @@ def reject_extra(body: Body, where: str) -> None:
 
 
 def _drop_unknown(value: Any) -> None:
-    """Remove the unknown fields of a body and of all its parts."""
     if isinstance(value, list):
         for one in value if value and isinstance(value[0], Body) else ():
             _drop_unknown(one)
@@ -127,10 +124,10 @@ def describe_non_empty(schema: dict[str, Any]) -> None:
 
 
 def at_most(count: int) -> BeforeValidator:
-    """Return a validator that rejects a JSON object with more than `count` members.
+    """Return a validator that rejects a JSON object with more than `count` members before these are validated.
 
-    The validator runs before the members are validated, so that a large object cannot cause one error per invalid
-    member. Lists need no such validator: pydantic checks `max_length` first, and `fail_fast` stops at the first error.
+    So a large object cannot cause one error per invalid member. Lists need no such validator: pydantic checks
+    `max_length` first, and `fail_fast` stops at the first error.
     """
 
     def check(value: Any) -> Any:
@@ -142,10 +139,9 @@ def at_most(count: int) -> BeforeValidator:
 
 
 def parse(kind: type[BodyT], raw: bytes, *, ignores_unknown: bool = False) -> BodyT:
-    """Return the body of a request, parsed as `kind`. Raises ApiError (400), which names the first invalid field.
+    """Return the body of a request. Raises ApiError (400), which names the first invalid field.
 
-    Args:
-        ignores_unknown: whether to drop unknown fields. Unsupported fields that are known still raise ApiError.
+    `ignores_unknown` drops unknown fields. Unsupported fields that are known still raise ApiError.
     """
     context = IGNORES_UNKNOWN if ignores_unknown else None
     try:

@@ -130,7 +130,6 @@ class CacheControl(CheckedBody):
 
     @property
     def seconds(self) -> int:
-        """Duration in seconds."""
         ttl = self.ttl or TTL
         return int(ttl[:-1]) * TTL_UNITS_S[ttl[-1]]
 
@@ -292,7 +291,6 @@ def routing_headers(headers: Iterable[tuple[str, str]]) -> RoutingHeaders:
 
 
 def reject_hints(nvext: Nvext | None) -> None:
-    """Raise ApiError if a body has a routing hint. An ingress without `--routing-hints` calls this function."""
     name = None if nvext is None else next(nvext.hints(), None)
     if name is not None:
         text = f"{name} is a routing hint, which this ingress does not accept; start it with --routing-hints"
@@ -300,10 +298,7 @@ def reject_hints(nvext: Nvext | None) -> None:
 
 
 def routing_of(nvext: Nvext | None, found: RoutingHeaders) -> RoutingHints:
-    """Return the routing hints of a request.
-
-    Raises ApiError (400) for an invalid header, or for hints that contradict each other.
-    """
+    """Return the hints of a request. Raises ApiError (400) for an invalid header, or for contradictory hints."""
     if nvext is None and not found:
         return NO_HINTS
     nvext = nvext or Nvext()

@@ -15,7 +15,7 @@ _encode = msgspec.json.encode
 
 @dataclass(frozen=True, slots=True)
 class ServingInfo:
-    """The workers that served a request. The response contains them as its extension `forebay`.
+    """The workers that served a request, for the extension `forebay` of the response.
 
     Attributes:
         attempts: number of attempts to serve the request, including the successful one.
@@ -29,7 +29,7 @@ class ServingInfo:
     prefilled: PrefilledBy | None = None
 
     def worker_id(self) -> dict[str, Any]:
-        """Return the prefill and decode worker ids and ranks, in the format of Dynamo's extension `nvext`."""
+        """Return workers and ranks in the format of Dynamo's extension `nvext`."""
         prefilled = self.prefilled
         return {
             "prefill_worker_id": self.worker if prefilled is None else prefilled.worker_id,
@@ -56,11 +56,7 @@ class ServingInfo:
 
 
 class ResponseFormatter:
-    """Encodes one choice of the response to a chat or text completion request as JSON.
-
-    Args:
-        names_worker: whether to include the worker ids in the extension `nvext`.
-    """
+    """Encodes one choice of a completion as JSON. `names_worker` adds the worker ids as the extension `nvext`."""
 
     def __init__(
         self,
@@ -185,11 +181,7 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 
 
 def route_of(result: RouteResponse, model: str, prompt_tokens: int) -> dict[str, Any]:
-    """Return the response object of a route query: the selected worker and all candidates.
-
-    Args:
-        result: result of the query. The worker is null if no worker is available.
-    """
+    """Return the response object of a route query. Its worker is null if no worker is available."""
     choice = result.choice
     return {
         "object": "forebay.route",

@@ -207,7 +207,6 @@ class CompletionBody(RoutedBody, SamplingFields):
 
     @property
     def stop_strings(self) -> list[str]:
-        """Strings at which the output ends; empty if none are set."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
@@ -281,7 +280,6 @@ class ChatBody(CompletionBody):
 
     @property
     def tokens_max(self) -> int | None:
-        """Maximum number of output tokens: `max_completion_tokens`, else `max_tokens`; None if neither is set."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -290,7 +288,6 @@ class ChatBody(CompletionBody):
 
     @cached_property
     def choice(self) -> ToolSelection:
-        """The tools that the model may or must call, from `tools`, `tool_choice` and `parallel_tool_calls`."""
         return choice_of(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
@@ -364,7 +361,7 @@ KINDS: dict[str, type[AnyBody]] = {CHAT_PATH: ChatBody, TEXT_PATH: TextBody, EMB
 def adapter_of(name: str, served: str, adapters: Sequence[str]) -> str:
     """Return the LoRA adapter that the field `model` of a request names; empty for the base model.
 
-    Raises ApiError (404) if the name is neither the base model nor a loaded adapter.
+    Raises ApiError (404) for an unknown name.
     """
     if name == served:
         return ""

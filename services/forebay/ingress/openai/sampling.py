@@ -104,7 +104,7 @@ class SamplingFields(CheckedBody):
 
 
 def sampling_of(body: SamplingFields, max_tokens: int, vocabulary_size: int) -> Sampling:
-    """Return the sampling parameters of a request as an event field, with defaults for missing parameters.
+    """Return the sampling parameters of a request, with defaults for missing parameters.
 
     Raises ApiError (400) for an unknown token id, contradictory parameters, or an invalid or too large structure.
     """
@@ -132,15 +132,11 @@ def sampling_of(body: SamplingFields, max_tokens: int, vocabulary_size: int) -> 
 
 
 def encoded_schema(schema: JsonValue, where: str) -> str:
-    """Return a JSON schema as text.
-
-    Raises ApiError (400) if the text is too large.
-    """
+    """Return a JSON schema as text. Raises ApiError (400) if the text is too large."""
     return _bounded(msgspec.json.encode(schema).decode(), where)
 
 
 def listed(prompts: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
-    """Return a prompt or a list of prompts as a list; each is a text or a list of token ids."""
     if isinstance(prompts, str):
         return [prompts]
     if not prompts or isinstance(prompts[0], int):

@@ -1,8 +1,6 @@
 """Tools of a chat request: they are input of the chat template, and `tool_choice` can force a call.
 
-A forced call is a structured output, as in vLLM: the output must be the arguments of the named tool, or a list of calls
-if any tool may be called.
-
+A forced call is a structured output, as in vLLM: the arguments of the named tool, or a list of calls of any tool.
 Source: OpenAI API reference, function calling.
 """
 
@@ -84,11 +82,9 @@ class ToolCall(Body):
     function: CalledFunction
 
     def plain(self, where: str) -> dict[str, Any]:
-        """Return the call as input of `Model.render`.
+        """Return the call as input of `Model.render`. Raises ApiError (400) if a field is not supported.
 
         The arguments need not be a JSON object, because an earlier response may have been cut off.
-
-        Raises ApiError (400) if a field is not supported.
         """
         reject_extra(self, f"{where}.")
         reject_extra(self.function, f"{where}.function.")
@@ -106,10 +102,8 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 class ToolSelection(msgspec.Struct, frozen=True):
     """The tools of a chat request that the model may call, and whether it must call one.
 
-    Attributes:
-        tools: tools that the chat template gets.
-        forced: name of the tool that the model must call; empty if it must call any tool; None if no call is required.
-        parallel: whether one response may have several calls.
+    `forced` names the tool that it must call; empty for any tool, None if no call is required. `parallel` permits
+    several calls per response.
     """
 
     tools: tuple[Tool, ...]
@@ -120,10 +114,7 @@ class ToolSelection(msgspec.Struct, frozen=True):
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     def structure(self) -> StructuredOutput | None:
-        """Return the structure of the output that a forced call requires; None if no call is forced.
-
-        Raises ApiError (400) if a schema of a tool is invalid or too large.
-        """
+        """Return the structure of a forced call, None without one. Raises ApiError (400) for an unusable schema."""
         if self.forced is None:
             return None
         if self.forced:
@@ -140,8 +131,7 @@ NO_TOOLS = ToolSelection((), None, parallel=True)
 def choice_of(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolSelection:
     """Return the tools that the model may or must call.
 
-    Raises:
-        ApiError: 400 for a choice without tools, a choice of an unknown tool, duplicate names or unsupported fields.
+    Raises ApiError (400) for a choice without tools or of an unknown tool, duplicate names, or unsupported fields.
     """
     for at, tool in enumerate(tools or ()):
         reject_extra(tool, f"tools[{at}].")

@@ -1,9 +1,8 @@
 """Incremental scanner of one tool call in JSON. It returns the function name, and the arguments as raw text.
 
-Theory of operation. The scanner looks only at quotes, escapes and brackets, which mark where keys and values begin and
-end. It passes arguments on exactly as the model wrote them, so a client receives them before they are complete. The
-result does not depend on how the text is split into calls of `push`. If the name follows the arguments, the arguments
-are buffered until the name is known.
+Theory of operation. The scanner looks only at quotes, escapes and brackets. It passes arguments on exactly as the model
+wrote them, so a client receives them before they are complete. If the name follows the arguments, they are buffered
+until it is known. The result does not depend on how the text is split into calls of `push`.
 """
 
 import re
@@ -22,8 +21,6 @@ SPACE = " \t\r\n"
 
 
 class Status(Enum):
-    """Progress of a `CallScanner`: the call is incomplete, complete, or the text is not a tool call."""
-
     RUNNING = auto()
     DONE = auto()
     FAILED = auto()
@@ -86,12 +83,10 @@ class _At(Enum):
 
 
 class CallScanner:
-    """Scanner of one tool call: a JSON object with the keys `name` and `arguments` (or `parameters`).
-
-    Other keys are ignored.
+    """Scanner of one tool call: a JSON object with `name` and `arguments` (or `parameters`). It ignores other keys.
 
     Attributes:
-        status: progress of the scanner. If it is `FAILED` while `name` is empty, the text is not a tool call.
+        status: if it is `FAILED` while `name` is empty, the text is not a tool call.
         name: name of the function; empty until the name and the first character of the arguments were scanned.
         arguments: text of the arguments that `take` has not returned yet.
         raw: the scanned text, to be emitted as content if it is not a tool call; empty once `name` is set.
@@ -113,11 +108,7 @@ class CallScanner:
     )
 
     def __init__(self, names: Container[str] | None = None) -> None:
-        """Create a scanner.
-
-        Args:
-            names: accept only calls of these functions that have arguments; None accepts calls of any function.
-        """
+        """Accept only calls with arguments of the functions in `names`; None accepts calls of any function."""
         self.status = Status.RUNNING
         self.name = ""
         self.arguments = ""
@@ -146,14 +137,13 @@ class CallScanner:
         return at
 
     def take(self) -> str:
-        """Return the arguments that were scanned since `take` was last called; empty before the name is known."""
+        """Return the arguments scanned since the previous call of `take`; empty before the name is known."""
         if not self.name:
             return ""
         taken, self.arguments = self.arguments, ""
         return taken
 
     def _begin(self, text: str, at: int) -> int:
-        """Handle the next character that is not white space, and return the position to continue at."""
         char = text[at]
         match self._at:
             case _At.OPEN if char == "{":

@@ -36,11 +36,7 @@ class OutputPlan:
     echo: str = ""
 
     def composer(self, model: Model, parsers: ParserFactory, request_id: str) -> "Composer":
-        """Return a new composer for the response to the request.
-
-        Args:
-            request_id: id of the request, from which the ids of tool calls are derived.
-        """
+        """Return a new composer for a response. The ids of its tool calls are derived from `request_id`."""
         options = self.parsing
         visible = None if self.special else () if options is None else parsers.visible_tokens(options)
         parser = None if options is None else parsers.parser(options, request_id)
@@ -50,11 +46,7 @@ class OutputPlan:
 
 
 class TextAssembler:
-    """Detokenizes one response and detects stop strings. Text that may begin a stop string is buffered.
-
-    Attributes:
-        stopped: whether a stop string was found. The text after it is dropped.
-    """
+    """Detokenizes one response until a stop string is found. Text that may begin a stop string is buffered."""
 
     __slots__ = ("_decoder", "_held", "_stops", "stopped")
 
@@ -65,7 +57,6 @@ class TextAssembler:
         self.stopped = False
 
     def push(self, token_ids: list[int]) -> str:
-        """Decode the next tokens, and return the text that cannot be a part of a stop string."""
         text = self._decoder.push(token_ids)
         if not self._stops:
             return text
@@ -88,8 +79,7 @@ class Composer:
 
     Args:
         parser: splits the text into reasoning, content and tool calls; None to emit all text as content.
-        logprobs: bytes of the model's tokens, and the number of alternative tokens to report per output token; None
-            reports no log probabilities.
+        logprobs: bytes of the model's tokens, and number of alternatives per output token; None reports none.
     """
 
     __slots__ = ("_arguments", "_echo", "_logprobs", "_parser", "_text", "stopped")
@@ -111,8 +101,7 @@ class Composer:
     def push(self, token_ids: list[int], logprobs: Sequence[TokenLogprob] = ()) -> OutputDelta:
         """Return the delta of the next output tokens. Text that could begin a stop string or a tag is kept back.
 
-        Args:
-            logprobs: log probability of each token; empty if the engine reported none.
+        `logprobs` has one entry per token; empty if the engine reported none.
         """
         decoded: tuple[DecodedLogprob, ...] = ()
         if self._logprobs is None or len(logprobs) < len(token_ids):

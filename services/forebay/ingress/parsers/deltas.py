@@ -6,12 +6,10 @@ import msgspec
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, gc=False):
-    """A part of a tool call.
+    """A part of a tool call. Only the first delta of a call has its `name` and `call_id`; others have empty texts.
 
     Attributes:
         index: position of the call in the response, from 0.
-        name: name of the function in the first delta of a call; empty in later deltas.
-        call_id: id of the call in its first delta; empty in later deltas.
         arguments: the next part of the arguments, as JSON text.
     """
 
@@ -22,11 +20,10 @@ class ToolCallDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class DecodedLogprob(msgspec.Struct, frozen=True):
-    """An output token with its log probability.
+    """An output token with the natural logarithm of its probability.
 
     Attributes:
         token: bytes of the token, possibly only a part of a UTF-8 character.
-        logprob: natural logarithm of the probability of the token.
         top: the most likely tokens at this position, in descending order; empty inside of `top`.
     """
 
@@ -41,11 +38,7 @@ class DecodedLogprob(msgspec.Struct, frozen=True):
 
 
 class OutputDelta(msgspec.Struct, frozen=True):
-    """Next part of a response. Falsy when all fields are empty.
-
-    Attributes:
-        content: text outside of reasoning and tool calls.
-    """
+    """Next part of a response. Falsy when all fields are empty. `content` excludes reasoning and tool calls."""
 
     content: str = ""
     reasoning: str = ""
@@ -60,16 +53,12 @@ EMPTY_DELTA = OutputDelta()
 
 
 class Parser(Protocol):
-    """Finds reasoning and tool calls in one response.
-
-    The merged result must not depend on how the text was split into calls of `push`.
-    """
+    """Finds reasoning and tool calls in one response, independently of how its text is split into calls of `push`."""
 
     def push(self, text: str, token_ids: list[int]) -> OutputDelta:
-        """Parse the next part of the text, and return its delta. Text that could be a part of a tag is kept back.
+        """Return the delta of the next part of the text. Text that could be a part of a tag is kept back.
 
-        Args:
-            token_ids: ids of its tokens, including special tokens.
+        `token_ids` include special tokens.
         """
 
     def finish(self) -> OutputDelta:

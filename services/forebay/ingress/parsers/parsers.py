@@ -1,9 +1,8 @@
 """Incremental parsers of generated text: reasoning in tags, and the common formats of tool calls.
 
-Theory of operation. Generated text passes through a chain of stages. The first stage splits off reasoning, the next one
-extracts tool calls from the remaining text. Each stage buffers text that could be the beginning of a tag. The result
-depends on the text alone and not on how the text was split into deltas. Text that begins like a tool call but turns
-out not to be one is emitted as content.
+Theory of operation. Generated text passes through a chain of stages: the first splits off reasoning, the next extracts
+tool calls. Each stage buffers text that could be the beginning of a tag. The result does not depend on how the text was
+split into deltas. Text that begins like a tool call but turns out not to be one is emitted as content.
 """
 
 import re
@@ -25,20 +24,12 @@ CallIdOf = Callable[[int], str]  # maps the index of a tool call to its id; the 
 
 
 def call_ids(request_id: str, *, chars: int = 24, prefix: str = "call_") -> CallIdOf:
-    """Return a function that maps the index of a tool call in one response to the id of the call.
-
-    Args:
-        chars: length of an id without its prefix.
-    """
+    """Return a function that maps the index of a tool call to an id with `chars` characters after its prefix."""
     return lambda index: prefix + xxh3_128_hexdigest(f"{request_id}/{index}".encode())[:chars]
 
 
 class DeltaCollector:
-    """Collects the content, reasoning and tool calls that the stages of a `ParserChain` emit.
-
-    Args:
-        parallel: whether a response may have several tool calls; if false, all calls after the first are dropped.
-    """
+    """Collects what the stages of a `ParserChain` emit. Unless `parallel`, it drops all tool calls after the first."""
 
     def __init__(self, id_of: CallIdOf, *, parallel: bool = True) -> None:
         self._id_of = id_of
@@ -75,11 +66,7 @@ class DeltaCollector:
         return self._parallel or self._begun == 1
 
     def take(self, *, last: bool = False) -> OutputDelta:
-        """Return all that was added since `take` was last called, as one delta.
-
-        Args:
-            last: whether the response has ended, so that white space at the end of the content is emitted.
-        """
+        """Return all that was added since the previous call. `last` also emits white space at the end of content."""
         if last and not self._begun:
             self._content.append(self._spaces)
         delta = merge_deltas([OutputDelta("".join(self._content), "".join(self._reasoning), tuple(self._calls))])
@@ -107,7 +94,6 @@ class ParserChain:
         self._first = first
 
     def push(self, text: str, token_ids: list[int]) -> OutputDelta:
-        """Parse the next part of the text, and return its delta. `token_ids` is not used."""
         self._first.push(text)
         return self._sink.take()
 
@@ -132,10 +118,7 @@ class _ReasoningState(Enum):
 class ReasoningParser(ParserStage):
     """Stage that splits off reasoning, which ends with `</think>`, and passes on the remaining text.
 
-    Newlines after a tag belong to the tag.
-
-    Args:
-        is_open: whether the response begins inside reasoning. If false, reasoning must begin with `<think>`.
+    Newlines after a tag belong to the tag. Unless the response `is_open`, reasoning must begin with `<think>`.
     """
 
     def __init__(self, sink: DeltaCollector, rest: ParserStage, *, is_open: bool) -> None:
@@ -213,10 +196,7 @@ class ToolCallParser(ParserStage):
             text = self._scan(text) if self._at is _CallState.CALL else self._step(text)
 
     def finish(self) -> None:
-        """Emit buffered text as content at the end of the response.
-
-        A call whose name was emitted stays incomplete. The beginning of an end tag is dropped.
-        """
+        """Emit buffered text as content, except a partial end tag. A call whose name was emitted stays incomplete."""
         if self._at is _CallState.CALL and not self._begun:
             self._sink.content(self._lead + self._scanner.raw)
         elif self._at is not _CallState.CALL and (self._at is not _CallState.CLOSE or self._lead):
@@ -243,7 +223,6 @@ class ToolCallParser(ParserStage):
         self._at, self._scanner, self._begun = _CallState.CALL, CallScanner(names), False
 
     def _reject_call(self, text: str) -> None:
-        """Emit the tag and the text as content: they are not a tool call."""
         self._sink.content(self._lead + text)
         self._at, self._lead = _CallState.TEXT, ""
 
@@ -281,10 +260,7 @@ class HermesParser(ToolCallParser):
 
 
 class LlamaJsonParser(ToolCallParser):
-    """Stage for the tool calls of Llama 3: the response consists of objects `{"name": …, "parameters": {…}}`.
-
-    Several objects are separated by `;`.
-    """
+    """Stage for the tool calls of Llama 3: objects `{"name": …, "parameters": {…}}`, separated by `;`."""
 
     def __init__(self, sink: DeltaCollector, names: Container[str]) -> None:
         super().__init__(sink, _CallState.OPEN)

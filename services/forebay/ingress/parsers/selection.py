@@ -58,14 +58,9 @@ class ParseOptions:
 
 
 class ParserFactory:
-    """Creates one parser per response, for the parsers that the command line selects.
+    """Creates one parser per response. `tool` and `reasoning` are names of parsers, `auto` or `none`.
 
-    Args:
-        model: its chat template determines the parsers for `auto`; vLLM's parsers read its directory.
-        tool: name of the tool call parser, `auto` or `none`.
-        reasoning: name of the reasoning parser, `auto` or `none`.
-
-    Raises Unusable if a parser has an unknown name.
+    The chat template of the model determines the parsers for `auto`. Raises Unusable for an unknown name.
     """
 
     def __init__(self, model: Model, tool: str = AUTO, reasoning: str = AUTO) -> None:

@@ -18,11 +18,7 @@ PREFIX = "vllm:"
 
 
 class VllmParsers:
-    """Creates vLLM's parsers of reasoning and tool calls, one per response.
-
-    Args:
-        tool: vLLM's name of the tool call parser; empty for none.
-        reasoning: vLLM's name of the reasoning parser; empty for none.
+    """Creates vLLM's parsers of reasoning and tool calls, one per response. An empty name means none.
 
     Raises Unusable if vLLM is not installed, or has no parser of this name.
     """
@@ -48,10 +44,7 @@ class VllmParsers:
             raise Unusable(f"{flags}: {error}") from error
 
     def parser(self, choice: ToolSelection, prompt_ids: list[int], id_of: Any) -> "VllmParser":
-        """Return a new parser for one response.
-
-        Raises ApiError if vLLM rejects the tools.
-        """
+        """Return a new parser for one response. Raises ApiError if vLLM rejects the tools."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: PLC0415
 
         try:
