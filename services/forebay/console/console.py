@@ -56,12 +56,8 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
 class Console:
     """Reads one group of a log for the HTTP routes.
 
-    Args:
-        what_if: module of the process that compares a span with another configuration.
-
-    Attributes:
-        reader: process that derives moments.
-        feed: events that tell pages to read again.
+    `what_if` is the module of the process that compares a span with another configuration. `reader` is the process that
+    derives moments.
     """
 
     def __init__(self, settings: ConsoleSettings, what_if: str) -> None:

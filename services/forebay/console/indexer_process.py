@@ -24,7 +24,6 @@ from forebay.transport.heartbeats import RouterHeartbeats
 
 
 def main() -> None:
-    """Follow the log until the console ends."""
     connection = ChildConnection()
     connection.end_with_parent()
     settings = msgspec.json.decode(connection.setup, type=ConsoleSettings)

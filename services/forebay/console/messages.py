@@ -28,9 +28,8 @@ class ReadComparison(Reading, frozen=True, tag="compare"):
 class ReadExplanation(Reading, frozen=True, tag="explain"):
     """Explain a request.
 
-    Attributes:
-        number: offset of its submission, which selects one of several requests with the same ID; None for the request
-            that was routed last.
+    `number` is the offset of its submission, which selects one of several requests with the same ID; None for the
+    request that was routed last.
     """
 
     request_id: str

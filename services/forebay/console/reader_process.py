@@ -46,8 +46,6 @@ TOPICS = {topic.name for topic in (*INPUTS, DECISIONS)}
 
 
 class Reader:
-    """Answers messages about one group of a log."""
-
     def __init__(self, settings: ConsoleSettings, log: Log, store: Store, custom: CustomPolicies) -> None:
         self._settings = settings
         self._log = log
@@ -119,7 +117,6 @@ class Reader:
 
 
 def main() -> None:
-    """Respond to the messages of the console until it ends."""
     asyncio.run(_serve(ChildConnection()))
 
 

@@ -42,7 +42,6 @@ Offset = Annotated[int, Query(ge=0, le=TIME_US_MAX)]
 
 
 def add_routes(app: FastAPI, console: Console) -> None:
-    """Add the routes to `app`."""
     _add_catalog_routes(app, console)
     _add_derived_routes(app, console)
     _add_what_if_routes(app, console)

@@ -1,8 +1,7 @@
 """Derive the state of a recorded group at any journal record, as its owner had it when it wrote that record.
 
 The state includes the events that `consumed` of the record counts, and the decision itself. If the record is an
-`Advanced`, its digest is the digest of this state. The derivation begins at the newest earlier snapshot. A start at an
-older snapshot would give the same state.
+`Advanced`, its digest is the digest of this state. The derivation begins at the newest earlier snapshot.
 """
 
 from collections import deque
@@ -88,7 +87,6 @@ class Position:
 
     @property
     def rules(self) -> int:
-        """Version of the decision rules of the owner at this position."""
         return self._walk.validity.rules
 
     @property

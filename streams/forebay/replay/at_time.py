@@ -106,7 +106,7 @@ class _NextRecord(NamedTuple):
 
 
 async def _next_record(log: Log, partition: int, position: Position) -> _NextRecord | None:
-    """Return the first valid journal record after `position` that consumes events; None if there is none."""
+    """Return the first valid journal record after `position` that consumes events."""
     start, end = position.offset + 1, await log.end(DECISIONS.name, partition)
     validity = await validity_at(log, partition, start, position.owner, position.rules)
     async for offset, record in journal(log, partition, start, end, validity):

@@ -203,7 +203,7 @@ def _requests(a: Moment, b: Moment) -> Iterator[Difference]:
 
 
 def _queues(a: Moment, b: Moment) -> Iterator[Difference]:
-    """Yield queue classes of which the number of requests changed, the largest change first."""
+    """Yield queue classes whose number of requests changed, the largest change first."""
     old, new = ({_class_name(one): len(one.waiting) for one in moment.queues} for moment in (a, b))
     changed = [key for key in {**old, **new} if old.get(key, 0) != new.get(key, 0)]
     for name in sorted(changed, key=lambda key: -abs(new.get(key, 0) - old.get(key, 0))):

@@ -20,7 +20,7 @@ from forebay.events.snapshots import IndexCursor
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True):
-    pass
+    """Base class of `Moment` and its parts."""
 
 
 class PoolFacts(Fact, frozen=True, kw_only=True):
@@ -87,13 +87,11 @@ class RankFacts(Fact, frozen=True, kw_only=True):
 
 
 class LossFacts(Fact, frozen=True, kw_only=True):
-    """A lost worker.
-
-    Its load and cache are known only if it was lost after the state at which the derivation began.
+    """A lost worker. Its load and cache are known only if it was lost after the state at which the derivation began.
 
     Attributes:
-        at_us: when the owner wrote `WorkerLost`, on its wall clock, in microseconds.
-        lost_us: when the owner applied `WorkerLost`, on the owner's clock, in microseconds; None if unknown.
+        at_us: when the owner wrote `WorkerLost`, on its wall clock.
+        lost_us: when the owner applied `WorkerLost`, on the owner's clock; None if unknown.
         ranks: state of the worker's ranks right before the loss; None if unknown.
     """
 
@@ -139,9 +137,8 @@ class ClassFacts(Fact, frozen=True, kw_only=True):
 class RequestFacts(Fact, frozen=True, kw_only=True):
     """An active request.
 
-    Attributes:
-        age_us: microseconds since the submission; None if the log no longer holds the submission.
-        kept_by: prefill worker that keeps the KV of the prompt until it is fetched; empty if there is none.
+    `age_us` counts from the submission; None if the log no longer holds it. `kept_by` is the prefill worker that keeps
+    the KV of the prompt until it is fetched; empty if there is none.
     """
 
     request_id: str

@@ -152,7 +152,6 @@ class _HistoryCollector:
                 pass
 
     def _voids(self) -> tuple[int, int]:
-        """Return how many progress events and fleet events were ignored because they were stale."""
         counts = self._world.counts
         return counts["stale_progress"], counts["stale_fleet_event"]
 

@@ -133,7 +133,6 @@ def settings_of(world: World) -> Any:
 
 
 def settings_events(world: World) -> list[ControlEvent]:
-    """Return the events for `control` that give an empty world the settings of `world`."""
     models = sorted({pool.model for pool in world.pools.values()})
     events: list[ControlEvent] = [event for model in models for event in _pool_events(world, model)]
     events += [

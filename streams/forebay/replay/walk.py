@@ -1,7 +1,7 @@
 """Read a recorded journal record by record, and derive the owner's world and every decision again.
 
-All tools that analyse a recorded log use this walk, so they see what verification sees: the same start, the same order
-and the same errors. Nothing is skipped silently; stale and foreign records are counted.
+All tools that analyse a recorded log use this walk, so they see what verification sees. Nothing is skipped silently;
+stale and foreign records are counted.
 """
 
 from collections import Counter
@@ -57,11 +57,9 @@ class Start:
 
 
 class StateTime(NamedTuple):
-    """Where a state is in the journal.
+    """Where a state is in the journal. `owner_nonce` is None to read it from the log.
 
-    Attributes:
-        owner_nonce: nonce of the owner's claim; None to read it from the log.
-        seq: sequence number of the first record after the state; None if it is unknown.
+    `seq` is the sequence number of the first record after the state; None if it is unknown.
     """
 
     offset: int
@@ -103,11 +101,9 @@ class LogStates:
 
 
 class Step(NamedTuple):
-    """One step of a `Walk`: a valid journal record, and the result of deriving it again.
+    """One step of a `Walk`: a valid journal record. `divergence` is None if the derived decision is equal.
 
-    Attributes:
-        events: the input events that `record.consumed` counts, by topic; None for an event that did not decode.
-        divergence: difference between the recorded and the derived decision; None if they are equal.
+    `events` are those that `record.consumed` counts, by topic; None for an event that did not decode.
     """
 
     offset: int

@@ -23,8 +23,6 @@ CHANGED_FIELDS = frozenset({"message", "digest"})  # fields with masked values o
 
 
 class AnonymizedJournal:
-    """Anonymises the journal of one group, record by record."""
-
     def __init__(self, inputs: Log, anonymizer: EventAnonymizer, start: Start, offset: int) -> None:
         self.offset = offset
         self._inputs = inputs
@@ -46,7 +44,6 @@ class AnonymizedJournal:
         return cls(inputs, anonymizer, Start(world, start.offset), begin)
 
     async def anonymize(self, record: Record) -> Record:
-        """Return the next record, anonymised."""
         assert record.offset == self.offset, "records come in order"
         self.offset += 1
         decision = decode_journal(record)

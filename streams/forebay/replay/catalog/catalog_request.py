@@ -1,8 +1,7 @@
 """State of one request while a pass follows it, and its row in the catalog.
 
-A row has the newest state in columns, which queries filter by, and all earlier states as steps. The steps give the
-state as of any moment. Progress events count only if they are from the request's current attempt and worker epoch, as
-in `forebay.core.state.requests`.
+A row has the newest state in columns, which queries filter by, and all earlier states as steps, which give the state as
+of any moment. Progress events count as in `forebay.core.state.requests`.
 """
 
 from dataclasses import dataclass, field, replace

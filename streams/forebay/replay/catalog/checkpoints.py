@@ -58,7 +58,6 @@ class DeriveTime:
         self._usual_s = 0.0
 
     def add(self, elapsed_s: float, events: int) -> None:
-        """Count a record with this number of events."""
         per_event_s = elapsed_s / (events + 1)
         if not self._usual_s:
             self._usual_s = per_event_s

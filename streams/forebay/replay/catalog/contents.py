@@ -89,7 +89,6 @@ class ContentsObserver(CatalogObserver):
         self._handlers = handlers
 
     def open(self, connection: sqlite3.Connection, world: World) -> None:
-        """Load the active requests and the newest intervals. Add the requests that the log's beginning finds active."""
         self._now_us = world.now_us
         select = f"SELECT {', '.join(COLUMNS)} FROM requests WHERE ended_us IS NULL"
         for row in connection.execute(select):

@@ -1,15 +1,15 @@
 """Follow a log, and fill its catalog.
 
-Theory of operation. A follower derives the world from the log as `forebay.replay.walk` does, reports every event and
-record to the observers, and commits their rows together with its position. After a restart it restores the newest
-checkpoint before the committed position, and derives the records up to this position again without the observers.
+Theory of operation. A follower derives the world from the log, reports every event and record to the observers, and
+commits their rows together with its position. After a restart it restores the newest checkpoint before the committed
+position, and derives the records up to this position again without the observers.
 
 If a record cannot be derived, the follower stops before this record. Observers may have seen events of the record by
 then, so the follower opens the committed catalog again and follows it up to the last good record. If the log cannot be
 read, for example because a broker is away, the follower keeps its state and tries again later.
 
-Records of owners with other decision rules cannot be derived. The follower reports them to the observers as recorded,
-and notes the gap. At a claim with this program's rules it continues from the snapshot that the claim names.
+Records of owners with other decision rules are reported to the observers as recorded, because they cannot be derived.
+At a claim with this program's rules the follower continues from the snapshot that the claim names.
 """
 
 import asyncio
@@ -253,7 +253,6 @@ class Follower:
         self.walk = walk
 
     async def _derive(self, walk: Walk) -> None:
-        """Derive the records up to `walk.end`, with checkpoints and commits."""
         steps = aiter(walk)
         while True:
             started_s = runtime.monotonic_s()
@@ -309,7 +308,7 @@ class Follower:
         await self._limit_size(walk)
 
     async def _measure_lag(self, walk: Walk) -> None:
-        """Note by how much the catalog lags behind the log, according to the append times of journal records."""
+        """Note how far the catalog lags behind the append times of journal records."""
         self._log_end = await self._log.end(DECISIONS.name, self._partition)
         for newest in await self._log.read(DECISIONS.name, self._partition, self._log_end - 1, 1):
             self._behind_s = max(0, newest.at_us - walk.at_us) / 1e6

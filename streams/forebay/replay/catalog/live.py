@@ -1,9 +1,9 @@
 """Publish the current status of a group in its catalog, so that readers only copy bytes.
 
 Theory of operation. While requests run, an owner may write no decision for a while, although their progress is on the
-log. After the journal has been idle for a moment, these events are applied to a copy of the world. The copy is kept,
-so that each event is applied once, and it is dropped at the next journal record. An event that leads to a decision
-ends the copy, because its owner has not made this decision: the copy is derived again without the event, and stays.
+log. After the journal has been idle for a moment, these events are applied to a copy of the world, each once. The copy
+is dropped at the next journal record. An event that leads to a decision ends the copy, because its owner has not made
+this decision: the copy is derived again without the event, and stays.
 """
 
 import asyncio

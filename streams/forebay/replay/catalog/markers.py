@@ -78,7 +78,6 @@ class MarkerRecorder:
         self._tallies: dict[MarkerKind, SecondTally] = {"rejections": SecondTally(), "failures": SecondTally()}
 
     def open(self, connection: sqlite3.Connection, world: World) -> None:
-        """Continue after the newest rows."""
         self.resume(world)
         select = "SELECT * FROM markers WHERE kind = ? ORDER BY at_us DESC LIMIT 1"
         newest_claim = "SELECT * FROM markers WHERE kind = 'takeover' ORDER BY offset DESC LIMIT 1"
@@ -160,7 +159,6 @@ class MarkerRecorder:
         self._rows.append(("command", now_us, CONTROL.name, offset, 1, command_text(event, sent), ""))
 
     def count_end(self, request: CatalogRequest, topic: str, offset: int, now_us: int) -> None:
-        """Count a request that was rejected, was aborted or failed."""
         kind: MarkerKind = "rejections" if request.state == "rejected" else "failures"
         tally, second_us = self._tallies[kind], now_us - now_us % SECOND_US
         if tally.at_us != second_us:

@@ -46,7 +46,6 @@ class MentionTable(CatalogObserver):
         self._is_changed = False
 
     def open(self, connection: sqlite3.Connection, world: World) -> None:
-        """Load the newest row, which may not be full."""
         row = connection.execute("SELECT * FROM mentions ORDER BY id DESC LIMIT 1").fetchone()
         if row is not None:
             self._row, self._last_offset, hashes, offsets = row
@@ -74,7 +73,6 @@ class MentionTable(CatalogObserver):
             self._add(step.record.request_id, step.offset, is_submission=False)
 
     def write(self, connection: sqlite3.Connection) -> None:
-        """Write the newest row, and begin another one if it is full."""
         if not self._is_changed:
             return
         self._is_changed = False

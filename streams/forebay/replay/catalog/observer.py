@@ -1,9 +1,8 @@
 """Interface between the pass over a log and the tables of a catalog.
 
-Theory of operation. A `CatalogObserver` owns some tables. The pass derives the world from the log and reports each
-event and each journal record to all observers, in the owner's order. Observers keep their changes in memory until
-`write`, which the pass calls in the transaction that also commits its position. So the tables always end exactly at the
-position, and a resumed pass neither misses nor repeats an event.
+Theory of operation. A `CatalogObserver` owns some tables. The pass reports each event and each journal record to all
+observers, in the owner's order. Observers keep their changes in memory until `write`, which the pass calls in the
+transaction that also commits its position. So a resumed pass neither misses nor repeats an event.
 
 Events after the newest journal record are different: the owner has not counted them yet, and their clock readings are
 unknown. Observers keep their effect apart from the recorded tables. The same events come again through `on_applied`

@@ -153,7 +153,6 @@ def _values_as_of(values: dict[str, Any], encoded: bytes, moment_us: int) -> dic
 
 
 def _tests(conditions: RequestFilter, index: str, moment_us: int) -> tuple[str, list[int | str]]:
-    """Return a condition that holds for all rows that may meet the filter, with its values."""
     tests, values = ["number < ? AND number >= ?"], list[int | str]()
     if index:
         tests.append(index)
@@ -211,7 +210,6 @@ def _window_end(connection: sqlite3.Connection, index: str, first: int, size: in
 
 
 def _first_after(connection: sqlite3.Connection, moment_us: int) -> int:
-    """Return the lowest number of a request that was submitted after a moment."""
     found = [NO_BOUND]
     for table in ("requests", "unrecorded_requests"):
         select = f"SELECT number FROM {table} WHERE submitted_us > ? ORDER BY submitted_us, number LIMIT 1"
@@ -233,7 +231,6 @@ def _ranges(request_id: str) -> list[tuple[str, str]]:
 
 
 def _meets(found: RequestRow, conditions: RequestFilter) -> bool:
-    """Return whether the state of a request as of the moment meets the conditions that depend on its steps."""
     return (conditions.state is None or found.state == conditions.state) and (
         not conditions.worker_id or found.worker_id == conditions.worker_id
     )

@@ -43,7 +43,6 @@ async def add_scaling_markers(store: Store, log: Log, group: str) -> bool:
 
 
 def _text(event: ScalingEvent, group: str) -> str:
-    """Return an event in words; empty for an event without a marker."""
     match event:
         case ScalingDecided():
             changes = [

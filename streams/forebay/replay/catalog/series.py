@@ -101,7 +101,6 @@ class MetricRecorder:
         self._is_changed = False
 
     def open(self, connection: sqlite3.Connection) -> None:
-        """Continue with the newest intervals of the tables."""
         last = f"SELECT {_VALUES} FROM metrics WHERE level_us = ? ORDER BY begin_us DESC LIMIT 1"
         for begin_us, *values in connection.execute(last, [LEVELS_US[0]]):
             self._newest = MetricInterval.of_row(begin_us, values)

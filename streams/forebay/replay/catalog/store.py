@@ -47,11 +47,9 @@ class CatalogInUse(CatalogError):
 
 
 class CommittedPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the rows of a catalog reach.
+    """How far the rows of a catalog reach: up to journal offset `position`, exclusive.
 
-    Attributes:
-        position: journal offset of the first record that is not in the catalog.
-        checksum: checksum of the stored bytes of the record right before `position`; 0 if there was none.
+    `checksum` is that of the stored bytes of the record right before `position`; 0 if there was none.
     """
 
     position: int
@@ -145,7 +143,6 @@ class Store:
         self.connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     def commit_position(self, committed: CommittedPosition) -> None:
-        """Store how far the rows reach, in the transaction that writes them."""
         self.set_meta("committed", msgspec.json.encode(committed).decode())
 
     @contextmanager
@@ -226,13 +223,11 @@ def path_of_brokers(brokers: str, namespace: str, partition: int, folder: Path |
 
 
 def remove(path: Path) -> None:
-    """Delete a catalog that no process uses."""
     for suffix in ("", "-wal", "-shm"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Return whether an error of SQLite shows that the file is damaged."""
     return (getattr(error, "sqlite_errorcode", 0) & 0xFF) in DAMAGED
 
 

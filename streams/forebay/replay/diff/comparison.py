@@ -1,8 +1,8 @@
 """Count the differences between the decisions of history and of an alternative, event by event.
 
-A second world with the alternative configuration applies history's events
-(`forebay.replay.diff.counterfactual_world`). In addition, each of history's decisions is repeated under the alternative
-configuration on history's own state. This shows which moves do not depend on earlier moves.
+A second world with the alternative configuration applies history's events. In addition, each of history's decisions is
+repeated under the alternative configuration on history's own state. This shows which moves do not depend on earlier
+moves.
 """
 
 from array import array
@@ -175,7 +175,6 @@ class Comparison:
         self._evaluated[plan.request.request_id] = counterfactual(self._worlds[HISTORY], known[1], plan)
 
     def _on_applied(self, topic: str, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision]) -> None:
-        """Apply an event to the alternative world that history's world has just applied."""
         outdated = self._worlds[HISTORY].counts["stale_progress"]
         accepted = outdated == self._outdated
         self._outdated = outdated
@@ -321,7 +320,6 @@ class Comparison:
         return active is not None and bool(active.queue_class)
 
     def _count_evaluation(self, evaluated: Counterfactual) -> None:
-        """Count the alternative's decision on history's own state."""
         moved = self.report.moved
         moved.evaluated += 1
         moved.held += evaluated.would_hold
@@ -349,7 +347,6 @@ class Comparison:
         return pair
 
     def _set_first_route(self, number: int, request_id: str, first: _FirstRoute, now_us: int) -> None:
-        """Record where a world first sent a request, or that it never sent the request."""
         pair, tally = self._pair(request_id, now_us), self._tallies[number]
         before = pair.firsts[number]
         tally.summary.unsent -= before is not None  # rejected, then resubmitted while the other world holds it

@@ -62,12 +62,10 @@ def names_nothing(_: PoolConfigured) -> Set[str]:
 
 
 class CounterfactualWorld:
-    """The world of an alternative, which applies the same events as history's world.
+    """The world of an alternative. Its owner may run every custom policy that this process may run.
 
-    Attributes:
-        world: the state. Its owner may run every custom policy that this process may run.
-        landed: share of prompt blocks that were cached on the selected rank when the requests ended.
-        undone: fields that `named` returned and that an operator changed during the recording.
+    `landed` is the share of prompt blocks that were cached on the selected rank when the requests ended. `undone` has
+    the fields that `named` returned and that an operator changed during the recording.
     """
 
     def __init__(
@@ -101,7 +99,6 @@ class CounterfactualWorld:
         self.world.on_plan = self._on_plan
 
     def begin_again(self, start: World) -> "CounterfactualWorld":
-        """Return a world with the same alternative that begins with a copy of `start`."""
         return CounterfactualWorld(start, self._alter, self._named, self._rules)
 
     def configure(self) -> list[AnyDecision]:
@@ -243,7 +240,6 @@ class CounterfactualWorld:
         heappush(self._late, (due_us, self._numbered, event))
 
     def _after(self, decided: list[AnyDecision], now_us: int) -> list[AnyDecision]:
-        """Note which requests were sent and which have ended."""
         self.world.take_consumed()  # this world has no journal
         for decision in decided:
             match decision:
@@ -313,7 +309,6 @@ def _stage_of(event: RequestProgress) -> Stage | None:
 
 
 def _prefilled(world: World, request: ActiveRequest) -> PrefillFinished:
-    """Return the progress event with which a prefill worker reports a computed prompt."""
     kept = Prefilled(
         worker_id=request.worker_id,
         worker_epoch=request.worker_epoch,

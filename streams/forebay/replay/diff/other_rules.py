@@ -25,7 +25,6 @@ class OtherPoolRules:
         return bool(self.routing) or self.without_canaries
 
     def of(self, event: PoolEvent) -> PoolEvent:
-        """Return a recorded event as the alternative applies it."""
         match event:
             case PoolRoutingConfigured(model=model) if model in self.routing:
                 return msgspec.structs.replace(event, routing=self.routing[model])
@@ -35,7 +34,6 @@ class OtherPoolRules:
                 return event
 
     def at_start(self, world: World) -> Iterator[PoolEvent]:
-        """Yield the events that replace the rules of `world`."""
         for model, routing in sorted(self.routing.items()):
             if routing != world.registry.routing_of(model):
                 yield PoolRoutingConfigured(model=model, routing=routing)

@@ -154,7 +154,6 @@ async def _offset_from(log: Log, partition: int, first: RulesSpan, end: int, tim
 async def derive_up_to(
     log: Log, partition: int, span: Span, progress: OnProgress | None = None
 ) -> Start | DivergenceReport:
-    """Return the state at the beginning of a span, or the first divergence before it."""
     walk = Walk(log, partition, span.start, span.first)
     trail, records = DivergenceTrail(walk), 0
     async for step in walk:

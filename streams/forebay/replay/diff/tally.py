@@ -165,7 +165,6 @@ def ranks(keys: list[HolderKey], history: WorldTally, other: WorldTally) -> list
 
 
 def blocks_of(terms: CostTerms) -> int:
-    """Return the overlap of a candidate in blocks, summed over all tiers."""
     return terms.device_overlap + terms.host_overlap + terms.disk_overlap + terms.store_overlap
 
 

@@ -123,8 +123,6 @@ def left_out(
 
 
 class _RankStates:
-    """Cache and load of each rank with respect to one prompt."""
-
     def __init__(self, world: World, pool: PoolConfigured, blocks: Sequence[int]) -> None:
         self._world = world
         self._known_overlaps = find_overlaps(world, pool, blocks)
@@ -238,7 +236,7 @@ def _exclusions(
 
 
 def _exceeded(candidate: CandidateRank, busy: BusyThresholds) -> Iterator[str]:
-    """Yield each threshold that a rank exceeds, with the values, as `is_busy` checks them."""
+    """Yield each threshold that a rank exceeds, as `is_busy` checks them."""
     spec, load = candidate.worker.spec, candidate.load
     share = busy.active_decode_blocks_threshold
     if share is not None:
@@ -417,7 +415,6 @@ def _differences(config: RouterConfig, table: CostTable, at: int, other: int) ->
 
 
 def _cached(table: CostTable, at: int, what: str = "") -> str:
-    """Return the cached blocks of the prompt on a candidate, with the other tiers listed separately."""
     overlap = table.overlap(at)
     lower = (
         (overlap.host, "in its host memory"),

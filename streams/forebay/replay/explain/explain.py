@@ -43,7 +43,7 @@ BREATHE_EVERY = 64  # journal records between yields to the event loop, for time
 
 
 class Known(NamedTuple):
-    """What a catalog knows about the requests with an ID: states at which the derivation may begin, and records."""
+    """What a catalog knows about the requests with an ID."""
 
     states: States
     mentions: Mentions
@@ -221,7 +221,6 @@ async def _start(
 
 
 def _not_applied(end: int, offset: int, event: SubmissionEvent) -> Explanation:
-    """Return the explanation of a request that no owner has applied; the journal ends at `end`."""
     text = "written to the log, not applied by an owner yet"
     moment = TimelineEntry(what="submitted", text=text, now_us=None, after_us=None, topic=REQUESTS.name, offset=offset)
     return Explanation(

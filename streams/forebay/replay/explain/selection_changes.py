@@ -149,7 +149,6 @@ class _Repeated:
     def _select(
         self, config: RouterConfig | None = None, demand: Demand | None = None, roster: Roster | None = None
     ) -> Plan | None:
-        """Return the selection with one change, or None if no rank is selected."""
         candidates = replace(self._candidates, roster=roster or self._plan.roster)
         try:
             return select(self._world, candidates, config or self._plan.config, demand or self._demand, as_owner=False)

@@ -111,7 +111,6 @@ class Timeline:
 
     @property
     def begun(self) -> bool:
-        """Whether any record about the request has been seen."""
         return self._state is not None
 
     @property
@@ -119,7 +118,6 @@ class Timeline:
         return self._ending is not None
 
     def on_plan(self, plan: Plan, *, with_changes: bool) -> None:
-        """Keep a derived routing decision if it is about this request."""
         if plan.request.request_id == self.request_id:
             routing = routing_of(self._world, plan)
             if with_changes:

@@ -122,7 +122,6 @@ def routed_text(routing: Routing) -> str:
 
 
 def recorded_text(record: RequestRouted | RouteAnswered, decided_by: str) -> str:
-    """Return a sentence about a decision by other rules, of which only the journal record is known."""
     match record:
         case RouteAnswered():
             assert record.choice is not None, "an answer without a reason selects a rank"
@@ -183,14 +182,12 @@ def released_text(record: KvReleased) -> str:
 
 
 def takeover_text(claim: OwnerClaimed) -> str:
-    """Return a sentence about a claim, with the rules of the owner if this program has other ones."""
     is_own = claim.core_version == CORE_VERSION
     rules = "" if is_own else f", with {rules_text(claim.core_version, claim.release)}"
     return f"router {claim.owner_id} takes over the group{rules}"
 
 
 def first_token_text(first: FirstTokenTiming, event: FirstTokenEmitted, prompt_tokens: int | None) -> str:
-    """Return a sentence that compares the cached or fetched tokens with the router's expectation."""
     of_prompt = "" if prompt_tokens is None else f" of {prompt_tokens:,}"
     loaded = onboarded_text(event.onboarded, first.saved_us)
     if first.transferred_bytes:

@@ -108,7 +108,6 @@ async def has_scaling(log: Log) -> bool:
 
 
 def pool_text(pool: PoolKey) -> str:
-    """Return the name of a pool as operators write it."""
     return f"{pool[0]}/{pool[1]}"
 
 
@@ -140,8 +139,6 @@ class ScalingVerification(Fact, frozen=True, kw_only=True):
 
 
 class VerificationTally:
-    """Counts the results of derivations, and keeps the first differences."""
-
     def __init__(self) -> None:
         self._counts: Counter[Verification] = Counter()
         self._first: list[DifferentDecision] = []

@@ -33,8 +33,6 @@ SHOWN_LIMITS = ("gpu_budget", "min_gpus")
 
 
 class ObservedDemand(Fact, frozen=True, kw_only=True):
-    """Demand of a pool, observed or expected."""
-
     requests_per_s: float
     isl: float | None
     osl: float | None

@@ -1,8 +1,7 @@
 """Compare the derived cost table of a decision with the recorded cost table.
 
 The journal holds the cost terms of the winner (the selected candidate) and of the runner-up, and a digest over all
-candidates. Only the record of an answered route query holds every candidate. Most recorded tables are therefore
-incomplete, and this module does not complete them.
+candidates. Only the record of an answered route query holds every candidate.
 """
 
 from collections.abc import Iterator

@@ -77,7 +77,6 @@ class DivergenceTrail:
         walk.world.on_plan = self._plans.append
 
     def add_verified(self, step: Step) -> None:
-        """Add a step whose record equals the derived decision."""
         record = step.record
         self._previous = (step.offset, record)
         if record.consumed:
@@ -115,7 +114,6 @@ class DivergenceTrail:
         )
 
     def _plan_of(self, derived: JournalRecord | None) -> Plan | None:
-        """Return the routing decision behind a derived record, or None for records of another kind."""
         if not isinstance(derived, RequestRouted | RouteAnswered):
             return None
         for made in reversed(self._plans):
@@ -124,7 +122,6 @@ class DivergenceTrail:
         return None
 
     def _events(self, step: Step) -> tuple[list[EventSummary], int]:
-        """Return the last events that a step applied, and their total number."""
         offsets = self._walk.consumed_from(step.record)
         taken: dict[str, int] = {}
         last: deque[EventSummary] = deque(maxlen=EVENTS_SHOWN)

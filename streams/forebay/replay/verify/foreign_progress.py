@@ -1,7 +1,6 @@
 """Find progress events from workers that were not selected, while a journal is derived again.
 
-The live core can judge progress only by the request state that it keeps. A walk sees every decision, so it also knows
-where earlier attempts and ended requests were sent.
+Unlike the live core, a walk sees every decision, so it knows where earlier attempts and ended requests were sent.
 """
 
 from collections import deque

@@ -90,7 +90,6 @@ async def suspicion_of(
 
 
 def summarize(topic: str, offset: int, event: InputEvent | None, now_us: int | None = None) -> EventSummary:
-    """Return an event with its fields that are not at their defaults."""
     if event is None:
         tag, text = "undecodable", "a record that did not decode and had no effect"
     else:
@@ -175,7 +174,6 @@ def _may_change_overlap(ranks: set[tuple[str, int]], event: InputEvent | None) -
 
 
 def _of_prompt(event: InputEvent | None, blocks: frozenset[int]) -> int:
-    """Return how many blocks of the prompt a KV event is about."""
     if not isinstance(event, BlocksStored | BlocksRemoved | StoreKvEvent):
         return 0
     return len(blocks.intersection(array_u64(event.sequence_hashes)))

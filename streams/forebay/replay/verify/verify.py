@@ -66,7 +66,6 @@ class VerifyReport(msgspec.Struct, kw_only=True):
 
     @property
     def diverged(self) -> bool:
-        """Whether a decision does not follow from the records before it."""
         return self.divergence is not None or (self.scaling is not None and self.scaling.different > 0)
 
     @property
@@ -165,7 +164,6 @@ async def _check_snapshot(
 
 
 def _account(partition: int, walk: Walk, report: VerifyReport) -> None:
-    """Add the number of records and events that a walk did not verify, and the digest of its final state."""
     report.void += walk.validity.void
     report.repeated += walk.validity.repeated
     for name, count in walk.unverified.items():
@@ -182,7 +180,7 @@ def _account(partition: int, walk: Walk, report: VerifyReport) -> None:
 
 
 async def _account_end(log: Log, partition: int, walk: Walk, report: VerifyReport) -> None:
-    """Add what the journal's last owner has not applied or written yet. Raises LogError if the log is damaged."""
+    """Add what the journal's last owner has not applied or written yet. Raises LogError."""
     for topic in INPUTS:
         report.unapplied += await log.end(topic.name, partition) - walk.order.offset(topic.name)
     report.pending = walk.pending
