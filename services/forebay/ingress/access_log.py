@@ -75,7 +75,7 @@ class AccessEntry:
 
 
 def open_entry(scope: Scope) -> AccessEntry | None:
-    """Return the entry of a request that is logged at its end; None if the log is disabled, or never logs this path."""
+    """Return the entry of a request, to be written at its end; None for `UNLOGGED` paths and a disabled log."""
     if not logger.isEnabledFor(logging.INFO) or scope["path"] in UNLOGGED:
         return None
     entry = scope[_SCOPE_KEY] = AccessEntry(scope["method"], scope["path"])

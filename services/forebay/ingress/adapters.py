@@ -81,7 +81,7 @@ class Adapters:
         return adapter_of(name, self._model, await self.names())
 
     async def names(self) -> tuple[str, ...]:
-        """Return the configured adapters, then the loaded ones, sorted. Raises ApiError (503) if the log fails."""
+        """Return the configured adapters, then the sorted loaded adapters. Raises ApiError (503) if the log fails."""
         partition = self._find_partition()
         if partition is not None:
             async with self._lock:

@@ -16,7 +16,7 @@ HINT = "`forebay explain` and `forebay status` have no time limit if they read t
 
 
 class Explainer:
-    """Explains requests and derives the status of one log; with None, a log in memory, neither is possible."""
+    """Explains requests and derives the status of one log. For a log in memory, `source` is None and calls fail."""
 
     def __init__(self, source: LogSource | None, limit_s: float = LIMIT_S) -> None:
         self._child: SharedChild | None = None

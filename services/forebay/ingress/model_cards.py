@@ -56,9 +56,9 @@ def read_card(directory: Path) -> tuple[ModelCard, dict[str, bytes]] | None:
 
 
 async def open_model(store: ModelStore, digest: str, folder: Path) -> Model:
-    """Return the model of a stored card, whose files are in a new directory in `folder`. It is removed with the model.
+    """Return the model of a stored card. Its files are in a new directory in `folder`, which is removed with the model.
 
-    Raises ModelUnusable if the files are unusable, LogError if the card is missing or damaged.
+    Raises ModelUnusable if the files are unusable, LogError if the card is missing or damaged, or the log fails.
     """
     files = await store.load(digest)
     if unknown := sorted(files.keys() - set(TOKENIZER_FILES)):

@@ -99,7 +99,7 @@ class PreparedRequest:
         incarnation: str = "",
         patient: bool = False,
     ) -> RequestSubmitted:
-        """Return the event that submits the request. `nonce` is hashed into `tie_seed`."""
+        """Return the event that submits the request, with these values and `tie_seed`, a hash of `nonce`."""
         return RequestSubmitted(
             request_id=request_id,
             model=self.model,

@@ -86,7 +86,7 @@ class ReplySlot:
         return found
 
     async def run(self) -> None:
-        """Dispatch the events of the partition until cancelled. If the log fails, interrupt all and raise LogError."""
+        """Dispatch the events of the partition until cancelled. A LogError first interrupts all requests."""
         try:
             while True:
                 self._wake.clear()

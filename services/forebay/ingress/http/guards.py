@@ -34,7 +34,7 @@ READABLE = b"x-request-id, x-forebay-worker, retry-after"  # headers of response
 
 
 def allowed_origins(given: tuple[str, ...]) -> frozenset[str]:
-    """Return origins as browsers send them. Raises Unusable if a value is neither `*` nor an origin."""
+    """Return origins as browsers send them: in lower case, without default ports. Raises Unusable if invalid."""
     return frozenset(ANY if value == ANY else _origin(value) for value in given)
 
 
@@ -43,7 +43,10 @@ def permits(origins: frozenset[str], origin: str) -> bool:
 
 
 class Cors:
-    """ASGI middleware that permits allowed origins. Others pass unchanged, because `OriginGuard` rejects them."""
+    """ASGI middleware that lets pages of allowed origins read responses, and answers their preflight requests.
+
+    Requests of other origins pass unchanged, because `OriginGuard` rejects them.
+    """
 
     def __init__(self, app: ASGIApp, origins: frozenset[str]) -> None:
         self._app = app
@@ -152,7 +155,7 @@ def requires_api_key(path: str) -> bool:
 
 
 class ApiKeyGuard(Guard):
-    """ASGI middleware that rejects requests without a valid API key. Routes of the admin API have their own token.
+    """ASGI middleware that rejects requests without a valid API key. An API key never opens the admin API.
 
     A client cannot predict digests with the secret of this process. So the time of the lookup does not tell how much of
     a key the client has guessed.

@@ -91,7 +91,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._violation: ApiError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept a connection, reject its requests with 503, or close it if more than `REFUSED_MAX` are too many."""
+        """Accept a connection. Above the limit reject its requests with 503; above it by `REFUSED_MAX` close it."""
         super().connection_made(cast("asyncio.Transport", _JoiningTransport(transport, self.loop)))
         count = len(self.connections)
         limits = self.limits

@@ -100,7 +100,7 @@ StatusOf = Callable[[str], Awaitable[GroupStatus]]  # the same for the model of 
 
 
 class SharedReader:
-    """Reads a status that is expensive to derive, at most once at a time and per `SHARED_S`.
+    """Reads a status that is expensive to derive, never concurrently and at most once per `SHARED_S`.
 
     Concurrent calls share one derivation. Its error is raised to all of them, and the next call derives again.
     """

@@ -81,7 +81,7 @@ class PartitionServer:
         self._undeliverable: deque[tuple[WindowEntry, ReplyAddress, TopicUnusable]] = deque()
 
     async def run(self) -> None:
-        """Take the partition over, then serve it until cancelled. Raises LogError if the log cannot be read."""
+        """Take the partition over, then serve it until cancelled. Raises LogError if the log fails."""
         try:
             recover_to, slot_to = await self._take_over()
             await self._recover(recover_to, slot_to)

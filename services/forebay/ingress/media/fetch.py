@@ -153,7 +153,10 @@ class MediaFetcher:
 
 
 def is_public(text: str) -> bool:
-    """Return whether an IP address is public. An IPv6 address that contains a non-public IPv4 address is not."""
+    """Return whether an IP address is public. It is not if it is private, local, reserved or multicast.
+
+    An IPv6 address that contains such an IPv4 address is not public either.
+    """
     try:
         address = ip_address(text)  # an address with a zone is not public
     except ValueError:
