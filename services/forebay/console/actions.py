@@ -187,7 +187,6 @@ def _without_proxy(url: str) -> dict[str, None]:
 
 
 def _require_token(token: str) -> None:
-    """Raise ApiError unless the token can be the value of a header."""
     if not token:
         text = "actions require the admin token of the ingress; send the header 'x-forebay-admin-token'"
         raise ApiError(401, "admin_token_missing", text)
@@ -197,7 +196,6 @@ def _require_token(token: str) -> None:
 
 
 def _require_operator(operator: object) -> None:
-    """Raise ApiError unless the name of the operator is valid and not empty."""
     if not isinstance(operator, str) or not operator.strip():
         raise invalid("operator is missing; give the name of the operator, which is written to the log", "operator")
     if len(operator) > NAME_CHARS_MAX or not operator.isprintable():

@@ -113,7 +113,6 @@ class Console:
         return await self.reader.request(ReadStatus(at_us))
 
     async def fleet(self, at_us: int | None) -> bytes:
-        """Return the `FleetView` at a moment as JSON. Raises ApiError."""
         status = msgspec.json.decode(await self.status(at_us), type=GroupStatus)
         shown_us = status.at_us if at_us is None else at_us
         activity = await self.catalog.query(lambda store: series.worker_activity(store.connection, shown_us))

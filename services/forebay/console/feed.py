@@ -28,7 +28,6 @@ class StateFeed:
         self._clients = 0
 
     async def run(self) -> None:
-        """Read the state until cancelled."""
         while True:
             if self._clients:
                 state = await self._read()

@@ -102,7 +102,6 @@ class WhatIfJobs:
         return job.status
 
     async def close(self) -> None:
-        """Cancel every job, and wait for the ends of their processes."""
         for job in self._jobs.values():
             job.cancel()
         tasks = [job.task for job in self._jobs.values() if job.task is not None]

@@ -44,8 +44,6 @@ class ReadScaling(Reading, frozen=True, tag="scaling"):
 
 
 class ReadRecord(Reading, frozen=True, tag="record"):
-    """Read one record of the group."""
-
     topic: str
     offset: int
 

@@ -65,9 +65,8 @@ class JournalDiverged(LogError):
 class Position:
     """The state of a group at one journal record, which `forward` moves to the next record. Create it with `seek`.
 
-    Attributes:
-        world: the state right after `step`, or the state at which the derivation began if `step` is None.
-        later: events after `step`. If some of them were applied, `forward` must not be called again.
+    `world` is the state right after `step`, or at the beginning of the derivation if `step` is None. If some of the
+    `later` events were applied, `forward` must not be called again.
     """
 
     def __init__(self, log: Log, partition: int, start: Start, end: int) -> None:
@@ -100,7 +99,6 @@ class Position:
         return self.start - 1 if self.step is None else self.step.offset
 
     async def forward(self) -> Step | None:
-        """Derive and return the next valid record; return None at the end."""
         step = await anext(self._steps, None)
         if step is not None:
             if step.divergence is not None:

@@ -67,7 +67,7 @@ class MomentComparison(Fact, frozen=True, kw_only=True):
 def compare_moments(a: Moment, b: Moment) -> MomentComparison:
     """Return the differences between two moments of one group, most important first.
 
-    The result does not depend on the order of the arguments: the changes lead from the earlier to the later moment.
+    The changes lead from the earlier to the later moment, whatever the order of the arguments.
     """
     a, b = sorted((a, b), key=lambda moment: (moment.now_us, moment.offset))
     found: tuple[tuple[ChangeKind, Iterator[Difference]], ...] = (

@@ -103,7 +103,7 @@ class LogStates:
 class Step(NamedTuple):
     """One step of a `Walk`: a valid journal record. `divergence` is None if the derived decision is equal.
 
-    `events` are those that `record.consumed` counts, by topic; None for an event that did not decode.
+    `events` are the events that `record.consumed` counts, by topic; None for an event that did not decode.
     """
 
     offset: int

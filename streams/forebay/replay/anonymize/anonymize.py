@@ -205,7 +205,6 @@ async def _learn_names(log: Log, anonymizer: EventAnonymizer) -> None:
 
 
 async def _learn_requests(log: Log, anonymizer: EventAnonymizer) -> None:
-    """Collect the hashes by which snapshots identify requests and sessions, with their replacements."""
     async for _, event in events_of(log, REQUESTS, anonymizer.partition):
         if not isinstance(event, RequestSubmitted):
             continue

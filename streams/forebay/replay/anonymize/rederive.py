@@ -37,7 +37,7 @@ class AnonymizedJournal:
     async def begin(
         cls, log: Log, inputs: Log, anonymizer: EventAnonymizer, custom: CustomPolicies = ONLY_BUILT_IN
     ) -> Self:
-        """Return an `AnonymizedJournal` that begins with the first journal record of the original `log`."""
+        """Begin with the first journal record of the original `log`."""
         begin, end = [await of(DECISIONS.name, anonymizer.partition) for of in (log.begin, log.end)]
         start = await oldest(log, anonymizer.partition, end)
         world = restore(map(anonymizer.anonymize, start.world.snapshot()), custom)

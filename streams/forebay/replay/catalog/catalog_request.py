@@ -92,9 +92,8 @@ _DECODER = msgspec.msgpack.Decoder(list[RequestStep])
 class CatalogRequest:
     """Request that a pass follows. The fields without a description are those of `RequestRow`.
 
-    Attributes:
-        queued_at_us: when the owner put the request into its queue; None if it did not.
-        is_partial: whether the log does not hold the submission, so that `submitted_us` is the log's beginning.
+    `queued_at_us` is None if the owner did not put the request into its queue. `is_partial` means that the log does not
+    hold the submission, so that `submitted_us` is the log's beginning.
     """
 
     number: int
@@ -129,7 +128,7 @@ class CatalogRequest:
 
     @classmethod
     def of_active(cls, request: ActiveRequest, model: str, begin_us: int) -> "CatalogRequest":
-        """Return a request that is active at the beginning of the log, whose submission the log does not hold."""
+        """Return a request that is active at the beginning of the log, which does not hold its submission."""
         submitted = request.submitted
         made = cls(
             submitted.offset,
@@ -163,7 +162,6 @@ class CatalogRequest:
         return made
 
     def follow(self, request: ActiveRequest) -> None:
-        """Take phase, stage and worker epoch from the owner's world."""
         self.phase, self.stage, self.worker_epoch = request.phase, request.stage, request.worker_epoch
 
     def follow_recorded(self, record: RequestRouted) -> None:

@@ -152,7 +152,6 @@ class ContentsObserver(CatalogObserver):
                 self._markers.add_claim(step.offset, step.record, self._now_us, None)
 
     def on_reread(self, step: RecordedStep) -> None:
-        """Take stage, phase and worker epoch of an active request from its routing decision."""
         if isinstance(step.record, RequestRouted):
             request = self._active.get(step.record.request_id)
             if request is not None:
@@ -199,7 +198,6 @@ class ContentsObserver(CatalogObserver):
         self._markers.write(connection)
 
     def remove_before(self, connection: sqlite3.Connection, offset: int, now_us: int) -> None:
-        """Remove the rows of earlier times, except those of requests that have not ended."""
         connection.execute("DELETE FROM requests WHERE submitted_us < ? AND ended_us < ?", [now_us, now_us])
         series.remove_before(connection, now_us)
         markers.remove_before(connection, now_us)

@@ -77,8 +77,6 @@ class RequestPage(Fact, frozen=True, kw_only=True):
 
 
 class Marker(Fact, frozen=True, kw_only=True):
-    """An event of interest on the time axis."""
-
     at_us: int
     kind: MarkerKind
     text: str

@@ -49,7 +49,6 @@ class JournalGap(NamedTuple):
 
     @classmethod
     def after(cls, walk: Walk, steps: RecordedSteps) -> "JournalGap":
-        """Return the gap that begins where a walk has ended."""
         rules, release = walk.validity.rules, walk.validity.release
         return cls(steps.first, steps.position, rules, release, walk.world.now_us)
 
@@ -74,7 +73,6 @@ class JournalGap(NamedTuple):
         )
 
     def error(self, offset: int) -> NotDerivable:
-        """Return the error for a moment in the gap, at journal offset `offset`."""
         near = [NearMoment(self.first, self.before_us)] if self.before_us else []
         near += [] if self.is_open else [NearMoment(self.end, self.to_us)]
         return not_derivable(offset, self.first, self.end, self.rules, self.release, near)

@@ -201,7 +201,6 @@ def read_live(store: Store) -> tuple[CatalogState, bytes] | None:
 
 
 async def follow(follower: Follower, publisher: LivePublisher) -> None:
-    """Follow a log and publish its status until cancelled."""
     follower.on_pause = publisher.publish
     while True:
         await follower.catch_up()

@@ -36,7 +36,7 @@ SettingsEvent = (
 
 
 class EffectiveSettings:
-    """Settings of all pools before an event, to name what the event changes. Copies are shallow."""
+    """Shallow copies of the immutable settings of all pools before an event, to name what the event changes."""
 
     def __init__(self, world: World) -> None:
         self.pools = dict(world.pools)

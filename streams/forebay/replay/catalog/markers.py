@@ -66,8 +66,6 @@ class SecondTally:
 
 
 class MarkerRecorder:
-    """Collects markers in memory until `write`."""
-
     def __init__(self) -> None:
         self._rows: list[MarkerRow] = []
         self._owner_id = ""
@@ -119,7 +117,6 @@ class MarkerRecorder:
 
     @property
     def has_claim(self) -> bool:
-        """Whether the newest claim has no clock reading yet."""
         return self._claim is not None
 
     def settle_claim(self, now_us: int) -> None:

@@ -65,7 +65,6 @@ class MentionTable(CatalogObserver):
             self._add(record.request_id, offset, is_submission=False)
 
     def on_recorded(self, step: RecordedStep) -> None:
-        """Note the submissions that a record of an owner with other rules counts, and its decision."""
         for event in step.events.get(REQUESTS.name, ()):
             if isinstance(event, RequestSubmitted | RouteQueried):
                 self._add(event.request_id, step.offset, is_submission=True)

@@ -38,8 +38,6 @@ CREATE TABLE worker_activity (
 
 @dataclass(slots=True)
 class MetricInterval:
-    """Metrics of one interval. `begin_us` is on the owner's clock."""
-
     begin_us: int
     submitted: int = 0
     finished: int = 0

@@ -94,10 +94,7 @@ class Store:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Open an existing catalog to read it, beside its writer.
-
-        Raises CatalogError if the file is missing, or is no catalog of this version.
-        """
+        """Open an existing catalog beside its writer. Raises CatalogError if it is missing or of another version."""
         try:
             store = cls(path, _connect(path, "ro"), None)
             version = store.meta("version")
@@ -116,7 +113,6 @@ class Store:
 
     @property
     def size(self) -> int:
-        """Bytes that the content occupies in the file."""
         (pages,) = self.connection.execute("PRAGMA page_count").fetchone()
         (free,) = self.connection.execute("PRAGMA freelist_count").fetchone()
         return (int(pages) - int(free)) * PAGE_BYTES
@@ -157,7 +153,6 @@ class Store:
         self.connection.execute("COMMIT")
 
     def rebuild(self, partition: int) -> None:
-        """Delete the content, and create the empty tables of a partition."""
         self.connection.close()
         remove(self.path)
         self.connection = _connect(self.path, "rwc")
@@ -216,7 +211,6 @@ def path_beside(log: Path, partition: int, folder: Path | None = None) -> Path:
 
 
 def path_of_brokers(brokers: str, namespace: str, partition: int, folder: Path | None = None) -> Path:
-    """Return the path of the catalog of a log on Kafka, in `folder` or in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = f"kafka-{_digest(','.join(sorted(brokers.split(','))), namespace)}{_suffix(partition)}"
     return (Path(cache) / "forebay" if folder is None else folder) / name

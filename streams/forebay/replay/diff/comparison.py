@@ -232,7 +232,6 @@ class Comparison:
             return
 
     def _compare_queries(self, decided: Sequence[AnyDecision], others: Sequence[AnyDecision]) -> None:
-        """Compare the replies to route queries, which change no state."""
         theirs = {answer.request_id: answer for answer in others if isinstance(answer, RouteAnswered)}
         for answer in decided:
             if isinstance(answer, RouteAnswered):

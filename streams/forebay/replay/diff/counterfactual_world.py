@@ -172,9 +172,9 @@ class CounterfactualWorld:
         self.plans[plan.request.request_id] = plan
 
     def _progress(self, topic: str, event: RequestProgress | None, now_us: int) -> list[AnyDecision]:
-        """Apply a progress event now, later or never. `event` is None if history ignored the event.
+        """Apply a progress event now, later or never. It takes its offset in the topic now in any case.
 
-        The event takes its offset in the topic now in any case.
+        `event` is None if history ignored the event.
         """
         request = None if event is None else self.world.requests.get(event.request_id)
         if event is not None and request is None:
@@ -348,5 +348,4 @@ class PlacementHits:
 
     @property
     def share(self) -> float | None:
-        """The share of cached blocks, between 0 and 1; None if no block was counted."""
         return self.found / self.blocks if self.blocks else None

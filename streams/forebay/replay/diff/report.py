@@ -15,11 +15,9 @@ from forebay.replay.verify.divergence import DivergenceReport
 
 
 class DecisionOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The decision of one world (history's or the alternative's) at the fork, or the absence of a decision.
+    """The decision of one world at the fork. `nothing` if only the other world made a decision at that event.
 
-    Attributes:
-        decision: `nothing` if only the other world made a decision at that event.
-        reason: reason of a rejection or abort, or the queue class of a held request.
+    `reason` is that of a rejection or abort, or the queue class of a held request.
     """
 
     decision: Literal["routed", "held", "rejected", "aborted", "nothing"]
@@ -35,10 +33,8 @@ class DecisionOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 class Fork(msgspec.Struct, kw_only=True):
     """The first decision that differs between history and the alternative.
 
-    Attributes:
-        offset: journal offset of history's decision, or of the record whose events led only the alternative to a
-            decision.
-        decisions_before: number of earlier decisions, which are equal in both worlds.
+    `offset` is the journal offset of history's decision, or of the record whose events led only the alternative to a
+    decision. The `decisions_before` are equal in both worlds.
     """
 
     offset: int
@@ -165,7 +161,6 @@ class MovedRequest(msgspec.Struct, kw_only=True):
 
     @property
     def gain(self) -> int:
-        """Overlap in the alternative minus overlap in history, in blocks."""
         return self.other_overlap - self.overlap
 
 

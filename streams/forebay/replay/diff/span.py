@@ -45,7 +45,6 @@ class Span(NamedTuple):
 
     @property
     def last(self) -> int:
-        """Journal offset after the last compared record."""
         return self.later[-1].end if self.later else self.end
 
 

@@ -127,7 +127,6 @@ class PairTally:
         self._seen = 0
 
     def add(self, history: CostTerms, other: CostTerms, *, later: bool) -> None:
-        """Count a request that both worlds routed, the alternative `later` than history or not."""
         if later:
             self.later += 1
             self.later_won += max(0, blocks_of(other) - blocks_of(history))

@@ -43,8 +43,6 @@ BREATHE_EVERY = 64  # journal records between yields to the event loop, for time
 
 
 class Known(NamedTuple):
-    """What a catalog knows about the requests with an ID."""
-
     states: States
     mentions: Mentions
 

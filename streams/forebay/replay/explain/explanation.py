@@ -139,8 +139,6 @@ class CandidateCost(ExplanationPart, frozen=True, kw_only=True):
 
 
 class ExcludedRank(ExplanationPart, frozen=True, kw_only=True):
-    """A worker rank of the pool that was not a candidate."""
-
     seen: RankState
     reasons: tuple[ExclusionReason, ...]
     text: str

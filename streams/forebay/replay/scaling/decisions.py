@@ -241,11 +241,9 @@ class PoolExplanation(Fact, frozen=True, kw_only=True):
 
 
 class ScalingExplanation(Fact, frozen=True, kw_only=True):
-    """Explanation of a decision.
+    """Explanation of a decision. `gpus` are those of all pools before the GPU budget; null if it was not derived again.
 
-    Attributes:
-        gpus: GPUs of all pools before the GPU budget; null if the decision was not derived again.
-        differs: recorded and derived value of each field that differs; empty if the decision was derived equal.
+    `differs` has the recorded and derived value of each field that differs; empty if the decision was derived equal.
     """
 
     decision: DecisionEntry

@@ -124,9 +124,8 @@ class DifferentDecision(Fact, frozen=True, kw_only=True):
 class ScalingVerification(Fact, frozen=True, kw_only=True):
     """Result of deriving the decisions of a topic `scaling` again.
 
-    Attributes:
-        stale: number of decisions without an effect, because the planner did not know a record before them.
-        other_rules: number of decisions by the rules of another version, which were not derived again.
+    `stale` decisions had no effect, because the planner did not know a record before them. Decisions by `other_rules`,
+    those of another version, were not derived again.
     """
 
     decisions: int

@@ -25,11 +25,9 @@ PLANS_KEPT = 1_024  # derived from the events of one record and not in the journ
 
 
 class LastVerifiedState(msgspec.Struct, kw_only=True):
-    """The last state that is known to be correct.
+    """The last state that is known to be correct, `sealed` by a digest in the journal or the derivation's beginning.
 
-    Attributes:
-        sealed: whether a digest in the journal confirms the state. If not, the derivation began with this state.
-        since: offset of the first event applied after that state and offset after the last applied event, by topic.
+    `since` has the offset of the first event applied after that state and the offset after the last one, by topic.
     """
 
     journal_offset: int
