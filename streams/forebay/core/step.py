@@ -93,7 +93,6 @@ def claim(world: World, offset: int, policies: tuple[str, ...] = (), events_vers
     A pool for which an operator set a custom policy that this owner may not run returns to its configured policy.
 
     Args:
-        world: current state.
         offset: offset of the router's `OwnerClaimed` on the journal, which is the owner epoch.
         policies: custom policies that this record names.
         events_version: version of the event types that this record names.
@@ -109,11 +108,7 @@ def claim(world: World, offset: int, policies: tuple[str, ...] = (), events_vers
 
 
 def open_run(world: World, now_us: int) -> list[AnyDecision]:
-    """Set the clock to `now_us` if a deadline or timeout has passed, and abort the requests and commands concerned.
-
-    Returns:
-        The decisions, in order.
-    """
+    """Set the clock to `now_us` if a deadline or timeout has passed, and abort the requests and commands concerned."""
     due_us = world.next_due_us()
     if due_us is None or due_us > now_us:
         return []
@@ -139,8 +134,6 @@ def step(world: World, topic: str, event: InputEvent | None, now_us: int) -> lis
     """Apply the next record of an input topic, and return the decisions that follow from it.
 
     Args:
-        world: state to change.
-        topic: name of the topic.
         event: the record's event; None if the record did not decode.
         now_us: clock reading of the run, in microseconds.
     """

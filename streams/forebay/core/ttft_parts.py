@@ -23,10 +23,7 @@ class TimeByPart:
     `queue` is the time in the router's queue, `wait` the time without a worker for the next stage. `encode`, `prefill`
     and `decode` last from the decision to the worker's event, including hops over the log and the worker's own queue.
     `transfer` is the time that the worker reports for fetching KV, and is subtracted from `decode`. A failed fetch
-    counts as `decode`. If a stage is repeated, its times add up.
-
-    Attributes:
-        prefilled_us: when the last remote prefill ended; None if there was none.
+    counts as `decode`. If a stage is repeated, its times add up. `prefilled_us` is the end of the last remote prefill.
     """
 
     def __init__(self, now_us: int) -> None:
@@ -46,9 +43,7 @@ class TimeByPart:
     def until(self, now_us: int, transfer_us: int = 0) -> dict[Part, int]:
         """Return the time per part until `now_us`, in microseconds. The sum is the time since the submission.
 
-        Args:
-            transfer_us: duration of the KV transfer that the worker reported, which is moved from the last part to
-                `transfer`.
+        The worker reported a KV transfer of `transfer_us`, which is moved from the last part to `transfer`.
         """
         spent, last = dict(self._spent), max(0, now_us - self._since_us)
         part = PARTS[self.phase]

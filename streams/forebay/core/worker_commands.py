@@ -1,7 +1,4 @@
-"""Decide about operators' commands: send them to workers or reject them, and collect the outcomes.
-
-A decision changes the world at once. The owner then writes it to the journal.
-"""
+"""Decide about operators' commands, as in `forebay.core.execute`: send them to workers or reject them."""
 
 from forebay.core.state.commands import LAST_READY, PENDING_MAX, PendingCommand
 from forebay.core.state.fleet import FleetWorker, WorkerPhase
@@ -21,11 +18,7 @@ class _CommandRejected(Exception):
 
 
 def submit_command(world: World, event: WorkerCommanded, offset: int) -> list[CommandSent]:
-    """Send a command to its workers, or reject it.
-
-    Returns:
-        The decision as a list of one journal record. The list is empty if the command was already submitted.
-    """
+    """Send a command to its workers, or reject it. Return one journal record, or none if it was already submitted."""
     commands = world.commands
     known = commands.known_nonce(event.command_id)
     if known is not None:
@@ -79,11 +72,9 @@ def submit_command(world: World, event: WorkerCommanded, offset: int) -> list[Co
 
 
 def apply_command_response(world: World, event: CommandDone | CommandRefused) -> tuple[list[CommandEnded], bool]:
-    """Apply a worker's response to a command.
+    """Apply a worker's response to a command. Return whether it changed the adapters that the worker has loaded.
 
-    Returns:
-        The record of the command's end, if no worker has it pending any more, and whether the adapters that the worker
-        has loaded have changed.
+    Also return the record of the command's end, if no worker has it pending any more.
     """
     changed = False
     if isinstance(event, CommandDone) and event.action in LORA_CHANGES:

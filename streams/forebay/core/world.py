@@ -137,16 +137,11 @@ class World:
         }
 
     def policy(self, mode: str, *, as_owner: bool = True) -> type[Policy]:
-        """Return the policy class of a router mode.
+        """Return the policy class of a router mode: a built-in name, or the dotted path of a custom policy.
 
-        Args:
-            mode: name of a built-in policy, or dotted path of a custom policy.
-            as_owner: whether the owner makes the decision. Otherwise, for example in a comparison, the policy need not
-                be allowed by the owner's operator.
-
-        Raises:
-            Ineligible: the owner's operator did not allow the policy.
-            PolicyMissing: the policy may be used, but this process does not have its class.
+        If the owner makes the decision (`as_owner`), its operator must have allowed the policy. A comparison, for
+        example, may use any. Raises Ineligible if the operator did not allow the policy, and PolicyMissing if the
+        policy may be used, but this process does not have its class.
         """
         if (built_in := BUILT_IN.get(mode)) is not None:
             return built_in
@@ -178,10 +173,7 @@ class World:
         return [pool for pool in pools if pool.role == pools[0].role]
 
     def encoders_of(self, model: str) -> tuple[PoolConfigured, Roster] | None:
-        """Return the encode pool for `model`, and the ranks of its ready workers.
-
-        If several encode pools have a ready worker, it is the first by name. Return None if no encode pool has one.
-        """
+        """Return the first encode pool by name that has a ready worker, and its ready ranks; None if there is none."""
         for pool in self._pools(model):
             if pool.role == "encode" and (roster := self.roster(pool.pool)).ranks:
                 return pool, roster

@@ -91,12 +91,7 @@ class LoadSignal:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedAttainment:
-    """Simulated share of requests that meet both targets, by size.
-
-    Attributes:
-        target: share that must meet the targets.
-        sizes: pairs of a size and its share, in the order of the record.
-    """
+    """Simulated share of requests that meet both targets for each size, and the share that must meet them."""
 
     target: float
     sizes: tuple[tuple[int, float], ...]

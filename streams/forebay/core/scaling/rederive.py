@@ -68,11 +68,7 @@ class RecordedDecision:
 
 
 class ScalingRederivation:
-    """Applies the records of the topic in order, and derives each decision again.
-
-    Attributes:
-        state: state after the records that were applied.
-    """
+    """Applies the records of the topic in order, and derives each decision again."""
 
     def __init__(self) -> None:
         self.state = PlannerState()

@@ -41,12 +41,7 @@ Outcome = Literal["applied", "stale"]
 
 @dataclass(frozen=True, slots=True)
 class PoolChange:
-    """Last change of a pool by a decision of the planner.
-
-    Attributes:
-        at_us: time of the observation that led to it, in microseconds.
-        observed: offset of that observation, -1 if there was none.
-    """
+    """Last change of a pool by a decision, with time and offset of the observation before it; offset -1 if none."""
 
     up: bool
     at_us: int
@@ -55,11 +50,7 @@ class PoolChange:
 
 @dataclass(frozen=True, slots=True)
 class OpenChange:
-    """Decided change of a pool that no actuator has executed or refused yet.
-
-    Attributes:
-        at_us: time of the decision in microseconds.
-    """
+    """Decided change of a pool that no actuator has executed or refused yet, with the time of the decision."""
 
     decision: int
     decided: PoolDecision

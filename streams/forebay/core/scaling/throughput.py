@@ -26,13 +26,7 @@ BOUND_SHARE = 0.8
 def propose(
     pool: PoolScaling, settings: PlannerSettings, demand: PoolDemand | None, observed: PoolObserved | None, current: int
 ) -> Proposal:
-    """Return the size that carries the demand.
-
-    Args:
-        settings: targets, equations, and the margin of a reduction.
-        demand: forecast for the pool; None if there is none.
-        observed: newest observation, for the equations `corrected`; None if there is none.
-    """
+    """Return the size that carries the demand. Only the equations `corrected` use the newest observation."""
     if demand is None or not _is_usable(pool, demand):
         return Proposal(current, "no_demand")
     if demand.requests_per_s == 0:

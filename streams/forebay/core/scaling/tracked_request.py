@@ -9,11 +9,7 @@ OUTPUT_MAX = (1 << 31) - 1  # highest `max_tokens` of a request
 
 @dataclass(slots=True)
 class Mean:
-    """Weighted mean of durations.
-
-    Attributes:
-        total_us: sum of the durations in microseconds.
-    """
+    """Weighted mean of durations."""
 
     total_us: int = 0
     count: int = 0
@@ -39,11 +35,8 @@ class Latency:
 class PoolTally:
     """Sums over the requests of one pool in one interval.
 
-    Attributes:
-        prompt_tokens: their prompt tokens.
-        routed_tokens: prompt tokens of the requests whose prompt a worker of the pool was sent to compute.
-        cached_tokens: prompt tokens of these requests that the router found in the worker's cache.
-        output_tokens: their output tokens.
+    `routed_tokens` are of prompts that a worker of the pool was sent to compute, `cached_tokens` those of them that the
+    router found in the worker's cache.
     """
 
     requests: int = 0
@@ -72,12 +65,9 @@ class TrackedRequest:
         expires_us: when the planner forgets the request, even if no event has ended it.
         submitted_us: when its submission was read; None if it was not read, or before the first interval.
         prompt_tokens: length of its prompt; None before its submission.
-        output_max: highest number of output tokens that it may have.
         embeds: whether it requests an embedding, which has no output tokens.
-        pools: pool of each stage, once known.
         queued_in: pool in whose queue it waits; empty if it waits in none.
         place: rank that has it now; None if none has it.
-        placed_us: when it was routed there.
         prompted: rank that computes or computed its prompt; None before.
         cached_tokens: prompt tokens that the router found in the cache of that rank.
         is_routed: whether `cached_tokens` was counted.

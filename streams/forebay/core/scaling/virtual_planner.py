@@ -35,22 +35,13 @@ DECISIONS_MAX = 64  # per observation; each but the last one changes a size
 
 
 class VirtualPlanner:
-    """Planner of some pools in virtual time.
-
-    Attributes:
-        state: the state after the records so far.
-    """
+    """Planner of some pools in virtual time."""
 
     def __init__(self, settings: PlannerSettings, forecast: Forecast, simulate: SimulateSizes | None = None) -> None:
-        """Claim a topic without records.
+        """Claim a topic without records. Raises ValueError if the method is `simulate`, and `simulate` is None.
 
-        Args:
-            forecast: returns the forecast for the next interval, from the observations of the state, oldest first, and
-                the offset of the newest one.
-            simulate: simulates a forecast. Method `simulate` needs it.
-
-        Raises:
-            ValueError: the method is `simulate`, and `simulate` is None.
+        `forecast` returns the forecast for the next interval, from the observations of the state, oldest first, and the
+        offset of the newest one.
         """
         if settings.method == "simulate" and simulate is None:
             raise ValueError("method simulate needs a function that simulates")
@@ -62,12 +53,7 @@ class VirtualPlanner:
         self._append(claim)
 
     def plan(self, pools: tuple[PoolObserved, ...], at_us: int) -> list[ScalingDecided]:
-        """Observe the pools, forecast their demand, and decide their sizes until no size changes any more.
-
-        Args:
-            pools: observations of the last interval.
-            at_us: end of the interval in microseconds.
-        """
+        """Plan from the observations of the interval that ends at `at_us`, until no size changes any more."""
         observed = ScalingObserved(planner_epoch=EPOCH, at_us=at_us, interval_s=self.settings.interval_s, pools=pools)
         offset = self._append(observed)
         for pool in pools:

@@ -12,11 +12,9 @@ from forebay.events.transfer import Prefilled
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """Request that has been submitted and has not ended.
+    """Request that has been submitted and has not ended. `RequestState` describes the fields that a snapshot has.
 
     Times are on the owner's clock, in microseconds.
-
-    `RequestState` describes the fields that a snapshot has.
 
     Attributes:
         sent: attempt, worker id and worker epoch of each routing since submission or restore. It distinguishes late

@@ -45,8 +45,7 @@ class Cursor:
 class BlockSets:
     """The KV blocks that each holder has. A holder is identified by an integer with one bit set.
 
-    Attributes:
-        sums: sum of the block hashes modulo 2**64, by holder bit. It is part of the digest of an index.
+    `sums` has the sum of the block hashes modulo 2**64, by holder bit. It is part of the digest of an index.
     """
 
     __slots__ = ("_cursors", "_root", "_runs", "_sweep", "counts", "sums")
@@ -61,21 +60,14 @@ class BlockSets:
         self.sums: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """Return the number of distinct blocks.
-
-        This includes blocks of retired bits that `sweep` has not reached yet.
-        """
+        """Return the number of distinct blocks, including those of retired bits that `sweep` has not reached yet."""
         return len(self._runs)
 
     def add(self, bit: int, blocks: Iterable[int], parent: int | None = None) -> int:
-        """Add blocks to the set of a holder. Arrays of type "Q" are the fastest input.
+        """Add blocks to the set of the holder `bit`, and return how many of them it did not have before.
 
-        Args:
-            bit: mask in which only the holder's bit is set.
-            parent: sequence hash of the block before `blocks` in the prompt, if known. It only helps to keep runs long.
-
-        Returns:
-            How many of the blocks the holder did not have before.
+        Arrays of type "Q" are the fastest input. `parent` is the sequence hash of the block before `blocks` in the
+        prompt, if known. It only helps to keep runs long.
         """
         rest = as_block_array(blocks)
         get = self._runs.get
@@ -105,15 +97,7 @@ class BlockSets:
         return added
 
     def remove(self, bit: int, blocks: Iterable[int]) -> int:
-        """Remove blocks from the set of a holder. Arrays of type "Q" are the fastest input.
-
-        Args:
-            bit: mask in which only the holder's bit is set.
-            blocks: sequence hashes; blocks that the holder does not have are ignored.
-
-        Returns:
-            How many of the blocks the holder had.
-        """
+        """Remove those of `blocks` that the holder `bit` has, and return how many. Arrays of type "Q" are fastest."""
         rest = as_block_array(blocks)
         get = self._runs.get
         at, end = 0, len(rest)
@@ -142,16 +126,10 @@ class BlockSets:
         return run is not None and bool(run.mask & bit)
 
     def match_depths(self, query: Sequence[int], among: int, start: int = 0) -> list[tuple[int, int]]:
-        """Return the match length of each holder for the blocks of a prompt.
+        """Return the match lengths of the holders, each with the mask of the holders that have it, by rising length.
 
-        Args:
-            query: sequence hashes of the prompt from the first block on; arrays of type "Q" are the fastest input.
-            among: mask of the holders to look up.
-            start: number of leading blocks that the lookup skips, because the caller knows that they match.
-
-        Returns:
-            Pairs of a match length and the mask of the holders with this match length, by rising length. Every holder
-            in `among` is in exactly one mask.
+        Every holder in `among` is in exactly one of these masks. `query` has the sequence hashes of the prompt from the
+        first block on; arrays of type "Q" are the fastest input. The caller knows that the first `start` blocks match.
         """
         get = self._runs.get
         found: list[tuple[int, int]] = []
@@ -187,10 +165,7 @@ class BlockSets:
         return cursor
 
     def next_run(self, cursor: Cursor) -> BlockRun | None:
-        """Return the run at the cursor, and advance the cursor. Return None at the end.
-
-        The caller must not change the run.
-        """
+        """Return the run at the cursor, and advance the cursor; None at the end. The caller must not change the run."""
         run = cursor.run
         if run is self._root:
             return None
@@ -215,14 +190,9 @@ class BlockSets:
         self._sweep = self.cursor()
 
     def sweep(self, bits: int, steps: int) -> int:
-        """Continue the current sweep: clear retired bits from the masks of the runs.
+        """Clear the retired `bits`, the same in every call of a sweep. Return the steps left over; 0 if not finished.
 
-        Args:
-            bits: mask of the retired bits; the same in every call of one sweep.
-            steps: work limit. A run counts as one step, and so does each block that is removed.
-
-        Returns:
-            Steps left over; 0 if the sweep is not finished.
+        A run counts as one step, and so does each block that is removed.
         """
         cursor = self._sweep
         if cursor is None:
@@ -242,10 +212,7 @@ class BlockSets:
         return 0
 
     def _add_new(self, bit: int, blocks: "array[int]", parent: int | None) -> tuple[list[int], int]:
-        """Add up to one run of blocks whose first block is unknown.
-
-        Return the blocks added and the input length covered.
-        """
+        """Add up to one run of blocks whose first is unknown. Return the added blocks and the input length covered."""
         runs = self._runs
         listed = blocks.tolist()
         count = len(listed)
@@ -395,11 +362,7 @@ def _match_reversed_suffix(query: "array[int]", at: int, blocks: "array[int]") -
 
 
 def as_block_array(blocks: Iterable[int]) -> "array[int]":
-    """Return blocks as an array of type "Q": the same object if it is an array, otherwise a new one.
-
-    Raises:
-        OverflowError: a value is negative or needs more than 64 bits.
-    """
+    """Return an array of type "Q" as it is, other blocks as a new one. Raises OverflowError if one is not a u64."""
     return blocks if type(blocks) is array else array("Q", blocks)
 
 

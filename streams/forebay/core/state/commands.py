@@ -40,8 +40,6 @@ class PendingCommand:
         offset: offset of its `WorkerCommanded` on the control topic.
         reply_slot: partition of the topic `tokens` that gets the outcomes.
         due_us: deadline on the owner's clock, in microseconds.
-        outcomes: outcome at each worker, by worker id.
-        chars: total text length of the outcomes, in characters.
         term: contribution to the digest of the fields that never change.
     """
 
@@ -103,11 +101,7 @@ class PendingCommands:
         self._remembered.add(id_hash(command_id), nonce, now_us + REMEMBER_US)
 
     def apply_response(self, event: CommandDone | CommandRefused) -> PendingCommand:
-        """Apply a worker's response to a command, and return the command.
-
-        Raises:
-            IllegalTransition: the command is not pending at this worker in this epoch.
-        """
+        """Apply a worker's response. Raises IllegalTransition if the command is not pending there in this epoch."""
         pending = self._pending.get(event.command_id)
         outcome = None if pending is None else pending.outcomes.get(event.worker_id)
         if pending is None or outcome is None or outcome.worker_epoch != event.worker_epoch:
@@ -124,11 +118,7 @@ class PendingCommands:
         return pending
 
     def drop_worker(self, worker_id: str, worker_epoch: int) -> list[PendingCommand]:
-        """Set the outcome of all commands that are pending at a lost worker to `left`.
-
-        Returns:
-            These commands, in the order of their events on `control`.
-        """
+        """Set the outcome of commands pending at a lost worker to `left`, and return them in order of `control`."""
         left = []
         for pending in self.pending():
             outcome = pending.outcomes.get(worker_id)
@@ -138,11 +128,7 @@ class PendingCommands:
         return left
 
     def expired(self, now_us: int) -> list[PendingCommand]:
-        """Set the pending outcomes of commands whose deadline has passed to `timed_out`.
-
-        Returns:
-            These commands; the caller must end them.
-        """
+        """Set pending outcomes past their deadline to `timed_out`. Return these commands; the caller must end them."""
         due = sorted((one for one in self._pending.values() if one.due_us <= now_us), key=_deadline)
         for pending in due:
             for outcome in list(pending.outcomes.values()):
@@ -151,10 +137,7 @@ class PendingCommands:
         return due
 
     def end(self, pending: PendingCommand, now_us: int) -> None:
-        """Remove a command that is no longer pending at any worker.
-
-        Its id is remembered for `REMEMBER_US` after `now_us`.
-        """
+        """Remove a command that is pending at no worker, and remember its id for `REMEMBER_US` after `now_us`."""
         assert not pending.open
         del self._pending[pending.command_id]
         self._sum -= pending.digest()

@@ -100,11 +100,7 @@ class FleetWorker:
 
 @dataclass(frozen=True, slots=True)
 class FleetIngress:
-    """Ingress with a lease, in one incarnation.
-
-    Attributes:
-        lease_ttl_ms: duration of the lease in milliseconds; 0 if unknown.
-    """
+    """Ingress with a lease, in one incarnation. `lease_ttl_ms` is 0 if unknown."""
 
     ingress_id: str
     incarnation: str
@@ -112,11 +108,7 @@ class FleetIngress:
 
 
 class Fleet:
-    """Workers by id, ingresses that have leases, and the newest announced owner.
-
-    Attributes:
-        avoided: ids of the workers that are avoided because of their rejections.
-    """
+    """Workers by id, those avoided for their rejections, ingresses with leases, and the newest announced owner."""
 
     def __init__(self) -> None:
         self.avoided: set[str] = set()
@@ -138,14 +130,9 @@ class Fleet:
         return [self._ingresses[ingress_id] for ingress_id in sorted(self._ingresses)]
 
     def apply(self, event: AnyFleetEvent, offset: int) -> FleetWorker | None:
-        """Apply the event at `offset` of the topic `fleet`.
+        """Apply the event at `offset` of the topic `fleet`. Return its worker; None for an ingress or the owner.
 
-        Returns:
-            The worker that the event is about; None if the event is about an ingress or the owner.
-
-        Raises:
-            IllegalTransition: the event is stale, is about an unknown worker or ingress, or is not in the transition
-                table.
+        Raises IllegalTransition if the event is stale, is about an unknown worker or ingress, or is not in the table.
         """
         if event.owner_epoch < self._owner_epoch:
             raise IllegalTransition(f"stale event: owner epoch {event.owner_epoch} was replaced by {self._owner_epoch}")
@@ -167,11 +154,7 @@ class Fleet:
                 assert_never(event)
 
     def set_loras(self, worker_id: str, worker_epoch: int, loras: tuple[str, ...]) -> bool:
-        """Set the adapters that a worker has loaded. Return whether they changed.
-
-        Raises:
-            IllegalTransition: the worker is not in the fleet in this epoch.
-        """
+        """Set a worker's adapters. Return whether they changed. Raises IllegalTransition for another worker epoch."""
         worker = self._workers.get(worker_id)
         if worker is None or worker.worker_epoch != worker_epoch:
             raise IllegalTransition(f"worker {worker_id} is not in the fleet in epoch {worker_epoch}")
@@ -185,8 +168,7 @@ class Fleet:
     def reject(self, worker_id: str, now_us: int, retry_after_s: int) -> None:
         """Count a rejection by a worker of the fleet, and avoid the worker if it is not the first one in a row.
 
-        Args:
-            retry_after_s: seconds for which the worker asked to get no requests; 0 if it did not ask.
+        The worker asked to get no requests for `retry_after_s`; 0 if it did not ask.
         """
         worker = self._workers[worker_id]
         self._sum -= _term(worker)

@@ -10,11 +10,7 @@ from forebay.events.groups import GroupPlaced
 
 
 class Groups:
-    """Map from each group to its control partition.
-
-    Attributes:
-        ignored: number of placements without effect, by reason.
-    """
+    """Map from each group to its control partition. `ignored` counts placements without effect, by reason."""
 
     def __init__(self) -> None:
         self.partitions: dict[str, int] = {}

@@ -45,10 +45,7 @@ class HolderBits:
         return bit
 
     def retire(self, bit: int) -> None:
-        """Retire a bit, because its holder left the fleet or its cache was cleared.
-
-        Start a sweep if many bits are retired.
-        """
+        """Retire the bit of a holder that left or whose cache was cleared. Start a sweep if many bits are retired."""
         for sets in self._sets:
             sets.retire(bit)
         self.live ^= bit
@@ -72,10 +69,7 @@ class HolderBits:
         return self._keys[bit.bit_length() - 1]
 
     def keys_of(self, mask: int) -> dict[HolderKey, None]:
-        """Return the holders that the bits of a mask represent, lowest bit first.
-
-        The caller must not change the result, because results for frequent masks are cached.
-        """
+        """Return the holders of a mask, lowest bit first. The result is cached, so the caller must not change it."""
         keys = self._remembered.get(mask)
         if keys is None:
             digits = f"{mask:b}"[::-1]

@@ -57,11 +57,7 @@ class IndexScan:
         return not (self._ahead or self._open or self._full)
 
     def advance(self, blocks_max: int) -> list[ScannedBlocks]:
-        """Continue the scan. Return the snapshot parts that are complete.
-
-        Args:
-            blocks_max: approximate number of (block, holder) pairs to visit or return.
-        """
+        """Visit or return about `blocks_max` (block, holder) pairs. Return the snapshot parts that are complete."""
         chunks: list[ScannedBlocks] = []
         left = blocks_max
         while left > 0:

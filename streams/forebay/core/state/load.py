@@ -76,10 +76,7 @@ class FleetLoad:
     """Booked and reported load of every worker rank in the fleet.
 
     A booking ends when its request ends or leaves the rank. Every request has a deadline, so bookings need no expiry of
-    their own.
-
-    Attributes:
-        tight: ranks with less than a quarter of their cache free; a copy from the prefix index.
+    their own. `tight` has the ranks with less than a quarter of their cache free; a copy from the prefix index.
     """
 
     def __init__(self) -> None:
@@ -94,11 +91,7 @@ class FleetLoad:
     def add_rank(
         self, worker_id: str, rank: int, block_size: int, kv_blocks: int = UNKNOWN_BLOCKS, now_us: int = 0
     ) -> RankLoad:
-        """Add a rank without requests, and return its load.
-
-        Args:
-            kv_blocks: KV blocks of the rank; `UNKNOWN_BLOCKS` if its worker sends no KV events.
-        """
+        """Add a rank without requests. `kv_blocks` is `UNKNOWN_BLOCKS` if its worker sends no KV events."""
         key = (worker_id, rank)
         assert key not in self._ranks
         # Starting at zero, a new rank would win every tie until its total caught up with the others.
@@ -137,10 +130,9 @@ class FleetLoad:
         expected_output_tokens: int = 0,
         now_us: int = 0,
     ) -> None:
-        """Add a routed request to the load of a rank.
+        """Add a routed request to the load of a rank that was added before.
 
         Args:
-            key: worker id and rank, which was added before.
             prefill_tokens: prompt tokens that are not in the rank's cache.
             blocks: sequence hashes of the prompt from the first on; empty if active blocks are not tracked.
             prompt_tokens: length of the prompt, to compute the blocks that output needs.
@@ -240,13 +232,7 @@ class FleetLoad:
         self._set_costs(self._ranks[worker_id, rank], costs)
 
     def active_depths(self, query: Sequence[int]) -> dict[HolderKey, int]:
-        """Return how many leading blocks of a prompt the requests in flight on each rank use.
-
-        Ranks without such blocks are omitted.
-
-        Args:
-            query: sequence hashes of the prompt from the first block on; arrays of type "Q" are the fastest input.
-        """
+        """Return how many leading blocks of a prompt the requests in flight on each rank use, without zeros."""
         wanted = as_block_array(query)
         depths: dict[HolderKey, int] = {}
         node, at = self._root, 0
@@ -277,11 +263,7 @@ class FleetLoad:
         return self._sum & U64_MASK
 
     def snapshot(self) -> Iterator[Booking | ComputedTokens | MeasuredCosts | Reported]:
-        """Yield the state as snapshot parts.
-
-        These are the load reports and measured costs by rank, then the bookings in the order in which they were made,
-        then the computed tokens by rank.
-        """
+        """Yield reports and measured costs by rank, then bookings in the order made, then computed tokens by rank."""
         for rank in self._ranks.values():
             if rank.reported is not None:
                 yield rank.reported

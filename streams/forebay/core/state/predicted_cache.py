@@ -104,13 +104,7 @@ class RoutedIndex:
         earliest due time, and the last blocks of a prompt before its first. Nothing is removed in advance, because that
         would delay a request.
 
-        Args:
-            due_us: when the assumption ends, on the owner's clock in microseconds.
-            blocks_max: maximum number of (rank, block) pairs.
-            computed: whether the rank has reported that it computed the prompt.
-
-        Raises:
-            KeyError: the rank is unknown.
+        If `computed`, the rank has reported that it computed the prompt. Raises KeyError if the rank is unknown.
         """
         self._add(self._holders[worker_id, rank], blocks, due_us, computed)
         while self._pairs > blocks_max:
@@ -124,9 +118,7 @@ class RoutedIndex:
         """Remove the blocks of a prompt that a rank did not compute, except blocks of prompts that it has computed.
 
         Blocks of a prompt that it still computes are removed, too. They are added again once it has computed them.
-
-        Raises:
-            KeyError: the rank is unknown.
+        Raises KeyError if the rank is unknown.
         """
         holder = self._holders[worker_id, rank]
         for batch, group in groupby(dict.fromkeys(as_block_array(blocks)), holder.batches.get):
@@ -151,13 +143,7 @@ class RoutedIndex:
             self._bits.sweep()
 
     def depths(self, query: Sequence[int]) -> dict[HolderKey, int]:
-        """Return how many leading blocks of a prompt each rank is assumed to have cached.
-
-        Ranks without such blocks are omitted.
-
-        Args:
-            query: sequence hashes of the prompt from the first block on; arrays of type "Q" are the fastest input.
-        """
+        """Return how many leading blocks of a prompt each rank is assumed to have cached, without zeros."""
         found: dict[HolderKey, int] = {}
         for depth, mask in self._sets.match_depths(query, self._bits.live):
             if depth:
@@ -172,11 +158,7 @@ class RoutedIndex:
         return (self._sum + self._pairs) & U64_MASK
 
     def snapshot(self, predicted: bool) -> Iterator[RoutedBlocks]:
-        """Yield all blocks as snapshot parts, earliest due time first. The caller must not change the index meanwhile.
-
-        Args:
-            predicted: value of `RoutedBlocks.predicted`: whether KV events will confirm the blocks.
-        """
+        """Yield all blocks, earliest due time first. The caller must not change the index meanwhile."""
         for due_us, _, batch in sorted(self._heap):
             if batch.holder.bit:
                 worker_id, rank = batch.holder.key
@@ -192,11 +174,7 @@ class RoutedIndex:
                     )
 
     def restore(self, chunk: RoutedBlocks) -> None:
-        """Apply one part of a snapshot. Parts must come in the order of `snapshot`.
-
-        Raises:
-            KeyError: the rank is unknown.
-        """
+        """Apply one part of a snapshot, in the order of `snapshot`. Raises KeyError if the rank is unknown."""
         blocks = array_u64(chunk.sequence_hashes)
         self._add(self._holders[chunk.worker_id, chunk.rank], blocks, chunk.due_us, chunk.computed)
 

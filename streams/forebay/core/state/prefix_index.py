@@ -68,12 +68,7 @@ APPLIED: dict[type[KvEvent] | type[StoreEvent], str] = {
 
 
 class Gap(NamedTuple):
-    """Missing KV events of a worker rank.
-
-    Attributes:
-        expected_seq: sequence number of the first missing event.
-        found_seq: sequence number of the event that arrived instead.
-    """
+    """Missing KV events of a worker rank, from `expected_seq` on. The event that arrived instead is `found_seq`."""
 
     worker_id: str
     worker_epoch: int
@@ -93,10 +88,8 @@ class _Holder:
 class PrefixIndex:
     """Which blocks each worker rank of the fleet has cached, per tier, and which blocks each shared store has.
 
-    Attributes:
-        applied: number of applied events by kind; for diagnostics, not part of the state.
-        counts: number of events and blocks that did not fit the index, by kind, such as `gap` or `unknown_block`; for
-            diagnostics, not part of the state.
+    `applied` counts applied events by kind, and `counts` events and blocks that did not fit the index, such as `gap` or
+    `unknown_block`. Both are for diagnostics, not part of the state.
     """
 
     def __init__(self) -> None:
@@ -141,13 +134,10 @@ class PrefixIndex:
         return holder is not None and event.worker_epoch == holder.worker_epoch and event.seq > holder.last_seq
 
     def apply(self, event: CacheEvent) -> Gap | None:
-        """Apply one event.
+        """Apply one event. Redelivered events and events of unknown ranks or stale epochs are only counted.
 
-        Redelivered events and events of unknown ranks or stale epochs are counted and have no effect.
-
-        Returns:
-            The gap, if events are missing before this event and the rank had no gap so far; otherwise None. After a gap
-            the rank counts as resyncing until its worker sends `CacheCleared`.
+        Return the gap, if events are missing before this event and the rank had no gap so far; otherwise None. After a
+        gap the rank counts as resyncing until its worker sends `CacheCleared`.
         """
         holder = self._holders.get((event.worker_id, event.rank))
         if holder is None:
@@ -207,11 +197,7 @@ class PrefixIndex:
         return [cursor for cursor in self.cursors() if cursor.resync]
 
     def overlaps(self, query: Sequence[int]) -> dict[HolderKey, Overlap]:
-        """Return how many leading blocks of a prompt each rank has cached. Ranks without such blocks are omitted.
-
-        Args:
-            query: sequence hashes of the prompt from the first block on; arrays of type "Q" are the fastest input.
-        """
+        """Return how many leading blocks of a prompt each rank has cached. Ranks without such blocks are omitted."""
         device, host, disk = self._tiers.values()
         query = as_block_array(query)
         if not (host or disk or self.stores.names):
@@ -223,10 +209,7 @@ class PrefixIndex:
         return self._tiers[tier].counts.get(self._holders[worker_id, rank].bit, 0)
 
     def cached(self, key: HolderKey) -> tuple[int, LowerTier | None] | None:
-        """Return how many blocks a rank has on its device, and the highest tier below the device with blocks of it.
-
-        None for an unknown rank.
-        """
+        """Return a rank's device blocks, and the highest lower tier with blocks of it; None for an unknown rank."""
         holder = self._holders.get(key)
         if holder is None:
             return None
@@ -279,10 +262,7 @@ class PrefixIndex:
         return self._scan
 
     def end_scan(self) -> list[RecordedChange]:
-        """End a completed scan.
-
-        Return the changes since `begin_scan`; a reader restores them after the scanned blocks.
-        """
+        """End a completed scan. Return the changes since `begin_scan`, to restore after the scanned blocks."""
         assert self._scan is not None, "no scan is active"
         assert self._changes is not None, "a scan records changes"
         assert self._scan.done, "the scan is not done"

@@ -116,10 +116,7 @@ class _Line:
 
 @dataclass(slots=True)
 class _Pool:
-    """Lines of one pool.
-
-    `turn` is the index of the line that was served last; it continues while its deficit lasts.
-    """
+    """Lines of one pool. `turn` is the index of the line that was served last; it continues while its deficit lasts."""
 
     config: QueueConfig
     lines: list[_Line]
@@ -180,10 +177,8 @@ class Queues:
     def serve(self, pool: str, is_dispatchable: Callable[[QueuedRequest], bool]) -> QueuedRequest | None:
         """Remove and return the next request that can be dispatched. Return None and change nothing if there is none.
 
-        Args:
-            is_dispatchable: returns whether a rank can take a request now, which depends on the request's requirements
-                alone. It is called in serving order, once per requirement in a queue class, and at most
-                `OFFERS_PER_LINE_MAX` times per class.
+        `is_dispatchable` depends on the request's requirements alone. It is called in serving order, once per
+        requirement in a queue class, and at most `OFFERS_PER_LINE_MAX` times per class.
         """
         state = self._pools[pool]
         found = _next(state, is_dispatchable)
@@ -206,17 +201,11 @@ class Queues:
         return next(line.size for line in self._pools[pool].lines if _key(line.kind) == _key(kind))
 
     def digest(self) -> int:
-        """Return a 64-bit digest over queued requests, turns and deficits.
-
-        The time it takes is linear in the number of classes.
-        """
+        """Return a 64-bit digest over queued requests, turns and deficits, in time linear in the number of classes."""
         return (self._sum + digest_of(*map(plain, self.snapshot()))) & U64_MASK
 
     def snapshot(self) -> Iterator[QueueTurns]:
-        """Yield turn and deficits of every pool as snapshot parts, in order of pool names.
-
-        The queued requests are in the snapshot of `ActiveRequests`.
-        """
+        """Yield turn and deficits of the pools, by name. Queued requests are in the snapshot of `ActiveRequests`."""
         for pool, state in sorted(self._pools.items()):
             classes = (
                 ClassDeficit(
@@ -251,10 +240,6 @@ def class_of(config: QueueConfig, policy_class: str, uncached_tokens: int) -> Qu
 
     Among the classes with the name `policy_class`, it is the one with the highest `uncached_tokens_min` that the
     request reaches. If there is no class with this name, the default classes are used.
-
-    Args:
-        policy_class: class that the client named; empty for none.
-        uncached_tokens: prompt tokens that even the rank with the largest overlap must compute.
     """
     reached = [kind for kind in config.classes if kind.uncached_tokens_min <= uncached_tokens]
     named = [kind for kind in reached if kind.name == policy_class]

@@ -38,10 +38,8 @@ class RankLoad:
             cached blocks than `kv_blocks`, because then this number cannot be right.
         turnover_us: when the rank was sent each of the last five quarters of its cache to compute, oldest first, or
             when it joined.
-        turnover_term: contribution of these times to the digest.
-        reported: last load report of the rank; None before the first.
-        costs: last measured costs of the rank; None before the first.
-        rates: these costs, relative to the cost of computing a block.
+        reported: last load report of the rank; None before the first, like `costs`.
+        rates: `costs` relative to the cost of computing a block.
         units: `decode_blocks` as an exact integer, in units of 1/65536 block.
         salt: factor by which equal sums of different ranks differ in the digest.
     """
@@ -73,10 +71,7 @@ class RankLoad:
 
     @property
     def waiting(self) -> int:
-        """Requests queued in the rank's engine by its last report, but at most the number of booked requests.
-
-        0 without a report.
-        """
+        """Requests queued in the engine by its last report, at most the booked requests; 0 without a report."""
         return 0 if self.reported is None else min(self.reported.waiting, self.active_requests)
 
     def __post_init__(self) -> None:
@@ -100,9 +95,7 @@ def rates_of(costs: TierCosts) -> TierRates:
 def credit_blocks(rates: TierRates, tier: LowerTier, blocks: float, weight: float) -> float:
     """Return how many blocks of computation it saves to load blocks from a tier, at least 0.
 
-    Args:
-        blocks: number of blocks to load, above 0.
-        weight: blocks saved per loaded block if the tier has not been measured.
+    `weight` is the number of blocks saved per loaded block if the tier has not been measured.
     """
     rate = rates.get(tier)
     if rate is None:

@@ -41,12 +41,7 @@ class RecentIds:
         return self._known.get(id_hash)
 
     def add(self, id_hash: int, content: int, due_us: int) -> None:
-        """Remember a new id until `due_us`.
-
-        Args:
-            content: hash of the request, or nonce of the command.
-            due_us: expiry in microseconds, not lower than that of the previous id.
-        """
+        """Remember a new id and its content until `due_us`, which must not be lower than that of the previous id."""
         assert id_hash not in self._known, "an id is used once while it is remembered"
         assert not self._due_us or due_us >= self._due_us[-1], "ids are added in order of expiry"
         self._known[id_hash] = content

@@ -26,18 +26,14 @@ from forebay.events.tokens import (
 
 
 class ResponseState:
-    """Response to one request, as far as it has been read from the reply slot.
-
-    Args:
-        key: `reply_key` of the request.
+    """Response to the request with the reply key `key`, as far as it has been read from the reply slot.
 
     Attributes:
         tokens: valid output tokens, in order; the reader may remove them.
         logprobs: log probabilities of `tokens`, if the request asked for them; the reader removes both together.
         vector: embedding of the prompt as packed f32; empty for generated responses.
         next_index: number of valid tokens received, including removed ones; also the position of the next token.
-        worker_id: worker that generated the last valid token.
-        rank: rank that generated the last valid token.
+        worker_id: worker that generated the last valid token, on its rank `rank`.
         prefilled: worker that computed the prompt; None if the worker that generated the first token did.
         foreign: number of events with another key, which had no effect.
         ended: valid end of the response; None if it has not ended. Later records have no effect.
@@ -85,10 +81,7 @@ class ResponseState:
         return is_own
 
     def is_stale(self, attempt: int, owner_epoch: int) -> bool:
-        """Return whether records of this attempt and owner epoch are stale.
-
-        They are stale if a later attempt has started, or the same attempt under a later owner.
-        """
+        """Return whether a later attempt than this one has started, or the same attempt under a later owner."""
         return (attempt, owner_epoch) < self._valid_from
 
     def start(self, attempt: int, owner_epoch: int) -> None:

@@ -119,15 +119,7 @@ class ActiveRequests:
     def enqueue(
         self, request: ActiveRequest, queue_class: str, uncached_tokens: int, now_us: int, timeout_us: int = 0
     ) -> None:
-        """Move a request to the router's queue.
-
-        Args:
-            uncached_tokens: prompt tokens that even the rank with the largest overlap must compute.
-            timeout_us: microseconds after which the request times out in the queue; 0 for no timeout.
-
-        Raises:
-            IllegalTransition: the request is in another phase.
-        """
+        """Move a request to the router's queue, where it times out after `timeout_us`; 0 for no timeout."""
         self._move(request, RequestTransition.HELD)
         request.queue_class, request.uncached_tokens, request.queued_at_us = queue_class, uncached_tokens, now_us
         request.queue_due_us = now_us + timeout_us if timeout_us else 0
@@ -208,9 +200,7 @@ class ActiveRequests:
     def progress(self, event: RequestProgress, now_us: int) -> ActiveRequest:
         """Apply a worker's progress event to its request, and return the request.
 
-        Raises:
-            IllegalTransition: the request is not active, is on another attempt or worker, or its phase does not allow
-                the event.
+        Raises IllegalTransition if the event is stale, or the phase of the request does not allow it.
         """
         request = self._active.get(event.request_id)
         if request is None:
@@ -251,27 +241,18 @@ class ActiveRequests:
         return self._in_order(request for request in self._active.values() if request.phase is Phase.QUEUED)
 
     def waiting(self) -> list[ActiveRequest]:
-        """Return the accepted requests that have no worker and wait for the next one, in order of submission.
-
-        A request waits after it was encoded or prefilled, or after it lost its worker.
-        """
+        """Return the requests that were encoded or prefilled or lost their worker, and have no next one, in order."""
         return self._in_order(request for request in self._active.values() if request.phase is Phase.WAITING)
 
     def active(self) -> list[ActiveRequest]:
         return self._in_order(iter(self._active.values()))
 
     def next_due_us(self) -> int | None:
-        """Return when the state next changes by time alone, in microseconds on the owner's clock; None for never.
-
-        This is the earliest deadline, queue timeout or expiry of a remembered id.
-        """
+        """Return the next deadline, queue timeout or expiry of an id, in microseconds on the owner's clock, or None."""
         return self._queue_deadlines.earliest(self._deadlines.earliest(self._remembered.next_due_us()))
 
     def expired(self, now_us: int) -> list[ActiveRequest]:
-        """Return the active requests whose deadline has passed at `now_us`; the caller must end them.
-
-        Also forget the ids of ended requests whose time is over.
-        """
+        """Return the requests past their deadline; the caller must end them. Also forget the ids whose time is over."""
         self._remembered.forget(now_us)
         return [self._active[request_id] for request_id in self._deadlines.take(now_us)]
 
@@ -350,11 +331,7 @@ class ActiveRequests:
 
 @dataclass(frozen=True, slots=True)
 class UnfetchedKv:
-    """KV that a prefill worker must free, because no worker will fetch it.
-
-    Attributes:
-        attempt: attempt in which the worker computed the prompt.
-    """
+    """KV that a prefill worker computed in `attempt` and must free, because no worker will fetch it."""
 
     request_id: str
     attempt: int

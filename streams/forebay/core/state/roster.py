@@ -21,11 +21,7 @@ from forebay.events.requests import Task
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CandidateRank:
-    """Worker rank that may get requests.
-
-    Attributes:
-        load: load of the rank. The object is shared with `FleetLoad` and changes as requests start and end.
-    """
+    """Worker rank that may get requests. `load` is shared with `FleetLoad`, and changes as requests start and end."""
 
     worker: FleetWorker
     rank: int
@@ -78,9 +74,7 @@ class Roster:
     def limits(self, run_ahead: float) -> list[tuple[int, int]]:
         """Return the limits of each rank, in order, for a run-ahead as in `QueueConfig.run_ahead`.
 
-        Returns:
-            Per rank, the maximum number of requests in flight, and how many requests may wait in its engine when it
-            gets another request.
+        They are the number of requests in flight, and of those waiting in its engine when it gets another request.
         """
         key, found = self._limits
         if key != run_ahead:
@@ -104,10 +98,7 @@ def roster_of(pool: str, fleet: Fleet, load: FleetLoad) -> Roster:
 
 
 def suspect_roster_of(pool: str, fleet: Fleet, load: FleetLoad) -> Roster:
-    """Return a roster of all ranks of the suspect workers of a pool.
-
-    These ranks get requests again if their workers renew the leases.
-    """
+    """Return a roster of the suspect workers of a pool, which get requests again if they renew their leases."""
     return _roster_of(pool, fleet, load, WorkerPhase.SUSPECT)
 
 

@@ -60,8 +60,7 @@ class SessionAffinity:
     def bind(self, pool: str, session_id: str, binding: Binding, due_us: int) -> bool:
         """Let a worker rank serve a session until `due_us`. This replaces an earlier binding of the session.
 
-        Returns:
-            Whether another session was removed to stay within the maximum number of sessions.
+        Return whether another session was removed to stay within the maximum number of sessions.
         """
         key = session_key(pool, session_id)
         full = key not in self._bound and len(self._bound) >= self._max

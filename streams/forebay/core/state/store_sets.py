@@ -46,11 +46,7 @@ class StoreSets:
         return {name: self.sets.counts[self.names[name]] for name in sorted(self.names)}
 
     def dropped_for(self, event: StoreEvent, used: Collection[str]) -> list[str] | None:
-        """Return the stores that must be dropped to make room for the blocks of an event; None if there is no room.
-
-        Args:
-            used: names of the stores that workers of the fleet use.
-        """
+        """Return the stores, none of them in `used`, to drop for the blocks of an event; None if there is no room."""
         stores, blocks = len(self.names) + (event.store not in self.names), sum(self.sets.counts.values())
         dropped: list[str] = []
         if not event.sequence_hashes or not isinstance(event, StoreBlocksAdded) or self._fits(stores, blocks):
@@ -64,11 +60,7 @@ class StoreSets:
         return None
 
     def fold(self, event: StoreEvent) -> int:
-        """Apply an event, regardless of limits.
-
-        Returns:
-            Bit of the store if it has no blocks any more, otherwise 0. The bit is no longer in use.
-        """
+        """Apply an event, regardless of limits. Return the store's bit if it is no longer in use, otherwise 0."""
         blocks = array_u64(event.sequence_hashes)
         if isinstance(event, StoreBlocksAdded):
             self.add(event.store, blocks)

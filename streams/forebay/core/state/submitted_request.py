@@ -12,14 +12,11 @@ from forebay.events.requests import RequestSubmitted, RouteQueried, RoutingHints
 
 @dataclass(frozen=True, slots=True)
 class SubmittedRequest:
-    """Request as a client submitted it.
+    """Request as a client submitted it. `RequestState` describes the fields that a snapshot has.
 
     For the routing of one stage there is a changed copy, see `forebay.core.routing.stages`.
 
-    `RequestState` describes the fields that a snapshot has.
-
     Attributes:
-        reply_slot: partition of the topic `tokens` that gets the response.
         blocks: sequence hashes of the full prompt blocks.
         packed: `blocks` as packed u64, kept for snapshots.
         patient: whether the request ignores the length limit and the timeout of the queue. It is used on submission
@@ -69,11 +66,7 @@ class SubmittedRequest:
 
 
 def request_from_event(event: RequestSubmitted, pool: str, offset: int, now_us: int) -> SubmittedRequest:
-    """Return the request of a new submission.
-
-    Args:
-        now_us: time on the owner's clock from which the deadline counts, in microseconds.
-    """
+    """Return the request of a new submission. Its deadline counts from `now_us` on the owner's clock."""
     return SubmittedRequest(
         request_id=event.request_id,
         content=content_hash(event),
