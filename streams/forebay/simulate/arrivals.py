@@ -28,8 +28,7 @@ class ListedArrivals:
     """Arrivals that are all known in advance.
 
     Attributes:
-        next_us: time of the next arrival. `FOREVER_US` if no arrival remains, or if every remaining arrival waits for a
-            response.
+        next_us: time of the next arrival. `FOREVER_US` if none remains, or if every remaining one waits for a response.
         think_us: lower bound of the delay between a response and the arrivals that depend on it. `FOREVER_US` if no
             arrival depends on a response.
     """

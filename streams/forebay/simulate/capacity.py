@@ -35,15 +35,11 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def search(measure: Callable[[float], SpeedTrial], start: float, tolerance: float = TOLERANCE) -> Capacity:
-    """Find the highest speed at which the service still meets its SLO.
+    """Find the highest speed at which the service still meets its SLO. The second trial is at the speed `start`.
 
-    The first trial is at nearly zero load, a thousandth of `start`. If it misses the SLO, it is the only trial.
-
-    Args:
-        measure: function that runs the workload at a given speed and returns the result.
-        start: second speed to try.
-        tolerance: the search stops when the gap between the highest speed that meets the SLO and the lowest that misses
-            it is at most this share of the speed.
+    The first trial is at nearly zero load, a thousandth of `start`. If it misses the SLO, it is the only trial. The
+    search stops when the gap between the highest speed that meets the SLO and the lowest that misses it is at most the
+    share `tolerance` of the speed.
     """
     idle = measure(start * 0.5**DOUBLINGS_MAX)
     if not idle.holds:

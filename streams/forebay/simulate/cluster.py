@@ -87,10 +87,9 @@ class SimulatedCluster:
         hops: Hops = NO_HOPS,
         transfer: Transfer = NO_TRANSFER,
     ) -> None:
-        """Create a cluster without workers.
+        """Create a cluster without workers. The cluster modifies `world`.
 
         Args:
-            world: state of the owner. The cluster modifies this object.
             reports: whether workers send load reports. They outnumber all other events, so set it only if needed.
             speedup: how much faster than their model the engines run.
             hops: latencies of the records that clients and the router send.
@@ -127,12 +126,7 @@ class SimulatedCluster:
         self._disaggregated |= rank.spec.role == "prefill"
 
     def play(self, arrivals: ListedArrivals, on_arrived: OnArrived) -> None:
-        """Run until every request has ended.
-
-        Args:
-            arrivals: the requests and operators' changes to play.
-            on_arrived: called with the number of requests that have arrived so far.
-        """
+        """Run until every request has ended. `on_arrived` gets the number of requests that have arrived so far."""
         self._arrivals = arrivals
         output_events, work_events, recorder = self._output_events, self._work_events, self._recorder
         while True:

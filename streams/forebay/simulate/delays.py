@@ -22,11 +22,7 @@ ROUTER = "router"  # producer name of the owner, for rejections that it sends to
 
 
 def exponential(draw: int, mean: int) -> int:
-    """Return a value from an exponential distribution.
-
-    Args:
-        draw: 64 uniformly distributed bits.
-    """
+    """Return a value from an exponential distribution, for a draw of 64 uniformly distributed bits."""
     ln_2, logarithms = _tables()
     # u is 2**-halvings * (1 + step / 1024). Each further halving is half as probable.
     halvings = _REST_BITS + 1 - (draw & ((1 << _REST_BITS) - 1)).bit_length()

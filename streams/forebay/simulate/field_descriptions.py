@@ -38,11 +38,8 @@ def allowed_values(kind: inspect.Type) -> str:
 def invalid_field(raw: Mapping[str, Any], kind: type[msgspec.Struct], error: Exception, *, strict: bool = True) -> str:
     """Return an error text with the name of the first invalid field of `raw`, and its allowed values.
 
-    Args:
-        raw: the fields as read from the file or option.
-        kind: struct type to which the fields could not be converted.
-        error: error that the conversion raised. Its text is returned if no single field is invalid.
-        strict: whether the conversion was strict, that is, did not convert text to numbers.
+    If no single field is invalid, the text is that of `error`. A conversion that is not `strict` may convert text to
+    numbers.
     """
     for name, field in get_type_hints(kind, include_extras=True).items():
         if name not in raw:
@@ -62,23 +59,16 @@ def invalid_field(raw: Mapping[str, Any], kind: type[msgspec.Struct], error: Exc
 def unknown_field(raw: Any, kind: Any, noun: str, where: str = "") -> str | None:
     """Return an error text for the first unknown field of `raw`, with similar or all known fields. None without one.
 
-    Conversion to a struct may ignore unknown fields, but in a file they are typing errors.
-
-    Args:
-        raw: decoded data of a file or an option.
-        kind: type to which the data will be converted.
-        noun: word for a field in the text, for example `key`.
-        where: path of the data in the file, empty for all of it.
+    Conversion to a struct may ignore unknown fields, but in a file they are typing errors. The text calls a field
+    `noun`, for example `key`. `where` is the path of the data in the file, empty for all of it.
     """
     return next(_unknown_fields(raw, inspect.type_info(kind), noun, where), None)
 
 
 def in_terms_of_keys(error: str, above: str = "") -> str:
-    """Return the text of a conversion error as the dotted key of the invalid value, and the reason.
+    """Return the text of a `msgspec.ValidationError` as the dotted key of the invalid value, and the reason.
 
-    Args:
-        error: text of a `msgspec.ValidationError`.
-        above: path of the converted data, with a dot at its end; empty for all of a file.
+    `above` is the path of the converted data, with a dot at its end; empty for all of a file.
     """
     text, _, place = error.partition(" - at `$")
     place = above + place.rstrip("`").removeprefix(".")

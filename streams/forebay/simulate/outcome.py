@@ -201,8 +201,7 @@ def worker_names(outcome: SimulationOutcome) -> list[str]:
 def summary(outcome: SimulationOutcome, workers: int) -> dict[str, Any]:
     """Return the metrics of a run as `forebay simulate --json` prints them. `forebay trace` uses the same names.
 
-    Args:
-        workers: number of workers at the start of the run; more may have joined later.
+    `workers` is the number of workers at the start of the run; more may have joined later.
     """
     workers = max(workers, len(outcome.workers))
     column, failures = outcome.requests.column, outcome.requests.failures

@@ -40,11 +40,7 @@ def costs(figures: Mapping[str, Any], objectives: Sequence[str]) -> tuple[float,
 
 
 def optimal(points: Sequence[Sequence[float]]) -> list[bool]:
-    """Return for each point whether no other point dominates it. Equal points do not dominate each other.
-
-    Args:
-        points: cost tuples of equal length; lower is better.
-    """
+    """Return for each tuple of costs whether no other one dominates it. Equal tuples do not dominate each other."""
     # A dominating point sorts before the point it dominates, and at least one dominating point is itself optimal.
 
     order = sorted(range(len(points)), key=lambda at: tuple(points[at]))

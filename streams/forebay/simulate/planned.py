@@ -60,21 +60,13 @@ class PlannedCluster(SimulatedCluster):
 
 
 class PlannedFleet:
-    """Runs the planner in the virtual time of a cluster.
-
-    Attributes:
-        intervals: what happened in each interval so far.
-    """
+    """Runs the planner in the virtual time of a cluster. `intervals` has what happened in each interval so far."""
 
     def __init__(
         self, planning: Planning, cluster: PlannedCluster, processes: WorkerProcesses,
         pools: Mapping[str, PoolSettings], new: NewWorker,
     ) -> None:  # fmt: skip
-        """Create the planner of a cluster without workers.
-
-        Args:
-            new: returns spec and group of a new worker of a pool.
-        """
+        """Create the planner of a cluster without workers. `new` returns spec and group of a new worker of a pool."""
         self.intervals: list[PlannedInterval] = []
         self._settings = planning.settings
         self._planner = VirtualPlanner(planning.settings, planning.forecast, simulate=planning.simulate)

@@ -35,23 +35,12 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pool_routing(raw: dict[str, Any], noun: str = "key") -> PoolRouting:
-    """Return the rules in decoded data.
-
-    Args:
-        noun: word for a key in the text of an error.
-
-    Raises:
-        PoolRoutingUnusable: a key is unknown or its value is invalid.
-    """
+    """Return the rules in decoded data. Raises PoolRoutingUnusable for an invalid key, which it calls a `noun`."""
     return _converted(raw, PoolRouting, noun)
 
 
 def read_pool_routing(path: Path) -> dict[str, PoolRouting]:
-    """Read the rules of a TOML file, by model.
-
-    Raises:
-        PoolRoutingUnusable: the file cannot be read or a key is invalid.
-    """
+    """Read the rules of a TOML file, by model. Raises PoolRoutingUnusable for an unreadable file or an invalid key."""
     try:
         models = _converted(tomllib.loads(read_file(path).decode()), _File, "key").models
         require_unique(models)
@@ -65,11 +54,7 @@ def read_pool_routing(path: Path) -> dict[str, PoolRouting]:
 
 
 def routing_of(path: Path, model: str) -> PoolRouting:
-    """Return the rules of one model in a TOML file.
-
-    Raises:
-        PoolRoutingUnusable: the file cannot be read, a key is invalid, or the file has no rules for the model.
-    """
+    """Return the rules of a model in a TOML file. Raises PoolRoutingUnusable if they are missing or unusable."""
     found = read_pool_routing(path)
     if model not in found:
         raise PoolRoutingUnusable(f"{path}: {unknown_name('model', model, found)}")

@@ -22,11 +22,7 @@ ROW_FIELDS = tuple(f'"{name}"'.encode() for name in MooncakeRow.__struct_fields_
 
 
 def open_workload(name: str, options: WorkloadOptions) -> Workload:
-    """Open the workload with this name: a path or a generator.
-
-    Raises:
-        WorkloadUnusable: the file cannot be read, or its format is unknown.
-    """
+    """Open a workload: a path or a generator. Raises WorkloadUnusable if a file is unreadable or of unknown format."""
     return PreparedWorkload(_source(name, options), options)
 
 

@@ -57,8 +57,7 @@ class SimulatedRequest:
     def first_token(self, rank: EngineRank, first: FirstTokenStep, at_us: int, recorder: Recorder) -> FirstTokenStep:
         """Record the first token of an attempt, which the client gets at `at_us`.
 
-        Returns:
-            `first` with the statistics of the transfer, if the KV of the prompt was fetched.
+        Return `first` with the statistics of the transfer, if the KV of the prompt was fetched.
         """
         served = self.served
         if not self.emitted:

@@ -84,8 +84,7 @@ def resume(
             worker that joins starts with an empty cache, and a worker that is lost dies at that moment.
         speedup: how much faster than their model the engines run.
 
-    Raises:
-        NotSimulable: there is no worker, or the sizes of a worker contradict each other.
+    Raises NotSimulable if there is no worker, or the sizes of a worker contradict each other.
     """
     fitting = list(_fitting(state, hardware))
     world = restore(fitting, custom)
@@ -109,8 +108,7 @@ def resume(
 class _ResumedCluster(SimulatedCluster):
     """Cluster whose workers join and leave according to the fleet facts among the arrivals.
 
-    Attributes:
-        numbers: number of each rank that ever joined. A rank that rejoins keeps its number.
+    `numbers` has the number of each rank that ever joined. A rank that rejoins keeps its number.
     """
 
     def __init__(

@@ -182,12 +182,7 @@ class RoutedPools(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SettingsUnusable(ValueError):
-    """A setting contradicts another one.
-
-    Attributes:
-        where: path of the invalid setting, such as `life.faults[0].worker`.
-        reason: what is wrong with the setting.
-    """
+    """A setting contradicts another one. `where` is its path, such as `life.faults[0].worker`."""
 
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(f"{where}: {reason}")
@@ -225,11 +220,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def validate_settings(settings: Settings) -> None:
-    """Check that the settings are consistent.
-
-    Raises:
-        SettingsUnusable: a setting contradicts another one. The error is about the first such setting.
-    """
+    """Raise SettingsUnusable for the first setting that contradicts another one."""
     names: dict[str, int] = {}
     if not settings.pools:
         raise SettingsUnusable("pools", "no pool is configured; add at least one")
@@ -341,13 +332,7 @@ def _require_faults(settings: Settings) -> None:
 def engine_config(
     *, block_size: int = 64, kv_blocks: int = 16_384, max_num_seqs: int = 256, max_num_batched_tokens: int = 8_192
 ) -> EngineConfig:
-    """Return the configuration of an engine. The defaults are those of Dynamo's mocker.
-
-    Args:
-        block_size: tokens per KV block.
-        max_num_seqs: maximum number of running sequences.
-        max_num_batched_tokens: maximum number of tokens per step.
-    """
+    """Return the configuration of an engine. The defaults are those of Dynamo's mocker."""
     return EngineConfig(
         vocabulary=None,  # a simulation needs no output text
         block_size=block_size,
@@ -369,12 +354,9 @@ class PolicySpecUnusable(ValueError):
 def policy(text: str) -> RouterConfig:
     """Parse `NAME` or `NAME:setting=value,setting=value` into a routing configuration.
 
-    Args:
-        text: policy as the user wrote it. NAME is a router mode or the dotted path of a policy class. A setting is a
-            field of `RouterConfig`, or of one of its structs, as in `busy.name` and `queue.name`.
-
-    Raises:
-        PolicySpecUnusable: the policy or a setting is unknown or invalid.
+    NAME is a router mode or the dotted path of a policy class. A setting is a field of `RouterConfig`, or of one of its
+    structs, as in `busy.name` and `queue.name`. Raises PolicySpecUnusable if the policy or a setting is unknown or
+    invalid.
     """
     name, _, rest = text.partition(":")
     if name == "direct":

@@ -57,7 +57,6 @@ class Simulation:
         """Build the simulated cluster, and schedule the configured starts and faults of workers.
 
         Args:
-            settings: the fleet, its delays and its life cycle.
             router: routing configuration of every pool that has no `router` of its own.
             custom: custom policies that the routing configurations name.
             planning: planner that changes the sizes of pools during the run; None for no planner.
@@ -104,13 +103,9 @@ class Simulation:
             self._planned.begin()
 
     def run(self, workload: Workload, on_arrived: OnArrived) -> SimulationOutcome:
-        """Play the whole workload and return the outcome.
+        """Play the whole workload and return the outcome. Raises WorkloadUnusable if a row cannot be played.
 
-        Args:
-            on_arrived: called with the number of requests that have arrived so far.
-
-        Raises:
-            WorkloadUnusable: a row of the workload cannot be played.
+        `on_arrived` gets the number of requests that have arrived so far.
         """
         cluster, block_tokens = self.cluster, workload.block_tokens
 

@@ -32,8 +32,7 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
 def parse_slo(text: str) -> Slo:
     """Parse the limits of an SLO, such as `ttft=500,itl=20,e2e=9000`. At least one limit is required.
 
-    Raises:
-        SloUnusable: a limit is unknown, duplicate or not a positive number.
+    Raises SloUnusable if a limit is unknown, duplicate or not a positive number.
     """
     limits: dict[str, float] = {}
     for one in text.split(","):
@@ -54,13 +53,11 @@ def parse_slo(text: str) -> Slo:
 
 
 def goodput(outcome: SimulationOutcome, slo: Slo) -> dict[str, Any]:
-    """Return the SLO attainment and the goodput of a run. A failed request meets no limit.
+    """Return the SLO attainment and the goodput of a run, by key. A failed request meets no limit.
 
-    Returns:
-        A dict with three keys. `attained` is the share of requests that met every limit. `attained_each` is the share
-        that met each single limit. `goodput_per_s` is the number of requests that met every limit, divided by the
-        seconds from the first arrival to the last response. Goodput is defined as by Zhong et al., DistServe, OSDI
-        2024.
+    `attained` is the share of requests that met every limit. `attained_each` is the share that met each single limit.
+    `goodput_per_s` is the number of requests that met every limit, divided by the seconds from the first arrival to the
+    last response. Goodput is defined as by Zhong et al., DistServe, OSDI 2024.
     """
     limits = _limits_us(slo)
     kept = dict.fromkeys(limits, 0)

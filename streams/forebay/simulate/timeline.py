@@ -16,10 +16,7 @@ NO_LOAD = EngineLoad(0, 0, 0, 0)  # load of a worker that has not joined yet
 class Recorder:
     """Records a `UtilizationTimeline`: counts the events of each bin, and samples the state at the end of each bin.
 
-    Attributes:
-        end_us: end of the current bin. Call `advance` before any event at or after this time.
-        arrived: requests that arrived in the current bin.
-        finished: requests that ended in the current bin.
+    The current bin ends at `end_us`. Call `advance` before any event at or after this time.
     """
 
     def __init__(self) -> None:
@@ -36,12 +33,9 @@ class Recorder:
         self._computed[worker] = self._computed.get(worker, 0) + prompt_tokens - cached_tokens
 
     def advance(self, now_us: int, queued: int, members: int, ranks: Mapping[int, EngineRank]) -> None:
-        """Complete all bins that end at `now_us` or earlier.
+        """Complete all bins that end at `now_us` or earlier, the time of the next event.
 
-        Args:
-            now_us: time of the next event.
-            queued: number of requests in the router's queue since the previous event.
-            members: number of members of the fleet since the previous event.
+        `queued` requests and `members` of the fleet are those since the previous event.
         """
         while now_us >= BINS_MAX * self._timeline.bin_us:
             self._double()

@@ -42,13 +42,7 @@ class TransferResult:
 
 
 class Transfers:
-    """Simulates the KV transfers over the links of all workers.
-
-    Args:
-        transfer: time that a link needs for KV.
-        at: function that schedules an action at a virtual time.
-        on_over: function called at the end of every fetch with its result.
-    """
+    """Simulates the KV transfers over the links of all workers. `on_over` gets the result of every fetch at its end."""
 
     def __init__(self, transfer: Transfer, at: At, on_over: Callable[[TransferResult], object]) -> None:
         self._transfer = transfer

@@ -73,8 +73,7 @@ class Survey(msgspec.Struct, kw_only=True):
 class Workload(Protocol):
     """Requests to play in a simulation. Implementations are picklable, because every process reads the workload itself.
 
-    Attributes:
-        block_tokens: tokens per id of `Turn.block_ids`.
+    Each id in `Turn.block_ids` stands for `block_tokens` tokens.
     """
 
     name: str
@@ -89,9 +88,7 @@ class Workload(Protocol):
 
         A dependent request comes after all requests on which it depends, but before the next request with a fixed time.
         So a caller that has read a request with a fixed time already knows every request that may arrive earlier.
-
-        Raises:
-            WorkloadUnusable: for the same reasons as `survey`.
+        Raises WorkloadUnusable as `survey` does.
         """
         ...
 
@@ -100,11 +97,7 @@ def sequence_hashes(turn: Turn, block_tokens: int, block_size: int) -> bytes:
     """Return a packed u64 sequence hash per full block of the prompt, computed from its block ids.
 
     Two prompts have equal hashes exactly as far as they have equal block ids. A prompt without block ids has no hash in
-    common with another prompt.
-
-    Args:
-        block_tokens: tokens per block id.
-        block_size: tokens per hashed block.
+    common with another prompt. A block id stands for `block_tokens` tokens, a hash for `block_size` tokens.
     """
     full = turn.prompt_tokens // block_size
     if not turn.block_ids:

@@ -40,8 +40,7 @@ def fit_estimates(model: str, system: str, backend: str, tensor_parallel: int) -
         backend: AIConfigurator's name of an engine, such as vllm.
         tensor_parallel: GPUs per engine.
 
-    Raises:
-        ProfileUnusable: AIConfigurator does not support this combination.
+    Raises ProfileUnusable if AIConfigurator does not support this combination.
     """
     try:
         engine = EngineHandle.compile(model, system, backend, tp_size=tensor_parallel)

@@ -146,9 +146,8 @@ def _estimates(rows: Vector, theta: Vector) -> tuple[list[Estimate], list[str]]:
 def amounts(run: EngineRun) -> tuple[list[ObservedRequest], Vector]:
     """Return the compared requests, and the amounts of work that explain their TTFT and ITL.
 
-    Returns:
-        The requests, and an array of shape (2, requests, costs): for each request and each kind of cost, the amount of
-        work during its TTFT (index 0) and during an average gap between its tokens (index 1).
+    The amounts have the shape (2, requests, costs): for each request and each kind of cost, the amount of work during
+    its TTFT (index 0) and during an average gap between its tokens (index 1).
     """
     begun = [one for one in run.requests if one.first_us]
     moments = np.unique([at for one in begun for at in (one.routed_us, one.first_us, _end(one))])
@@ -190,7 +189,6 @@ def _iterations(
     """Return the number of iterations between consecutive events. It is fractional where an event splits an iteration.
 
     Args:
-        begun: requests with a first token.
         spans: indexes of each request's arrival, first token and end among the events.
         lasted: microseconds between consecutive events.
         fixed: counts that are already known; nan elsewhere.

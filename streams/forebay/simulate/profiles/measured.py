@@ -24,13 +24,9 @@ class MeasuredTiming(NamedTuple):
 
 
 def fit_measured(prefill: Sequence[PrefillPoint], decode: Sequence[DecodePoint], batched_tokens: int) -> MeasuredTiming:
-    """Return the linear timing with the smallest errors over all points.
+    """Return the linear timing with the smallest errors over all points. Raises ProfileUnusable for too few points.
 
-    Args:
-        batched_tokens: highest number of tokens of one step, by which long prompts are divided.
-
-    Raises:
-        ProfileUnusable: there are too few points.
+    A step has at most `batched_tokens` tokens, by which long prompts are divided.
     """
     for stage, points in (("prefill", prefill), ("decode", decode)):
         if len(points) < POINTS_MIN:

@@ -74,8 +74,7 @@ class _Roofline(_File, frozen=True, kw_only=True, tag="roofline"):
 def load_profile(name: str) -> Profile:
     """Load an engine profile: the built-in one if `name` is its name, otherwise the profile file at this path.
 
-    Raises:
-        ProfileUnusable: there is no such file, or its profile is invalid. This exception is a ValueError.
+    Raises ProfileUnusable, a ValueError, if there is no such file, or its profile is invalid.
     """
     if name == MOCKER:
         return Profile(timing=MockerTiming())

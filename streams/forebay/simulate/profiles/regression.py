@@ -14,8 +14,7 @@ Errors = tuple[float, float]  # p50 and p90 of relative errors
 def fitted(rows: Vector, times_us: Vector, first: int) -> tuple[list[float], Errors, Errors]:
     """Return the costs that explain times best, and the errors of the `first` times and of the others.
 
-    Args:
-        rows: amount of each kind of work, in columns, for each time.
+    `rows` has the amount of each kind of work, in columns, for each time.
     """
     shares = rows / times_us[:, None]
     costs = regression(shares)
@@ -27,9 +26,8 @@ def fitted(rows: Vector, times_us: Vector, first: int) -> tuple[list[float], Err
 def regression(shares: Vector) -> Vector:
     """Return the non-negative cost of each column that explains the observed times best, robust to outliers.
 
-    Args:
-        shares: one row per observed time and one column per kind of work. A cell is the amount of that work, divided by
-            the time. With the right costs the sum of amount times cost is 1 in each row.
+    `shares` has a row per observed time and a column per kind of work. A cell is the amount of that work, divided by
+    the time. With the right costs the sum of amount times cost is 1 in each row.
     """
     units = np.maximum(shares.mean(axis=0), 1e-12)  # scales each cost to its share of the times
     columns = shares.shape[1]

@@ -79,10 +79,7 @@ def roofline(
 
 
 def kv_bytes_token(model: Transformer, numbers: NumberFormats, tensor_parallel: int) -> float:
-    """Return the KV bytes per token on one GPU.
-
-    If there are more GPUs than KV heads, several GPUs have the same head.
-    """
+    """Return the KV bytes per token on one GPU. With more GPUs than KV heads, several GPUs have the same head."""
     heads = max(1.0, model.kv_heads / tensor_parallel)
     return 2 * model.layers * heads * model.head_dim * NUMBER_BYTES[numbers.kv_cache]
 

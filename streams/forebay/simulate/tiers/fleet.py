@@ -12,12 +12,7 @@ from forebay.simulate.tiers.settings import BYTES_PER_US, FleetTiers, TierModel
 
 
 class TierFleet:
-    """Builds the tiers of ranks.
-
-    Args:
-        scheduler: clock and queue of the simulation.
-        reports_costs: whether the router uses measured costs.
-    """
+    """Builds the tiers of ranks. They report costs if the router uses measured costs."""
 
     def __init__(self, scheduler: Scheduler, *, reports_costs: bool) -> None:
         self._reports_costs = reports_costs
@@ -32,13 +27,7 @@ class TierFleet:
         block_bytes: int,
         on_changed: Callable[[bool], object],
     ) -> SimulatedTiers | None:
-        """Return the tiers of a new rank; None if it has none.
-
-        Args:
-            model: model that the rank serves. Its ranks share one store.
-            block_bytes: bytes per block.
-            on_changed: as in `SimulatedTiers`.
-        """
+        """Return the tiers of a new rank; None if it has none. All ranks that serve the same model share one store."""
         limits = tiers.limits(block_bytes)
         links: dict[LowerTier, SharedLink] = {}
         store: SharedStore | None = None

@@ -28,13 +28,7 @@ class Scheduler(Protocol):
 
 
 class SharedLink:
-    """Link to a tier.
-
-    Args:
-        bytes_per_us: bandwidth in bytes per microsecond; 0 for an unlimited bandwidth.
-        latency_us: microseconds from the begin of a transfer to its first byte.
-        scheduler: clock and queue of the simulation.
-    """
+    """Link to a tier. The bandwidth 0 is unlimited. The first byte of a transfer takes `latency_us` to arrive."""
 
     def __init__(self, bytes_per_us: float, latency_us: int, scheduler: Scheduler) -> None:
         self._bytes_per_us = bytes_per_us
@@ -48,13 +42,7 @@ class SharedLink:
         self._version = 0  # of the schedule; an event of an earlier version is void
 
     def begin(self, size: int, done: Callable[[], object], *, is_load: bool, owner: object) -> None:
-        """Begin a transfer.
-
-        Args:
-            size: number of bytes.
-            is_load: whether the end may give work to an engine.
-            owner: owner of the transfer, for `drop`.
-        """
+        """Begin a transfer of `size` bytes. If `is_load`, its end may give work to an engine. `drop` uses `owner`."""
         self._begun += 1
         transfer = _LinkTransfer(self._begun, size, done, is_load, owner)
         self._put(self._scheduler.now_us + self._latency_us, partial(self._start, transfer), is_load)

@@ -75,11 +75,9 @@ class TierPlan(NamedTuple):
 
 
 class SimulatedTiers:
-    """Tiers of one rank.
+    """Tiers of one rank. The step times of its engine stand for measurements of prefills.
 
-    Args:
-        config: engine of the rank; its step times stand for measurements of prefills.
-        on_changed: called when a load or a write has ended, with whether it was the load of a request.
+    `on_changed` is called when a load or a write has ended, with whether it was the load of a request.
     """
 
     def __init__(
@@ -151,14 +149,9 @@ class SimulatedTiers:
                 )
 
     def computed(self, request_id: str, cached_tokens: int, *, is_fetched: bool) -> tuple[OnboardedTokens, ...]:
-        """Offer a computed prompt to the tiers.
+        """Offer a computed prompt to the tiers. Return the part of `cached_tokens` that was loaded.
 
-        Args:
-            cached_tokens: prompt tokens that were not computed.
-            is_fetched: whether the prompt was computed by another rank.
-
-        Returns:
-            The part of `cached_tokens` that was loaded.
+        `cached_tokens` were not computed. If `is_fetched`, another rank computed the prompt.
         """
         hashes = self._prompts.pop(request_id, None)
         if hashes is None:

@@ -23,11 +23,7 @@ Latency = Annotated[int, msgspec.Meta(ge=0, le=LATENCY_US_MAX)]
 
 
 class TierUnusable(ValueError):
-    """A tier has an unusable size.
-
-    Attributes:
-        reason: what is wrong with its size.
-    """
+    """A tier has an unusable size."""
 
     def __init__(self, tier: str, reason: str) -> None:
         super().__init__(f"{tier}: {reason}")
@@ -99,10 +95,9 @@ class FleetTiers(WorkerTiers, frozen=True, kw_only=True):
         return FleetTiers(host=own.host or self.host, disk=own.disk or self.disk, store=self.store)
 
     def limits(self, block_bytes: int) -> TierSet:
-        """Return the sizes and policies of these tiers for blocks of `block_bytes` bytes. A tier of size 0 is left out.
+        """Return sizes and policies for blocks of `block_bytes` bytes. A tier of size 0 is left out.
 
-        Raises:
-            TierUnusable: a tier is smaller than one block, or too large.
+        Raises TierUnusable if a tier is smaller than one block, or too large.
         """
         is_filtered = self.host is not None and self.host.blocks(1) > 0
         return TierSet(

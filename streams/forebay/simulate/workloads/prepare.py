@@ -14,12 +14,7 @@ PARENTS_MAX = 1 << 19  # ids whose parent is remembered, about 60 MB; beyond tha
 
 
 class PreparedWorkload:
-    """Workload that a simulation can play: a source with `WorkloadOptions` applied.
-
-    Attributes:
-        name: name of the source.
-        block_tokens: tokens per block id of the source.
-    """
+    """Workload that a simulation can play: a source with `WorkloadOptions` applied."""
 
     def __init__(self, source: WorkloadSource, options: WorkloadOptions) -> None:
         self.name = source.name

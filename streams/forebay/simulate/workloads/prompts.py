@@ -10,10 +10,7 @@ CACHED_TOKENS = 1 << 21
 
 
 def prompt(turn: Turn, block_tokens: int) -> list[int]:
-    """Return token ids for the prompt of a request.
-
-    Equal block ids give equal tokens. Prompts without block ids share no tokens.
-    """
+    """Return prompt tokens of a request. Equal block ids give equal tokens; prompts without block ids share none."""
     if not turn.block_ids:
         return list(_tokens_of(f"turn {turn.number}", turn.prompt_tokens))
     tokens: list[int] = []

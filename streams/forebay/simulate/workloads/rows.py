@@ -81,11 +81,7 @@ class RowFile:
     """Workload source that reads a file with one request per line."""
 
     def __init__(self, path: Path, *, ours: bool) -> None:
-        """Open the file.
-
-        Args:
-            ours: whether it is in forebay's format, which begins with a header.
-        """
+        """Open the file. If it is in forebay's own format (`ours`), it begins with a header."""
         self._path = require_readable(path)
         self._header = _header(path) if ours else None
         self.name = (self._header and self._header.name) or path.name
@@ -171,12 +167,9 @@ class RowFile:
 
 
 class _Plan:
-    """Dependencies between rows, and the resulting order.
+    """Dependencies between rows, and the resulting order: line number and byte offset of each good row.
 
-    Attributes:
-        line: line number of each good row, indexed from 0.
-        offset: byte offset of each good row.
-        group: number of rows with a fixed time up to and including the row's latest dependency.
+    `group` is the number of rows with a fixed time up to and including the row's latest dependency.
     """
 
     def __init__(self) -> None:

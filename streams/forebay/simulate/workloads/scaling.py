@@ -24,8 +24,7 @@ ID_BITS_CUT = 11  # leaves 53 bits, because other JSON readers round larger inte
 class Scaling:
     """Scales the prompts of a workload by the multipliers of `WorkloadOptions`. Call `learn` first, then `scaled`.
 
-    Attributes:
-        changes: whether the multipliers change any prompt. If not, `learn` and `scaled` are not needed.
+    If `changes` is false, the multipliers change no prompt, so `learn` and `scaled` are not needed.
     """
 
     def __init__(self, options: WorkloadOptions, block_tokens: int) -> None:

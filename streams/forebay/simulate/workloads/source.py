@@ -50,9 +50,7 @@ def lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
 class RowErrors:
     """Errors in the rows of a workload. An error ends the reading, or is only counted if bad rows are to be skipped.
 
-    Attributes:
-        unit: word for a row in messages, such as `line`.
-        row: position of the current row in the file.
+    Messages call a row `unit`, such as `line`. `row` is the position of the current row in the file.
     """
 
     def __init__(self, *, skip: bool) -> None:

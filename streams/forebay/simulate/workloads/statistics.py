@@ -15,10 +15,7 @@ FOUND_IDS_MAX = 1 << 24  # maximum number of distinct block ids to remember, abo
 
 
 class Reuse(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefix reuse in one unbounded cache, if the requests run one after another in the order of the workload.
-
-    No policy can reach a higher reuse.
-    """
+    """Prefix reuse in one unbounded cache, if requests run one after another in order. No policy can reach more."""
 
     tokens: float  # share of the prompt tokens that are found in the cache
     blocks: float  # share of the prompt blocks, including partial blocks, that are found in the cache
@@ -49,12 +46,7 @@ class WorkloadStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def workload_statistics(turns: Iterable[Turn], block_tokens: int) -> WorkloadStatistics:
-    """Return the statistics of a workload.
-
-    Args:
-        turns: requests of the workload. Errors of the iterator propagate.
-        block_tokens: tokens per block id.
-    """
+    """Return the statistics of a workload. Errors of its iterator propagate."""
     earliest_us, delays_us = array("q"), array("q")
     prompts, outputs = array("q"), array("q")
     sessions: set[str] = set()

@@ -60,11 +60,7 @@ class Synthetic:
     """Workload source that generates requests from parameters and a seed."""
 
     def __init__(self, text: str, seed: int) -> None:
-        """Parse the parameters.
-
-        Args:
-            text: parameters as `setting=value`, separated by commas.
-        """
+        """Parse the parameters, which are `setting=value`, separated by commas."""
         self.name = f"synthetic:{text}"
         self._recipe = recipe = _recipe(text)
         self._seed = seed

@@ -60,11 +60,7 @@ class TableFile:
     """Workload source that reads a table."""
 
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
-        """Open the file.
-
-        Args:
-            columns: name of the column of each field (`FIELDS`).
-        """
+        """Open the file. `columns` has the name of the column of each field (`FIELDS`)."""
         self._path = require_readable(path)
         self._columns = columns
         self.name = path.name
