@@ -76,8 +76,7 @@ def add_actions(
 ) -> None:
     """Add the routes of the actions to `app`.
 
-    Without an `ingress_url`, no action is possible. Without `kafka`, the console shows an embedded log without a
-    planner.
+    No action is possible without an `ingress_url`. An embedded log has no `kafka`, and no planner.
     """
     actions = Actions(ingress_url.rstrip("/"), kafka, model, open_scaling)
 

@@ -56,8 +56,7 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
 class Console:
     """Reads one group of a log for the HTTP routes.
 
-    `what_if` is the module of the process that compares a span with another configuration. `reader` is the process that
-    derives moments.
+    `what_if` is the module of the process that compares configurations. `reader` is the process that derives moments.
     """
 
     def __init__(self, settings: ConsoleSettings, what_if: str) -> None:

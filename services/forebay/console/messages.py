@@ -26,11 +26,7 @@ class ReadComparison(Reading, frozen=True, tag="compare"):
 
 
 class ReadExplanation(Reading, frozen=True, tag="explain"):
-    """Explain a request.
-
-    `number` is the offset of its submission, which selects one of several requests with the same ID; None for the
-    request that was routed last.
-    """
+    """Explain a request: the one submitted at offset `number`, or the one with this ID that was routed last."""
 
     request_id: str
     number: int | None = None

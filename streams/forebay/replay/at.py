@@ -211,7 +211,7 @@ async def _last_valid(log: Log, partition: int, start: Start, wanted: int) -> in
 async def offset_at(log: Log, partition: int, time_us: int, states: States | None = None) -> int:
     """Return the offset of the last valid journal record written at or before `time_us` on the owner's clock.
 
-    The search begins at a state of `states` if one is before `time_us`. Raises NoSuchRecord if the recording begins
+    The search begins at a state of `states` before `time_us`, if any. Raises NoSuchRecord if the recording begins
     later.
     """
     begin, end = await _extent(log, partition)

@@ -52,8 +52,7 @@ async def seek_time(
     """Return the position at `time_us`: at the last journal record written by then, with the events applied after it.
 
     The derivation begins at the newest of `states` before it, by default at the newest snapshot. Raises NoSuchRecord if
-    the log begins after `time_us` or ends before it, and NotDerivable if an owner with other decision rules decided
-    then.
+    the log begins after `time_us` or ends before it, NotDerivable if an owner with other decision rules decided then.
     """
     offset = await offset_at(log, partition, time_us, states)
     position = await seek(log, partition, offset, custom, states)

@@ -24,8 +24,8 @@ KNOWN_TOPICS = frozenset((CLOCK, *(topic.name for topic in INPUTS)))
 class RecordedStep(NamedTuple):
     """One valid journal record, and the events that it counts. `record` is None if this version does not know its type.
 
-    `consumed` lacks topics that this version does not know. In `events`, None is an event that did not decode. `begins`
-    has the offset of the first of these events, by topic.
+    `consumed` lacks topics that this version does not know. `events` has None for an event that did not decode.
+    `begins` has the offset of the first of these events, by topic.
     """
 
     offset: int

@@ -174,8 +174,7 @@ def _pool_events(world: World, model: str) -> list[ControlEvent]:
 async def write_group(log: Log, group: RestoredGroup, at_us: int) -> None:
     """Append a group to the log of a new namespace, and check that the log has the settings of the group.
 
-    The placement, with `at_us` of Unix time, is appended last, so a router that finds the group finds its settings,
-    too.
+    The placement, with `at_us` of Unix time, is appended last, so a router that finds the group finds its settings.
     """
     await log.append([Draft(CONTROL.name, group.partition, encode(CONTROL, event)) for event in group.events])
     written, _ = await settled_world(log, group.partition)

@@ -37,13 +37,10 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class EventAnonymizer:
-    """Anonymises the events of one group.
+    """Anonymises the events of one group. `names`, by kind, are names of the system's own components, which stay.
 
-    Attributes:
-        names: names of the system's own components by kind, which stay in an anonymised recording.
-        contents: replacement of each hash of a request's content in the recording.
-        sessions: replacement of each session key in the recording.
-        ordered_ids: masks of the request IDs passed to `keep_order`, by ID.
+    `contents` and `sessions` have the replacement of each content hash and session key in the recording. `ordered_ids`
+    has the masks of the request IDs passed to `keep_order`.
     """
 
     def __init__(self, masks: Masks, partition: int) -> None:

@@ -50,9 +50,8 @@ class HashMask:
 class Masks:
     """All masks with one key of `KEY_BYTES` bytes. Without the key no masked value can be reversed.
 
-    Attributes:
-        blocks: mask of sequence hashes and of an engine's own block hashes, which may be the same numbers.
-        digests: mask of digests that cannot be derived again.
+    `blocks` also masks an engine's own block hashes, which may be the same numbers as sequence hashes. `digests` masks
+    digests that cannot be derived again.
     """
 
     def __init__(self, key: bytes) -> None:

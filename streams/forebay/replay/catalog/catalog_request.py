@@ -184,8 +184,7 @@ class CatalogRequest:
     def accepts(self, event: RequestProgress) -> bool:
         """Return whether the owner applies the event in this state.
 
-        Unlike the owner, it accepts a `TransferFailed` of a request without anything to fetch, which this state does
-        not show.
+        The owner also ignores a `TransferFailed` without anything to fetch, which this state does not show.
         """
         if (
             event.attempt != self.attempt

@@ -192,9 +192,9 @@ def write_live(connection: sqlite3.Connection, state: CatalogState, status: byte
 
 
 def read_live(store: Store) -> tuple[CatalogState, bytes] | None:
-    """Return the published state, and the `GroupStatus` as JSON, which is empty before the log was read.
+    """Return the published state and the `GroupStatus` as JSON, None before the first publication.
 
-    Returns None before the first publication.
+    The JSON is empty before the log was read.
     """
     row = store.connection.execute("SELECT state, status FROM live").fetchone()
     return None if row is None else (msgspec.json.decode(row[0], type=CatalogState), bytes(row[1]))

@@ -99,8 +99,7 @@ class MentionTable(CatalogObserver):
 def find_mentions(store: Store, request_id: str, journal_offset: int | None = None) -> Mentions:
     """Return the journal records about an ID, on the log or as a client chose it, for `explain`.
 
-    `journal_offset` is that of the newest decision about one of several requests with this ID; None for the newest
-    request.
+    `journal_offset` is that of the newest decision about one of several requests with this ID; None for the newest one.
     """
     wanted = _hash(request_id)
     offsets: list[int] = []

@@ -59,8 +59,8 @@ class CatalogObserver:
     def on_unrecorded(self, topic: str, offset: int, event: InputEvent | None, at_us: int) -> None:
         """Observe an event after the newest journal record, in append order; None if it does not decode.
 
-        The pass may leave out KV events and load reports, and may stop after any number of events. `at_us` is the
-        append time in microseconds of Unix time.
+        The pass may leave out KV events and load reports, and may stop after any number of events. `at_us` is in Unix
+        time.
         """
 
     def write(self, connection: sqlite3.Connection) -> None:

@@ -28,8 +28,7 @@ _AFTER_TEXT = "\U0010ffff"  # sorts after every other character
 class RequestFilter:
     """Conditions that a request must meet, all of them as of the moment of the query.
 
-    `text` must be part of the ID, with the same case. If `is_unsuccessful`, the request must have failed, been rejected
-    or been aborted.
+    `text` must be part of the ID, with the same case. `is_unsuccessful` selects failed, rejected and aborted requests.
     """
 
     state: RequestState | None = None

@@ -81,8 +81,7 @@ async def catalog_explanation(
 ) -> Explanation:
     """Return the explanation of a request, in a short time. Raises UnknownRequest if no record is about the request.
 
-    If several requests used the ID, `journal_offset` is that of the newest decision about one; None for the newest
-    request.
+    If several requests used the ID, `journal_offset` is that of the newest decision about one; None for the newest one.
     """
     return await explain(
         log,

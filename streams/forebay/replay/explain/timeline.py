@@ -453,8 +453,8 @@ def tokens_by_source(
 ) -> dict[TokenSource, int]:
     """Return the prompt tokens from each source, without sources of no tokens.
 
-    `prompt_tokens` is None if unknown, so that the computed tokens are unknown too. `kept` is the KV that a prefill
-    worker kept for the request.
+    Without `prompt_tokens`, the computed tokens are unknown. `kept` is the KV that a prefill worker kept for the
+    request.
     """
     found: dict[TokenSource, int] = {"device": 0}
     for one in event.onboarded:

@@ -80,10 +80,9 @@ class OpenAction(Fact, frozen=True, kw_only=True):
 
 
 class PlannerStatus(Fact, frozen=True, kw_only=True):
-    """The planner and its pools.
+    """The planner and its pools. `newest_us` is the wall clock of the newest record of a planner.
 
-    `problems` say in words what keeps the planner from scaling pools. `newest_us` is the wall clock of the newest
-    record of a planner.
+    `problems` say what keeps the planner from scaling pools; empty if it is active.
     """
 
     version: int = VERSION
@@ -118,8 +117,7 @@ async def read_planner_status(
 ) -> PlannerStatus:
     """Return the status at the end of the topic.
 
-    `now_us` is the wall clock, in microseconds since 1970, by which a silent planner is found; None for a log of the
-    past.
+    `now_us` is the wall clock in Unix time, by which a silent planner is found; None for a log of the past.
     """
     journal, newest = ScalingJournal(log, on_progress), NewestDecisions()
     async for found in journal.read():

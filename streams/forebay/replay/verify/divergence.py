@@ -25,7 +25,7 @@ PLANS_KEPT = 1_024  # derived from the events of one record and not in the journ
 
 
 class LastVerifiedState(msgspec.Struct, kw_only=True):
-    """The last state that is known to be correct, `sealed` by a digest in the journal or the derivation's beginning.
+    """The last state known to be correct: `sealed` by a digest in the journal, or else where the derivation began.
 
     `since` has the offset of the first event applied after that state and the offset after the last one, by topic.
     """

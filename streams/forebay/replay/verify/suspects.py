@@ -41,8 +41,8 @@ class EventSummary(msgspec.Struct, kw_only=True):
 class Suspicion(msgspec.Struct, kw_only=True):
     """Events that may be the cause of a divergence.
 
-    `others` are the newest suspected events that are not about blocks of the prompt. If the block hashes of an event
-    were changed, the event is here.
+    `others` are the newest suspected events that are not about blocks of the prompt, or whose block hashes were
+    changed.
     """
 
     why: str
