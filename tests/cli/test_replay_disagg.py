@@ -1,4 +1,4 @@
-"""`forebay replay` on a log with disaggregation: pools, stages and waits."""
+"""`forebay replay at`, `replay diff` and `explain` on a log with disaggregation: pools, stages and waits."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Endpoints of a console on recordings, compared with the code of `forebay replay` and `forebay status`."""
+"""Endpoints of a console on recordings, compared with the code of `forebay replay at`, `explain` and `status`."""
 
 import asyncio
 import json

@@ -21,7 +21,7 @@ def main() -> None:
     LoggingOptions().start(("forebay.live", "forebay.transport"))
     try:
         serve_until_signal(msgspec.json.decode(connection.setup, type=ConsoleSettings), "--console-port")
-    except click.exceptions.Exit as error:  # the message is printed; no command of Typer runs here
+    except click.exceptions.Exit as error:  # the message is printed; no command runs here
         sys.exit(error.exit_code)
 
 

@@ -1,4 +1,4 @@
-"""`forebay replay`: verify, explain and compare the decisions of a recorded log."""
+"""`forebay verify`: derive the decisions of a recorded log again."""
 
 import asyncio
 from collections.abc import Set
