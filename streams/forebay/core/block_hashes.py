@@ -34,7 +34,7 @@ def hash_seed(lora_name: str = "", cache_namespace: str = "") -> int:
 
 
 def mm_hash(identifier: str) -> int:
-    """Return the 64-bit hash of an image, video or sound: 16 digits of a SHA-256 in hex, or the hash of other text."""
+    """Return the 64-bit hash of an image, video or sound: the first 16 digits of a SHA-256, or a hash of other text."""
     assert identifier
     if len(identifier) == DIGEST_CHARS and HEX_DIGITS.issuperset(identifier):
         return int(identifier[:DIGEST_CHARS_USED], 16)

@@ -72,9 +72,10 @@ def submit_command(world: World, event: WorkerCommanded, offset: int) -> list[Co
 
 
 def apply_command_response(world: World, event: CommandDone | CommandRefused) -> tuple[list[CommandEnded], bool]:
-    """Apply a worker's response to a command. Return whether it changed the adapters that the worker has loaded.
+    """Apply a worker's response to a command.
 
-    Also return the record of the command's end, if no worker has it pending any more.
+    Return the record of the command's end, if no worker has it pending any more, and whether the response changed the
+    adapters that the worker has loaded.
     """
     changed = False
     if isinstance(event, CommandDone) and event.action in LORA_CHANGES:

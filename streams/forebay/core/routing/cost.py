@@ -44,7 +44,7 @@ class CostTable:
         decode_blocks: blocks in use by requests in flight per candidate, plus the blocks that this request would add.
         overlaps: cached blocks of the prompt by position in the roster. A position without an entry has none.
         taint_factors: factor of the cost per candidate from preferred taints; None if the request prefers none.
-        eviction_costs: increase of the cost for cached blocks that the rank must evict, like `overlaps` by position.
+        eviction_costs: increase of the cost for cached blocks that the rank must evict, by position like `overlaps`.
     """
 
     roster: Roster

@@ -108,7 +108,7 @@ def _apply_conditional(
 ) -> tuple[PrefillPlace, StageCandidates | Plan | None]:
     """Apply the policies `isl_bounding`, `prefill_load` and `isl_or_load`, then the busy check of the decode worker.
 
-    Return `prefill` too. If the load of the prefill workers was needed, a plan replaces it.
+    Return where the prompt is computed, and `prefill`, or its plan if the load of the prefill workers was needed.
     """
     uncached = _count_uncached(decode)
     there: StageCandidates | Plan | None = prefill

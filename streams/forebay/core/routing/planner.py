@@ -78,7 +78,7 @@ def plan_first_stage(world: World, pool: PoolConfigured, request: ActiveRequest,
 
 
 def plan_retry(world: World, pool: PoolConfigured, request: ActiveRequest) -> Plan:
-    """Select a rank for the next stage of an accepted request. Raises Ineligible if none may take it now."""
+    """Select a rank for an accepted request's next stage. Raises Ineligible if there is none or the policy failed."""
     if request.has_kept_kv(world.now_us):
         roster = find_decode_candidates(world, pool, request)
         roster = ranks_with_room(pool, roster) or roster

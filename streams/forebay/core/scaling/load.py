@@ -157,7 +157,10 @@ def _isl(history: Sequence[PoolObserved]) -> float:
 
 
 def _target(target_ms: float, line: _Line, profiled_ms: float | None) -> tuple[float, bool]:
-    """Return the target to scale by, and whether a request alone meets `target_ms`: by the profile if it has one."""
+    """Return the target to scale by, and whether a request alone meets the given one.
+
+    Its latency is `profiled_ms`; None without a profile.
+    """
     if profiled_ms is None:
         return target_ms, line.at(0) < target_ms
     if profiled_ms < target_ms:

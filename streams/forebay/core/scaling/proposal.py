@@ -91,7 +91,7 @@ class LoadSignal:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedAttainment:
-    """Simulated share of requests that meet both targets for each size, and the share that must meet them."""
+    """Pairs of a size and the simulated share of requests that meet both targets, and the share that must meet them."""
 
     target: float
     sizes: tuple[tuple[int, float], ...]

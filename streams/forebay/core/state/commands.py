@@ -101,7 +101,10 @@ class PendingCommands:
         self._remembered.add(id_hash(command_id), nonce, now_us + REMEMBER_US)
 
     def apply_response(self, event: CommandDone | CommandRefused) -> PendingCommand:
-        """Apply a worker's response. Raises IllegalTransition if the command is not pending there in this epoch."""
+        """Apply a worker's response, and return its command.
+
+        Raises IllegalTransition if the command is not pending at this worker in this epoch.
+        """
         pending = self._pending.get(event.command_id)
         outcome = None if pending is None else pending.outcomes.get(event.worker_id)
         if pending is None or outcome is None or outcome.worker_epoch != event.worker_epoch:

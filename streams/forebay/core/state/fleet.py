@@ -154,7 +154,10 @@ class Fleet:
                 assert_never(event)
 
     def set_loras(self, worker_id: str, worker_epoch: int, loras: tuple[str, ...]) -> bool:
-        """Set a worker's adapters. Return whether they changed. Raises IllegalTransition for another worker epoch."""
+        """Set a worker's adapters, and return whether they changed.
+
+        Raises IllegalTransition if the worker is not in the fleet in this epoch.
+        """
         worker = self._workers.get(worker_id)
         if worker is None or worker.worker_epoch != worker_epoch:
             raise IllegalTransition(f"worker {worker_id} is not in the fleet in epoch {worker_epoch}")

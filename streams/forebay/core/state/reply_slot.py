@@ -81,7 +81,7 @@ class ResponseState:
         return is_own
 
     def is_stale(self, attempt: int, owner_epoch: int) -> bool:
-        """Return whether a later attempt than this one has started, or the same attempt under a later owner."""
+        """Return whether records are stale: a later attempt has started, or the same attempt under a later owner."""
         return (attempt, owner_epoch) < self._valid_from
 
     def start(self, attempt: int, owner_epoch: int) -> None:

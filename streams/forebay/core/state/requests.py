@@ -241,7 +241,7 @@ class ActiveRequests:
         return self._in_order(request for request in self._active.values() if request.phase is Phase.QUEUED)
 
     def waiting(self) -> list[ActiveRequest]:
-        """Return the requests that were encoded or prefilled or lost their worker, and have no next one, in order."""
+        """Return the accepted requests that have no worker and wait for the next one, in order of submission."""
         return self._in_order(request for request in self._active.values() if request.phase is Phase.WAITING)
 
     def active(self) -> list[ActiveRequest]:

@@ -74,7 +74,7 @@ class Roster:
     def limits(self, run_ahead: float) -> list[tuple[int, int]]:
         """Return the limits of each rank, in order, for a run-ahead as in `QueueConfig.run_ahead`.
 
-        They are the number of requests in flight, and of those waiting in its engine when it gets another request.
+        They are the maximum number of requests in flight, and how many may wait in its engine when it gets another one.
         """
         key, found = self._limits
         if key != run_ahead:

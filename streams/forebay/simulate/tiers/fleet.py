@@ -12,7 +12,7 @@ from forebay.simulate.tiers.settings import BYTES_PER_US, FleetTiers, TierModel
 
 
 class TierFleet:
-    """Builds the tiers of ranks. They report costs if the router uses measured costs."""
+    """Builds the tiers of ranks. `reports_costs` says whether the router uses measured costs."""
 
     def __init__(self, scheduler: Scheduler, *, reports_costs: bool) -> None:
         self._reports_costs = reports_costs
