@@ -1,7 +1,8 @@
 """Derive the state of a recorded group at any journal record, as its owner had it when it wrote that record.
 
 The state includes the events that `consumed` of the record counts, and the decision itself. If the record is an
-`Advanced`, its digest is the digest of this state. The derivation begins at the newest earlier snapshot.
+`Advanced`, its digest is the digest of this state. The derivation begins at the newest earlier snapshot; an older one
+would give the same state.
 """
 
 from collections import deque

@@ -1,9 +1,9 @@
 """Anonymise events. Lengths, times, structure and the names of the system's own components stay the same.
 
-Theory of operation. An event class declares for each field how the field is anonymised (`forebay.events.privacy`).
-Prompts, texts and sampling seeds are dropped. Request IDs, sessions, adapters, cache namespaces and sequence hashes are
-masked. The name of a worker, taint, model or queue class that a client uses is masked unless the system has a component
-of that name.
+Theory of operation. An event class declares for each field how the field is anonymised (`forebay.events.privacy`), so
+no new type or field can be forgotten. Prompts, texts and sampling seeds are dropped. Request IDs, sessions, adapters,
+cache namespaces and sequence hashes are masked. The name of a worker, taint, model or queue class that a client uses is
+masked unless the system has a component of that name.
 
 Snapshots identify requests and sessions by hashes. The replacements of these hashes are computed, or looked up in
 tables built from the recording itself, so a snapshot and the events after it still refer to the same requests.

@@ -260,10 +260,7 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
 
 
 def _lock(path: Path) -> int:
-    """Return the descriptor of the lock of a catalog. The lock ends when the descriptor is closed.
-
-    Raises CatalogInUse if another process holds the lock, and CatalogError if the folder cannot be written.
-    """
+    """Return the descriptor of the lock of a catalog, which ends when the descriptor is closed. Raises CatalogError."""
     beside = path.with_name(path.name + ".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -172,9 +172,9 @@ class CounterfactualWorld:
         self.plans[plan.request.request_id] = plan
 
     def _progress(self, topic: str, event: RequestProgress | None, now_us: int) -> list[AnyDecision]:
-        """Apply a progress event now, later or never. It takes its offset in the topic now in any case.
+        """Apply a progress event now, later or never; `event` is None if history ignored it.
 
-        `event` is None if history ignored the event.
+        The event takes its offset in the topic now in any case.
         """
         request = None if event is None else self.world.requests.get(event.request_id)
         if event is not None and request is None:

@@ -15,7 +15,7 @@ from forebay.replay.verify.divergence import DivergenceReport
 
 
 class DecisionOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The decision of one world at the fork. `nothing` if only the other world made a decision at that event.
+    """The decision of one world at the fork. `decision` is `nothing` if only the other world made one at that event.
 
     `reason` is that of a rejection or abort, or the queue class of a held request.
     """
@@ -54,10 +54,8 @@ class MovedRequests(msgspec.Struct, kw_only=True):
         by_choice: moved requests for which the alternative selects another rank even in history's state. All other
             moved requests moved because earlier moves had changed the alternative's state.
         evaluated: routing decisions of history, including further attempts, that were repeated in history's state
-            under the alternative's configuration.
-        otherwise: evaluated decisions in which the alternative selects another rank than history.
-        held: evaluated decisions in which the alternative would queue the request.
-        refused: evaluated decisions in which the alternative would reject the request.
+            under the alternative's configuration. In `otherwise` of them the alternative selects another rank,
+            in `held` it would queue the request, and in `refused` it would reject the request.
     """
 
     compared: int = 0
@@ -217,9 +215,9 @@ class DiffReport(msgspec.Struct, kw_only=True):
             effect only in part, because the load in history's state was added under history's configuration.
         stages_kept: whether the alternative changes the disaggregation policy. `moved.evaluated` does not show this
             change, because a repeated decision keeps its stage.
-        pools_kept: the same for other rules for the choice of pools, because a repeated decision keeps its pool.
-        other_state: digest of the alternative's world at the end. Equal to `state` if the worlds are equal, including
-            their configuration.
+        pools_kept: whether the alternative has other rules for the choice of pools. `moved.evaluated` does not show
+            this change, because a repeated decision keeps its pool.
+        other_state: digest of the alternative's world at the end; `state` if both worlds and configurations are equal.
         left_out: parts of the journal by owners with other decision rules, which are not compared. After such a part,
             the alternative begins again with the recorded state.
     """

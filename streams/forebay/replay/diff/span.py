@@ -29,12 +29,10 @@ class EmptySpan(LogError):
 
 
 class Span(NamedTuple):
-    """Part of a journal that a comparison covers.
+    """Part of a journal that a comparison covers. The parts in `left_out` are by owners with other rules.
 
-    Attributes:
-        start: state at which the derivation begins, at or before `first`. The comparison changes its world.
-        later: further parts by owners with this program's rules. Other parts are between them.
-        left_out: parts by owners with other rules.
+    The derivation begins at `start`, at or before `first`, and the comparison changes its world. `later` has further
+    parts by owners with this program's rules.
     """
 
     start: Start
