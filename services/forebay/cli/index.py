@@ -64,10 +64,7 @@ async def _index_of(recording: Recording, progress: Progress, task: TaskID, cust
 def stored_events(index: PrefixIndex, worker: str = "") -> Iterator[BlocksStored | StoreBlocksAdded]:
     """Yield the blocks of a prefix index as events, sorted by worker, rank and tier, in the order of the index.
 
-    The blocks of shared stores follow those of workers.
-
-    Args:
-        worker: worker whose blocks are returned, without those of shared stores; empty for all blocks.
+    The blocks of shared stores follow those of workers, unless `worker` selects one worker.
     """
     found = [*index.snapshot()]
     parts = [part for part in found if isinstance(part, IndexBlocks) and worker in ("", part.worker_id)]

@@ -64,7 +64,6 @@ class RecordResult(msgspec.Struct, kw_only=True):
     """A finished recording and its verification.
 
     Attributes:
-        out: path of the recording.
         left_out: groups that were not recorded, because their owners made no decision in the time window.
         verified: verification report of each group; empty if the recording was not verified.
     """

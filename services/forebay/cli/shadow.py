@@ -62,11 +62,6 @@ def run_shadow(options: ShadowCommand) -> None:
 async def _serve(
     options: ShadowCommand, settings: ShadowSettings, chosen: Alternative, printed_to: TextIO | None
 ) -> None:
-    """Run a shadow until SIGINT or SIGTERM.
-
-    Raises:
-        LogError: the log is damaged or unavailable.
-    """
     registry = process_registry()
     async with _opened(options.recording, settings, printed_to) as shadow:
         registry.register(ShadowMetrics(shadow))
@@ -119,9 +114,7 @@ def _diverged(error: RecoveryDiverged) -> NoReturn:
 async def _opened(recording: Recording, settings: ShadowSettings, printed_to: TextIO | None) -> AsyncIterator[Shadow]:
     """Open a shadow with its log and its sink.
 
-    Raises:
-        LogError: the log is damaged or unavailable.
-        Unusable: the options cannot be used.
+    Raises LogError if the log is damaged or unavailable, and Unusable if the options cannot be used.
     """
     async with AsyncExitStack() as stack:
         if recording.kafka is None:
@@ -164,11 +157,6 @@ class PrintingSink:
         return None if self._kept is None else await self._kept.last()
 
     async def write(self, events: Sequence[ShadowEvent]) -> None:
-        """Write events to the other sink, then print them.
-
-        Raises:
-            LogError: the other sink cannot be written.
-        """
         if self._kept is not None:
             await self._kept.write(events)
         if self._to is not None:

@@ -19,8 +19,7 @@ AdminTokenFileOption = Annotated[
 def admin_token(file: Path | None) -> str:
     """Return the token from a file, or from the environment if `file` is None. Empty if neither has a token.
 
-    Raises:
-        Unusable: The file cannot be read, or the token is not valid in a header.
+    Raises Unusable if the file cannot be read, or the token is not valid in a header.
     """
     if file is None:
         text, where = os.environ.get(VARIABLE, ""), VARIABLE
@@ -44,8 +43,7 @@ def admin_token(file: Path | None) -> str:
 def required_token(file: Path | None, *, admin_api: bool) -> str:
     """Return the token that an ingress requires, empty if its admin API is off.
 
-    Raises:
-        Unusable: The token is invalid or missing, or `file` is given although the admin API is off.
+    Raises Unusable if the token is invalid or missing, or `file` is given although the admin API is off.
     """
     if not admin_api:
         if file is not None:

@@ -29,24 +29,17 @@ ClientKeyOption = Annotated[str | None, Option("--api-key", metavar="KEY", help=
 def api_keys(given: Sequence[str] | None, file: Path | None) -> tuple[str, ...]:
     """Return the keys that an ingress accepts; empty if it requires none.
 
-    Args:
-        given: Values of --api-key, or of the environment variable. Each may contain several keys, separated by commas.
-
-    Raises:
-        Unusable: A key is empty or invalid, or the file cannot be read or has no key. The message contains no key.
+    Values of --api-key, and of the environment variable, may contain several keys, separated by commas. Raises Unusable
+    if a key is empty or invalid, or the file cannot be read or has no key. The message contains no key.
     """
     keys = _checked(GIVEN, (key for value in given or () for key in _split(value)))
     return tuple(dict.fromkeys(keys if file is None else [*keys, *_read(file)]))
 
 
 def client_headers(given: str | None) -> dict[str, str]:
-    """Return the header with the API key of a client; empty without a key.
+    """Return the header with the API key of a client; empty without a key. Of several keys, the first one is sent.
 
-    Args:
-        given: Value of --api-key, or of the environment variable. Of several keys, the first one is sent.
-
-    Raises:
-        Unusable: The key is empty or invalid.
+    Raises Unusable if the key is empty or invalid.
     """
     if given is None:
         return {}

@@ -60,8 +60,7 @@ async def connected(
 ) -> AsyncIterator[KafkaLog]:
     """Open the log of a service, and serve its metrics and probes while the body runs.
 
-    Raises:
-        LogError: The log cannot be opened, or it failed while the body ran. The failure cancels the body.
+    Raises LogError if the log cannot be opened, or if it failed while the body ran; the failure cancels the body.
     """
     log = await KafkaLog.open(cluster.kafka)
     whole = asyncio.current_task()
@@ -90,12 +89,9 @@ async def until_signal(
 ) -> None:
     """Run tasks until SIGINT or SIGTERM, or until a task ends. If a task fails, raise its error.
 
-    After the first signal the process ends within `stop_s + CLOSE_S` seconds, after a second signal within `AT_ONCE_S`,
-    even if a task hangs.
-
-    Args:
-        stop: Called at the first signal, to stop the service in order. If None, the signal cancels the tasks at once.
-        stop_s: Maximum seconds from the call of `stop` until the tasks are cancelled.
+    The first signal calls `stop`, to stop the service in order, and cancels the tasks after `stop_s`; without `stop`,
+    at once. The process ends within `stop_s + CLOSE_S` seconds, after a second signal within `AT_ONCE_S`, even if a
+    task hangs.
     """
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()

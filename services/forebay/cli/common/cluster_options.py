@@ -33,8 +33,6 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class KafkaOptions:
-    """Options that select Kafka and the topics of a system."""
-
     kafka: KafkaOption = KAFKA
     namespace: NamespaceOption = NAMESPACE
     kafka_config: PropertiesOption = None
@@ -46,8 +44,6 @@ class KafkaOptions:
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
-    """Options that select the Kafka and the Redis of a system."""
-
     PANEL: ClassVar = "Kafka and Redis"
 
     kafka: KafkaOption = KAFKA

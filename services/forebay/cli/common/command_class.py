@@ -27,11 +27,7 @@ UNSET = ("ENVIRONMENT", "DEFAULT_MAP")  # sources of options that the command li
 
 
 class Subcommands(NamedTuple):
-    """Group of commands below one name.
-
-    Attributes:
-        commands: declaration of each command, as `module:Class` relative to `forebay.cli`.
-    """
+    """Group of commands below one name: the declaration of each, as `module:Class` relative to `forebay.cli`."""
 
     help: str
     commands: Mapping[str, str]
@@ -170,7 +166,6 @@ class CliGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the name of the command, the command itself, and its arguments."""
         if args and args[0] not in self.table and not args[0].startswith("-") and not ctx.resilient_parsing:
             ctx.fail(unknown_name("command", args[0], self.table))
         return super().resolve_command(ctx, args)

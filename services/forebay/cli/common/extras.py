@@ -6,15 +6,7 @@ from forebay.cli.common.errors import fail
 
 
 def require_extra(extra: str, what: str, *packages: str) -> None:
-    """Check that the packages of an extra are installed. Nothing is imported.
-
-    Args:
-        what: Command or option that needs the packages, for the error message.
-        packages: Names of the modules to look for.
-
-    Raises:
-        click.exceptions.Exit: A package is missing.
-    """
+    """Exit if packages of an extra are missing, without importing them. The error says that `what` needs them."""
     for package in packages:
         if not _is_installed(package):
             fail(f"{what} requires the package {package}; install it with: pip install 'forebay[{extra}]'")

@@ -9,11 +9,7 @@ TEXT_CHARS_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why one request failed.
-
-    Attributes:
-        kind: name of the cause, the same for all requests with this cause.
-    """
+    """Why one request failed. `kind` is the same for all requests with the same cause."""
 
     kind: str
     text: str
@@ -44,13 +40,11 @@ _decode = msgspec.json.Decoder(_ErrorBody).decode
 
 
 def status_failure(status: int, content: bytes) -> Failure:
-    """Return the failure of a request whose response has an error status."""
     code, text = _code_and_text(content)
     return Failure(f"HTTP {status} {code}".rstrip(), text)
 
 
 def event_failure(data: bytes) -> Failure:
-    """Return the failure of a request whose stream contains an error event."""
     code, text = _code_and_text(data)
     return Failure(f"error in the stream {code}".rstrip(), text)
 

@@ -57,7 +57,6 @@ class JsonFormatter(logging.Formatter):
 
 
 def logs_json() -> bool:
-    """Return whether this process logs JSON lines."""
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
 
 
@@ -154,11 +153,9 @@ CLOSE_S = 1.0  # time to write the last lines if nobody reads them
 
 
 class BackgroundHandler(CountingHandler):
-    """Counting handler whose lines are written by a thread. Lines are dropped and counted if the thread falls behind.
+    """Counting handler whose lines are written by a thread.
 
-    Args:
-        stream: file to which the lines are written.
-        queue_max: maximum number of lines that wait.
+    Lines are dropped and counted if more than `queue_max` wait.
     """
 
     def __init__(self, stream: TextIO, queue_max: int = QUEUE_MAX) -> None:
@@ -265,8 +262,6 @@ AccessLogOption = Annotated[bool, Option("--access-log", help="Write a line per 
 
 @dataclass(frozen=True, slots=True)
 class LoggingOptions:
-    """Options of the log of a service. Each field is a command-line option."""
-
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Option(help="Lowest level of the messages on stderr.")
     ] = "info"
@@ -278,9 +273,8 @@ class LoggingOptions:
     def start(self, quiet: Iterable[str] = (), *, has_access_log: bool = False) -> None:
         """Begin to log to stderr.
 
-        Args:
-            quiet: loggers of which only warnings are written, unless the options ask for more.
-            has_access_log: whether to write access records, if the level is at most INFO.
+        Of the loggers `quiet`, only warnings are written, unless the options ask for more. Access records are written
+        if `has_access_log`, and the level is at most INFO.
         """
         level = self.log_level.upper()
         formatter: logging.Formatter = JsonFormatter() if self.log_format == "json" else TextFormatter()

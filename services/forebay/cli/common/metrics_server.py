@@ -24,15 +24,9 @@ App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 def metrics_served(
     host: str, port: int | None, registry: CollectorRegistry, probes: Mapping[str, Probe] | None = None
 ) -> Iterator[None]:
-    """Serve metrics while the body runs.
+    """Serve metrics while the body runs, and per path in `probes` whether the probe succeeds, with its text.
 
-    Args:
-        port: Port to listen on. None starts no server.
-        probes: Function per path, such as `/ready`. It returns whether the probe succeeds, and the text of the
-            response.
-
-    Raises:
-        Unusable: The port cannot be opened.
+    A port of None starts no server. Raises Unusable if the port cannot be opened.
     """
     if port is None:
         yield

@@ -33,12 +33,8 @@ class Option:
 
     Attributes:
         name: name with dashes. Default: name of the field.
-        short: further name, as `-n`.
         metavar: word for the value in `--help`. Default: by type.
-        min: least number.
-        max: greatest number.
         default_text: description of the default in `--help`, if the field has another default.
-        hidden: whether no help shows the option.
     """
 
     name: str = ""
@@ -58,11 +54,9 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """Declaration of a positional argument.
+    """Declaration of a positional argument. `metavar` is by default the name of the field.
 
-    Attributes:
-        metavar: word for the value in `--help`. Default: name of the field.
-        takes_options: whether the argument also takes options that the command does not have.
+    With `takes_options`, the argument also takes options that the command does not have.
     """
 
     metavar: str = ""
@@ -75,8 +69,6 @@ JsonOption = Annotated[bool, Option("--json", help="Print JSON on stdout.")]
 
 
 class Number(click.ParamType):
-    """Number of an option, with its bounds."""
-
     name = "number"
 
     def __init__(self, kind: type[float], least: float | None, most: float | None) -> None:
@@ -114,11 +106,7 @@ class Choice(click.Choice[str]):
 
 
 class CliOption(click.Option):
-    """Option of a command.
-
-    Attributes:
-        panel: section in `--help`.
-    """
+    """Option of a command, in the section `panel` of `--help`."""
 
     def __init__(self, names: list[str], *, panel: str, **settings: Any) -> None:
         super().__init__(names, **settings)
@@ -135,8 +123,6 @@ class CliOption(click.Option):
 
 
 class CliArgument(click.Argument):
-    """Positional argument of a command, with help."""
-
     def __init__(self, name: str, *, help_text: str, **settings: Any) -> None:
         super().__init__([name], **settings)
         self.help = help_text
@@ -188,7 +174,6 @@ def built(declared: type[CommandT], values: Mapping[str, Any]) -> CommandT:
 
 
 def function_of(declared: type[Any]) -> Any:
-    """Import the function that runs a command."""
     module, _, name = declared.RUN.partition(":")
     return getattr(import_module(f"forebay.cli.{module}"), name)
 

@@ -33,7 +33,7 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         names: labels of the values 0, 1 and so on; empty for a scale of numbers.
-        end: end of the axis; None for the largest value.
+        end: None for the largest value.
     """
 
     title: str = ""
@@ -132,12 +132,8 @@ def render(
 ) -> str:
     """Return a report as HTML.
 
-    Args:
-        title: text of the title and the tab, which begins with the name of the command.
-        colours: colours of words in the heads of tables and terms.
-        data: values for the scripts.
-        style: path under `forebay/cli` of a further style sheet.
-        scripts: paths of further scripts, of which the last one draws the charts.
+    The title begins with the name of the command. `colours` are those of words in the heads of tables and terms.
+    `style` and `scripts` are paths under `forebay/cli`; the last script draws the charts.
     """
     charts = {part.id: part for part in parts if isinstance(part, Chart)}
     packed = zlib.compress(msgspec.json.encode({"charts": charts, **(data or {})}), 9)
@@ -176,13 +172,8 @@ def _environment() -> "jinja2.Environment":
 def require_writable(option: str, path: Path, title: str) -> None:
     """Check, before any work is done, that a report can be written to `path`.
 
-    Args:
-        option: name of the option with the path, for error messages.
-        path: path of a file that does not exist, or of an earlier report of the same command.
-        title: text with which the title of each report of the command begins.
-
-    Raises:
-        click.exceptions.Exit: the file cannot be written, or exists and is not a report of the command.
+    Exits if the file cannot be written, or exists and is not an earlier report of the same command, whose title begins
+    with `title`.
     """
     if not path.parent.is_dir():
         fail(f"{option} {path}: no such directory {path.parent}")

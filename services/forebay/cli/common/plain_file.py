@@ -12,13 +12,9 @@ DEPTH_MAX = 16  # a policy file has four levels, engine arguments hardly more
 
 
 def read_plain_file(path: Path, what: str) -> Any:
-    """Decode a file as JSON if its name ends in .json, else as YAML.
+    """Decode a file as JSON if its name ends in .json, else as YAML. Raises Unusable if this fails.
 
-    Args:
-        what: Kind of the file, such as `policy file`, for error messages.
-
-    Raises:
-        Unusable: The file cannot be read or decoded.
+    `what` is the kind of the file, such as `policy file`, for error messages.
     """
     import yaml  # noqa: PLC0415 - takes 40 ms, which most commands would wait for in vain
 

@@ -22,9 +22,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def stop_notice(service: str, in_flight: int, within_s: float) -> str:
     """Return the line that a service prints after the first signal: what it waits for, and what a second signal does.
 
-    Args:
-        service: Subject of the line, such as `worker w1`; empty for `forebay up`.
-        within_s: Maximum seconds to wait for these requests.
+    `service` is the subject, such as `worker w1`; empty for `forebay up`.
     """
     subject = f"{service} is shutting down" if service else "shutting down"
     if not in_flight:

@@ -21,12 +21,9 @@ def span_us(option: str, text: str) -> int:
 
 
 def time_us(option: str, text: str, now_us: int) -> int:
-    """Return a point in time in microseconds since 1970. An invalid time ends the command.
+    """Return a time, or a negative duration relative to `now_us`, in microseconds since 1970.
 
-    Args:
-        option: Name of the option with the value, for error messages.
-        text: Time, or negative duration relative to `now_us`.
-        now_us: Current time in microseconds since 1970.
+    An invalid time ends the command.
     """
     if text.startswith("-"):
         return now_us - span_us(option, text.removeprefix("-"))

@@ -29,8 +29,7 @@ def allowed_of(given: Collection[str] | None, names: Collection[str]) -> frozens
 def complaint(failed: Mapping[str, int], unknown_event: str = "") -> str:
     """Return the error of a verification that found no divergence but skipped checks.
 
-    Args:
-        failed: Number of skipped checks per name, for the names that --allow does not contain.
+    `failed` counts the skipped checks per name, for the names that --allow does not contain.
     """
     first = f" (the first: {unknown_event})" if unknown_event else ""
     parts = [f"{count} {name}{first if name == UNKNOWN_EVENTS else ''}" for name, count in failed.items()]

@@ -140,8 +140,7 @@ def _cache_dir(given: Path | None, *, is_file: bool) -> str | None:
 def console_token(file: Path | None) -> str:
     """Return the token that clients must send: from a file, from the environment, or else a random one.
 
-    Raises:
-        Unusable: the file cannot be read, or the token is not valid in a header.
+    Raises Unusable if the file cannot be read, or the token is not valid in a header.
     """
     if file is None:
         text, where = os.environ.get(VARIABLE, ""), VARIABLE

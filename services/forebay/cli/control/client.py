@@ -34,9 +34,7 @@ PATIENCE_S = 10.0  # longer than every timeout of the ingress itself
 class IngressClient:
     """Client of an ingress.
 
-    Attributes:
-        headers: headers of each request, with the token of the admin API or an API key.
-        model: model of each request; empty for the only model of the ingress.
+    `headers` has the token of the admin API or an API key. `model` is empty for the only model of the ingress.
     """
 
     url: str
@@ -116,11 +114,7 @@ class IngressClient:
         return names[0]
 
     def suggest_names(self, answer: Mapping[str, Any], given: Mapping[str, list[str]]) -> None:
-        """Replace the error for an unknown worker or pool by one that suggests similar names.
-
-        Args:
-            given: Names that the command line contains, by `worker` and `pool`.
-        """
+        """Replace the error for an unknown worker or pool by one that suggests similar names to those in `given`."""
         kind = str(answer.get("error", {}).get("code")).removeprefix("unknown_")
         known = self._known_names().get(kind) if kind in given else None
         unknown = [name for name in given.get(kind, ()) if known and name not in known]

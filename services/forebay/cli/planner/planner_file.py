@@ -31,9 +31,7 @@ StructT = TypeVar("StructT", bound=msgspec.Struct)
 class PoolTable(PoolScaling, frozen=True, kw_only=True):
     """Table `[[pools]]`: its profile is a file instead of points.
 
-    Attributes:
-        profile: path of the profile, relative to the file; empty without a profile.
-        engine_profile: name of the built-in engine profile, or path of one, relative to the file; empty without one.
+    Both profiles are paths relative to the file, or empty. `engine_profile` may also name a built-in profile.
     """
 
     profile: str = ""
@@ -42,11 +40,7 @@ class PoolTable(PoolScaling, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class PlannerFile:
-    """Contents of a file of `forebay planner run`.
-
-    Attributes:
-        engines: engines of the pools with an engine profile, which method `simulate` simulates.
-    """
+    """Contents of a file of `forebay planner run`. `engines` has the engines that method `simulate` simulates."""
 
     settings: PlannerSettings
     engines: Mapping[PoolKey, PoolEngine]

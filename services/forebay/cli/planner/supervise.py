@@ -65,11 +65,7 @@ class ProcessSettings:
 
 @dataclass(frozen=True, slots=True)
 class KubernetesSettings:
-    """Contents of a file with the actuator `kubernetes`.
-
-    Attributes:
-        pools: kind, namespace and name of the object of each pool.
-    """
+    """Contents of a file with the actuator `kubernetes`: kind, namespace and name of the object of each pool."""
 
     pools: Mapping[PoolKey, tuple[PodSetKind, str, str]]
 
@@ -137,7 +133,6 @@ def run_supervise(options: PlannerSuperviseCommand) -> None:
 
 
 async def _supervise(cluster: Cluster, settings: ProcessSettings | KubernetesSettings) -> None:
-    """Execute decisions until SIGINT or SIGTERM."""
     if isinstance(settings, KubernetesSettings):
         await _execute(cluster, _kubernetes(settings))
         return

@@ -27,14 +27,9 @@ AllowPolicyOption = Annotated[
 
 
 def allowed_policies(allowed: Iterable[str] | None, modes: Iterable[str] = ()) -> "CustomPolicies":
-    """Check and import the custom policies that the options of a command name.
+    """Check and import the custom policies that `--allow-policy` and other options name.
 
-    Args:
-        allowed: values of `--allow-policy`.
-        modes: router modes that other options name. The parsers of these options have checked them.
-
-    Raises:
-        Unusable: A value names no policy class.
+    The parsers of the other options have checked `modes`. Raises Unusable if a value names no policy class.
     """
     # Imported here, because --help should not wait for the router.
     from forebay.core.routing.policies import BUILT_IN  # noqa: PLC0415
@@ -53,11 +48,7 @@ def allowed_policies(allowed: Iterable[str] | None, modes: Iterable[str] = ()) -
 
 
 def require_policy(mode: str) -> None:
-    """Check that a router mode is built in, or names a policy class that can be imported.
-
-    Raises:
-        Unusable: The mode is unknown, or the class cannot be used.
-    """
+    """Raise Unusable unless a router mode is built in, or names a policy class that can be imported."""
     # Imported here, because --help should not wait for the router.
     from forebay.core.routing.policies import BUILT_IN  # noqa: PLC0415
     from forebay.replay.policies import PolicyUnusable, load_policy  # noqa: PLC0415

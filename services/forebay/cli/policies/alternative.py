@@ -35,7 +35,7 @@ class Change:
     """New value for one field of pool configurations, from `--set` or `--policy`.
 
     Attributes:
-        pool: name of the pool; empty for all pools.
+        pool: empty for all pools.
         path: path of the field in the router configuration, such as `temperature`, or a name in POOL_FIELDS.
         text: the option as the user wrote it, for messages.
     """
@@ -75,14 +75,12 @@ class Alternative:
     base_named: frozenset[str] = frozenset()
 
     def of(self, pool: PoolConfigured) -> PoolConfigured:
-        """Return a recorded pool configuration with all changes."""
         if self.base is not None:
             pool = msgspec.structs.replace(pool, router=self.base)
         return reduce(lambda changed, change: change.of(changed), self.changes, pool)
 
     @property
     def modes(self) -> list[str]:
-        """Router modes that the options name."""
         return [change.value for change in self.changes if change.path == MODE] + (
             [] if self.base is None else [self.base.mode]
         )
@@ -101,8 +99,7 @@ class Alternative:
     def idle(self, pools: Iterable[PoolConfigured], undone: Iterable[str] = ()) -> list[str]:
         """Return the options that have no effect, because they equal the recorded configuration of `pools`.
 
-        `undone` has the paths of fields that an operator changed at run time. An option for such a field always has an
-        effect.
+        An option for a field in `undone`, which an operator changed at run time, always has an effect.
         """
         paths = set(undone)
         configured = list(pools)
@@ -120,8 +117,6 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class AlternativeOptions:
-    """Options that define an alternative. Each field is a command-line option."""
-
     sets: Annotated[
         list[str] | None,
         Option(
@@ -142,9 +137,7 @@ class AlternativeOptions:
     ] = None
 
     def alternative(self, *, is_required: bool = True) -> Alternative:
-        """Return the alternative.
-
-        If `is_required` is false, an alternative without changes is valid.
+        """Return the alternative. Without changes, it is valid only if `is_required` is false.
 
         Raises Unusable with the option, the problem and the valid values.
         """

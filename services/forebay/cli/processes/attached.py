@@ -61,11 +61,8 @@ ENGINE = "attached"
 class UpstreamSettings:
     """Settings that all servers of a process share.
 
-    Attributes:
-        engine: options of the command: model, names, role and sizes.
-        pool: pool to join; empty for the default of the role.
-        api_key: key for the API of the servers; empty for none.
-        allow_shared_cache: whether servers that cannot separate their cache get requests with a cache namespace.
+    `pool` is empty for the default of the role, `api_key` for none. With `allow_shared_cache`, servers that cannot
+    separate their cache get requests with a cache namespace.
     """
 
     engine: EngineOptions
@@ -83,8 +80,7 @@ class Attachment:
         upstream: the server; None for an engine of this process.
         own: engine of this process, the spec of its worker, and the directory of its model; None for a server.
         model: name of the model that the server served first; empty before it was reached.
-        worker: current worker; None while the server is not attached.
-        probes: readiness and liveness of the worker.
+        worker: None while the server is not attached.
     """
 
     upstream: Upstream | None
@@ -128,14 +124,10 @@ async def run_attached(
     lease_ttl_s: float,
     drain_s: float,
 ) -> None:
-    """Attach the servers, or start the engine of this process, and serve until a signal.
+    """Attach the servers, or start the engine of this process if `settings` is None, and serve until a signal.
 
-    Args:
-        settings: settings of the servers; None for an engine of this process.
-
-    Raises:
-        EngineError: the engine of this process failed.
-        Unusable: a server's model has no tokenizer, or an option contradicts what the server serves.
+    Raises EngineError if the engine of this process failed, and Unusable if a server's model has no tokenizer, or an
+    option contradicts what the server serves.
     """
     registry = process_registry()
     probes = {path: _combined(attached, path) for path in ("/ready", "/live")}
@@ -164,9 +156,7 @@ def _combined(attached: list[Attachment], path: str) -> Probe:
 class AttachedWorkers:
     """The workers of the process, one per server, or one for an engine of this process.
 
-    Args:
-        cluster: addresses of Kafka and Redis.
-        drain_s: maximum seconds to wait for requests in flight after a stop.
+    A stop waits at most `drain_s` seconds for requests in flight.
     """
 
     def __init__(
@@ -239,9 +229,8 @@ class AttachedWorkers:
     async def attach(self, one: Attachment) -> None:
         """Start a worker for a server or an engine, and run it until it is drained.
 
-        Raises:
-            EngineError: the engine failed, or the server does not respond or serves another model than before.
-            Unusable: its model has no tokenizer.
+        Raises EngineError if the engine failed, or the server does not respond or serves another model than before, and
+        Unusable if its model has no tokenizer.
         """
         engine, spec, folder = await self._connected(one) if one.own is None else one.own
         card = await runtime.offload(read_card, folder)
@@ -381,11 +370,7 @@ CHECKS = 3  # consecutive checks: a takeover takes six seconds, and an owner rea
 async def join_group(cluster: Cluster, log: Log, spec: WorkerSpec) -> int:
     """Create the work topic of a pool if it is missing, and wait until a router has assigned a partition to the group.
 
-    Returns:
-        The partition of the control topics.
-
-    Raises:
-        LogError: the log failed.
+    Returns the partition of the control topics. Raises LogError if the log failed.
     """
     counts = await count_topics(cluster.kafka)
     if spec.pool not in counts.pools:

@@ -54,10 +54,8 @@ OnReady = Callable[[Mapping[str, DisaggConfig]], None]
 class _System:
     """A running system.
 
-    Attributes:
-        front: Parts of the ingress that all models share.
-        disagg: Settings of the disaggregation in effect, by model. They include what an operator set in an earlier
-            process on the same log.
+    `front` has the parts of the ingress that all models share. `disagg` has the settings in effect by model, including
+    what an operator set in an earlier process on the same log.
     """
 
     front: Front
@@ -69,10 +67,8 @@ class _System:
 def run(settings: EmbeddedSettings, on_ready: OnReady) -> None:
     """Serve until SIGINT or SIGTERM.
 
-    Raises:
-        Unusable: the system cannot start with these settings.
-        EngineError: an engine failed.
-        LogError: the log failed.
+    Raises Unusable if the system cannot start with these settings, EngineError if an engine failed, and LogError if the
+    log failed.
     """
     # An ingress of several models loads their tokenizers from the log.
     only = Model(settings.models[0].engine.settings.model) if len(settings.models) == 1 else None

@@ -51,10 +51,6 @@ class EngineRestarts:
     An engine that fails before the system serves ends the system, because its settings are probably wrong. Later, it is
     started again after a pause, which doubles with each failure in a row. Once every engine has failed `FAILURES_MAX`
     times in a row, and none serves, the system ends.
-
-    Attributes:
-        failures: number of failures of each worker's engine so far.
-        is_serving: whether the system has begun to serve.
     """
 
     def __init__(self) -> None:
@@ -71,11 +67,7 @@ class EngineRestarts:
     def pause_s(self, worker_id: str, healthy_s: float, serving: int, error: EngineError) -> float:
         """Count a failure, and return the seconds until the engine is started again.
 
-        Args:
-            healthy_s: seconds for which the engine was healthy.
-
-        Raises:
-            EngineError: the system ends.
+        Raises `error` if the system ends.
         """
         self.failures[worker_id] += 1
         row = self._in_a_row[worker_id] = 1 if healthy_s >= HEALTHY_S else self._in_a_row[worker_id] + 1
@@ -89,9 +81,7 @@ class EngineRestarts:
 class EmbeddedGroup:
     """Workers and owner of one model of `forebay up`.
 
-    Args:
-        restarts: decides when failed engines of all groups are started again.
-        has_card: whether to store its model card on the log. Raises Unusable if the model directory has none.
+    With `has_card`, its model card is stored on the log. Raises Unusable if the model directory has none.
     """
 
     owner: Owner
@@ -131,13 +121,8 @@ class EmbeddedGroup:
     async def run_worker(self, place: int, serving: Callable[[], int]) -> None:
         """Run a worker until it is drained. If its engine fails, replace the worker by one with a new engine.
 
-        Args:
-            place: position of the worker in `workers`.
-            serving: returns the number of workers of the system that serve.
-
-        Raises:
-            EngineError: the engine failed, and the system ends.
-            BaseExceptionGroup: contains another error of the worker.
+        `serving` returns the number of workers of the system that serve. Raises EngineError if the engine failed and
+        the system ends, and BaseExceptionGroup with any other error of the worker.
         """
         while True:
             worker = self.workers[place]
@@ -179,9 +164,7 @@ class EmbeddedGroup:
     async def start_owner(self, registry: CollectorRegistry) -> None:
         """Recover the state of the group, and restore the caches of mock engines. All engines must have started.
 
-        Raises:
-            Unusable: the workers have different block sizes.
-            LogError: the log failed.
+        Raises Unusable if the workers have different block sizes, and LogError if the log failed.
         """
         assert self._log is not None
         assert self._leases is not None
@@ -202,7 +185,6 @@ class EmbeddedGroup:
         return NO_WORKER if missing == "worker" else NO_PREFILL_WORKER
 
     def disagg(self) -> DisaggConfig:
-        """Return the settings of the disaggregation in effect."""
         world, configured = self.owner.world, self._settings.router.disagg
         pool = world.pool_of(self.name)
         return configured if pool is None else world.disagg.get(pool.pool, configured)
@@ -261,8 +243,8 @@ def _card_of(model: EmbeddedModel) -> tuple[ModelCard, dict[str, bytes]]:
 def _warmed(owner: Owner, engines: Sequence[tuple[Engine, WorkerSpec]]) -> Caches:
     """Restore the caches of mock engines from the log, and return their blocks by worker and rank.
 
-    A mock engine's cache holds no bytes, so the log has all of it. Restoring it imitates engine processes that survive
-    a restart of the router.
+    The log has all of a mock engine's cache, which holds no bytes. Restoring it imitates engines that survive a restart
+    of the router.
     """
     caches: Caches = {}
     mocks = {spec.worker_id: engine for engine, spec in engines if isinstance(engine, MockEngine)}

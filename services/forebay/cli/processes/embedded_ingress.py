@@ -29,11 +29,7 @@ from forebay.transport.sqlite.log import SqliteLog
 
 
 class OwnerInProcess:
-    """Owner of a group that is a task of this process, so it needs no heartbeats on the log.
-
-    Attributes:
-        has_owner: whether the group has an owner. If the owner fails, the process ends.
-    """
+    """Owner of a group that is a task of this process, so it needs no heartbeats, and the process ends if it fails."""
 
     owner_age_s = 0.0
     has_owner = True

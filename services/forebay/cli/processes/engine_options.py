@@ -17,11 +17,7 @@ DEFAULT_POOL = "default"
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Where to import the class of a real engine from.
-
-    Attributes:
-        packages: Packages that the engine imports. The extra of forebay that installs them has the engine's name.
-    """
+    """Class of a real engine, and the packages it imports. The extra that installs them has the engine's name."""
 
     module: str
     name: str
@@ -41,8 +37,6 @@ ENGINE_HELP = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Options that select an engine. Each field is a command-line option."""
-
     PANEL: ClassVar = "Engine"
 
     engine: Annotated[str, Option(help=ENGINE_HELP)] = MOCK

@@ -61,9 +61,8 @@ NOT_KNOWN = 1  # placeholder for a size that the engine reports after its start
 class MockArguments(msgspec.Struct, frozen=True):
     """Arguments of the mock engine in `--engine-args`.
 
-    Attributes:
-        kv_checksum: whether to verify checksums of received KV blocks.
-        kv_lease_s: seconds for which KV is kept that no decode worker fetches.
+    `kv_checksum`: whether to verify checksums of received KV. `kv_lease_s`: how long KV is kept that no decode worker
+    fetches.
     """
 
     kv_checksum: bool = False
@@ -76,7 +75,7 @@ class EngineChoice:
 
     Attributes:
         engine: One of `ENGINES`, or a user's service class as FILE.py:Class.
-        settings: Settings of the engine. `model` is the default model directory if no model was named.
+        settings: `model` is the default model directory if no model was named.
         speedup: Speed of a mock engine relative to the modelled GPU.
         profile: Step times and default sizes of a mock engine.
     """
@@ -198,13 +197,9 @@ def with_own_disk(choice: EngineChoice, worker_id: str) -> EngineChoice:
 def reached_at(choice: EngineChoice, kv_host: str | None, kafka: str) -> EngineChoice:
     """Return the engine choice with the address from which other workers fetch KV of this engine.
 
-    Args:
-        kv_host: Value of --kv-host. None selects the local address of connections to `kafka`: loopback if Kafka runs on
-            this machine, otherwise an address in the network that the machines share.
-        kafka: Bootstrap servers, separated by commas.
-
-    Raises:
-        Unusable: The address is invalid, or other workers cannot fetch KV from this engine.
+    A `kv_host` of None selects the local address of connections to the bootstrap servers `kafka`: loopback if Kafka
+    runs on this machine, otherwise an address in the network that the machines share. Raises Unusable if the address is
+    invalid, or other workers cannot fetch KV from this engine.
     """
     settings = choice.settings
     disaggregated = settings.role in DISAGGREGATED

@@ -24,8 +24,6 @@ def _bytes_max(media: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpOptions:
-    """Options of the HTTP API. Each field is a command-line option."""
-
     PANEL: ClassVar = "HTTP API"
 
     api_key: ApiKeysOption = field(default=None, repr=False)
@@ -77,13 +75,9 @@ class HttpOptions:
     timeout_s: Annotated[float, Option(min=0.001, max=86_400, help="Timeout of a request in seconds.")] = 600.0
 
     def settings(self, **others: Any) -> "IngressSettings":
-        """Return the settings of an ingress from these options.
+        """Return the settings of an ingress from these options, and from `others` by field.
 
-        Args:
-            others: Settings that no HTTP option sets, by the name of their field in `IngressSettings`.
-
-        Raises:
-            Unusable: The admin API has no token, or a key, an origin or a host name is invalid.
+        Raises Unusable if the admin API has no token, or a key, an origin or a host name is invalid.
         """
         # Imported here, so that other commands do not wait for an HTTP server to load.
         from forebay.ingress.http.guards import allowed_origins  # noqa: PLC0415

@@ -87,10 +87,7 @@ def _serve(
     drain_s: float,
     policies: tuple[str, ...],
 ) -> None:
-    """Serve until SIGINT or SIGTERM. With `model` None, serve all models of the system.
-
-    Raises Unusable if the options are invalid, and LogError if the log fails.
-    """
+    """Serve until SIGINT or SIGTERM. With `model` None, serve all models of the system."""
     loaded = None if model is None else Model(model)
     source = LogSource(kafka=cluster.kafka, policies=policies)
     with listening(endpoint, settings) as (listener, hosts):
@@ -100,8 +97,7 @@ def _serve(
 class _IngressLeases:
     """Redis leases of an ingress, one per model, so that owners notice its death.
 
-    Attributes:
-        replaced: fails with Unusable if another ingress takes a lease over.
+    `replaced` fails with Unusable if another ingress takes a lease over.
     """
 
     def __init__(self, keeper: LeaseKeeper, settings: IngressSettings) -> None:

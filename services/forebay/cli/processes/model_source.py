@@ -33,11 +33,7 @@ COPIES = ("consolidated*", "flax_model*", "tf_model*", "onnx/*", "openvino/*", "
 
 
 class ModelSource(NamedTuple):
-    """Model that an option names.
-
-    Attributes:
-        directory: Its directory. None if no model was named.
-    """
+    """Model that an option names; its directory is None if no model was named."""
 
     directory: Path | None
     name: str
@@ -46,13 +42,8 @@ class ModelSource(NamedTuple):
 def find_model(model: str | None, revision: str | None, name: str, *, weights: bool) -> ModelSource:
     """Return the model that the options name, and download it if it is on the Hub and not in the cache.
 
-    Args:
-        model: Value of `--model`.
-        revision: Value of `--revision`.
-        name: Value of `--model-name`. Empty for the default: ORG/NAME, or the name of the directory.
-
-    Raises:
-        Unusable: There is no such model, it cannot be downloaded, or its name is invalid.
+    An empty `name` selects the default: ORG/NAME, or the name of the directory. Raises Unusable if there is no such
+    model, it cannot be downloaded, or its name is invalid.
     """
     is_hub = model is not None and not Path(model).is_dir() and HUB_NAME.fullmatch(model) is not None
     if revision is not None and not is_hub:
@@ -68,13 +59,8 @@ def find_model(model: str | None, revision: str | None, name: str, *, weights: b
 def directory_of(text: str, option: str, revision: str | None = None, *, weights: bool, is_model: bool = False) -> Path:
     """Return the directory of a model or an adapter, and download it if it is on the Hub and not in the cache.
 
-    Args:
-        option: Option with its value, for error messages.
-        revision: Branch, tag or commit on the Hub. None selects the default branch.
-        is_model: Whether it is a model. The cached files of an adapter are not checked.
-
-    Raises:
-        Unusable: It is neither a directory nor on the Hub, or cannot be downloaded, or the cache has only a part of it.
+    A `revision` of None selects the default branch. The cached files of an adapter (`is_model` false) are not checked.
+    Raises Unusable if `text` is neither a directory nor on the Hub, cannot be downloaded, or is cached only in part.
     """
     if Path(text).is_dir():
         return Path(text)

@@ -68,8 +68,7 @@ class SnapshotOptions:
 def names(flag: str, given: Sequence[str] | None) -> tuple[str, ...]:
     """Return the values of an option that may be repeated.
 
-    Raises:
-        Unusable: A value has an invalid length, or appears twice.
+    Raises Unusable if a length is invalid or a value appears twice.
     """
     for name in given or ():
         if not 1 <= len(name) <= NAME_CHARS_MAX:
@@ -114,13 +113,9 @@ def pool_routing_by_model(path: Path | None) -> dict[str, PoolRouting]:
 
 
 def placed_taints(given: Sequence[str], workers: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the taints (labels) of each worker.
+    """Return the taints (labels) of each worker. Values are LABEL for all workers, or WORKER:LABEL for one.
 
-    Args:
-        given: Values of --taint, each LABEL for all workers or WORKER:LABEL for one.
-
-    Raises:
-        Unusable: A value names an unknown worker or has an empty label.
+    Raises Unusable if a value names an unknown worker or has an empty label.
     """
     labels: dict[str, dict[str, None]] = {worker: {} for worker in workers}
     kinds = {worker.rstrip(string.digits): worker for worker in workers}  # the last worker of each kind

@@ -61,8 +61,6 @@ async def _serve(
     """Run a router, which owns groups or stands by for them, until SIGINT or SIGTERM.
 
     With `accepts_loss`, it continues from the newest snapshot of a group whose owner died with other decision rules.
-
-    Raises LogError if the log cannot be opened, read or written.
     """
     counts = await count_topics(cluster.kafka)
     settings = RouterSettings(
@@ -105,9 +103,8 @@ async def _serve(
 async def _stay_member(kafka: KafkaSettings, feed: Feed, assignments: Assignments, router_id: str) -> None:
     """Be a member of the consumer group of routers until cancelled, and join it again if the membership breaks.
 
-    Membership is only a preference, so the router keeps its groups meanwhile, and may claim others.
-
-    Raises LogError if Kafka does not let this program join.
+    Membership is only a preference, so the router keeps its groups meanwhile, and may claim others. Raises LogError if
+    Kafka does not let this program join.
     """
     while True:
         app = RouterApp(kafka, feed, assignments.publish)

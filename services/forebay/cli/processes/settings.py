@@ -23,12 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Number of workers that `forebay up` runs for a model, by role.
+    """Number of workers that `forebay up` runs for a model, by role; of aggregated workers, by pool.
 
-    Attributes:
-        aggregated: workers that compute prompts and responses, by pool.
-        prefill: workers that compute prompts only.
-        decode: workers that generate responses. The prompt is computed by a prefill worker or by the decode worker.
+    The prompt of a request on a decode worker is computed by that worker or by a prefill worker.
     """
 
     aggregated: Mapping[str, int] = field(default_factory=dict)
@@ -42,8 +39,7 @@ class Workers:
     def places(self, engine: "EngineChoice", used: Counter[str] | None = None) -> "dict[str, WorkerPlace]":
         """Return the role and the pool of each worker by its id.
 
-        Args:
-            used: Number of ids that other models use, by kind. The ids of these workers are added.
+        `used` has the number of ids that other models use, by kind. The ids of these workers are added.
         """
         used = Counter() if used is None else used
         label = engine.label.lower()
@@ -70,7 +66,7 @@ class EmbeddedModel:
 
     Attributes:
         engine: engine of every worker of the model. The ingress serves the model and the adapters of this engine.
-        places: role and pool of each worker by its id. Ids are unique among all models.
+        places: by worker id, which is unique among all models.
         routing: rules for the choice of pools; None keeps those of the log.
     """
 
@@ -89,15 +85,10 @@ class EmbeddedSettings:
 
     Attributes:
         log: path of the log file; None keeps the log in memory.
-        policies: custom policies that the owners may run.
         taints: taints (labels) of each worker by its id.
-        kv_events: whether workers report the contents of their caches.
-        ingress: settings of the ingress, without the block size, which the engines report.
-        endpoint: address at which the ingress serves HTTP.
-        drain_s: maximum seconds to wait for requests in flight after a signal.
-        lease_ttl_s: seconds without a lease renewal after which a worker is lost.
-        snapshots: when an owner takes a snapshot.
-        log_limits: maximum size and age of the log.
+        ingress: settings without the block size, which the engines report.
+        drain_s: maximum time to wait for requests in flight after a signal.
+        lease_ttl_s: time without a lease renewal after which a worker is lost.
         log_sync: whether an acknowledged append survives a power loss (`full`), or only the death of the process.
         console: settings of a console in another process; None for no console.
     """

@@ -19,7 +19,6 @@ class Tasks:
         self._owners: list[tuple[Owner, asyncio.Task[None]]] = []
 
     def run(self, part: Coroutine[Any, Any, None], name: str) -> None:
-        """Start `part` as a task with this name."""
         self._tasks.append(self._task(part, name))
 
     def own(self, owner: Owner, group: str) -> None:
@@ -27,7 +26,6 @@ class Tasks:
         self._owners.append((owner, self._task(owner.run(), f"owner of {group}")))
 
     async def until(self, reached: Callable[[], bool]) -> None:
-        """Wait until `reached` returns true."""
         while not reached():  # noqa: ASYNC110 - these states set no event
             await asyncio.sleep(0.01)
 

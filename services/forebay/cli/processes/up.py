@@ -108,11 +108,7 @@ def _reject_disagg_options(options: UpCommand, router: RouterConfig) -> None:
 
 
 def announce_start(settings: EmbeddedSettings, disagg: Mapping[str, DisaggConfig]) -> None:
-    """Print what the system serves.
-
-    Args:
-        disagg: settings of the disaggregation in effect, by model, which `forebay control` may have changed.
-    """
+    """Print what the system serves. `disagg` has the settings in effect, which `forebay control` may have changed."""
     where, endpoint = settings.log or "memory (lost at exit; use --log FILE to keep it)", settings.endpoint
     for model in settings.models:
         announce(f"forebay: model {model.name}, {_fleet(model)}, {settings.router.mode} router")

@@ -81,11 +81,8 @@ class WorkerOptions:
     def routing(self, model: str, places: Iterable[WorkerPlace], *, is_only: bool) -> PoolRouting | None:
         """Return the rules for the pools of a model in the file of `--pool-routing`, None without a file.
 
-        Args:
-            is_only: whether there is no other model, so that the file must have rules for this one.
-
-        Raises:
-            Unusable: the file is invalid, or names a pool without workers.
+        If the model `is_only`, the file must have rules for it. Raises Unusable if the file is invalid, or names a pool
+        without workers.
         """
         if self.pool_routing is None:
             return None
@@ -123,13 +120,9 @@ class ModelsOptions(EngineOptions):
     def of_each(
         self, tables: Sequence[Mapping[str, Any]], workers: WorkerOptions
     ) -> list[tuple[EngineOptions, WorkerOptions]]:
-        """Return the options of each model.
+        """Return the options of each model: of each `[[models]]` table, or without tables of each `--model`.
 
-        Args:
-            tables: options of each `[[models]]` table, by the name of their field; empty for the models of `--model`.
-
-        Raises:
-            Unusable: an option of one model is given for several.
+        Raises Unusable if an option of one model is given for several.
         """
         models: list[str | None] = [*(self.model or ())] or [None]
         given = tables or [{"model": model} for model in models]

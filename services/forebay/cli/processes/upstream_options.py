@@ -13,13 +13,7 @@ UPSTREAMS_MAX = 64  # each has a worker in this process
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """Addresses of a server.
-
-    Attributes:
-        url: base address of its HTTP API.
-        kv_events: ZMQ address of its KV events; empty if it publishes none.
-        kv_replay: ZMQ address for replays of its KV events; empty if it has none.
-    """
+    """Addresses of a server: of its HTTP API, and of ZMQ for KV events and their replays, empty if it has none."""
 
     url: str
     kv_events: str = ""
@@ -34,8 +28,6 @@ class Upstream:
 
 @dataclass(frozen=True, slots=True)
 class UpstreamOptions:
-    """Options that attach servers. Each field is a command-line option."""
-
     PANEL: ClassVar = "Servers that already run"
 
     upstream: Annotated[

@@ -30,11 +30,9 @@ class ProfiledWorker:
     """The worker that is measured, behind an OpenAI-compatible API."""
 
     def __init__(self, client: httpx.AsyncClient, url: str, model: str, worker: str, timeout_s: float) -> None:
-        """Create a worker.
+        """Create a worker; its id is empty for a system with one worker.
 
-        Args:
-            worker: id of the worker; empty for a system with one worker.
-            timeout_s: maximum seconds for a response.
+        `timeout_s` is the maximum time for a response.
         """
         self._client = client
         self._url = url
@@ -47,9 +45,8 @@ class ProfiledWorker:
     async def measure(self, prompt: list[int], output_tokens: int) -> StreamedResponse:
         """Send a prompt and measure the response.
 
-        Raises:
-            PointImpossible: the system rejects the request, or does not respond in time.
-            MeasurementFailed: the system does not serve requests.
+        Raises PointImpossible if the system rejects the request, or does not respond in time, and MeasurementFailed if
+        it does not serve requests.
         """
         body = streaming_body(output_tokens, {**self._fields, "prompt": prompt})
         response = StreamedResponse(output_tokens)
@@ -86,9 +83,8 @@ class _NotConcurrent(PointImpossible):
 async def measure_point(worker: ProfiledWorker, point: GridPoint, settings: ProfileSettings) -> MeasuredProfile:
     """Measure one point as often as the settings say, and return a profile with nothing but the medians.
 
-    Raises:
-        PointImpossible: this point cannot be measured.
-        MeasurementFailed: the system does not serve requests.
+    Raises PointImpossible if this point cannot be measured, and MeasurementFailed if the system does not serve
+    requests.
     """
     if point.stage == "prefill":
         return MeasuredProfile(settings=settings, prefill=(await _prefill(worker, point, settings.repeats),))

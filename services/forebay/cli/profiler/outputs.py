@@ -26,12 +26,7 @@ def show(profile: MeasuredProfile) -> None:
 
 
 def write_engine_profile(profile: MeasuredProfile, batched_tokens: int, out: Path) -> None:
-    """Fit an engine profile to the points and write it.
-
-    Raises:
-        Unusable: there are too few points.
-        click.exceptions.Exit: the file cannot be written.
-    """
+    """Fit an engine profile to the points and write it. Raises Unusable if there are too few points."""
     from forebay.simulate.profiles.measured import fit_measured  # noqa: PLC0415 - an extra, which takes 1 s to import
 
     try:

@@ -31,8 +31,6 @@ class ProfileSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GridPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One point to measure."""
-
     stage: Literal["prefill", "decode"]
     tokens: int  # prompt tokens of a prefill point, mean context length of a decode point
     concurrency: int = 1  # concurrent requests of a decode point; 1 for a prefill point
@@ -51,8 +49,6 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Contents of the file."""
-
     settings: ProfileSettings
     prefill: tuple[PrefillPoint, ...] = ()
     decode: tuple[DecodePoint, ...] = ()

@@ -51,8 +51,6 @@ NO_TIMEOUT = httpx.Timeout(None)  # each measurement has its own
 
 @dataclass(frozen=True, slots=True)
 class ProfiledSystem:
-    """The system with the worker to measure."""
-
     url: str
     headers: dict[str, str]
     model: str
@@ -116,7 +114,6 @@ def _numbers(option: str, text: str, most: int) -> tuple[int, ...]:
 
 
 def find_system(url: str, headers: dict[str, str], model: str, worker: str) -> ProfiledSystem:
-    """Return the model and the worker to measure."""
     with httpx.Client(headers=headers, timeout=REQUEST_TIMEOUT_S) as client:
         models = [str(one["id"]) for one in _get(client, f"{url}/v1/models")["data"]]
         if not models:
@@ -137,18 +134,10 @@ def find_system(url: str, headers: dict[str, str], model: str, worker: str) -> P
 
 
 def measure_all(system: ProfiledSystem, profile: MeasuredProfile, out: Path, timeout_s: float) -> MeasuredProfile:
-    """Measure the points that a profile lacks, and write the file after each of them.
+    """Measure the points that `profile` lacks, and write the file after each of them. Return the complete profile.
 
-    Args:
-        profile: what was measured before.
-        timeout_s: seconds after which a point is left out.
-
-    Returns:
-        The profile with all points.
-
-    Raises:
-        Unusable: the system rejects the first request, or the file cannot be written.
-        click.exceptions.Exit: the system stops serving requests, or the user interrupts the run.
+    A point is left out after `timeout_s`. Raises Unusable if the system rejects the first request, or the file cannot
+    be written. Exits if the system stops serving requests, or the user interrupts the run.
     """
     points = list(grid(profile.settings))
     todo = [point for point in points if not profile.has(point)]

@@ -33,7 +33,6 @@ LOST_SHOWN_MAX = 8
 
 
 def run_at(options: AtCommand) -> None:
-    """Run `forebay replay at`. command.py documents its options."""
     if options.time and options.offset is not None:
         fail("--time and --offset exclude each other; give one of them")
     options.recording.require_one_source()

@@ -22,7 +22,6 @@ class Compared:
     rules: OtherPoolRules
 
     async def report(self, log: Log, partition: int, span: Span, on_progress: OnProgress) -> DiffReport:
-        """Compare a span, and return the report."""
         pools = await pools_of(log, partition)
         self.other.require_pools(pools)
         self.options.require_pools(self.rules, pools)

@@ -172,7 +172,6 @@ def _most(report: DiffReport) -> Grid:
 
 
 def _grid(texts: Sequence[str], numbers: Sequence[str]) -> Grid:
-    """Return an empty table with these columns of text and of numbers."""
     grid = Grid(box=box.SIMPLE, padding=(0, 1))
     for name in texts:
         grid.add_column(name)

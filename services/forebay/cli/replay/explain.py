@@ -22,7 +22,6 @@ from forebay.replay.policies import require_allowed
 
 
 def run_explain(options: ExplainCommand) -> None:
-    """Run `forebay explain`. command.py documents its options."""
     recording = options.source.recording(options.where, "REQUEST", options.group)
     with explained():
         custom = allowed_policies(options.allow_policy)

@@ -37,7 +37,6 @@ class ExportedTopic(msgspec.Struct, kw_only=True):
 
 
 def run_export(options: ExportCommand) -> None:
-    """Run `forebay replay export`. command.py documents its options."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with explained():
         recording = SqliteLog.open(options.log, readonly=True)

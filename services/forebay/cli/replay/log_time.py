@@ -10,9 +10,7 @@ CLOCK_DIGITS_MAX = 19  # a time in microseconds, as in records
 async def log_time_us(option: str, text: str, log: Log, partition: int) -> int:
     """Return a point in time in microseconds since 1970. An invalid time ends the command.
 
-    Args:
-        option: Name of the option with the value, for error messages.
-        text: Time, duration before the end of the log such as `-5m`, or microseconds.
+    `text` is a time, a duration before the end of the log such as `-5m`, or microseconds.
     """
     exactly = text.isdecimal() and len(text) <= CLOCK_DIGITS_MAX
     return int(text) if exactly else time_us(option, text, await last_time(log, partition))

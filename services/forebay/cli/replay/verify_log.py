@@ -26,7 +26,6 @@ from forebay.transport.sqlite.log import SqliteLog
 
 
 def run_verify(options: VerifyCommand) -> None:
-    """Run `forebay verify`. command.py documents its options."""
     options.recording.require_one_source()
     allowed = allowed_of(options.allow, UNVERIFIED)
     with explained():

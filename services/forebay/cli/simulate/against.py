@@ -82,8 +82,7 @@ def compare_with_recording(
 ) -> None:
     """Simulate a recording, and print the error. Exits 1 if an error exceeds its bound.
 
-    Args:
-        others: for the name of each option that conflicts with --against, whether it was given.
+    `others` has the names of the options that conflict with --against, and whether they were given.
     """
     assert options.against is not None
     source = Recording(log=options.against)
@@ -155,7 +154,6 @@ def recorded_history(source: Recording, custom: CustomPolicies) -> ObservedHisto
 def _compared(
     history: ObservedHistory, settings: Settings, fleet: FleetOptions, speedup: float, custom: CustomPolicies
 ) -> dict[str, Any]:
-    """Simulate the history, and return the JSON output."""
     requests = _by_unique_id(history.requests)
     finished = [one.output_tokens for one in requests.values() if one.output_tokens is not None]
     if not finished:

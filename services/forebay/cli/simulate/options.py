@@ -226,10 +226,9 @@ class AgainstOptions:
 
 
 def settings_of(fleet: FleetOptions) -> Settings:
-    """Return the settings of the fleet from its options. Options override the values of a fleet file.
+    """Return the settings of the fleet from its options, which override a fleet file.
 
-    Raises:
-        ValueError: an option or the file is invalid; the text names the option.
+    Raises ValueError if an option or the file is invalid; the text names the option.
     """
     settings = _described(fleet)
     if fleet.delays is not None and fleet.delays not in DELAYS:
@@ -256,11 +255,7 @@ def settings_of(fleet: FleetOptions) -> Settings:
 
 
 def _described(fleet: FleetOptions) -> Settings:
-    """Return the fleet from the file, or from the options.
-
-    Raises:
-        ValueError: the file is invalid, or conflicts with an option.
-    """
+    """Return the fleet from the file, or from the options. Raises ValueError if the file conflicts with an option."""
     if fleet.file is not None:
         given = [f"--{name.replace('_', '-')}" for name in OF_POOLS if getattr(fleet, name) is not None]
         if given:
@@ -278,11 +273,7 @@ def _described(fleet: FleetOptions) -> Settings:
 
 
 def _counts(fleet: FleetOptions) -> tuple[tuple[str, PoolRole, int], ...]:
-    """Return name, role and number of workers of each pool that the options define.
-
-    Raises:
-        ValueError: the options conflict.
-    """
+    """Return name, role and number of workers of each pool that the options define."""
     if fleet.decode_workers is None:
         if fleet.prefill_workers is not None:
             raise ValueError(f"--prefill-workers {fleet.prefill_workers} requires --decode-workers")
@@ -297,8 +288,7 @@ def _counts(fleet: FleetOptions) -> tuple[tuple[str, PoolRole, int], ...]:
 def policies_of(given: Sequence[str] | None, settings: Settings) -> Sequence[str]:
     """Return the policies to simulate.
 
-    Raises:
-        ValueError: a policy is duplicate, or has no effect because every pool has its own router.
+    Raises ValueError if a policy is duplicate, or has no effect because every pool has its own router.
     """
     for name in given or ():
         if list(given or ()).count(name) > 1:
@@ -313,11 +303,7 @@ def policies_of(given: Sequence[str] | None, settings: Settings) -> Sequence[str
 
 
 def router_of(text: str) -> RouterConfig:
-    """Return the routing configuration of the pools that have none of their own, from the text of `--policy`.
-
-    Raises:
-        ValueError: the policy is invalid.
-    """
+    """Return the routing of the pools that have none of their own. Raises ValueError if the policy is invalid."""
     return RouterConfig() if text == AS_CONFIGURED else policy(text)
 
 
@@ -330,8 +316,7 @@ def workload_options(shape: ShapeOptions, seed: int, *, models: int = 1) -> Work
 def slo_of(text: str | None, attain: float | None) -> Slo | None:
     """Return the limits given by --slo; None if there are none.
 
-    Raises:
-        ValueError: --slo is invalid, or --attain is given without it.
+    Raises ValueError if invalid, or --attain lacks --slo.
     """
     if text is None:
         if attain is not None:
@@ -344,32 +329,20 @@ def slo_of(text: str | None, attain: float | None) -> Slo | None:
 
 
 def require_routers(routers: Iterable[RouterConfig], pools: Iterable[PoolSettings] = ()) -> None:
-    """Check that the policies of all routers exist.
-
-    Raises:
-        Unusable: a policy does not exist or cannot be used.
-    """
+    """Raise Unusable if the policy of a router does not exist or cannot be used."""
     own = (pool.router for pool in pools if pool.router is not None)
     for mode in dict.fromkeys(router.mode for router in (*routers, *own)):
         require_policy(mode)
 
 
 def require_disaggregation(name: str, router: RouterConfig, pools: Iterable[PoolSettings]) -> None:
-    """Check that a policy with disaggregation settings is used only if there are prefill and decode workers.
-
-    Raises:
-        ValueError: the fleet has no prefill and decode workers, so the settings would have no effect.
-    """
+    """Raise ValueError if disaggregation settings have no effect, because all workers are aggregated."""
     if router.disagg != DisaggConfig() and all(pool.role == "aggregated" for pool in pools):
         raise ValueError(f"{name}: disagg settings require --prefill-workers and --decode-workers")
 
 
 def require_servable(workload: Workload, settings: Settings) -> None:
-    """Check that some worker can serve at least one request of the workload.
-
-    Raises:
-        ValueError: every request would fail.
-    """
+    """Raise ValueError if no worker can serve any request of the workload."""
     smallest: tuple[int, int] | None = None
     for turn in workload.turns():
         tokens = turn.prompt_tokens + turn.output_tokens
@@ -402,10 +375,7 @@ def settings_json(settings: Settings, options: WorkloadOptions, workload: str) -
 
 
 def to_json(settings: Any) -> Any:
-    """Return a struct as JSON values, including fields with default values, which msgspec would omit.
-
-    The tiers are omitted if there are none.
-    """
+    """Return a struct as JSON values, with the default values that msgspec would omit, but without tiers of None."""
     if isinstance(settings, msgspec.Struct):
         fields = {name: getattr(settings, name) for name in settings.__struct_fields__}
         return {name: to_json(value) for name, value in fields.items() if name != "tiers" or value is not None}
@@ -451,11 +421,7 @@ def _tier_sizes(fleet: FleetOptions) -> dict[str, str]:
 
 
 def _with_tier_sizes(settings: Settings, sizes: Mapping[str, str]) -> Settings:
-    """Return settings with other sizes of the tiers. Other properties stay as they are.
-
-    Raises:
-        ValueError: a size is invalid; the text names the option.
-    """
+    """Return settings with other sizes of the tiers. Raises ValueError with the option if a size is invalid."""
     if not sizes:
         return settings
     tiers = settings.tiers or FleetTiers()

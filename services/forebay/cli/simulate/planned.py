@@ -21,9 +21,7 @@ US_PER_S = 1e6
 def read_planner(path: Path, settings: Settings) -> PlannerFile:
     """Read the file of a planner for a fleet.
 
-    Raises:
-        Unusable: the file is invalid.
-        ValueError: the planner cannot scale the fleet.
+    Raises Unusable if the file is invalid, and ValueError if the planner cannot scale the fleet.
     """
     planner = read_planner_file(path)
     try:
@@ -90,8 +88,7 @@ def planned_metrics(outcome: SimulationOutcome, slo: Slo) -> dict[str, Any]:
 def size_changes(intervals: Iterable[Iterable[ScalingDecided]]) -> tuple[int, int]:
     """Return how often the decisions change the size of a pool, and how often a change reverses the previous one.
 
-    Args:
-        intervals: decisions of each interval. Those of one interval continue each other, so they count as one.
+    Decisions of one interval continue each other, so they count as one.
     """
     changes = reversals = 0
     grew: dict[tuple[str, str], bool] = {}

@@ -52,7 +52,6 @@ FAILURES_PRINTED = 5
 
 
 def run_simulate(options: SimulateCommand) -> None:
-    """Run `forebay simulate`. command.py documents its options."""
     if options.recorded.against is not None:
         from forebay.cli.simulate.against import compare_with_recording  # noqa: PLC0415 - takes 0.5 s, rarely needed
 
@@ -159,7 +158,6 @@ def _run_jobs(plan: _Plan, *, whole: bool) -> list[SimulationRun]:
 
 
 def _result(plan: _Plan, runs: Sequence[SimulationRun]) -> dict[str, Any]:
-    """Return the JSON output."""
     return {
         "policies": {run.name: run.summary for run in runs},
         "digest": sha256("".join(run.summary["digest"] for run in runs).encode()).hexdigest(),

@@ -51,8 +51,6 @@ class Job(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SimulationRun:
-    """One finished simulation."""
-
     name: str
     settings: Settings
     router: RouterConfig
@@ -110,8 +108,7 @@ def reason(error: Exception) -> str:
 def run_all(todo: Sequence[Work[T]]) -> list[T | Exception]:
     """Run all tasks in parallel, one process per CPU. Terminates the processes if interrupted.
 
-    Returns:
-        The result or the exception of each task, in order. A failing task does not stop the others.
+    Returns the result or the exception of each task, in order. A failing task does not stop the others.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
     with bar(*columns, TimeRemainingColumn()) as progress:

@@ -46,7 +46,6 @@ Metrics = dict[str, Any]
 
 
 def run_sweep(options: SweepCommand) -> None:
-    """Run `forebay sweep`. sweep_command.py documents its options."""
     try:
         objectives_slo = slo_of(options.slo, options.attain)
         wanted = _objectives(options.objectives, objectives_slo, options.find_capacity)

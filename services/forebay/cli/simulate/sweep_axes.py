@@ -52,11 +52,7 @@ TIER_SIZES = {f"kv_{tier}_size": tier for tier in TIERS}  # sizes of `--kv-tier`
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One `--set` option of a sweep: one or more settings that vary together, and their values.
-
-    Attributes:
-        points: values to try. Each point has one value per setting, as text.
-    """
+    """One `--set` option of a sweep: settings that vary together, and points with one value per setting, as text."""
 
     names: tuple[str, ...]
     points: tuple[tuple[str, ...], ...]
@@ -64,14 +60,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """One run of a sweep.
-
-    Attributes:
-        varied: value of each setting that the sweep varies and that applies to the policy, by name.
-        router: routing configuration, including the varied settings.
-        fleet: settings of the fleet, including the varied settings.
-        shape: workload options, including the varied settings.
-    """
+    """One run of a sweep. Its router, fleet and shape include `varied`, the settings that apply to its policy."""
 
     policy: str
     varied: Mapping[str, str]
@@ -96,11 +85,7 @@ class _Parts:
 
 
 def axes_of(sets: Sequence[str]) -> list[Axis]:
-    """Parse the `--set` options.
-
-    Raises:
-        ValueError: an option is malformed, or a name or value is duplicate.
-    """
+    """Parse the `--set` options. Raises ValueError if one is malformed, or a name or value is duplicate."""
     axes: list[Axis] = []
     seen: set[str] = set()
     for text in sets:
@@ -129,8 +114,7 @@ def combinations(
 ) -> list[Combination]:
     """Return every combination of a policy and one point per axis, sorted in this order. Equal ones occur once.
 
-    Raises:
-        ValueError: there are too many combinations, or one is invalid.
+    Raises ValueError if there are too many combinations, or one is invalid.
     """
     runs = len(policies) * prod(len(axis.points) for axis in axes)
     if runs > RUNS_MAX:
@@ -163,7 +147,6 @@ def _combination(text: str, varied: Mapping[str, str], fleet: FleetOptions, shap
 
 
 def _router(text: str, more: Sequence[str]) -> RouterConfig:
-    """Return the policy with additional settings."""
     mode, _, given = text.partition(":")
     settings = [*(given.split(",") if given else ()), *more]
     names = [one.partition("=")[0] for one in settings]

@@ -27,7 +27,6 @@ SHOWN = ("mean", "p50", "p90", "p99", "max")
 
 
 def run_show(options: WorkloadShowCommand) -> None:
-    """Run `forebay workload show`. workload_command.py documents its options."""
     with _explained():
         workload = open_workload(options.workload, workload_options(options.shape, options.seed, models=MODELS))
         survey = workload.survey()
@@ -41,7 +40,6 @@ def run_show(options: WorkloadShowCommand) -> None:
 
 
 def run_convert(options: WorkloadConvertCommand) -> None:
-    """Run `forebay workload convert`. workload_command.py documents its options."""
     shape = workload_options(options.shape, options.seed, models=MODELS)
     if options.out.exists() and not options.out.is_file():  # replacing a device would turn it into a file
         fail(f"{options.out}: is not a regular file; choose another name")

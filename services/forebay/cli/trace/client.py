@@ -81,15 +81,8 @@ async def play(
 ) -> None:
     """Play a workload and record what happens in `outcome`. SIGINT and SIGTERM end it early.
 
-    Args:
-        urls: URLs of the system, which share the requests.
-        headers: headers of every request, such as the one with the API key.
-        concurrency_max: maximum number of requests in flight.
-        outcome: where to record latencies and failures.
-        ended: called for each completed or failed request.
-
-    Raises:
-        NoSystem: the system does not respond at the start.
+    The URLs share the requests. `ended` is called for each completed or failed request. Raises NoSystem if the system
+    does not respond at the start.
     """
     limits = httpx.Limits(max_connections=concurrency_max, max_keepalive_connections=256)
     async with httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S, limits=limits) as client:
@@ -128,8 +121,7 @@ def _interrupts(outcome: TraceOutcome) -> Iterator[None]:
 async def _model(client: httpx.AsyncClient, urls: list[str]) -> str:
     """Return the name of the first model that the system serves.
 
-    Raises:
-        NoSystem: the system does not respond, requires another API key, or serves no model.
+    Raises NoSystem if the system does not respond, requires another API key, or serves no model.
     """
     try:
         response = await client.get(f"{urls[0]}/v1/models")
@@ -173,7 +165,6 @@ class _Player:
         self._ended: list[asyncio.Future[float]] = []  # by number; seconds from the start
 
     async def run(self) -> None:
-        """Send every request, and wait for the responses."""
         outcome, pace = self._outcome, self._outcome.pace
         cpu_s = await self._read_metrics()
         self._began_s = time.monotonic()

@@ -111,12 +111,7 @@ def streaming_body(output_tokens: int, fields: Mapping[str, Any]) -> bytes:
 
 
 def transport_failure(error: httpx.HTTPError, *, streaming: bool) -> Failure:
-    """Return the failure of a request without a complete response.
-
-    Args:
-        error: error of the HTTP client.
-        streaming: whether the response had begun.
-    """
+    """Return the failure of a request without a complete response. `streaming`: whether the response had begun."""
     if isinstance(error, httpx.TimeoutException):
         kind = "timeout"
     elif streaming:

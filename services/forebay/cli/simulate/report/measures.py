@@ -20,8 +20,6 @@ US_PER_S = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurements of one run for the report."""
-
     run: SimulationRun
     group: str  # identifier of the run within the page: `r0`, `r1` and so on
     label: str  # unique name of the run; includes the fleet if several runs have the same name
@@ -78,10 +76,9 @@ def _measured(run: SimulationRun, slo: Slo | None, group: str, label: str, colou
 def limits(runs: Sequence[Measured], slo: Slo) -> dict[str, Any]:
     """Return the numbers from which the page computes how many requests meet a TTFT and an ITL limit.
 
-    Returns:
-        A dict. `ttft` and `itl`: limits in ms, ascending, including those of `slo`; every completed request meets the
-        last one. `kept`: per run, [i, j, requests] for each pair of the lowest limits that a request meets, without
-        requests that miss the E2E limit. `ttft_at` and `itl_at`: index of the limit to begin with.
+    `ttft` and `itl`: limits in ms, ascending, including those of `slo`; every completed request meets the last one.
+    `kept`: per run, [i, j, requests] for each pair of the lowest limits that a request meets, without requests that
+    miss the E2E limit. `ttft_at` and `itl_at`: index of the limit to begin with.
     """
     ttft_ms = _limits_ms([one.ttft_ms for one in runs], slo.ttft_ms)
     itl_ms = _limits_ms([one.itl_ms for one in runs], slo.itl_ms)

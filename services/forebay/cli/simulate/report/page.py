@@ -55,13 +55,9 @@ def write_report(
 def page(
     runs: Sequence[SimulationRun], *, workload: str, slo: Slo | None, digest: str, survey_notes: Sequence[str] = ()
 ) -> str:
-    """Return the page. Only the first `RUNS_MAX` runs are shown, with a note on the page.
+    """Return the page of one or more runs of a workload. Only the first `RUNS_MAX` are shown, with a note.
 
-    Args:
-        runs: finished simulations of one workload, at least one.
-        slo: latency limits; None if there are none.
-        digest: hash of all decisions, equal for equal runs.
-        survey_notes: remarks on how the workload was read.
+    `digest` is the hash of all decisions, equal for equal runs. `survey_notes` say how the workload was read.
     """
     shown = measured(runs[:RUNS_MAX], slo)
     found = [*survey_notes, *findings(shown)]

@@ -22,9 +22,8 @@ TERMS = (
 def explored(runs: Sequence[Measured]) -> dict[str, Any]:
     """Return the data of the explorer. Requests of different runs match if they have the same number in the workload.
 
-    Returns:
-        A dict. `rows`: workload numbers of the shown requests, in order. `of`: number of all requests. `prompt` and
-        `output`: tokens per shown request. `runs`: the columns of `_run` for each run; unknown values are -1.
+    `rows`: workload numbers of the shown requests, in order. `of`: number of all requests. `prompt` and `output`:
+    tokens per shown request. `runs`: the columns of `_run` for each run; unknown values are -1.
     """
     places = [_places(one.run.outcome) for one in runs]
     of = [any(some) for some in zip_longest(*([place != UNKNOWN for place in some] for some in places))]
@@ -74,13 +73,10 @@ def _chosen(runs: Sequence[Measured], numbers: Sequence[int]) -> list[int]:
 
 
 def _run(one: Measured, places: Sequence[int]) -> dict[str, Any]:
-    """Return the columns of a run.
+    """Return the columns of a run, for the index of each row's request in `places`, -1 if it never arrived.
 
     Times are in microseconds. `first` and `last` count from the arrival. `worker` and `prefiller` are indexes into
     `workers`. `failures` has the reason of each failed row, and `routed` the decision of each row or None.
-
-    Args:
-        places: index of each row's request; -1 if the request never arrived.
     """
     outcome, failures = one.run.outcome, one.run.outcome.requests.failures
     names = ("worker", "prefiller", "cached_tokens", "attempts", "arrived_us")
