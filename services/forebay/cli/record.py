@@ -61,12 +61,7 @@ def _identity(options: RecordCommand, source: Recording) -> dict[str, str]:
 
 
 class RecordResult(msgspec.Struct, kw_only=True):
-    """A finished recording and its verification.
-
-    Attributes:
-        left_out: groups that were not recorded, because their owners made no decision in the time window.
-        verified: verification report of each group; empty if the recording was not verified.
-    """
+    """A finished recording. `left_out` groups made no decision in the window. Without a check, `verified` is empty."""
 
     out: Path
     contents: Contents

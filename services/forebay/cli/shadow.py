@@ -112,10 +112,7 @@ def _diverged(error: RecoveryDiverged) -> NoReturn:
 
 @asynccontextmanager
 async def _opened(recording: Recording, settings: ShadowSettings, printed_to: TextIO | None) -> AsyncIterator[Shadow]:
-    """Open a shadow with its log and its sink.
-
-    Raises LogError if the log is damaged or unavailable, and Unusable if the options cannot be used.
-    """
+    """Open a shadow with its log and its sink."""
     async with AsyncExitStack() as stack:
         if recording.kafka is None:
             log, partition = await stack.enter_async_context(recording.opened())
@@ -149,11 +146,7 @@ class PrintingSink:
         self._to = to
 
     async def last(self) -> ShadowEvent | None:
-        """Return the last event of the other sink; None if there is no other sink, because nothing else stores events.
-
-        Raises:
-            LogError: the other sink cannot be read.
-        """
+        """Return the last event of the other sink; None without one, because nothing else stores events."""
         return None if self._kept is None else await self._kept.last()
 
     async def write(self, events: Sequence[ShadowEvent]) -> None:

@@ -197,10 +197,7 @@ def _stats(store: Storage, identity: str, now_s: float) -> dict[str, Any]:
 
 
 def _problem(store: Storage, file: StoredFile, identity: KvIdentity | None) -> str:
-    """Read the file of a block, and return why it is bad: one of `BAD_REASONS`, or `missing`; an empty text if good.
-
-    An identity of None, because that of the folder is not known, makes every block foreign.
-    """
+    """Read the file of a block, and return why it is bad: one of `BAD_REASONS`, or `missing`; an empty text if good."""
     name = parse_file_name(file.name)
     assert name is not None
     if identity is None or file.path != f"{identity.short_digest}/{file_path(name)}":

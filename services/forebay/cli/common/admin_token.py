@@ -17,10 +17,7 @@ AdminTokenFileOption = Annotated[
 
 
 def admin_token(file: Path | None) -> str:
-    """Return the token from a file, or from the environment if `file` is None. Empty if neither has a token.
-
-    Raises Unusable if the file cannot be read, or the token is not valid in a header.
-    """
+    """Return the token of `file`, of the environment if that is None, or ''. Raises Unusable if it is invalid."""
     if file is None:
         text, where = os.environ.get(VARIABLE, ""), VARIABLE
     else:
@@ -41,10 +38,7 @@ def admin_token(file: Path | None) -> str:
 
 
 def required_token(file: Path | None, *, admin_api: bool) -> str:
-    """Return the token that an ingress requires, empty if its admin API is off.
-
-    Raises Unusable if the token is invalid or missing, or `file` is given although the admin API is off.
-    """
+    """Return the token that an ingress requires, '' without admin API. Raises Unusable if it is invalid or missing."""
     if not admin_api:
         if file is not None:
             raise Unusable("--token-file requires --admin-api")

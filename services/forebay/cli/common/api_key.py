@@ -37,10 +37,7 @@ def api_keys(given: Sequence[str] | None, file: Path | None) -> tuple[str, ...]:
 
 
 def client_headers(given: str | None) -> dict[str, str]:
-    """Return the header with the API key of a client; empty without a key. Of several keys, the first one is sent.
-
-    Raises Unusable if the key is empty or invalid.
-    """
+    """Return the header with the first API key of a value; empty without one. Raises Unusable if it is invalid."""
     if given is None:
         return {}
     keys = _checked(GIVEN, _split(given))

@@ -81,10 +81,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def model_tables(context: click.Context) -> list[dict[str, Any]]:
-    """Return the options in each `[[models]]` table of the file, by the name of their parameter.
-
-    Empty if the command line or a variable names the models, because both override the file.
-    """
+    """Return the options of each `[[models]]` table; none if the command line or a variable names models instead."""
     source = context.get_parameter_source("model")
     overridden = source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
     found: list[dict[str, Any]] = context.meta.get(META, [])

@@ -153,10 +153,7 @@ CLOSE_S = 1.0  # time to write the last lines if nobody reads them
 
 
 class BackgroundHandler(CountingHandler):
-    """Counting handler whose lines are written by a thread.
-
-    Lines are dropped and counted if more than `queue_max` wait.
-    """
+    """Counting handler whose lines a thread writes. If more than `queue_max` wait, lines are dropped and counted."""
 
     def __init__(self, stream: TextIO, queue_max: int = QUEUE_MAX) -> None:
         self._background = _BackgroundStream(stream, queue_max, self._dropped_line)

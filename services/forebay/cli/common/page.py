@@ -29,12 +29,7 @@ Unit = Literal["number", "ms", "share"]  # a share is shown in percent
 
 
 class Axis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An axis of a chart.
-
-    Attributes:
-        names: labels of the values 0, 1 and so on; empty for a scale of numbers.
-        end: None for the largest value.
-    """
+    """An axis of a chart: of numbers, or of `names` for 0, 1 and so on. An `end` of None is the largest value."""
 
     title: str = ""
     unit: Unit = "number"

@@ -12,10 +12,7 @@ DEPTH_MAX = 16  # a policy file has four levels, engine arguments hardly more
 
 
 def read_plain_file(path: Path, what: str) -> Any:
-    """Decode a file as JSON if its name ends in .json, else as YAML. Raises Unusable if this fails.
-
-    `what` is the kind of the file, such as `policy file`, for error messages.
-    """
+    """Decode a file (JSON if its name ends in .json, else YAML) of kind `what`. Raises Unusable if this fails."""
     import yaml  # noqa: PLC0415 - takes 40 ms, which most commands would wait for in vain
 
     try:

@@ -21,10 +21,7 @@ def span_us(option: str, text: str) -> int:
 
 
 def time_us(option: str, text: str, now_us: int) -> int:
-    """Return a time, or a negative duration relative to `now_us`, in microseconds since 1970.
-
-    An invalid time ends the command.
-    """
+    """Return a time, or a negative duration from `now_us`, in µs since 1970. An invalid time ends the command."""
     if text.startswith("-"):
         return now_us - span_us(option, text.removeprefix("-"))
     try:

@@ -138,10 +138,7 @@ def _cache_dir(given: Path | None, *, is_file: bool) -> str | None:
 
 
 def console_token(file: Path | None) -> str:
-    """Return the token that clients must send: from a file, from the environment, or else a random one.
-
-    Raises Unusable if the file cannot be read, or the token is not valid in a header.
-    """
+    """Return the token of clients: from a file, the environment, or random. Raises Unusable if it is invalid."""
     if file is None:
         text, where = os.environ.get(VARIABLE, ""), VARIABLE
         if not text:

@@ -193,10 +193,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def pool_tables(raw: Mapping[str, Any], kind: type[StructT]) -> list[StructT]:
-    """Return the tables `[[pools]]` as structs of a kind with the fields `group` and `pool`: at least one.
-
-    Raises Unusable if there is no table, a table is invalid, or two tables have the same pool.
-    """
+    """Return the tables `[[pools]]` as structs. Raises Unusable if there is none, or one is invalid or a duplicate."""
     found = raw.get("pools")
     if not isinstance(found, list) or not found:
         raise Unusable("expected at least one table [[pools]]")

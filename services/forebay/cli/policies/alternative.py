@@ -137,10 +137,7 @@ class AlternativeOptions:
     ] = None
 
     def alternative(self, *, is_required: bool = True) -> Alternative:
-        """Return the alternative. Without changes, it is valid only if `is_required` is false.
-
-        Raises Unusable with the option, the problem and the valid values.
-        """
+        """Return the alternative. Raises Unusable if an option is invalid, or none is given and `is_required`."""
         changes = [_change(text) for text in self.sets or ()]
         if self.policy is not None:
             changes.append(Change("", MODE, self.policy, f"{POLICY} {self.policy}"))

@@ -29,7 +29,7 @@ class RouterOption(Option):
     Attributes:
         path: path of the field in `RouterConfig`, with dots. Empty if the option sets no single field.
         serving: default of commands that serve requests, if the default of `RouterConfig` sets no limit. Simulations,
-        and replays of logs of earlier versions, use the default of `RouterConfig`.
+            and replays of logs of earlier versions, use the default of `RouterConfig`.
     """
 
     path: str = ""

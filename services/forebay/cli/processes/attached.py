@@ -154,10 +154,7 @@ def _combined(attached: list[Attachment], path: str) -> Probe:
 
 
 class AttachedWorkers:
-    """The workers of the process, one per server, or one for an engine of this process.
-
-    A stop waits at most `drain_s` seconds for requests in flight.
-    """
+    """The workers of the process, one per server or one for its engine. A stop waits `drain_s` for their requests."""
 
     def __init__(
         self,
@@ -340,10 +337,7 @@ def _api_name(served: str) -> str:
 
 
 def _tokenizer_of(info: ServerInfo, options: EngineOptions, url: str) -> Path:
-    """Return the directory with the tokenizer of a server's model.
-
-    Raises Unusable if neither --model nor the server names one.
-    """
+    """Return the directory with the tokenizer of a server's model."""
     if options.model is not None:
         found = find_model(options.model, options.revision, options.model_name, weights=False).directory
         assert found is not None
@@ -368,10 +362,7 @@ CHECKS = 3  # consecutive checks: a takeover takes six seconds, and an owner rea
 
 
 async def join_group(cluster: Cluster, log: Log, spec: WorkerSpec) -> int:
-    """Create the work topic of a pool if it is missing, and wait until a router has assigned a partition to the group.
-
-    Returns the partition of the control topics. Raises LogError if the log failed.
-    """
+    """Create a missing work topic, and return the partition of the group once a router has assigned it."""
     counts = await count_topics(cluster.kafka)
     if spec.pool not in counts.pools:
         await create_topics(cluster.kafka, TopicPlan(slots=max(counts.pools.values())), [spec.pool])

@@ -65,11 +65,7 @@ class _System:
 
 
 def run(settings: EmbeddedSettings, on_ready: OnReady) -> None:
-    """Serve until SIGINT or SIGTERM.
-
-    Raises Unusable if the system cannot start with these settings, EngineError if an engine failed, and LogError if the
-    log failed.
-    """
+    """Serve until SIGINT or SIGTERM. Raises Unusable, EngineError or LogError."""
     # An ingress of several models loads their tokenizers from the log.
     only = Model(settings.models[0].engine.settings.model) if len(settings.models) == 1 else None
     restarts = EngineRestarts()

@@ -65,10 +65,7 @@ class EngineRestarts:
         del self._in_a_row[worker_id]
 
     def pause_s(self, worker_id: str, healthy_s: float, serving: int, error: EngineError) -> float:
-        """Count a failure, and return the seconds until the engine is started again.
-
-        Raises `error` if the system ends.
-        """
+        """Count a failure, and return the pause before the engine is restarted. Raises `error` if the system ends."""
         self.failures[worker_id] += 1
         row = self._in_a_row[worker_id] = 1 if healthy_s >= HEALTHY_S else self._in_a_row[worker_id] + 1
         if not self.is_serving:
@@ -162,10 +159,7 @@ class EmbeddedGroup:
         return Worker(self._log, self._keeper, spec, engine, token=token, group=self.name, partition=self.partition)
 
     async def start_owner(self, registry: CollectorRegistry) -> None:
-        """Recover the state of the group, and restore the caches of mock engines. All engines must have started.
-
-        Raises Unusable if the workers have different block sizes, and LogError if the log failed.
-        """
+        """Recover the state of the group, and restore the caches of mock engines. All engines must have started."""
         assert self._log is not None
         assert self._leases is not None
         self.owner = Owner(self._log, self._leases, self._group_settings())

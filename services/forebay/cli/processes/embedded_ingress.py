@@ -91,10 +91,7 @@ async def serving_all(
     tasks: Tasks,
     groups: Iterable[EmbeddedGroup],
 ) -> AsyncIterator[ServedModels]:
-    """Yield all models. Their tokenizers come from the cards on the log.
-
-    Raises Unusable if a model cannot be loaded.
-    """
+    """Yield all models, with tokenizers from the cards on the log. Raises Unusable if a model cannot be loaded."""
     directory, store = Directory(log), ModelStore(log)
     await directory.start()
     await store.start()

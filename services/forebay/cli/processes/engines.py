@@ -97,10 +97,7 @@ class EngineChoice:
 
 
 def choose_engine(options: EngineOptions) -> EngineChoice:
-    """Return the engine that the options select. Sizes that are None are left to the engine.
-
-    Raises Unusable if the options are invalid or contradict each other.
-    """
+    """Return the selected engine. Sizes that are None are left to it. Raises Unusable if an option is invalid."""
     kv = {name: value for name in KV_OPTIONS if (value := getattr(options, name)) is not None}
     _require_engine(options.engine, options.model)
     _require_own(options.engine, {name: getattr(options, name) for name in MOCK_ONLY} | kv)

@@ -75,10 +75,7 @@ class HttpOptions:
     timeout_s: Annotated[float, Option(min=0.001, max=86_400, help="Timeout of a request in seconds.")] = 600.0
 
     def settings(self, **others: Any) -> "IngressSettings":
-        """Return the settings of an ingress from these options, and from `others` by field.
-
-        Raises Unusable if the admin API has no token, or a key, an origin or a host name is invalid.
-        """
+        """Return the settings of an ingress, with `others` by field. Raises Unusable if an option is invalid."""
         # Imported here, so that other commands do not wait for an HTTP server to load.
         from forebay.ingress.http.guards import allowed_origins  # noqa: PLC0415
         from forebay.ingress.settings import IngressSettings  # noqa: PLC0415

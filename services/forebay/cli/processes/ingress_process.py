@@ -95,10 +95,7 @@ def _serve(
 
 
 class _IngressLeases:
-    """Redis leases of an ingress, one per model, so that owners notice its death.
-
-    `replaced` fails with Unusable if another ingress takes a lease over.
-    """
+    """Redis leases of an ingress, one per model, so that owners notice its death."""
 
     def __init__(self, keeper: LeaseKeeper, settings: IngressSettings) -> None:
         self.replaced: asyncio.Future[None] = asyncio.get_running_loop().create_future()

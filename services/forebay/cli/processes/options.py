@@ -66,10 +66,7 @@ class SnapshotOptions:
 
 
 def names(flag: str, given: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the values of an option that may be repeated.
-
-    Raises Unusable if a length is invalid or a value appears twice.
-    """
+    """Return the values of a repeatable option. Raises Unusable if a value is empty, too long or a duplicate."""
     for name in given or ():
         if not 1 <= len(name) <= NAME_CHARS_MAX:
             raise Unusable(f"{flag} {name[:32]!r}: a name has 1 to {NAME_CHARS_MAX} characters, got {len(name)}")
@@ -113,10 +110,7 @@ def pool_routing_by_model(path: Path | None) -> dict[str, PoolRouting]:
 
 
 def placed_taints(given: Sequence[str], workers: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the taints (labels) of each worker. Values are LABEL for all workers, or WORKER:LABEL for one.
-
-    Raises Unusable if a value names an unknown worker or has an empty label.
-    """
+    """Return each worker's taints from values LABEL (for all) or WORKER:LABEL. Raises Unusable if one is invalid."""
     labels: dict[str, dict[str, None]] = {worker: {} for worker in workers}
     kinds = {worker.rstrip(string.digits): worker for worker in workers}  # the last worker of each kind
     of_one = re.compile(rf"((?:{'|'.join(map(re.escape, kinds))})\d+):(.*)", re.DOTALL)

@@ -30,10 +30,7 @@ class ProfiledWorker:
     """The worker that is measured, behind an OpenAI-compatible API."""
 
     def __init__(self, client: httpx.AsyncClient, url: str, model: str, worker: str, timeout_s: float) -> None:
-        """Create a worker; its id is empty for a system with one worker.
-
-        `timeout_s` is the maximum time for a response.
-        """
+        """`worker` is empty for a system with one worker; `timeout_s` limits each response."""
         self._client = client
         self._url = url
         # Prompts of the same point are the same in each run. The salt keeps them apart in the worker's cache.
@@ -81,11 +78,7 @@ class _NotConcurrent(PointImpossible):
 
 
 async def measure_point(worker: ProfiledWorker, point: GridPoint, settings: ProfileSettings) -> MeasuredProfile:
-    """Measure one point as often as the settings say, and return a profile with nothing but the medians.
-
-    Raises PointImpossible if this point cannot be measured, and MeasurementFailed if the system does not serve
-    requests.
-    """
+    """Measure a point repeatedly, and return a profile of the medians. Raises PointImpossible or MeasurementFailed."""
     if point.stage == "prefill":
         return MeasuredProfile(settings=settings, prefill=(await _prefill(worker, point, settings.repeats),))
     return MeasuredProfile(settings=settings, decode=(await _decode(worker, point, settings),))

@@ -226,10 +226,7 @@ class AgainstOptions:
 
 
 def settings_of(fleet: FleetOptions) -> Settings:
-    """Return the settings of the fleet from its options, which override a fleet file.
-
-    Raises ValueError if an option or the file is invalid; the text names the option.
-    """
+    """Return the settings of the fleet; options override a file. Raises ValueError, naming the option, if invalid."""
     settings = _described(fleet)
     if fleet.delays is not None and fleet.delays not in DELAYS:
         raise ValueError(f"--delays: {unknown_name('delay profile', fleet.delays, DELAYS)}")
@@ -286,10 +283,7 @@ def _counts(fleet: FleetOptions) -> tuple[tuple[str, PoolRole, int], ...]:
 
 
 def policies_of(given: Sequence[str] | None, settings: Settings) -> Sequence[str]:
-    """Return the policies to simulate.
-
-    Raises ValueError if a policy is duplicate, or has no effect because every pool has its own router.
-    """
+    """Return the policies to simulate. Raises ValueError if one is a duplicate or has no effect."""
     for name in given or ():
         if list(given or ()).count(name) > 1:
             raise ValueError(f"--policy {name}: duplicate policy")
@@ -314,10 +308,7 @@ def workload_options(shape: ShapeOptions, seed: int, *, models: int = 1) -> Work
 
 
 def slo_of(text: str | None, attain: float | None) -> Slo | None:
-    """Return the limits given by --slo; None if there are none.
-
-    Raises ValueError if invalid, or --attain lacks --slo.
-    """
+    """Return the limits of --slo, None without. Raises ValueError if invalid, or if --attain is given without --slo."""
     if text is None:
         if attain is not None:
             raise ValueError("--attain requires --slo")

@@ -119,10 +119,7 @@ def _interrupts(outcome: TraceOutcome) -> Iterator[None]:
 
 
 async def _model(client: httpx.AsyncClient, urls: list[str]) -> str:
-    """Return the name of the first model that the system serves.
-
-    Raises NoSystem if the system does not respond, requires another API key, or serves no model.
-    """
+    """Return the name of the first model that the system serves."""
     try:
         response = await client.get(f"{urls[0]}/v1/models")
     except (httpx.TransportError, httpx.InvalidURL) as error:
