@@ -19,15 +19,7 @@ from forebay.events.progress import (
     TransferFailed,
 )
 from forebay.events.requests import RoutingHints
-from tests.core.worlds import (
-    ENCODED,
-    MEDIA,
-    Driver,
-    decode_pool,
-    joined,
-    prefilled_by,
-    prefiller,
-)
+from tests.core.worlds import ENCODED, MEDIA, Driver, decode_pool, joined, prefilled_by, prefiller
 
 ENFORCED = DisaggConfig(enforce=True)
 LOCAL = PrefillPlace(remote=False, reason="failed")

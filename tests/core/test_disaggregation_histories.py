@@ -13,10 +13,7 @@ from hypothesis import strategies as st
 
 from forebay.core.phases import Phase
 from forebay.core.routing.candidates import find_candidates, find_retry_candidates, must_queue
-from forebay.core.routing.disaggregation import (
-    locate_prompt,
-    requires_remote_prefill,
-)
+from forebay.core.routing.disaggregation import locate_prompt, requires_remote_prefill
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.stages import as_prefill_request
 from forebay.core.state.active_request import ActiveRequest
@@ -24,13 +21,7 @@ from forebay.core.step import AnyDecision, InputEvent
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, DisaggregationSet, QueueConfig
 from forebay.events.decisions import KvReleased, RequestAborted, RequestHeld, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerLost
-from forebay.events.progress import (
-    FirstTokenEmitted,
-    PrefillFailed,
-    PrefillFinished,
-    RequestFailed,
-    RequestFinished,
-)
+from forebay.events.progress import FirstTokenEmitted, PrefillFailed, PrefillFinished, RequestFailed, RequestFinished
 from forebay.events.requests import RoutingHints
 from forebay.events.snapshots import Booking
 from tests.core.worlds import (

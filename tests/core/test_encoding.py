@@ -13,18 +13,7 @@ from forebay.events.decisions import RequestAborted, RequestHeld
 from forebay.events.media import MEDIA_BYTES_MAX, MEDIA_MAX
 from forebay.events.progress import EncodeFailed, EncodeFinished, FirstTokenEmitted, RequestFinished, TransferFailed
 from forebay.events.requests import RoutingHints
-from tests.core.worlds import (
-    ENCODED,
-    ENCODERS,
-    MEDIA,
-    PROMPTS,
-    Driver,
-    encode_pool,
-    encoder,
-    joined,
-    pool,
-    request,
-)
+from tests.core.worlds import ENCODED, ENCODERS, MEDIA, PROMPTS, Driver, encode_pool, encoder, joined, pool, request
 
 
 def staged(*encoders: str, **router: Any) -> Driver:

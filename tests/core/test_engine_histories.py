@@ -3,13 +3,7 @@
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from forebay.engine_model.model import (
-    EngineModel,
-    EngineStage,
-    EngineStep,
-    Load,
-    Stored,
-)
+from forebay.engine_model.model import EngineModel, EngineStage, EngineStep, Load, Stored
 from forebay.engine_model.sequence import generate_tokens
 from tests.core.engine_runs import (
     BLOCK,

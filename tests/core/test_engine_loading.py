@@ -5,15 +5,7 @@ from array import array
 import msgspec
 import pytest
 
-from forebay.engine_model.model import (
-    Computed,
-    EngineModel,
-    EngineStep,
-    Fetch,
-    FirstTokenStep,
-    Load,
-    Stored,
-)
+from forebay.engine_model.model import Computed, EngineModel, EngineStep, Fetch, FirstTokenStep, Load, Stored
 from forebay.engine_model.sequence import generate_tokens
 from forebay.engine_model.timing import prefill_us
 from forebay.events.base import pack_u32

@@ -6,14 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.engine_model.model import (
-    Computed,
-    EngineModel,
-    Fetch,
-    FirstTokenStep,
-    RequestTooLarge,
-    Stored,
-)
+from forebay.engine_model.model import Computed, EngineModel, Fetch, FirstTokenStep, RequestTooLarge, Stored
 from forebay.engine_model.sequence import generate_tokens
 from forebay.engine_model.steps import EngineStep
 from forebay.engine_model.timing import decode_us, prefill_us

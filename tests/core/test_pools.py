@@ -5,19 +5,10 @@ from typing import Any
 import pytest
 
 from forebay.core.state.pool_registry import PoolRegistry
-from forebay.events.control import (
-    BusyThresholds,
-    PoolConfigured,
-    QueueConfig,
-)
+from forebay.events.control import BusyThresholds, PoolConfigured, QueueConfig
 from forebay.events.decisions import RequestAborted, RequestHeld, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSuspect
-from forebay.events.pools import (
-    PoolCanarySet,
-    PoolChoice,
-    PoolDrainSet,
-    PoolGrid,
-)
+from forebay.events.pools import PoolCanarySet, PoolChoice, PoolDrainSet, PoolGrid
 from forebay.events.progress import EncodeFinished, FirstTokenEmitted, PrefillFailed
 from forebay.events.requests import RoutingHints
 from tests.core.worlds import (

@@ -8,13 +8,7 @@ from hypothesis import strategies as st
 
 from forebay.core.phases import Phase
 from forebay.events.control import DisaggConfig, QueueConfig
-from forebay.events.decisions import (
-    RequestAborted,
-    RequestHeld,
-    RequestRejected,
-    RequestRouted,
-    RouteAnswered,
-)
+from forebay.events.decisions import RequestAborted, RequestHeld, RequestRejected, RequestRouted, RouteAnswered
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import FirstTokenEmitted, PrefillFinished, RequestFinished
 from forebay.events.requests import RoutingHints

@@ -22,15 +22,7 @@ from forebay.events.topics import FLEET, KV_EVENTS
 from forebay.ingress.model import Model
 from tests.engines.oracle import Transformers
 from tests.engines.replayed import canonical, digest_of, replayed
-from tests.engines.serving import (
-    BLOCK,
-    BLOCKS,
-    LORA_RANK_MAX,
-    MODEL,
-    Answer,
-    Serving,
-    vllm_cluster,
-)
+from tests.engines.serving import BLOCK, BLOCKS, LORA_RANK_MAX, MODEL, Answer, Serving, vllm_cluster
 from tests.harness.models import make_tiny_model
 from tests.harness.processes import still_running
 from tests.integration.conftest import RUN

@@ -10,15 +10,7 @@ from hypothesis import strategies as st
 
 from forebay.core.state.reply_slot import ResponseState, apply
 from forebay.events.base import pack_u32
-from forebay.events.tokens import (
-    Embedded,
-    ResponseEnded,
-    ResponseError,
-    TokenChunk,
-    TokenEvent,
-    TokensEmitted,
-    Usage,
-)
+from forebay.events.tokens import Embedded, ResponseEnded, ResponseError, TokenChunk, TokenEvent, TokensEmitted, Usage
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.requests import TextBody

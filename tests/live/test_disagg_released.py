@@ -10,13 +10,7 @@ from forebay.core.state import requests as lifecycle
 from forebay.engine_model.model import EngineConfig
 from forebay.events.decisions import KvReleased, RequestAborted, RequestRouted
 from forebay.events.fleet import WorkerSpec
-from forebay.events.progress import (
-    FirstTokenEmitted,
-    PrefillFinished,
-    RequestFailed,
-    RequestFinished,
-    TransferFailed,
-)
+from forebay.events.progress import FirstTokenEmitted, PrefillFinished, RequestFailed, RequestFinished, TransferFailed
 from forebay.events.requests import RoutingHints
 from forebay.events.topics import PROGRESS, work_topic
 from forebay.events.work import ReleaseKv

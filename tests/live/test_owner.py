@@ -7,13 +7,7 @@ import pytest
 
 from forebay.events.base import unpack_u32
 from forebay.events.codec import decode
-from forebay.events.decisions import (
-    OwnerClaimed,
-    RequestAborted,
-    RequestRejected,
-    RequestRouted,
-    SnapshotRecord,
-)
+from forebay.events.decisions import OwnerClaimed, RequestAborted, RequestRejected, RequestRouted, SnapshotRecord
 from forebay.events.topics import DEAD_LETTERS, REQUESTS, work_topic
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog

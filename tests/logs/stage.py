@@ -32,17 +32,7 @@ from forebay.events.progress import (
     TransferFailed,
 )
 from forebay.events.requests import NO_HINTS, RequestCancelled, RequestSubmitted, RouteQueried, RoutingHints, Sampling
-from forebay.events.topics import (
-    CONTROL,
-    DECISIONS,
-    FLEET,
-    KV_EVENTS,
-    METRICS,
-    PROGRESS,
-    REQUESTS,
-    Topic,
-    work_topic,
-)
+from forebay.events.topics import CONTROL, DECISIONS, FLEET, KV_EVENTS, METRICS, PROGRESS, REQUESTS, Topic, work_topic
 from forebay.events.transfer import Prefilled
 from forebay.events.work import AnyWorkEvent, ReannounceCache, WorkCancelled, WorkerCommand, WorkItem
 from forebay.live.owner.owner import GroupSettings, Owner

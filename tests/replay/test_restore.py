@@ -24,14 +24,7 @@ from forebay.events.control import (
 )
 from forebay.events.decisions import RequestRouted
 from forebay.events.groups import GroupPlaced
-from forebay.events.pools import (
-    GridPool,
-    PoolCanarySet,
-    PoolDrainSet,
-    PoolGrid,
-    PoolRouting,
-    PoolRoutingConfigured,
-)
+from forebay.events.pools import GridPool, PoolCanarySet, PoolDrainSet, PoolGrid, PoolRouting, PoolRoutingConfigured
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS
 from forebay.replay.record.slice import Window
 from forebay.replay.restore import RestoreRefused, restored_groups, settings_of, settled_world, write_group

@@ -11,13 +11,7 @@ from aiokafka.errors import BrokerResponseError, KafkaError, KafkaTimeoutError
 
 from forebay.transport import patience
 from forebay.transport.base import LogError, LogUnavailable
-from forebay.transport.kafka.errors import (
-    CLIENT_ERRORS,
-    PERMANENT_CODES,
-    error_of,
-    is_transient,
-    log_error,
-)
+from forebay.transport.kafka.errors import CLIENT_ERRORS, PERMANENT_CODES, error_of, is_transient, log_error
 from forebay.transport.kafka.group import query_with_retry
 
 # What `Errors.values()` of Kafka 4.1 marks as RetriableException.

@@ -12,14 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.events.codec import decode, encode
-from forebay.events.models import (
-    CHUNK_BYTES_MAX,
-    AliasSet,
-    AliasTarget,
-    FileChunk,
-    ModelStored,
-    StoredFile,
-)
+from forebay.events.models import CHUNK_BYTES_MAX, AliasSet, AliasTarget, FileChunk, ModelStored, StoredFile
 from forebay.events.topics import MODELS
 from forebay.transport.base import Draft
 from forebay.transport.model_use import superseded_by

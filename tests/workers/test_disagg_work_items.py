@@ -26,14 +26,7 @@ from forebay.events.tokens import AttemptStarted, PrefilledBy, ResponseEnded, Re
 from forebay.events.topics import FLEET, TOKENS
 from forebay.events.transfer import Prefilled
 from forebay.events.work import ReleaseKv, WorkCancelled, WorkItem
-from forebay.workers.engine import (
-    EngineBatch,
-    EngineRefused,
-    Failed,
-    NotFetched,
-    PromptPrefilled,
-    Publish,
-)
+from forebay.workers.engine import EngineBatch, EngineRefused, Failed, NotFetched, PromptPrefilled, Publish
 from forebay.workers.runtime.worker import Worker
 from tests.workers.conftest import GROUP, PARTITION, Scene, until, work_item
 

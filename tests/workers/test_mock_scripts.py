@@ -19,13 +19,7 @@ from forebay.events.topics import TOKENS
 from forebay.events.work import WorkItem
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.workers.engines.mock.engine import MockEngine
-from forebay.workers.engines.mock.scripts import (
-    CHARS_MAX,
-    FORMATS,
-    REASONING,
-    OutputScripts,
-    SchemaValues,
-)
+from forebay.workers.engines.mock.scripts import CHARS_MAX, FORMATS, REASONING, OutputScripts, SchemaValues
 from forebay.workers.runtime.resume import continued
 from tests.workers.conftest import Scene, engine_config, until, work_item
 from tests.workers.work_items import finish, hashes_of, item, tokens_of

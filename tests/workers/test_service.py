@@ -12,15 +12,7 @@ import pytest
 from forebay.events.requests import Sampling
 from forebay.workers.engine import EngineError
 from forebay.workers.pipeline import Pipeline, TokenLimit
-from forebay.workers.service import (
-    Request,
-    Resources,
-    ServiceInvalid,
-    endpoint,
-    load_service,
-    service,
-    service_of,
-)
+from forebay.workers.service import Request, Resources, ServiceInvalid, endpoint, load_service, service, service_of
 
 
 class Plain:

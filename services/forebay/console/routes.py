@@ -12,13 +12,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from forebay.console.console import Console
 from forebay.console.jobs import WhatIf
-from forebay.console.messages import (
-    ReadComparison,
-    ReadExplanation,
-    ReadMoment,
-    ReadRecord,
-    ReadScaling,
-)
+from forebay.console.messages import ReadComparison, ReadExplanation, ReadMoment, ReadRecord, ReadScaling
 from forebay.events.names import unknown_name
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.http.body import read_body

@@ -30,14 +30,7 @@ from forebay.events.base import U64_MASK
 from forebay.events.control import BusyThresholds, DisaggConfig, PoolConfigured, RouterConfig
 from forebay.events.decisions import ConsumedRun
 from forebay.events.fleet import WorkerLost
-from forebay.events.snapshots import (
-    Chunk,
-    PoolBusy,
-    PoolDisagg,
-    PoolPolicy,
-    PoolTurns,
-    WorldState,
-)
+from forebay.events.snapshots import Chunk, PoolBusy, PoolDisagg, PoolPolicy, PoolTurns, WorldState
 from forebay.events.versions import EVENTS_VERSION
 
 CORE_VERSION = 1  # raised whenever the same events lead to different decisions

@@ -20,13 +20,7 @@ from forebay.replay.checks import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS
 from forebay.replay.moment import LossFacts
 from forebay.transport.base import Log, LogError, PolicyNotAllowed
 from forebay.transport.history.claims import ValidClaim, valid_claims, validity_at
-from forebay.transport.history.reader import (
-    HistoryAbandoned,
-    OtherRules,
-    RecordedOrder,
-    Validity,
-    journal_records,
-)
+from forebay.transport.history.reader import HistoryAbandoned, OtherRules, RecordedOrder, Validity, journal_records
 from forebay.transport.history.snapshots import (
     load_continued,
     load_snapshot,

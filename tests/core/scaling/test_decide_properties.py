@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 from forebay.core.scaling.decide import decide
 from forebay.core.scaling.state import HISTORY_MAX, PlannerState
 from forebay.events.codec import decode, encode
-from forebay.events.scaling import (
-    PlannerSettings,
-    PoolDemand,
-    PoolObserved,
-    PoolScaling,
-    ScalingDecided,
-)
+from forebay.events.scaling import PlannerSettings, PoolDemand, PoolObserved, PoolScaling, ScalingDecided
 from forebay.events.topics import SCALING
 from tests.core.scaling import profiles
 from tests.core.scaling.loop import Loop

@@ -9,12 +9,7 @@ import itertools
 from dataclasses import dataclass
 from random import Random
 
-from aiokafka.errors import (
-    BrokerResponseError,
-    IllegalGenerationError,
-    RebalanceInProgressError,
-    UnknownMemberIdError,
-)
+from aiokafka.errors import BrokerResponseError, IllegalGenerationError, RebalanceInProgressError, UnknownMemberIdError
 from aiokafka.structs import OffsetAndMetadata, TopicPartition
 
 from tests.faults.broker import Broker

@@ -4,12 +4,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from aiokafka.errors import (
-    BrokerResponseError,
-    CommitFailedError,
-    KafkaConnectionError,
-    RebalanceInProgressError,
-)
+from aiokafka.errors import BrokerResponseError, CommitFailedError, KafkaConnectionError, RebalanceInProgressError
 from aiokafka.structs import OffsetAndMetadata, TopicPartition
 
 from tests.faults.kafka.coordinator import Assignment, GroupCoordinator, needs_new_id

@@ -37,14 +37,7 @@ from forebay.transport.sqlite.log import SqliteLog
 from tests.core.scaling.records import GROUP, POOL
 from tests.harness.fake_runtime import FakeRuntime
 from tests.harness.scaling_decisions import decisions_of
-from tests.live.planner.planning import (
-    SETTINGS,
-    FakeObserver,
-    actuating,
-    forecast,
-    planner_of,
-    planning,
-)
+from tests.live.planner.planning import SETTINGS, FakeObserver, actuating, forecast, planner_of, planning
 from tests.live.planner.topic import PATIENCE_S, append, eventually, records, until
 
 pytestmark = pytest.mark.asyncio

@@ -18,13 +18,7 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import Tier
 from forebay.events.topics import KV_EVENTS
 from forebay.workers.engine import CacheChange, Cleared
-from forebay.workers.kv_events.engine_events import (
-    Batch,
-    ClearedBlocks,
-    EngineEvent,
-    RemovedBlocks,
-    StoredBlocks,
-)
+from forebay.workers.kv_events.engine_events import Batch, ClearedBlocks, EngineEvent, RemovedBlocks, StoredBlocks
 from forebay.workers.kv_events.resident import CONTRADICTIONS_MAX, KvTracker, ResidentBlocks, TrackerResult
 from forebay.workers.kv_events.sglang_wire import decode_sglang
 from forebay.workers.kv_events.vllm_wire import VllmDecoder

@@ -170,12 +170,7 @@ async def _processes(settings: ProcessSettings) -> AsyncIterator[ProcessActuator
 
 def _kubernetes(settings: KubernetesSettings) -> "KubernetesActuator":
     # Imported here, because the client is an extra and takes half a second.
-    from forebay.planner.actuators.kubernetes import (  # noqa: PLC0415
-        KubernetesActuator,
-        KubernetesUnusable,
-        PodSet,
-        connect,
-    )
+    from forebay.planner.actuators.kubernetes import KubernetesActuator, KubernetesUnusable, PodSet, connect  # noqa: PLC0415
 
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ
     path = str(Path(os.environ.get("KUBECONFIG", KUBECONFIG)).expanduser())

@@ -17,11 +17,7 @@ import msgspec
 from forebay.cli.common.plain_file import kind_of, read_plain_file
 from forebay.cli.processes.engine_options import ADAPTERS, ENGINES, MOCK, EngineOptions, pool_of
 from forebay.cli.processes.model_source import directory_of, find_model
-from forebay.cli.processes.options import (
-    adapters,
-    named,
-    names,
-)
+from forebay.cli.processes.options import adapters, named, names
 from forebay.engine_model.model import EngineConfig
 from forebay.events.control import Role
 from forebay.events.fleet import WorkerSpec

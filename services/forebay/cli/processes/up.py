@@ -15,10 +15,7 @@ from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.processes.command import LogOptions, UpCommand
 from forebay.cli.processes.embedded import run
 from forebay.cli.processes.engines import mock_connector
-from forebay.cli.processes.options import (
-    names,
-    placed_taints,
-)
+from forebay.cli.processes.options import names, placed_taints
 from forebay.cli.processes.settings import EmbeddedModel, EmbeddedSettings
 from forebay.cli.processes.tier_options import TierOptions
 from forebay.cli.processes.up_models import choose_models

@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from forebay.cli.common.errors import fail
 from forebay.cli.common.options import Option
 from forebay.cli.processes.engine_options import DEFAULT_POOL, EngineOptions
-from forebay.cli.processes.options import (
-    ModelsOption,
-    PoolRoutingOption,
-    named,
-    pool_routing_by_model,
-    pool_routing_of,
-)
+from forebay.cli.processes.options import ModelsOption, PoolRoutingOption, named, pool_routing_by_model, pool_routing_of
 from forebay.cli.processes.settings import EmbeddedModel, WorkerPlace, Workers
 from forebay.cli.processes.tier_options import TierOptions
 from forebay.events.names import unknown_name

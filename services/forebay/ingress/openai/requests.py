@@ -18,14 +18,7 @@ from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, describe_non_empty, reject_extra
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, WORKER_ID, RoutedBody
 from forebay.ingress.openai.sampling import JsonObject, SamplingFields, TokenIds, listed
-from forebay.ingress.openai.tools import (
-    CallId,
-    ToolCall,
-    ToolChoice,
-    Tools,
-    ToolSelection,
-    choice_of,
-)
+from forebay.ingress.openai.tools import CallId, ToolCall, ToolChoice, Tools, ToolSelection, choice_of
 
 CHAT_PATH = "/v1/chat/completions"
 TEXT_PATH = "/v1/completions"

@@ -37,14 +37,7 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import Tier
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
-from forebay.workers.engine import (
-    CacheChange,
-    Cleared,
-    EngineBatch,
-    EngineError,
-    EngineRefused,
-    Publish,
-)
+from forebay.workers.engine import CacheChange, Cleared, EngineBatch, EngineError, EngineRefused, Publish
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.runtime.media_feed import MediaEngine
 

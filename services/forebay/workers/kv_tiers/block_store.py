@@ -25,13 +25,7 @@ import msgspec
 
 from forebay import runtime
 from forebay.workers.engine import EngineError
-from forebay.workers.kv_tiers.block_format import (
-    BAD_REASONS,
-    FORMAT_VERSION,
-    BlockFormat,
-    file_path,
-    parse_file_name,
-)
+from forebay.workers.kv_tiers.block_format import BAD_REASONS, FORMAT_VERSION, BlockFormat, file_path, parse_file_name
 from forebay.workers.kv_tiers.identity import SHORT_HEX, BlockName, KvIdentity
 
 LOG = logging.getLogger(__name__)

@@ -19,13 +19,7 @@ from forebay.events.base import unpack_u64
 from forebay.events.media import Encoded
 from forebay.events.transfer import Prefilled
 from forebay.workers.engine import EngineError
-from forebay.workers.kv_transfer.api import (
-    FetchedKv,
-    FreeReason,
-    Offer,
-    OnFree,
-    Stats,
-)
+from forebay.workers.kv_transfer.api import FetchedKv, FreeReason, Offer, OnFree, Stats
 from forebay.workers.kv_transfer.descriptor import BlockLocation, decode_location, slots_of
 from forebay.workers.kv_transfer.memory import Arena
 from forebay.workers.kv_transfer.nixl_agent import TransferError, load_nixl

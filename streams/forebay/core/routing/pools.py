@@ -8,14 +8,7 @@ from collections.abc import Collection, Sequence
 from forebay.core.routing.candidates import find_candidates, find_retry_candidates, must_queue
 from forebay.core.routing.capacity import is_room_reserved, ranks_with_room
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.pool_choice import (
-    Availability,
-    PoolPreference,
-    choose,
-    prefer,
-    prefer_current,
-    prefer_faster,
-)
+from forebay.core.routing.pool_choice import Availability, PoolPreference, choose, prefer, prefer_current, prefer_faster
 from forebay.core.routing.stages import as_prefill_request
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.fleet import WorkerPhase

@@ -15,14 +15,7 @@ from typing import Literal
 from forebay.core.scaling import budget, load, throughput
 from forebay.core.scaling.proposal import Proposal, SimulatedAttainment
 from forebay.core.scaling.state import PlannerState, overdue
-from forebay.events.scaling import (
-    PlannerSettings,
-    PoolDecision,
-    PoolDemand,
-    PoolScaling,
-    Reason,
-    ScalingDecided,
-)
+from forebay.events.scaling import PlannerSettings, PoolDecision, PoolDemand, PoolScaling, Reason, ScalingDecided
 
 LACKS_INPUT: frozenset[Reason] = frozenset({"no_observation", "no_demand", "no_profile", "insufficient_data"})
 KEPT: frozenset[Reason] = frozenset({"manual", "in_progress", "paused", "no_observation"})

@@ -19,12 +19,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from forebay import runtime
-from forebay.core.routing.counterfactual import (
-    Alternative,
-    Counterfactual,
-    changed_booking_fields,
-    counterfactual,
-)
+from forebay.core.routing.counterfactual import Alternative, Counterfactual, changed_booking_fields, counterfactual
 from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies import CustomPolicies
 from forebay.core.world import World

@@ -29,13 +29,7 @@ from forebay.events.requests import RequestSubmitted, RouteQueried
 from forebay.events.topics import DECISIONS, REQUESTS
 from forebay.replay.spans import valid_offsets
 from forebay.transport.base import Log
-from forebay.transport.history.reader import (
-    PAGE_RECORDS,
-    decode_journal,
-    decode_or_none,
-    journal_records,
-    records_of,
-)
+from forebay.transport.history.reader import PAGE_RECORDS, decode_journal, decode_or_none, journal_records, records_of
 from forebay.transport.history.start import recorded_view
 
 OTHERS_MAX = 100  # IDs listed of other requests with the same client ID

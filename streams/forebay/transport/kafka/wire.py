@@ -14,12 +14,7 @@ from typing import NamedTuple
 
 from aiokafka import TopicPartition
 from aiokafka.client import AIOKafkaClient
-from aiokafka.errors import (
-    KafkaError,
-    NodeNotReadyError,
-    TopicAuthorizationFailedError,
-    UnknownTopicOrPartitionError,
-)
+from aiokafka.errors import KafkaError, NodeNotReadyError, TopicAuthorizationFailedError, UnknownTopicOrPartitionError
 from aiokafka.protocol.transaction import InitProducerIdRequest
 
 from forebay import runtime
