@@ -314,9 +314,9 @@ def test_errors_name_the_value_and_the_remedy(log: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((PREFILL_POOL,), "expected GROUP/POOL and its size, --pause or --resume"),
-        ((PREFILL_POOL, "3", "--pause"), "expected GROUP/POOL and its size, --pause or --resume"),
-        ((), "expected GROUP/POOL and its size, --pause or --resume"),
+        ((PREFILL_POOL,), "expected one of: GROUP/POOL and its size, --pause, --resume"),
+        ((PREFILL_POOL, "3", "--pause"), "expected one of: GROUP/POOL and its size, --pause, --resume"),
+        ((), "expected one of: GROUP/POOL and its size, --pause, --resume"),
         ((PREFILL_POOL, "10001"), "N: expected auto or a number from 0 to 10000, got 10001"),
         ((PREFILL_POOL, "3", "--operator", "x" * 300), "--operator: expected at most 256 printable characters"),
         ((PREFILL_POOL, "3", "--kafka", "127.0.0.1:1"), "Kafka at 127.0.0.1:1 cannot be used"),

@@ -15,14 +15,17 @@ from forebay.events.topics import DECISIONS, FLEET
 from forebay.replay.at import JournalDiverged, NoSuchRecord, offset_at, seek
 from forebay.replay.moment import Moment
 from forebay.transport.base import Draft
+from forebay.transport.history.reader import decode_journal
 from forebay.transport.recording.manifest import utc
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.logs import invoke
 from tests.depth import sampled
+from tests.logs.own_policy import CUSTOM
 from tests.replay import incident
 from tests.replay.mutations import replace_record
 from tests.replay.recorder import fleet
 
+RECORDINGS = sorted((Path(__file__).parent.parent / "logs").glob("*.rec"))
 T = TypeVar("T")
 
 
@@ -119,6 +122,22 @@ def test_states_from_a_slice_and_from_the_log_are_equal(log: SqliteLog, path: Pa
     with pytest.raises(NoSuchRecord, match=r"the recording begins at .* after the requested time"):
         run(offset_at(cut, 0, 1))
     cut.close()
+
+
+@pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.stem)
+def test_every_golden_recording_has_the_states_sealed_in_its_journal(recording: Path) -> None:
+    golden = SqliteLog.open(recording, readonly=True)
+    assert golden.recording is not None
+    (group,) = golden.recording.groups
+    records = golden.records(DECISIONS.name, group.partition, group.start, 10_000)
+    for offset, sealed in {record.offset: decode_journal(record) for record in records}.items():
+        if isinstance(sealed, Advanced):
+            position = run(seek(golden, group.partition, offset, CUSTOM))
+            if position.offset == offset:  # a stale record has the digest of another state
+                assert run(position.moment()).digest == sealed.digest
+    last = run(run(seek(golden, group.partition, custom=CUSTOM)).moment())
+    assert msgspec.json.decode(msgspec.json.encode(last), type=Moment) == last
+    golden.close()
 
 
 def test_owners_are_listed_with_their_claims(log: SqliteLog) -> None:

@@ -222,3 +222,9 @@ def test_a_request_is_rejected_when_every_worker_is_busy() -> None:
 def test_error_names_an_unknown_policy(name: str, reason: str) -> None:
     with pytest.raises(PolicySpecUnusable, match=reason):
         policy(name)
+
+
+def test_a_long_queue_of_oversized_requests_fails_one_by_one() -> None:
+    giants = [MooncakeRow(0, 1_024, 1, [2 * at, 2 * at + 1]) for at in range(1, 800)]
+    one = metrics([MooncakeRow(0, 64, 1, [0]), *giants], "kv:queue.threshold=0", workers=1, kv_blocks=4)
+    assert (one["requests"], one["failed"]) == (1, len(giants))

@@ -25,7 +25,7 @@ NOTHING = CatalogState(
 
 
 class CatalogReader:
-    """Queries of the catalog. `failure` says why no process follows the log now; empty while one does."""
+    """Queries of the catalog. `failure` says why the indexer stopped; empty while it follows the log."""
 
     def __init__(self, settings: ConsoleSettings) -> None:
         self.failure = ""

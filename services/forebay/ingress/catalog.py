@@ -138,7 +138,7 @@ class Catalog(ServedModels):
         return {"models": ", ".join(entry.name for entry in self.ready())}
 
     def has_owner(self) -> bool:
-        """Return True, because a request waits for the owner of its own model."""
+        """Return True: `find` checks the owner of each request's model."""
         return True
 
     def require_any(self) -> None:

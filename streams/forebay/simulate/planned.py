@@ -66,7 +66,7 @@ class PlannedFleet:
         self, planning: Planning, cluster: PlannedCluster, processes: WorkerProcesses,
         pools: Mapping[str, PoolSettings], new: NewWorker,
     ) -> None:  # fmt: skip
-        """Create the planner of a cluster without workers. `new` returns spec and group of a new worker of a pool."""
+        """Create a planner before any worker joins. `new` returns the WorkerSpec and WorkerGroup of a new worker."""
         self.intervals: list[PlannedInterval] = []
         self._settings = planning.settings
         self._planner = VirtualPlanner(planning.settings, planning.forecast, simulate=planning.simulate)

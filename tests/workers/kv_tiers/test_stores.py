@@ -265,7 +265,7 @@ def test_a_colliding_identity_is_refused(place: Place) -> None:
     path = f"{identity().short_digest}/identity.json"
     assert msgspec.json.decode(place.get(path), type=type(identity())) == identity()
     place.put(path, msgspec.json.encode(identity("other")))
-    with pytest.raises(EngineError, match="has KV of another identity"):
+    with pytest.raises(EngineError, match="has KV of other weights or another layout"):
         place.open()
     place.put(path, b"{")
     with pytest.raises(EngineError, match="does not decode"):

@@ -25,7 +25,7 @@ NO_EFFECT = 1
 def run_set(options: PlannerSetCommand) -> None:
     pool, size = options.pool, options.size
     if bool(pool) == (options.pause is not None) or bool(pool) != bool(size):
-        fail("expected GROUP/POOL and its size, --pause or --resume")
+        fail("expected one of: GROUP/POOL and its size, --pause, --resume")
     is_number = size.isdecimal() and size.isascii() and len(size) <= len(str(SIZE_MAX))
     if size not in ("", AUTO) and not (is_number and int(size) <= SIZE_MAX):
         fail(f"N: expected {AUTO} or a number from 0 to {SIZE_MAX}, got {size}")

@@ -217,7 +217,7 @@ def _add_settings(router: APIRouter, ingress: GroupClient) -> None:
 
     @router.post("/disaggregation", openapi_extra=body_of(DisaggregationBody), responses=errors(*SETTINGS))
     async def set_disaggregation(request: Request) -> dict[str, Any]:
-        """Change which prompts of a model prefill workers compute, or return the settings if the body sets none."""
+        """Set which prompts of a model go to prefill workers. A body without settings only returns them."""
         body = await _read(request, DisaggregationBody, ingress)
         if changes := body.changes():
             await pools.set_disaggregation(body.model, changes, body.operator)

@@ -31,7 +31,7 @@ class VllmParsers:
             from vllm.parser.parser_manager import ParserManager  # noqa: PLC0415 - seconds, and not installed everywhere
             from vllm.tokenizers import get_tokenizer  # noqa: PLC0415
         except ImportError as error:
-            raise Unusable(f"{flags}: needs vLLM 0.32 or later beside the ingress ({error})") from error
+            raise Unusable(f"{flags}: needs vLLM 0.32 or later in the Python of the ingress ({error})") from error
         self._tokenizer = get_tokenizer(str(directory))
         try:
             self._kind: Any = ParserManager.get_parser(

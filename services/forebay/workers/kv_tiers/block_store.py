@@ -347,7 +347,9 @@ def _check_identity(data: bytes, identity: KvIdentity, place: str) -> None:
             f"{place}/{IDENTITY_FILE} does not decode ({error}); remove it to have it written again"
         ) from error
     if found.digest != identity.digest:
-        raise EngineError(f"{place} has KV of another identity: {found}; remove the folder, or use another place")
+        raise EngineError(
+            f"{place} has KV of other weights or another layout: {found}; remove it, or use another place"
+        )
 
 
 def start_call(act: Callable[[], T], name: str) -> Future[T]:

@@ -135,7 +135,7 @@ class Peers:
             raise transfer_error(f"NIXL cannot connect to {place.agent}", error) from error
         try:
             if name != place.agent:
-                raise TransferError(f"the metadata of {place.agent} belongs to {name}", "refused")
+                raise TransferError(f"expected the metadata of agent {place.agent}, got that of {name}", "refused")
             words = place.address + words_offset(place.slots, place.block_bytes)
             peer = Peer(
                 name,

@@ -176,7 +176,7 @@ def _kv_tokens(worker: WorkerObserved, queued: float) -> float:
 
 
 def _consolidated(loads: Sequence[float]) -> list[float]:
-    """Return the loads after one of the workers has stopped; unchanged for a single worker."""
+    """Return the loads if there were one worker fewer; unchanged for a single worker."""
     factor = len(loads) / max(len(loads) - 1, 1)
     return [load * factor for load in loads]
 

@@ -23,9 +23,9 @@ class StoreSets:
     """The blocks that each shared store has, by the name of the store.
 
     Attributes:
-        names: bit of each store that has blocks, by name.
-        counts: number of unusual events by kind: `unused`, no worker of the fleet uses the store; `dropped`, another
-            store was dropped to make room; `full`, there was no room. For diagnostics, not part of the state.
+        names: bit in `sets` of each store that has blocks, by name.
+        counts: for diagnostics, not part of the state: `unused`, events of a store that no worker uses; `full`, events
+            ignored for lack of room; `dropped`, stores dropped to make room.
         stale_blocks: number of blocks that workers expected in a store and did not find. For diagnostics too.
     """
 

@@ -149,7 +149,7 @@ async def load_continued(log: Log, partition: int, claim: OwnerClaimed, custom: 
     offset = max(claim.seal, claim.snapshot)
     taken = await record_at(log, partition, offset)
     if not isinstance(taken, SnapshotRecord):
-        raise LogError(f"the router {claim.owner_id} continued from a snapshot at journal offset {offset}: not found")
+        raise LogError(f"no snapshot at journal offset {offset}, from which router {claim.owner_id} continued")
     return await load_sealed(log, partition, taken, custom)
 
 

@@ -83,8 +83,9 @@ def error_of(code: int, subject: str = "") -> KafkaError:
     if kind.errno == code:
         error: KafkaError = kind(subject) if subject else kind()
         return error
-    name = PERMANENT_CODES.get(code) or "unknown to this version of forebay"
-    error = BrokerResponseError(f"{subject}: error {code} ({name})" if subject else f"error {code} ({name})")
+    name = PERMANENT_CODES.get(code)
+    text = f"error {code} of Kafka" if name is None else f"error {code} ({name})"
+    error = BrokerResponseError(f"{subject}: {text}" if subject else text)
     error.errno = code
     return error
 

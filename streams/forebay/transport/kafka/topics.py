@@ -103,7 +103,7 @@ async def create_topics(settings: KafkaSettings, plan: TopicPlan, pools: Sequenc
 
 
 async def plan_of(settings: KafkaSettings) -> TopicPlan:
-    """Return the plan by which the topics of the namespace were created, with default counts for missing topics.
+    """Return the partition and replica counts of the namespace's topics; defaults for topics that are missing.
 
     Raises KafkaUnusable if the namespace has no topics.
     """

@@ -60,7 +60,7 @@ def _present(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
-    """Return the keyword arguments of TensorRT-LLM's `SamplingParams`, except `guided_decoding`.
+    """Return the arguments of TensorRT-LLM's `SamplingParams`, except `guided_decoding`.
 
     The engine does not detokenize and gets no stop strings, because the ingress handles text. Raises ValueError if
     TensorRT-LLM does not support a parameter.
@@ -87,7 +87,7 @@ def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
 
 
 def guided_arguments(structured: StructuredOutput) -> dict[str, Any]:
-    """Return the keyword arguments of TensorRT-LLM's `GuidedDecodingParams`. Raises ValueError for invalid choices."""
+    """Return the arguments of TensorRT-LLM's `GuidedDecodingParams`. Raises ValueError for a bad `choice` list."""
     if structured.kind == "choice":
         return {"regex": choice_regex(structured.text)}
     return structured_arguments(structured)

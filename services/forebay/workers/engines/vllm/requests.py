@@ -47,7 +47,7 @@ def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
 
 
 def structured_arguments(structured: StructuredOutput) -> dict[str, Any]:
-    """Return the keyword arguments of vLLM's `StructuredOutputsParams`. Raises ValueError for invalid choices."""
+    """Return the keyword arguments of vLLM's `StructuredOutputsParams`. Raises ValueError for a bad `choice` list."""
     match structured.kind:
         case "json_object":
             return {"json_object": True}
