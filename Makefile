@@ -23,8 +23,8 @@ NOT_RESOLVED := tensorrt-llm
 PYTHONS := python3.13 python3.12 python3.11 python3
 SOURCES := schemas streams services
 ARGS ?=
-# Processes of pytest. Each collects all tests, which costs more than the waits of some tests would save.
-JOBS ?= $(shell nproc)
+# Processes of pytest: one more than there are cores, because some tests wait.
+JOBS ?= $(shell expr $$(nproc) + 1)
 PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 # These need Kafka and Redis, or vLLM.
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines
@@ -177,7 +177,7 @@ $(READY): requirements/base.txt requirements/nixl.txt pyproject.toml
 	fi; \
 	echo 'setup: building $(VENV), once'; \
 	[ -x $(BIN)/python ] || $$uv venv --quiet --python "$$python" $(VENV); \
-	$$uv pip sync --quiet --require-hashes --compile-bytecode --python $(BIN)/python requirements/base.txt requirements/nixl.txt; \
+	$$uv pip sync --quiet --require-hashes --python $(BIN)/python requirements/base.txt requirements/nixl.txt; \
 	$$uv pip install --quiet --no-build-isolation --no-deps --python $(BIN)/python --editable .; \
 	touch $@
 

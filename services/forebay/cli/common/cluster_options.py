@@ -1,5 +1,6 @@
 """Options of the commands that use Kafka and Redis. They are separate from the clients, which --help does not load."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -60,7 +61,9 @@ class ClusterOptions:
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
     metrics_port: MetricsPortOption = None
-    metrics_host: Annotated[str, Option("--host", help="Listen address of the metrics port.")] = LOOPBACK
+    metrics_host: Annotated[str, Option("--host", help="Listen address of the metrics port.", has_variable=False)] = (
+        LOOPBACK
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ class TopicPlanOptions:
             name, _, count = text.partition("=")
             if name not in counts:
                 fail(f"--partitions {text}: {unknown_name('kind of topics', name, counts)}")
-            if not count.isdecimal() or not 1 <= int(count[:9]) <= PARTITIONS_MAX:
+            if not re.fullmatch(r"[0-9]{1,6}", count) or not 1 <= int(count) <= PARTITIONS_MAX:
                 fail(f"--partitions {text}: expected TOPICS=N, with N from 1 to {PARTITIONS_MAX}")
             counts[name] = int(count)
         return TopicPlan(

@@ -19,7 +19,24 @@ from forebay.cli.common.sources import long_name, place_of, variable
 from forebay.events.names import unknown_name
 
 EPILOG = "Environment variables set options, too: FOREBAY_PORT for --port, and so on. See docs/configuration.md."
-SERVICE_OPTIONS = frozenset({"engine", "lora", "model", "policy", "pool", "timeout-s", "worker"})
+SERVICE_OPTIONS = frozenset(
+    {
+        "all",
+        "engine",
+        "from",
+        "lora",
+        "model",
+        "policy",
+        "pool",
+        "pool-routing",
+        "remove",
+        "set",
+        "timeout-s",
+        "to",
+        "worker",
+        "yes",
+    }
+)
 SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")  # start of the address that Kubernetes sets as NAME_PORT for a Service
 INTERRUPTED = 130  # exit code after Ctrl-C, as of a shell
 ALL = "forebay.help_all"  # key of the context
@@ -38,7 +55,7 @@ class CliCommand(click.Command):
 
     An option that the command line does not contain takes its value from its environment variable, then from the file
     of --config, then from its default. SERVICE_OPTIONS have variables only in services, because other commands give
-    these names another meaning or use them to limit a command to some workers.
+    these names another meaning, use them to limit a command to some workers, or change or remove something by them.
     """
 
     def __init__(self, name: str, declared: type[Any], path: str) -> None:
@@ -66,7 +83,7 @@ class CliCommand(click.Command):
             )
         without = frozenset() if is_service else SERVICE_OPTIONS
         for param in params:
-            if (option := long_name(param)) and option not in without and not getattr(param, "hidden", False):
+            if (option := long_name(param)) and option not in without and getattr(param, "has_variable", True):
                 param.envvar = variable(option)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

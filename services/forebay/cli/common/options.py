@@ -35,6 +35,7 @@ class Option:
         name: name with dashes. Default: name of the field.
         metavar: word for the value in `--help`. Default: by type.
         default_text: description of the default in `--help`, if the field has another default.
+        has_variable: whether a variable sets it. Not if other commands give its name another meaning.
     """
 
     name: str = ""
@@ -45,7 +46,7 @@ class Option:
     min: float | None = None
     max: float | None = None
     default_text: str = ""
-    hidden: bool = False
+    has_variable: bool = True
 
     def flag(self, field: str) -> str:
         """Return the name of the option of a field."""
@@ -106,11 +107,12 @@ class Choice(click.Choice[str]):
 
 
 class CliOption(click.Option):
-    """Option of a command, in the section `panel` of `--help`."""
+    """Option of a command, in the section `panel` of `--help`. A variable sets it if it `has_variable`."""
 
-    def __init__(self, names: list[str], *, panel: str, **settings: Any) -> None:
+    def __init__(self, names: list[str], *, panel: str, has_variable: bool = True, **settings: Any) -> None:
         super().__init__(names, **settings)
         self.panel = panel
+        self.has_variable = has_variable
 
     def get_help_extra(self, ctx: click.Context) -> Any:
         """Return the default, the bounds, and whether the option is required."""
@@ -204,8 +206,8 @@ def _option(name: str, kind: Any, declaration: Option, default: Any, panel: str,
     return CliOption(
         [name, flag + negation, *([declaration.short] if declaration.short else [])],
         panel=panel,
+        has_variable=declaration.has_variable,
         help=declaration.help,
-        hidden=declaration.hidden,
         required=required,
         default=default,
         show_default=declaration.default_text or default not in (False, ""),

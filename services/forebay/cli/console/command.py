@@ -35,12 +35,18 @@ class ConsoleCommand:
         Path | None,
         Option(
             help="File with the token that clients must send. Default: environment variable FOREBAY_CONSOLE_TOKEN, or a"
-            " random token."
+            " random token.",
+            has_variable=False,  # FOREBAY_TOKEN_FILE names the token of the admin API
         ),
     ] = None
     ingress: Annotated[
         str | None,
-        Option("--url", metavar="URL", help="Ingress with an admin API, through which operators change the system."),
+        Option(
+            "--url",
+            metavar="URL",
+            help="Ingress with an admin API, through which operators change the system.",
+            has_variable=False,  # a variable for `status` must not attach a console of a recording to a live system
+        ),
     ] = None
     cache_dir: Annotated[
         Path | None,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from forebay.cli.common.options import Option
+from forebay.cli.common.sources import without_passwords
 from forebay.cli.common.times import size
 from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable
@@ -68,10 +69,11 @@ def parsed_tiers(given: Sequence[str]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for text in given:
         kind, _, rest = text.partition(":")
+        shown = without_passwords(text)
         if kind not in KEYS:
-            raise Unusable(f"--kv-tier {text}: {unknown_name('kind of tier', kind, KEYS)}")
+            raise Unusable(f"--kv-tier {shown}: {unknown_name('kind of tier', kind, KEYS)}")
         if kind in found:
-            raise Unusable(f"--kv-tier {text}: there is another {kind} tier; give all its keys in one option")
+            raise Unusable(f"--kv-tier {shown}: there is another {kind} tier; give all its keys in one option")
         found[kind] = _values(text, KEYS[kind], rest)
     for key in VALUES:
         if len({tier[key] for tier in found.values() if key in tier}) > 1:
@@ -80,17 +82,17 @@ def parsed_tiers(given: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def _values(text: str, keys: Sequence[str], rest: str) -> dict[str, str]:
-    values = {}
+    values, shown = {}, without_passwords(text)
     for part in KEY.split(rest):
         key, equals, value = part.partition("=")
         if key not in keys and equals:
-            raise Unusable(f"--kv-tier {text}: {unknown_name('key', key, keys)}")
+            raise Unusable(f"--kv-tier {shown}: {unknown_name('key', key, keys)}")
         if not value or value not in VALUES.get(key, (value,)):
             expected = f"one of {', '.join(VALUES[key])}" if key in VALUES else "KEY=VALUE"
-            raise Unusable(f"--kv-tier {text}: expected {expected}, got {part!r}")
+            raise Unusable(f"--kv-tier {shown}: expected {expected}, got {without_passwords(part)!r}")
         values[key] = value
     if keys[0] not in values:
-        raise Unusable(f"--kv-tier {text}: the key {keys[0]} is missing")
+        raise Unusable(f"--kv-tier {shown}: the key {keys[0]} is missing")
     return values
 
 
