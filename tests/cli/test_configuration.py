@@ -50,6 +50,33 @@ def test_every_option_has_the_variable_of_its_name_or_belongs_to_services() -> N
             assert option.envvar == expected, (path, name)
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("control policy POOL", "set"),
+        ("control pools", "pool-routing"),
+        ("control drain POOL", "remove"),
+        ("tiers purge PLACE", "to"),
+        ("tiers purge PLACE", "all"),
+        ("tiers purge PLACE", "yes"),
+        ("console", "url"),
+        ("console", "token-file"),
+        ("worker", "host"),
+    ],
+)
+def test_a_variable_for_another_command_changes_or_opens_nothing(
+    command: str, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "FOREBAY_" + option.replace("-", "_").upper()
+    monkeypatch.setenv(name, "true" if option in ("all", "remove", "yes") else "elsewhere")
+    assert shown(*command.split())[option]["source"] == "default"
+
+
+@pytest.mark.parametrize("count", ["0", "100001", "0000100000000000", "x"])
+def test_numbers_of_partitions_have_a_bound(count: str) -> None:
+    assert "expected TOPICS=N, with N from 1 to 100000" in refused("topics", "create", "--partitions", f"slots={count}")
+
+
 def test_options_with_the_same_variable_are_of_the_same_kind() -> None:
     kinds: dict[str, set[tuple[bool, bool]]] = {}
     for _, command in commands():

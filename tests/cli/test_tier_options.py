@@ -8,7 +8,7 @@ import pytest
 
 from forebay.cli.processes.engine_options import ADAPTERS, EngineOptions
 from forebay.cli.processes.engines import EngineChoice, playing, tiered, with_own_disk
-from forebay.cli.processes.tier_options import TierOptions
+from forebay.cli.processes.tier_options import TierOptions, parsed_tiers
 from forebay.ingress.errors import Unusable
 from forebay.ingress.model import DEFAULT_MODEL
 from forebay.workers.kv_tiers.settings import DISK_BYTES, STORE_BYTES, TierSettings
@@ -93,6 +93,13 @@ def test_invalid_sizes_are_usage_errors(text: str, message: str, capsys: pytest.
     with pytest.raises(click.exceptions.Exit):
         settings(f"host:size={text}")
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["fliter=off", "filter=of", "size=1GB"])
+def test_errors_show_no_password(part: str) -> None:
+    with pytest.raises(Unusable) as raised:
+        parsed_tiers([f"store:endpoint=http://user:secret@host:9000,{part}"])
+    assert "secret" not in str(raised.value)
 
 
 def test_engines_without_tiers_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
