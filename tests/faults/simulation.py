@@ -240,13 +240,16 @@ def _owned_world(cluster: Cluster) -> World:
 
 
 def _standby_digests(cluster: Cluster) -> dict[int, int]:
-    """Return the digest of each standby that derives the journal, by its position in the journal."""
+    """Return the digest of each standby that derives the journal, by its position in the journal.
+
+    One that has not read the newest claim may still follow an owner with other rules, whose records it derives.
+    """
     return {
         standby.position: standby.world.digest()
         for one in cluster.routers()
         if one.router is not None
         for standby in one.router.standbys.values()
-        if standby.failed is None and standby.blocked is None
+        if standby.failed is None and standby.blocked is None and standby.rules == cluster.checks.rules
     }
 
 
