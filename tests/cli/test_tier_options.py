@@ -95,7 +95,7 @@ def test_invalid_sizes_are_usage_errors(text: str, message: str, capsys: pytest.
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("part", ["fliter=off", "filter=of", "size=1GB"])
+@pytest.mark.parametrize("part", ["filters=off", "filter=of", "size=1GB"])
 def test_errors_show_no_password(part: str) -> None:
     with pytest.raises(Unusable) as raised:
         parsed_tiers([f"store:endpoint=http://user:secret@host:9000,{part}"])
