@@ -22,7 +22,6 @@ NAMES = (
     "tiers",
     "vllm-tiers",
     "overload",
-    "attached",
     "planner",
     "console",
 )

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from forebay.core.block_hashes import extend_chain
 from forebay.core.step import AnyDecision, InputEvent, claim, open_run, step
@@ -24,15 +23,14 @@ from forebay.events.base import pack_u32, pack_u64
 from forebay.events.codec import encode
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import RequestRouted
-from forebay.events.fleet import WorkerJoined, WorkerSpec
+from forebay.events.fleet import WorkerJoined
 from forebay.events.kv import BlocksStored
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RequestSubmitted, Sampling
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, KV_EVENTS, PROGRESS, REQUESTS, Topic
-from tests.benchmarks.bench_index import in_fresh_process
+from tests.benchmarks.bench_index import in_fresh_process, integers
+from tests.benchmarks.recordings import BLOCK_SIZE, MODEL, POOL, attempt_of, worker_name, worker_spec
 
-MODEL, POOL = "bench", "default"
-BLOCK_SIZE = 64
 PROMPT_TOKENS, PROMPT_BLOCKS = 1_000, 15
 CHAIN_BLOCKS = 8
 HOLDERS = 8  # workers that cache each chain
@@ -81,15 +79,7 @@ class Group:
         self._apply(CONTROL, PoolConfigured(pool=POOL, model=MODEL, block_size=BLOCK_SIZE, router=router))
         for number in range(case.workers):
             self._epochs.append(self.world.view.get(FLEET.name, 0))
-            spec = WorkerSpec(
-                worker_id=_name(number),
-                model=MODEL,
-                pool=POOL,
-                block_size=BLOCK_SIZE,
-                kv_blocks_total=1 << 20,
-                max_num_seqs=256,
-                max_num_batched_tokens=8_192,
-            )
+            spec = worker_spec(worker_name(number))
             self._apply(FLEET, WorkerJoined(owner_epoch=0, spec=spec, lease="", slot=number, from_offset=0))
         self._asked: list[list[int]] = []
         self.held = self._fill(case)
@@ -128,13 +118,8 @@ class Group:
         if len(self._under_way) <= self._under_way_max:
             return
         routed = self._under_way.popleft()
-        about: dict[str, Any] = {
-            "request_id": routed.request_id,
-            "worker_id": routed.worker_id,
-            "worker_epoch": routed.worker_epoch,
-        }
-        self._apply(PROGRESS, FirstTokenEmitted(**about, attempt=1, owner_epoch=0))
-        self._apply(PROGRESS, RequestFinished(**about, attempt=1, owner_epoch=0, finish_reason="length"))
+        self._apply(PROGRESS, FirstTokenEmitted(**attempt_of(routed)))
+        self._apply(PROGRESS, RequestFinished(**attempt_of(routed), finish_reason="length"))
 
     def _apply(self, topic: Topic, event: InputEvent) -> list[AnyDecision]:
         open_run(self.world, self._now_us)
@@ -153,7 +138,7 @@ class Group:
             for turn in range(number * holders, (number + 1) * holders):
                 worker = turn % case.workers
                 stored = BlocksStored(
-                    worker_id=_name(worker),
+                    worker_id=worker_name(worker),
                     worker_epoch=self._epochs[worker],
                     seq=turn // case.workers + 1,
                     sequence_hashes=pack_u64(chain),
@@ -211,10 +196,6 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-
-    def integers(text: str) -> list[int]:
-        return [int(float(part)) for part in text.split(",")]
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", type=lambda text: text.split(","), default=["kv"], help="default kv")
     parser.add_argument("--workers", type=integers, default=[8, 64, 512], help="default 8,64,512")
@@ -224,10 +205,6 @@ def arguments() -> argparse.Namespace:
         "--rounds", type=int, default=3, help="rounds per case, of which the table shows the best (default 3)"
     )
     return parser.parse_args()
-
-
-def _name(number: int) -> str:
-    return f"w{number:04}"
 
 
 if __name__ == "__main__":

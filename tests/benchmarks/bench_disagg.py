@@ -11,14 +11,11 @@ import asyncio
 import json
 import os
 import random
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,10 +27,8 @@ from forebay.events.decisions import RequestRouted
 from forebay.events.progress import FirstTokenEmitted, PrefillFinished
 from forebay.events.topics import DECISIONS, PROGRESS, Topic
 from forebay.transport.sqlite.log import SqliteLog
-from tests.benchmarks.bench_http import wait_ready
+from tests.benchmarks.bench_http import URL, up
 
-PORT = 18_160
-URL = f"http://127.0.0.1:{PORT}"
 READ_MAX = 1_000
 CHAT_TOKENS, CHAT_OUTPUT = 256, 160
 LONG_OUTPUT = 4
@@ -48,20 +43,6 @@ class ClientLatencies:
     ttft: list[float] = field(default_factory=list)
     itl: list[float] = field(default_factory=list)
     long_ttft: list[float] = field(default_factory=list)
-
-
-@contextmanager
-def system(fleet: Sequence[str], log: Path) -> Iterator[None]:
-    """Run `forebay up` with these workers."""
-    program = str(Path(sys.executable).with_name("forebay"))
-    command = [program, "up", "--port", str(PORT), "--log", str(log), "--kv-blocks", "8192", *fleet]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        wait_ready(f"{URL}/ready", process)
-        yield
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait()
 
 
 async def answer(client: httpx.AsyncClient, prompt: list[int], output: int) -> tuple[float, list[float]]:
@@ -181,7 +162,7 @@ def main() -> None:
             sys.stderr.write(f"round {number + 1} of {arguments.rounds}: {name}\n")
             with tempfile.TemporaryDirectory() as folder:
                 log = Path(folder) / "log.db"
-                with system(fleet, log):
+                with up(log, "--kv-blocks", "8192", *fleet):
                     one = asyncio.run(drive(arguments, arguments.seed + number))
                 if name == "apart":
                     for part, figures in asyncio.run(parts(log)).items():

@@ -1,7 +1,7 @@
 """Measure one hop through a broker: produce a record of 300 bytes, get the acknowledgement, and consume the record.
 
-`requests` is the floor: bare produce and fetch requests on two connections. `log` is `KafkaLog`. `aiokafka` is its own
-producer and consumer with long polls. All three run in one process, alternately, each on a topic of its own.
+`requests` is the floor: bare produce and fetch requests on two connections. `log` is `KafkaLog`. Both run in one
+process, alternately, each on a topic of its own.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from forebay.transport.base import Draft
@@ -94,27 +94,6 @@ async def log(settings: KafkaSettings, topic: str, receive: Receive) -> AsyncIte
 
 
 @asynccontextmanager
-async def aiokafka(settings: KafkaSettings, topic: str, receive: Receive) -> AsyncIterator[Send]:
-    """Use the producer and the consumer of aiokafka."""
-    name = settings.topic(topic)
-    producer = AIOKafkaProducer(bootstrap_servers=settings.bootstrap, enable_idempotence=True, acks="all")
-    consumer = AIOKafkaConsumer(name, bootstrap_servers=settings.bootstrap, auto_offset_reset="earliest")
-    await producer.start()
-    await consumer.start()
-
-    async def consume() -> None:
-        while True:
-            for records in (await consumer.getmany(timeout_ms=WAIT_MS)).values():
-                for record in records:
-                    receive(record.key)
-
-    async with _running(consume()):
-        yield lambda key: producer.send_and_wait(name, VALUE, key)
-    await consumer.stop()
-    await producer.stop()
-
-
-@asynccontextmanager
 async def _running(work: Awaitable[None]) -> AsyncIterator[None]:
     task = asyncio.ensure_future(work)
     try:
@@ -125,7 +104,7 @@ async def _running(work: Awaitable[None]) -> AsyncIterator[None]:
             await task
 
 
-CLIENTS: dict[str, Client] = {"requests": requests, "log": log, "aiokafka": aiokafka}
+CLIENTS: dict[str, Client] = {"requests": requests, "log": log}
 
 
 async def measure(settings: KafkaSettings, client: Client, in_flight: int) -> tuple[float, float]:

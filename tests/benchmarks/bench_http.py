@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 PORT, PEER_PORT = 18_110, 18_480
+URL = f"http://127.0.0.1:{PORT}"
 WORKERS = 4
 READY_S = 30.0
 CASES: dict[str, list[str]] = {
@@ -99,36 +100,43 @@ def load(url: str, pids: str, options: list[str]) -> dict[str, Any]:
 
 
 @contextmanager
+def up(log: Path | str, *options: str) -> Iterator[str]:
+    """Run `forebay up` on `URL` until the body ends; yield its pid as the load client expects it."""
+    command = [FOREBAY, "up", "--port", str(PORT), "--log", str(log), *options]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        ends_s = time.monotonic() + READY_S
+        while not _is_ready():
+            if time.monotonic() > ends_s or process.poll() is not None:
+                raise SystemExit("forebay is not ready")
+            time.sleep(0.1)
+        yield f"forebay={process.pid}"
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+
+
+def _is_ready() -> bool:
+    try:
+        urllib.request.urlopen(f"{URL}/ready", timeout=5)
+    except (urllib.error.URLError, ConnectionError):
+        return False
+    return True
+
+
+@contextmanager
 def forebay(model: Path, verified: Verified, speedup: str = FAST) -> Iterator[str]:
     """Run forebay, and verify its log afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         log = f"{folder}/log.db"
-        command = [
-            *(FOREBAY, "up", "--port", str(PORT), "--workers", str(WORKERS), "--log", log),
-            *("--model", str(model), "--model-name", "tiny", "--speedup", speedup, "--kv-blocks", "65536"),
-            *("--max-num-seqs", "512", "--max-num-batched-tokens", "65536"),
-        ]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        try:
-            wait_ready(f"http://127.0.0.1:{PORT}/ready", process)
-            yield f"forebay={process.pid}"
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait()
+        options = (
+            *("--workers", str(WORKERS), "--model", str(model), "--model-name", "tiny", "--speedup", speedup),
+            *("--kv-blocks", "65536", "--max-num-seqs", "512", "--max-num-batched-tokens", "65536"),
+        )
+        with up(log, *options) as pids:
+            yield pids
         command = [FOREBAY, "verify", log, "--json"]
         verified.add(json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout))
-
-
-def wait_ready(url: str, process: "subprocess.Popen[bytes]") -> None:
-    ends_s = time.monotonic() + READY_S
-    while time.monotonic() < ends_s and process.poll() is None:
-        try:
-            urllib.request.urlopen(url, timeout=5)
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.1)
-        else:
-            return
-    raise SystemExit("forebay is not ready")
 
 
 @contextmanager
@@ -186,7 +194,7 @@ def main() -> None:
         for speedup, cases in ((FAST, CASES), (STEADY_SPEED, STEADY_CASES)):
             with forebay(args.home / "tiny-model", verified, speedup) as pids:
                 for case, options in cases.items():
-                    ours[case].append(load(f"http://127.0.0.1:{PORT}", pids, options))
+                    ours[case].append(load(URL, pids, options))
             with dynamo(args.peers, speedup) as pids:
                 for case, options in cases.items():
                     theirs[case].append(load(f"http://127.0.0.1:{PEER_PORT}", pids, options))

@@ -336,12 +336,13 @@ def main() -> None:
     print(*table(ours, peers), sep="\n")
 
 
+def integers(text: str) -> list[int]:
+    """Return the numbers of an option such as `1e5,64`."""
+    return [int(float(part)) for part in text.split(",")]
+
+
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-
-    def integers(text: str) -> list[int]:
-        return [int(float(part)) for part in text.split(",")]
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     folder = os.environ.get("FOREBAY_PEERS")
     parser.add_argument(

@@ -7,7 +7,6 @@ verified; the exit code is 1 if one could not be.
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import sys
@@ -40,6 +39,7 @@ from tests.benchmarks.bench_http import (
     medians,
     print_cases,
 )
+from tests.benchmarks.http_load import cpu_s, named_pids
 from tests.harness.cluster import Cluster, remove_topics
 from tests.harness.processes import ProcessError
 
@@ -196,11 +196,6 @@ async def compare(args: argparse.Namespace) -> None:
             with dynamo(args.peers, speedup) as pids:
                 for case in cases:
                     found.theirs[case].results.append(load(f"http://127.0.0.1:{PEER_PORT}", pids, ALL_CASES[case]))
-    if args.json:
-        print(json.dumps(summary(found), indent=1))
-        sys.stderr.write(f"{found.verified}\n")
-        found.verified.check()
-        return
     print_cases("forebay on Kafka", *({case: run.results for case, run in runs.items()} for runs in found.sides))
     counts = ", ".join(f"{name} x {count}" for name, count in found.idle_processes.items())
     print(f"\nidle: {statistics.median(found.idle):.1f} % of a core ({counts})")
@@ -224,50 +219,10 @@ async def measure_idle(args: argparse.Namespace, system: System, found: Measured
 async def idle_share(pids: str) -> float:
     """Return the CPU time of these processes without requests, in percent of a core."""
     await asyncio.sleep(IDLE_S / 4)  # after the start
-    began_s, before = time.monotonic(), _cpu_s(pids)
+    found = [pid for group in named_pids(pids).values() for pid in group]
+    began_s, before = time.monotonic(), cpu_s(found)
     await asyncio.sleep(IDLE_S)
-    return (_cpu_s(pids) - before) / (time.monotonic() - began_s) * 100
-
-
-def _cpu_s(pids: str) -> float:
-    ticks = 0
-    for pair in pids.split(","):
-        fields = Path(f"/proc/{pair.partition('=')[2]}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def summary(found: Measured) -> dict[str, Any]:
-    """Return forebay's medians divided by Dynamo's by case, what has a limit of its own, and the targets."""
-    loads = [one["load_average"] for runs in found.sides for run in runs.values() for one in run.results]
-    summed: dict[str, Any] = {
-        "idle_percent_of_a_core": round(statistics.median(found.idle), 1),
-        "idle_processes": found.idle_processes,
-        "hop_p50_ms": {client: round(statistics.median(hop_ms), 2) for client, hop_ms in found.hop_ms.items()},
-        "verified": found.verified.verified,
-        "decisions": found.verified.decisions,
-        "load_average": statistics.median(loads),
-    }
-    for case in ALL_CASES:
-        mine, peer = (medians(runs[case].results) for runs in found.sides)
-        summed[case] = {
-            "requests_per_s": round(mine.requests_per_s / peer.requests_per_s, 2),
-            "ttft_p50": round(mine.ttft_p50_ms / peer.ttft_p50_ms, 2),
-            "cpu_per_request": round(mine.cpu_us / peer.cpu_us, 2),
-            "ttft_p50_ms": [mine.ttft_p50_ms, peer.ttft_p50_ms],
-        }
-    mine, peer = (medians(runs[STEADY].results) for runs in found.sides)
-    summed[STEADY] |= {
-        "events_per_request": [mine.events, peer.events],
-        "itl_p50_ms": [mine.itl_p50_ms, peer.itl_p50_ms],
-        "itl_p90_ms": [mine.itl_p90_ms, peer.itl_p90_ms],
-        "itl_p90_difference_ms": round(mine.itl_p90_ms - peer.itl_p90_ms, 2),
-    }
-    summed["targets"] = [
-        {"target": name, "measured": round(value, 2), "limit": round(limit, 2), "reached": reached}
-        for name, value, limit, reached in targets(found)
-    ]
-    return summed
+    return (cpu_s(found) - before) / (time.monotonic() - began_s) * 100
 
 
 def targets(found: Measured) -> Iterator[tuple[str, float, float, bool]]:
@@ -350,7 +305,6 @@ def main() -> None:
     parser.add_argument(
         "--also", action="append", default=[], help="NAME=PID of further processes to measure, such as the broker"
     )
-    parser.add_argument("--json", action="store_true", help="print the ratios and targets as one object")
     parser.add_argument("--peers", type=Path, default=os.environ.get("FOREBAY_PEERS"))
     parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "forebay-peers")
     parser.add_argument("--rounds", type=int, default=3)

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 import msgspec
 import uvloop
@@ -30,7 +29,7 @@ from forebay.events.base import Event, pack_u32, pack_u64, unpack_u64
 from forebay.events.codec import decode, encode
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import JournalRecord, RequestRejected, RequestRouted
-from forebay.events.fleet import WorkerLease, WorkerSpec
+from forebay.events.fleet import WorkerLease
 from forebay.events.kv import BlocksStored
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RequestSubmitted, Sampling
@@ -42,10 +41,9 @@ from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, create_topics
 from forebay.transport.redis.leases import embedded_leases
+from tests.benchmarks.recordings import BLOCK_SIZE, MODEL, POOL, attempt_of, worker_name, worker_spec
 from tests.harness.cluster import remove_topics
 
-MODEL, POOL = "bench", "default"
-BLOCK_SIZE = 64
 PROMPT_TOKENS, SHARED_TOKENS = 1_000, 512
 PREFIXES = 256
 VOCABULARY = 8_000
@@ -115,21 +113,10 @@ class Workers:
                 parent_hash=hashes[known - 1] if known else None,
             )
             drafts.append(_draft(KV_EVENTS, stored))
-        about: dict[str, Any] = {
-            "request_id": decided.request_id,
-            "attempt": decided.attempt,
-            "worker_id": decided.worker_id,
-            "worker_epoch": decided.worker_epoch,
-            "owner_epoch": decided.owner_epoch,
-            "at_us": time.time_ns() // 1000,
-        }
+        about = attempt_of(decided) | {"at_us": time.time_ns() // 1000}
         drafts.append(_draft(PROGRESS, FirstTokenEmitted(**about)))
         drafts.append(_draft(PROGRESS, RequestFinished(**about, finish_reason="length")))
         return drafts
-
-
-class OwnerUsage(msgspec.Struct, frozen=True):
-    cpu_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +133,7 @@ class RunResult:
     driver_cpu_s: float
     journal_bytes: int
     kv_events: int
-    spent: OwnerUsage
+    cpu_s: float  # of the owner
 
     @property
     def decisions_per_s(self) -> float:
@@ -156,7 +143,7 @@ class RunResult:
     @property
     def cpu_us(self) -> float:
         """CPU time of the owner per decision in microseconds."""
-        return self.spent.cpu_s / self.decisions * 1e6
+        return self.cpu_s / self.decisions * 1e6
 
     def row(self) -> str:
         count = self.decisions
@@ -164,7 +151,7 @@ class RunResult:
             self.workers,
             f"{self.decisions_per_s:.0f}",
             f"{self.cpu_us:.0f}",
-            f"{self.spent.cpu_s / self.wall_s:.2f}",
+            f"{self.cpu_s / self.wall_s:.2f}",
             f"{self.driver_cpu_s / self.wall_s:.2f}",
             f"{self.journal_bytes / count:.0f}",
             f"{3 + self.kv_events / count:.1f}",
@@ -184,15 +171,8 @@ def serve(settings: KafkaSettings, workers: int, driver: Connection) -> None:
 async def _serve(settings: KafkaSettings, workers: int, driver: Connection) -> None:
     leases = embedded_leases()
     for number in range(workers):
-        spec = WorkerSpec(
-            worker_id=f"w{number:04}",
-            model=MODEL,
-            pool=POOL,
-            block_size=BLOCK_SIZE,
-            kv_blocks_total=65_536,
-            max_num_seqs=512,
-            max_num_batched_tokens=65_536,
-        )
+        sizes = {"kv_blocks_total": 65_536, "max_num_seqs": 512, "max_num_batched_tokens": 65_536}
+        spec = worker_spec(worker_name(number), **sizes)
         leases.acquire(MODEL, spec.worker_id, spec.worker_id, msgspec.msgpack.encode(WorkerLease(spec=spec)), HOUR_MS)
     pool = PoolConfigured(pool=POOL, model=MODEL, block_size=BLOCK_SIZE)
     log = await KafkaLog.open(settings)
@@ -205,7 +185,7 @@ async def _serve(settings: KafkaSettings, workers: int, driver: Connection) -> N
     await _until(running, driver.poll)
     ends: dict[str, int] = driver.recv()
     await _until(running, lambda: all(owner.world.view.get(topic, 0) >= end for topic, end in ends.items()))
-    driver.send(OwnerUsage(time.process_time() - began_s))
+    driver.send(time.process_time() - began_s)
     await owner.stop()
     await running
     owner.drop()
@@ -285,10 +265,10 @@ async def drive(settings: KafkaSettings, owner: OwnerProcess, workers: int, requ
         async with asyncio.timeout(DONE_S):
             played = await _play(log, workload, start)
         owner.send({REQUESTS.name: requests, PROGRESS.name: 2 * requests, KV_EVENTS.name: played.kv_events})
-        spent = await asyncio.to_thread(owner.receive, DONE_S)
+        cpu_s = await asyncio.to_thread(owner.receive, DONE_S)
     finally:
         await log.close()
-    assert isinstance(spent, OwnerUsage)
+    assert isinstance(cpu_s, float)
     return RunResult(
         workers=workers,
         decisions=requests,
@@ -296,7 +276,7 @@ async def drive(settings: KafkaSettings, owner: OwnerProcess, workers: int, requ
         driver_cpu_s=time.process_time() - driver_began_s,
         journal_bytes=played.journal_bytes,
         kv_events=played.kv_events,
-        spent=spent,
+        cpu_s=cpu_s,
     )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from forebay.replay.verify.verify import verify
 from forebay.transport.sqlite.log import SqliteLog
-from tests.benchmarks.bench_index import in_fresh_process
+from tests.benchmarks.bench_index import in_fresh_process, integers
 from tests.benchmarks.recordings import SEED, Shape, WrittenCounts, write_recording
 
 LONGER = 10
@@ -127,10 +127,6 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-
-    def integers(text: str) -> list[int]:
-        return [int(float(part)) for part in text.split(",")]
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=integers, default=[8, 64, 512], help="default 8,64,512")
     parser.add_argument("--decisions", type=int, default=20_000, help="decisions per recording (default %(default)s)")

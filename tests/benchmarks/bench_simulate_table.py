@@ -1,4 +1,4 @@
-"""Benchmark that compares policies with Dynamo's offline replay in a Markdown table, and counts digests of many runs.
+"""Benchmark that compares policies with Dynamo's offline replay in a Markdown table.
 
 It needs Mooncake's traces, conversation_trace.jsonl and synthetic_trace.jsonl, in the folder `mooncake` under
 FOREBAY_TRACES. Dynamo's rows need FOREBAY_DYNAMO_PYTHON, a Python with ai-dynamo, and replay_dynamo.py in the folder
@@ -11,19 +11,15 @@ import os
 import statistics
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 COMMAND = (sys.executable, "-m", "forebay.cli", "simulate")
 TRACES = ("conversation", "synthetic")
 POLICIES = ("kv", "round-robin", "random", "power-of-two", "least-loaded")
 PEER_FILE = "replay_dynamo.py"
 PEER_MODES = {"kv_router": "kv", "round_robin": "round-robin"}
-HASH_SEEDS = ("1", "2")
 BLOCKS = 16_384
 RUN_TIMEOUT_S = 1_800
 
@@ -53,7 +49,10 @@ class Result:
 
 def simulated(case: Case) -> dict[str, Result]:
     policies = [word for policy in POLICIES for word in ("--policy", policy)]
-    result = json.loads(output(case, *policies))
+    options = ["--workers", str(case.workers), "--kv-blocks", str(BLOCKS), "--json", *policies]
+    command = [*COMMAND, str(case.trace), *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=RUN_TIMEOUT_S, check=True)
+    result = json.loads(done.stdout)
     return {
         policy: Result(
             reuse=one["prefix_reuse"],
@@ -64,17 +63,6 @@ def simulated(case: Case) -> dict[str, Result]:
         )
         for policy, one in result["policies"].items()
     }
-
-
-def output(case: Case, *arguments: str, hash_seed: str = "0") -> str:
-    """Return the output of `forebay simulate` for a case."""
-    options = ["--workers", str(case.workers), "--kv-blocks", str(BLOCKS), "--json"]
-    command = [*COMMAND, str(case.trace), *options, *arguments]
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, text=True, timeout=RUN_TIMEOUT_S, check=True
-    )
-    return done.stdout
 
 
 def replayed(case: Case, python: Path, script: Path, repeats: int) -> dict[str, list[Result]]:
@@ -141,23 +129,6 @@ def table(args: argparse.Namespace) -> None:
     print("", *orders, sep="\n")
 
 
-def digests(args: argparse.Namespace) -> None:
-    """Run `kv` again and again under hash seeds in turn, and count the different outputs."""
-    for case in cases(args):
-        seen: Counter[tuple[str, str]] = Counter()
-        for run in range(args.digests):
-            text = output(case, "--policy", "kv", hash_seed=HASH_SEEDS[run % len(HASH_SEEDS)])
-            result: dict[str, Any] = json.loads(text)
-            seen[result["digest"], sha256(text.encode()).hexdigest()] += 1
-        decisions = {digest for digest, _ in seen}
-        print(
-            f"{case}: {args.digests} runs under hash seeds {' and '.join(HASH_SEEDS)}: "
-            f"{len(decisions)} digest of decisions ({', '.join(digest[:12] for digest in sorted(decisions))}), "
-            f"{len(seen)} output",
-            flush=True,
-        )
-
-
 def cases(args: argparse.Namespace) -> Iterator[Case]:
     """Yield all traces with all numbers of workers."""
     for name in args.trace:
@@ -166,7 +137,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def main() -> None:
-    """Print the table, or with `--digests` the number of different digests."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for option, variable, description in (
         ("--traces", "FOREBAY_TRACES", "the folder that holds mooncake/"),
@@ -180,15 +151,12 @@ def main() -> None:
     parser.add_argument("--trace", choices=TRACES, action="append", help="default: all")
     parser.add_argument("--workers", type=lambda text: [int(part) for part in text.split(",")], default=[8, 16])
     parser.add_argument("--repeat", type=int, default=3, help="runs of Dynamo's; its KV router is randomized")
-    parser.add_argument(
-        "--digests", type=int, default=0, metavar="RUNS", help="run kv RUNS times instead of printing the table"
-    )
     args = parser.parse_args()
     args.trace = args.trace or TRACES
     missing = [case.trace for case in cases(args) if not case.trace.is_file()] if args.traces else ["--traces"]
     if missing:
         parser.error(f"set FOREBAY_TRACES to the folder that holds mooncake/: there is no {missing[0]}")
-    (digests if args.digests else table)(args)
+    table(args)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from forebay.events.base import Event, pack_u64
 from forebay.events.codec import decode, encode
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import RequestRouted
-from forebay.events.fleet import WorkerLease, WorkerSpec
+from forebay.events.fleet import WorkerLease
 from forebay.events.kv import BlocksStored
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RequestSubmitted, Sampling
@@ -32,8 +32,8 @@ from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.transport.base import Draft
 from forebay.transport.redis.leases import embedded_leases
 from forebay.transport.sqlite.log import SqliteLog
+from tests.benchmarks.recordings import MODEL, attempt_of, worker_name, worker_spec
 
-MODEL = "bench"
 BLOCK_SIZE = 16
 PROMPT_BLOCKS = 64
 SEED = 20_261_121
@@ -57,14 +57,7 @@ class System:
         self.delays: list[float] = []
         self.prompts: list[list[int]] = []
         for number in range(workers):
-            spec = WorkerSpec(
-                worker_id=f"w{number:03}",
-                model=MODEL,
-                block_size=BLOCK_SIZE,
-                kv_blocks_total=1 << 20,
-                max_num_seqs=1 << 20,
-                max_num_batched_tokens=8_192,
-            )
+            spec = worker_spec(worker_name(number), block_size=BLOCK_SIZE, max_num_seqs=1 << 20)
             payload = msgspec.msgpack.encode(WorkerLease(spec=spec))
             self.leases.acquire(MODEL, spec.worker_id, f"{spec.worker_id}-1", payload, HOUR_MS)
         pool = PoolConfigured(pool="default", model=MODEL, block_size=BLOCK_SIZE)
@@ -143,15 +136,8 @@ class System:
 
     def _finish(self, decided: RequestRouted) -> None:
         self._store(decided.worker_id, [self._random.getrandbits(64) for _ in range(4)])
-        about: dict[str, Any] = {
-            "request_id": decided.request_id,
-            "attempt": decided.attempt,
-            "worker_id": decided.worker_id,
-            "worker_epoch": decided.worker_epoch,
-            "owner_epoch": decided.owner_epoch,
-        }
-        self._append(PROGRESS, FirstTokenEmitted(**about))
-        self._append(PROGRESS, RequestFinished(finish_reason="length", **about))
+        self._append(PROGRESS, FirstTokenEmitted(**attempt_of(decided)))
+        self._append(PROGRESS, RequestFinished(finish_reason="length", **attempt_of(decided)))
 
     def _store(self, worker_id: str, blocks: list[int]) -> None:
         worker = self.owner.world.fleet.get(worker_id)

@@ -1,7 +1,8 @@
-"""A closed-loop load generator over HTTP, run as a process of its own: `python -m tests.benchmarks.http_load`.
+"""A load generator over HTTP, run as a process of its own: `python -m tests.benchmarks.http_load`.
 
 It sends streamed chat completions to any OpenAI-compatible server, so every measured system gets the same requests from
-the same client. Each connection sends its next request when the previous response has ended. Prints one JSON object.
+the same client. Each connection sends its next request when the previous response has ended. With `--rate` requests are
+sent at random times, each on a connection of its own, whatever became of earlier ones. Prints one JSON object.
 
 Responses are only stored with their times of arrival while requests are in flight, and parsed after the run. So the
 client takes little CPU time from the servers of the same machine.
@@ -15,7 +16,7 @@ import random
 import re
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +32,8 @@ EVENT, LAST_EVENT = re.compile(rb"^data: ?([^\r\n]*)", re.MULTILINE), b"[DONE]"
 CRLF = b"\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+REFUSALS = ("429", "503", "529")  # with --rate, these are counted and are no failures
+PATIENCE_S = 40.0  # with --rate, a longer response counts as failed
 
 
 def request_bytes(args: argparse.Namespace) -> Iterator[bytes]:
@@ -62,7 +65,7 @@ class Response:
     """A response as it arrived.
 
     Attributes:
-        sent_s: time at which the request was sent; all times are of one monotonic clock.
+        sent_s: time at which the request was sent, or with `--rate` was due; all times are of one monotonic clock.
         arrivals: length of `received` after each read from the socket, and time of the read.
         body_at: offset of the body, -1 before the head is complete.
     """
@@ -77,9 +80,13 @@ class Response:
         """Return the time at which the last byte arrived."""
         return self.arrivals[-1][1]
 
+    @property
+    def status(self) -> str:
+        return self.received[9:12].decode()
+
     def trouble(self) -> str:
         """Return why the response is no complete stream, or an empty string."""
-        if self.received[9:12] != b"200":
+        if self.status != "200":
             return repr(bytes(self.received[:300]))
         if LAST_EVENT not in self.received:
             return f"an unfinished stream: {bytes(self.received[-300:])!r}"
@@ -156,6 +163,9 @@ class Connection(asyncio.Protocol):
         if self._ended is not None and not self._ended.done():
             self._ended.set_exception(exc or ConnectionError("closed before the response was complete"))
 
+    def close(self) -> None:
+        self._transport.abort()
+
     def _complete(self) -> bool:
         response = self._response
         if self._length is None:  # a stream
@@ -231,6 +241,46 @@ async def drive(url: str, connections: list[Connection], todo: Iterator[bytes]) 
     return responses, failures
 
 
+async def offer(url: str, rate: float, requests: Iterable[bytes]) -> tuple[list[Response], list[str]]:
+    """Send the requests at random times, `rate` per second on average; return responses, and failures."""
+    chance, responses, failures = random.Random(SEED), [], []
+
+    async def run(request: bytes, due_s: float) -> None:
+        await asyncio.sleep(due_s - time.perf_counter())
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                connection = await connect(url)
+                response = await connection.send(request)
+        except OSError as error:  # TimeoutError, too
+            failures.append(repr(error))
+            return
+        connection.close()
+        response.sent_s = due_s
+        responses.append(response)
+
+    due_s = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for request in requests:
+            due_s += chance.expovariate(rate)
+            group.create_task(run(request, due_s))
+    return responses, failures
+
+
+def refusals(responses: Sequence[Response]) -> dict[str, Any]:
+    """Return number and latencies of the error responses by status and code, and how many lack Retry-After."""
+    found: dict[str, list[Response]] = {}
+    for response in responses:
+        code = re.search(rb'"code": ?"(\w+)"', response.received)
+        found.setdefault(f"{response.status} {code[1].decode() if code else ''}", []).append(response)
+    return {
+        "refused_ms": {
+            name: {"count": len(some), **(quantiles_ms([one.ended_s - one.sent_s for one in some]) or {})}
+            for name, some in found.items()
+        },
+        "without_retry_after": sum(b"retry-after:" not in one.received.lower() for one in responses),
+    }
+
+
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Send the warm-up, then the measured requests, and return the measurements."""
     todo = list(request_bytes(args))
@@ -242,9 +292,12 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     await drive(args.url, connections, iter(todo[: args.warmup]))
     cpu_before = {name: cpu_s(group) for name, group in pids.items()}
     own_before, began_s = time.process_time(), time.perf_counter()
-    responses, failures = await drive(args.url, connections, iter(todo[args.warmup :]))
+    offered = offer(args.url, args.rate, todo[args.warmup :]) if args.rate else None
+    responses, failures = await (offered or drive(args.url, connections, iter(todo[args.warmup :])))
     wall_s, own_s = time.perf_counter() - began_s, time.process_time() - own_before
     cpu_used = {name: cpu_s(group) - cpu_before[name] for name, group in pids.items()}
+    refused = [one for one in responses if args.rate and one.status in REFUSALS]
+    responses = [one for one in responses if not (args.rate and one.status in REFUSALS)]
     failures += [trouble for response in responses if (trouble := response.trouble())]
     responses = [response for response in responses if not response.trouble()]
     each = max(len(responses), 1)
@@ -263,6 +316,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "cpu_us_per_request": {name: round(used / each * 1e6) for name, used in cpu_used.items()},
         "client_cpu_us_per_request": round(own_s / each * 1e6),
         "load_average": os.getloadavg()[0],
+        **(refusals(refused) if args.rate else {}),
     }
 
 
@@ -285,6 +339,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=50, help="unmeasured requests before the measured ones")
     parser.add_argument("--words", type=int, default=200, help="words per prompt")
     parser.add_argument("--max-tokens", type=int, default=1)
+    parser.add_argument("--rate", type=float, help="requests per second, instead of a request after each response")
     parser.add_argument("--pids", default="", help="processes whose CPU time to report: frontend=12,worker=13")
     args = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

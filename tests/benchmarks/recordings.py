@@ -186,7 +186,7 @@ class _Group:
         claim(self._world, 0)
         self._apply(FLEET, OwnershipAnnounced(owner_epoch=0))
         self._apply(CONTROL, PoolConfigured(pool=POOL, model=MODEL, block_size=BLOCK_SIZE))
-        self._caches = {name: self._join(number, name) for number, name in enumerate(map(_name, range(shape.workers)))}
+        self._caches = {worker_name(number): self._join(number) for number in range(shape.workers)}
 
     async def turn(self) -> None:
         """Submit new requests, and emit workers' events of earlier ones."""
@@ -198,7 +198,7 @@ class _Group:
             self._apply(*self._pending.popleft())
         while len(self._in_flight) > IN_FLIGHT * self._shape.workers:
             routed = self._in_flight.popleft()
-            self._pending.append((PROGRESS, RequestFinished(**_about(routed), finish_reason="length")))
+            self._pending.append((PROGRESS, RequestFinished(**attempt_of(routed), finish_reason="length")))
             self._pending.append((METRICS, self._caches[routed.worker_id].report(IN_FLIGHT)))
         self._seal()
         if len(self._drafts) >= FLUSH_RECORDS:
@@ -242,19 +242,12 @@ class _Group:
             events += cache.use([self._chance.getrandbits(64) for _ in range(TURN_BLOCKS * TURNS_MAX)])
         self.blocks += sum(len(event.sequence_hashes) // 8 for event in events)
         self._pending.extend((KV_EVENTS, event) for event in events)
-        self._pending.append((PROGRESS, FirstTokenEmitted(**_about(routed))))
+        self._pending.append((PROGRESS, FirstTokenEmitted(**attempt_of(routed))))
         self._in_flight.append(routed)
 
-    def _join(self, number: int, name: str) -> _Cache:
-        spec = WorkerSpec(
-            worker_id=name,
-            model=MODEL,
-            pool=POOL,
-            block_size=BLOCK_SIZE,
-            kv_blocks_total=self._shape.cached_blocks,
-            max_num_seqs=256,
-            max_num_batched_tokens=8_192,
-        )
+    def _join(self, number: int) -> _Cache:
+        name = worker_name(number)
+        spec = worker_spec(name, kv_blocks_total=self._shape.cached_blocks)
         epoch = self._world.view[FLEET.name]
         self._apply(FLEET, WorkerJoined(owner_epoch=0, spec=spec, lease="lease", slot=number, from_offset=0))
         return _Cache(name, epoch, self._shape.cached_blocks)
@@ -330,15 +323,24 @@ class _Group:
         self._drafts = []
 
 
-def _about(routed: RequestRouted) -> dict[str, Any]:
-    return {
-        "request_id": routed.request_id,
-        "attempt": routed.attempt,
-        "worker_id": routed.worker_id,
-        "worker_epoch": routed.worker_epoch,
-        "owner_epoch": 0,
-    }
+def worker_spec(worker_id: str, **changes: Any) -> WorkerSpec:
+    spec = WorkerSpec(
+        worker_id=worker_id,
+        model=MODEL,
+        pool=POOL,
+        block_size=BLOCK_SIZE,
+        kv_blocks_total=1 << 20,
+        max_num_seqs=256,
+        max_num_batched_tokens=8_192,
+    )
+    return msgspec.structs.replace(spec, **changes)
 
 
-def _name(number: int) -> str:
+def attempt_of(routed: RequestRouted) -> dict[str, Any]:
+    """Return the fields that every progress event of this attempt has."""
+    names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
+    return {name: getattr(routed, name) for name in names}
+
+
+def worker_name(number: int) -> str:
     return f"w{number:04}"
