@@ -11,7 +11,7 @@ import pytest
 from forebay.workers.kv_tiers.object_store import ObjectStore
 from tests.cli.in_process import forebay
 from tests.workers.kv_tiers.buckets import BUCKET, KEYS, client, moto
-from tests.workers.kv_tiers.store_cases import QUOTA, identity, open_directory, path_of, write
+from tests.workers.kv_tiers.cases import QUOTA, identity, open_directory, path_of, write
 
 ONE, OTHER = identity(), identity("other/model")
 

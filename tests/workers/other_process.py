@@ -22,7 +22,7 @@ TIMEOUT_S = 400  # of a test that starts some processes, one after another
 LINE_BYTES = 1 << 20
 # UCX reads the level when it is loaded, which the server does not do.
 QUIET = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "FATAL"}
-MODULES = ["tests.workers.kv_transfer.peer", "tests.workers.nixl_peer", "nixl_cu12"]
+MODULES = ["tests.workers.kv_transfer.peer", "nixl_cu12"]
 
 # What a process does with a line: it returns the reply.
 Obey = Callable[[str], Awaitable[str]]

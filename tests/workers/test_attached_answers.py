@@ -19,9 +19,8 @@ from forebay.workers.runtime.rank_buffer import RankBuffer
 from forebay.workers.runtime.request_table import RequestTable
 from tests.engines.driven import Answer, Driven
 from tests.harness.openai_server import OpenAiServer
-from tests.workers.attached import attached, decode, described
+from tests.workers.attached import CUT, HANG, OddServer, Reply, attached, chunk, decode, described
 from tests.workers.conftest import work_item
-from tests.workers.odd_server import CUT, HANG, OddServer, Reply, chunk
 
 PROMPT = list(range(300, 312))
 WORD = chunk(text=" word")

@@ -17,10 +17,9 @@ from forebay.workers.engines.attached import engine as engine_module
 from forebay.workers.engines.attached.transfer import HALF_LEASE_S
 from forebay.workers.engines.settings import EngineSettings
 from tests.harness.openai_server import OpenAiServer
-from tests.workers.attached import MODEL, attached, attached_to, described
+from tests.workers.attached import HANG, MODEL, OddServer, attached, attached_to, chunk, described
 from tests.workers.conftest import until
 from tests.workers.engine_setup import lora_directory, reported
-from tests.workers.odd_server import HANG, OddServer, chunk
 
 BLOCK = 4
 PROMPT = list(range(300, 312))  # three blocks

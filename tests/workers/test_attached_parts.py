@@ -1,10 +1,10 @@
-"""Parts of the adapter for attached servers: loads, messages of errors, tokens of a text, KV descriptors."""
+"""Parts of the adapter for attached servers: loads, errors, server-sent events, tokens of a text, KV descriptors."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,11 +12,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from forebay.events.work import WorkItem
 from forebay.workers.engines.attached.errors import message_of
-from forebay.workers.engines.attached.server import MetricsUnreadable, ServerLoad, read_load, vllm_cache_sizes
+from forebay.workers.engines.attached.server import (
+    MetricsUnreadable,
+    ServerEvent,
+    ServerLoad,
+    SseDecoder,
+    read_load,
+    vllm_cache_sizes,
+)
 from forebay.workers.engines.attached.text import HELD_CHARS_MAX, TextEncoder
-from forebay.workers.engines.attached.transfer import CONNECTOR, HALF_LEASE_S, fetch_params, offer
+from forebay.workers.engines.attached.transfer import CONNECTOR, fetch_params, offer
 from forebay.workers.engines.kv_descriptor import Unfetchable
-from forebay.workers.engines.vllm.transfer import UNREAD_S, VLLM_LEASE_S
 from tests.workers.attached import MODEL, decode
 from tests.workers.conftest import work_item
 
@@ -228,11 +234,6 @@ def test_a_descriptor_keeps_all_fields_of_the_server() -> None:
     }
 
 
-def test_the_owner_and_the_decode_server_share_the_lease() -> None:
-    assert offer(item(), "w", "m", PARAMS).lease_us == HALF_LEASE_S * 1e6
-    assert 2 * HALF_LEASE_S <= VLLM_LEASE_S - UNREAD_S
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -251,8 +252,98 @@ def test_unknown_parameters_of_a_server_are_not_offered(changes: dict[str, Any])
         offer(item(), "w", "m", PARAMS | changes)
 
 
-def test_kv_of_another_length_is_not_fetched() -> None:
-    packed = msgspec.json.encode(PARAMS | {"remote_num_tokens": 5})
-    kept = msgspec.structs.replace(offer(item(), "w", "m", PARAMS), descriptor=packed)
-    with pytest.raises(Unfetchable, match="covers 5 tokens, the prompt has 6"):
-        fetch_params(kept, "m", 6)
+lines = st.one_of(
+    st.sampled_from(
+        [
+            "",
+            ":",
+            ": comment",
+            "data",
+            "data:",
+            "data: ",
+            "data:  two spaces",
+            "data: {",
+            'data: "é€😀"}',
+            "event: error",
+            "event:",
+            "id: 7",
+            "id: \0",
+            "retry: 100",
+            "retry: x",
+            " data: not a field",
+            "Data: nor this",
+            "data : nor this",
+            "\ufeffdata: a second BOM is no BOM",
+            "data: [DONE]",
+        ]
+    ),
+    st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=8).map("data:".__add__),
+)
+streams = st.tuples(
+    st.sampled_from([b"", b"\xef\xbb\xbf"]),
+    st.lists(st.tuples(lines, st.sampled_from([b"\n", b"\r", b"\r\n"])), max_size=25),
+    st.sampled_from([b"", b"data: cut", b"\xff\n\n", b"data: \xff\xe2\x82\n\n"]),
+)
+
+
+def events_of(stream: bytes) -> list[ServerEvent]:
+    """Return the events of a whole stream, by the steps of the standard."""
+    text = stream.decode("utf-8", errors="replace").removeprefix("\ufeff")
+    *whole, _ = re.split("\r\n|\n|\r", text)
+    data, kind, found = "", "", []
+    for line in whole:
+        if not line:
+            if data:
+                found.append(ServerEvent(kind, data.removesuffix("\n").encode()))
+            data = kind = ""
+            continue
+        if line.startswith(":"):
+            continue
+        name, colon, value = line.partition(":")
+        value = value.removeprefix(" ") if colon else ""
+        if name == "data":
+            data += value + "\n"
+        elif name == "event":
+            kind = value
+    return found
+
+
+@given(streams, st.data())
+def test_events_do_not_depend_on_how_the_bytes_arrive(
+    stream: tuple[bytes, list[tuple[str, bytes]], bytes], data: st.DataObject
+) -> None:
+    begin, parts, end = stream
+    whole = begin + b"".join(line.encode() + ending for line, ending in parts) + end
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=20)))
+    expected = events_of(whole)
+    for places in (cuts, [], range(len(whole))):
+        decoder, found, at = SseDecoder(), [], 0
+        for place in (*places, len(whole)):
+            found += decoder.feed(whole[at:place])
+            at = place
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("stream", "expected"),
+    [
+        ("data: YHOO\ndata: +2\ndata: 10\n\n", ["YHOO\n+2\n10"]),
+        (": test\n\ndata: first\nid: 1\n\ndata:second\nid\n\ndata:  third\n", ["first", "second"]),
+        ("data\n\ndata\ndata\n\ndata:", ["", "\n"]),
+        ("data:test\n\ndata: test\n\n", ["test", "test"]),
+    ],
+)
+def test_the_examples_of_the_standard(stream: str, expected: list[str]) -> None:
+    assert [one.data.decode() for one in SseDecoder().feed(stream.encode())] == expected
+
+
+def test_an_event_has_the_type_that_the_stream_names() -> None:
+    found = SseDecoder().feed(b"event: add\ndata: 73857293\n\ndata: x\n\n")
+    assert found == [ServerEvent("add", b"73857293"), ServerEvent("", b"x")]
+
+
+def test_the_bytes_of_an_unfinished_event_are_known() -> None:
+    decoder = SseDecoder()
+    decoder.feed(b"data: a\n\ndata: 12345\ndata: 678")
+    assert decoder.pending_bytes == len("12345\n") + len("data: 678")
+    assert decoder.unfinished == b"12345\n 678"

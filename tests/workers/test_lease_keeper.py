@@ -215,7 +215,3 @@ async def test_stop_at_any_time_releases_the_lease(leases: Leases) -> None:
         keeper.hold(GROUP, "w1", f"t{number}", b"", refuse)
         await keeper.stop()
         assert held(leases, "w1") is None
-
-
-async def test_stop_without_start_does_nothing(leases: Leases) -> None:
-    await LeaseKeeper(leases).stop()

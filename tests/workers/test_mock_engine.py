@@ -1,19 +1,32 @@
-"""Batches of the mock engine: tokens, embeddings, log probabilities, refusals, cancellations and resets."""
+"""The mock engine: batches, rejections, and output for structures, tools and reasoning."""
 
 import asyncio
+import json
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
-from forebay.engine_model.model import Stored
-from forebay.events.base import pack_u64
+from forebay.engine_model.model import EngineConfig, Stored
+from forebay.events.base import pack_u32, pack_u64
 from forebay.events.fleet import WorkerSpec
+from forebay.events.progress import RequestFinished
+from forebay.events.requests import Sampling, StructuredOutput
+from forebay.events.tokens import ResponseEnded, TokenChunk, TokensEmitted, Usage
+from forebay.events.topics import TOKENS
+from forebay.events.work import WorkItem
+from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.outputs import DIMENSIONS
+from forebay.workers.engines.mock.scripts import CHARS_MAX, FORMATS, REASONING, OutputScripts, SchemaValues
+from forebay.workers.runtime.resume import continued
 from tests.engines.driven import Answer, Driven, driven
-from tests.workers.conftest import VOCABULARY, engine_config
+from tests.workers.conftest import VOCABULARY, Scene, engine_config, until, work_item
+from tests.workers.work_items import finish, hashes_of, item, tokens_of
 
 SPEC = WorkerSpec(
     worker_id="w1", model="m", block_size=4, kv_blocks_total=64, max_num_seqs=8, max_num_batched_tokens=64
@@ -58,15 +71,6 @@ async def test_equal_requests_differ_unless_a_seed_or_temperature_0_determines_t
     assert outputs["greedy"] == outputs["greedy and seeded"]
 
 
-async def test_fast_engine_emits_one_chunk_per_batch() -> None:
-    async with mock(1e9) as one:
-        first, second = one.submit(one.item([1], 100)), one.submit(one.item([2], 100))
-        await ended(one, first, second)
-    assert [len(batch.emitted) for batch in one.batches] == [2]
-    assert (len(first.tokens), len(second.tokens)) == (100, 100)
-    assert (one.batches[0].load.running, one.batches[0].load.kv_blocks_used) == (0, 0)
-
-
 async def test_at_any_speedup_batches_stay_small_enough_to_share_the_loop() -> None:
     async with mock(1e9, kv_blocks_total=4096) as one:
         answer = await one.ask([1], 10_000)
@@ -87,27 +91,6 @@ async def test_rejections_are_reported_as_failures() -> None:
             errors = {(answer.error.status, answer.error.code) for answer in answers if answer.error is not None}
             assert errors == {(400, code)}
         assert (await one.ask([1, 2, 3, 4], 2)).error is None
-
-
-async def test_cancelling_the_last_request_reports_an_idle_engine() -> None:
-    async with mock(10.0) as one:
-        answer = one.submit(one.item([1, 2, 3], 200))
-        await one.until(lambda: one.batches)
-        for _ in range(2):
-            one.engine.cancel(answer.item.request_id)
-        await one.until(lambda: one.batches[-1].load.running == 0)
-    assert one.batches[-1].load.kv_blocks_used == 0
-    assert not answer.over
-
-
-async def test_nothing_from_before_a_reset_is_published_after_it() -> None:
-    async with mock(1.0) as one:
-        before, refused = one.submit(one.item([1, 2, 3, 4], 5)), one.submit(one.item([1], 1000))
-        await asyncio.sleep(0)
-        one.engine.reset()
-        after = await one.ask([1, 2, 3, 4, 5], 1)
-    assert (before.tokens, refused.error) == ([], None)
-    assert after.cached == 0
 
 
 @pytest.mark.parametrize("speedup", [0.0, -1.0, float("inf"), float("nan")])
@@ -144,11 +127,305 @@ async def test_log_probabilities_if_requested() -> None:
         assert found.logprob == found.top[0].logprob > found.top[1].logprob > found.top[2].logprob
 
 
-async def test_dropped_requests_are_forgotten() -> None:
-    engine = MockEngine(engine_config())
-    one = Driven(engine, SPEC)
-    dropped, kept = (one.submit(one.item(range(10), task="embed")).item.request_id for _ in range(2))
-    engine.cancel(dropped)
-    assert engine.requests() == {kept: "runs"}
-    engine.reset()
-    assert not engine.requests()
+MODEL = Model(DEFAULT_MODEL)
+WORDS = ("water", "stone", "river")
+SCRIPTS = OutputScripts(
+    MODEL.encode, lambda token_ids: MODEL.tokenizer.decode(token_ids, skip_special_tokens=False), WORDS
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+BOOKING = {
+    "type": "function",
+    "function": {"name": "Query", "parameters": {"properties": {"table": {"enum": ["order", "customer"]}}}},
+}
+NODE = {
+    "$ref": "#/$defs/Node",
+    "$defs": {
+        "Node": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "next": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/Node"}},
+            },
+            "required": ["name", "next", "children"],
+            "additionalProperties": False,
+        }
+    },
+}
+SCHEMAS: list[Any] = [
+    {},
+    True,
+    {"type": "null"},
+    {"type": "boolean"},
+    {"const": {"a": 1}},
+    {"enum": ["a", None, 3]},
+    {"type": "integer", "minimum": 5, "maximum": 7},
+    {"type": "integer", "exclusiveMinimum": -3, "exclusiveMaximum": -1},
+    {"type": "integer", "multipleOf": 7, "minimum": 50},
+    {"type": "integer", "maximum": -10},
+    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    {"type": "number", "multipleOf": 0.5, "minimum": 3},
+    {"type": ["string", "null"], "minLength": 30},
+    {"type": "string", "maxLength": 2},
+    *({"type": "string", "format": name} for name in FORMATS),
+    {"type": "array", "items": {"type": "integer"}, "minItems": 4, "maxItems": 4},
+    {"type": "array", "items": {"enum": [1, 2, 3]}, "uniqueItems": True},
+    {"type": "array", "prefixItems": [{"type": "string"}, {"type": "integer"}], "minItems": 3},
+    {"type": "array", "maxItems": 0},
+    {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "required": ["b", "c"]},
+    {"type": "object", "additionalProperties": {"type": "integer"}},
+    {"allOf": [{"$ref": "#/$defs/A"}, {"properties": {"b": {"type": "boolean"}}, "required": ["b"]}],
+     "$defs": {"A": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}}},
+    {"oneOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#/x~1y/0"}}], "x/y": [{"type": "integer"}]},
+    NODE,
+]  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+KEYWORDS = (
+    "$ref", "const", "enum", "anyOf", "oneOf", "allOf", "type", "properties", "required", "additionalProperties",
+    "items", "prefixItems",
+    "minItems", "maxItems", "uniqueItems", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
+    "multipleOf", "minLength", "maxLength", "format", "$defs",
+)  # fmt: skip
+TYPES = st.sampled_from(("object", "array", "integer", "number", "string"))
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_a_value_matches_its_schema(schema: Any) -> None:
+    for seed in range(20):
+        value = SchemaValues(seed, WORDS).value(schema)
+        Draft202012Validator(schema).validate(value)
+        assert value == SchemaValues(seed, WORDS).value(schema)
+
+
+def test_values_depend_on_the_seed() -> None:
+    schema = {"type": "array", "items": {}, "minItems": 8}
+    assert len({str(SchemaValues(seed, WORDS).value(schema)) for seed in range(20)}) > 10
+
+
+@given(
+    schema=st.dictionaries(st.sampled_from(KEYWORDS), JSON | TYPES | st.lists(TYPES, max_size=2), max_size=5),
+    seed=st.integers(0, 9),
+)
+def test_any_json_is_accepted_as_a_schema(schema: Any, seed: int) -> None:
+    json.dumps(SchemaValues(seed, WORDS).value({"properties": {"a": schema}, **schema}))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"type": "array", "minItems": 10**9, "items": {"type": "array", "minItems": 10**9}},
+        {"properties": {name: {"$ref": "#"} for name in "abcdefgh"}, "required": [*"abcdefgh"]},
+    ],
+)
+def test_endless_schemas_end(schema: Any) -> None:
+    assert len(json.dumps(SchemaValues(1, WORDS).value(schema))) < 100_000
+
+
+LONG = {"type": "array", "minItems": 999, "items": {"type": "string", "minLength": 10_000}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "structure"),
+    [
+        ("json_schema", LONG),
+        ("json_schema", {"type": "array", "minItems": 999, "items": {"const": "a" * 5_000}}),
+        ("json_schema", {"type": "array", "minItems": 999, "items": {"enum": [["b"] * 1_000]}}),
+        ("json_schema", {"type": "array", "minItems": 99, "items": {"required": ["c" * 5_000]}}),
+        ("json_schema", {"const": "d" * 100_000}),
+        ("choice", ["e" * 100_000]),
+    ],
+)
+def test_the_size_of_a_structure_is_limited(kind: Any, structure: Any) -> None:
+    script = script_of("prompt", structured=StructuredOutput(kind=kind, text=json.dumps(structure)))
+    assert script is not None
+    if kind == "json_schema":
+        msgspec.json.decode(script[0])
+    assert len(script[0]) <= CHARS_MAX
+
+
+def test_the_calls_of_all_tools_share_one_limit() -> None:
+    parameters = {"properties": {"values": LONG}}
+    tools = [
+        {"type": "function", "function": {"name": f"weather_{number}", "parameters": parameters}} for number in range(9)
+    ]
+    script = script_of(prompt("weather", *tools))
+    assert script is not None
+    assert script[0].count("<tool_call>") == 1
+    assert len(script[0]) <= CHARS_MAX + 100
+
+
+def prompt(text: str, *tools: Any, **arguments: Any) -> str:
+    return MODEL.render([{"role": "user", "content": text}], tools, arguments)
+
+
+def script_of(text: str, **sampling: Any) -> tuple[str, bool] | None:
+    """Return the text of the script for a prompt, and whether the output ends after it."""
+    made = msgspec.structs.replace(
+        item("a", range(1)), token_ids=pack_u32(MODEL.encode(text)), sampling=Sampling(max_tokens=50, **sampling)
+    )
+    script = SCRIPTS.script(made)
+    return None if script is None else (MODEL.decode(script.token_ids), script.is_whole)
+
+
+@pytest.mark.parametrize(
+    ("text", "called"),
+    [
+        ("What is the weather?", ["get_weather"]),
+        ("WEATHER, and query the table", ["get_weather", "Query"]),
+        ("List all orders", ["Query"]),
+        ("Hello, get this one", []),
+        ("weather</tools>\n<tools>", ["get_weather"]),
+    ],
+)
+def test_tools_are_called_if_the_last_message_mentions_them(text: str, called: list[str]) -> None:
+    script = script_of(prompt(text, WEATHER, BOOKING))
+    if not called:
+        assert script is None
+        return
+    assert script is not None
+    parts = [part.partition("</tool_call>")[0] for part in script[0].split("<tool_call>") if part.strip()]
+    calls = [msgspec.json.decode(part) for part in parts]
+    assert ([call["name"] for call in calls], script[1]) == (called, True)
+    assert all(call["arguments"] for call in calls)
+
+
+def test_nothing_is_called_after_a_result_with_ignore_eos_or_without_a_chat() -> None:
+    turns = [{"role": "user", "content": "weather"}, {"role": "tool", "content": "the weather is fine"}]
+    assert script_of(MODEL.render(turns, [WEATHER])) is None
+    assert script_of(prompt("weather", WEATHER), ignore_eos=True) is None
+    assert script_of("weather") is None
+    assert script_of(prompt("weather")) is None
+
+
+def test_reasoning_precedes_words_or_calls() -> None:
+    script = script_of(prompt("Hello", enable_thinking=True))
+    assert script is not None
+    reasoning, tag, rest = script[0].partition("\n</think>\n\n")
+    assert (len(reasoning.split()), bool(tag), rest, script[1]) == (REASONING["minItems"], True, "", False)
+    script = script_of(prompt("weather", WEATHER, reasoning_effort="low"))
+    assert script is not None
+    assert script[0].partition("</think>\n\n")[2].startswith("<tool_call>")
+
+
+def test_a_chat_with_an_unfinished_message_of_the_assistant_has_no_script() -> None:
+    begin = prompt("weather", WEATHER, enable_thinking=True)
+    assert script_of(begin) is not None
+    assert script_of(begin + "The weather") is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "found"),
+    [
+        ("json_schema", '{"const": 5}', "5"),
+        ("json_schema", "not JSON", '"'),
+        ("json_object", "", "{"),
+        ("choice", '["yes"]', "yes"),
+        ("choice", "[]", None),
+        ("regex", "a+", None),
+        ("grammar", "root ::= 1", None),
+    ],
+)
+def test_structures(kind: Any, text: str, found: str | None) -> None:
+    script = script_of("prompt", structured=StructuredOutput(kind=kind, text=text))
+    assert script is None if found is None else script is not None and script[0].startswith(found)
+
+
+@pytest.mark.parametrize(("max_tokens", "reason"), [(500, "stop"), (3, "length")])
+async def test_the_engine_emits_a_script_and_ends_with_stop(max_tokens: int, reason: str) -> None:
+    text = '{"const": "a text of more than three tokens"}'
+    structured = StructuredOutput(kind="json_schema", text=text)
+    sampling = Sampling(max_tokens=max_tokens, structured=structured)
+    engine = MockEngine(EngineConfig(vocabulary=(7,), block_size=4, kv_blocks_total=200), speedup=1e5, scripts=SCRIPTS)
+    batches = await finish(engine, item("a", range(9), sampling=sampling))
+    tokens = tokens_of(batches)
+    expected = MODEL.encode('"a text of more than three tokens"')[:max_tokens]
+    (end,) = [end for batch in batches for end in batch.finished]
+    assert (tokens, end.reason, end.output_tokens) == (expected, reason, len(expected))
+
+
+async def test_words_follow_a_script_that_is_not_whole() -> None:
+    token_ids = MODEL.encode(prompt("Hello", enable_thinking=True))
+    made = item("a", range(1), sampling=Sampling(max_tokens=60))
+    made = msgspec.structs.replace(made, token_ids=pack_u32(token_ids), sequence_hashes=hashes_of(token_ids))
+    script = SCRIPTS.script(made)
+    assert script is not None
+    engine = MockEngine(EngineConfig(vocabulary=(7,), block_size=4, kv_blocks_total=200), speedup=1e5, scripts=SCRIPTS)
+    batches = await finish(engine, made)
+    tokens = tokens_of(batches)
+    (end,) = [end for batch in batches for end in batch.finished]
+    assert tokens == script.token_ids + [7] * (60 - len(script.token_ids))
+    assert end.reason == "length"
+
+
+PROMPTS: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "words": (MODEL.encode("Hello"), {}),
+    "reasoning": (MODEL.encode(prompt("Hello", enable_thinking=True)), {}),
+    "calls": (MODEL.encode(prompt("weather", WEATHER)), {}),
+    "reasoning and calls": (MODEL.encode(prompt("weather", WEATHER, enable_thinking=True)), {}),
+    "ignore_eos": (MODEL.encode(prompt("weather", WEATHER)), {"ignore_eos": True}),
+    "structure": (MODEL.encode("Hello"), {"structured": StructuredOutput(kind="json_object")}),
+    "empty": (MODEL.encode("Hello"), {"structured": StructuredOutput(kind="choice", text='[""]')}),
+}
+
+
+@given(
+    case=st.sampled_from(sorted(PROMPTS)),
+    max_tokens=st.integers(1, 150),
+    sampling=st.sampled_from([{}, {"temperature": 0.0}, {"seed": 9}, {"logprobs": 2}]),
+    shares=st.lists(st.floats(0, 1), max_size=3),
+)
+def test_a_continued_response_equals_the_undisturbed_one(
+    case: str, max_tokens: int, sampling: dict[str, Any], shares: list[float]
+) -> None:
+    token_ids, constraints = PROMPTS[case]
+    sampled = Sampling(max_tokens=max_tokens, **sampling, **constraints)
+    whole_item = msgspec.structs.replace(
+        item("a", range(1), sampling=sampled), token_ids=pack_u32(token_ids), sequence_hashes=hashes_of(token_ids)
+    )
+    config = EngineConfig(vocabulary=tuple(range(300, 400)), block_size=4, kv_blocks_total=400)
+    engine = MockEngine(config, speedup=1e5, scripts=SCRIPTS)
+
+    def generated(made: WorkItem) -> tuple[list[int], str, int]:
+        """Return the tokens of an item, its finish reason and the number of tokens that the engine reports."""
+        batches = asyncio.run(finish(engine, made))
+        (end,) = [end for batch in batches for end in batch.finished]
+        return tokens_of(batches), end.reason, end.output_tokens
+
+    whole, reason, count = generated(whole_item)
+    assert count == len(whole)
+    made, done = whole_item, 0
+    # A worker continues a response only if it has fewer than `max_tokens` tokens.
+    last = min(len(whole), max_tokens - 1)
+    for begin in sorted({*(round(share * last) for share in shares), last}):
+        made = continued(made, whole[done:begin], 4)
+        assert made == continued(whole_item, whole[:begin], 4)
+        assert generated(made) == (whole[begin:], reason, len(whole) - begin)
+        done = begin
+
+
+async def test_a_worker_ends_a_response_whose_script_earlier_attempts_completed(scene: Scene) -> None:
+    token_ids = MODEL.encode(prompt("weather", WEATHER))
+    made = work_item("a", token_ids, 200)
+    script = SCRIPTS.script(made)
+    assert script is not None
+    engine = MockEngine(engine_config(kv_blocks_total=400), speedup=1e4, scripts=SCRIPTS)
+    async with scene.serving(scene.worker(engine=engine)) as epoch:
+        chunk = TokenChunk(request_id="a", attempt=1, first_index=0, token_ids=pack_u32(script.token_ids))
+        await scene.append(TOKENS, 3, TokensEmitted(worker_id="w0", worker_epoch=0, owner_epoch=0, chunks=(chunk,)))
+        await scene.send(msgspec.structs.replace(made, attempt=2, worker_epoch=epoch))
+        await until(lambda: scene.progress(RequestFinished))
+    assert [chunk.attempt for event in scene.tokens(TokensEmitted) for chunk in event.chunks] == [1]
+    (ended,), (finished,) = scene.tokens(ResponseEnded), scene.progress(RequestFinished)
+    assert (ended.finish_reason, finished.finish_reason) == ("stop", "stop")
+    assert ended.usage == Usage(prompt_tokens=len(token_ids), output_tokens=len(script.token_ids))

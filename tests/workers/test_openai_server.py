@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from forebay.core.block_hashes import hash_seed, sequence_hashes
 from forebay.engine_model.model import EngineConfig
@@ -25,13 +24,12 @@ from forebay.workers.kv_events.sglang_wire import decode_sglang
 from forebay.workers.kv_events.vllm_wire import VllmDecoder
 from forebay.workers.kv_events.zmq_feed import KvFeed, KvSource
 from forebay.workers.runtime.resume import continued
-from tests.harness.openai_server import Faults, OpenAiServer
+from tests.harness.openai_server import OpenAiServer
 from tests.workers.conftest import until, work_item
 
 BLOCK = 4
 PROMPT = list(range(300, 330))
 MODEL = Model(DEFAULT_MODEL)
-SHORT = httpx.Timeout(30.0, read=0.05)
 
 
 @asynccontextmanager
@@ -214,48 +212,6 @@ async def test_decoder_reads_the_events_of_vllm() -> None:
             assert list(feed.held()) == hashes(PROMPT[:4])
 
 
-async def test_evicted_blocks_are_reported_and_lost_batches_are_replayed() -> None:
-    async with served(kv_events=True, kv_blocks=12) as (server, client), feed_of(server, VllmDecoder()) as feed:
-        assert server.events is not None
-        for at in range(6):
-            server.events.drops = at % 2 == 0
-            await complete(client, [300 + at, *range(400, 430)], 9)
-        server.events.drops = False
-        await caught_up(server, feed)
-        tokens = [305, *range(400, 430)]
-        tokens += await mock_output(tokens, 9)
-        assert not feed.counts["lost"]
-        assert set(feed.held()) >= set(hashes(tokens[:36]))
-        assert len(feed.held()) <= 11
-
-
-async def test_restart_is_seen_as_a_restart() -> None:
-    async with served(kv_events=True) as (server, client), feed_of(server, VllmDecoder()) as feed:
-        for _ in range(2):
-            await complete(client, [*range(500, 540)], 9)
-        await caught_up(server, feed)
-        await server.restart()
-        await complete(client, PROMPT, 1)
-        await until(lambda: set(feed.held()) == set(hashes(PROMPT)))
-        assert feed.counts["restarted"]
-
-
-async def test_adapters() -> None:
-    async with served(enable_lora=True, kv_events=True) as (server, client), feed_of(server, VllmDecoder()) as feed:
-        adapter = {"lora_name": "tuned", "lora_path": str(DEFAULT_MODEL)}
-        loaded = await client.post("/v1/load_lora_adapter", json=adapter)
-        assert loaded.text == "Success: LoRA adapter 'tuned' added successfully."
-        assert (await client.post("/v1/load_lora_adapter", json=adapter)).status_code == 400
-        _, card = (await client.get("/v1/models")).json()["data"]
-        assert (card["id"], card["parent"], card["root"]) == ("tuned", DEFAULT_NAME, str(DEFAULT_MODEL))
-        assert (await complete(client, count=1, model="tuned"))["model"] == "tuned"
-        await caught_up(server, feed)
-        assert list(feed.held()) == hashes(PROMPT, lora="tuned")
-        assert (await client.post("/v1/unload_lora_adapter", json={"lora_name": "tuned"})).status_code == 200
-        gone = await client.post("/v1/completions", json={"model": "tuned", "prompt": "hello"})
-        assert gone.status_code == 404
-
-
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -278,69 +234,6 @@ async def test_decode_server_fetches_the_kv_of_a_prefill_server() -> None:
         await prefill.restart()
         gone = await second.post("/v1/completions", json={"prompt": "hello", "kv_transfer_params": params})
         assert gone.status_code == 500, "the engine of a restarted server has another id"
-
-
-async def test_closing_the_connection_aborts_a_request() -> None:
-    async with served(token_s=0.01) as (server, client):
-        body = {"prompt": PROMPT, "max_tokens": 10_000, "stream": True}
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            async for _ in response.aiter_lines():
-                break
-        await until(lambda: server.counters.aborted == 1)
-        waiting = asyncio.create_task(client.post("/v1/completions", json={**body, "stream": False}))
-        await until(lambda: server.engine.running == 1)
-        waiting.cancel()
-        await until(lambda: server.counters.aborted == 2)
-        assert (server.engine.running, server.engine.cache.used) == (0, 0)
-
-
-async def test_requests_wait_in_order_of_priority() -> None:
-    async with served(max_num_seqs=1, priorities=True) as (server, client):
-        server.faults = Faults(token_s=60.0)
-        first = asyncio.create_task(output(client, count=2))
-        await until(lambda: server.engine.running == 1)
-        ended: list[int] = []
-
-        async def run(priority: int) -> None:
-            await complete(client, priority=priority)
-            ended.append(priority)
-
-        waiting = []
-        for count, priority in enumerate((2, 1, 0), 1):
-            waiting.append(asyncio.create_task(run(priority)))
-            await until(lambda count=count: server.engine.waiting == count)  # type: ignore[misc]
-        assert "vllm:num_requests_waiting" in (await client.get("/metrics")).text
-        server.faults = Faults()
-        first.cancel()
-        await asyncio.gather(*waiting)
-        assert ended == [0, 1, 2]
-        assert server.counters.aborted == 1
-
-
-async def test_faults() -> None:
-    async with served() as (server, client):
-        server.faults = Faults(cut_after_tokens=2)
-        with pytest.raises(httpx.RemoteProtocolError):
-            await streamed(client)
-        assert (await client.post("/fault", json={"cut_after_tokens": None, "status": 503})).status_code == 200
-        assert (await client.post("/v1/completions", json={"prompt": "hello"})).status_code == 503
-        server.faults = Faults(without_token_ids=True)
-        assert (await complete(client))["choices"][0]["token_ids"] is None
-        server.faults = Faults(metrics="missing")
-        assert (await client.get("/metrics")).status_code == 404
-        server.faults = Faults(model_name="renamed")
-        assert (await client.get("/v1/models")).json()["data"][0]["id"] == "renamed"
-        server.faults = Faults(metrics="malformed")
-        with pytest.raises(ValueError, match="could not convert"):
-            list(text_string_to_metric_families((await client.get("/metrics")).text))
-        server.faults = Faults(hang=True)
-        with pytest.raises(httpx.ReadTimeout):
-            await client.post("/v1/completions", json={"prompt": "hello"}, timeout=SHORT)
-        server.faults = Faults(hang_all=True)
-        with pytest.raises(httpx.ReadTimeout):
-            await client.get("/health", timeout=SHORT)
-        assert (await client.post("/fault", json={"hang_all": False, "speed": 1})).status_code == 400
-        assert (await client.get("/counters")).json()["finished"] == 1
 
 
 async def test_stop_strings_and_stop_tokens_end_the_output() -> None:
@@ -371,14 +264,3 @@ async def test_sglang() -> None:
         info = (await client.get("/server_info")).json()
         assert (info["page_size"], info["kv_events"]["block_size"]) == (BLOCK, BLOCK)
         assert (await client.get("/get_model_info")).json()["served_model_name"] == DEFAULT_NAME
-
-
-async def test_plain_server_has_only_text_prompts() -> None:
-    async with served(flavor="plain") as (_, client):
-        assert (await client.post("/v1/completions", json={"prompt": PROMPT})).status_code == 400
-        text = MODEL.decode(PROMPT)
-        choice = (await complete(client, text))["choices"][0]
-        assert choice["text"] == MODEL.decode(await mock_output(MODEL.encode(text, special=True), 10))
-        assert set(choice) == {"index", "text", "logprobs", "finish_reason"}
-        for path in ("/metrics", "/version", "/health"):
-            assert (await client.get(path)).status_code == 404

@@ -1,6 +1,10 @@
-"""The TensorRT-LLM engine with a stand-in: behaviour beyond the contract of all engines."""
+"""The TensorRT-LLM engine with a stand-in: behaviour beyond the contract of all engines.
+
+The prefill and decode roles of the real engine were never run.
+"""
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +17,12 @@ from hypothesis import strategies as st
 from forebay.events.control import Action, Command
 from forebay.events.requests import Sampling, StructuredOutput, TokenBias
 from forebay.events.tokens import TopLogprob
-from forebay.workers.engine import Cleared, EngineError, EngineRefused
+from forebay.workers.engine import Cleared, EngineError, EngineRefused, KvEngine
 from forebay.workers.engines import model_engine
+from forebay.workers.engines.kv_descriptor import Unfetchable
 from forebay.workers.engines.settings import EngineSettings
-from forebay.workers.engines.tensorrt_llm.engine import TensorRtLlmEngine
+from forebay.workers.engines.tensorrt_llm import engine as tensorrt_llm_engine
+from forebay.workers.engines.tensorrt_llm.engine import CONNECTOR, TensorRtLlmEngine, descriptor
 from forebay.workers.engines.tensorrt_llm.requests import (
     engine_arguments,
     engine_priority,
@@ -24,10 +30,26 @@ from forebay.workers.engines.tensorrt_llm.requests import (
     step_stats,
 )
 from tests.workers.conftest import until
-from tests.workers.engine_setup import PROMPT, SPEC, Start, lora_directory, reported, standin_settings, starter
+from tests.workers.engine_setup import (
+    PROMPT,
+    SPEC,
+    StandinPair,
+    Start,
+    lora_directory,
+    reported,
+    standin_pair,
+    standin_settings,
+    starter,
+)
 from tests.workers.standins import tensorrt_llm_standin
 from tests.workers.standins.little import answer_of
-from tests.workers.standins.tensorrt_llm_standin import LLM, MetricsCollector, RequestError
+from tests.workers.standins.tensorrt_llm_standin import (
+    LLM,
+    DisaggregatedParams,
+    Logprob,
+    MetricsCollector,
+    RequestError,
+)
 
 
 @pytest.fixture
@@ -115,16 +137,12 @@ async def test_request_arguments_contain_only_deviations(started: Start) -> None
         assert llm().requested_with[-1]["priority"] > 0.5 and llm().requested_with[-1]["cache_salt"] == "tenant"
 
 
-@given(st.lists(st.integers(-1_000, 1_000), min_size=2))
+@given(st.lists(st.integers(-1_000, 1_000) | st.sampled_from([-(1 << 31), (1 << 31) - 1]), min_size=2))
 def test_higher_priority_runs_sooner_and_is_in_range(priorities: list[int]) -> None:
     ordered = sorted(set(priorities))
     requested = [engine_priority(priority) for priority in ordered]
     assert requested == sorted(set(requested)) and all(0.0 <= one <= 1.0 for one in requested)
     assert engine_priority(0) == 0.5
-
-
-def test_any_priority_is_in_range() -> None:
-    assert 0.0 <= engine_priority(-(1 << 31)) < engine_priority((1 << 31) - 1) <= 1.0
 
 
 async def test_lost_events_empty_the_rank_and_later_ones_count(started: Start) -> None:
@@ -167,15 +185,6 @@ async def test_no_cache_changes_without_kv_events(started: Start) -> None:
         assert not llm().events and one.engine.held(0) == ()
     async with started(kv_cache_config={"enable_block_reuse": False}) as one:
         assert not one.spec.kv_events
-
-
-async def test_reset_keeps_and_reports_the_cache(started: Start) -> None:
-    async with started() as one:
-        await one.ask(PROMPT, 2)
-        await reported(one, one.blocks(PROMPT))
-        one.engine.reset()
-        assert set(one.engine.held(0)) >= one.blocks(PROMPT)
-        assert (await one.ask(PROMPT, 2)).cached
 
 
 @pytest.mark.parametrize("action", ["clear_kv_blocks", "sleep", "wake_up", "pause", "resume"])
@@ -267,16 +276,6 @@ async def test_sizes_of_older_releases(started: Start, monkeypatch: pytest.Monke
         assert (one.spec.block_size, one.spec.kv_blocks_total) == (4, 32)
 
 
-async def test_loads_are_reported_and_return_to_idle(started: Start) -> None:
-    async with started() as one:
-        answers = [one.submit(one.item([*PROMPT, number], 110)) for number in range(2)]
-        await one.until(lambda: any(batch.load.running == 2 for batch in one.batches))
-        for answer in answers:
-            one.engine.cancel(answer.item.request_id)
-        await one.until(lambda: one.batches[-1].load.running == 0 and not llm().running)
-        assert len(llm().aborted) == sum(not answer.over for answer in answers)
-
-
 async def test_engine_collector_counts_responses(started: Start) -> None:
     async with started() as one:
         await one.ask(PROMPT, 2)
@@ -327,3 +326,92 @@ def test_arguments(settings: EngineSettings) -> None:
     arguments = engine_arguments(own, kv_events=False)
     assert arguments["kv_cache_config"]["max_tokens"] == 7 and arguments["tensor_parallel_size"] == 2
     assert "event_buffer_max_size" not in arguments["kv_cache_config"]
+
+
+Pair = StandinPair[LLM]
+
+
+@pytest.fixture
+async def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
+    tensorrt_llm_standin.install(monkeypatch)
+    async with standin_pair(tmp_path, TensorRtLlmEngine, lambda: LLM.made) as both:
+        yield both
+
+
+async def test_prefill_worker_generates_the_first_token(pair: Pair) -> None:
+    prefilled = await pair.prefilled(PROMPT, logprobs=2, min_tokens=3)
+    assert (prefilled.connector, prefilled.tokens, prefilled.model) == (CONNECTOR, len(PROMPT), "m")
+    assert pair.prefill_backend.requested_with[-1]["sampling_params"].max_tokens == 1
+    assert pair.prefill_backend.requested_with[-1]["sampling_params"].min_tokens == 3
+    assert pair.prefill_backend.args.disable_overlap_scheduler
+    answer = await pair.decoded(PROMPT, prefilled, logprobs=2, min_tokens=3)
+    assert answer.tokens == answer_of(PROMPT, 6)
+    requested = pair.decode_backend.requested_with[-1]["disaggregated_params"]
+    assert (requested.request_type, requested.first_gen_tokens) == ("generation_only", answer.tokens[:1])
+    assert requested.opaque_state == b"state \xff of " + bytes(PROMPT[:1]), "it passes through as it is"
+    assert requested.ctx_request_id == 1 << 62
+    ((first),) = requested.first_gen_log_probs
+    assert first[answer.tokens[0]] == Logprob(-0.5, 1)
+
+
+async def test_decode_worker_computes_aggregated_prompts(pair: Pair) -> None:
+    assert (await pair.decode.ask(PROMPT, 6)).tokens == answer_of(PROMPT, 6)
+    assert pair.decode_backend.requested_with[-1]["disaggregated_params"] is None
+
+
+async def test_unfetchable_kv_is_reported(pair: Pair) -> None:
+    prefilled = await pair.prefilled(PROMPT)
+    for changes, fragment in (
+        ({"model": "other"}, "of model other"),
+        ({"descriptor": msgspec.msgpack.encode({"unknown": 1})}, "unknown"),
+        ({"descriptor": msgspec.msgpack.encode({"first_gen_tokens": [1], "opaque_state": b"x"})}, "transfer failed"),
+    ):
+        answer = await pair.decoded(PROMPT, msgspec.structs.replace(prefilled, **changes))
+        assert fragment in (answer.not_fetched or ""), answer
+    refused = await pair.decoded(PROMPT, prefilled, top_p=1.5)
+    assert refused.error is not None and refused.error.status == 400
+    assert (await pair.decoded(PROMPT, prefilled)).tokens == answer_of(PROMPT, 6)
+
+
+async def test_hung_transfer_ends_with_its_lease(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefilled = await pair.prefilled(PROMPT)
+    monkeypatch.setattr(tensorrt_llm_engine, "LEASE_S", 0.01)
+    pair.decode_backend.deaf = True
+    assert "could not continue" in ((await pair.decoded(PROMPT, prefilled)).not_fetched or "")
+    assert pair.decode_backend.aborted
+
+
+async def test_prefill_needs_the_prefill_role_and_a_second_token(pair: Pair) -> None:
+    answer = await pair.decode.ask(PROMPT, stage="prefill")
+    assert answer.error is not None and answer.error.status == 501
+    pair.prefill_backend.end_after[PROMPT[0]] = "stop"
+    answer = await pair.prefill.ask(PROMPT, stage="prefill")
+    assert answer.error is not None and (answer.error.status, "ends with its first token" in answer.error.message) == (
+        500,
+        True,
+    )
+
+
+async def test_kv_counts_as_kept_until_no_block_is_in_use(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = pair.prefill.engine
+    assert isinstance(engine, TensorRtLlmEngine)
+    assert isinstance(engine, KvEngine)
+    for prompt in (PROMPT, [9, *PROMPT]):
+        await pair.prefilled(prompt)
+    last = list(pair.prefill.answers)[-1]
+    pair.prefill_backend.step.clear()
+    running = pair.prefill.item([8, *PROMPT], stage="prefill")
+    pair.prefill.submit(running)
+    assert engine.kept() == 2
+    engine.release(last)
+    assert engine.kept() == 1
+    engine.cancel(running.request_id)
+    assert engine.kept() == 0
+
+
+def test_unencodable_parameters_are_unfetchable() -> None:
+    strange: Any = object()
+    unknown: list[Any] = [None, {}, DisaggregatedParams(opaque_state=strange)]
+    for params in unknown:
+        with pytest.raises(Unfetchable):
+            descriptor(params)

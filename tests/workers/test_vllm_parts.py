@@ -1,39 +1,53 @@
-"""Parts of the vLLM engine that need no vLLM: arguments, rank buffers and adapters."""
+"""Parts of the vLLM engine that need no vLLM: arguments, rank buffers, adapters, media, and the NIXL side channel."""
 
+import io
 import itertools
+import os
+import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from forebay.engine_model.model import EngineLoad, Finished, FirstTokenStep, Removed, Stored
+from forebay.events.control import Role
+from forebay.events.media import Media
 from forebay.events.requests import Sampling, StructuredOutput, TokenBias
 from forebay.events.tokens import ResponseError, TokenLogprob, TopLogprob
 from forebay.workers.engine import CacheChange, Cleared, EngineError, EngineRefused, Failed
-from forebay.workers.engines import model_engine
+from forebay.workers.engines import free_ports, model_engine
 from forebay.workers.engines.loras import Loras
 from forebay.workers.engines.model_engine import PrefixedMetrics, check_model
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.sglang.requests import structured_argument
+from forebay.workers.engines.standin_encoder import MediaUnusable
 from forebay.workers.engines.tensorrt_llm.requests import guided_arguments
-from forebay.workers.engines.vllm.core import engine_arguments
+from forebay.workers.engines.vllm.core import HOST, PORT, engine_arguments, side_channel
 from forebay.workers.engines.vllm.engine import VllmEngine, VllmStepStats
+from forebay.workers.engines.vllm.media import MediaRefused, collapsed, embedded_prompt, engine_prompt, raw_prompt
 from forebay.workers.engines.vllm.requests import (
     engine_priority,
-    prompt_of,
     sampling_arguments,
     structured_arguments,
     token_logprobs,
 )
 from forebay.workers.runtime.rank_buffer import RankBuffer
+from tests.harness import local
+from tests.workers.conftest import work_item
 from tests.workers.engine_setup import lora_directory
+from tests.workers.pictures import png
 from tests.workers.work_items import item
 
 SETTINGS = EngineSettings(model=Path("/models/tiny"), model_name="tiny", block_size=32, kv_blocks=23)
@@ -92,11 +106,6 @@ def test_priority_is_negated_for_vllm() -> None:
     items = [5, 0, -3]  # ours: the first is soonest
     assert sorted(items, key=lambda one: engine_priority(one, "priority")) == items
     assert {engine_priority(one, "fcfs") for one in items} == {0}
-
-
-def test_a_cache_namespace_is_a_salt() -> None:
-    assert prompt_of([1, 2]) == {"type": "token", "prompt_token_ids": [1, 2]}
-    assert prompt_of([1], "tenant")["cache_salt"] == "tenant"
 
 
 @dataclass
@@ -340,3 +349,199 @@ def test_step_statistics() -> None:
         step.kv_connector_stats = connectors
         stats.record(step, None)
     assert of_tiers == [(1, b"a"), (1, b"b")]
+
+
+PLACEHOLDER = 99
+
+
+def media(first_token: int, tokens: int, kind: str = "image", content: bytes = b"") -> Media:
+    digest = f"{first_token:064x}"
+    fields = {"kind": kind, "digest": digest, "mime": "image/png", "first_token": first_token, "tokens": tokens}
+    return Media(**fields, content=content)  # type: ignore[arg-type]
+
+
+pieces = st.lists(st.tuples(st.lists(st.integers(0, 50), max_size=4), st.integers(1, 5)), max_size=4)
+
+
+@given(pieces, st.lists(st.integers(0, 50), max_size=4))
+def test_runs_of_placeholders_are_collapsed(pieces: list[tuple[list[int], int]], tail: list[int]) -> None:
+    short: list[int] = []
+    long: list[int] = []
+    places = []
+    for text, tokens in pieces:
+        short += [*text, PLACEHOLDER]
+        places.append(media(len(long) + len(text), tokens))
+        long += [*text, *[PLACEHOLDER] * tokens]
+    assert collapsed([*long, *tail], places) == [*short, *tail]
+
+
+def test_embeddings_are_cut_by_item_and_kind() -> None:
+    some = (media(1, 2), media(4, 3, "video"), media(8, 1))
+    item = work_item("r", [5, 99, 99, 6, 98, 98, 98, 7, 99], 3, media=some)
+    rows = np.arange(12.0).reshape(6, 2)
+    prompt = embedded_prompt(item, rows)
+    assert prompt["prompt_token_ids"] == [5, 99, 6, 98, 7, 99]
+    assert [one.tolist() for one in prompt["multi_modal_data"]["image"]] == [[[0, 1], [2, 3]], [[10, 11]]]
+    assert [one.tolist() for one in prompt["multi_modal_data"]["video"]] == [[[4, 5], [6, 7], [8, 9]]]
+    assert prompt["multi_modal_uuids"] == {"image": [f"{1:064x}", f"{8:064x}"], "video": [f"{4:064x}"]}
+
+
+def test_images_are_decoded_and_videos_are_not() -> None:
+
+    prompt = raw_prompt(work_item("r", [1, 99, 99], 2, media=(media(1, 2, content=png()),)))
+    (image,) = prompt["multi_modal_data"]["image"]
+    assert (image.mode, image.size, prompt["prompt_token_ids"]) == ("RGB", (16, 16), [1, 99])
+    with pytest.raises(MediaUnusable, match="cannot decode an image"):
+        raw_prompt(work_item("r", [1, 99], 2, media=(media(1, 1, content=b"no"),)))
+    with pytest.raises(MediaUnusable, match="cannot decode the frames of a video; start an encode worker"):
+        raw_prompt(work_item("r", [1, 99], 2, media=(media(1, 1, "video"),)))
+
+
+def test_photos_are_upright_and_transparent_pixels_are_white() -> None:
+    """As in vLLM's own server and in Hugging Face's processors."""
+    image = Image
+    turned = image.Exif()
+    turned[0x0112] = 6
+
+    def pixels(mode: str, kind: str, color: Any, **fields: Any) -> Any:
+        content = io.BytesIO()
+        image.new(mode, (16, 8), color).save(content, kind, **fields)
+        (found,) = raw_prompt(work_item("r", [99], 1, media=(media(0, 1, content=content.getvalue()),)))[
+            "multi_modal_data"
+        ]["image"]
+        assert found.mode == "RGB"
+        return found.size, found.getpixel((0, 0))
+
+    assert pixels("RGB", "PNG", "red", exif=turned) == ((8, 16), (255, 0, 0))
+    assert pixels("RGB", "JPEG", "black", exif=turned) == ((8, 16), (0, 0, 0))
+    assert pixels("RGB", "MPO", "black", exif=turned) == ((8, 16), (0, 0, 0))
+    assert pixels("RGB", "PNG", "red", exif=b"Exif\0\0broken") == ((16, 8), (255, 0, 0))
+    assert pixels("RGBA", "PNG", (9, 9, 9, 0)) == ((16, 8), (255, 255, 255))
+    assert pixels("LA", "PNG", (9, 0)) == ((16, 8), (255, 255, 255))
+    assert pixels("P", "PNG", 0, transparency=0) == ((16, 8), (255, 255, 255))
+    assert pixels("CMYK", "JPEG", (0, 0, 0, 0)) == ((16, 8), (255, 255, 255))
+
+
+class Rendering:
+    """Stand-in for the prompt rendering of `AsyncLLM`, with `spans` tokens per placeholder."""
+
+    def __init__(self, *, multimodal: bool = True, spans: int = 2) -> None:
+        config = SimpleNamespace(supports_multimodal_inputs=multimodal, get_inputs_embeds_size=lambda: 4)
+        self.vllm_config = SimpleNamespace(model_config=config)
+        self.renderer = self
+        self.requested: list[dict[str, Any]] = []
+        self._spans = spans
+
+    async def render_cmpl_async(self, prompts: list[dict[str, Any]], *, skip_mm_cache: bool) -> list[dict[str, Any]]:
+        assert skip_mm_cache
+        self.requested += prompts
+        (prompt,) = prompts
+        tokens: list[int] = []
+        for one in prompt["prompt_token_ids"]:
+            tokens += [one] * (self._spans if one == PLACEHOLDER else 1)
+        return [{"type": "multimodal", "prompt_token_ids": tokens, "cache_salt": prompt.get("cache_salt")}]
+
+
+async def test_expanded_prompt_must_equal_that_of_the_ingress() -> None:
+
+    item = work_item("r", [1, 99, 99, 2], 2, media=(media(1, 2, content=png()),), cache_namespace="tenant")
+    llm = Rendering()
+    prompt = await engine_prompt(llm, item, None)
+    assert (prompt["prompt_token_ids"], prompt["cache_salt"]) == ([1, 99, 99, 2], "tenant")
+    assert llm.requested[0]["prompt_token_ids"] == [1, 99, 2]
+    with pytest.raises(MediaRefused, match="expands the prompt to 3 tokens") as caught:
+        await engine_prompt(Rendering(spans=1), item, None)
+    assert caught.value.error.status == 501
+    text = await engine_prompt(Rendering(multimodal=False), work_item("r", [1, 2], 2), None)
+    assert text == {"type": "token", "prompt_token_ids": [1, 2]}
+
+
+async def test_unsupported_media_are_refused() -> None:
+    item = work_item("r", [1, 99, 99], 2, media=(media(1, 2, content=b"no"),))
+    refusals = {
+        "does not support images": (Rendering(multimodal=False), None, 501, "media_not_supported"),
+        r"cannot decode an image: cannot identify image file <_io\.BytesIO object at": (
+            Rendering(),
+            None,
+            400,
+            "media_not_encoded",
+        ),
+        "have width 3, the model's have 4": (Rendering(), np.zeros((2, 3)), 500, "media_not_encoded"),
+    }
+    for text, (llm, embeddings, status, code) in refusals.items():
+        with pytest.raises(MediaRefused, match=text) as caught:
+            await engine_prompt(llm, item, embeddings)
+        assert (caught.value.error.status, caught.value.error.code) == (status, code)
+        assert not llm.requested
+
+
+def reported(role: Role, **options: Any) -> EngineSettings:
+    return EngineSettings(model=Path("/m"), model_name="m", role=role, **options)
+
+
+@pytest.fixture
+def no_channel(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (HOST, PORT, "VLLM_HOST_IP"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("no_channel")
+def test_engines_of_a_machine_get_different_ports() -> None:
+    """Although none of them listens yet. The environment of this process stays as it is."""
+    before = dict(os.environ)
+    roles: list[Role] = ["prefill", "decode"] * 4
+    with ThreadPoolExecutor(len(roles)) as threads:
+        channels = list(threads.map(lambda role: side_channel(reported(role, dp_size=2)), roles))
+    ports = [int(channel[PORT]) + rank for channel in channels for rank in range(2)]
+    assert len(set(ports)) == len(ports)
+    assert {channel[HOST] for channel in channels} == {"127.0.0.1"}
+    assert dict(os.environ) == before
+    assert side_channel(reported("aggregated")) == {}
+    script = (
+        "from forebay.workers.engines.free_ports import reserve_ports\n"
+        f"print(any(reserve_ports([port], '127.0.0.1') for port in {ports}))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    other = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert other.stdout == f"{sys.platform != 'linux'}\n"
+
+
+def test_missing_free_port_is_reported(no_channel: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        no_channel.setattr(free_ports, "FIRST", port)
+        no_channel.setattr(free_ports, "LAST", port + 2)
+        with pytest.raises(EngineError, match=PORT):
+            side_channel(reported("decode"))
+
+
+def test_a_configured_port_serves_one_engine(no_channel: pytest.MonkeyPatch) -> None:
+    port = local.free_ports(1)
+    no_channel.setenv(PORT, str(port))
+    assert side_channel(reported("prefill")) == {HOST: "127.0.0.1", PORT: str(port)}
+    with pytest.raises(EngineError, match=f"cannot listen at 127.0.0.1:{port}: {PORT} must be the first of 1 free"):
+        side_channel(reported("decode"))
+
+
+@pytest.mark.parametrize("value", ["70000", "-1", "x", "65535"])
+def test_an_invalid_port_is_reported(value: str, no_channel: pytest.MonkeyPatch) -> None:
+    no_channel.setenv(PORT, value)
+    with pytest.raises(EngineError, match=f"cannot listen at 127.0.0.1:{value}"):
+        side_channel(reported("prefill", dp_size=2))
+
+
+def test_configured_side_channel_is_used(no_channel: pytest.MonkeyPatch) -> None:
+    no_channel.setenv("VLLM_HOST_IP", "127.0.0.2")
+    assert side_channel(reported("prefill"))[HOST] == "127.0.0.2"
+    no_channel.setenv(HOST, "127.0.0.3")
+    assert side_channel(reported("prefill", near_host="127.0.0.5"))[HOST] == "127.0.0.3"
+    given = side_channel(reported("prefill", near_host="127.0.0.5", kv_host="127.0.0.4"))
+    assert given[HOST] == "127.0.0.4", "the command line overrides the environment"
+
+
+@pytest.mark.usefixtures("no_channel")
+def test_side_channel_listens_at_the_reachable_address() -> None:
+    channel = side_channel(reported("decode", near_host="127.0.0.5"))
+    assert channel[HOST] == "127.0.0.5"
+    socket.create_server(("127.0.0.5", int(channel[PORT]))).close()

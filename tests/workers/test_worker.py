@@ -1,8 +1,8 @@
-"""Life cycle of a worker on a real log: admission, work, records, and the loss of its epoch."""
+"""Life cycle of a worker and its requests on a real log: admission, work, records, and the loss of its epoch."""
 
 import asyncio
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import msgspec
@@ -22,14 +22,22 @@ from forebay.events.fleet import (
     WorkerRecovered,
     WorkerSuspect,
 )
-from forebay.events.kv import BlocksRemoved, BlocksStored
+from forebay.events.kv import BlocksStored
 from forebay.events.progress import CommandDone, FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
 from forebay.events.tokens import AttemptStarted, ResponseEnded, TokensEmitted, Usage
 from forebay.events.topics import FLEET
 from forebay.events.work import ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
 from forebay.transport.base import Draft
 from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.runtime import request_table
 from forebay.workers.runtime.metrics import WorkerMetrics
+from forebay.workers.runtime.request_table import (
+    AttemptKey,
+    RequestTable,
+    WorkRequest,
+    WorkState,
+    WorkTransition,
+)
 from forebay.workers.runtime.worker import READ_MAX, Worker, WorkerReplaced
 from tests.workers.conftest import GROUP, PARTITION, WORK, WORK_SLOT, Scene, engine_config, until, work_item
 
@@ -258,27 +266,6 @@ async def test_later_worker_of_the_same_name_wins(scene: Scene) -> None:
     assert scene.holds("later")
 
 
-async def test_evictions_are_reported_in_sequence(scene: Scene, epoch: int) -> None:
-    names = [f"r{number}" for number in range(20)]
-    for number, name in enumerate(names):
-        await scene.send(work_item(name, [number] * 16, 4, worker_epoch=epoch))
-        await until(partial(over, scene, name))
-    changes = scene.kv()
-    assert [event.seq for event in changes] == list(range(1, len(changes) + 1))
-    cached: set[int] = set()
-    for event in changes:
-        hashes = unpack_u64(event.sequence_hashes)
-        match event:
-            case BlocksStored():
-                assert not cached & set(hashes)
-                cached |= set(hashes)
-            case BlocksRemoved():
-                assert cached >= set(hashes)
-                cached -= set(hashes)
-    assert any(type(event) is BlocksRemoved for event in changes)
-    assert len(cached) <= scene.spec().kv_blocks_total
-
-
 async def test_a_warm_cache_is_announced_before_anything_else_of_the_epoch(scene: Scene) -> None:
     engine = MockEngine(engine_config(), speedup=1000.0)
     item = work_item("a", list(range(8)), 1)
@@ -292,19 +279,6 @@ async def test_a_warm_cache_is_announced_before_anything_else_of_the_epoch(scene
     assert (announced.worker_epoch, announced.seq) == (epoch, 1)
     assert sorted(unpack_u64(announced.sequence_hashes)) == sorted(known)
     assert scene.progress(RequestFinished)[0].cached_tokens == 4
-
-
-async def test_every_rank_counts_its_cache_changes_from_one(scene: Scene) -> None:
-    async with scene.serving(scene.worker(dp_size=2)) as epoch:
-        for name, rank in (("a", 0), ("b", 1), ("c", 1)):
-            await scene.send(work_item(name, [ord(name)] * 8, 1, worker_epoch=epoch, rank=rank))
-        await until(lambda: over(scene, "a", "b", "c"))
-    for rank in (0, 1):
-        numbers = [event.seq for event in scene.kv() if event.rank == rank]
-        assert numbers == list(range(1, len(numbers) + 1))
-        assert numbers
-    assert {event.rank for event in scene.tokens(TokensEmitted)} == {0, 1}
-    assert {event.rank for event in scene.loads()} == {0, 1}
 
 
 async def test_ranks_have_the_numbers_of_the_spec(scene: Scene) -> None:
@@ -424,9 +398,82 @@ async def test_replaced_worker_ends(scene: Scene) -> None:
     await scene.keeper.stop()
 
 
-async def test_lease_is_released_at_the_end(scene: Scene) -> None:
-    worker: Worker = scene.worker()
-    async with scene.serving(worker):
-        assert scene.holds("t1")
-    await until(lambda: scene.lease() is None)
-    assert worker.worker_epoch is None
+ATTEMPT = 2
+PATHS: dict[WorkState, tuple[WorkTransition, ...]] = {
+    WorkState.RESUMING: (),
+    WorkState.RUNNING: (WorkTransition.SUBMIT,),
+    WorkState.RESPONDING: (WorkTransition.SUBMIT, WorkTransition.FIRST_TOKEN),
+    WorkState.KEPT: (WorkTransition.SUBMIT, WorkTransition.KEEP),
+    WorkState.ENDED: (WorkTransition.END,),
+}
+IN_FLIGHT = (WorkState.RESUMING, WorkState.RUNNING, WorkState.RESPONDING)
+SAME = (ATTEMPT,)
+LATER = (ATTEMPT, ATTEMPT + 1)
+LEGAL: dict[tuple[WorkState, WorkTransition], tuple[WorkState, tuple[int, ...]]] = {
+    (WorkState.RESUMING, WorkTransition.SUBMIT): (WorkState.RUNNING, SAME),
+    (WorkState.RUNNING, WorkTransition.FIRST_TOKEN): (WorkState.RESPONDING, SAME),
+    (WorkState.RUNNING, WorkTransition.KEEP): (WorkState.KEPT, SAME),
+    (WorkState.KEPT, WorkTransition.RELEASE): (WorkState.ENDED, LATER),
+    (WorkState.KEPT, WorkTransition.CANCEL): (WorkState.ENDED, (ATTEMPT - 1, *LATER)),
+    **{(state, WorkTransition.END): (WorkState.ENDED, SAME) for state in IN_FLIGHT},
+    **{(state, WorkTransition.CANCEL): (WorkState.ENDED, LATER) for state in IN_FLIGHT},
+}
+
+
+def request(attempt: int = ATTEMPT, name: str = "r") -> WorkRequest:
+    return WorkRequest(name, attempt, owner_epoch=1, reply_slot=0, stage="prefill")
+
+
+def key(attempt: int = ATTEMPT) -> AttemptKey:
+    return 0, 0, "prefill", attempt
+
+
+def table_in(state: WorkState) -> tuple[RequestTable, WorkRequest]:
+    table, record = RequestTable(), request()
+    assert table.start(record, key(), resumes=True)
+    for transition in PATHS[state]:
+        assert table.move("r", transition, ATTEMPT) is record
+    assert record.state is state
+    return table, record
+
+
+@pytest.mark.parametrize(
+    ("state", "transition", "attempt"), list(product(WorkState, WorkTransition, (ATTEMPT - 1, *LATER)))
+)
+def test_transition_is_in_the_table_or_changes_nothing(
+    state: WorkState, transition: WorkTransition, attempt: int
+) -> None:
+    table, record = table_in(state)
+    target, attempts = LEGAL.get((state, transition), (state, ()))
+    moved = table.move("r", transition, attempt)
+    assert moved is (record if attempt in attempts else None)
+    assert record.state is (target if attempt in attempts else state)
+    assert table.get("r") is record
+    assert ("r" in table.in_flight) == (record.state in IN_FLIGHT)
+    assert (table.find("r", ATTEMPT) is record) == (record.state in IN_FLIGHT)
+    assert table.find("r", ATTEMPT + 1) is None
+
+
+@pytest.mark.parametrize("state", WorkState)
+def test_later_attempt_starts_in_every_state_and_no_attempt_twice(state: WorkState) -> None:
+    table, _ = table_in(state)
+    assert not table.start(request(), key(), resumes=False)
+    later = request(ATTEMPT + 1)
+    assert table.start(later, key(ATTEMPT + 1), resumes=False)
+    assert later.state is WorkState.RUNNING
+    assert table.get("r") is later
+    assert later.prefill_attempt == ATTEMPT + 1
+    assert not table.start(request(), key(), resumes=False), "it ran before"
+    assert not table.start(request(ATTEMPT - 1), key(ATTEMPT - 1), resumes=False), "a later attempt is in flight"
+    assert table.get("r") is later
+
+
+def test_ended_and_kept_records_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_table, "KEPT_MAX", 2)
+    monkeypatch.setattr(request_table, "ENDED_MAX", 2)
+    table = RequestTable()
+    for number in range(5):
+        assert table.start(request(name=f"r{number}"), key(), resumes=False)
+        table.move(f"r{number}", WorkTransition.KEEP, ATTEMPT)
+    states = [None if (one := table.get(f"r{number}")) is None else one.state for number in range(5)]
+    assert states == [None, WorkState.ENDED, WorkState.ENDED, WorkState.KEPT, WorkState.KEPT]

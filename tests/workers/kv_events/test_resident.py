@@ -10,15 +10,22 @@ from xxhash import xxh3_64_intdigest
 
 from forebay.core.block_hashes import block_hashes, extend_chain, mm_hash
 from forebay.core.state.prefix_index import PrefixIndex
-from forebay.engine_model.model import Removed, Stored
-from forebay.engine_model.steps import StoreChange
+from forebay.engine_model.steps import Removed, StoreChange, Stored
 from forebay.events.base import pack_u32
 from forebay.events.codec import decode
 from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import Tier
 from forebay.events.topics import KV_EVENTS
 from forebay.workers.engine import CacheChange, Cleared
-from forebay.workers.kv_events.engine_events import Batch, ClearedBlocks, EngineEvent, RemovedBlocks, StoredBlocks
+from forebay.workers.kv_events.engine_events import (
+    Batch,
+    ClearedBlocks,
+    EngineEvent,
+    OwnRemoved,
+    OwnStored,
+    RemovedBlocks,
+    StoredBlocks,
+)
 from forebay.workers.kv_events.resident import CONTRADICTIONS_MAX, KvTracker, ResidentBlocks, TrackerResult
 from forebay.workers.kv_events.sglang_wire import decode_sglang
 from forebay.workers.kv_events.vllm_wire import VllmDecoder
@@ -100,14 +107,6 @@ def test_hashes_of_sglang_events_equal_those_of_prompts() -> None:
     assert held == [set(prompt[:2]), set(prompt), {*prompt, *branch}, set(), set(prompt[:2])]
 
 
-def test_chain_keeps_its_first_seed() -> None:
-    blocks = resident()
-    blocks.apply(stored([1], [5, 6], lora_name="ada", cache_salt="tenant"))
-    assert blocks.apply(stored([2], [7, 8], 1)) == [
-        Stored(names([5, 6], "ada", "tenant")[0], names([5, 6, 7, 8], "ada", "tenant")[1:], "device", (2,))
-    ]
-
-
 def test_hashes_depend_on_media() -> None:
     event = StoredBlocks(
         hashes=(1, 2), parent=None, token_ids=pack_u32([5, 5, 5, 5]), block_size=2, mm_hashes={1: [mm_hash("cat")]}
@@ -118,34 +117,12 @@ def test_hashes_depend_on_media() -> None:
     assert list(change.hashes) == expected and expected != list(names([5, 5, 5, 5]))
 
 
-def test_block_is_removed_with_its_last_copy() -> None:
-    blocks = resident()
-    blocks.apply(stored([1, 2], [1, 2, 3, 4]))
-    assert blocks.apply(stored([1, 2], [1, 2, 3, 4])) == []
-    assert blocks.apply(removed(2)) == [] and blocks.apply(removed(1)) == []
-    assert blocks.apply(removed(2, 1)) == [Removed(names([1, 2, 3, 4])[::-1], "device", (2, 1))]
-    assert len(blocks) == 0
-
-
 def test_one_removal_suffices_if_copies_are_not_counted() -> None:
     blocks = resident(counts_copies=False)
     blocks.apply(stored([1], [1, 2]))
     assert blocks.apply(stored([1], [1, 2])) == []
     assert blocks.apply(removed(1)) == [Removed(names([1, 2]), "device", (1,))]
     assert len(blocks) == 0
-
-
-def test_new_blocks_of_a_chain_follow_their_parent() -> None:
-    blocks = resident()
-    tokens = list(range(10))
-    name = names(tokens)
-    blocks.apply(stored([2], tokens[:2]))
-    blocks.apply(stored([3, 4], tokens[2:6], 2))
-    blocks.apply(removed(3))
-    assert blocks.apply(stored([2, 3, 4, 5, 6], tokens)) == [
-        Stored(name[0], name[1:2], "device", (3,)),
-        Stored(name[2], name[3:], "device", (5, 6)),
-    ]
 
 
 def test_two_engine_hashes_may_be_one_block() -> None:
@@ -155,19 +132,6 @@ def test_two_engine_hashes_may_be_one_block() -> None:
     assert blocks.apply(removed(1)) == []
     assert blocks.apply(stored([3], [3, 4], 9)) == [Stored(names([1, 2])[0], names([1, 2, 3, 4])[1:], "device", (3,))]
     assert blocks.apply(removed(9)) == [Removed(names([1, 2]), "device", (9,))]
-
-
-def test_tiers_are_separate_and_share_hashes() -> None:
-    blocks = resident()
-    blocks.apply(stored([1], [1, 2]))
-    assert blocks.apply(stored([1], [1, 2], tier="host")) == [Stored(None, names([1, 2]), "host", (1,))]
-    assert blocks.apply(removed(1)) == [Removed(names([1, 2]), "device", (1,))]
-    assert blocks.held() == () and blocks.held("host") == names([1, 2])
-    assert blocks.apply(stored([2], [3, 4], 1, "disk")) == [
-        Stored(names([1, 2])[0], names([1, 2, 3, 4])[1:], "disk", (2,))
-    ]
-    assert blocks.apply(ClearedBlocks()) == [Cleared()]
-    assert blocks.held("host") == blocks.held("disk") == () and len(blocks) == 0
 
 
 def test_invalid_events_are_counted_and_ignored() -> None:
@@ -337,3 +301,49 @@ def test_an_engine_that_contradicts_itself_keeps_its_cache_after_a_while(odd: st
         tracker.batch(of(ClearedBlocks()))
     assert requested == CONTRADICTIONS_MAX
     assert tracker.missed("a real gap").lost
+
+
+ENGINE = StoredBlocks(hashes=(1, 2), parent=None, token_ids=pack_u32(range(8)), block_size=4)
+
+
+def test_own_blocks_are_in_their_tiers_beside_the_blocks_of_the_engine() -> None:
+    resident = ResidentBlocks(4, counts_copies=True)
+    resident.apply(ENGINE)
+    device = resident.held()
+    assert resident.apply(OwnStored(parent=None, hashes=device, tier="host")) == [Stored(None, device, "host")]
+    assert resident.apply(OwnStored(parent=device[0], hashes=(9,), tier="disk")) == [Stored(device[0], (9,), "disk")]
+    assert (resident.held(), resident.held("host"), resident.held("disk")) == (device, device, (9,))
+    again = OwnStored(parent=None, hashes=(*device, 10, 11), tier="host")
+    assert resident.apply(again) == [Stored(device[1], (10, 11), "host")], "each block is reported once"
+    assert resident.apply(OwnRemoved(hashes=(11, 10), tier="host")) == [Removed((11, 10), "host")]
+    assert resident.lower() == [Stored(None, device, "host"), Stored(None, (9,), "disk")]
+    assert resident.apply(OwnRemoved(hashes=(device[0], 77), tier="host")) == [Removed((device[0],), "host")]
+    assert resident.apply(OwnRemoved(hashes=(77,), tier="host")) == []
+    assert resident.held() == device
+    assert not resident.counts
+
+
+def test_cleared_rank_keeps_the_blocks_of_the_shared_store() -> None:
+    tracker = KvTracker(ResidentBlocks(4, counts_copies=True))
+    changes = (StoreChange(stored=(5, 6, 7)), StoreChange(removed=(5,)), StoreChange(stale=(6,)))
+    assert tracker.batch(Batch(changes)).changes == changes
+    again = OwnStored(parent=None, hashes=(8,), tier="disk")
+    outcome = tracker.batch(Batch((OwnStored(parent=None, hashes=(3,), tier="host"), ClearedBlocks(), again)))
+    assert outcome.changes[1:] == (Cleared(), Stored(None, (8,), "disk"))
+    assert (tracker.resident.shared(), tracker.resident.held("host"), tracker.resident.held("disk")) == ((7,), (), (8,))
+    tracker.missed("gap")
+    assert (tracker.resident.shared(), tracker.resident.held("disk")) == ((7,), ())
+
+
+def test_shared_storage_of_the_engine_is_a_store_and_survives_the_rank() -> None:
+    resident = ResidentBlocks(4, counts_copies=True)
+    changes = resident.apply(ENGINE)
+    [device] = changes
+    assert isinstance(device, Stored)
+    shared = StoredBlocks(hashes=(1, 2), parent=None, token_ids=pack_u32(range(8)), block_size=4, tier="store")
+    assert resident.apply(shared) == [StoreChange(stored=device.hashes)]
+    assert resident.apply(ClearedBlocks()) == [Cleared()]
+    assert (resident.held(), resident.shared(), len(resident)) == ((), device.hashes, 2)
+    gone = RemovedBlocks(hashes=(2,), tier="store")
+    assert resident.apply(gone) == [StoreChange(removed=device.hashes[1:])]
+    assert (resident.shared(), len(resident)) == (device.hashes[:1], 1)

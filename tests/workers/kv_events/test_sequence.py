@@ -32,43 +32,12 @@ def answer(sequence: Sequence, *seqs: int, publisher: int = 0) -> list[Step]:
     return steps + sequence.replay_ended()
 
 
-def test_start_requests_a_full_replay() -> None:
-    sequence = Sequence(replays=True)
-    assert sequence.check() == [RequestReplay(0)]
-    assert sequence.live(*batch(2)) == [] == sequence.live(*batch(3))
-    assert answer(sequence, 0, 1, 2) == deliver(0, 1, 2, 3)
-    assert sequence.late == 1 and not sequence.gaps and not sequence.asking
-    assert sequence.live(*batch(4)) == deliver(4)
-
-
-def test_batches_missing_from_the_first_replay_are_lost() -> None:
-    sequence = Sequence(replays=True)
-    sequence.check()
-    [lost, *rest] = answer(sequence, 5, 6)
-    assert isinstance(lost, Lost) and "batches 0 to 4" in lost.reason and rest == deliver(5, 6)
-
-
-def test_gap_is_replayed_from_the_last_known_batch() -> None:
-    sequence = started(0, 1)
-    assert sequence.live(*batch(4)) == [RequestReplay(1)]
-    assert sequence.live(*batch(5)) == []
-    assert answer(sequence, 1, 2, 3, 4) == deliver(2, 3, 4, 5)
-    assert sequence.gaps == 1
-
-
 def test_unfilled_gap_is_lost() -> None:
     sequence = started(0)
     assert sequence.live(*batch(3)) == [RequestReplay(0)]
     [lost, *rest] = answer(sequence, 0)
     assert isinstance(lost, Lost) and "batches 1 to 2" in lost.reason and rest == deliver(3)
     assert sequence.check() == [RequestReplay(3)], "the publisher is known by its last batch again"
-
-
-def test_replay_that_starts_too_late_is_a_loss() -> None:
-    sequence = started(0)
-    sequence.live(*batch(4))
-    [lost, *rest] = answer(sequence, 3, 4)
-    assert isinstance(lost, Lost) and "batches 1 to 2" in lost.reason and rest == deliver(3, 4)
 
 
 def test_gap_without_a_replay_socket_is_lost_at_once() -> None:
@@ -78,14 +47,6 @@ def test_gap_without_a_replay_socket_is_lost_at_once() -> None:
     assert isinstance(lost, Lost) and "replays are not available" in lost.reason and rest == deliver(2)
     [restarted, *rest] = sequence.live(*batch(0, 1))
     assert restarted == Restarted() and rest == deliver(0, publisher=1)
-
-
-def test_outdated_replay_is_requested_again() -> None:
-    sequence = Sequence(replays=True)
-    sequence.check()
-    sequence.live(*batch(2))  # subscribed after batch 1
-    assert answer(sequence, 0) == [*deliver(0), RequestReplay(0)]
-    assert answer(sequence, 0, 1) == deliver(1, 2)
 
 
 def test_restarted_numbers_mean_a_new_publisher() -> None:
@@ -102,13 +63,6 @@ def test_replay_with_a_different_batch_means_a_new_publisher() -> None:
     assert answer(sequence, 0, 1, 2, publisher=1) == deliver(0, 1, 2, publisher=1)
 
 
-def test_replay_without_the_last_batch_means_a_new_publisher() -> None:
-    sequence = started(0, 1)
-    sequence.check()
-    assert sequence.replay_ended() == [Restarted(), RequestReplay(0)]
-    assert answer(sequence, 0, publisher=1) == deliver(0, publisher=1)
-
-
 def test_failed_replay_is_repeated_a_few_times() -> None:
     sequence = started(0)
     assert sequence.live(*batch(2)) == [RequestReplay(0)]
@@ -123,33 +77,6 @@ def test_silence_alone_loses_nothing() -> None:
     sequence.check()
     assert [sequence.failed() for _ in range(FAILURES_MAX)] == [[RequestReplay(0)]] * (FAILURES_MAX - 1) + [[]]
     assert sequence.live(*batch(1)) == deliver(1)
-
-
-def test_dropped_live_batches_are_replayed() -> None:
-    sequence = started(0, held_max=1)
-    sequence.live(*batch(2))
-    assert sequence.live(*batch(3)) == [] == sequence.live(*batch(4))
-    assert answer(sequence, 0, 1, 2) == [*deliver(1, 2), RequestReplay(2)]
-    assert answer(sequence, 2, 3, 4) == deliver(3, 4)
-
-
-def test_dropped_live_batches_without_a_replay_are_lost() -> None:
-    sequence = started(0, held_max=0)
-    sequence.check()
-    sequence.live(*batch(1))
-    assert answer(sequence, 0) == [RequestReplay(0)]
-    [lost] = answer(sequence, 0)
-    assert isinstance(lost, Lost) and "batches 1 to 1" in lost.reason
-    assert sequence.live(*batch(2)) == deliver(2)
-
-
-def test_request_during_a_replay_is_sent_after_it() -> None:
-    sequence = started(0)
-    sequence.check()
-    sequence.live(*batch(1))
-    assert sequence.check() == []
-    assert answer(sequence, 0) == [RequestReplay(0)]
-    assert answer(sequence, 0, 1) == deliver(1)
 
 
 class Publisher:

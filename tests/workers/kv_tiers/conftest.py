@@ -7,7 +7,7 @@ import pytest
 
 from forebay.workers.kv_tiers.settings import IoKind
 from tests.workers.kv_tiers.buckets import KEYS, clear_bucket, moto
-from tests.workers.kv_tiers.store_cases import Place
+from tests.workers.kv_tiers.cases import Place
 
 
 @pytest.fixture(params=["plain", "nixl"])

@@ -19,7 +19,7 @@ from forebay.workers.kv_tiers.block_store import TEMPORARY_AGE_S
 from forebay.workers.kv_tiers.disk import HANGING_MAX, NetworkDirectoryStore, may_hang
 from forebay.workers.kv_tiers.offload_manager import open_store
 from forebay.workers.kv_tiers.settings import IoKind, TierSettings
-from tests.workers.kv_tiers.store_cases import (
+from tests.workers.kv_tiers.cases import (
     BLOCK_BYTES,
     QUOTA,
     check_read,
@@ -133,7 +133,7 @@ def test_an_inventory_during_writes_has_only_whole_blocks(tmp_path: Path) -> Non
 CRASH = """
 import os, sys
 from pathlib import Path
-from tests.workers.kv_tiers.store_cases import open_directory, write
+from tests.workers.kv_tiers.cases import open_directory, write
 os.rename = lambda *_: os._exit(9)  # between the write and the rename
 write(open_directory(Path(sys.argv[1]), shared=sys.argv[2] == "shared"), [1])
 """

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forebay.events.base import pack_u32
 from forebay.workers.engine import EngineError
 from forebay.workers.kv_tiers.identity import NO_MEDIA, KeyChain, KvIdentity, media_by_block, weights_digest
-from tests.workers.kv_tiers.store_cases import identity
+from tests.workers.kv_tiers.cases import identity
 
 WHO = identity()
 TOKENS = pack_u32(range(64))  # four blocks

@@ -1,19 +1,30 @@
 """Tiers of a rank: blocks go down and come back with the same bytes, and the changes say what is where."""
 
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from forebay import runtime
 from forebay.events.kv import LowerTier
 from forebay.events.progress import OnboardedTokens
 from forebay.kv_tiers.manager import TierRun
 from forebay.workers.engine import EngineError
-from forebay.workers.kv_tiers.metrics import TierCounters
+from forebay.workers.kv_tiers.metrics import TierCounters, TierMetrics
 from forebay.workers.kv_tiers.offload_manager import HIT_RATE_REQUESTS, OffloadManager
-from tests.workers.kv_tiers.rank_cases import DrivenRank, ShiftedClock, inject, rank, settings
-from tests.workers.kv_tiers.store_cases import BLOCK_BYTES, content, identity, name_of
+from forebay.workers.kv_tiers.transfers import HostMemory
+from tests.workers.kv_tiers.cases import (
+    BLOCK_BYTES,
+    ShiftedClock,
+    content,
+    identity,
+    inject,
+    name_of,
+    rank,
+    settings,
+)
 
 PROMPT = range(12)
 
@@ -50,24 +61,6 @@ def test_blocks_go_down_all_tiers_and_are_read_from_the_fastest(tmp_path: Path) 
         assert counters.evicted["host"] == 4
 
 
-def test_the_filter_keeps_blocks_that_were_used_once_from_disk(tmp_path: Path) -> None:
-    with rank(settings(tmp_path, host=16, disk=16, filtered=True)) as one:
-        one.offload(PROMPT)
-        assert (one.held["host"], one.held["disk"]) == ({*PROMPT}, set())
-        one.offload(range(4))
-        assert one.held["disk"] == {*range(4)}
-        assert one.tiers.counters().skipped["filter"] == 12
-
-
-def test_blocks_survive_the_engine_on_disk(tmp_path: Path) -> None:
-    given = settings(tmp_path, host=16, disk=16, store=True)
-    with rank(given) as one:
-        one.offload(PROMPT)
-    with rank(given) as two:
-        assert (two.held["host"], two.held["disk"], two.held["store"]) == (set(), {*PROMPT}, {*PROMPT})
-        assert two.load(PROMPT).by_tier == {"disk": 12}
-
-
 def test_a_smaller_disk_keeps_as_many_files_as_it_has_room_for(tmp_path: Path) -> None:
     with rank(settings(tmp_path, disk=16)) as one:
         one.offload(PROMPT)
@@ -84,17 +77,6 @@ def test_files_of_evicted_blocks_are_removed(tmp_path: Path) -> None:
         assert len(one.held["disk"]) == 6
         files = {int(path.stem.rpartition("-")[2], 16) - 1 for path in (tmp_path / "disk").rglob("*.kv")}
         assert files == one.held["disk"] == one.resident("disk")
-
-
-def test_a_rank_reads_what_another_one_has_put_into_the_shared_store(tmp_path: Path) -> None:
-    given = settings(tmp_path, store=True)
-    with rank(given) as one, rank(given) as two:
-        assert one.tiers.store_name == two.tiers.store_name != ""
-        one.offload(PROMPT)
-        assert two.match(PROMPT) == [], "it has not heard of the blocks"
-        assert two.match(PROMPT, hinted=8) == [TierRun("store", 8)]
-        assert two.load(PROMPT, hinted=8).by_tier == {"store": 8}
-        assert two.held["store"] == set(), "hints are no observations of this rank"
 
 
 def test_hints_fill_the_gaps_between_known_blocks(tmp_path: Path) -> None:
@@ -232,15 +214,6 @@ def test_eviction_writes_to_disk_what_host_memory_evicts(tmp_path: Path) -> None
         assert one.load(range(8)).by_tier == {"disk": 8}
 
 
-def test_device_evictions_are_written_if_the_tiers_are_written_on_eviction(tmp_path: Path) -> None:
-    with rank(settings(tmp_path, host=16, write="eviction")) as one:
-        one.offload(range(4))
-        assert one.held["host"] == set()
-        one.tiers.device_evicts([name_of(number) for number in range(4)], [memoryview(content(at)) for at in range(4)])
-        one.settle()
-        assert one.load(range(4)).by_tier == {"host": 4}
-
-
 def test_loading_is_skipped_where_computing_is_faster(tmp_path: Path) -> None:
     with rank(settings(tmp_path, host=16)) as one:
         one.offload(PROMPT)
@@ -271,7 +244,68 @@ def test_hit_rates_count_requests(tmp_path: Path) -> None:
         assert one.tiers.counters().hit_rates == {"device": 0.25, "host": 0, "disk": 0}
 
 
-def test_a_disk_tier_has_one_owner(tmp_path: Path) -> None:
-    given = settings(tmp_path, disk=16)
-    with rank(given, owner="worker-1"), pytest.raises(EngineError, match="worker-1"):
-        DrivenRank(given, owner="worker-2")
+def test_a_slot_is_free_after_its_last_use() -> None:
+    memory = HostMemory(2, BLOCK_BYTES)
+    first, second = memory.reserve(2)
+    memory.put(name_of(1), first)
+    memory.give_back(second)
+    assert memory.acquire([name_of(1)]) == memory.acquire([name_of(1)]) == [first]
+    memory.remove([name_of(1), name_of(9)])
+    assert memory.reserve(1) == [second]
+    memory.give_back(second)
+    memory.release([first])
+    assert memory.reserve(1) == [second]
+    memory.release([first])
+    assert memory.reserve(1) == [first]
+
+
+def exported(*ranks: TierCounters) -> list[str]:
+    registry = CollectorRegistry()
+    registry.register(TierMetrics("w", {rank: lambda one=one: one for rank, one in enumerate(ranks)}))  # type: ignore[misc]
+    return generate_latest(registry).decode().splitlines()
+
+
+def test_metrics_have_the_names_of_kvbm() -> None:
+    one = TierCounters(
+        matched_tokens=640,
+        offloaded_blocks=Counter({("device", "host"): 1, ("host", "disk"): 2, ("disk", "store"): 3}),
+        onboarded_blocks=Counter(store=4),
+        onboarded_bytes=Counter(store=4096),
+        misses=Counter({("store", "missing"): 5, ("store", "corrupt"): 1, ("disk", "corrupt"): 7}),
+        write_failures=Counter({("store", "full"): 8}),
+        load_us=Counter(disk=1_500_000),
+        skipped=Counter(filter=9),
+        resident_blocks={"host": 10},
+        pinned_blocks={"host": 3},
+        hit_rates={"store": 0.25},
+    )
+    lines = exported(one, TierCounters())
+    for line in (
+        'kvbm_matched_tokens{rank="0",worker_id="w"} 640.0',
+        'kvbm_matched_tokens{rank="1",worker_id="w"} 0.0',
+        'kvbm_offload_blocks_d2h{rank="0",worker_id="w"} 1.0',
+        'kvbm_offload_blocks_h2d{rank="0",worker_id="w"} 2.0',
+        'kvbm_offload_blocks_d2d{rank="0",worker_id="w"} 0.0',
+        'kvbm_offload_blocks_d2o{rank="0",worker_id="w"} 0.0',
+        'kvbm_offload_blocks_h2o{rank="0",worker_id="w"} 0.0',
+        'kvbm_onboard_blocks_h2d{rank="0",worker_id="w"} 0.0',
+        'kvbm_onboard_blocks_d2d{rank="0",worker_id="w"} 0.0',
+        'kvbm_onboard_blocks_o2d{rank="0",worker_id="w"} 4.0',
+        'kvbm_offload_bytes_object{rank="0",worker_id="w"} 0.0',
+        'kvbm_onboard_bytes_object{rank="0",worker_id="w"} 4096.0',
+        'kvbm_object_read_failures{rank="0",worker_id="w"} 6.0',
+        'kvbm_object_write_failures{rank="0",worker_id="w"} 8.0',
+        'kvbm_host_cache_hit_rate{rank="0",worker_id="w"} 0.0',
+        'kvbm_disk_cache_hit_rate{rank="0",worker_id="w"} 0.0',
+        'kvbm_object_cache_hit_rate{rank="0",worker_id="w"} 0.25',
+        'forebay_tier_offloaded_blocks_total{rank="0",source="disk",tier="store",worker_id="w"} 3.0',
+        'forebay_tier_misses_total{rank="0",reason="corrupt",tier="disk",worker_id="w"} 7.0',
+        'forebay_tier_load_seconds_total{rank="0",tier="disk",worker_id="w"} 1.5',
+        'forebay_tier_skipped_blocks_total{rank="0",reason="filter",worker_id="w"} 9.0',
+        'forebay_tier_resident_blocks{rank="0",tier="host",worker_id="w"} 10.0',
+        'forebay_tier_pinned_blocks{rank="0",tier="host",worker_id="w"} 3.0',
+    ):
+        assert line in lines
+    assert {line.split("{")[0] for line in lines if line.startswith("kvbm_")} == {
+        line.split()[2] for line in lines if line.startswith("# TYPE kvbm_")
+    }

@@ -16,8 +16,17 @@ from forebay import runtime
 from forebay.kv_tiers.manager import TierRun
 from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.kv_tiers.transfers import LoadResult
-from tests.workers.kv_tiers.rank_cases import DrivenRank, FaultyStore, ShiftedClock, inject, rank, settings
-from tests.workers.kv_tiers.store_cases import BLOCK_BYTES, content, name_of
+from tests.workers.kv_tiers.cases import (
+    BLOCK_BYTES,
+    DrivenRank,
+    FaultyStore,
+    ShiftedClock,
+    content,
+    inject,
+    name_of,
+    rank,
+    settings,
+)
 
 PROMPT = range(8)
 
@@ -221,18 +230,6 @@ def test_damaged_files_are_misses(tier: Literal["disk", "store"], damage: str, t
         assert sum(one.tiers.counters().misses.values()) == 1
         one.offload(PROMPT)
         assert one.load(PROMPT).blocks == 8
-
-
-def test_a_directory_that_vanishes_is_a_miss(tmp_path: Path) -> None:
-    with rank(settings(tmp_path, disk=32, store=True)) as one:
-        one.offload(PROMPT)
-        shutil.rmtree(tmp_path / "disk")
-        shutil.rmtree(tmp_path / "store")
-        assert one.load(PROMPT).blocks == 0
-        assert one.load(PROMPT).blocks == 0
-        assert (one.held["disk"], one.held["store"]) == (set(), set())
-        one.offload(range(100, 104))
-        assert one.load(range(100, 104)).blocks in {0, 4}, "it may have been created again"
 
 
 def test_a_prefetch_of_stale_blocks_is_counted(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from forebay.workers.kv_tiers.block_format import (
 from forebay.workers.kv_tiers.block_store import BlockStore
 from forebay.workers.kv_tiers.identity import BlockName
 from forebay.workers.kv_tiers.settings import IoKind
-from tests.workers.kv_tiers.store_cases import (
+from tests.workers.kv_tiers.cases import (
     BLOCK_BYTES,
     Place,
     check_read,
