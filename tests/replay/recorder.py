@@ -88,9 +88,16 @@ class Recorder(Driver):
         )
         self.journal.append(taken)
 
+    def records(self) -> list[Draft]:
+        """Return the events, then the journal."""
+        return [*self.drafts, *self.journal_drafts()]
+
+    def journal_drafts(self) -> list[Draft]:
+        return [Draft(DECISIONS.name, 0, encode(DECISIONS, one)) for one in self.journal]
+
     async def log(self, path: Path | None = None) -> SqliteLog:
         log = SqliteLog.open(path)
-        await log.append([*self.drafts, *(Draft(DECISIONS.name, 0, encode(DECISIONS, one)) for one in self.journal)])
+        await log.append(self.records())
         return log
 
     async def explain(self, request_id: str, **options: Any) -> Explanation:

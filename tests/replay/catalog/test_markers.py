@@ -33,7 +33,7 @@ from forebay.transport.base import Draft
 from forebay.transport.history.groups import groups_of
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, decode_pool, joined, pool, request
-from tests.replay.catalog.filling import RECORDINGS, fill, new_tables
+from tests.replay.catalog.scene import RECORDINGS, fill, new_tables
 from tests.replay.recorder import Recorder, fleet
 
 SHORT = PROMPTS[0][:2]

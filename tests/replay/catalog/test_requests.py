@@ -22,7 +22,7 @@ from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS
 from tests.core.worlds import request as submitted
 from tests.logs.own_policy import CUSTOM
-from tests.replay.catalog.filling import RECORDINGS, fill, new_tables, show_tail, write
+from tests.replay.catalog.scene import RECORDINGS, fill, new_tables, show_tail, write
 from tests.replay.recorder import Recorder, fleet
 
 EVERY = 4  # requests of a recording that the quick test explains

@@ -19,7 +19,7 @@ from forebay.replay.walk import Walk, oldest
 from forebay.transport.history.groups import groups_of
 from forebay.transport.sqlite.log import SqliteLog
 from tests.logs.own_policy import CUSTOM
-from tests.replay.catalog.filling import RECORDINGS, fill, new_tables
+from tests.replay.catalog.scene import RECORDINGS, fill, new_tables
 
 ERROR_MAX = 0.02
 SEED = 7

@@ -1,4 +1,4 @@
-"""Catalogs of test logs: a clock that makes checkpoints frequent, and an observer that notes its calls."""
+"""Catalogs of test logs, with a clock that makes checkpoints frequent, and their tables without a file."""
 
 import asyncio
 import sqlite3
@@ -12,17 +12,19 @@ from forebay.core.routing.policies import CustomPolicies
 from forebay.core.step import CLOCK, AnyDecision, InputEvent
 from forebay.core.world import World
 from forebay.events.decisions import JournalRecord
-from forebay.events.topics import DECISIONS
+from forebay.events.topics import DECISIONS, INPUTS
 from forebay.replay.catalog import checkpoints, gaps
+from forebay.replay.catalog.contents import ContentsObserver
 from forebay.replay.catalog.follow import Follower
 from forebay.replay.catalog.mentions import MentionTable
 from forebay.replay.catalog.observer import CatalogObserver
 from forebay.replay.catalog.store import SIZE_MAX, Store
 from forebay.replay.read_only import ReadOnlyLog
 from forebay.replay.recorded import RecordedStep
+from forebay.replay.walk import Step, Walk, oldest
 from forebay.runtime.system import SystemRuntime
 from forebay.transport.base import Log, LogError, Record
-from tests.core.worlds import request
+from forebay.transport.history.reader import decode_or_none, records_of
 from tests.logs import recordings
 from tests.logs.own_policy import CUSTOM
 from tests.replay.recorder import Recorder, fleet
@@ -30,9 +32,9 @@ from tests.replay.recorder import Recorder, fleet
 T = TypeVar("T")
 P = ParamSpec("P")
 READING_NS = 20_000_000  # so that a checkpoint is due every 20 records or so
+APPENDED_NS = 10_000_000  # earliest append time of a record
 
 RECORDINGS = recordings.representative()
-APPENDED_NS = 10_000_000  # earliest append time of a record
 
 
 class ReadingClock(SystemRuntime):
@@ -113,12 +115,29 @@ class Noted(CatalogObserver):
         self.removed_before.append(offset)
 
 
-def busy(count: int) -> Recorder:
-    """Return a recorder of a worker that gets `count` requests."""
+def noted_by(follower: Follower) -> Noted:
+    """Return the observer of a follower of `index`."""
+    observer = follower.observers[0]
+    assert isinstance(observer, Noted)
+    return observer
+
+
+def busy(count: int, *more: str) -> Recorder:
+    """Return a recorder of a worker that gets `count` requests, and then those with the IDs `more`."""
     made = fleet("a")
     for number in range(count):
-        made("requests", request(f"request-{number}", [number]))
+        made.ask(f"request-{number}", [number])
+    for name in more:
+        made.ask(name, [1, 2])
     made.seal()
+    return made
+
+
+def running(*names: str) -> Recorder:
+    """Return a recorder of a worker that runs these requests."""
+    made = fleet("a")
+    for name in names:
+        made.ask(name, [len(name)])
     return made
 
 
@@ -177,3 +196,85 @@ class LogView(ReadOnlyLog):
     async def end(self, topic: str, partition: int) -> int:
         end = await self._log.end(topic, partition)
         return end if self.journal_end is None or topic != DECISIONS.name else min(end, self.journal_end)
+
+
+# Tables filled as the follower does, without its file
+
+
+def new_tables() -> sqlite3.Connection:
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    connection.executescript(ContentsObserver.schema)
+    return connection
+
+
+async def fill(
+    connection: sqlite3.Connection,
+    log: Log,
+    partition: int = 0,
+    *,
+    write_every: int = 10,
+    reopen_every: int = 0,
+    check: Callable[[Walk, ContentsObserver, Step], None] | None = None,
+) -> Walk:
+    """Derive a log, and write the rows of its records.
+
+    Args:
+        write_every: journal records between two writes.
+        reopen_every: number of writes after which another observer continues, as after a restart; 0 for never.
+        check: called after each record.
+    """
+    end = await log.end(DECISIONS.name, partition)
+    walk = Walk(log, partition, await oldest(log, partition, end, CUSTOM), end)
+    observer = ContentsObserver()
+    observer.open(connection, walk.world)
+
+    def on_applied(topic: str, event: InputEvent | None, now_us: int, decisions: Sequence[AnyDecision]) -> None:
+        observer.on_applied(topic, event, now_us, decisions, walk.world)
+
+    walk.followed.on_applied = on_applied
+    number = 0
+    async for step in walk:
+        number += 1
+        assert step.divergence is None
+        observer.on_record(step.offset, step.record, walk.world)
+        if check is not None:
+            check(walk, observer, step)
+        if number % write_every == 0:
+            write(connection, observer)
+            if reopen_every and number % (write_every * reopen_every) == 0:
+                observer = ContentsObserver()
+                observer.open(connection, walk.world)
+    write(connection, observer)
+    await show_tail(connection, observer, log, partition, walk)
+    return walk
+
+
+async def tables_of(made: Recorder, **options: Any) -> sqlite3.Connection:
+    """Return the tables of a recorder's log."""
+    connection, log = new_tables(), await made.log()
+    await fill(connection, log, **options)
+    log.close()
+    return connection
+
+
+def write(connection: sqlite3.Connection, observer: ContentsObserver) -> None:
+    connection.execute("BEGIN")
+    observer.write(connection)
+    connection.execute("COMMIT")
+
+
+async def show_tail(
+    connection: sqlite3.Connection, observer: ContentsObserver, log: Log, partition: int, walk: Walk
+) -> None:
+    """Report the events after the journal's end, in append order, and write their effect."""
+    tail = []
+    for topic in INPUTS:
+        begin, end = walk.world.view.get(topic.name, 0), await log.end(topic.name, partition)
+        tail += [
+            (record.at_us, topic.name, record.offset, decode_or_none(topic, record.value))
+            async for record in records_of(log, topic, partition, begin, end)
+        ]
+    observer.clear_unrecorded()
+    for at_us, name, offset, event in sorted(tail, key=lambda one: one[0]):
+        observer.on_unrecorded(name, offset, event, at_us)
+    write(connection, observer)

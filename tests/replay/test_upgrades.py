@@ -1,0 +1,512 @@
+"""Logs whose journal was written by programs with different decision rules: moments, comparisons and explanations.
+
+A letter per owner: `o` has the rules of this program, `x` has other rules. Each owner serves one request, whose ID is
+its letter and its number, and stops as planned.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from forebay.core.world import CORE_VERSION
+from forebay.events.codec import decode, encode
+from forebay.events.control import PoolConfigured
+from forebay.events.decisions import Advanced, OwnerClaimed, RequestRouted, Sealed
+from forebay.events.topics import DECISIONS
+from forebay.replay.at import seek
+from forebay.replay.at_time import last_time, seek_record, seek_time
+from forebay.replay.catalog import checkpoints
+from forebay.replay.catalog.contents import SCHEMAS, new_observers
+from forebay.replay.catalog.facts import Marker, RequestRow
+from forebay.replay.catalog.follow import Follower
+from forebay.replay.catalog.live import LivePublisher, read_live
+from forebay.replay.catalog.markers import markers
+from forebay.replay.catalog.requests import requests
+from forebay.replay.catalog.seek import CatalogStates, catalog_explanation, catalog_position
+from forebay.replay.catalog.store import Store
+from forebay.replay.diff.diff import diff
+from forebay.replay.diff.span import EmptySpan, span_of
+from forebay.replay.explain.explain import explain
+from forebay.replay.spans import OtherSpan
+from forebay.replay.status import GroupStatus, read_status
+from forebay.transport.base import Draft, Log, NotDerivable
+from forebay.transport.history.reader import OtherRules, journal_records
+from forebay.transport.history.snapshots import load_sealed
+from forebay.transport.recording.manifest import utc
+from forebay.transport.sqlite.log import SqliteLog
+from tests.cli import in_process
+from tests.live.programs import OTHER, OTHER_RELEASE, PREFIX, Program
+from tests.live.shared import Altered
+from tests.replay.catalog.scene import LogView
+from tests.replay.recorder import words
+from tests.system import MODEL, System, submitted, until, until_ended
+
+RULES = f"version {OTHER} of the rules (forebay {OTHER_RELEASE})"
+DECIDED_BY = f"decided by {RULES}"
+SERVED = ["submitted", "routed", "first_token", "finished"]
+LATEST_US = 1 << 52
+
+
+@pytest.fixture
+async def log() -> AsyncIterator[SqliteLog]:
+    opened = SqliteLog.open(None)
+    yield opened
+    opened.close()
+
+
+@dataclass(slots=True)
+class Upgraded:
+    """A log with several owners.
+
+    Attributes:
+        claims: journal offset of the claim of each owner.
+        routed: journal offset of the routing decision of each owner.
+        seals: journal offset of the `Sealed` of each owner that has written one.
+        void: journal offsets of void claims.
+    """
+
+    log: SqliteLog
+    claims: list[int] = field(default_factory=list)
+    routed: list[int] = field(default_factory=list)
+    seals: list[int] = field(default_factory=list)
+    void: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.log.next_offset(DECISIONS.name, 0)
+
+    async def record(self, offset: int) -> Any:
+        (record,) = [one async for one in journal_records(self.log, 0, offset, offset + 1)]
+        return decode(DECISIONS, record.value)
+
+    async def clock(self, offset: int) -> int:
+        """Return the owner's clock after a journal record that has a clock reading."""
+        return int((await self.record(offset)).consumed[-1].now_us)
+
+
+async def upgraded(log: SqliteLog, owners: str, *, last_seals: bool = True, with_void: bool = False) -> Upgraded:
+    """Fill an empty log with the journal of one owner per letter.
+
+    Args:
+        last_seals: whether the last owner stops as planned; otherwise it dies.
+        with_void: whether a router of the other rules claims in vain after each decision.
+    """
+    made = Upgraded(log)
+    async with System(log).started(workers=1) as system:
+        for number, letter in enumerate(owners):
+            seals = last_seals or number < len(owners) - 1
+            with pytest.MonkeyPatch.context() as patch:
+                program = Program(patch, CORE_VERSION if letter == "o" else OTHER)
+                await program.serve(system, f"{letter}{number}", seals=seals)
+            if with_void:
+                made.void += await log.append([claim_of(OTHER if letter == "o" else CORE_VERSION, seal=0)])
+        for offset, record in enumerate(system.decisions()):
+            for kind, offsets in ((OwnerClaimed, made.claims), (RequestRouted, made.routed), (Sealed, made.seals)):
+                if isinstance(record, kind) and offset not in made.void:
+                    offsets.append(offset)
+    return made
+
+
+def claim_of(rules: int, **fields: Any) -> Draft:
+    return Draft(DECISIONS.name, 0, encode(DECISIONS, OwnerClaimed(owner_id="another", core_version=rules, **fields)))
+
+
+async def upgraded_file(path: Path, owners: str, **options: Any) -> Upgraded:
+    """Write such a log to a file, and close it."""
+    with closing(SqliteLog.open(path)) as log:
+        return await upgraded(log, owners, **options)
+
+
+async def forebay(*arguments: object) -> Any:
+    """Run a command, and return it with its output in one line."""
+    ran = await asyncio.to_thread(in_process.forebay, *map(str, arguments))
+    return ran.returncode, " ".join(ran.stdout.split()), ran.stderr
+
+
+# Moments
+
+
+@pytest.mark.parametrize("with_void", [False, True])
+async def test_moments_after_a_seal_are_derived_from_its_snapshot(log: SqliteLog, with_void: bool) -> None:
+    made = await upgraded(log, "oxo", with_void=with_void)
+    sealed = await load_sealed(log, 0, await made.record(made.seals[1]))
+    at_claim = await seek(log, 0, made.claims[2])
+    assert (at_claim.start, at_claim.world.view) == (made.claims[2], sealed.view)
+    position = await seek(log, 0, made.routed[2])
+    assert (position.offset, position.start) == (made.routed[2], made.claims[2])
+    assert position.world.requests.get("o2") is not None
+    by_time = await seek_time(log, 0, await made.clock(made.routed[2]))
+    assert by_time.world.digest() == position.world.digest()
+
+
+@pytest.mark.parametrize("with_void", [False, True])
+async def test_the_state_at_a_seal_of_other_rules_is_shown(log: SqliteLog, with_void: bool) -> None:
+    made = await upgraded(log, "ox", with_void=with_void)
+    sealed = await load_sealed(log, 0, await made.record(made.seals[1]))
+    for seeking in (seek(log, 0, made.seals[1]), seek_record(log, 0), seek_record(log, 0, made.end - 1)):
+        position = await seeking
+        assert position.offset == made.seals[1]
+        assert position.world.digest() == sealed.digest()
+        assert (await position.moment()).now_us == sealed.now_us
+    status = await read_status(log, 0, MODEL)
+    assert (status.ready, status.owner.epoch) == (True, made.claims[1])
+
+
+async def test_the_state_right_before_and_after_another_version_is_shown(log: SqliteLog) -> None:
+    made = await upgraded(log, "oxo")
+    before = await seek_record(log, 0, made.seals[0])
+    assert before.offset == made.seals[0]
+    claimed = await seek(log, 0, made.claims[1])
+    assert (claimed.offset, claimed.world.view) == (made.claims[1], before.world.view)
+    times = [run.now_us for run in (await made.record(made.routed[1])).consumed]
+    assert (await seek_time(log, 0, times[0] - 1)).world.view == before.world.view
+    assert times[0] < times[-1], "the other owner had applied events before its first decision"
+    with pytest.raises(NotDerivable):
+        await seek_time(log, 0, times[0])
+    after = await seek_time(log, 0, await made.clock(made.seals[1] - 1))
+    assert after.offset in (made.seals[1], made.claims[2])
+
+
+@pytest.mark.parametrize("owners", ["oxo", "x", "xo", "oxxo", "oxx"])
+async def test_a_moment_of_other_rules_names_the_version_and_the_nearest_moments(log: SqliteLog, owners: str) -> None:
+    made = await upgraded(log, owners)
+    first, last = owners.index("x"), owners.rindex("x")
+    offset = made.routed[first]
+    with pytest.raises(NotDerivable) as error:
+        await seek(log, 0, offset)
+    text = str(error.value)
+    assert f"{RULES}, this program has version {CORE_VERSION}" in text
+    assert f"use forebay {OTHER_RELEASE}, or show " in text
+    near = [(made.claims[first], made.seals[first - 1] - 1)] if first else []
+    near.append((made.claims[last + 1] if last + 1 < len(owners) else made.seals[last], made.seals[last] - 1))
+    for shown, clock in near:
+        assert f"offset {shown} ({utc(await made.clock(clock))})" in text
+        assert (await seek(log, 0, shown)).offset == shown
+    with pytest.raises(NotDerivable, match=f"journal offset {offset} is in a part"):
+        await seek_time(log, 0, await made.clock(offset))
+
+
+async def test_an_unsealed_end_of_other_rules_has_no_status(tmp_path: Path) -> None:
+    path = tmp_path / "log.db"
+    made = await upgraded_file(path, "ox", last_seals=False)
+    text = rf"or show offset {made.claims[1]} \(.*\), the nearest moment that"
+    with closing(SqliteLog.open(path, readonly=True)) as log, pytest.raises(NotDerivable, match=text):
+        await read_status(log, 0, MODEL)
+    for command in (("replay", "at"), ("status",)):
+        code, shown, error = await forebay(*command, path)
+        assert (code, shown, error.count("\n")) == (3, "", 1)
+        assert f"use forebay {OTHER_RELEASE}" in error
+
+
+# Comparisons
+
+
+def unchanged(pool: PoolConfigured) -> PoolConfigured:
+    return pool
+
+
+def left_out(made: Upgraded, number: int) -> OtherSpan:
+    first, end = made.claims[number], made.seals[number] + 1
+    return OtherSpan(rules=OTHER, release=OTHER_RELEASE, first=first, end=end, decisions=1)
+
+
+@pytest.mark.parametrize(("owners", "compared"), [("oxo", 2), ("ox", 1), ("xo", 1), ("xoxox", 2), ("oo", 2)])
+async def test_only_decisions_with_own_rules_are_compared(log: SqliteLog, owners: str, compared: int) -> None:
+    made = await upgraded(log, owners)
+    report = await diff(log, 0, unchanged)
+    assert (report.identical, report.moved.compared, report.history.decisions) == (True, compared, compared)
+    assert report.left_out == [left_out(made, number) for number, letter in enumerate(owners) if letter == "x"]
+    assert report.state == report.other_state
+    assert sum("Left out: 1 decision at journal offsets" in note for note in report.notes) == owners.count("x")
+
+
+async def test_an_alternative_is_compared_in_each_part(log: SqliteLog) -> None:
+    await upgraded(log, "oxo")
+    report = await diff(log, 0, lambda pool: pool.with_mode("random"))
+    assert (report.moved.evaluated, report.requests, report.other.decisions) == (2, 2, 2)
+    assert report.state != report.other_state
+    assert any(f"made by {RULES}" in note for note in report.notes)
+
+
+async def test_a_window_selects_parts(log: SqliteLog) -> None:
+    made = await upgraded(log, "oxox")
+    times = [await made.clock(offset) for offset in made.routed]
+    only_third = await span_of(log, 0, times[2], times[3])
+    assert (only_third.first, only_third.end, only_third.left_out) == (made.routed[2], made.seals[2] + 1, ())
+    report = await diff(log, 0, unchanged, span=await span_of(log, 0, times[1]))
+    assert (report.moved.compared, report.left_out) == (1, [left_out(made, 1), left_out(made, 3)])
+    with pytest.raises(NotDerivable, match="nothing to compare"):
+        await span_of(log, 0, times[1], times[2])
+    with pytest.raises(EmptySpan):
+        await span_of(log, 0, times[3] + 60_000_000)
+
+
+async def test_the_command_names_what_it_left_out(tmp_path: Path) -> None:
+    await upgraded_file(tmp_path / "log.db", "oxo")
+    await upgraded_file(tmp_path / "others.db", "xx")
+    command = ("replay", "diff", tmp_path / "log.db", "--policy", "random")
+    code, shown, _ = await forebay(*command)
+    assert (code, f"Left out: 1 decision at journal offsets 4 to 7, made by {RULES}" in shown) == (0, True)
+    _, shown, _ = await forebay(*command, "--json")
+    assert msgspec.json.decode(shown)["left_out"][0]["decisions"] == 1
+    code, shown, error = await forebay("replay", "diff", tmp_path / "others.db", "--policy", "random")
+    text = f"nothing to compare: {RULES} made all 2 decisions, this program has version {CORE_VERSION}"
+    assert (code, shown, text in error) == (3, "", True)
+
+
+# Explanations
+
+
+@pytest.mark.parametrize("owners", ["oxo", "xo", "x"])
+async def test_a_request_of_other_rules_is_explained_as_recorded(log: SqliteLog, owners: str) -> None:
+    made = await upgraded(log, owners)
+    number = owners.index("x")
+    found = await explain(log, 0, f"x{number}")
+    assert words(found) == SERVED
+    cost = (await made.record(made.routed[number])).terms.cost
+    assert found.timeline[1].text == f"routed to w0/0: cost {cost:.2f}, the only candidate, {DECIDED_BY}"
+    assert (found.state, found.output_tokens, found.routings) == ("finished", 3, ())
+    assert found.derived_from == found.derived_to
+    first, end = made.claims[number], made.seals[number]
+    assert found.recorded == (OtherSpan(rules=OTHER, release=OTHER_RELEASE, first=first, end=end),)
+
+
+async def test_a_request_after_the_seal_is_derived(log: SqliteLog) -> None:
+    made = await upgraded(log, "oxo")
+    found = await explain(log, 0, "o2")
+    assert (found.recorded, found.derived_from) == ((), made.claims[2])
+    assert [routing.offset for routing in found.routings] == [made.routed[2]]
+
+
+@pytest.mark.parametrize("versions", [(CORE_VERSION, OTHER), (OTHER, CORE_VERSION)])
+async def test_a_request_that_crosses_a_seal_shows_both_parts(
+    log: SqliteLog, monkeypatch: pytest.MonkeyPatch, versions: tuple[int, int]
+) -> None:
+    """The first owner routes to a worker that never responds. The second owner loses that worker, and routes again."""
+    first, second = (Program(monkeypatch, version) for version in versions)
+    async with System(log).started(workers=0) as system:
+        system.start_worker("w0", speedup=1e-6)
+        async with first.owning(system, seals=True):
+            system.send(submitted("a", PREFIX))
+            await until(lambda: system.decisions(RequestRouted))
+        async with second.owning(system, seals=True):
+            await system.stop_worker("w0")
+            system.start_worker("w1")
+            await until_ended(system, "a")
+        found = await explain(log, 0, "a")
+        offsets = [offset for offset, one in enumerate(system.decisions()) if isinstance(one, RequestRouted)]
+    routed = [entry for entry in found.timeline if entry.what == "routed"]
+    assert [entry.offset for entry in routed] == offsets
+    assert [DECIDED_BY in entry.text for entry in routed] == [version == OTHER for version in versions]
+    assert [one.offset for one in found.routings] == [offsets[versions.index(CORE_VERSION)]]
+    assert (found.state, [span.rules for span in found.recorded]) == ("finished", [OTHER])
+    taken_over = next(entry.text for entry in found.timeline if entry.what == "owner_claimed")
+    assert ("with version" in taken_over) == (versions[1] == OTHER)
+
+
+async def test_a_void_claim_is_no_takeover(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = Program(monkeypatch, CORE_VERSION)
+    async with System(log).started(workers=1) as system, ours.owning(system, seals=True):
+        await system.serve("a", PREFIX)
+        await log.append([claim_of(OTHER)])
+        await system.serve("b", PREFIX)
+    for thorough in (True, False):
+        assert words(await explain(log, 0, "b", thorough=thorough)) == SERVED
+
+
+async def test_events_of_unknown_records_are_read(log: SqliteLog) -> None:
+    """Another version may write records of types that this one does not know. They count events like all others."""
+    await upgraded(log, "ox")
+    tag = f'"type":"{Advanced.__struct_config__.tag}"'.encode()
+    altered = Altered(log, DECISIONS.name, lambda value: value.replace(tag, b'"type":"request.postponed"'))
+    found = await explain(altered, 0, "x1")
+    assert found.state == "finished"
+    assert all(entry.now_us is not None for entry in found.timeline)
+
+
+async def test_the_command_exits_with_3_if_nothing_was_derived(tmp_path: Path) -> None:
+    made = await upgraded_file(tmp_path / "log.db", "oxo")
+    code, shown, _ = await forebay("explain", tmp_path / "log.db", "x1")
+    parts = f"as recorded: journal offsets {made.claims[1]} to {made.seals[1] - 1} were {DECIDED_BY}"
+    assert code == 3
+    assert f"{parts}, this program has version {CORE_VERSION}; use forebay {OTHER_RELEASE} for the reasons" in shown
+    code, shown, _ = await forebay("explain", tmp_path / "log.db", "o2")
+    assert (code, "recorded" in shown) == (0, False)
+
+
+# Catalogs
+
+
+@asynccontextmanager
+async def followed(log: Log, path: Path) -> AsyncIterator[Follower]:
+    """Return a follower that has followed a log to its end, and close its store after the body."""
+    store = await Store.open(path, log, 0, SCHEMAS)
+    with closing(store):
+        follower = Follower(log, 0, store, new_observers)
+        await follower.catch_up()
+        yield follower
+
+
+def rows(follower: Follower) -> list[RequestRow]:
+    return sorted(requests(follower.store.connection, limit=100).requests, key=lambda one: one.number)
+
+
+def takeovers(follower: Follower) -> list[Marker]:
+    return [one for one in markers(follower.store.connection, 0, LATEST_US, 100) if one.kind == "takeover"]
+
+
+@pytest.mark.parametrize("owners", ["oxo", "xo", "ox", "oxxo", "xoxo"])
+@pytest.mark.parametrize("with_void", [False, True])
+async def test_requests_and_takeovers_of_all_versions_are_listed(
+    log: SqliteLog, tmp_path: Path, owners: str, with_void: bool
+) -> None:
+    made = await upgraded(log, owners, with_void=with_void)
+    async with followed(log, tmp_path / "catalog") as follower:
+        found = rows(follower)
+        names = [f"{letter}{number}" for number, letter in enumerate(owners)]
+        assert [one.request_id for one in found] == names
+        assert {(one.state, one.output_tokens, one.worker_id) for one in found} == {("finished", 3, "w0")}
+        assert [one.journal_offset for one in found] == made.routed
+        assert all(one.first_token_us is not None and one.ttft_us is not None for one in found)
+        assert [one.offset for one in takeovers(follower)] == made.claims
+        assert [RULES in one.text for one in takeovers(follower)] == [letter == "x" for letter in owners]
+        assert (follower.state.end_offset, follower.failed) == (made.end, False)
+        assert (f"is decided by {RULES}" in follower.error) == (owners[-1] == "x")
+        for number, name in enumerate(names):
+            explained = await catalog_explanation(log, 0, follower.store, name, journal_offset=made.routed[number])
+            assert (bool(explained.recorded), explained.state) == (owners[number] == "x", "finished")
+
+
+@pytest.mark.parametrize("owners", ["oxo", "xo", "oxxo"])
+async def test_moments_of_own_spans_are_derived(log: SqliteLog, tmp_path: Path, owners: str) -> None:
+    made = await upgraded(log, owners)
+    async with followed(log, tmp_path / "catalog") as follower:
+        store = follower.store
+        for letter, offset in zip(owners, made.routed, strict=True):
+            time_us = await made.clock(offset)
+            if letter == "o":
+                expected = (await seek(log, 0, offset)).world.digest()
+                assert (await catalog_position(log, 0, store, offset=offset)).world.digest() == expected
+                assert (await catalog_position(log, 0, store, time_us=time_us)).world.digest() == expected
+                continue
+            with pytest.raises(NotDerivable, match=f"use forebay {OTHER_RELEASE}, or show offset"):
+                await catalog_position(log, 0, store, offset=offset)
+            with pytest.raises(NotDerivable, match=f"offset {made.claims[owners.rindex('x') + 1]} "):
+                await catalog_position(log, 0, store, time_us=time_us)
+
+
+@pytest.mark.parametrize("last_seals", [True, False])
+async def test_the_newest_moment_of_another_version_is_shown_if_it_is_sealed(
+    log: SqliteLog, tmp_path: Path, last_seals: bool
+) -> None:
+    made = await upgraded(log, "ox", last_seals=last_seals)
+    async with followed(log, tmp_path / "catalog") as follower:
+        now_us = await last_time(log, 0)
+        if last_seals:
+            assert (await catalog_position(log, 0, follower.store, time_us=now_us)).offset == made.seals[1]
+            return
+        with pytest.raises(NotDerivable, match=rf"or show offset {made.claims[1]} \("):
+            await catalog_position(log, 0, follower.store, time_us=now_us)
+
+
+async def test_no_derivation_crosses_a_gap(log: SqliteLog, tmp_path: Path) -> None:
+    """The catalog may have removed the checkpoint after the gap. Then the snapshot on the log is the only beginning."""
+    made = await upgraded(log, "oxo")
+    async with followed(log, tmp_path / "catalog") as follower:
+        store = follower.store
+        checkpoints.remove(store.connection, made.claims[2])
+        checkpoints.write(store.connection, await checkpoints.take((await seek(log, 0, 1)).world, 2, {}))
+        states = CatalogStates(store, log, 0)
+        assert (await states.before(made.seals[0])).offset == 2
+        assert (await states.before(made.routed[2])).offset == made.claims[2]
+        with pytest.raises(OtherRules):
+            await states.before(made.routed[1])
+
+
+async def test_a_checkpoint_right_after_a_seal_is_usable(log: SqliteLog, tmp_path: Path) -> None:
+    made = await upgraded(log, "oxo")
+    async with followed(log, tmp_path / "catalog") as follower:
+        sealed = await seek(log, 0, made.seals[0])
+        checkpoints.write(follower.store.connection, await checkpoints.take(sealed.world, made.seals[0] + 1, {}))
+        position = await catalog_position(log, 0, follower.store, offset=made.claims[1])
+        assert (position.start, position.offset) == (made.seals[0] + 1, made.claims[1])
+
+
+@pytest.mark.parametrize("owners", ["oxo", "xo"])
+async def test_a_catalog_that_is_interrupted_anywhere_has_the_same_rows(
+    log: SqliteLog, tmp_path: Path, owners: str
+) -> None:
+    made = await upgraded(log, owners)
+    async with followed(log, tmp_path / "whole") as whole:
+        expected = rows(whole), takeovers(whole)
+    path = tmp_path / "catalog"
+    for end in range(1, made.end + 1):
+        async with followed(LogView(log, end), path) as follower:
+            assert (follower.state.end_offset, follower.failed) == (end, False)
+    async with followed(log, path) as follower:
+        assert (rows(follower), takeovers(follower)) == expected
+        assert follower.error == ""
+
+
+async def test_a_running_console_continues_after_a_rollback(
+    log: SqliteLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shows why it has no moments, and continues once an owner with its rules has claimed."""
+    ours, other = Program(monkeypatch, CORE_VERSION), Program(monkeypatch, OTHER)
+
+    async def problems() -> list[str]:
+        await publisher.publish()
+        live = read_live(follower.store)
+        assert live is not None
+        return msgspec.json.decode(live[1], type=GroupStatus).problems
+
+    async with System(log).started(workers=1) as system:
+        await ours.serve(system, "a", seals=True)
+        async with followed(log, tmp_path / "catalog") as follower:
+            publisher = LivePublisher(log, 0, MODEL, follower)
+            assert await problems() == []
+            await other.serve(system, "b", seals=True)
+            await follower.catch_up()
+            assert RULES in follower.error
+            assert (await problems())[0] == follower.error
+            await ours.serve(system, "c", seals=True)
+            await follower.catch_up()
+            assert (follower.error, await problems()) == ("", [])
+            assert [(one.request_id, one.state) for one in rows(follower)] == [(name, "finished") for name in "abc"]
+
+
+# Logs on which an operator let an owner continue from an earlier snapshot, so that later records were given up
+
+
+@pytest.mark.parametrize("lost_rules", [OTHER, CORE_VERSION])
+async def test_what_follows_given_up_records_is_derived(
+    log: SqliteLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost_rules: int
+) -> None:
+    ours, lost = Program(monkeypatch, CORE_VERSION), Program(monkeypatch, lost_rules)
+    async with System(log).started(workers=1) as system:
+        await ours.serve(system, "a", seals=True)
+        sealed = log.next_offset(DECISIONS.name, 0) - 1
+        await lost.serve(system, "b", seals=False)
+        nonce = system.decisions()[-1].owner_nonce
+        (claim,) = await log.append([claim_of(CORE_VERSION, snapshot=sealed, previous_nonce=nonce)])
+        async with ours.owning(system, seals=True):  # "b" stays active, because its worker ignores the second order
+            await system.serve("c", PREFIX)
+    position, last = await seek(log, 0, claim + 1), await seek(log, 0)
+    assert position.start == claim
+    async with followed(log, tmp_path / "catalog") as follower:
+        assert follower.error == ""
+        found = await catalog_position(log, 0, follower.store, offset=claim + 1)
+        assert found.world.digest() == position.world.digest()
+        assert follower.walk is not None
+        assert follower.walk.world.digest() == last.world.digest()
+    explained = await explain(log, 0, "c")
+    assert (explained.recorded, explained.derived_from >= claim) == ((), True)
+    report = await diff(log, 0, unchanged)
+    assert report.identical
+    assert [part.decisions for part in report.left_out] == ([] if lost_rules == CORE_VERSION else [1])
