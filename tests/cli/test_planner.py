@@ -24,7 +24,7 @@ from forebay.replay.scaling.status import PlannerStatus
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.in_process import forebay
 from tests.cli.scaling_log import DECODE, GROUP, PREFILL, SETTINGS, PlannerDay, a_day, write_log
-from tests.core.scaling.profiles import observation, worker
+from tests.core.scaling.scene import observation, worker
 
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 PREFILL_POOL, DECODE_POOL = f"{GROUP}/prefill", f"{GROUP}/decode"

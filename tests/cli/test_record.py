@@ -31,7 +31,7 @@ from forebay.transport.sqlite.log import SqliteLog
 from forebay.transport.sqlite.schema import checksum
 from tests.cli.logs import US, at, invoke, made
 from tests.cli.up import forebay, verified
-from tests.core.scaling.records import GROUP, POOL, Journal, applied, observed
+from tests.core.scaling.scene import GROUP, POOL, Journal, applied, observed
 from tests.harness.scaling_decisions import decisions_of
 from tests.live.planner.topic import append
 from tests.replay.mutations import replace_record

@@ -9,7 +9,7 @@ import pytest
 from forebay.cli.simulate.planned import size_changes
 from tests.cli.in_process import forebay
 from tests.cli.report_page import Page
-from tests.core.scaling.records import decided
+from tests.core.scaling.scene import decided
 
 pytestmark = pytest.mark.timeout(120)
 

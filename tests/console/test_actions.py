@@ -23,7 +23,7 @@ from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.in_process import forebay
 from tests.cli.up import ADMIN_TOKEN, Up, running, verified
-from tests.core.scaling.records import GROUP, POOL
+from tests.core.scaling.scene import GROUP, POOL
 from tests.harness.local import free_ports
 from tests.live.planner.planning import FakeObserver, actuating, planner_of, planning
 from tests.live.planner.topic import eventually, records

@@ -4,7 +4,7 @@ import pytest
 
 from forebay.events.scaling import PoolDemand, PoolObserved, ScalingObserved
 from forebay.planner.predictors import PredictorUnusable, predictor
-from tests.core.scaling.records import GROUP, POOL
+from tests.core.scaling.scene import GROUP, POOL
 
 INTERVAL_S = 10.0
 

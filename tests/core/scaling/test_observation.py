@@ -9,14 +9,11 @@ from hypothesis import given
 
 from forebay.core.scaling import observation as module
 from forebay.core.scaling.observation import ORPHAN_US, GroupObservation
-from forebay.events.base import Event, pack_u64
 from forebay.events.codec import decode, encode
 from forebay.events.control import QueueConfig
-from forebay.events.decisions import Advanced, CostTerms, OwnerClaimed, RequestHeld
+from forebay.events.decisions import Advanced, OwnerClaimed, RequestHeld
 from forebay.events.fleet import IngressJoined, OwnershipAnnounced, WorkerDraining
-from forebay.events.kv import BlocksStored
 from forebay.events.media import Encoded
-from forebay.events.metrics import LoadReported
 from forebay.events.progress import (
     EncodeFinished,
     FirstTokenEmitted,
@@ -29,7 +26,7 @@ from forebay.events.progress import (
 from forebay.events.requests import RequestCancelled, Sampling
 from forebay.events.scaling import PoolObserved, PoolScaling, ScalingObserved
 from forebay.events.topics import SCALING
-from tests.core.scaling.observing import (
+from tests.core.scaling.scene import (
     DISAGGREGATED,
     DISAGGREGATED_DEFAULT,
     LONG,
@@ -41,6 +38,7 @@ from tests.core.scaling.observing import (
     routed,
     scaled,
     serve,
+    terms,
 )
 from tests.core.worlds import (
     BLOCK,
@@ -57,10 +55,6 @@ from tests.core.worlds import (
 from tests.depth import examples
 
 # One pool
-
-
-def test_a_pool_without_events_has_no_requests_and_no_means() -> None:
-    assert Group().pool() == PoolObserved(group="m", pool="default", ready=0)
 
 
 def test_requests_and_means_of_one_interval() -> None:
@@ -95,14 +89,6 @@ def test_reported_output_measures_a_response_that_goes_on() -> None:
     group.emit(OutputGrown, "r", "a", 40, output_tokens=3)
     finish(group, "r", "a", 40, output_tokens=11)
     assert group.pool().itl_ms == 20
-
-
-def test_a_time_to_first_token_counts_once() -> None:
-    group = Group().join("a")
-    serve(group, "r1", "a", ttft_ms=30)
-    group.send("r2", "a", sampling=LONG)
-    group.emit(FirstTokenEmitted, "r2", "a", 50)
-    assert group.pool().ttft_ms == 40
 
 
 def test_a_request_counts_once_however_often_it_is_submitted_and_routed() -> None:
@@ -146,27 +132,20 @@ def test_hit_rate_is_the_share_of_prompt_tokens_that_the_router_found_cached() -
 def test_an_overlap_beyond_the_prompt_counts_as_the_whole_prompt() -> None:
     group = Group().join("a")
     group.submit("r", blocks=1)
-    terms = CostTerms(
-        cost=0, prefill_blocks=0, overlap_credit=0, decode_blocks=0, active_requests=0, device_overlap=1, host_overlap=9
-    )
-    group.route("r", "a", terms=terms)
+    group.route("r", "a", terms=terms(device=1, host=9))
     seen = group.pool()
     assert seen.kv_hit_rate == 1
     assert seen.workers[0].prefill_tokens == 0
 
 
-def test_a_response_that_an_earlier_attempt_had_completed_has_no_length() -> None:
+@pytest.mark.parametrize(
+    ("task", "osl"), [("generate", None), ("embed", 0)], ids=["an earlier attempt completed it", "an embedding"]
+)
+def test_a_response_without_output_tokens(task: str, osl: float | None) -> None:
     group = Group().join("a")
-    group.send("r", "a")
+    group.send("r", "a", task=task)
     finish(group, "r", "a", output_tokens=0)
-    assert group.pool().osl is None
-
-
-def test_an_embedding_has_no_output_tokens() -> None:
-    group = Group().join("a")
-    group.send("r", "a", task="embed")
-    finish(group, "r", "a", output_tokens=0)
-    assert group.pool().osl == 0
+    assert group.pool().osl == osl
 
 
 def test_output_beyond_what_was_requested_is_cut() -> None:
@@ -196,29 +175,27 @@ def test_queued_requests_are_counted_until_they_are_routed_or_end() -> None:
     for name in ("r1", "r2", "r3"):
         group.submit(name)
         group.hold(name)
-    assert (seen := group.pool()).queued == 3
-    assert seen.requests == 3
+    seen = group.pool()
+    assert (seen.queued, seen.requests) == (3, 3)
     group.route("r1", "a")
     group.abort("r2")
-    assert (seen := group.pool()).queued == 1
-    assert seen.requests == 0
+    seen = group.pool()
+    assert (seen.queued, seen.requests) == (1, 0)
 
 
-@pytest.mark.parametrize("reason", ["no_workers", "overloaded", "busy", "queue_full", "pool_full"])
-def test_a_request_rejected_for_lack_of_workers_is_demand(reason: str) -> None:
+@pytest.mark.parametrize(
+    ("reason", "is_demand"),
+    [
+        *((name, True) for name in ("no_workers", "overloaded", "busy", "queue_full", "pool_full")),
+        *((name, False) for name in ("wrong_model", "unknown_worker", "contradictory_routing", "policy_failed")),
+    ],
+)
+def test_a_request_rejected_for_lack_of_workers_is_demand(reason: str, is_demand: bool) -> None:
     group = Group()
     group.submit("r")
     group.reject("r", reason)
     seen = group.pool()
-    assert (seen.requests, seen.isl) == (1, prompt_tokens(2))
-
-
-@pytest.mark.parametrize("reason", ["wrong_model", "unknown_worker", "contradictory_routing", "policy_failed"])
-def test_a_request_rejected_for_its_own_fault_is_not_demand(reason: str) -> None:
-    group = Group()
-    group.submit("r")
-    group.reject("r", reason)
-    assert group.pool().requests == 0
+    assert (seen.requests, seen.isl) == ((1, prompt_tokens(2)) if is_demand else (0, None))
 
 
 def test_a_rejected_duplicate_id_does_not_end_the_request_with_this_id() -> None:
@@ -255,8 +232,7 @@ def test_requests_of_a_prefill_pool_whose_decode_pool_is_not_observed() -> None:
 
 
 def disaggregated() -> Group:
-    group = Group(*DISAGGREGATED).join("p", "prefillers", "prefill").join("d", "decoders", "decode")
-    return group
+    return Group(*DISAGGREGATED).join("p", "prefillers", "prefill").join("d", "decoders", "decode")
 
 
 def test_prefill_pool_sees_ttft_and_decode_pool_sees_itl() -> None:
@@ -353,28 +329,21 @@ def test_other_pools_of_the_group_are_not_observed() -> None:
 
 
 def test_events_of_different_topics_may_arrive_in_any_order() -> None:
-    def events() -> list[tuple[int, Event]]:
-        ids: dict[str, Any] = {"request_id": "r", "attempt": 1, "worker_id": "a", "worker_epoch": 0, "owner_epoch": 0}
-        return [
-            (0, request("r", range(2), sampling=LONG)),
-            (1, routed("r", "a", overlap=1)),
-            (2, FirstTokenEmitted(**ids)),
-            (3, RequestFinished(**ids, finish_reason="stop", output_tokens=11)),
-        ]
-
-    def is_possible(order: tuple[int, ...]) -> bool:
-        return order.index(2) < order.index(3)  # one topic
-
-    for order in permutations(range(4)):
-        if is_possible(order):
-            group = Group().join("a")
-            for at in order:
-                group(events()[at][1])
-            seen = group.pool()
-            assert (seen.requests, seen.isl, seen.osl) == (1, prompt_tokens(2), 11), order
-            assert seen.kv_hit_rate == BLOCK / prompt_tokens(2), order
-            assert seen.ttft_ms == 0, order
-            assert seen.workers[0].prefill_tokens == 0, order
+    route = routed("r", "a", overlap=1)
+    first, end = (
+        FirstTokenEmitted(**ids_of(route)),
+        RequestFinished(**ids_of(route), finish_reason="stop", output_tokens=11),
+    )
+    for order in permutations((request("r", range(2), sampling=LONG), route, first, end)):
+        if order.index(first) > order.index(end):
+            continue  # they are on one topic
+        group = Group().join("a")
+        for event in order:
+            group(event)
+        seen = group.pool()
+        assert (seen.requests, seen.isl, seen.osl, seen.ttft_ms) == (1, prompt_tokens(2), 11, 0), order
+        assert seen.kv_hit_rate == BLOCK / prompt_tokens(2), order
+        assert seen.workers[0].prefill_tokens == 0, order
 
 
 def test_a_late_routing_to_prefill_does_not_leave_its_prompt_pending() -> None:
@@ -385,18 +354,8 @@ def test_a_late_routing_to_prefill_does_not_leave_its_prompt_pending() -> None:
     assert group.observe()["prefillers"].workers[0].prefill_tokens == 0
 
 
-def test_a_late_routing_does_not_leave_its_prompt_pending() -> None:
-    group = Group()
-    group.join("a")
-    group.submit("r")
-    group.emit(FirstTokenEmitted, "r", "a")
-    group.route("r", "a")
-    assert group.pool().workers[0].prefill_tokens == 0
-
-
 def test_a_late_routing_of_an_ended_request_does_not_occupy_its_worker() -> None:
-    group = Group()
-    group.join("a")
+    group = Group().join("a")
     serve(group, "r", "a")
     group.route("r", "a", attempt=2)
     group.pool(1_000)
@@ -404,8 +363,7 @@ def test_a_late_routing_of_an_ended_request_does_not_occupy_its_worker() -> None
 
 
 def test_a_first_token_that_is_reported_twice_counts_once() -> None:
-    group = Group()
-    group.join("a")
+    group = Group().join("a")
     group.submit("r", sampling=LONG)
     group.route("r", "a")
     group.emit(FirstTokenEmitted, "r", "a", 30)
@@ -450,22 +408,24 @@ def test_nothing_before_the_first_interval_counts() -> None:
     assert seen.osl == 11
 
 
-def restored(drive: Driver, *pools: PoolScaling) -> dict[str, PoolObserved]:
-    """Return the first observation after the start from a snapshot of this world."""
+def started(drive: Driver, *pools: PoolScaling) -> GroupObservation:
+    """Return an observation that starts from a snapshot of this world."""
     drive.world.take_consumed()
     found = GroupObservation(pools or (scaled(),))
     found.restore(list(drive.world.snapshot()), 0)
     found.begin(0)
-    return {one.pool: one for one in found.observe(1)}
+    return found
+
+
+def restored(drive: Driver, *pools: PoolScaling) -> dict[str, PoolObserved]:
+    """Return the first observation after the start from a snapshot."""
+    return {one.pool: one for one in started(drive, *pools).observe(1)}
 
 
 def test_a_snapshot_has_the_workers_and_their_load() -> None:
     drive = Driver().fleet("a", "b", "c")
     drive.fact(WorkerDraining, "c")
-    load = LoadReported(
-        worker_id="b", worker_epoch=drive.epoch("b"), running=3, waiting=1, kv_blocks_used=5, kv_blocks_total=64
-    )
-    drive("metrics", load)
+    drive.report("b", running=3, waiting=1, used=5)
     seen = restored(drive)["default"]
     assert (seen.ready, seen.draining, seen.requests) == (2, 1, 0)
     assert [(one.running, one.waiting, one.kv_tokens) for one in seen.workers] == [(0, 0, 0), (3, 1, 5 * BLOCK)]
@@ -473,7 +433,7 @@ def test_a_snapshot_has_the_workers_and_their_load() -> None:
 
 def test_a_snapshot_has_the_requests_in_flight() -> None:
     drive = Driver().fleet("a", queue=QueueConfig(threshold=0.4))
-    drive("kv-events", BlocksStored(worker_id="a", worker_epoch=0, seq=1, sequence_hashes=pack_u64(PROMPTS[0][:3])))
+    drive.stored("a", PROMPTS[0][:3])
     (first,) = drive("requests", request("computing", PROMPTS[0][:5]))
     while not isinstance(drive("requests", request(f"r{len(drive.applied)}", PROMPTS[1]))[0], RequestHeld):
         pass
@@ -489,10 +449,7 @@ def test_a_snapshot_has_the_requests_in_flight() -> None:
 def test_a_request_of_a_snapshot_continues_and_does_not_arrive_again() -> None:
     drive = Driver().disagg(["p", "q"], ["d"])
     (first,) = drive("requests", request("r", PROMPTS[0], sampling=LONG))
-    drive.world.take_consumed()
-    found = GroupObservation(DISAGGREGATED_DEFAULT)
-    found.restore(list(drive.world.snapshot()), 0)
-    found.begin(0)
+    found = started(drive, *DISAGGREGATED_DEFAULT)
     _, prefill = found.observe(1)
     assert [one.prefill_tokens for one in prefill.workers] == [prompt_tokens(8), 0]
     kept = prefilled_by(first.worker_id, first.worker_epoch)
@@ -512,10 +469,7 @@ def test_a_request_of_a_snapshot_is_forgotten_after_its_deadline(after_us: int, 
     drive = Driver().fleet("a")
     drive("requests", request("r", PROMPTS[0], timeout_us=1_000_000))
     drive("control", None, 400_000)
-    drive.world.take_consumed()
-    found = GroupObservation((scaled(),))
-    found.restore(list(drive.world.snapshot()), 0)
-    found.begin(0)
+    found = started(drive)
     found.observe(after_us + ORPHAN_US)
     assert found.forgotten == forgotten
 
@@ -537,12 +491,8 @@ def test_a_request_that_waits_for_a_decode_worker_does_not_occupy_its_prefill_wo
     drive = Driver().disagg(["p"], ["d"])
     (first,) = drive("requests", request("r", PROMPTS[0]))
     drive.fact(WorkerDraining, "d")
-    kept = prefilled_by("p", drive.epoch("p"))
-    assert drive.emit(PrefillFinished, first, prefilled=kept) == []
-    drive.world.take_consumed()
-    found = GroupObservation(DISAGGREGATED_DEFAULT)
-    found.restore(list(drive.world.snapshot()), 0)
-    found.begin(1)
+    assert drive.prefilled(first) == []
+    found = started(drive, *DISAGGREGATED_DEFAULT)
     assert [one.worker_id for one in found.observe(2)[1].workers] == ["p"]
 
 
@@ -562,9 +512,6 @@ def test_any_history_gives_observations_that_can_be_encoded(history: list[tuple[
     assert decode(SCALING, encode(SCALING, seen)) == seen
     for pool in msgspec.to_builtins(seen)["pools"]:
         assert all(value >= 0 for value in pool.values() if isinstance(value, int | float))
-
-
-# Workers and owners, and the bounds of an observation
 
 
 # Workers
@@ -618,13 +565,6 @@ def test_a_worker_that_comes_back_has_no_load_of_before() -> None:
     group.join("a")
     (worker,) = group.pool().workers
     assert (worker.running, worker.kv_tokens) == (0, 0)
-
-
-def test_an_idle_worker_needs_no_report() -> None:
-    group = Group().join("a")
-    for _ in range(3):
-        (worker,) = group.pool(1_000).workers
-        assert (worker.running, worker.waiting, worker.kv_tokens) == (0, 0, 0)
 
 
 def test_a_busy_worker_without_reports_is_missing() -> None:

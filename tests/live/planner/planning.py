@@ -16,7 +16,7 @@ from forebay.events.scaling import (
 from forebay.live.planner.actuator import ActuatorService
 from forebay.live.planner.planner import Planner
 from forebay.transport.sqlite.log import SqliteLog
-from tests.core.scaling.records import GROUP, POOL
+from tests.core.scaling.scene import GROUP, POOL
 from tests.live.planner.topic import PATIENCE_S, RecordingActuator
 
 RPS_PER_WORKER = 10.0

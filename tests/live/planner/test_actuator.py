@@ -11,7 +11,7 @@ from forebay.events.scaling import PoolSizeSet, ReachedSize, ScalingApplied, Sca
 from forebay.live.planner.actuator import Actuator, ActuatorService, Reached
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
-from tests.core.scaling.records import GROUP, POOL, claimed, decided, observed
+from tests.core.scaling.scene import GROUP, POOL, claimed, decided, observed
 from tests.live.planner.topic import RecordingActuator, append, records, until
 
 pytestmark = pytest.mark.asyncio

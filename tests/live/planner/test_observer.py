@@ -20,7 +20,7 @@ from forebay.live.owner.owner import Owner
 from forebay.live.planner.observer import PoolObserver
 from forebay.transport.base import Draft, Log, LogError, Tail, Wake
 from forebay.transport.sqlite.log import SqliteLog
-from tests.core.scaling.observing import routed
+from tests.core.scaling.scene import routed
 from tests.live.shared import SharedLog
 from tests.system import MODEL, System, submitted, until
 

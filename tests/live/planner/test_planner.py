@@ -34,7 +34,7 @@ from forebay.live.planner.actuator import Reached
 from forebay.live.planner.planner import Planner, Simulate
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
-from tests.core.scaling.records import GROUP, POOL
+from tests.core.scaling.scene import GROUP, POOL
 from tests.harness.fake_runtime import FakeRuntime
 from tests.harness.scaling_decisions import decisions_of
 from tests.live.planner.planning import SETTINGS, FakeObserver, actuating, forecast, planner_of, planning

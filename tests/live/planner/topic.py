@@ -13,7 +13,7 @@ from forebay.events.topics import SCALING
 from forebay.live.planner.actuator import ActuatorError, Reached
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
-from tests.core.scaling.records import GROUP, POOL
+from tests.core.scaling.scene import GROUP, POOL
 
 PATIENCE_S = 50.0
 
