@@ -19,8 +19,7 @@ from forebay.events.scaling import (
 from forebay.events.topics import SCALING
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
-from tests.core.scaling.scene import Loop
-from tests.core.scaling.scene import S
+from tests.core.scaling.scene import Loop, S
 
 GROUP = "llama"
 START_US = 1_780_000_000 * S  # 2026-05-28T20:26:40Z

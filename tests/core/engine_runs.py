@@ -1,7 +1,10 @@
 """Requests for engine models, and what came of them."""
 
 from array import array
+from collections.abc import Mapping
 from typing import Any
+
+from hypothesis import strategies as st
 
 from forebay.core.block_hashes import HASH_SEED, sequence_hashes
 from forebay.engine_model.loading import TierMatch
@@ -39,16 +42,9 @@ def request(
     stage: EngineStage = "aggregated",
 ) -> EngineRequest:
     packed = pack_u32(prompt)
-    return EngineRequest(
-        request_id=name,
-        attempt=attempt,
-        token_ids=packed,
-        sequence_hashes=sequence_hashes(packed, block, salt),
-        token_seed=seed,
-        max_tokens=max_tokens,
-        hash_seed=salt,
-        stage=stage,
-    )
+    fields: dict[str, Any] = {"token_seed": seed, "max_tokens": max_tokens, "hash_seed": salt, "stage": stage}
+    chain = sequence_hashes(packed, block, salt)
+    return EngineRequest(request_id=name, attempt=attempt, token_ids=packed, sequence_hashes=chain, **fields)
 
 
 def engine(*requests: EngineRequest, match: TierMatch | None = None, **changes: Any) -> EngineModel:
@@ -56,6 +52,29 @@ def engine(*requests: EngineRequest, match: TierMatch | None = None, **changes: 
     for one in requests:
         model.submit(one)
     return model
+
+
+def fetch_all(model: EngineModel, until_us: int = 0, seeds: Mapping[str, int] | None = None) -> list[EngineStep]:
+    """Run to the end. All KV arrives at once, with the seeds of its requests."""
+    steps: list[EngineStep] = []
+    while True:
+        for fetch in model.fetches():
+            assert model.fetched(fetch.request_id, *([seeds[fetch.request_id]] if seeds else []))
+        step = model.step(until_us)
+        if step is None:
+            return steps
+        steps.append(step)
+
+
+# Strategies: prompts of which many share a prefix, and the sizes of an engine that has to preempt
+prompts = st.builds(lambda root, size: [root] * min(size, 3) + list(range(size)), st.integers(0, 2), st.integers(1, 30))
+sizes = st.fixed_dictionaries(
+    {
+        "kv_blocks_total": st.integers(15, 40),
+        "max_num_seqs": st.integers(1, 6),
+        "max_num_batched_tokens": st.integers(6, 40),
+    }
+)
 
 
 class RecordingTiming:

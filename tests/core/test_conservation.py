@@ -18,7 +18,6 @@ from forebay.core.routing.disaggregation import locate_prompt
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies import BUILT_IN
-from forebay.core.routing.selection import WEIGHT_ONE, softmax_weights
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.step import CLOCK, InputEvent, advance
 from forebay.core.world import World
@@ -458,14 +457,6 @@ def test_a_recorded_clock_that_runs_backwards_is_a_divergence() -> None:
     divergence = Rederivation(World()).apply(1, lie, {})
     assert divergence is not None
     assert (divergence.reason, divergence.derived) == ("the clock runs backwards", None)
-
-
-def test_the_weights_of_the_worked_example_are_these_integers() -> None:
-    weights = softmax_weights([0.0, 3.0, 9.0], 1.0)
-    assert weights[0] == WEIGHT_ONE == 1 << 53
-    assert weights == softmax_weights([9.0, 3.0, 0.0], 1.0)[::-1]
-    assert weights == softmax_weights([1.0, 4.0, 10.0], 1.0), "only differences count"
-    assert [round(weight / WEIGHT_ONE, 12) for weight in weights] == [1.0, 0.716531310574, 0.367879441171]
 
 
 @pytest.mark.parametrize(("length", "cached"), list(product((0, 1, 8), (0, 5, 8))))

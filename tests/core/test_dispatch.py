@@ -1,14 +1,17 @@
-"""Requests that wait in the router, queries that book nothing, caches taken for granted, and what load does to them."""
+"""Requests that wait in the router, queries that book nothing, assumed caches, and the room of ranks."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from forebay.core.dispatch import DRAIN_MAX
+from forebay.core.phases import Phase
 from forebay.core.state.queue import OFFERS_PER_LINE_MAX
 from forebay.core.world import World
-from forebay.events.base import pack_u64
-from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueClass, QueueConfig
+from forebay.events.control import BusyThresholds, BusyThresholdsSet, DisaggConfig, QueueClass, QueueConfig
 from forebay.events.decisions import (
     CacheResyncRequested,
     RequestAborted,
@@ -18,17 +21,16 @@ from forebay.events.decisions import (
     RouteAnswered,
 )
 from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSuspect
-from forebay.events.kv import BlocksStored, CacheCleared
-from forebay.events.metrics import LoadReported
+from forebay.events.kv import CacheCleared
 from forebay.events.progress import FirstTokenEmitted, OutputGrown
 from forebay.events.requests import RoutingHints
-from tests.core.worlds import PROMPTS, Driver, ids_of, joined, pool, query, request
+from tests.core.worlds import PROMPTS, Driver, ids_of, joined, pool, prefill_pool, request
 
 ONE_STEP = QueueConfig(threshold=0.5)  # of 64 tokens: a prompt of eight blocks is more
 
 
 def big(drive: Driver, name: str, **hints: Any) -> Any:
-    return drive("requests", request(name, PROMPTS[0], routing=RoutingHints(**hints), timeout_us=10**9))[-1]
+    return drive.ask(name, timeout_us=10**9, **hints)
 
 
 def first_token(drive: Driver, routed: RequestRouted) -> list[str]:
@@ -41,11 +43,8 @@ def test_requests_are_queued_while_all_ranks_exceed_the_prefill_threshold() -> N
     first, second = big(drive, "r1"), big(drive, "r2")
     assert {first.worker_id, second.worker_id} == {"a", "b"}
     held = [big(drive, name) for name in ("r3", "r4")]
-    assert [(one.queue_class, one.ahead, one.uncached_tokens) for one in held] == [
-        ("default", 0, 34),
-        ("default", 1, 34),
-    ]
     assert all(isinstance(one, RequestHeld) for one in held)
+    assert [(one.queue_class, one.ahead, one.uncached_tokens) for one in held] == [("default", at, 34) for at in (0, 1)]
     (routed,) = drive("progress", FirstTokenEmitted(**ids_of(second)), after_us=500)
     assert isinstance(routed, RequestRouted)
     assert (routed.request_id, routed.worker_id, routed.attempt) == ("r3", second.worker_id, 1)
@@ -93,11 +92,8 @@ def test_a_full_class_refuses_at_once_and_another_still_takes() -> None:
     refused = big(drive, "r2")
     assert isinstance(refused, RequestRejected)
     assert (refused.reason, refused.message) == ("queue_full", "the queue class default is full: 1 requests are queued")
-    assert [type(big(drive, f"b{at}", policy_class="batch")) for at in range(3)] == [
-        RequestHeld,
-        RequestHeld,
-        RequestRejected,
-    ]
+    batch = [type(big(drive, f"b{at}", policy_class="batch")) for at in range(3)]
+    assert batch == [RequestHeld, RequestHeld, RequestRejected]
     assert big(drive, "u", policy_class="unheard of").reason == "queue_full", "an unknown class is the default one"
     assert drive.world.counts["unknown_queue_class"] == 1
     assert drive.world.counts["rejected_queue_full"] == 3
@@ -118,9 +114,8 @@ def test_a_deadline_in_the_queue_has_its_own_reason() -> None:
 
 def test_a_request_may_be_cancelled_while_it_waits_and_one_that_ends_lets_another_go() -> None:
     drive = Driver().fleet("a", queue=ONE_STEP)
-    big(drive, "r0")
-    big(drive, "r1")
-    big(drive, "r2")
+    for name in ("r0", "r1", "r2"):
+        big(drive, name)
     (gone,) = drive.cancel("r1")
     assert (gone.request_id, gone.worker_id) == ("r1", "")
     made = drive.cancel("r0")
@@ -129,9 +124,8 @@ def test_a_request_may_be_cancelled_while_it_waits_and_one_that_ends_lets_anothe
 
 def test_a_queue_is_emptied_by_a_new_worker_and_by_a_new_configuration() -> None:
     drive = Driver().fleet("a", queue=ONE_STEP)
-    big(drive, "r0")
-    big(drive, "r1")
-    big(drive, "r2")
+    for name in ("r0", "r1", "r2"):
+        big(drive, name)
     made = drive("fleet", joined("b", 1))
     assert [(one.request_id, one.worker_id) for one in made] == [("r1", "b")]
     made = drive("control", pool())
@@ -165,10 +159,13 @@ def test_a_lost_worker_ends_the_requests_that_are_for_it_alone() -> None:
     assert isinstance(big(drive, "r3", worker_id="a"), RequestHeld)
     elsewhere = big(drive, "r4", worker_id="b")
     made = drive.lose("a")
-    reason = ("pinned_worker_lost", "worker a was lost, and the request is pinned to it", "")
-    assert [(one.request_id, one.attempt, one.reason, one.message, one.worker_id) for one in made] == [
-        ("r1", 1, *reason), ("r2", 1, *reason), ("r3", 0, *reason),
-    ]  # fmt: skip
+    assert [(one.request_id, one.attempt, one.worker_id) for one in made] == [
+        ("r1", 1, ""),
+        ("r2", 1, ""),
+        ("r3", 0, ""),
+    ]
+    assert {one.reason for one in made} == {"pinned_worker_lost"}
+    assert {one.message for one in made} == {"worker a was lost, and the request is pinned to it"}
     assert [one.submitted.request_id for one in drive.world.requests.active()] == ["r4"], "b is still there"
     assert [load.active_requests for load in drive.world.load.ranks()] == [1]
     assert elsewhere.worker_id == "b"
@@ -178,9 +175,7 @@ def test_a_lost_worker_ends_the_requests_that_are_for_it_alone() -> None:
 
 
 @pytest.mark.parametrize("fact", [WorkerLost, WorkerSuspect, WorkerDraining])
-def test_losing_a_worker_releases_its_session_requests(
-    fact: type[WorkerLost | WorkerSuspect | WorkerDraining],
-) -> None:
+def test_losing_a_worker_releases_its_session_requests(fact: Any) -> None:
     drive = Driver().fleet("a", "b", "c", queue=ONE_STEP, session_ttl_s=100.0)
     began = big(drive, "r1", session_id="s")
     mine = began.worker_id
@@ -219,12 +214,10 @@ def test_blocks_that_an_engine_gave_back_let_a_request_go() -> None:
     drive = Driver().fleet("a", queue=ONE_STEP, busy=busy)
     running = big(drive, "r1")
     big(drive, "r2")
-    load: dict[str, Any] = {"worker_id": "a", "worker_epoch": drive.epoch("a"), "running": 1, "waiting": 0}
-    load["kv_blocks_total"] = 64
-    assert drive("metrics", LoadReported(**load, kv_blocks_used=33)) == []
+    assert drive.report("a", used=33) == []
     assert first_token(drive, running) == []
-    assert drive("metrics", LoadReported(**load, kv_blocks_used=34)) == []
-    assert [one.request_id for one in drive("metrics", LoadReported(**load, kv_blocks_used=32))] == ["r2"]
+    assert drive.report("a", used=34) == []
+    assert [one.request_id for one in drive.report("a", used=32)] == ["r2"]
 
 
 def test_thresholds_of_a_model_that_nobody_serves_are_counted() -> None:
@@ -286,7 +279,7 @@ def test_a_route_query_returns_the_table_and_changes_nothing() -> None:
     drive.stored("b", PROMPTS[0][:5])
     drive.world.take_consumed()
     before = machine_state(drive.world)
-    (response,) = drive("requests", query("q", PROMPTS[0]))
+    response = drive.query("q", PROMPTS[0])
     assert isinstance(response, RouteAnswered)
     assert response.choice is not None
     assert (response.choice.worker_id, response.choice.terms.device_overlap, response.reply_slot) == ("b", 5, 1)
@@ -301,20 +294,20 @@ def test_a_route_query_returns_the_table_and_changes_nothing() -> None:
 
 def test_a_route_query_returns_rejections_and_would_wait() -> None:
     drive = Driver()
-    assert drive("requests", query("q1"))[0].reason == "no_workers"
+    assert drive.query("q1").reason == "no_workers"
     drive.fleet("a", queue=ONE_STEP)
-    assert drive("requests", query("q2", model="other"))[0].reason == "wrong_model"
-    refused = drive("requests", query("q3", routing=RoutingHints(worker_id="x")))[0]
+    assert drive.query("q2", model="other").reason == "wrong_model"
+    refused = drive.query("q3", routing=RoutingHints(worker_id="x"))
     assert (refused.reason, refused.message) == ("unknown_worker", "the pool default has no worker x")
     big(drive, "r0")
-    assert drive("requests", query("q4"))[0].would_wait
+    assert drive.query("q4").would_wait
 
 
 # Caches that nobody reports
 
 
 def overlap_of(drive: Driver, name: str, blocks: list[int], **hints: Any) -> dict[str, int]:
-    (response,) = drive("requests", query(name, blocks, routing=RoutingHints(**hints)))
+    response = drive.query(name, blocks, routing=RoutingHints(**hints))
     return {one.worker_id: one.terms.device_overlap for one in response.candidates}
 
 
@@ -342,15 +335,14 @@ def test_a_prediction_holds_until_the_kv_events_or_its_end_or_a_clear() -> None:
     drive = Driver().fleet("a", "b", predicted_ttl_s=0.001)
     big(drive, "r1", worker_id="b")
     assert overlap_of(drive, "q1", PROMPTS[0]) == {"a": 0, "b": 8}
-    stored: dict[str, Any] = {"worker_id": "b", "worker_epoch": drive.epoch("b")}
-    drive("kv-events", BlocksStored(**stored, seq=1, sequence_hashes=pack_u64(PROMPTS[0][:2])))
-    drive("kv-events", BlocksStored(**stored, seq=2, sequence_hashes=pack_u64(PROMPTS[0][2:]), tier="host"))
+    drive.stored("b", PROMPTS[0][:2])
+    drive.stored("b", PROMPTS[0][2:], seq=2, tier="host")
     assert overlap_of(drive, "q2", PROMPTS[0]) == {"a": 0, "b": 8}, "the most that either says"
     drive("requests", request("short", PROMPTS[1][:1], routing=RoutingHints(worker_id="b")))
-    drive("kv-events", BlocksStored(**stored, seq=3, sequence_hashes=pack_u64(PROMPTS[1])))
+    drive.stored("b", PROMPTS[1], seq=3)
     assert overlap_of(drive, "q5", PROMPTS[1]) == {"a": 0, "b": 8}
     drive.now_us += 1_000
-    (response,) = drive("requests", query("q3", PROMPTS[0]))
+    response = drive.query("q3", PROMPTS[0])
     assert [one.terms.host_overlap for one in response.candidates] == [0, 6]
     big(drive, "r2", worker_id="a")
     drive("kv-events", CacheCleared(worker_id="a", worker_epoch=drive.epoch("a"), seq=1))
@@ -364,12 +356,11 @@ def test_a_prediction_holds_until_the_kv_events_or_its_end_or_a_clear() -> None:
 
 def test_a_prediction_reduces_overlaps_of_slower_tiers() -> None:
     drive = Driver().fleet("a", predicted_ttl_s=1.0)
-    stored: dict[str, Any] = {"worker_id": "a", "worker_epoch": drive.epoch("a")}
-    drive("kv-events", BlocksStored(**stored, seq=1, sequence_hashes=pack_u64(PROMPTS[0][:2])))
-    drive("kv-events", BlocksStored(**stored, seq=2, sequence_hashes=pack_u64(PROMPTS[0][2:5]), tier="host"))
-    drive("kv-events", BlocksStored(**stored, seq=3, sequence_hashes=pack_u64(PROMPTS[0][5:]), tier="disk"))
+    drive.stored("a", PROMPTS[0][:2])
+    drive.stored("a", PROMPTS[0][2:5], seq=2, tier="host")
+    drive.stored("a", PROMPTS[0][5:], seq=3, tier="disk")
     drive("requests", request("r", PROMPTS[0][:4]))
-    (response,) = drive("requests", query("q", PROMPTS[0]))
+    response = drive.query("q", PROMPTS[0])
     terms = response.candidates[0].terms
     assert (terms.device_overlap, terms.host_overlap, terms.disk_overlap) == (4, 1, 3)
 
@@ -382,11 +373,10 @@ def test_output_blocks_count_where_they_are_tracked() -> None:
         drive = Driver().fleet("a", track_output_blocks=tracked)
         routed = big(drive, "r1", expected_output_tokens=16)
         before = drive.world.load.rank_load("a", 0).decode_blocks
-        fields = ids_of(routed)
-        drive("progress", OutputGrown(**fields, output_tokens=4))
+        drive.emit(OutputGrown, routed, output_tokens=4)
         assert drive.world.counts["stale_progress"] == 1, "nothing grows before the first token"
-        drive("progress", FirstTokenEmitted(**fields))
-        drive("progress", OutputGrown(**fields, output_tokens=4))
+        drive.emit(FirstTokenEmitted, routed)
+        drive.emit(OutputGrown, routed, output_tokens=4)
         after = drive.world.load.rank_load("a", 0).decode_blocks
         assert after == ((8 + 1) * 0.75 if tracked else before)
 
@@ -419,21 +409,16 @@ def test_a_choice_that_gives_up_overlap_is_counted() -> None:
 
 def test_a_gap_requests_one_resync_until_the_cache_is_reannounced() -> None:
     drive = Driver().fleet("a", "b")
-    fields: dict[str, Any] = {"worker_id": "b", "worker_epoch": drive.epoch("b")}
-
-    def store(seq: int) -> list[Any]:
-        return drive("kv-events", BlocksStored(**fields, seq=seq, sequence_hashes=pack_u64(PROMPTS[0][:seq])))
-
-    assert store(1) == []
-    (resync,) = store(4)
+    assert drive.stored("b", PROMPTS[0][:1]) == []
+    (resync,) = drive.stored("b", PROMPTS[0][:4], seq=4)
     assert isinstance(resync, CacheResyncRequested)
     assert (resync.worker_id, resync.worker_epoch, resync.rank, resync.slot) == ("b", drive.epoch("b"), 0, 1)
     assert (resync.expected_seq, resync.found_seq, resync.pool) == (2, 4, "default")
-    assert store(8) == [], "the re-announcement was requested already"
+    assert drive.stored("b", PROMPTS[0], seq=8) == [], "the re-announcement was requested already"
     assert overlap_of(drive, "q1", PROMPTS[0])["b"] == 8, "what comes is used meanwhile"
-    drive("kv-events", CacheCleared(**fields, seq=9))
+    drive("kv-events", CacheCleared(worker_id="b", worker_epoch=drive.epoch("b"), seq=9))
     assert overlap_of(drive, "q2", PROMPTS[0])["b"] == 0
-    assert len(store(11)) == 1
+    assert len(drive.stored("b", seq=11)) == 1
 
 
 def test_an_empty_prompt_is_routed_like_any_other() -> None:
@@ -441,3 +426,254 @@ def test_an_empty_prompt_is_routed_like_any_other() -> None:
     big(drive, "r1", worker_id="a")
     (routed,) = drive("requests", request("r2", token_ids=b""))
     assert (routed.worker_id, routed.terms.prefill_blocks) == ("b", 0.0)
+
+
+# The room of ranks
+
+
+SEQS = 8  # of each worker of `tests.core.worlds`
+LIMITED = QueueConfig(run_ahead=0.25, depth=2.0, timeout_s=0.5)
+TIMEOUT_US = 500_000
+HOUR_US = 3_600_000_000
+
+
+def submit(drive: Driver, name: str, blocks: Iterable[int] = (), **changes: Any) -> Any:
+    """Submit a request with a distant deadline; return its first decision."""
+    return drive.ask(name, blocks, timeout_us=HOUR_US, **changes)
+
+
+def submit_all(drive: Driver, count: int) -> list[Any]:
+    return [submit(drive, f"r{at}") for at in range(count)]
+
+
+def active(drive: Driver, worker: str) -> int:
+    return drive.world.load.rank_load(worker, 0).active_requests
+
+
+def disagg(queue: QueueConfig) -> Driver:
+    drive = Driver().disagg(["p"], ["d"], queue=queue)
+    drive("control", prefill_pool(queue=queue))
+    return drive
+
+
+def test_a_rank_is_sent_its_sequences_and_the_run_ahead_and_the_next_goes_when_one_ends() -> None:
+    drive = Driver().fleet("a", "b", queue=LIMITED)
+    made = submit_all(drive, 21)
+    assert [type(one) for one in made] == [RequestRouted] * 20 + [RequestHeld]
+    assert (active(drive, "a"), active(drive, "b")) == (10, 10), "8 sequences and a quarter more"
+    ended = next(one for one in made if isinstance(one, RequestRouted) and one.worker_id == "b")
+    (sent,) = drive.finish(ended.request_id)
+    assert (sent.request_id, sent.worker_id, active(drive, "b")) == ("r20", "b", 10)
+
+
+def test_without_a_limit_a_rank_is_sent_everything_as_it_was_before() -> None:
+    drive = Driver().fleet("a")
+    assert all(isinstance(submit(drive, f"r{at}"), RequestRouted) for at in range(50))
+    assert active(drive, "a") == 50
+
+
+def test_a_full_rank_is_no_candidate_though_it_has_the_prompt_cached() -> None:
+    drive = Driver().fleet("a", "b", queue=LIMITED)
+    for at in range(10):
+        submit(drive, f"r{at}", worker_id="a")
+    assert isinstance(submit(drive, "pinned", worker_id="a"), RequestHeld)
+    free = submit(drive, "free")
+    assert (free.worker_id, free.candidates) == ("b", 1)
+
+
+def test_an_engine_that_lets_requests_wait_gets_no_more_until_it_takes_them_up() -> None:
+    drive = Driver().fleet("a", queue=LIMITED)
+    submit_all(drive, 6)
+    drive.report("a", 3, 3)
+    assert isinstance(submit(drive, "held"), RequestHeld), "three wait there, and the run-ahead is two"
+    (sent,) = drive.report("a", 3, 2)
+    assert sent.request_id == "held"
+
+
+def test_an_old_report_of_waiting_requests_keeps_nothing_from_an_engine_that_has_ended_them() -> None:
+    drive = Driver().fleet("a", queue=LIMITED)
+    submit_all(drive, 6)
+    drive.report("a", 3, 6)
+    assert isinstance(submit(drive, "held"), RequestHeld)
+    sent = [one.request_id for at in range(4) for one in drive.finish(f"r{at}")]
+    assert sent == ["held"]
+
+
+def test_the_queue_of_a_pool_is_bounded_by_what_its_ranks_run_and_a_small_one_takes_a_burst() -> None:
+    drive = Driver().fleet("a", queue=LIMITED)
+    made = submit_all(drive, 10 + 64 + 1)
+    assert [type(one) for one in made[10:]] == [RequestHeld] * 64 + [RequestRejected]
+    assert made[-1].reason == "pool_full"
+    assert made[-1].message == "every worker is full, and so is the queue: 64 requests are queued"
+    deep = Driver().fleet("a", queue=QueueConfig(run_ahead=0.0, depth=10.0))
+    assert [type(submit(deep, f"r{at}")) for at in range(8 + 80 + 1)][8:] == [RequestHeld] * 80 + [RequestRejected]
+
+
+def test_what_a_topic_holds_is_neither_refused_nor_timed_out() -> None:
+    drive = Driver().fleet("a", queue=QueueConfig(run_ahead=0.0, depth=0.0, timeout_s=0.5))
+    submit_all(drive, 8)
+    assert isinstance(submit(drive, "from a topic", patient=True), RequestHeld)
+    assert isinstance(submit(drive, "from a client"), RequestRejected)
+    assert drive.wait(10 * TIMEOUT_US) == []
+    (sent,) = drive.finish("r0")
+    assert sent.request_id == "from a topic"
+
+
+def test_with_no_depth_nobody_waits() -> None:
+    drive = Driver().fleet("a", queue=QueueConfig(run_ahead=0.0, depth=0.0))
+    assert submit_all(drive, 9)[-1].message == "every worker is full, and the pool queues no requests"
+
+
+def test_a_request_waits_as_long_as_the_limit_and_the_owner_wakes_for_it() -> None:
+    drive = Driver().fleet("a", queue=LIMITED)
+    submit_all(drive, 12)
+    held = drive.active("r10")
+    due_us = held.queued_at_us + TIMEOUT_US
+    assert drive.world.next_due_us() == due_us == held.queue_due_us
+    assert drive.wait(due_us - drive.now_us - 1) == []
+    (gone,) = drive.wait(1)
+    assert (gone.request_id, gone.reason, gone.worker_id) == ("r10", "queue_timeout", "")
+    assert gone.message == "no worker had room for the request within the queue timeout of 0.5 s"
+    assert drive.world.counts["aborted_queue_timeout"] == 1
+    (sent,) = drive.finish("r0")
+    assert sent.request_id == "r11", "the other was in time"
+    assert drive.wait(2 * TIMEOUT_US) == [], "a request that was sent has no limit any more"
+
+
+def test_a_deadline_before_the_queue_timeout_is_reported_as_deadline() -> None:
+    drive = Driver().fleet("a", queue=LIMITED)
+    submit_all(drive, 10)
+    drive("requests", request("short", timeout_us=1_000))
+    assert [one.reason for one in drive.wait(TIMEOUT_US)] == ["queue_deadline"]
+
+
+def test_without_a_timeout_a_request_waits_for_its_deadline() -> None:
+    drive = Driver().fleet("a", queue=QueueConfig(run_ahead=0.0))
+    submit_all(drive, 9)
+    assert drive.wait(HOUR_US // 2) == []
+
+
+def test_where_a_request_would_wait_is_told_with_what_everybody_would_cost() -> None:
+    drive = Driver().fleet("a", "b", queue=LIMITED)
+    submit_all(drive, 20)
+    response = drive.query()
+    assert isinstance(response, RouteAnswered)
+    assert (response.would_wait, len(response.candidates)) == (True, 2)
+
+
+def test_a_request_of_a_lost_worker_is_not_queued_again() -> None:
+    drive = Driver().fleet("a", "b", queue=LIMITED)
+    submit_all(drive, 20)
+    moved = drive.lose("a")
+    assert [type(one) for one in moved] == [RequestRouted] * 10
+    assert active(drive, "b") == 20, "accepted requests are served, also beyond the limit"
+
+
+def test_what_is_prefilled_has_its_room_at_the_worker_that_decodes() -> None:
+    drive = disagg(LIMITED)
+    for at in range(10):
+        assert submit(drive, f"r{at}").stage == "prefill"
+    assert isinstance(submit(drive, "held"), RequestHeld), "the prefill worker is full"
+    for at in range(6):
+        drive.prefilled(f"r{at}")
+    assert (active(drive, "p"), active(drive, "d")) == (4, 6)
+    assert isinstance(submit(drive, "too"), RequestHeld), "four are promised the rest of the decode worker"
+    assert drive.world.requests.count_before_response("default") == 4
+    drive.emit(FirstTokenEmitted, "r0")
+    (sent,) = drive.finish("r0")
+    assert (sent.request_id, sent.stage) == ("held", "prefill")
+    assert drive.world.requests.count_before_response("default") == 5
+
+
+def test_prefill_workers_that_are_full_hold_requests_though_decode_workers_have_room() -> None:
+    drive = disagg(LIMITED)
+    drive("fleet", joined("d2", 1, role="decode"))
+    made = submit_all(drive, 11)
+    assert [type(one) for one in made] == [RequestRouted] * 10 + [RequestHeld]
+
+
+@pytest.mark.parametrize("policy", ["always", "prefill_load"])
+def test_a_full_prefill_worker_is_no_candidate_even_if_the_disaggregation_policy_compared_its_load(policy: Any) -> None:
+    drive = Driver().disagg("pq", "d", disagg=DisaggConfig(policy=policy, prefill_busy_threshold=100.0))
+    drive("control", prefill_pool(queue=LIMITED))
+    drive.stored("p", PROMPTS[0])
+    assert [submit(drive, f"r{at}", PROMPTS[0]).worker_id for at in range(4)] == ["p"] * 4
+    drive.report("p", 3, 4)
+    sent = submit(drive, "last", PROMPTS[0])
+    assert (sent.worker_id, sent.candidates, sent.prefill.remote) == ("q", 1, True)
+
+
+moves = st.lists(
+    st.tuples(
+        st.sampled_from(["submit"] * 6 + ["finish"] * 3 + ["cancel", "wait", "report", "lose"]), st.integers(0, 99)
+    ),
+    max_size=150,
+)
+configs = st.builds(
+    QueueConfig,
+    run_ahead=st.sampled_from([0.0, 0.25, 2.0]),
+    depth=st.sampled_from([0.0, 0.5, 9.0]),
+    timeout_s=st.sampled_from([0.0, 0.001, 0.5]),
+)
+
+
+def move(drive: Driver, kind: str, number: int, at: int) -> list[Any]:
+    under_way = drive.world.requests.active()
+    one = under_way[number % len(under_way)].submitted.request_id if under_way else "nobody"
+    sent = [each.submitted.request_id for each in under_way if each.on_worker]
+    match kind:
+        case "submit":
+            return drive("requests", request(f"r{at}", timeout_us=HOUR_US, nonce=at))
+        case "finish" if sent:
+            return drive.finish(sent[number % len(sent)])
+        case "cancel":
+            return drive.cancel(one)
+        case "wait":
+            return drive.wait(number * 5_000)
+        case "report":
+            return drive.report("ab"[number % 2], 3, number % 12) if drive.epoch("ab"[number % 2]) else []
+        case "lose" if drive.epoch("a") and number < 20:
+            return drive.lose("a")
+        case _:
+            return []
+
+
+@given(config=configs, history=moves)
+def test_bounds_hold_nothing_is_lost_and_nobody_waits_past_the_limit(
+    config: QueueConfig, history: list[tuple[str, int]]
+) -> None:
+    drive = Driver().fleet("a", "b", queue=config)
+    submitted: set[str] = set()
+    ended_requests: set[str] = set()
+    lost = False
+    for at, (kind, number) in enumerate(history):
+        ended = {one.submitted.request_id for one in drive.world.requests.active()}
+        made = move(drive, kind, number, at)
+        submitted |= {f"r{at}"} if kind == "submit" else set()
+        ended_requests |= {one.request_id for one in made if isinstance(one, RequestRejected | RequestAborted)}
+        under_way = {one.submitted.request_id: one for one in drive.world.requests.active()}
+        if kind == "finish":
+            ended_requests |= ended - set(under_way)
+        assert submitted == set(under_way) | ended_requests, "each request is under way or has ended"
+        lost = lost or kind == "lose"
+        assert_bounds(drive, config, moved=lost)
+    while drive.world.requests.active():
+        sent = [one.submitted.request_id for one in drive.world.requests.active() if one.on_worker]
+        if sent:
+            drive.finish(sent[0])
+        else:
+            assert drive.world.next_due_us() is not None
+            drive.wait(HOUR_US)
+    assert drive.world.queues.waiting("default") == 0
+
+
+def assert_bounds(drive: Driver, config: QueueConfig, *, moved: bool) -> None:
+    world = drive.world
+    limit = round(SEQS * (1 + (config.run_ahead or 0)))
+    for load in world.load.ranks():
+        assert moved or load.active_requests <= limit
+    depth = config.depth or 0.0
+    assert moved or world.queues.waiting("default") <= (2 * max(64, int(depth * SEQS)) if depth else 0)
+    for one in world.requests.queued():
+        assert one.phase is Phase.QUEUED
+        assert not config.timeout_s or one.queued_at_us + round(config.timeout_s * 1e6) > drive.now_us

@@ -1,17 +1,20 @@
-"""Who may take a request: constraints, taints, adapters, ranks, busy workers, sessions."""
+"""Who may take a request: constraints, taints, adapters, busy workers, sessions, and workers that rejected it."""
 
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from forebay.core.restore import restore
+from forebay.core.state.fleet import AVOIDED_S_MAX
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueConfig
-from forebay.events.decisions import RequestHeld, RequestRejected, RequestRouted
+from forebay.events.decisions import RequestAborted, RequestHeld, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerDraining
-from forebay.events.metrics import LoadReported
-from forebay.events.progress import FirstTokenEmitted, RequestFinished
-from forebay.events.requests import RoutingHints
-from tests.core.worlds import PROMPTS, Driver, ids_of, joined, pool, request
+from forebay.events.progress import AttemptRejected, FirstTokenEmitted, PrefillFailed, RequestFailed
+from tests.core.worlds import PROMPTS, Driver, joined, pool, prefill_pool
 
 
 def fleet(**router: Any) -> Driver:
@@ -23,55 +26,46 @@ def fleet(**router: Any) -> Driver:
     return drive
 
 
-def ask(drive: Driver, name: str = "r", lora_name: str = "", blocks: int = 0, **hints: Any) -> Any:
-    fields = {"routing": RoutingHints(**hints), "lora_name": lora_name, "timeout_us": 10**9}
-    made = drive("requests", request(name, PROMPTS[0][:blocks], **fields))
-    return made[-1]
+def ask(drive: Driver, name: str = "r", blocks: int = 0, **changes: Any) -> Any:
+    return drive.ask(name, PROMPTS[0][:blocks], timeout_us=10**9, **changes)
 
 
 @pytest.mark.parametrize(
-    ("hints", "lora_name", "seats"),
+    ("demands", "seats"),
     [
-        ({}, "", 4),
-        ({"worker_id": "b"}, "", 2),
-        ({"worker_id": "b", "rank": 1}, "", 1),
-        ({"allowed_workers": ("a", "c", "gone")}, "", 2),
-        ({"required_taints": ("zone=x",)}, "", 3),
-        ({"required_taints": ("zone=x", "ssd")}, "", 1),
-        ({}, "sql", 2),
-        ({"required_taints": ("zone=x",)}, "sql", 1),
+        ({}, 4),
+        ({"worker_id": "b"}, 2),
+        ({"worker_id": "b", "rank": 1}, 1),
+        ({"allowed_workers": ("a", "c", "gone")}, 2),
+        ({"required_taints": ("zone=x",)}, 3),
+        ({"required_taints": ("zone=x", "ssd")}, 1),
+        ({"lora_name": "sql"}, 2),
+        ({"required_taints": ("zone=x",), "lora_name": "sql"}, 1),
     ],
 )
-def test_what_a_request_demands_of_its_worker(hints: dict[str, Any], lora_name: str, seats: int) -> None:
-    routed = ask(fleet(), lora_name=lora_name, **hints)
+def test_what_a_request_demands_of_its_worker(demands: dict[str, Any], seats: int) -> None:
+    routed = ask(fleet(), **demands)
     assert isinstance(routed, RequestRouted)
     assert routed.candidates == seats
 
 
 @pytest.mark.parametrize(
-    ("hints", "lora_name", "reason", "text"),
+    ("demands", "reason", "text"),
     [
-        ({"worker_id": "d"}, "", "unknown_worker", "the pool default has no worker d"),
-        ({"worker_id": "b", "rank": 2}, "", "unknown_worker", "worker b has no rank 2; ranks are 0 to 1"),
-        ({"rank": 1}, "", "contradictory_routing", "the request names rank 1, but no worker"),
-        (
-            {"worker_id": "a", "allowed_workers": ("b",)},
-            "",
-            "contradictory_routing",
-            "worker a, which is not one of its allowed",
-        ),
-        ({"worker_id": "b", "required_taints": ("ssd",)}, "", "no_eligible_worker", "is b and has the taints ssd"),
-        ({"allowed_workers": ("d", "e")}, "", "no_eligible_worker", "is one of d, e"),
-        ({"allowed_workers": tuple("defgh")}, "", "no_eligible_worker", "is one of d, e, f, g, …"),
-        ({}, "poems", "no_eligible_worker", "has the adapter poems"),
+        ({"worker_id": "d"}, "unknown_worker", "the pool default has no worker d"),
+        ({"worker_id": "b", "rank": 2}, "unknown_worker", "worker b has no rank 2; ranks are 0 to 1"),
+        ({"rank": 1}, "contradictory_routing", "the request names rank 1, but no worker"),
+        ({"worker_id": "a", "allowed_workers": ("b",)}, "contradictory_routing", "a, which is not one of its allowed"),
+        ({"worker_id": "b", "required_taints": ("ssd",)}, "no_eligible_worker", "is b and has the taints ssd"),
+        ({"allowed_workers": ("d", "e")}, "no_eligible_worker", "is one of d, e"),
+        ({"allowed_workers": tuple("defgh")}, "no_eligible_worker", "is one of d, e, f, g, …"),
+        ({"lora_name": "poems"}, "no_eligible_worker", "has the adapter poems"),
     ],
 )
-def test_no_eligible_worker_is_reported_with_a_reason(
-    hints: dict[str, Any], lora_name: str, reason: str, text: str
-) -> None:
+def test_no_eligible_worker_is_reported_with_a_reason(demands: dict[str, Any], reason: str, text: str) -> None:
     drive = fleet()
     before = drive.world.load.digest(), drive.world.requests.digest()
-    refused = ask(drive, lora_name=lora_name, **hints)
+    refused = ask(drive, **demands)
     assert isinstance(refused, RequestRejected)
     assert (refused.reason, drive.world.counts[f"rejected_{reason}"]) == (reason, 1)
     assert text in refused.message
@@ -100,12 +94,12 @@ def shared_and_salted(**router: Any) -> Driver:
 
 def test_a_salted_request_goes_only_to_workers_that_separate_their_cache() -> None:
     drive = shared_and_salted()
-    salted = drive("requests", request("r", cache_namespace="tenant"))[-1]
+    salted = ask(drive, cache_namespace="tenant")
     assert isinstance(salted, RequestRouted)
     assert (salted.worker_id, salted.candidates) == ("salted", 1)
     assert ask(drive, "plain").candidates == 2
     drive.lose("salted")
-    refused = drive("requests", request("other", cache_namespace="tenant"))[-1]
+    refused = ask(drive, "other", cache_namespace="tenant")
     assert isinstance(refused, RequestRejected)
     assert refused.reason == "no_eligible_worker"
     assert refused.message == ("no ready worker of the pool default separates the cache of the request's namespace")
@@ -115,22 +109,16 @@ def test_a_salted_request_goes_only_to_workers_that_separate_their_cache() -> No
 def test_a_queued_salted_request_waits_for_its_workers_only() -> None:
     """Also after a restore. A request without a namespace does not wait behind it."""
     drive = shared_and_salted(queue=QueueConfig(threshold=0.1))
-    (first,) = drive("requests", request("first", PROMPTS[1], cache_namespace="tenant"))
+    first = drive.ask("first", PROMPTS[1], cache_namespace="tenant")
     assert first.worker_id == "salted"
-    assert isinstance(drive("requests", request("r", PROMPTS[0], cache_namespace="tenant"))[-1], RequestHeld)
-    copy = Driver(restore(drive.world.snapshot()))
-    assert copy.world.digest() == drive.world.digest()
-    for one in (drive, copy):
-        plain = one("requests", request("plain", PROMPTS[2]))[-1]
-        assert isinstance(plain, RequestRouted)
+    assert isinstance(drive.ask("r", cache_namespace="tenant"), RequestHeld)
+    for one in (drive, drive.copy()):
+        plain = one.ask("plain", PROMPTS[2])
         assert plain.worker_id == "shared"
-        assert isinstance(one("requests", request("next", PROMPTS[2]))[-1], RequestHeld)
-        done = RequestFinished(**ids_of(plain), finish_reason="stop", output_tokens=1, cached_tokens=0)
-        freed = [made for made in one("progress", done) if isinstance(made, RequestRouted)]
-        assert [(made.request_id, made.worker_id) for made in freed] == [("next", "shared")]
-        done = RequestFinished(**ids_of(first), finish_reason="stop", output_tokens=1, cached_tokens=0)
-        freed = [made for made in one("progress", done) if isinstance(made, RequestRouted)]
-        assert [(made.request_id, made.worker_id) for made in freed] == [("r", "salted")]
+        assert isinstance(one.ask("next", PROMPTS[2]), RequestHeld)
+        for ended, freed in ((plain, ("next", "shared")), (first, ("r", "salted"))):
+            made = one.finish(ended, output_tokens=1)
+            assert [(each.request_id, each.worker_id) for each in made if isinstance(each, RequestRouted)] == [freed]
 
 
 # Busy
@@ -157,8 +145,7 @@ def test_a_worker_above_any_threshold_is_passed_over_and_all_busy_is_refused(
     set_busy(drive, **thresholds)
     for name in ("a", "b"):
         if reports:
-            load = {"running": 1, "waiting": 0, "kv_blocks_used": 33, "kv_blocks_total": 64}
-            drive("metrics", LoadReported(worker_id=name, worker_epoch=drive.epoch(name), **load))
+            drive.report(name, used=33)
         else:
             assert ask(drive, f"on-{name}", blocks=3, worker_id=name).worker_id == name
         if name == "a":
@@ -266,11 +253,9 @@ def test_an_embedding_request_ends_without_a_first_token() -> None:
     """Its prompt is load until its end, which lets the next one go."""
     drive = Driver().fleet("a", "b", queue=QueueConfig(threshold=0.5))
     drive("fleet", joined("e", 7, tasks=("generate", "embed")))
-    prompt: dict[str, Any] = {"blocks": PROMPTS[0], "timeout_us": 10**9, "task": "embed"}
-    (first,) = drive("requests", request("r1", **prompt))
+    first = ask(drive, "r1", 8, task="embed")
     assert (type(first), first.worker_id) == (RequestRouted, "e")
-    (held,) = drive("requests", request("r2", **prompt))
-    assert isinstance(held, RequestHeld)
+    assert isinstance(ask(drive, "r2", 8, task="embed"), RequestHeld)
     load = drive.world.load.rank_load("e", 0)
     assert load.prefill_tokens > 0
     (second,) = drive.finish(first, output_tokens=0)
@@ -278,3 +263,238 @@ def test_an_embedding_request_ends_without_a_first_token() -> None:
     assert drive.finish(second) == []
     assert (load.prefill_tokens, load.decode_blocks, load.active_requests) == (0, 0, 0)
     assert len(drive.world.requests) == 0
+
+
+# Attempts that workers reject
+
+
+SECOND_US = 1_000_000
+WORKERS = ("a", "b", "c")
+PROMPT = PROMPTS[0]
+
+
+def assumed_fleet(*names: str) -> Driver:
+    """Return workers whose caches the owner assumes."""
+    return Driver().fleet(*names, use_kv_events=False)
+
+
+def ask_long(drive: Driver, name: str, prompt: Any = PROMPT, **changes: Any) -> Any:
+    return drive.ask(name, prompt, timeout_us=10**10, **changes)
+
+
+def reject(drive: Driver, routed: RequestRouted, after_s: int = 0, **fields: Any) -> Any:
+    error: dict[str, Any] = {"error": "not now", "status": 503, "code": "engine_overloaded"} | fields
+    return drive.emit(AttemptRejected, routed, retry_after_s=after_s, **error)[-1]
+
+
+def overlap(drive: Driver, worker_id: str, prompt: Any = PROMPT) -> int:
+    """Return how many blocks of a prompt the owner assumes a worker to have cached."""
+    return drive.world.routed.depths(list(prompt)).get((worker_id, 0), 0)
+
+
+def test_a_rejected_request_goes_to_each_other_worker_once_and_then_its_client_gets_the_error() -> None:
+    drive = assumed_fleet(*WORKERS)
+    first = ask_long(drive, "r")
+    second = reject(drive, first)
+    third = reject(drive, second)
+    assert {first.worker_id, second.worker_id, third.worker_id} == set(WORKERS)
+    end = reject(drive, third, error="the last one", status=429, code="slow_down", after_s=7)
+    assert isinstance(end, RequestAborted)
+    assert (end.reason, end.message) == ("worker_refused", "the last one")
+    assert (end.status, end.code, end.retry_after_s) == (429, "slow_down", 7)
+    assert len(drive.world.requests) == 0
+
+
+def test_a_rejected_request_does_not_return_to_the_worker_that_has_its_prompt_cached() -> None:
+    drive = assumed_fleet(*WORKERS)
+    cached = ask_long(drive, "known")
+    finish(drive, cached)
+    first = ask_long(drive, "r")
+    assert first.worker_id == cached.worker_id
+    assert reject(drive, first).worker_id != cached.worker_id
+
+
+def test_the_number_of_attempts_is_bounded() -> None:
+    drive = assumed_fleet("a", "b", "c", "d", "e")
+    last = ask_long(drive, "r")
+    for _ in range(2):
+        last = reject(drive, last)
+    assert last.attempt == 3
+    assert isinstance(reject(drive, last), RequestAborted)
+
+
+def test_a_pinned_request_ends_with_the_error_of_its_worker() -> None:
+    drive = assumed_fleet(*WORKERS)
+    routed = ask_long(drive, "r", worker_id="b")
+    assert isinstance(reject(drive, routed), RequestAborted)
+
+
+ENDS: dict[str, Callable[[Driver, RequestRouted], object]] = {
+    "rejected": reject,
+    "failed": lambda drive, routed: drive.emit(RequestFailed, routed, error="broken"),
+    "cancelled": lambda drive, routed: drive.cancel(routed.request_id),
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_a_prompt_that_was_not_computed_is_not_assumed_to_be_cached(end: Callable[..., object]) -> None:
+    drive = assumed_fleet("a")
+    finish(drive, ask_long(drive, "known", PROMPT[:3]))
+    kept = overlap(drive, "a")
+    assert kept > 0
+    routed = ask_long(drive, "r")
+    assert overlap(drive, "a") > kept
+    end(drive, routed)
+    assert overlap(drive, "a") == kept, "what the worker has computed before is still cached"
+
+
+@pytest.mark.parametrize("end", ["failed", "cancelled"])
+def test_a_prompt_that_was_computed_stays_cached_however_the_response_ends(end: str) -> None:
+    drive = assumed_fleet("a")
+    routed = ask_long(drive, "r")
+    drive.emit(FirstTokenEmitted, routed)
+    before = overlap(drive, "a")
+    ENDS[end](drive, routed)
+    assert overlap(drive, "a") == before > 0
+
+
+def test_a_response_without_tokens_has_a_computed_prompt() -> None:
+    drive = assumed_fleet("a")
+    drive.finish(ask_long(drive, "r"))
+    before = overlap(drive, "a")
+    reject(drive, ask_long(drive, "r2"))
+    assert overlap(drive, "a") == before > 0
+
+
+def test_a_prompt_counts_again_once_a_second_request_with_it_is_computed() -> None:
+    drive = assumed_fleet("a")
+    first, second = ask_long(drive, "r1"), ask_long(drive, "r2")
+    before = overlap(drive, "a")
+    reject(drive, first)
+    assert overlap(drive, "a") == 0
+    finish(drive, second)
+    assert overlap(drive, "a") == before
+
+
+def test_a_failed_remote_prefill_is_not_assumed_to_be_cached() -> None:
+    drive = Driver().disagg(["p"], ["d"])
+    drive("control", prefill_pool(use_kv_events=False))
+    routed = ask_long(drive, "r")
+    assert (routed.stage, routed.worker_id) == ("prefill", "p")
+    assert overlap(drive, "p") > 0
+    drive.emit(PrefillFailed, routed, error="no room")
+    last = next(one for one in reversed(drive.decided) if isinstance(one, RequestRouted))
+    assert last.attempt > routed.attempt or last.worker_id != "p"
+    drive.cancel("r")
+    assert overlap(drive, "p") == 0
+
+
+def avoided(drive: Driver, rounds: int = 3) -> set[str]:
+    """Return the workers that get none of some new requests with other prompts."""
+    workers = {one.spec.worker_id for one in drive.world.fleet.workers()}
+    probes = [
+        ask_long(drive, f"probe-{drive.now_us}-{number}", [900 + number]) for number in range(rounds * len(workers))
+    ]
+    for routed in probes:
+        drive.cancel(routed.request_id)
+    return workers - {routed.worker_id for routed in probes}
+
+
+def test_a_worker_that_rejects_repeatedly_is_avoided_for_some_seconds() -> None:
+    drive = assumed_fleet("a", "b")
+    for number in range(2):
+        routed = ask_long(drive, f"r{number}", [500 + number], worker_id="a")
+        reject(drive, routed)
+        assert avoided(drive) == ({"a"} if number else set())
+    drive.wait(SECOND_US)
+    assert avoided(drive) == set()
+
+
+def test_a_computed_prompt_ends_a_row_of_rejections() -> None:
+    drive = assumed_fleet("a", "b")
+    for number in range(4):
+        routed = ask_long(drive, f"r{number}", [500 + number], worker_id="a")
+        reject(drive, routed)
+        finish(drive, ask_long(drive, f"ok{number}", [600 + number], worker_id="a"))
+        assert avoided(drive) == set()
+
+
+@pytest.mark.parametrize(("asked_s", "pause_s"), [(5, 5), (10**6, AVOIDED_S_MAX)])
+def test_a_worker_that_asks_for_a_pause_gets_it_within_a_bound(asked_s: int, pause_s: int) -> None:
+    drive = assumed_fleet("a", "b")
+    reject(drive, ask_long(drive, "r", worker_id="a"), after_s=asked_s)
+    drive.wait(pause_s * SECOND_US - 10_000)
+    assert avoided(drive) == {"a"}
+    drive.wait(10_000)
+    assert avoided(drive) == set()
+
+
+def test_avoided_workers_still_get_requests_that_no_other_worker_may_take() -> None:
+    drive = assumed_fleet("a")
+    reject(drive, ask_long(drive, "r"), after_s=9)
+    assert isinstance(ask_long(drive, "r2"), RequestRouted)
+    drive("fleet", joined("b", 1))
+    assert ask_long(drive, "r3").worker_id == "b"
+    assert ask_long(drive, "r4", worker_id="a").worker_id == "a"
+
+
+def test_a_request_returns_to_the_worker_that_rejected_it_if_the_others_are_lost() -> None:
+    drive = assumed_fleet("a", "b")
+    first = ask_long(drive, "r")
+    second = reject(drive, first)
+    (third,) = drive.lose(second.worker_id)
+    assert (third.worker_id, third.attempt) == (first.worker_id, 3)
+
+
+def test_another_pool_of_the_model_takes_what_all_workers_of_a_pool_reject() -> None:
+    drive = assumed_fleet("a")
+    drive("control", msgspec.structs.replace(pool(), pool="other"))
+    drive("fleet", joined("b", 0, pool="other"))
+    first = ask_long(drive, "r")
+    second = reject(drive, first)
+    assert {first.worker_id, second.worker_id} == {"a", "b"}
+    assert first.pool != second.pool
+    assert isinstance(reject(drive, second), RequestAborted)
+
+
+def test_requests_wait_for_the_other_workers_while_one_is_avoided() -> None:
+    drive = Driver().fleet("a", "b", queue=QueueConfig(threshold=0.5))
+    reject(drive, ask_long(drive, "r", worker_id="a"), after_s=9)
+    assert ask_long(drive, "r2").worker_id == "b"
+    assert isinstance(ask_long(drive, "r3"), RequestHeld)
+    (routed,) = drive.wait(9 * SECOND_US)
+    assert (routed.request_id, routed.worker_id) == ("r3", "a")
+
+
+outcomes = st.lists(
+    st.tuples(st.sampled_from(["reject", "accept", "ask", "wait", "cancel"]), st.integers(0, 9), st.integers(0, 40)),
+    max_size=60,
+)
+
+
+@given(outcomes)
+def test_no_request_is_sent_twice_to_a_worker_that_rejected_it_while_there_is_another(history: list[Any]) -> None:
+    drive = assumed_fleet(*WORKERS)
+    sent: dict[str, list[str]] = {}
+    for number, (kind, which, value) in enumerate(history):
+        on_worker = [one for one in drive.world.requests.active() if one.on_worker]
+        if kind == "ask":
+            ask_long(drive, f"r{number}", PROMPTS[which % len(PROMPTS)])
+        elif kind == "wait":
+            drive.wait(value * SECOND_US)
+        elif on_worker:
+            one = on_worker[which % len(on_worker)]
+            if kind == "cancel":
+                drive.cancel(one.submitted.request_id)
+                continue
+            name = one.submitted.request_id
+            if kind == "accept":
+                drive.emit(FirstTokenEmitted, name)
+            else:
+                drive.emit(AttemptRejected, name, error="no", status=429, code="x", retry_after_s=value % 7)
+        drive.world.take_consumed()
+        assert restore(drive.world.snapshot()).digest() == drive.world.digest()
+    for decided in drive.decided:
+        if isinstance(decided, RequestRouted):
+            sent.setdefault(decided.request_id, []).append(decided.worker_id)
+    assert all(len(workers) == len(set(workers)) <= len(WORKERS) for workers in sent.values())

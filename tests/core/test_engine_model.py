@@ -1,7 +1,9 @@
-"""The engine model: scheduling, prefix reuse, preemption, and what must hold on any history."""
+"""The engine model: scheduling, prefix reuse, preemption, continued responses, and the time of its steps."""
 
 from array import array
-from typing import NamedTuple
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -11,7 +13,6 @@ from hypothesis import strategies as st
 from forebay.core.block_hashes import HASH_SEED, hash_seed, sequence_hashes
 from forebay.engine_model import model as engine_model
 from forebay.engine_model.model import (
-    EngineConfig,
     EngineModel,
     EngineRequest,
     EngineStage,
@@ -23,7 +24,7 @@ from forebay.engine_model.model import (
     Stored,
 )
 from forebay.engine_model.sequence import generate_tokens
-from forebay.engine_model.timing import decode_us, prefill_us
+from forebay.engine_model.timing import LinearTiming, MockerTiming, RooflineTiming, StepWork, decode_us, prefill_us
 from forebay.events.base import pack_u32, unpack_u32, unpack_u64
 from tests.core.engine_runs import (
     BLOCK,
@@ -32,10 +33,13 @@ from tests.core.engine_runs import (
     answers,
     config,
     engine,
+    fetch_all,
     finished,
+    prompts,
     replay_cache,
     request,
     run,
+    sizes,
 )
 from tests.depth import examples
 
@@ -102,12 +106,6 @@ def test_a_timing_is_called_once_for_combined_iterations() -> None:
     assert len(timing.calls) == 2
 
 
-def test_a_one_token_response_ends_in_its_prefill_step() -> None:
-    model = engine(request("a", [1], 1))
-    (step,) = run(model)
-    assert len(step.emitted) == len(step.first_tokens) == len(step.finished) == 1
-
-
 def test_output_tokens_depend_on_seed_and_index_alone() -> None:
     whole = generate_tokens(5, 0, 100, VOCABULARY)
     assert [generate_tokens(5, index, 1, VOCABULARY)[0] for index in range(100)] == whole
@@ -172,28 +170,6 @@ def test_output_blocks_are_salted_as_the_prompt_is() -> None:
     assert len(model.pool.content()) == 9
 
 
-def test_a_long_prompt_is_computed_in_chunks_while_others_decode() -> None:
-    model = engine(request("a", [1, 2], 20), request("b", list(range(100, 140)), 2))
-    steps = run(model)
-    assert steps[0].duration_us == prefill_us(16)
-    assert [chunk.request_id for chunk in steps[1].emitted] == ["a"]
-    first = next(index for index, step in enumerate(steps) if "b" in [chunk.request_id for chunk in step.emitted])
-    assert first == 2
-    assert len(answers(steps)["b"]) == 2
-
-
-def test_admission_is_first_come_first_served_within_max_num_seqs() -> None:
-    model = EngineModel(config(max_num_seqs=2))
-    for name in "abc":
-        model.submit(request(name, [ord(name)], 4))
-    step = model.step()
-    assert step is not None
-    assert [chunk.request_id for chunk in step.emitted] == ["a", "b"]
-    assert (step.load.running, step.load.waiting) == (2, 1)
-    steps = [step, *run(model)]
-    assert [end.request_id for end in finished(steps)] == ["a", "b", "c"]
-
-
 def test_of_those_that_end_together_the_oldest_is_first() -> None:
     model = engine(request("a", [1], 7))
     for _ in range(3):
@@ -225,38 +201,6 @@ def test_the_newest_sequence_is_preempted_and_repeats_no_token() -> None:
     assert replay_cache(steps) == model.pool.content()
 
 
-def test_a_prompt_in_chunks_is_preempted_by_those_that_decode() -> None:
-    model = EngineModel(config(kv_blocks_total=8, max_num_batched_tokens=8))
-    model.submit(request("a", [1, 2, 3, 4], 16))
-    model.submit(request("b", list(range(50, 78)), 4))
-    steps = run(model)
-    assert answers(steps) == {"a": generate_tokens(7, 0, 16, VOCABULARY), "b": generate_tokens(7, 0, 4, VOCABULARY)}
-    assert [end.request_id for end in finished(steps)] == ["a", "b"]
-    assert replay_cache(steps) == model.pool.content()
-
-
-def test_cancel_frees_the_blocks_wherever_the_request_is() -> None:
-    model = EngineModel(config(max_num_seqs=2, max_num_batched_tokens=8))
-    for name, size in (("decoding", 2), ("prefilling", 20), ("waiting", 3)):
-        model.submit(request(name, [ord(name[0])] * size, 9))
-    model.step()
-    assert model.load().running == 2
-    assert [model.cancel(name) for name in ("waiting", "prefilling", "decoding")] == [True] * 3
-    assert not model.cancel("decoding")
-    assert model.pool.used == 0
-    assert model.step() is None
-
-
-def test_reset_drops_requests_and_cache() -> None:
-    model = engine(request("a", list(range(8)), 5), request("b", [1], 5), max_num_seqs=1)
-    model.step()
-    model.reset()
-    assert model.step() is None
-    assert model.pool.content() == frozenset()
-    model.submit(request("a", [1], 1))
-    assert len(run(model)) == 1
-
-
 def test_refusals_name_the_numbers_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = EngineModel(config())
     with pytest.raises(RequestTooLarge, match=r"100 prompt .* 29 to generate need 33 KV blocks .* has 32"):
@@ -267,16 +211,8 @@ def test_refusals_name_the_numbers_and_change_nothing(monkeypatch: pytest.Monkey
         model.submit(request("a", [1], 0))
     with pytest.raises(RequestMalformed, match="8 prompt tokens are 2 full blocks of 4, but 4 block hashes"):
         model.submit(request("a", list(range(8)), 1, block=2))
-    twice = EngineRequest(
-        request_id="a",
-        attempt=1,
-        token_ids=pack_u32(range(8)),
-        sequence_hashes=bytes(16),
-        token_seed=0,
-        max_tokens=1,
-    )
     with pytest.raises(RequestMalformed, match="duplicate block hash"):
-        model.submit(twice)
+        model.submit(msgspec.structs.replace(request("a", list(range(8)), 1), sequence_hashes=bytes(16)))
     monkeypatch.setattr(engine_model, "WAITING_MAX", 1)
     model.submit(request("a", [1], 1))
     with pytest.raises(QueueFull):
@@ -289,26 +225,12 @@ def test_refusals_name_the_numbers_and_change_nothing(monkeypatch: pytest.Monkey
     [
         ({"block_size": 0}, "at least 1"),
         ({"max_num_seqs": 17}, r"max_num_batched_tokens \(16\) must be at least max_num_seqs \(17\)"),
+        ({"vocabulary": ()}, "vocabulary"),
     ],
 )
-def test_impossible_sizes_are_refused(changes: dict[str, int], message: str) -> None:
+def test_impossible_sizes_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(**changes)
-
-
-def test_a_vocabulary_has_a_size() -> None:
-    with pytest.raises(ValueError, match="vocabulary"):
-        EngineConfig(vocabulary=())
-
-
-prompts = st.builds(lambda root, size: [root] * min(size, 3) + list(range(size)), st.integers(0, 2), st.integers(1, 30))
-sizes = st.fixed_dictionaries(
-    {
-        "kv_blocks_total": st.integers(15, 40),
-        "max_num_seqs": st.integers(1, 6),
-        "max_num_batched_tokens": st.integers(6, 40),
-    }
-)
 
 
 @examples(3)
@@ -378,11 +300,8 @@ def test_an_engine_without_vocabulary_emits_no_tokens(
         histories.append(steps + run(model))
     names: dict[int, int] = {}
     for spoken, silent in zip(*histories, strict=True):
-        assert (silent.duration_us, silent.iterations, silent.load) == (
-            spoken.duration_us,
-            spoken.iterations,
-            spoken.load,
-        )
+        assert (silent.duration_us, silent.iterations) == (spoken.duration_us, spoken.iterations)
+        assert silent.load == spoken.load
         assert (silent.first_tokens, silent.finished, silent.emitted) == (spoken.first_tokens, spoken.finished, [])
         for output, unemitted in zip(spoken.cache_changes, silent.cache_changes, strict=True):
             assert type(output) is type(unemitted)
@@ -470,18 +389,6 @@ responses = st.builds(
 )
 
 
-def fetch_all(model: EngineModel, seeds: dict[str, int], until_us: int) -> list[EngineStep]:
-    """Run the model to the end. All KV arrives at once."""
-    steps: list[EngineStep] = []
-    while True:
-        for fetch in model.fetches():
-            assert model.fetched(fetch.request_id, seeds[fetch.request_id])
-        step = model.step(until_us)
-        if step is None:
-            return steps
-        steps.append(step)
-
-
 @examples(3)
 @given(
     drawn=st.lists(responses, min_size=1, max_size=6),
@@ -500,7 +407,7 @@ def test_continued_tokens_equal_those_of_the_undisturbed_response(
                 name = f"r{number} from {begin}"
                 seeds[name], expected[name] = seed, one.tokens(seed)[begin:]
                 model.submit(one.attempt(name, seed, begin))
-    steps = fetch_all(model, seeds, until_us)
+    steps = fetch_all(model, until_us, seeds)
     assert answers(steps) == expected
     assert replay_cache(steps) == model.pool.content()
 
@@ -512,3 +419,134 @@ def test_without_a_vocabulary_the_position_changes_nothing() -> None:
         model.submit(msgspec.structs.replace(request("a", [1, 2, 3], 20), first_position=first_position))
         runs.append(run(model))
     assert runs[0] == runs[1]
+
+
+# The time of a step, against values worked out by hand from the formulas
+
+
+NOTHING = {"prefill_tokens": 0, "prefill_attended": 0, "decode_sequences": 0, "decode_tokens": 0, "cache_tokens": 6400}
+LINEAR = LinearTiming(
+    step=100.0, prefill_token=3.0, attended_pair=0.5, decode_step=40.0, decode_sequence=7.0, context_token=0.25
+)
+# A token costs 20 FLOPs and 2 bytes of cache, a GPU does 10 FLOPs and reads 5 bytes in a microsecond.
+DENSE = RooflineTiming(
+    flops_token=20.0, flops_sampled=30.0, flops_pair=4.0, bytes_weights=1000.0, bytes_kv_token=2.0, flops_us=10.0,
+    bytes_us=5.0,
+)  # fmt: skip
+
+
+def did(**work: int) -> StepWork:
+    return StepWork(**{**NOTHING, **work})
+
+
+def exact_prefill_us(tokens: int) -> Decimal:
+    t = Decimal(tokens)
+    return (Decimal("4.209989e-07") * t * t + Decimal("1.518344e-02") * t + Decimal("16.50142")) * 1000
+
+
+def exact_decode_us(used: int, total: int) -> Decimal:
+    u = min(Decimal(used) / Decimal(total), Decimal(1))
+    return max(Decimal(1), Decimal("-25.74") * u * u + Decimal("54.01") * u + Decimal("5.74")) * 1000
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 1000, 8192, 131_072])
+def test_prefill_is_dynamos_polynomial_to_six_digits(tokens: int) -> None:
+    exact = exact_prefill_us(tokens)
+    assert abs(prefill_us(tokens) - exact) <= max(Decimal("0.5"), exact / 1_000_000)
+
+
+@pytest.mark.parametrize(("used", "total"), [(0, 16_384), (1, 16_384), (8192, 16_384), (16_384, 16_384), (3, 7)])
+def test_decode_is_dynamos_polynomial_to_six_digits(used: int, total: int) -> None:
+    exact = exact_decode_us(used, total)
+    assert abs(decode_us(used, total) - exact) <= max(Decimal("0.5"), exact / 1_000_000)
+
+
+def test_worked_examples() -> None:
+    assert (prefill_us(0), prefill_us(1000)) == (0, 32_106)
+    assert [decode_us(used, 100) for used in (0, 50, 100)] == [5_740, 26_310, 34_010]
+    assert decode_us(300, 100) == decode_us(100, 100), "usage is clamped"
+
+
+def test_the_mocker_prefills_and_then_decodes() -> None:
+    mocker = MockerTiming()
+    assert mocker.step_us(did(prefill_tokens=1000, prefill_attended=500_500)) == 32_106
+    assert mocker.step_us(did(decode_sequences=3, decode_tokens=3200)) == 26_310
+    assert mocker.step_us(did(prefill_tokens=1000, decode_sequences=3, decode_tokens=3200)) == 32_106 + 26_310
+
+
+@given(st.integers(0, 100_000), st.integers(1, 100_000), st.integers(1, 512))
+def test_the_mocker_knows_no_unit_of_contexts(used: int, total: int, block_size: int) -> None:
+    assert decode_us(used * block_size, total * block_size) == decode_us(used, total)
+
+
+def test_a_linear_step_is_the_sum_of_its_parts() -> None:
+    assert LINEAR.step_us(did(prefill_tokens=10, prefill_attended=55)) == 158  # 100 + 30 + 27.5, to the even one
+    assert LINEAR.step_us(did(decode_sequences=2, decode_tokens=128)) == 100 + 40 + 14 + 32
+    both = LINEAR.step_us(did(prefill_tokens=10, prefill_attended=56, decode_sequences=2, decode_tokens=128))
+    assert both == 100 + 30 + 28 + 40 + 14 + 32
+
+
+def test_a_step_takes_some_time() -> None:
+    free = LinearTiming(context_token=1e-9)
+    assert free.step_us(did(prefill_tokens=1)) == free.step_us(did(decode_sequences=1, decode_tokens=64)) == 1
+
+
+@pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf")])
+def test_costs_are_numbers_from_zero_on(cost: float) -> None:
+    with pytest.raises(ValueError, match="attended_pair must be a number from 0 on"):
+        LinearTiming(step=1.0, attended_pair=cost)
+
+
+def test_all_zero_costs_are_rejected() -> None:
+    with pytest.raises(ValueError, match="at least one cost"):
+        LinearTiming()
+
+
+def changed(timing: RooflineTiming, **changes: Any) -> RooflineTiming:
+    fields = {name: getattr(timing, name) for name in timing.__struct_fields__}
+    return RooflineTiming(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "work", "us"),
+    [
+        # The weights are read: 1000 + 2 * 64 bytes at 5 per microsecond; 20 + 30 + 4 * 64 FLOPs at 10 are less.
+        ({}, {"decode_sequences": 1, "decode_tokens": 64}, 226),
+        # A long prompt computes: 20 * 1000 + 4 * 500,500 FLOPs; 1000 + 2 * 1000 bytes are less.
+        ({}, {"prefill_tokens": 1000, "prefill_attended": 500_500}, 202_200),
+        (
+            {"reduce_us": 11.0, "reduce_us_token": 0.5, "overhead_us": 100.0},
+            {"decode_sequences": 2, "decode_tokens": 128},
+            251 + 11 + 1 + 100,
+        ),
+        ({"bytes_experts": 500.0}, {"prefill_tokens": 1, "prefill_attended": 1}, 300),  # one expert is always read
+    ],
+)
+def test_a_roofline_step_computes_or_reads(changes: dict[str, Any], work: dict[str, int], us: int) -> None:
+    assert changed(DENSE, **changes).step_us(did(**work)) == us
+
+
+@given(st.integers(1, 3000), st.integers(1, 64), st.integers(0, 63))
+def test_a_step_reads_the_experts_that_its_tokens_go_to(tokens: int, experts: int, others: int) -> None:
+    active = max(1, experts - others)
+    mixture = changed(DENSE, bytes_experts=1e9, experts=experts, experts_active=active, flops_us=1e12)
+    missed = (1 - Fraction(active, experts)) ** tokens  # by a token each time with the same chance
+    expected = (1000 + 2 * 100_000 + (1 - missed) * 10**9) / 5
+    took = mixture.step_us(did(decode_sequences=tokens, decode_tokens=100_000))
+    assert took == pytest.approx(float(expected), rel=1e-9, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"flops_us": 0.0}, "above 0"),
+        ({"bytes_us": 0.0}, "above 0"),
+        ({"bytes_weights": 0.0}, "above 0"),
+        ({"overhead_us": -1.0}, "overhead_us"),
+        ({"experts": 4, "experts_active": 5}, r"experts_active \(5\)"),
+        ({"experts": 4, "experts_active": 0}, r"experts_active \(0\)"),
+    ],
+)
+def test_invalid_rooflines_are_rejected(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        changed(DENSE, **changes)

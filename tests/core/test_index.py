@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.restore import digest_of_snapshot, restore
+from forebay.core.restore import digest_of_snapshot
 from forebay.core.state import holder_bits, index_scan
+from forebay.core.state.block_sets import RUN_BLOCKS_MAX, BlockSets, split_bits
 from forebay.core.state.holder_bits import RETIRED_BITS_MAX
 from forebay.core.state.index_digest import IndexTally
 from forebay.core.state.index_scan import SCAN_CHUNK_HASHES, IndexScan, ScannedBlocks
@@ -96,9 +97,7 @@ class Naive:
         if worker not in self.caches:
             return
         self.seq[worker] += 1
-        fields: dict[str, Any] = {
-            "worker_id": worker, "worker_epoch": self.epochs[worker], "seq": self.seq[worker],
-        }  # fmt: skip
+        fields: dict[str, Any] = {"worker_id": worker, "worker_epoch": self.epochs[worker], "seq": self.seq[worker]}
         hashes, held = pack_u64(blocks), self.caches[worker][tier]
         match kind:
             case "store":
@@ -257,34 +256,16 @@ def test_a_scan_and_its_changes_give_the_final_state(
             assert restored.overlaps(query) == naive.overlaps(query)
 
 
-def test_many_clears_and_losses_are_swept_and_forgotten() -> None:
-    naive = Naive()
-    for name in WORKERS:
-        naive.join(name)
-    for number in range(RETIRED_BITS_MAX * 3):
-        for worker in WORKERS:
-            naive.cache("store", worker, "device", list(range(1, 10)), None)
-        worker = WORKERS[number % 4]
-        if number % 2:
-            naive.cache("clear", worker, "device", [], None)
-        else:
-            naive.join(worker)
-        assert naive.index.overlaps(range(1, 12)) == naive.overlaps(list(range(1, 12)))
-
-
 def test_foreign_outdated_and_missing_events_are_counted() -> None:
     index = PrefixIndex()
     index.add_holder("a", 0, 5)
-    fields: dict[str, Any] = {"worker_id": "a", "worker_epoch": 5, "sequence_hashes": pack_u64([1, 2])}
-    index.apply(BlocksStored(**{**fields, "worker_id": "z"}, seq=1))
-    for epoch in (4, 6):
-        index.apply(BlocksStored(**{**fields, "worker_epoch": epoch}, seq=1))
-    index.apply(BlocksStored(**fields, rank=1, seq=1))
+    for foreign in ({"worker_id": "z"}, {"worker_epoch": 4}, {"worker_epoch": 6}, {"rank": 1}):
+        index.apply(stored(1, 1, 2, **foreign))
     assert index.overlaps([1]) == {}
-    index.apply(BlocksStored(**fields, seq=1))
-    index.apply(BlocksStored(**fields, seq=1))
-    index.apply(BlocksStored(**{**fields, "sequence_hashes": pack_u64([4])}, parent_hash=3, seq=4))
-    index.apply(BlocksStored(**{**fields, "sequence_hashes": pack_u64([5])}, parent_hash=4, seq=5))
+    for _ in range(2):
+        index.apply(stored(1, 1, 2))
+    index.apply(stored(4, 4, parent_hash=3))
+    index.apply(stored(5, 5, parent_hash=4))
     index.apply(BlocksRemoved(worker_id="a", worker_epoch=5, seq=6, sequence_hashes=pack_u64([77])))
     assert index.counts == {
         "unknown_worker": 1, "unknown_rank": 1, "stale_epoch": 2, "duplicate": 1, "gap": 1, "unknown_parent": 1,
@@ -295,20 +276,13 @@ def test_foreign_outdated_and_missing_events_are_counted() -> None:
     assert index.overlaps([]) == {}
     assert PrefixIndex().overlaps([1]) == {}
     index.drop_holder("a", 0)
-    index.apply(BlocksStored(**fields, seq=7))
+    index.apply(stored(7, 1, 2))
     assert index.counts["unknown_worker"] == 2
 
 
-def test_a_parent_in_another_tier_is_known() -> None:
-    naive = Naive()
-    naive.join("a")
-    naive.cache("store", "a", "host", [1], None)
-    naive.cache("store", "a", "device", [2], 1)
-    assert not naive.index.counts
-
-
-def stored(seq: int, *blocks: int, rank: int = 0) -> BlocksStored:
-    return BlocksStored(worker_id="a", worker_epoch=5, rank=rank, seq=seq, sequence_hashes=pack_u64(blocks))
+def stored(seq: int, *blocks: int, **changes: Any) -> BlocksStored:
+    fields: dict[str, Any] = {"worker_id": "a", "worker_epoch": 5, "seq": seq, **changes}
+    return BlocksStored(sequence_hashes=pack_u64(blocks), **fields)
 
 
 def cleared(seq: int, rank: int = 0) -> CacheCleared:
@@ -353,26 +327,14 @@ def test_a_worker_is_known_as_long_as_one_of_its_ranks_is() -> None:
     assert index.overlaps([1]) == {}
 
 
-def test_holders_that_leave_a_prompt_at_different_depths_are_told_apart() -> None:
-    index = PrefixIndex()
-    for worker, depth in (("a", 9), ("b", 5), ("c", 5), ("d", 2), ("e", 0)):
-        index.add_holder(worker, 0, 5)
-        hashes = pack_u64(range(1, depth + 1))
-        index.apply(BlocksStored(worker_id=worker, worker_epoch=5, seq=1, sequence_hashes=hashes))
-    depths = {("a", 0): Overlap(9), ("b", 0): Overlap(5), ("c", 0): Overlap(5), ("d", 0): Overlap(2)}
-    assert index.overlaps(range(1, 20)) == depths
-
-
 # The scan of a snapshot
 
 
 def filled(workers: int, blocks: int) -> PrefixIndex:
     index = PrefixIndex()
-    for number in range(workers):
-        index.add_holder(f"w{number}", 0, 1)
-        index.apply(
-            BlocksStored(worker_id=f"w{number}", worker_epoch=1, seq=1, sequence_hashes=pack_u64(range(1, blocks + 1)))
-        )
+    for name in [f"w{number}" for number in range(workers)]:
+        index.add_holder(name, 0, 1)
+        index.apply(stored(1, *range(1, blocks + 1), worker_id=name, worker_epoch=1))
     return index
 
 
@@ -426,7 +388,7 @@ def test_only_one_scan_is_active() -> None:
     index.end_scan()
     with pytest.raises(AssertionError, match="no scan is active"):
         index.end_scan()
-    index.apply(BlocksStored(worker_id="w0", worker_epoch=1, seq=2, sequence_hashes=pack_u64(range(101, 201))))
+    index.apply(stored(2, *range(101, 201), worker_id="w0", worker_epoch=1))
     again = index.begin_scan()
     (chunk,) = again.advance(100_000)
     assert unpack_u64(chunk.sequence_hashes) == list(range(1, 201))  # in order: nothing is left of the first walk
@@ -443,9 +405,7 @@ def test_blocks_stored_during_a_scan_do_not_prolong_it() -> None:
             made += 1
             if growing:
                 blocks = range(made * 10_000, made * 10_000 + 300)
-                index.apply(
-                    BlocksStored(worker_id="w0", worker_epoch=1, seq=made + 1, sequence_hashes=pack_u64(blocks))
-                )
+                index.apply(stored(made + 1, *blocks, worker_id="w0", worker_epoch=1))
         index.end_scan()
         return made
 
@@ -458,8 +418,7 @@ def test_cached_masks_are_dropped_when_bits_are_reassigned(monkeypatch: pytest.M
     names = [f"w{number}" for number in range(9)]
     for at, name in enumerate(names):
         index.add_holder(name, 0, 1)
-        hashes = pack_u64(range(1, 10 - at))
-        index.apply(BlocksStored(worker_id=name, worker_epoch=1, seq=1, sequence_hashes=hashes))
+        index.apply(stored(1, *range(1, 10 - at), worker_id=name, worker_epoch=1))
     for _ in range(2):
         for block in range(1, 10):
             assert set(index.overlaps([block])) == {(name, 0) for name in names[: 10 - block]}
@@ -492,8 +451,7 @@ def test_blocks_of_the_store_follow_those_of_all_tiers_and_are_counted_for_its_r
     query = list(range(1, 10))
     for seq, (tier, blocks) in enumerate((("device", [1, 2]), ("host", [3]), ("disk", [4, 5])), 1):
         for worker in "ad":
-            fields: dict[str, Any] = {"worker_id": worker, "worker_epoch": 1, "seq": seq, "tier": tier}
-            index.apply(BlocksStored(**fields, sequence_hashes=pack_u64(blocks)))
+            index.apply(stored(seq, *blocks, worker_id=worker, worker_epoch=1, tier=tier))
     index.apply_store(added("s", [1, 6, 7, 9]))
     assert index.overlaps(query) == {
         ("a", 0): Overlap(2, 1, 2, 2),
@@ -552,22 +510,9 @@ def test_a_store_dropped_during_a_scan_is_recorded() -> None:
     assert contents(copy_of(index, [*seen, *kept])) == {("new",): {3}}
     assert contents(copy_of(index, [StoreDropped(store="old"), *kept])) == {("new",): {3}}
     tally = IndexTally()
-    foreign = BlocksStored(worker_id="nobody", worker_epoch=1, seq=1, sequence_hashes=pack_u64([9]))
-    for part in (*seen, *kept, IndexChanges(events=(foreign,))):
+    for part in (*seen, *kept, IndexChanges(events=(stored(1, 9, worker_id="nobody"),))):
         tally.restore(part)
     assert tally.digest() == index.digest()
-
-
-def test_several_stores_make_room_if_one_is_not_enough() -> None:
-    index = PrefixIndex()
-    index.stores = StoreSets(blocks_max=6)
-    index.use_store("a", "s")
-    for name, blocks in (("b", [1]), ("c", [2]), ("s", [1, 2, 3, 4])):
-        index.apply_store(added(name, blocks))
-    index.apply_store(added("s", [5, 6, 7]))
-    assert index.stores.sizes() == {"c": 1, "s": 7}
-    index.apply_store(added("s", [8]))
-    assert index.stores.sizes() == {"s": 7, "c": 1}, "dropping the other store would not make room either"
 
 
 def test_changes_of_a_store_stay_below_the_size_of_a_record() -> None:
@@ -582,29 +527,151 @@ def test_changes_of_a_store_stay_below_the_size_of_a_record() -> None:
     assert copy_of(index, [*kept]).digest() == index.digest()
 
 
-def stored_world(*, workers: tuple[str, ...] = ("a", "b")) -> Driver:
-    """A fleet of one pool whose workers use the store "s", which has the first prompt."""
+def test_a_store_survives_the_loss_of_all_workers_and_a_snapshot() -> None:
     drive = Driver()
     drive("control", pool())
-    for slot, name in enumerate(workers):
+    for slot, name in enumerate("ab"):
         drive("fleet", joined(name, slot, kv_store="s"))
     drive("kv-events", added("s", PROMPTS[0]))
-    return drive
-
-
-def test_a_store_survives_the_loss_of_all_workers_and_a_snapshot() -> None:
-    drive = stored_world()
     for name in "ab":
         drive.lose(name)
     assert drive.world.index.stores.counts == {}
     drive("kv-events", removed("s", PROMPTS[0][7:], "b"))
     assert drive.world.index.stores.counts == {"unused": 1}
-    drive.world.take_consumed()
-    chunks = [*drive.world.snapshot()]
-    copy = restore(chunks)
-    assert copy.digest() == drive.world.digest() == digest_of_snapshot(chunks)
-    other = Driver(copy)
-    other.now_us = drive.now_us
+    other = drive.copy()
+    assert drive.world.digest() == digest_of_snapshot([*drive.world.snapshot()])
     other("fleet", joined("new", 0, kv_store="s"))
     (routed,) = other("requests", request("r", PROMPTS[0]))
     assert (routed.worker_id, routed.terms.device_overlap, routed.terms.store_overlap) == ("new", 0, 7)
+
+
+# Sets of blocks: runs are cut and joined, answers stay exact
+
+
+@st.composite
+def any_stretches(draw: st.DrawFn) -> list[int]:
+    """Blocks in order, or against it, more than a run may have, with holes; or anything, with repetitions."""
+    if draw(st.integers(0, 3)):
+        start = draw(st.integers(1, 250))
+        holes = draw(st.sets(st.integers(1, 300), max_size=4))
+        blocks = [block for block in range(start, min(301, start + draw(st.integers(1, 100)))) if block not in holes]
+        return blocks[:: draw(st.sampled_from([1, 1, -1]))]
+    return draw(st.lists(st.integers(1, 300), max_size=20))
+
+
+changes = st.tuples(st.integers(0, 4), st.booleans(), any_stretches(), st.none() | st.integers(1, 300))
+
+
+def blocks_of(sets: BlockSets, bit: int) -> list[int]:
+    """What a cursor sees of one holder."""
+    cursor = sets.cursor()
+    seen: list[int] = []
+    while (run := sets.next_run(cursor)) is not None:
+        seen += run.blocks if run.mask & bit else []
+    sets.release(cursor)
+    return sorted(seen)
+
+
+@examples(2)
+@given(st.lists(changes, max_size=25), any_stretches())
+def test_block_sets_equal_plain_sets(operations: list[Any], query: list[int]) -> None:
+    sets = BlockSets()
+    plain: list[set[int]] = [set() for _ in range(5)]
+    for holder, stores, blocks, parent in operations:
+        if stores:
+            assert sets.add(1 << holder, blocks, parent) == len(set(blocks) - plain[holder])
+            plain[holder].update(blocks)
+        else:
+            assert sets.remove(1 << holder, blocks) == len(set(blocks) & plain[holder])
+            plain[holder].difference_update(blocks)
+    for holder, held in enumerate(plain):
+        assert blocks_of(sets, 1 << holder) == sorted(held)
+        assert sets.counts.get(1 << holder, 0) == len(held)
+        assert sets.sums.get(1 << holder, 0) == sum(held)
+        assert all(sets.has(1 << holder, block) == (block in held) for block in range(1, 301))
+    assert len(sets) == len(set().union(*plain))
+    for blocks_looked_up in (query, list(range(1, 301))):
+        depths = {
+            bit: depth for depth, mask in sets.match_depths(blocks_looked_up, 0b11111) for bit in split_bits(mask)
+        }
+        for holder, held in enumerate(plain):
+            expected = next(
+                (at for at, block in enumerate(blocks_looked_up) if block not in held), len(blocks_looked_up)
+            )
+            assert depths[1 << holder] == expected
+
+
+def runs_of(sets: BlockSets) -> list[list[int]]:
+    """The runs, in the order of the ring."""
+    cursor = sets.cursor()
+    runs: list[list[int]] = []
+    while (run := sets.next_run(cursor)) is not None:
+        runs.append(run.blocks.tolist())
+    sets.release(cursor)
+    return runs
+
+
+def test_blocks_that_arrive_one_by_one_form_runs() -> None:
+    sets = BlockSets()
+    for block in range(1, 71):
+        sets.add(1, [block], block - 1 or None)
+    runs = [list(range(1, 33)), list(range(33, 65)), list(range(65, 71))]
+    assert runs_of(sets) == runs
+    for block in range(1, 71):
+        sets.add(2, [block], block - 1 or None)
+    assert sorted(runs_of(sets)) == runs
+
+
+def test_retired_bits_are_swept_incrementally() -> None:
+    sets = BlockSets()
+    for number in range(6):
+        sets.add(1 << (number % 2), range(number * RUN_BLOCKS_MAX, (number + 1) * RUN_BLOCKS_MAX))
+    sets.retire(1)
+    sets.begin_sweep()
+    sizes = []
+    while not sets.sweep(1, 1):
+        sizes.append(len(sets))
+    assert sizes == [size * RUN_BLOCKS_MAX for size in (5, 5, 4, 4, 3, 3)]
+    assert sets.sweep(1, 7) == 7
+    assert blocks_of(sets, 2) == [*range(32, 64), *range(96, 128), *range(160, 192)]
+
+
+def test_blocks_evicted_by_one_of_two_holders_stay_one_run() -> None:
+    sets = BlockSets()
+    for bit in (1, 2):
+        sets.add(bit, range(1, 31))
+    for block in range(30, 10, -1):
+        sets.remove(1, [block])
+    assert runs_of(sets) == [list(range(1, 11)), list(range(11, 31))]
+
+
+def test_a_cursor_sees_blocks_that_join_a_run_it_has_passed() -> None:
+    sets = BlockSets()
+    sets.add(1, [1, 2, 3, 4])
+    sets.add(2, [1, 2])
+    cursor = sets.cursor()
+    first = sets.next_run(cursor)
+    assert first is not None
+    assert first.blocks.tolist() == [1, 2]
+    sets.add(2, [3, 4], parent=2)
+    joined = sets.next_run(cursor)
+    assert joined is not None
+    assert joined.blocks.tolist() == [1, 2, 3, 4]
+    assert sets.next_run(cursor) is None
+
+
+def test_cursors_stay_where_they_are_when_another_run_loses_its_head() -> None:
+    sets = BlockSets()
+    sets.add(1, range(1, 6))
+    sets.add(1, range(11, 16))
+    ahead, behind = sets.cursor(), sets.cursor()
+    first = sets.next_run(ahead)
+    assert first is not None
+    for start in (1, 11):
+        sets.add(2, [start, start + 1])
+    seen: list[int] = []
+    for cursor in (ahead, behind):
+        while (run := sets.next_run(cursor)) is not None:
+            seen += run.blocks
+    assert set(range(1, 6)) <= set(seen)
+    assert set(range(11, 16)) <= set(seen)

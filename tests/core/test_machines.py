@@ -1,24 +1,38 @@
-"""Block identity, and the tables of the fleet and of a request's life."""
+"""The tables of the fleet and of a request, and the edges of the rules: microseconds, ranks, phases and names."""
 
 from collections.abc import Callable
 from itertools import product
 from typing import Any, get_args
 
+import msgspec
 import pytest
 
-from forebay.core.block_hashes import block_hashes, extend_chain
 from forebay.core.phases import Phase
+from forebay.core.rederive import Rederivation
+from forebay.core.restore import restore
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.fleet import TRANSITIONS as FLEET_TABLE
 from forebay.core.state.fleet import Fleet, WorkerPhase
-from forebay.core.state.requests import ActiveRequests
+from forebay.core.state.requests import REMEMBER_US, ActiveRequests
 from forebay.core.state.submitted_request import request_from_event
 from forebay.core.state.transitions import REPORTED, TRANSITIONS, RequestTransition
 from forebay.core.state_machine import IllegalTransition
+from forebay.core.step import claim
+from forebay.core.world import World
 from forebay.events.base import pack_u32
-from forebay.events.control import QueueConfig
-from forebay.events.decisions import RequestHeld, Stage
+from forebay.events.control import BusyThresholds, QueueClass, QueueConfig
+from forebay.events.decisions import (
+    ConsumedRun,
+    OwnerClaimed,
+    RequestAborted,
+    RequestHeld,
+    RequestRejected,
+    RequestRouted,
+    Stage,
+)
 from forebay.events.fleet import (
+    IngressJoined,
+    IngressLost,
     OwnershipAnnounced,
     WorkerDraining,
     WorkerFact,
@@ -30,6 +44,7 @@ from forebay.events.progress import (
     AttemptRejected,
     EncodeFailed,
     EncodeFinished,
+    EngineFailed,
     FirstTokenEmitted,
     OutputGrown,
     PrefillFailed,
@@ -39,18 +54,9 @@ from forebay.events.progress import (
     RequestProgress,
     TransferFailed,
 )
+from forebay.events.requests import RequestSubmitted, RoutingHints
 from forebay.events.snapshots import WorkerState
-from tests.core.worlds import ENCODED, PROMPTS, Driver, joined, prefilled_by, request
-
-# Block identity
-
-
-def test_only_full_blocks_are_hashed_and_chains_go_on() -> None:
-    assert block_hashes(pack_u32(range(1, 4)), 4) == []
-    blocks = block_hashes(pack_u32(range(1, 13)), 4)
-    whole = extend_chain(None, blocks)
-    assert whole[:2] + extend_chain(whole[1], blocks[2:]) == whole
-
+from tests.core.worlds import ENCODED, PROMPTS, Driver, ids_of, joined, pool, prefilled_by, request
 
 # The fleet
 
@@ -61,12 +67,11 @@ FACTS = (WorkerSuspect, WorkerRecovered, WorkerDraining, WorkerLost)
 def fleet_in(phase: WorkerPhase) -> Fleet:
     fleet = Fleet()
     fleet.apply(joined("w"), 3)
-    if phase is WorkerPhase.SUSPECT:
-        fleet.apply(WorkerSuspect(owner_epoch=0, worker_id="w", worker_epoch=3), 4)
-    if phase is WorkerPhase.DRAINING:
-        fleet.apply(WorkerDraining(owner_epoch=0, worker_id="w", worker_epoch=3), 4)
-    if phase is WorkerPhase.LOST:
-        fleet.apply(WorkerLost(owner_epoch=0, worker_id="w", worker_epoch=3), 4)
+    kinds: dict[WorkerPhase, Any] = {
+        WorkerPhase.SUSPECT: WorkerSuspect, WorkerPhase.DRAINING: WorkerDraining, WorkerPhase.LOST: WorkerLost,
+    }  # fmt: skip
+    if phase in kinds:
+        fleet.apply(kinds[phase](owner_epoch=0, worker_id="w", worker_epoch=3), 4)
     return fleet
 
 
@@ -132,75 +137,51 @@ def life_in(phase: Phase, *, encoded: bool = False) -> tuple[ActiveRequests, Act
     elif phase is not Phase.SUBMITTED:
         if encoded:
             requests.route(one, "encode", "e", 2, 0)
-            requests.progress(progress_event(EncodeFinished, one, encoded=ENCODED), 1_500)
+            requests.progress(EncodeFinished(**ids_of(one), encoded=ENCODED), 1_500)
         if phase in (Phase.TRANSFER, Phase.WAITING):
             requests.route(one, "prefill", "p", 2, 0)
-            requests.progress(progress_event(PrefillFinished, one, prefilled=prefilled_by("p", 2)), 1_500)
+            requests.progress(PrefillFinished(**ids_of(one), prefilled=prefilled_by("p", 2)), 1_500)
         if phase is not Phase.WAITING:
             requests.route(one, STAGES[phase], "w", 3, 0)
     if phase is Phase.DECODE:
-        requests.progress(first_token(one), 2_000)
+        requests.progress(FirstTokenEmitted(**ids_of(one)), 2_000)
     assert one.phase is phase
     return requests, one
-
-
-def progress_event(kind: type[Any], one: ActiveRequest, **fields: Any) -> Any:
-    return kind(
-        request_id="r",
-        attempt=one.stage_attempt,
-        worker_id=one.worker_id,
-        worker_epoch=one.worker_epoch,
-        owner_epoch=0,
-        **fields,
-    )
-
-
-def first_token(one: ActiveRequest) -> FirstTokenEmitted:
-    event: FirstTokenEmitted = progress_event(FirstTokenEmitted, one)
-    return event
 
 
 @pytest.mark.parametrize(("phase", "move"), list(product(Phase, RequestTransition)))
 def test_the_request_transition_table(phase: Phase, move: RequestTransition) -> None:
     requests, one = life_in(phase, encoded=phase in (Phase.PREFILL, Phase.REMOTE_PREFILL))
     before = requests.digest(), list(requests.snapshot())
-    moves: dict[RequestTransition, Callable[[], object]] = {
+    calls: dict[RequestTransition, Callable[[], object]] = {
         RequestTransition.HELD: lambda: requests.enqueue(one, "default", 10, 2_500),
         RequestTransition.ROUTED: lambda: requests.route(one, "aggregated", "w2", 4, 1),
         RequestTransition.TO_BE_ENCODED: lambda: requests.route(one, "encode", "e", 4, 1),
         RequestTransition.TO_BE_PREFILLED: lambda: requests.route(one, "prefill", "p", 4, 1),
         RequestTransition.TO_BE_DECODED: lambda: requests.route(one, "decode", "d", 4, 1),
-        RequestTransition.PREFILLED: lambda: requests.progress(
-            progress_event(PrefillFinished, one, prefilled=prefilled_by("w", 3)), 3_000
-        ),
-        RequestTransition.NOT_PREFILLED: lambda: requests.progress(
-            progress_event(PrefillFailed, one, error="out of blocks"), 3_000
-        ),
-        RequestTransition.ENCODED: lambda: requests.progress(
-            progress_event(EncodeFinished, one, encoded=ENCODED), 3_000
-        ),
-        RequestTransition.NOT_ENCODED: lambda: requests.progress(
-            progress_event(EncodeFailed, one, error="too large"), 3_000
-        ),
-        RequestTransition.NOT_TRANSFERRED: lambda: requests.progress(
-            progress_event(TransferFailed, one, error="gone"), 3_000
-        ),
-        RequestTransition.REJECTED: lambda: requests.progress(
-            progress_event(AttemptRejected, one, error="not now", status=503, code=""), 3_000
-        ),
         RequestTransition.KV_EXPIRED: lambda: requests.expire_prefilled(one),
-        RequestTransition.OUTPUT_GROWN: lambda: requests.progress(
-            progress_event(OutputGrown, one, output_tokens=3), 3_000
-        ),
-        RequestTransition.FINISHED: lambda: requests.progress(
-            progress_event(RequestFinished, one, finish_reason="stop"), 3_000
-        ),
-        RequestTransition.FAILED: lambda: requests.progress(progress_event(RequestFailed, one, error="broken"), 3_000),
-        RequestTransition.FIRST_TOKEN: lambda: requests.progress(first_token(one), 3_000),
         RequestTransition.WORKER_LOST: lambda: requests.lose_worker(one),
         RequestTransition.ENDED: lambda: requests.end(one, 3_000),
     }
-    perform = moves[move]
+    reports: dict[RequestTransition, tuple[Any, dict[str, Any]]] = {
+        RequestTransition.PREFILLED: (PrefillFinished, {"prefilled": prefilled_by("w", 3)}),
+        RequestTransition.NOT_PREFILLED: (PrefillFailed, {"error": "out of blocks"}),
+        RequestTransition.ENCODED: (EncodeFinished, {"encoded": ENCODED}),
+        RequestTransition.NOT_ENCODED: (EncodeFailed, {"error": "too large"}),
+        RequestTransition.NOT_TRANSFERRED: (TransferFailed, {"error": "gone"}),
+        RequestTransition.REJECTED: (AttemptRejected, {"error": "not now", "status": 503, "code": ""}),
+        RequestTransition.OUTPUT_GROWN: (OutputGrown, {"output_tokens": 3}),
+        RequestTransition.FINISHED: (RequestFinished, {"finish_reason": "stop"}),
+        RequestTransition.FAILED: (RequestFailed, {"error": "broken"}),
+        RequestTransition.FIRST_TOKEN: (FirstTokenEmitted, {}),
+    }
+
+    def perform() -> object:
+        if move in calls:
+            return calls[move]()
+        kind, fields = reports[move]
+        return requests.progress(kind(**ids_of(one), **fields), 3_000)
+
     rule = TRANSITIONS[move]
     if phase not in rule.sources or (rule.guard is not None and not rule.guard(one)):
         with pytest.raises(IllegalTransition):
@@ -254,13 +235,328 @@ def test_progress_of_a_queued_request_without_a_worker_is_stale() -> None:
     drive("requests", request("r0", PROMPTS[0]))
     (held,) = drive("requests", request("r1", PROMPTS[0]))
     assert isinstance(held, RequestHeld)
-    event = RequestFinished(
-        request_id="r1", attempt=0, worker_id="", worker_epoch=0, owner_epoch=0, finish_reason="stop"
-    )
-    assert drive("progress", event) == []
+    assert drive.finish("r1") == []
     assert drive.world.counts["stale_progress"] == 1
     assert drive.cancel("r1")[0].request_id == "r1"
 
 
 def test_every_progress_event_has_a_transition() -> None:
     assert set(REPORTED) == set(get_args(RequestProgress))
+
+
+# The edges of the rules
+
+
+def routes(decided: list[Any]) -> list[tuple[str, str, int]]:
+    return [(one.request_id, one.worker_id, one.attempt) for one in decided if isinstance(one, RequestRouted)]
+
+
+def test_a_deadline_passes_in_its_microsecond_and_not_before() -> None:
+    drive = Driver().fleet("a")
+    drive("requests", request("r", timeout_us=1_000))
+    assert drive.wait(999) == []
+    (ended,) = drive.wait(1)
+    assert isinstance(ended, RequestAborted)
+    assert drive.world.requests.next_due_us() == drive.now_us + REMEMBER_US
+
+
+def test_an_id_is_forgotten_in_its_microsecond_and_not_before() -> None:
+    drive = Driver().fleet("a")
+    drive("requests", request("r", nonce=1))
+    drive.cancel("r")
+    drive.wait(REMEMBER_US - 1)
+    assert drive("requests", request("r", nonce=1), after_us=0) == []
+    (routed,) = drive("requests", request("r", nonce=1), after_us=1)
+    assert isinstance(routed, RequestRouted)
+
+
+@pytest.mark.parametrize("fact", [WorkerSuspect, WorkerDraining])
+def test_only_ready_workers_get_requests(fact: Any) -> None:
+    drive = Driver().fleet("a", "b")
+    drive.fact(fact, "a")
+    for number in range(4):
+        (routed,) = drive("requests", request(f"r{number}", PROMPTS[0]))
+        assert isinstance(routed, RequestRouted)
+        assert (routed.worker_id, routed.candidates) == ("b", 1)
+    drive.fact(WorkerDraining, "b")
+    if fact is WorkerSuspect:
+        drive.lose("a")
+    (rejected,) = drive("requests", request("late"))
+    assert isinstance(rejected, RequestRejected)
+    assert rejected.reason == "no_workers"
+
+
+def test_a_request_that_only_suspect_workers_may_take_is_held_until_one_is_back() -> None:
+    drive = Driver().fleet("a", "b")
+    for name in ("a", "b"):
+        drive.fact(WorkerSuspect, name)
+    held = [drive("requests", request(f"r{number}", PROMPTS[0])) for number in range(3)]
+    assert [type(one) for (one,) in held] == [RequestHeld] * 3
+    routed = drive.fact(WorkerRecovered, "b")
+    assert [(one.request_id, one.worker_id) for one in routed] == [(f"r{number}", "b") for number in range(3)]
+
+
+def test_a_request_for_a_suspect_worker_alone_is_held_while_others_are_ready() -> None:
+    drive = Driver().fleet("a", "b")
+    drive.fact(WorkerSuspect, "a")
+    hints = RoutingHints(worker_id="a")
+    (held,) = drive("requests", request("r", PROMPTS[0], routing=hints))
+    assert isinstance(held, RequestHeld)
+    (routed,) = drive.fact(WorkerRecovered, "a")
+    assert (routed.request_id, routed.worker_id) == ("r", "a")
+
+
+def test_suspect_workers_hold_no_more_than_their_share_of_the_queue() -> None:
+    queue = QueueConfig(classes=(QueueClass(requests_per_worker_max=2),))
+    drive = Driver().fleet("a", queue=queue)
+    drive.fact(WorkerSuspect, "a")
+    made = [drive("requests", request(f"r{number}"))[0] for number in range(3)]
+    assert [type(one) for one in made] == [RequestHeld, RequestHeld, RequestRejected]
+    assert made[-1].reason == "queue_full"
+
+
+@pytest.mark.parametrize("reason", ["busy", "unknown_worker"])
+def test_a_request_no_suspect_worker_could_take_is_rejected_at_once(reason: str) -> None:
+    drive = Driver().fleet("a", busy=BusyThresholds(active_prefill_tokens_threshold=0))
+    hints = RoutingHints(worker_id="x") if reason == "unknown_worker" else RoutingHints()
+    drive("requests", request("first", PROMPTS[0]))
+    (rejected,) = drive("requests", request("r", routing=hints))
+    assert rejected.reason == reason
+    drive.fact(WorkerSuspect, "a")
+    (rejected,) = drive("requests", request("s", routing=RoutingHints(required_taints=("none has it",))))
+    assert rejected.reason == "no_workers"
+
+
+def test_a_draining_worker_finishes_its_requests() -> None:
+    drive = Driver().fleet("a")
+    (routed,) = drive("requests", request("r", PROMPTS[0]))
+    assert drive.fact(WorkerDraining, "a") == []
+    assert drive.world.requests.active()[0].on_worker
+    drive.finish(routed)
+    assert not len(drive.world.requests)
+
+
+def test_stranded_requests_move_in_the_order_of_submission_when_a_worker_recovers() -> None:
+    drive = Driver().fleet("a", "b")
+    drive.fact(WorkerSuspect, "b")
+    for name in ("z", "m", "a"):
+        drive("requests", request(name, PROMPTS[0]))
+    assert drive.lose("a") == []
+    assert routes(drive.fact(WorkerRecovered, "b")) == [("z", "b", 2), ("m", "b", 2), ("a", "b", 2)]
+
+
+def test_engine_failed_alone_moves_no_request() -> None:
+    """The worker may have sent all of its output, so only an event of `fleet` reports that the worker is lost."""
+    drive = Driver().fleet("a", "b")
+    (routed,) = drive("requests", request("r", PROMPTS[0]))
+    assert isinstance(routed, RequestRouted)
+    before = drive.world.requests.digest()
+    assert drive("progress", EngineFailed(worker_id=routed.worker_id, pool="default", engine="mock", error="x")) == []
+    assert drive.world.counts == {"engine_failed": 1}
+    assert drive.world.requests.digest() == before
+
+
+def test_a_report_of_the_rank_after_the_last_is_foreign() -> None:
+    drive = Driver().fleet("a")
+    drive.report("a", rank=1)
+    assert drive.world.counts == {"foreign_load_report": 1}
+
+
+def test_more_hashes_than_tokens_book_no_negative_load() -> None:
+    drive = Driver().fleet("a")
+    drive.stored("a", PROMPTS[0])
+    (routed,) = drive("requests", request("r", PROMPTS[0], token_ids=pack_u32([1, 2, 3])))
+    assert isinstance(routed, RequestRouted)
+    assert drive.world.load.rank_load("a", 0).prefill_tokens == 0
+    assert routed.terms.cost == len(PROMPTS[0])
+
+
+def test_events_of_the_announced_owner_stay_valid() -> None:
+    fleet = Fleet()
+    for offset in (1, 2):
+        fleet.apply(OwnershipAnnounced(owner_epoch=7), offset)
+    fleet.apply(msgspec.structs.replace(joined("a"), owner_epoch=7), 3)
+    fleet.apply(WorkerSuspect(owner_epoch=7, worker_id="a", worker_epoch=3), 4)
+    assert [worker.phase for worker in fleet.workers()] == ["suspect"]
+
+
+def test_a_claim_must_not_consume_events() -> None:
+    """What it consumed would be applied by nobody."""
+    claimed = OwnerClaimed(owner_id="o", core_version=1, consumed=(ConsumedRun(topic="fleet", count=1, now_us=0),))
+    divergence = Rederivation(World()).apply(0, claimed, {"fleet": [None]})
+    assert divergence is not None
+    assert (divergence.reason, divergence.derived) == ("an ownership claim must not consume events", None)
+
+
+# Progress from a worker that never had the request is foreign; late progress is not
+
+
+def emit(drive: Driver, kind: Any, name: str, worker_id: str, epoch: int, attempt: int = 1, **fields: Any) -> None:
+    ids: dict[str, Any] = {"request_id": name, "attempt": attempt, "worker_id": worker_id, "worker_epoch": epoch}
+    drive("progress", kind(owner_epoch=0, **ids, **fields))
+
+
+def counts(drive: Driver) -> tuple[int, int]:
+    """Return how many progress events had no effect, and how many of them were foreign."""
+    return drive.world.counts["stale_progress"], drive.world.counts["foreign_progress"]
+
+
+def routed(drive: Driver, name: str = "r") -> str:
+    """Submit a request; return the worker that was selected for it."""
+    (decided,) = drive("requests", request(name))
+    return str(decided.worker_id)
+
+
+@pytest.mark.parametrize("wrong", ["worker", "epoch", "attempt"])
+def test_progress_of_a_worker_that_was_not_selected_is_foreign_and_has_no_effect(wrong: str) -> None:
+    drive = Driver().fleet("a", "b")
+    selected = routed(drive)
+    other = "b" if selected == "a" else "a"
+    epoch = drive.epoch(selected)
+    ids: dict[str, Any] = {
+        "worker": (other, drive.epoch(other)),
+        "epoch": (selected, epoch + 1),
+        "attempt": (selected, epoch, 2),
+    }
+    before = drive.world.requests.digest()
+    emit(drive, FirstTokenEmitted, "r", *ids[wrong])
+    assert counts(drive) == (1, 1)
+    assert drive.world.requests.digest() == before
+    emit(drive, FirstTokenEmitted, "r", selected, epoch)
+    assert counts(drive) == (1, 1)
+    assert drive.world.requests.digest() != before
+
+
+def test_late_progress_of_a_lost_worker_is_not_foreign() -> None:
+    drive = Driver().fleet("a", "b")
+    selected = routed(drive)
+    epoch = drive.epoch(selected)
+    drive.lose(selected)
+    emit(drive, FirstTokenEmitted, "r", selected, epoch)
+    assert counts(drive) == (1, 0)
+
+
+def test_progress_on_a_request_that_ended_is_not_foreign() -> None:
+    drive = Driver().fleet("a")
+    epoch = drive.epoch("a")
+    routed(drive)
+    for _ in range(2):
+        emit(drive, RequestFinished, "r", "a", epoch, finish_reason="stop")
+    assert counts(drive) == (1, 0)
+
+
+def test_progress_on_a_request_that_the_group_does_not_know_is_foreign_from_a_member() -> None:
+    drive = Driver().fleet("a")
+    epoch = drive.epoch("a")
+    emit(drive, FirstTokenEmitted, "of another group", "a", epoch)
+    assert counts(drive) == (1, 1)
+    drive.lose("a")
+    emit(drive, FirstTokenEmitted, "long forgotten", "a", epoch)
+    assert counts(drive) == (2, 1)
+    drive("fleet", joined("a"))
+    emit(drive, FirstTokenEmitted, "long forgotten", "a", epoch)
+    assert counts(drive) == (3, 1)
+
+
+def test_attempts_before_a_snapshot_are_not_called_foreign() -> None:
+    drive = Driver().fleet("a", "b")
+    selected = routed(drive)
+    epoch = drive.epoch(selected)
+    drive.lose(selected)
+    drive.world.stamp()  # a snapshot stands between journal records
+    again = Driver(restore(list(drive.world.snapshot())))
+    emit(again, FirstTokenEmitted, "r", selected, epoch)
+    assert counts(again) == (1, 0)
+
+
+# Ingresses that are lost, and what becomes of the requests whose HTTP clients waited there
+
+
+def ingress_joined(name: str = "i", incarnation: str = "one", **changes: Any) -> IngressJoined:
+    return IngressJoined(owner_epoch=0, ingress_id=name, incarnation=incarnation, **changes)
+
+
+def ingress_lost(name: str = "i", incarnation: str = "one", **changes: Any) -> IngressLost:
+    return IngressLost(owner_epoch=0, ingress_id=name, incarnation=incarnation, reason="its lease ran out", **changes)
+
+
+def test_a_lost_ingress_takes_its_requests_with_it_and_no_others() -> None:
+    drive = Driver().fleet("a", "b")
+    for name, incarnation in (("i", "one"), ("j", "two")):
+        drive("fleet", ingress_joined(name, incarnation))
+    for name, incarnation in (("r1", "one"), ("r2", "two"), ("by-kafka", ""), ("r3", "one"), ("older", "unknown")):
+        drive("requests", request(name, ingress_incarnation=incarnation))
+    made = drive("fleet", ingress_lost())
+    assert [(type(one), one.request_id) for one in made] == [(RequestAborted, "r1"), (RequestAborted, "r3")]
+    assert {(one.reason, one.worker_id != "") for one in made} == {("ingress_lost", True)}
+    assert made[0].message == "the ingress i of the request was lost: its lease ran out"
+    assert [one.submitted.request_id for one in drive.world.requests.active()] == ["r2", "by-kafka", "older"]
+    assert [one.ingress_id for one in drive.world.fleet.ingresses()] == ["j"]
+
+
+def test_aborting_orphans_frees_room_for_queued_requests() -> None:
+    drive = Driver()
+    drive("fleet", ingress_joined())
+    drive("control", pool(queue=QueueConfig(threshold=0.5)))
+    drive("fleet", joined("a"))
+    drive("requests", request("big", range(40), ingress_incarnation="one"))
+    (held,) = drive("requests", request("next", range(100, 140)))
+    made = drive("fleet", ingress_lost())
+    assert [type(one) for one in made] == [RequestAborted, RequestRouted]
+    assert made[1].request_id == held.request_id == "next"
+
+
+def test_a_loss_of_another_incarnation_or_of_nobody_changes_nothing() -> None:
+    drive = Driver().fleet("a")
+    drive("fleet", ingress_joined())
+    drive("requests", request("r", ingress_incarnation="one"))
+    before = drive.world.fleet.digest()
+    for fact in (ingress_lost(incarnation="two"), ingress_lost("j"), ingress_joined(incarnation="two")):
+        assert drive("fleet", fact) == []
+    assert drive.world.counts["stale_fleet_event"] == 3
+    assert drive.world.fleet.digest() == before
+    assert len(drive.world.requests) == 1
+
+
+def test_a_restarted_ingress_is_another_incarnation() -> None:
+    drive = Driver().fleet("a")
+    drive("fleet", ingress_joined())
+    drive("requests", request("old", ingress_incarnation="one"))
+    (aborted,) = drive("fleet", ingress_lost())
+    drive("fleet", ingress_joined(incarnation="two"))
+    drive("requests", request("new", ingress_incarnation="two"))
+    assert aborted.request_id == "old"
+    assert [one.submitted.request_id for one in drive.world.requests.active()] == ["new"]
+
+
+def test_ingresses_outlive_a_snapshot() -> None:
+    drive = Driver().fleet("a")
+    drive("fleet", ingress_joined(lease_ttl_ms=3_000))
+    drive("requests", request("r", ingress_incarnation="one"))
+    after = drive.copy()
+    assert after.world.fleet.ingresses() == drive.world.fleet.ingresses()
+    (aborted,) = after("fleet", ingress_lost())
+    assert aborted.request_id == "r"
+
+
+# Events that the owner could not read
+
+
+@pytest.mark.parametrize(("owner_events", "decisions"), [(1, 0), (2, 1), (3, 1)])
+def test_the_version_of_the_owner_decides_whether_an_event_has_an_effect(
+    monkeypatch: pytest.MonkeyPatch, owner_events: int, decisions: int
+) -> None:
+    drive = Driver().fleet("a")
+    claim(drive.world, 7, (), owner_events)
+    monkeypatch.setattr(RequestSubmitted, "SINCE", 2)
+    assert len(drive("requests", request("one", ()))) == decisions
+    assert drive.world.view["requests"] == 1
+    assert drive.world.counts["undecodable"] == 1 - decisions
+
+
+def test_a_snapshot_keeps_the_version_of_its_owner() -> None:
+    world = World()
+    claim(world, 7, (), 5)
+    assert restore(world.snapshot()).owner_events == 5
+    claim(world, 9)
+    assert restore(world.snapshot()).owner_events == 1

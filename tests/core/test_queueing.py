@@ -1,6 +1,8 @@
-"""The router's queue: orders, turns, looking past, and what survives a change or a restore."""
+"""The router's queue against a plain model of deficit round robin, and the load of ranks against a count of blocks."""
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -8,8 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.core.block_hashes import extend_chain
+from forebay.core.state.holder_bits import HolderKey
+from forebay.core.state.load import BLOCK_UNITS, FleetLoad
 from forebay.core.state.queue import OFFERS_PER_LINE_MAX, QueuedRequest, Queues, class_of
 from forebay.events.control import QueueClass, QueueConfig, QueuePolicy
+from forebay.events.metrics import LoadReported
 
 POLICIES: list[QueuePolicy] = ["fcfs", "wspt", "lcfs"]
 DEFAULT = QueueClass(quantum=10)
@@ -19,16 +25,9 @@ CLASSES = QueueConfig(threshold=1.0, classes=(DEFAULT, BATCH, LONG))
 
 
 def held(offset: int, **changes: Any) -> QueuedRequest:
-    fields = {
-        "request_id": f"r{offset}",
-        "policy_class": "",
-        "uncached_tokens": 10,
-        "priority": 0,
-        "strict_priority": 0,
-        "arrival_us": offset,
-        "demand": (offset,),
-    }
-    return QueuedRequest(offset=offset, **{**fields, **changes})
+    order: dict[str, Any] = {"priority": 0, "strict_priority": 0, "arrival_us": offset, "demand": (offset,)}
+    fields = {"request_id": f"r{offset}", "policy_class": "", "uncached_tokens": 10, **order, **changes}
+    return QueuedRequest(offset=offset, **fields)
 
 
 def anyone(_: QueuedRequest) -> bool:
@@ -55,27 +54,7 @@ def deficits(queues: Queues) -> list[int]:
     return [one.deficit for one in chunk.classes]
 
 
-def one_class(policy: QueuePolicy) -> QueueConfig:
-    return QueueConfig(policy=policy)
-
-
 # Order inside a class
-
-
-@pytest.mark.parametrize(
-    ("policy", "order"),
-    [("fcfs", [5, 1, 4, 2, 3]), ("lcfs", [5, 4, 3, 2, 1]), ("wspt", [5, 4, 1, 2, 3])],
-)
-def test_the_policy_orders_a_class(policy: QueuePolicy, order: list[int]) -> None:
-    second = 1_000_000
-    waiting = [
-        held(1, arrival_us=second),
-        held(2, arrival_us=2 * second),
-        held(3, arrival_us=3 * second),
-        held(4, arrival_us=4 * second, priority=3),
-        held(5, arrival_us=5 * second, strict_priority=1, uncached_tokens=10_000),
-    ]
-    assert drained(queue(*waiting, config=one_class(policy))) == order
 
 
 def test_queued_requests_are_listed_by_class_in_policy_order() -> None:
@@ -121,7 +100,7 @@ waiting_ones = st.lists(
 @given(st.sampled_from(POLICIES), waiting_ones)
 def test_one_class_is_served_in_sort_order(policy: QueuePolicy, waiting: list[QueuedRequest]) -> None:
     expected = [one.offset for one in naive_order(policy, waiting)]
-    assert drained(queue(*waiting, config=one_class(policy))) == expected
+    assert drained(queue(*waiting, config=QueueConfig(policy=policy))) == expected
 
 
 # Classes
@@ -143,13 +122,6 @@ def test_a_request_enters_the_highest_class_that_it_reaches(name: str, tokens: i
     assert [queues.length("p", one) for one in CLASSES.classes] == [int(one is kind) for one in CLASSES.classes]
 
 
-def test_classes_take_turns_by_what_their_requests_cost() -> None:
-    # A turn pays one request of the default class and three of the other.
-    mine = [held(at) for at in range(4)]
-    batch = [held(at, policy_class="batch") for at in range(10, 18)]
-    assert drained(queue(*mine, *batch)) == [0, 10, 11, 12, 1, 13, 14, 15, 2, 16, 17, 3]
-
-
 @given(st.lists(st.tuples(st.sampled_from(["", "batch"]), st.integers(0, 60)), min_size=1, max_size=60))
 def test_backlogged_classes_get_their_shares(requests: list[tuple[str, int]]) -> None:
     """Served tokens by quantum differ by less than two turns and the dearest request."""
@@ -169,7 +141,7 @@ def test_backlogged_classes_get_their_shares(requests: list[tuple[str, int]]) ->
 def test_nearly_equal_shares_are_told_apart() -> None:
     many = (1 << 63) - 1
     waiting = [held(1, uncached_tokens=many), held(2, uncached_tokens=many - 1)]
-    assert drained(queue(*waiting, config=one_class("wspt"))) == [2, 1]
+    assert drained(queue(*waiting, config=QueueConfig(policy="wspt"))) == [2, 1]
 
 
 # Looking past
@@ -370,11 +342,199 @@ def test_turns_of_other_classes_do_not_fit_in() -> None:
         queue(config=CONFIGS[1]).restore(chunk)
 
 
-def test_a_class_that_can_pay_earns_nothing_more() -> None:
-    blocked = [held(at, policy_class="batch") for at in (1, 2)]
-    queues = queue(held(0), *blocked)
-    assert drained(queues, lambda one: one.offset < 2) == [0, 1]
-    queues.push("p", held(3))
-    assert queues.serve("p", lambda one: one.offset == 3) == held(3)
-    assert deficits(queues) == [0, 20, 0]
-    assert queues.serve("p", anyone) == blocked[1]
+# What ranks have to do, against a model that counts every block
+
+
+BLOCK = 4
+RANKS: list[HolderKey] = [("v", 0), ("w", 0), ("w", 1)]
+
+
+def loaded(*ranks: HolderKey) -> FleetLoad:
+    load = FleetLoad()
+    for worker_id, rank in ranks or RANKS:
+        load.add_rank(worker_id, rank, BLOCK)
+    return load
+
+
+def now(load: FleetLoad, key: HolderKey = ("w", 0)) -> tuple[int, float, int]:
+    rank = load.rank_load(*key)
+    return rank.prefill_tokens, rank.decode_blocks, rank.active_requests
+
+
+def test_a_rank_with_requests_cannot_be_dropped() -> None:
+    load = loaded()
+    load.book("r", ("w", 0), prefill_tokens=0, blocks=[])
+    with pytest.raises(AssertionError):
+        load.drop_rank("w", 0)
+    load.drop_rank("w", 1)
+    assert [(rank.worker_id, rank.rank) for rank in load.ranks()] == RANKS[:2]
+
+
+def test_a_new_rank_starts_at_the_lowest_computed_total() -> None:
+    load = FleetLoad()
+    load.add_rank("v", 0, 4)
+    load.add_rank("w", 0, 4)
+    empty = load.digest()
+    for number, (worker, tokens) in enumerate([("v", 7), ("w", 5), ("w", 4)]):
+        load.book(str(number), (worker, 0), prefill_tokens=tokens, blocks=[])
+        load.free(str(number))
+    assert load.digest() != empty
+    assert load.add_rank("x", 0, 4).computed_tokens == 7
+    assert [rank.computed_tokens for rank in load.ranks()] == [7, 9, 7]
+    copy = FleetLoad()
+    for rank in load.ranks():
+        copy.add_rank(rank.worker_id, rank.rank, 4)
+    for chunk in load.snapshot():
+        copy.restore(chunk)
+    assert copy.digest() == load.digest()
+    assert [rank.computed_tokens for rank in copy.ranks()] == [7, 9, 7]
+    for rank in load.ranks():
+        load.drop_rank(rank.worker_id, rank.rank)
+    assert load.digest() == FleetLoad().digest()
+
+
+def test_the_newest_report_counts() -> None:
+    load = loaded()
+    empty = load.digest()
+    report = LoadReported(worker_id="w", worker_epoch=1, running=1, waiting=2, kv_blocks_used=3, kv_blocks_total=4)
+    load.report(report)
+    once = load.digest()
+    load.report(report)
+    assert load.digest() == once != empty
+    reported = load.rank_load("w", 0).reported
+    assert reported is not None
+    assert reported.waiting == 2
+    assert load.rank_load("v", 0).reported is None
+    copy = restored_load(load)
+    assert copy.digest() == once
+    assert copy.rank_load("w", 0).reported == reported
+    load.drop_rank("w", 0)
+    assert load.digest() == empty
+
+
+# Against a model that counts every block
+
+PROMPTS = [
+    extend_chain(None, [1, 2, 3, 4, 5, 6, 7, 8]),
+    extend_chain(None, [1, 2, 3, 40, 50, 60]),
+    extend_chain(None, [1, 2, 3, 40, 51]),
+    extend_chain(None, [9, 10, 11]),
+]
+
+
+@dataclass
+class BookedRequest:
+    """One request, as simply as possible."""
+
+    key: HolderKey
+    tokens: int
+    blocks: list[int]
+    reuse: bool
+    expected: int
+    output: int = 0
+    alone: list[int] = field(default_factory=list)
+
+
+def blocks_of(key: HolderKey, requests: list[BookedRequest]) -> Fraction:
+    total = Fraction(0)
+    held: dict[int, list[BookedRequest]] = {}
+    for one in requests:
+        if one.key != key:
+            continue
+        own = -(-one.output // BLOCK)
+        if one.reuse:
+            for block in one.blocks:
+                held.setdefault(block, []).append(one)
+        else:
+            own += len(one.blocks)
+        total += own * weight(one)
+    return total + sum(weight(who[0]) if len(who) == 1 else 1 for who in held.values())
+
+
+def weight(one: BookedRequest) -> Fraction:
+    if not one.expected or not one.output:
+        return Fraction(1)
+    share = max(Fraction(0), 1 - Fraction(one.output, one.expected))
+    return Fraction(int(share * BLOCK_UNITS), BLOCK_UNITS)
+
+
+def depth_of(key: HolderKey, query: list[int], requests: list[BookedRequest]) -> int:
+    held = {block for one in requests if one.key == key and one.reuse for block in one.blocks}
+    depth = 0
+    while depth < len(query) and query[depth] in held:
+        depth += 1
+    return depth
+
+
+def restored_load(load: FleetLoad) -> FleetLoad:
+    copy = loaded(*((rank.worker_id, rank.rank) for rank in load.ranks()))
+    for chunk in load.snapshot():
+        copy.restore(chunk)
+    return copy
+
+
+prompts = st.tuples(st.sampled_from(PROMPTS), st.integers(0, 8)).map(lambda drawn: drawn[0][: drawn[1]])
+bookings = st.tuples(
+    st.sampled_from(["book", "book", "book", "first", "grow", "grow", "free"]),
+    st.integers(0, 99),
+    prompts,
+    st.booleans() | st.just(True),
+    st.sampled_from([0, 1, 7, 40]),
+)
+
+
+@given(st.lists(bookings, max_size=60), prompts)
+def test_load_equals_a_count_of_every_block(
+    history: list[tuple[str, int, list[int], bool, int]], query: list[int]
+) -> None:
+    load = loaded()
+    plain: dict[str, BookedRequest] = {}
+    booked_tokens: Counter[HolderKey] = Counter()
+    for at, (kind, number, blocks, reuse, expected) in enumerate(history):
+        name = list(plain)[number % len(plain)] if plain else ""
+        if kind == "book":
+            key = RANKS[number % 3]
+            plain[f"r{at}"] = BookedRequest(key, number, blocks, reuse, expected)
+            booked_tokens[key] += number
+            load.book(f"r{at}", key, prefill_tokens=number, blocks=blocks, reuse=reuse, expected_output_tokens=expected)
+        elif name and kind == "first":
+            plain[name].tokens = 0
+            load.prefill_done(name)
+        elif name and kind == "grow":
+            plain[name].output = max(plain[name].output, number)
+            load.grow(name, number)
+        elif name:
+            del plain[name]
+            load.free(name)
+    requests = list(plain.values())
+    for key in RANKS:
+        mine = [one for one in requests if one.key == key]
+        assert now(load, key) == (sum(one.tokens for one in mine), float(blocks_of(key, requests)), len(mine))
+        assert load.rank_load(*key).computed_tokens == booked_tokens[key]
+    depths = {key: depth_of(key, query, requests) for key in RANKS}
+    assert load.active_depths(query) == {key: depth for key, depth in depths.items() if depth}
+    copy = restored_load(load)
+    assert copy.digest() == load.digest()
+    assert [now(copy, key) for key in RANKS] == [now(load, key) for key in RANKS]
+    assert copy.active_depths(query) == load.active_depths(query)
+    assert list(copy.snapshot()) == list(load.snapshot())
+    for name in plain:
+        load.free(name)
+        copy.free(name)
+    assert load.digest() == copy.digest() == restored_load(load).digest()
+    assert all(now(one, key) == (0, 0.0, 0) for one in (load, copy) for key in RANKS)
+
+
+def test_a_prefix_that_others_left_at_many_places_is_one_stretch_again() -> None:
+    load = loaded()
+    prompt = extend_chain(None, list(range(64)))
+    load.book("hot", ("w", 0), prefill_tokens=0, blocks=prompt)
+    for at in range(1, 64):
+        load.book(f"r{at}", ("v", 0), prefill_tokens=0, blocks=[*prompt[:at], at])
+    # Nodes bound the memory of the tree and the work of a query.
+    assert load.count_nodes() == 2 * 63 + 1
+    for at in range(1, 64):
+        load.free(f"r{at}")
+    assert load.count_nodes() == 1
+    load.free("hot")
+    assert load.count_nodes() == 0

@@ -136,16 +136,8 @@ Applied = tuple[str, InputEvent | None, int]
 
 
 def spec(worker_id: str, **changes: Any) -> WorkerSpec:
-    fields: dict[str, Any] = {
-        "worker_id": worker_id,
-        "model": "m",
-        "block_size": BLOCK,
-        "kv_blocks_total": 64,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        **changes,
-    }
-    return WorkerSpec(**fields)
+    sizes: dict[str, Any] = {"kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    return WorkerSpec(**{"worker_id": worker_id, "model": "m", "block_size": BLOCK, **sizes, **changes})
 
 
 def joined(worker_id: str, slot: int = 0, **changes: Any) -> WorkerJoined:
@@ -228,17 +220,10 @@ def query(name: str, blocks: Iterable[int] = (), **changes: Any) -> RouteQueried
     return RouteQueried(**fields)
 
 
-def commanded(name: str, action: Any = "clear_kv_blocks", **changes: Any) -> WorkerCommanded:
-    command = Command(action=action, lora_name=changes.pop("lora_name", ""))
-    fields: dict[str, Any] = {
-        "command_id": name,
-        "model": "m",
-        "command": command,
-        "reply_slot": 1,
-        "timeout_us": 1_000_000,
-        **changes,
-    }
-    return WorkerCommanded(**fields)
+def commanded(name: str, action: Any = "clear_kv_blocks", lora_name: str = "", **changes: Any) -> WorkerCommanded:
+    command = Command(action=action, lora_name=lora_name)
+    fields: dict[str, Any] = {"model": "m", "reply_slot": 1, "timeout_us": 1_000_000, **changes}
+    return WorkerCommanded(command_id=name, command=command, **fields)
 
 
 def obeyed(name: str, worker_id: str, epoch: int, action: Any = "clear_kv_blocks", *loras: str) -> CommandDone:
@@ -330,19 +315,24 @@ class Driver:
     def cancel(self, name: str = "r") -> list[Any]:
         return self("requests", RequestCancelled(request_id=name))
 
-    def emit(self, kind: Any, routed: RequestRouted, **fields: Any) -> list[Any]:
-        """Apply a progress event of the worker to which a request was routed."""
-        return self("progress", kind(**{**ids_of(routed), **fields}))
+    def emit(self, kind: Any, of: RequestRouted | str, **fields: Any) -> list[Any]:
+        """Apply a progress event of the worker that has a request, given by its name or its routing."""
+        return self("progress", kind(**{**ids_of(self.active(of) if isinstance(of, str) else of), **fields}))
 
-    def finish(self, routed: RequestRouted, **fields: Any) -> list[Any]:
-        return self.emit(RequestFinished, routed, **{"finish_reason": "stop", **fields})
+    def active(self, name: str = "r") -> ActiveRequest:
+        one = self.world.requests.get(name)
+        assert one is not None
+        return one
+
+    def finish(self, of: RequestRouted | str, **fields: Any) -> list[Any]:
+        return self.emit(RequestFinished, of, **{"finish_reason": "stop", **fields})
 
     def encoded(self, routed: RequestRouted) -> list[Any]:
         return self.emit(EncodeFinished, routed, encoded=ENCODED)
 
-    def prefilled(self, routed: RequestRouted, **changes: Any) -> list[Any]:
-        kept = prefilled_by(routed.worker_id, routed.worker_epoch, **changes)
-        return self.emit(PrefillFinished, routed, prefilled=kept)
+    def prefilled(self, of: RequestRouted | str, **changes: Any) -> list[Any]:
+        one = self.active(of) if isinstance(of, str) else of
+        return self.emit(PrefillFinished, of, prefilled=prefilled_by(one.worker_id, one.worker_epoch, **changes))
 
     def fact(self, kind: Any, worker_id: str, **fields: Any) -> list[Any]:
         """Apply an event of the topic `fleet` about a worker in its epoch."""
@@ -374,10 +364,13 @@ class Driver:
         return 0 if worker is None else worker.worker_epoch
 
 
-def ids_of(routed: RequestRouted) -> dict[str, Any]:
+def ids_of(one: RequestRouted | ActiveRequest) -> dict[str, Any]:
     """Return the fields by which a worker names the request that was routed to it."""
-    names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
-    return {name: getattr(routed, name) for name in names}
+    if isinstance(one, RequestRouted):
+        ids: dict[str, Any] = {"request_id": one.request_id, "attempt": one.attempt, "owner_epoch": one.owner_epoch}
+    else:
+        ids = {"request_id": one.submitted.request_id, "attempt": one.stage_attempt, "owner_epoch": 0}
+    return {**ids, "worker_id": one.worker_id, "worker_epoch": one.worker_epoch}
 
 
 class Recorded:
@@ -420,13 +413,7 @@ histories = st.lists(actions(), max_size=120)
 
 
 def said_of(one: ActiveRequest, kind: str, number: int) -> InputEvent:
-    fields: dict[str, Any] = {
-        "request_id": one.submitted.request_id,
-        "attempt": one.stage_attempt,
-        "worker_id": one.worker_id or "a",
-        "worker_epoch": one.worker_epoch,
-        "owner_epoch": 0,
-    }
+    fields = {**ids_of(one), "worker_id": one.worker_id or "a"}
     match kind:
         case "grow":
             return OutputGrown(**fields, output_tokens=number)
@@ -435,9 +422,8 @@ def said_of(one: ActiveRequest, kind: str, number: int) -> InputEvent:
         case "fail":
             return RequestFailed(**fields, error="broken")
         case "reject":
-            return AttemptRejected(
-                **fields, error="not now", status=503, code="engine_overloaded", retry_after_s=number % 3
-            )
+            error: dict[str, Any] = {"error": "not now", "status": 503, "code": "engine_overloaded"}
+            return AttemptRejected(**fields, **error, retry_after_s=number % 3)
         case "encoded":
             return EncodeFinished(**fields, encoded=ENCODED)
         case "not_encoded":

@@ -20,9 +20,7 @@ from forebay.events.scaling import (
     WorkerObserved,
 )
 from forebay.events.topics import SCALING
-from tests.core.scaling.scene import Loop
-from tests.core.scaling.scene import DECODE, PREFILL
-from tests.core.scaling.scene import S
+from tests.core.scaling.scene import DECODE, PREFILL, Loop, S
 
 PATH = Path(__file__).with_name("scaling.ndjson")
 ROUNDS = 9  # per planner

@@ -98,7 +98,7 @@ def test_a_manual_size_between_the_state_and_the_decision_makes_it_stale() -> No
     assert journal.add(decided(0, 2, 2, 3)) == "applied"
 
 
-def observing(ready: int = 2, at_us: int = 0, **settings: object) -> Journal:
+def observing(ready: int = 2, at_us: int = 0, **settings: Any) -> Journal:
     """Return a journal with a claim and an observation of the pool."""
     journal = Journal()
     journal.add(observed(journal.claim(**settings), ready, at_us))
