@@ -21,8 +21,7 @@ from forebay.events.control import RouterConfig
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import REQUESTS
 from tests.cli import scaling_log
-from tests.cli.in_process import forebay
-from tests.cli.warm_pools import fork_from_a_server
+from tests.cli.in_process import forebay, fork_from_a_server
 from tests.core.worlds import Driver, perform_all
 from tests.faults.plan import DEPTHS, draw_plan
 from tests.faults.simulation import simulate

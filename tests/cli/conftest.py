@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser
 
-from tests.cli.in_process import imports_undone
-from tests.cli.warm_pools import fork_from_a_server
+from tests.cli.in_process import fork_from_a_server, imports_undone
 from tests.harness.browser import chromium, launched
 from tests.harness.local import Missing
 

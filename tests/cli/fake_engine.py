@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 
 from forebay import runtime
+from forebay.cli.processes.engine_options import Adapter
 from forebay.engine_model.model import EngineConfig
 from forebay.events.fleet import WorkerSpec
 from forebay.workers.engine import EngineError, Publish
@@ -12,6 +13,7 @@ from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.settings import EngineSettings
 
 VOCABULARY = (470, 496, 500, 522)  # words
+FAKE = Adapter("tests.cli.fake_engine", "FakeEngine", ())
 
 
 class FakeEngine(MockEngine):

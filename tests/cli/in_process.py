@@ -4,24 +4,33 @@ Use for tests of the output and the exit code of a command. Each command has one
 """
 
 import io
+import multiprocessing
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
+import pytest
 from click.testing import CliRunner
 
 from forebay.cli.app import app
+from forebay.cli.simulate import simulations
+
+PRELOADED = ["forebay.cli.simulate.command", "forebay.cli.simulate.against", "forebay.cli.simulate.sweep"]
+
+Finished = subprocess.CompletedProcess[str]
 
 
-def forebay(*arguments: str) -> subprocess.CompletedProcess[str]:
+def forebay(*arguments: object) -> Finished:
     """Run a command. An exception that the command does not handle is raised."""
+    given = [str(argument) for argument in arguments]
     with imports_undone():
-        run = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    return subprocess.CompletedProcess(arguments, run.exit_code, run.stdout, run.stderr)
+        run = CliRunner().invoke(app, given, catch_exceptions=False)
+    return Finished(given, run.exit_code, run.stdout, run.stderr)
 
 
 class Terminal(io.StringIO):
@@ -50,3 +59,11 @@ def imports_undone() -> Iterator[None]:
         for name in set(sys.modules) - modules:
             if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == Path.cwd():
                 del sys.modules[name]
+
+
+def fork_from_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes of simulations from a server with the simulator imported, which saves a second for each."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    warm = SimpleNamespace(get_context=lambda _: context, active_children=multiprocessing.active_children)
+    monkeypatch.setattr(simulations, "multiprocessing", warm)

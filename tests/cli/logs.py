@@ -1,5 +1,6 @@
 """Logs that tests of commands read."""
 
+import asyncio
 import json
 from datetime import UTC, datetime
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 from click.testing import CliRunner, Result
 
 from forebay.cli.app import app
+from tests.replay.recorder import Recorder
 
 US = 1_000_000
 
@@ -30,3 +32,9 @@ def made(*arguments: str | Path) -> dict[str, Any]:
 def at(us: int) -> str:
     """Return a time as an option value."""
     return datetime.fromtimestamp(us / US, UTC).isoformat()
+
+
+def written(made: Recorder, path: Path) -> Path:
+    """Write a log, and return its path."""
+    asyncio.run(made.log(path)).close()
+    return path

@@ -22,7 +22,7 @@ from forebay.events.topics import DECISIONS
 from forebay.simulate.settings import Transfer
 from forebay.simulate.tiers.settings import DiskTier, FleetTiers, HostTier, StoreTier
 from forebay.transport.sqlite.log import SqliteLog
-from tests.cli.logs import at, made
+from tests.cli.logs import at, made, written
 from tests.core.worlds import PROMPTS, request
 from tests.replay.disagg_history import history
 from tests.replay.mutations import replace_record
@@ -73,8 +73,7 @@ def error_line(*arguments: Any) -> str:
 
 def file(made: Recorder, path: Path) -> Path:
     made.seal()
-    asyncio.run(made.log(path)).close()
-    return path
+    return written(made, path)
 
 
 def test_a_simulated_recording_is_reproduced_exactly(recording: Path) -> None:
@@ -264,8 +263,7 @@ def test_disagg_transfers_are_fitted_to_the_recording(tmp_path: Path) -> None:
 
 
 def test_disagg_settings_of_operators_are_applied(tmp_path: Path) -> None:
-    path = tmp_path / "run.db"
-    asyncio.run(history("always", by_hand="never").log(path)).close()
+    path = written(history("always", by_hand="never"), tmp_path / "run.db")
     assert found("--against", path)["simulated"]["prefilled_remotely"] == 0
 
 

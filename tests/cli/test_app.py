@@ -1,16 +1,26 @@
-"""The root command lists every command with its own help and loads only the command that runs."""
+"""The commands, their help and names, where options come from, `forebay config`, and exit codes."""
 
+import json
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from forebay.cli.app import app
-from forebay.cli.common.command_class import CliCommand
+from forebay.cli.common import extras
+from forebay.cli.common.cluster import leases_at
+from forebay.cli.common.command_class import SERVICE_OPTIONS, CliCommand
+from forebay.cli.common.config_file import SERVICES
+from forebay.cli.common.options import Number
+from tests.cli.in_process import forebay
 from tests.command_line import commands, options
+from tests.harness.local import free_ports
 
 runner = CliRunner()
 # Modules that take long to import, and that no help text needs. `rich` also draws the tables of results.
@@ -121,3 +131,505 @@ def test_error_for_an_unknown_name_suggests_similar_names(arguments: list[str], 
     refused = runner.invoke(app, arguments)
     assert refused.exit_code == 2
     assert expected in refused.output
+
+
+RECORDING = "tests/logs/kv.rec"
+# One value means the same to every command.
+ONE_OR_SEVERAL = {"FOREBAY_API_KEY", "FOREBAY_GROUP", "FOREBAY_MODEL", "FOREBAY_URL"}
+
+
+def shown(*arguments: str) -> dict[str, Any]:
+    run = forebay("config", "--json", *arguments)
+    assert run.returncode == 0, run.stderr
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+def refused(*arguments: str) -> str:
+    """Return the error of a command that exits with code 2."""
+    run = forebay(*arguments)
+    assert run.returncode == 2
+    return run.stderr
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "forebay.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_every_option_has_the_variable_of_its_name_or_belongs_to_services() -> None:
+    for path, command in commands():
+        for option in options(command):
+            name = option.opts[0].removeprefix("--")
+            is_exempt = not getattr(option, "has_variable", True) or (
+                "-".join(path) not in SERVICES and name in SERVICE_OPTIONS
+            )
+            expected = None if is_exempt else "FOREBAY_" + name.replace("-", "_").upper()
+            assert option.envvar == expected, (path, name)
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("control policy POOL", "set"),
+        ("control pools", "pool-routing"),
+        ("control drain POOL", "remove"),
+        ("tiers purge PLACE", "to"),
+        ("tiers purge PLACE", "all"),
+        ("tiers purge PLACE", "yes"),
+        ("console", "url"),
+        ("console", "token-file"),
+        ("worker", "host"),
+    ],
+)
+def test_a_variable_for_another_command_changes_or_opens_nothing(
+    command: str, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "FOREBAY_" + option.replace("-", "_").upper()
+    monkeypatch.setenv(name, "true" if option in ("all", "remove", "yes") else "elsewhere")
+    assert shown(*command.split())[option]["source"] == "default"
+
+
+@pytest.mark.parametrize("count", ["0", "100001", "0000100000000000", "x"])
+def test_numbers_of_partitions_have_a_bound(count: str) -> None:
+    assert "expected TOPICS=N, with N from 1 to 100000" in refused("topics", "create", "--partitions", f"slots={count}")
+
+
+def test_options_with_the_same_variable_are_of_the_same_kind() -> None:
+    kinds: dict[str, set[tuple[bool, bool]]] = {}
+    for _, command in commands():
+        for option in options(command):
+            if option.envvar and option.envvar not in ONE_OR_SEVERAL:
+                kinds.setdefault(str(option.envvar), set()).add((option.multiple, option.is_flag))
+    assert {one: found for one, found in kinds.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize(
+    ("command", "variable", "value"),
+    [
+        ("control power", "FOREBAY_WORKER", "w0"),
+        ("control power", "FOREBAY_POOL", "prefill"),
+        ("control adapters", "FOREBAY_LORA", "a=/a"),
+        ("control power", "FOREBAY_MODEL", "/models/a"),
+        ("control power", "FOREBAY_TIMEOUT_S", "600"),
+        ("profile aiconfigurator", "FOREBAY_ENGINE", "mock"),
+        ("simulate", "FOREBAY_POLICY", "always"),
+    ],
+)
+def test_a_variable_of_a_service_does_not_set_options_of_other_commands(
+    monkeypatch: pytest.MonkeyPatch, command: str, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    option = variable.removeprefix("FOREBAY_").lower().replace("_", "-")
+    assert shown(*command.split())[option]["source"] == "default"
+
+
+def test_flag_precedes_variable_precedes_file_precedes_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = written(tmp_path, 'port = 1001\nhost = "a"\ntimeout-s = 5\n[up]\nhost = "b"\ntaint = ["x", "y"]\n')
+    monkeypatch.setenv("FOREBAY_PORT", "1002")
+    monkeypatch.setenv("FOREBAY_TIMEOUT_S", "6")
+    found = shown("up", "--config", file, "--timeout-s", "7")
+    assert found["timeout-s"] == {"value": 7.0, "source": "flag"}
+    assert found["port"] == {"value": 1002, "source": "variable FOREBAY_PORT"}
+    assert found["host"] == {"value": "b", "source": f"file host in {file}"}
+    assert found["taint"]["value"] == ["x", "y"]
+    assert found["dp-size"] == {"value": 1, "source": "default"}
+
+
+def test_a_string_in_a_file_is_one_value_of_a_repeatable_option(tmp_path: Path) -> None:
+    file = written(tmp_path, 'taint = "gpu a"\n')
+    assert shown("up", "--config", file)["taint"]["value"] == ["gpu a"]
+
+
+def test_flags_without_a_value_can_be_set_by_a_variable_and_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path, "[worker]\nverbose = true\nkv_events = false\n")
+    monkeypatch.setenv("FOREBAY_CONFIG", file)
+    monkeypatch.setenv("FOREBAY_ALLOW_SHARED_CACHE", "true")
+    found = shown("worker")
+    assert [found[name]["value"] for name in ("verbose", "kv-events", "allow-shared-cache")] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "arguments"),
+    [
+        ("FOREBAY_PORT", "eighty", ["up"]),
+        ("FOREBAY_WORKERS", "0", ["simulate", "synthetic:"]),
+        ("FOREBAY_KV_EVENTS", "perhaps", ["worker"]),
+        ("FOREBAY_LOG_MAX_SIZE", "5", ["up"]),
+    ],
+)
+def test_error_for_a_bad_value_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, arguments: list[str]
+) -> None:
+    monkeypatch.setenv(variable, value)
+    error = refused(*arguments)
+    assert variable in error
+    assert value in error
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "link"),
+    [
+        ("up", "port", "tcp://10.0.0.1:8000"),
+        ("router", "metrics-port", "udp://10.0.0.1:53"),
+        ("worker", "metrics-port", "sctp://[fd00::1]:9000"),
+    ],
+)
+def test_a_service_link_of_kubernetes_does_not_set_a_port(
+    monkeypatch: pytest.MonkeyPatch, command: str, option: str, link: str
+) -> None:
+    variable = f"FOREBAY_{option.upper().replace('-', '_')}"
+    monkeypatch.setenv(variable, link)
+    run = forebay("config", "--json", command)
+    assert (run.returncode, json.loads(run.stdout)[option]["source"]) == (0, "default")
+    (line,) = run.stderr.splitlines()
+    assert f"ignored {variable}={link}" in line
+    assert "enableServiceLinks: false" in line
+
+
+def test_error_for_options_that_exclude_each_other_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_WORKERS", "2")
+    error = refused("up", "--prefill-workers", "1", "--decode-workers", "1")
+    assert "note: --workers is set by FOREBAY_WORKERS" in error
+
+
+def test_a_log_file_on_the_command_line_overrides_kafka_from_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_KAFKA", "127.0.0.1:1")
+    for arguments in (["topics", "list", RECORDING], ["topics", "tail", RECORDING, "decisions"]):
+        run = forebay(*arguments)
+        assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_a_url_on_the_command_line_overrides_kafka_from_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_KAFKA", "127.0.0.1:1")
+    assert "does not respond" in refused("status", "--url", f"http://127.0.0.1:{free_ports(1)}")
+
+
+@pytest.mark.parametrize(("other", "name"), [(["--kafka", "127.0.0.1:1"], "--kafka"), ([RECORDING], "a log file")])
+def test_a_url_and_another_source_on_the_command_line_are_an_error(other: list[str], name: str) -> None:
+    assert f"--url and {name} exclude each other" in refused("status", "--url", "http://127.0.0.1:1", *other)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("port", "not TOML"),
+        ("verbos = true", "unknown key 'verbos'; did you mean verbose?"),
+        ("[ingres]\nport = 1", "unknown table 'ingres'; did you mean ingress?"),
+        ("[{service}]\nxyz = 1", "[{service}]: unknown key 'xyz'; "),
+        ("config = 'x'", "unknown key 'config'; "),
+        ("metrics-port = 1\nmetrics_port = 2", "metrics-port appears twice"),
+    ],
+)
+def test_error_for_an_invalid_file(tmp_path: Path, service: str, text: str, expected: str) -> None:
+    file = written(tmp_path, text.format(service=service))
+    more = ["x.py:X"] if service == "serve" or service.startswith("planner-") else []
+    error = refused(*service.split("-"), *more, "--config", file)
+    assert f"--config {file}: " in error
+    assert expected.format(service=service) in error
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('port = "80"', 'port: expected a number, got "80"'),
+        ("port = true", "port: expected one value, got true"),
+        ("port = 70000", "port: expected a number less than or equal to 65535, got 70000"),
+        ("model-name = 5", "model-name: expected a string, got 5"),
+        ("kv-events = 1", "kv-events: expected true or false, got 1"),
+        ("taint = 5", "taint: expected a string or an array of strings, got 5"),
+        ("taint = [5]", "taint: expected a string or an array of strings, got [5]"),
+        ("log = 2026-01-01", "log: expected one value, got 2026-01-01"),
+    ],
+)
+def test_error_for_a_value_of_the_wrong_type(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in refused("up", "--config", written(tmp_path, text))
+
+
+@pytest.mark.parametrize("service", ["run", "supervise"])
+def test_services_of_the_planner_read_the_file(tmp_path: Path, service: str) -> None:
+    text = f'kafka = "a:1"\nid = "x"\n[planner-{service}]\nmetrics-port = 1001\n[up]\nport = 1002\n'
+    file = written(tmp_path, text)
+    found = shown("planner", service, "--config", file)
+    assert [found[name]["value"] for name in ("kafka", "metrics-port", "config")] == ["a:1", 1001, file]
+    assert found.get("id", {}).get("value") == ("x" if service == "run" else None)
+    assert shown("up", "--config", file)["port"]["value"] == 1002
+    error = refused("planner", service, "pools.toml", "--config", written(tmp_path, "[planner]\n"))
+    assert "unknown table 'planner'; did you mean planner-" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["up", "--port", "70000"], "'--port': expected a number less than or equal to 65535, got 70000"),
+        (["up", "--port", "x"], "'--port': expected a valid integer, got x"),
+        (
+            ["topics", "create", "--replication", "0"],
+            "'--replication': expected a number greater than or equal to 1, got 0",
+        ),
+        (["control", "pools", "--share", "2"], "'--share': expected a number less than or equal to 1, got 2"),
+    ],
+)
+def test_error_for_a_bad_value_names_the_value(arguments: list[str], expected: str) -> None:
+    assert expected in refused(*arguments)
+
+
+@pytest.mark.parametrize("arguments", [("trace", "synthetic:requests=1"), ("status",), ("control", "pools")])
+def test_error_for_a_url_without_a_scheme(arguments: tuple[str, ...]) -> None:
+    assert "expected a URL such as http://127.0.0.1:8000" in refused(*arguments, "--url", "localhost:8000")
+
+
+@pytest.mark.parametrize("group", [(), ("planner",), ("control",), ("replay",)])
+def test_lists_of_commands_have_whole_sentences(group: tuple[str, ...]) -> None:
+    run = forebay(*group, "--help")
+    assert (run.returncode, "..." in run.stdout.partition("Commands:")[2]) == (0, False)
+
+
+def test_error_for_a_missing_file(tmp_path: Path) -> None:
+    assert "missing.toml: No such file" in refused("up", "--config", str(tmp_path / "missing.toml"))
+
+
+@pytest.mark.parametrize(
+    ("url", "masked"),
+    [
+        ("redis://me:hunter2@127.0.0.1:6379/0", "redis://me:********@127.0.0.1:6379/0"),
+        ("redis://:p/ss@127.0.0.1", "redis://:********@127.0.0.1"),
+        ("redis://:p@ss@127.0.0.1", "redis://:********@127.0.0.1"),
+        ("redis://me:p:s/s@s@127.0.0.1:6379", "redis://me:********@127.0.0.1:6379"),
+        ("redis://me@127.0.0.1:6379/0", "redis://me@127.0.0.1:6379/0"),
+        ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379/0"),
+        ("redis://127.0.0.1:6379/0?db=1&password=p@ss:w", "redis://127.0.0.1:6379/0?db=1&password=********"),
+        (
+            "redis://127.0.0.1?password=a&db=1&auth_token=b",
+            "redis://127.0.0.1?password=********&db=1&auth_token=********",
+        ),
+    ],
+)
+def test_config_show_masks_passwords_of_urls(url: str, masked: str) -> None:
+    assert shown("worker", "--redis", url)["redis"]["value"] == masked
+
+
+def test_errors_about_a_url_have_no_password(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(click.exceptions.Exit):
+        leases_at("redis://me:hunter2@127.0.0.1:port", "namespace")
+    assert "--redis redis://me:********@127.0.0.1:port: " in (text := capsys.readouterr().err)
+    assert "hunter2" not in text
+
+
+def test_config_show_prints_a_table_and_accepts_subcommands() -> None:
+    run = forebay("config", "topics", "tail", "--limit", "3")
+    assert run.returncode == 0
+    (row,) = (line.split() for line in run.stdout.splitlines() if line.startswith("--limit"))
+    assert row == ["--limit", "3", "flag"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["upp"], "did you mean up?"),
+        (["topics"], "expected a subcommand: create, list, tail"),
+        (["topics", "lst"], "did you mean list?"),
+        (["up", "--prot", "1"], "did you mean --port?"),
+    ],
+)
+def test_config_show_rejects_unknown_names(arguments: list[str], expected: str) -> None:
+    assert expected in refused("config", *arguments)
+
+
+MODEL = "forebay-default"
+OPTIONS = [
+    ("worker", "--namespace", "../x"),
+    ("worker", "--namespace", "a.work"),
+    ("worker", "--id", "a\nb"),
+    ("worker", "--id", "a b"),
+    ("worker", "--pool", "a/b"),
+    ("worker", "--pool", "p" * 250),
+    ("worker", "--model-name", "../x"),
+    ("worker", "--lora", MODEL),
+    ("worker", "--lora", "../x"),
+    ("ingress", "--namespace", "a\nb"),
+    ("ingress", "--id", "a\nb"),
+    ("ingress", "--model-name", " x"),
+    ("ingress", "--lora", MODEL),
+    ("router", "--namespace", ""),
+    ("router", "--id", "a\0b"),
+    ("topics", "--namespace", "a b"),
+    ("topics", "--pool", "a/b"),
+    ("up", "--model-name", "a\0b"),
+    ("up", "--lora", MODEL),
+]
+CONCEPTS = {  # name of an option, and what its help says
+    "--enforce-disagg": r"no prefill worker can compute its prompt",
+    "--engine": r"^Engine\b[^.]*: .*sglang",
+    "--engine-profile": r"^Engine profile",
+    "--fleet": r"pools, kinds of workers",
+    "--offset": r"\b[Oo]ffset\b",
+    "--out": r"\b(to|[Pp]ath of) (this|the) file\b(?!.*HTML)",
+    "--policy-config": r"^Policy file",
+    "--pool": r"\b[Tt]his pool\b",
+    "--report": r"\bHTML\b",
+}
+OPTIONS_OF_COMMANDS = [(" ".join(path), option) for path, command in commands() for option in options(command)]
+
+
+@pytest.mark.parametrize(("command", "option", "name"), OPTIONS)
+def test_an_option_rejects_an_invalid_name(command: str, option: str, name: str) -> None:
+    nobody = ["--kafka", "127.0.0.1:1"] if command != "up" else []
+    arguments = [command, *(["create"] if command == "topics" else []), *nobody, option, name]
+    run = forebay(*arguments)
+    assert run.returncode == 2
+    (line,) = run.stderr.splitlines()
+    assert option in line
+    assert " name " in line
+    assert "cannot be used: " in line
+
+
+def test_a_model_directory_with_an_invalid_model_name_is_rejected(tmp_path: Path) -> None:
+    directory = tmp_path / "a\nb"
+    directory.mkdir()
+    run = forebay("up", "--model", str(directory))
+    assert run.returncode == 2
+    assert "--model-name" in run.stderr
+
+
+def test_options_with_the_same_name_take_the_same_kind_of_value() -> None:
+    kinds: dict[str, set[str]] = {}
+    for command, option in OPTIONS_OF_COMMANDS:
+        if not command.startswith("control policy"):  # its values may also be `none`
+            kind = option.type.kind.__name__ if isinstance(option.type, Number) else option.type.name
+            kinds.setdefault(option.opts[0], set()).add("text" if kind == "choice" else kind)
+    assert {name: found for name, found in kinds.items() if len(found) > 1} == {}
+
+
+def test_options_with_the_same_help_have_the_same_name() -> None:
+    names: dict[str, set[str]] = {}
+    for _, option in OPTIONS_OF_COMMANDS:
+        names.setdefault(option.help or "", set()).add(option.opts[0])
+    assert {text: found for text, found in names.items() if len(found) > 1} == {}
+
+
+def test_the_help_of_every_repeatable_option_says_so() -> None:
+    repeatable = [option.multiple for _, option in OPTIONS_OF_COMMANDS]
+    assert [bool(re.search(r"\bRepeatable\b", option.help or "")) for _, option in OPTIONS_OF_COMMANDS] == repeatable
+
+
+@pytest.mark.parametrize(("name", "concept"), CONCEPTS.items())
+def test_every_option_of_a_concept_has_its_name(name: str, concept: str) -> None:
+    found = {
+        (command, option.opts[0]) for command, option in OPTIONS_OF_COMMANDS if re.search(concept, option.help or "")
+    }
+    assert found, "no help text matches"
+    assert {one for one in found if one[1] != name} == set()
+
+
+TRAFFIC = "synthetic:requests=2"
+BAD = [
+    "up --port 0",
+    "up --log nowhere/x.db",
+    "up --log README.md",
+    "up --engine nope",
+    "up --engine nope.py:X",
+    "up --model ./nowhere",
+    "up --router-mode nope",
+    "up --allow-policy nope.Nope",
+    "up --taint mock-9:x",
+    "up --config nowhere.toml",
+    "ingress --kafka-config nowhere",
+    "ingress --model nope",
+    "router --allow-policy nope.Nope",
+    "worker --role nope",
+    "serve nope.py:X",
+    "control power pause --url nonsense",
+    "planner supervise nowhere",
+    "produce nowhere",
+    "trace nowhere",
+    "shadow",
+    "shadow nowhere --policy random",
+    "simulate nowhere",
+    "simulate synthetic:x=1",
+    f"simulate {TRAFFIC} --policy nope",
+    f"simulate {TRAFFIC} --slo x",
+    f"simulate {TRAFFIC} --fleet nowhere",
+    f"sweep {TRAFFIC} --set x=1",
+    "fit nowhere --out profile.toml",
+    "profile aiconfigurator some/model --engine nope",
+    "record nowhere out.rec",
+    "workload show nowhere",
+    "workload convert nowhere --out out.jsonl",
+    f"explain {RECORDING} nobody",
+    f"replay at {RECORDING} --offset 999999",
+    f"replay at {RECORDING} --time nope",
+    "replay export nowhere out",
+    f"replay diff {RECORDING}",
+    f"replay diff {RECORDING} --policy nope",
+    "verify README.md",
+    f"verify {RECORDING} --group nope",
+    "topics list README.md",
+    f"topics tail {RECORDING} nope",
+    "topics create --partitions groups=0",
+    "model publish nowhere --kafka 127.0.0.1:1",
+    "model alias prod --kafka 127.0.0.1:1",
+    "model alias prod m --remove --kafka 127.0.0.1:1",
+    "model alias prod m=0 --kafka 127.0.0.1:1",
+    "model alias prod m=nan n --kafka 127.0.0.1:1",
+    f"index {RECORDING} --worker nope",
+    "config nope",
+]
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_input_exits_2(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tests").symlink_to(Path("tests").absolute())
+    (tmp_path / "README.md").write_text("# A page\n")
+    monkeypatch.chdir(tmp_path)
+    run = forebay(*line.split())
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.strip()
+    assert {path.name for path in tmp_path.iterdir()} == {"README.md", "tests"}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("up --engine vlm", "did you mean vllm?"),
+        ("worker --role encoder", "did you mean encode or decode?"),
+        ("up --router-mode round-robbin", "did you mean round-robin?"),
+        ("profile aiconfigurator some/model --engine tensorrt", "did you mean tensorrt-llm?"),
+        (f"topics tail {RECORDING} decision", "did you mean decisions?"),
+    ],
+)
+def test_error_for_an_unknown_value_suggests_similar_values(line: str, expected: str) -> None:
+    assert expected in forebay(*line.split()).stderr
+
+
+def test_topics_are_listed_as_json() -> None:
+    first = forebay("topics", "list", RECORDING, "--json").stdout.splitlines()[0]
+    assert first == '{"topic":"control","partition":0,"first":0,"end":1}'
+
+
+@pytest.mark.parametrize(
+    ("extra", "package", "arguments"),
+    [
+        ("router", "faust", ["router"]),
+        ("fit", "numpy", ["fit", "run.db"]),
+    ],
+)
+def test_a_missing_extra_is_named_in_one_line(
+    extra: str, package: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    row = {"timestamp": 0, "input_length": 10, "output_length": 1, "hash_ids": [0]}
+    (tmp_path / "load.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setattr(extras, "find_spec", lambda _: None)
+    run = forebay(*arguments)
+    remedy = f"requires the package {package}; install it with: pip install 'forebay[{extra}]'\n"
+    assert (run.returncode, run.stderr.endswith(remedy), run.stderr.count("\n")) == (2, True, 1), run.stderr
+
+
+def test_a_package_that_replaced_itself_when_imported_is_not_missing() -> None:
+    import_module("faust")
+    extras.require_extra("router", "forebay router", "faust")

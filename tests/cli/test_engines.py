@@ -1,28 +1,43 @@
-"""Engine selection: rejected options, engine settings, and systems that use the sizes reported by an engine."""
+"""Engines of workers: options, sizes, tiers, the address for KV, and engines that fail."""
 
 import json
 import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import click
+import httpx
 import pytest
-from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
 
-from forebay.cli.app import app
 from forebay.cli.processes import engines
+from forebay.cli.processes.embedded_group import FAILURES_MAX, HEALTHY_S, PAUSE_S, PAUSE_S_MAX, EngineRestarts
 from forebay.cli.processes.engine_options import ADAPTERS, ENGINES, Adapter, EngineOptions
-from forebay.cli.processes.engines import EngineChoice, built, playing, ranked_from
+from forebay.cli.processes.engines import EngineChoice, built, playing, ranked_from, reached_at, tiered, with_own_disk
+from forebay.cli.processes.tier_options import TierOptions, parsed_tiers
 from forebay.engine_model.model import EngineConfig
 from forebay.engine_model.timing import LinearTiming
 from forebay.events.fleet import WorkerSpec
 from forebay.ingress.errors import Unusable
 from forebay.ingress.model import DEFAULT_MODEL
+from forebay.workers.engine import EngineError
 from forebay.workers.engines.engine_process import EngineProcess
 from forebay.workers.engines.mock.engine import MockEngine
-from tests.cli.adapters import FAKE
-from tests.cli.up import children_of, fake_up, forebay
+from forebay.workers.engines.mock.kv import KvSettings
+from forebay.workers.kv_tiers.settings import DISK_BYTES, STORE_BYTES, TierSettings
+from forebay.workers.kv_transfer.own_address import address_towards, interface_of, own_address
+from tests.cli.fake_engine import FAKE
+from tests.cli.in_process import forebay
+from tests.cli.up import PATIENCE_S, Up, children_of, fake_up
 from tests.harness.local import free_ports
+from tests.harness.processes import still_running
 
+pytestmark = pytest.mark.timeout(240)
 ROOT = Path(__file__).parents[2]
 
 
@@ -32,13 +47,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ADAPTERS, "vllm", FAKE)
 
 
-def choose(engine: str = "vllm", **options: Any) -> EngineChoice:
+def choose(engine: str = "mock", **options: Any) -> EngineChoice:
     model = None if engine == "mock" else str(DEFAULT_MODEL)
     return EngineOptions(**{"engine": engine, "model": model, **options}).choice()
 
 
 def test_a_mock_engine_uses_the_sizes_of_the_model_by_default() -> None:
-    engine, spec = built(choose("mock", kv_blocks=99, lora=["a=b"]), "mock-0", pool="p", taints=["t"])
+    engine, spec = built(choose(kv_blocks=99, lora=["a=b"]), "mock-0", pool="p", taints=["t"])
     assert isinstance(engine, MockEngine)
     assert spec == WorkerSpec(
         worker_id="mock-0",
@@ -64,7 +79,9 @@ def test_a_real_engine_gets_its_settings(tmp_path: Path, form: str) -> None:
         text = str(file)
     lora = tmp_path / "adapter"
     lora.mkdir()
-    choice = choose(engine_args=text, role="prefill", kv_blocks=7, dp_size=2, lora=[f"legal={lora}"], model_name="m")
+    choice = choose(
+        "vllm", engine_args=text, role="prefill", kv_blocks=7, dp_size=2, lora=[f"legal={lora}"], model_name="m"
+    )
     engine, spec = built(ranked_from(choice, 4), "w", pool="p", kv_events=False)
     assert isinstance(engine, EngineProcess)
     settings = engine.settings
@@ -113,7 +130,7 @@ def test_unusable_options_are_rejected(
     Path("ARGS.yaml").write_text("- a\n- b\n")
     Path("KEYS.yaml").write_text("1: a\n")
     with pytest.raises(Unusable) as raised:
-        choose(**options)
+        choose(**{"engine": "vllm", **options})
     assert str(raised.value).startswith(message)
 
 
@@ -125,14 +142,14 @@ def test_a_mock_engine_uses_the_timing_and_sizes_of_its_profile_by_default(
     path = tmp_path / "engine.toml"
     sizes = "{ block_size = 32, kv_blocks = 99, max_num_seqs = 4 }"
     path.write_text(f'kind = "linear"\ncosts_us.step = 70\nsizes = {sizes}')
-    _, spec = built(choose("mock", engine_profile=str(path), kv_blocks=11), "w", pool="p")
+    _, spec = built(choose(engine_profile=str(path), kv_blocks=11), "w", pool="p")
     assert (spec.block_size, spec.kv_blocks_total, spec.max_num_seqs, spec.max_num_batched_tokens) == (32, 11, 4, 8192)
     assert [config.timing for config in configs] == [LinearTiming(step=70.0)]
 
 
 def test_inconsistent_sizes_and_a_missing_package_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unusable, match=r"max_num_batched_tokens \(3\) must be at least max_num_seqs \(256\)"):
-        built(choose("mock", max_num_batched_tokens=3), "w", pool="p")
+        built(choose(max_num_batched_tokens=3), "w", pool="p")
     monkeypatch.setitem(ADAPTERS, "sglang", Adapter("nowhere", "Nothing", ("no_such_package",)))
     with pytest.raises(Unusable) as raised:
         built(choose("sglang"), "w", pool="p")
@@ -155,8 +172,8 @@ def test_inconsistent_sizes_and_a_missing_package_are_rejected(monkeypatch: pyte
 def test_an_engine_failure_ends_the_system_with_one_line(arguments: dict[str, Any], message: str) -> None:
     before = children_of(os.getpid())
     command = ["up", "--port", str(free_ports(1)), "--engine", "vllm", "--model", str(DEFAULT_MODEL), "--workers", "2"]
-    result = CliRunner().invoke(app, [*command, "--engine-args", json.dumps(arguments)])
-    assert result.exit_code == (1 if "fails" in arguments else 2)
+    result = forebay(*command, "--engine-args", json.dumps(arguments))
+    assert result.returncode == (1 if "fails" in arguments else 2)
     assert result.stderr == f"forebay: {message}\n"
     assert children_of(os.getpid()) == before
 
@@ -197,14 +214,14 @@ def test_a_missing_package_ends_the_command_with_one_line() -> None:
 
 @pytest.mark.parametrize(("role", "pool"), [("aggregated", "default"), ("prefill", "prefill"), ("decode", "decode")])
 def test_disagg_the_default_pool_of_a_worker_is_that_of_its_role(role: Any, pool: str) -> None:
-    choice = playing(choose("mock"), role)
+    choice = playing(choose(), role)
     for option, expected in (("", pool), ("mine", "mine")):
         _, spec = built(choice, "w", pool=option)
         assert (spec.role, spec.pool) == (role, expected)
 
 
 def test_disagg_a_mock_engine_gets_the_kv_transfer_settings() -> None:
-    settings = choose("mock", kv_bytes_per_token=32, engine_args='{"kv_checksum": true, "kv_lease_s": 5}').settings
+    settings = choose(kv_bytes_per_token=32, engine_args='{"kv_checksum": true, "kv_lease_s": 5}').settings
     assert (settings.kv_bytes_per_token, settings.kv_checksum, settings.kv_lease_s) == (32, True, 5.0)
     assert settings.arguments == {}
 
@@ -214,7 +231,7 @@ def test_disagg_a_mock_engine_without_nixl_transfers_kv_in_modelled_time(
     is_installed: bool, connector: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines, "find_spec", lambda _: object() if is_installed else None)
-    engine, _ = built(choose("mock"), "w", pool="")
+    engine, _ = built(choose(), "w", pool="")
     assert isinstance(engine, MockEngine)
     assert engine.kv_settings.connector == connector
 
@@ -238,3 +255,353 @@ def test_disagg_a_service_does_all_of_a_request(tmp_path: Path) -> None:
         built(playing(choice, "prefill"), "w", pool="")
     run = forebay("up", "--engine", f"{path}:Parrot", "--prefill-workers", "1", "--decode-workers", "1")
     assert (run.returncode, "only the role aggregated" in run.stderr) == (2, True), run.stderr
+
+
+LOCAL_KAFKA = "127.0.0.1:19092"
+NOBODYS = "203.0.113.7"
+NOWHERE = "kafka.invalid:9092"
+
+
+@pytest.fixture(autouse=True)
+def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+
+
+def kv_of(choice: EngineChoice) -> KvSettings:
+    engine, _ = built(choice, "w", pool="")
+    assert isinstance(engine, MockEngine)
+    return engine.kv_settings
+
+
+def test_a_host_name_is_resolved() -> None:
+    assert own_address("127.0.0.1") == own_address("2130706433") == "127.0.0.1"
+    assert own_address("localhost") in ("127.0.0.1", "::1")
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        ("nobody.invalid", "cannot resolve the name"),
+        ("", "cannot resolve the name"),
+        ("a..b", "cannot resolve the name"),
+        ("0.0.0.0", "0.0.0.0 is a wildcard"),
+        ("::", ":: is a wildcard"),
+        ("224.0.0.1", "other machines cannot connect to 224.0.0.1"),
+        ("fe80::1", "other machines cannot connect to fe80::1"),
+        ("127.255.255.255", "127.255.255.255 is a network address"),
+        (NOBODYS, f"{NOBODYS} is not an address of this machine"),
+    ],
+)
+def test_unreachable_addresses_are_rejected(host: str, message: str) -> None:
+    with pytest.raises(Unusable) as raised:
+        reached_at(choose(role="decode"), host, LOCAL_KAFKA)
+    assert str(raised.value).startswith(f"--kv-host {host}: {message}")
+
+
+def test_an_invalid_address_is_a_usage_error() -> None:
+    done = forebay("worker", "--role", "prefill", "--kv-host", "0.0.0.0", "--kafka", "127.0.0.1:1")
+    assert done.returncode == 2
+    assert "--kv-host 0.0.0.0: 0.0.0.0 is a wildcard" in done.stderr
+
+
+def test_the_default_is_the_local_address_of_the_route_to_kafka() -> None:
+    assert reached_at(choose(role="decode"), None, f"{NOWHERE},{LOCAL_KAFKA}").settings.near_host == "127.0.0.1"
+    with socket.create_server(("127.0.0.2", 0)) as server, socket.create_connection(server.getsockname()) as connection:
+        towards = f"127.0.0.2:{server.getsockname()[1]}"
+        assert address_towards([towards]) == connection.getsockname()[0], "as a server sees who connects"
+    for bad in (NOWHERE, "127.0.0.1", "127.0.0.1:kafka"):
+        with pytest.raises(Unusable, match=f"--kafka {bad}: {bad}: "):
+            reached_at(choose(role="decode"), None, bad)
+    assert reached_at(choose(), None, NOWHERE) == choose(), "nobody fetches from it"
+
+
+def test_nixl_uses_the_interface_of_the_given_address_or_chooses_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = choose(role="decode")
+    assert kv_of(reached_at(choice, None, LOCAL_KAFKA)).interface == ""
+    given = reached_at(choice, "127.0.0.1", LOCAL_KAFKA)
+    assert kv_of(given).interface == interface_of("127.0.0.1")
+    with pytest.raises(Unusable, match=r"--kv-host: 127.0.0.3 is not the first IPv4 address of any interface"):
+        kv_of(reached_at(choice, "127.0.0.3", LOCAL_KAFKA))
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")
+    assert kv_of(given).interface == "", "the UCX setting of the environment applies"
+
+
+@pytest.mark.parametrize(("role", "engine"), [("aggregated", "mock"), ("encode", "mock"), ("decode", "sglang")])
+def test_kv_host_is_rejected_without_kv_transfer(role: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ADAPTERS, "sglang", FAKE)
+    with pytest.raises(Unusable, match="--kv-host requires --role prefill or decode and --engine mock or vllm"):
+        reached_at(choose(engine, role=role), "127.0.0.1", LOCAL_KAFKA)
+
+
+def test_a_real_engine_gets_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ADAPTERS, "vllm", FAKE)
+    engine: Any = built(reached_at(choose("vllm", role="prefill"), "127.0.0.3", LOCAL_KAFKA), "w", pool="")[0]
+    assert engine.settings.kv_host == "127.0.0.3"
+
+
+BUCKET = "s3://bucket/prefix"
+
+
+def settings(*tiers: str) -> TierSettings | None:
+    return TierOptions(kv_tier=list(tiers)).settings()
+
+
+def test_no_tier_is_the_default() -> None:
+    assert TierOptions().settings() is None
+    choice = choose()
+    assert tiered(choice, None) == choice
+    assert choice.settings.tiers is None
+
+
+def test_each_tier_has_a_size(tmp_path: Path) -> None:
+    assert settings("host:size=4GB") == TierSettings(host_bytes=4 * 10**9)
+    assert settings(f"disk:path={tmp_path}") == TierSettings(disk=tmp_path, disk_bytes=DISK_BYTES)
+    assert settings(f"store:path={BUCKET}") == TierSettings(store=BUCKET, store_bytes=STORE_BYTES)
+    every = settings(
+        "host:size=500MB,write=eviction",
+        f"disk:size=10GB,path={tmp_path},filter=off,io=plain",
+        f"store:path={BUCKET},size=2TB,endpoint=http://127.0.0.1:9000,filter=off",
+    )
+    assert every == TierSettings(
+        host_bytes=500 * 10**6,
+        disk=tmp_path,
+        disk_bytes=10 * 10**9,
+        store=BUCKET,
+        store_bytes=2 * 10**12,
+        store_endpoint="http://127.0.0.1:9000",
+        write="eviction",
+        filter=False,
+        io="plain",
+    )
+
+
+@pytest.mark.parametrize(
+    ("tiers", "message"),
+    [
+        (["disc:path=x"], "--kv-tier disc:path=x: unknown kind of tier 'disc'; did you mean disk?"),
+        (["disk:size=1GB"], "--kv-tier disk:size=1GB: the key path is missing"),
+        (["host"], "--kv-tier host: expected KEY=VALUE, got ''"),
+        (["host:size=1GB,filter=on"], "--kv-tier host:size=1GB,filter=on: unknown key 'filter'; keys are: size, write"),
+        (["host:size=1GB,write=later"], "--kv-tier host:size=1GB,write=later: expected one of through, eviction, got"),
+        (["host:size=1GB", "host:size=2GB"], "--kv-tier host:size=2GB: there is another host tier"),
+        (["disk:path=a,io=nixl", "store:path=b,io=plain"], "--kv-tier: the tiers of a worker have one value of io"),
+        (["store:path=gs://bucket"], "--kv-tier store:path=gs://bucket: unsupported store; expected a directory or"),
+        (["store:path=s3:///prefix"], "--kv-tier store:path=s3:///prefix: unsupported store"),
+        (["store:path="], "--kv-tier store:path=: expected KEY=VALUE, got 'path='"),
+        (["store:path=FILE"], "--kv-tier store:path=FILE: not a directory"),
+        (["disk:path=FILE"], "--kv-tier disk:path=FILE: not a directory"),
+        (["store:path=folder,endpoint=http://h"], "--kv-tier store:endpoint=http://h: expected http://HOST:PORT, of a"),
+        ([f"store:path={BUCKET},endpoint=h:9000"], "--kv-tier store:endpoint=h:9000: expected http://HOST:PORT"),
+    ],
+)
+def test_invalid_tiers_are_rejected(
+    tiers: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").write_text("")
+    with pytest.raises(Unusable) as raised:
+        settings(*tiers)
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("4", "--kv-tier host:size 4: not a size"), ("1kB", "--kv-tier host:size 1kB: too small")]
+)
+def test_invalid_sizes_are_usage_errors(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(click.exceptions.Exit):
+        settings(f"host:size={text}")
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["filters=off", "filter=of", "size=1GB"])
+def test_errors_show_no_password(part: str) -> None:
+    with pytest.raises(Unusable) as raised:
+        parsed_tiers([f"store:endpoint=http://user:secret@host:9000,{part}"])
+    assert "secret" not in str(raised.value)
+
+
+def test_engines_without_tiers_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ADAPTERS, "sglang", FAKE)
+    tiers = TierSettings(host_bytes=1 << 30)
+    with pytest.raises(Unusable, match="KV tiers require --engine mock or vllm, got sglang"):
+        tiered(choose("sglang"), tiers)
+    with pytest.raises(Unusable, match="--role encode: an encode worker has no KV"):
+        tiered(choose(role="encode"), tiers)
+
+
+def test_a_real_engine_gets_its_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ADAPTERS, "vllm", FAKE)
+    tiers = TierSettings(host_bytes=1 << 30)
+    assert tiered(choose("vllm"), tiers).settings.tiers == tiers
+
+
+def test_storage_of_the_engines_own_connector_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ADAPTERS, "vllm", FAKE)
+    choice = choose("vllm", kv_store_name="lmcache-1")
+    assert choice.settings.kv_store_name == "lmcache-1"
+    assert tiered(choice, TierSettings(host_bytes=1 << 30)).settings.kv_store_name == "lmcache-1"
+    with pytest.raises(Unusable, match="--kv-tier store names itself"):
+        tiered(choice, TierSettings(store=BUCKET))
+    with pytest.raises(Unusable, match="--kv-store-name requires --engine vllm or sglang, got mock"):
+        choose(kv_store_name="a")
+
+
+def test_each_worker_of_a_process_has_its_own_disk(tmp_path: Path) -> None:
+    choice = tiered(choose(), TierSettings(disk=tmp_path, store=BUCKET))
+    found = [with_own_disk(playing(choice, "prefill"), name).settings.tiers for name in ("a", "b")]
+    assert found == [TierSettings(disk=tmp_path / name, store=BUCKET) for name in ("a", "b")]
+    host = tiered(choose(), TierSettings(host_bytes=1 << 30))
+    assert with_own_disk(host, "a") == host
+
+
+@pytest.mark.parametrize("command", ["worker", "up"])
+def test_commands_reject_options_without_effect(command: str) -> None:
+    where = ("--kafka", "127.0.0.1:1") if command == "worker" else ()
+    run = forebay(command, *where, "--kv-tier", "disk:size=1GB")
+    assert run.returncode == 2
+    assert "the key path is missing" in run.stderr
+
+
+def test_a_server_that_already_runs_has_its_own_tiers() -> None:
+    run = forebay("worker", "--kafka", "127.0.0.1:1", "--upstream", "http://h:1", "--kv-tier", "host:size=1GB")
+    assert run.returncode == 2
+    assert "options of KV tiers cannot be combined with --upstream" in run.stderr
+
+
+def test_a_configuration_file_selects_tiers(tmp_path: Path) -> None:
+    file = tmp_path / "forebay.toml"
+    file.write_text('[worker]\nkv-tier = ["host:size=1GB", "disk:size=10GB"]\n')
+    run = forebay("worker", "--kafka", "127.0.0.1:1", "--config", str(file))
+    assert run.returncode == 2
+    assert "the key path is missing" in run.stderr
+    file.write_text('kv-tier = "store:path=s3://bucket,filter=off"\n')
+    run = forebay("config", "--json", "worker", "--config", str(file))
+    assert run.returncode == 0, run.stderr
+    assert '"store:path=s3://bucket,filter=off"' in run.stdout
+
+
+TOKENS = 300
+PROMPT = list(range(100, 140))
+
+
+@contextmanager
+def running(folder: Path, arguments: dict[str, Any], *options: str) -> Iterator[Up]:
+    up = fake_up(folder, arguments, *options)
+    try:
+        up.wait_ready()
+        yield up
+    finally:
+        up.process.kill()
+        up.process.communicate(timeout=PATIENCE_S)
+
+
+def metric(up: Up, name: str) -> dict[str, float]:
+    text = httpx.get(f"{up.url}/metrics", timeout=PATIENCE_S).text
+    return {
+        sample.labels["worker_id"]: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+def until(reached: Callable[[], bool]) -> None:
+    ends_s = time.monotonic() + PATIENCE_S
+    while not reached():
+        assert time.monotonic() < ends_s
+        time.sleep(0.05)
+
+
+def streamed(up: Up, on_piece: Callable[[str, int], None] = lambda *_: None) -> tuple[str, int]:
+    """Return the text and the number of attempts of a streamed response.
+
+    `on_piece` gets the worker that began the response, and the number of pieces so far.
+    """
+    body = {"model": "default_model", "prompt": PROMPT, "max_tokens": TOKENS, "stream": True, "temperature": 0}
+    pieces: list[str] = []
+    attempts = 0
+    with httpx.stream("POST", f"{up.url}/v1/completions", json=body, timeout=PATIENCE_S) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            assert "error" not in chunk, chunk
+            pieces += [choice["text"] for choice in chunk["choices"]]
+            attempts = chunk.get("forebay", {}).get("attempts", attempts)
+            on_piece(response.headers["x-forebay-worker"], len(pieces))
+    return "".join(pieces), attempts
+
+
+def test_a_killed_engine_is_replaced_while_its_response_continues(tmp_path: Path) -> None:
+    """No process is left when the system is killed."""
+    with running(tmp_path, {"speedup": 4.0}, "--workers", "2") as up:
+        expected, _ = streamed(up)
+        engines = children_of(up.process.pid)  # in the order of the workers
+        killed: list[int] = []
+
+        def kill(worker: str, pieces: int) -> None:
+            if pieces > 3 and not killed:
+                killed.append(engines[int(worker.removeprefix("vllm-"))])
+                os.kill(killed[0], signal.SIGKILL)
+
+        assert streamed(up, kill) == (expected, 2)
+        until(lambda: metric(up, "forebay_worker_member") == {"vllm-0": 1.0, "vllm-1": 1.0})
+        assert sorted(metric(up, "forebay_worker_engine_failures_total").values()) == [0.0, 1.0]
+        replaced = children_of(up.process.pid)
+        assert len(replaced) == 2
+        assert killed[0] not in replaced
+        up.process.send_signal(signal.SIGKILL)
+        until(lambda: not still_running(replaced))
+
+
+@pytest.mark.slow
+def test_the_only_engine_comes_back(tmp_path: Path) -> None:
+    """Meanwhile its start fails once."""
+    broken = tmp_path / "broken"
+    with running(tmp_path, {"speedup": 4.0, "fails_if": str(broken)}) as up:
+        broken.touch()
+        os.kill(children_of(up.process.pid)[0], signal.SIGKILL)
+        until(lambda: metric(up, "forebay_worker_engine_failures_total")["vllm-0"] >= 2)
+        assert httpx.get(f"{up.url}/ready", timeout=PATIENCE_S).status_code == httpx.codes.SERVICE_UNAVAILABLE
+        broken.unlink()
+        until(lambda: httpx.get(f"{up.url}/ready", timeout=PATIENCE_S).status_code == httpx.codes.OK)
+        assert len(streamed(up)[0]) > 0
+
+
+ERROR = EngineError("the engine died")
+
+
+def restarts(*names: str) -> EngineRestarts:
+    made = EngineRestarts()
+    for name in names:
+        made.add(name)
+    made.is_serving = True
+    return made
+
+
+def test_pauses_double_up_to_a_maximum_until_an_engine_was_healthy() -> None:
+    made = restarts("a", "b")
+    pauses = [made.pause_s("a", HEALTHY_S / 2, 1, ERROR) for _ in range(2_000)]
+    assert pauses[:7] == [PAUSE_S * 2**at for at in range(6)] + [PAUSE_S_MAX]
+    assert set(pauses[7:]) == {PAUSE_S_MAX}
+    assert [made.pause_s("a", healthy_s, 1, ERROR) for healthy_s in (HEALTHY_S, 0.0)] == [PAUSE_S, 2 * PAUSE_S]
+    assert made.failures == {"a": 2_002, "b": 0}
+
+
+def test_the_system_ends_once_every_engine_has_failed_in_a_row() -> None:
+    made = restarts("a", "b", "drained")
+    for _ in range(FAILURES_MAX + 1):
+        made.pause_s("a", 0.0, 0, ERROR)
+    for _ in range(FAILURES_MAX):
+        made.pause_s("b", 0.0, 0, ERROR)
+    made.remove("drained")
+    made.pause_s("a", 0.0, 1, ERROR)  # the other engine serves just now
+    with pytest.raises(EngineError, match=f"every engine has failed {FAILURES_MAX} times in a row: the engine died"):
+        made.pause_s("a", 0.0, 0, ERROR)
+
+
+def test_an_engine_that_fails_before_the_system_serves_ends_it() -> None:
+    made = restarts("a", "b")
+    made.is_serving = False
+    with pytest.raises(EngineError, match=r"^the engine died$"):
+        made.pause_s("a", 0.0, 1, ERROR)

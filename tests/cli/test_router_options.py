@@ -1,7 +1,9 @@
-"""Router flags, environment variables and policy files give a `RouterConfig` or a one-line error."""
+"""Router flags, variables and policy files give a `RouterConfig` or a one-line error, and have documentation."""
 
 import io
 import json
+import re
+import sys
 from contextlib import redirect_stderr
 from pathlib import Path
 
@@ -13,16 +15,14 @@ import yaml
 from forebay.cli.common.command_class import CliCommand
 from forebay.cli.common.errors import explained
 from forebay.cli.common.options import Number, built, parameters_of
+from forebay.cli.policies.allowed import require_policy
+from forebay.cli.policies.file import read_policy_file
 from forebay.cli.policies.router_options import ROUTER_OPTIONS, RouterOptions
 from forebay.events.control import BusyThresholds, DisaggConfig, QueueClass, QueueConfig, RouterConfig
 from tests.cli.in_process import forebay
 
 USAGE = 2
-
-
 SERVING = RouterConfig(queue=QueueConfig(run_ahead=0.25, depth=4.0, timeout_s=10.0))
-
-
 WEIGHTS = [
     one.opts[0] for one in parameters_of(RouterOptions) if isinstance(one.type, Number) and one.type.kind is float
 ]
@@ -316,3 +316,41 @@ def test_error_names_an_invalid_variable(monkeypatch: pytest.MonkeyPatch, name: 
     assert run.returncode == USAGE
     assert name in run.stderr
     assert message in run.stderr
+
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/router-config.md").read_text()
+
+
+def block(language: str) -> str:
+    found = re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_every_flag_is_documented_with_its_default_and_field() -> None:
+    rows = re.findall(
+        r"^\| `--(\[no-\])?(router-[a-z-]+|active-[a-z-]+|load-aware|enforce-disagg|shared-cache-[a-z-]+|tier-credit)`"
+        r" \| (.*?) \| (.*?) \|",
+        PAGE,
+        re.MULTILINE,
+    )
+    shown = {f"--{flag}": (default.strip("` "), field.strip("` ")) for _, flag, default, field in rows}
+    assert set(shown) == {option.flag(name) for name, option in ROUTER_OPTIONS.items()}
+    for name, option in ROUTER_OPTIONS.items():
+        default, field = shown[option.flag(name)]
+        assert (default.split(",")[0], field) == (option.default_text, option.path)
+
+
+def test_the_example_file_loads(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(block("yaml"))
+    config = read_policy_file(path)
+    assert config.queue.policy == "wspt"
+    assert config.queue.classes[1] == QueueClass(uncached_tokens_min=16_384, quantum=4_096)
+
+
+def test_the_example_policy_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "bounded.py").write_text(block("python"))
+    require_policy("bounded.Bounded")

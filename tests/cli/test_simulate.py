@@ -1,16 +1,21 @@
-"""The `forebay simulate` command: reproducible output and rejected options."""
+"""`forebay simulate`: output and rejected options, with disaggregation, a planner and KV tiers."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from forebay.cli.app import app
+from forebay.cli.simulate.options import FleetOptions, ShapeOptions
+from forebay.cli.simulate.planned import size_changes
+from forebay.cli.simulate.sweep_axes import axes_of, combinations
 from forebay.simulate.workloads.rows import MooncakeRow
 from tests.cli.in_process import forebay
+from tests.cli.logs import written
+from tests.cli.report_page import Page
+from tests.core.scaling.scene import decided
 from tests.harness import fork_server
+from tests.replay.disagg_history import COUNT, history
 from tests.simulate.traces import conversations, write
 
 pytestmark = pytest.mark.timeout(120)
@@ -73,8 +78,8 @@ def test_a_fleet_with_several_pools_of_a_model_has_results_by_pool(trace: Path) 
 
 
 def test_the_table_shows_every_policy_with_its_metrics(trace: Path) -> None:
-    run = CliRunner().invoke(app, ["simulate", str(trace), "--policy", "kv", "--duration-s", "1"])
-    assert run.exit_code == 0
+    run = forebay("simulate", str(trace), "--policy", "kv", "--duration-s", "1")
+    assert run.returncode == 0
     assert "kv" in run.stdout
     assert "digest" in run.stdout
     assert "14 requests under 1 policy" in run.stderr
@@ -83,8 +88,8 @@ def test_the_table_shows_every_policy_with_its_metrics(trace: Path) -> None:
 def test_oversized_requests_are_named_and_exit_1(tmp_path: Path) -> None:
     rows = [MooncakeRow(at, 1024, 1, [2 * at, 2 * at + 1]) for at in range(7)]
     trace = write(tmp_path / "trace.jsonl", [*rows, MooncakeRow(9, 64, 1, [99])])
-    run = CliRunner().invoke(app, ["simulate", str(trace), "--policy", "kv", "--kv-blocks", "4"])
-    assert run.exit_code == 1
+    run = forebay("simulate", str(trace), "--policy", "kv", "--kv-blocks", "4")
+    assert run.returncode == 1
     assert "kv: request 5 failed: 1024 prompt tokens and 1 to generate need 17 KV blocks" in run.stdout
     assert "kv: and 2 more" in run.stdout
     assert "request 8 failed" not in run.stdout
@@ -121,8 +126,8 @@ def test_oversized_requests_are_named_and_exit_1(tmp_path: Path) -> None:
 )
 def test_invalid_arguments_give_one_error_line(tmp_path: Path, arguments: list[str], reason: str) -> None:
     trace = write(tmp_path / "trace.jsonl", [MooncakeRow(50, 64, 1, [1])])
-    run = CliRunner().invoke(app, ["simulate", str(trace), *arguments])
-    assert run.exit_code == 2
+    run = forebay("simulate", str(trace), *arguments)
+    assert run.returncode == 2
     assert reason in run.stderr
     assert run.stderr.count("\n") == 1
 
@@ -136,24 +141,24 @@ def test_invalid_arguments_give_one_error_line(tmp_path: Path, arguments: list[s
     ],
 )
 def test_numbers_have_bounds(option: str, value: str) -> None:
-    run = CliRunner().invoke(app, ["simulate", "synthetic:requests=2", option, value])
-    assert run.exit_code == 2
+    run = forebay("simulate", "synthetic:requests=2", option, value)
+    assert run.returncode == 2
     assert f"Invalid value for '{option}'" in run.stderr
 
 
 def test_missed_attainment_sets_the_exit_code(trace: Path) -> None:
     promise = ["simulate", str(trace), "--policy", "kv", "--slo", "ttft=0.001,e2e=1e9"]
-    run = CliRunner().invoke(app, [*promise, "--json"])
-    assert run.exit_code == 0
+    run = forebay(*promise, "--json")
+    assert run.returncode == 0
     figures = json.loads(run.stdout)["policies"]["kv"]
     assert (figures["attained"], figures["attained_each"]) == (0.0, {"ttft": 0.0, "e2e": 1.0})
     assert figures["goodput_per_s"] == 0.0
-    short = CliRunner().invoke(app, [*promise, "--policy", "random", "--attain", "0.555"])
-    assert short.exit_code == 1
+    short = forebay(*promise, "--policy", "random", "--attain", "0.555")
+    assert short.returncode == 1
     for name in ("kv", "random"):
         assert f"forebay: {name}: SLO attainment 0% is below --attain 55.5%\n" in short.stderr
-    kept = CliRunner().invoke(app, [*promise[:-1], "e2e=1e9", "--attain", "1"])
-    assert kept.exit_code == 0
+    kept = forebay(*promise[:-1], "e2e=1e9", "--attain", "1")
+    assert kept.returncode == 0
     assert "is below --attain" not in kept.stderr
 
 
@@ -187,8 +192,8 @@ def test_delays_are_part_of_client_latency(trace: Path) -> None:
 
 def test_fault_after_the_end_of_a_run_is_reported(trace: Path) -> None:
     kills = ("--kill", "mock-0@0.5", "--kill", "mock-1@600000")
-    run = CliRunner().invoke(app, ["simulate", str(trace), "--policy", "kv", "--policy", "random", "--json", *kills])
-    assert run.exit_code == 0
+    run = forebay("simulate", str(trace), "--policy", "kv", "--policy", "random", "--json", *kills)
+    assert run.returncode == 0
     kv, random = (json.loads(run.stdout)["policies"][name]["lasted_s"] for name in ("kv", "random"))
     reason = f"because these runs ended earlier: kv after {kv:.1f} s, random after {random:.1f} s"
     assert f"mock-1 did not die at 600000 s, {reason}" in run.stderr
@@ -197,23 +202,23 @@ def test_fault_after_the_end_of_a_run_is_reported(trace: Path) -> None:
 
 def test_report_matches_the_json_output(trace: Path) -> None:
     page = trace.parent / "page.html"
-    run = CliRunner().invoke(app, ["simulate", str(trace), "--json", "--slo", "ttft=80", "--report", str(page)])
-    assert run.exit_code == 0
+    run = forebay("simulate", str(trace), "--json", "--slo", "ttft=80", "--report", str(page))
+    assert run.returncode == 0
     assert json.loads(run.stdout)["digest"] in page.read_text()
     page.write_text("my diary")
-    run = CliRunner().invoke(app, ["simulate", str(trace), "--report", str(page)])
-    assert run.exit_code == 2
+    run = forebay("simulate", str(trace), "--report", str(page))
+    assert run.returncode == 2
     assert page.read_text() == "my diary"
 
 
 def test_invalid_rows_are_errors_or_skipped_and_counted(trace: Path) -> None:
     with trace.open("a") as file:
         file.write('{"timestamp": 9e9, "input_length": -1, "output_length": 1, "hash_ids": [1]}\n')
-    run = CliRunner().invoke(app, ["simulate", str(trace), "--policy", "kv", "--json"])
-    assert run.exit_code == 2
+    run = forebay("simulate", str(trace), "--policy", "kv", "--json")
+    assert run.returncode == 2
     assert "line 21" in run.stderr
-    run = CliRunner().invoke(app, ["simulate", str(trace), "--policy", "kv", "--json", "--skip-bad-rows"])
-    assert run.exit_code == 0
+    run = forebay("simulate", str(trace), "--policy", "kv", "--json", "--skip-bad-rows")
+    assert run.returncode == 0
     result = json.loads(run.stdout)
     assert (result["skipped"], result["policies"]["kv"]["requests"]) == (1, 20)
     assert "skipped: " in run.stderr
@@ -259,8 +264,8 @@ def test_no_policy_is_needed_if_every_pool_has_a_router(trace: Path) -> None:
     assert list(configured) == ["as configured"]
     explicit = json.loads(printed(trace, "--workers", "2", "--policy", "random"))["policies"]
     assert configured["as configured"] == explicit["random"]
-    run = CliRunner().invoke(app, ["simulate", str(trace), "--fleet", str(file), "--policy", "kv"])
-    assert run.exit_code == 2
+    run = forebay("simulate", str(trace), "--fleet", str(file), "--policy", "kv")
+    assert run.returncode == 2
     assert "--policy kv: has no effect, because every pool has its own router" in run.stderr
 
 
@@ -275,8 +280,8 @@ def test_no_policy_is_needed_if_every_pool_has_a_router(trace: Path) -> None:
 def test_options_that_conflict_with_a_fleet_file_are_named(trace: Path, arguments: list[str], reason: str) -> None:
     file = trace.parent / "fleet.toml"
     file.write_text(FLEET)
-    run = CliRunner().invoke(app, ["simulate", str(trace), "--fleet", str(file), *arguments])
-    assert run.exit_code == 2
+    run = forebay("simulate", str(trace), "--fleet", str(file), *arguments)
+    assert run.returncode == 2
     assert reason in run.stderr
 
 
@@ -300,3 +305,358 @@ def test_a_killed_process_ends_the_command_in_one_line(trace: Path) -> None:
     run = fork_server.run(*command, folder=trace.parent, timeout_s=60)
     assert run.returncode == 1
     assert run.stderr == "forebay: a simulation process was killed, possibly because it ran out of memory\n"
+
+
+APART = ("--prefill-workers", "2", "--decode-workers", "1")
+
+
+def simulated(trace: Path, *arguments: str) -> dict[str, Any]:
+    run = forebay("simulate", str(trace), "--json", "--policy", "kv", *arguments)
+    assert run.returncode == 0, run.stderr
+    result: dict[str, Any] = json.loads(run.stdout)
+    return result
+
+
+def test_disaggregated_pools_complete_all_requests(trace: Path) -> None:
+    result = simulated(trace, *APART, "--kv-blocks", "4096", "--kv-bytes-per-token", "1000")
+    pools = result["settings"]["pools"]
+    assert [(pool["role"], pool["model"], pool["groups"][0]["count"]) for pool in pools] == [
+        ("prefill", "simulated", 2),
+        ("decode", "simulated", 1),
+    ]
+    assert {pool["groups"][0]["engine"]["kv_blocks_total"] for pool in pools} == {4096}
+    figures = result["policies"]["kv"]
+    assert (figures["requests"], figures["failed"], figures["prefilled_remotely"]) == (20, 0, 20)
+    assert [worker["requests"] for worker in figures["workers"]] == [0, 0, 20]
+    assert [worker["computed_tokens"] > 0 for worker in figures["workers"]] == [True, True, False]
+    assert 0 < figures["transferred_bytes"] <= figures["prompt_tokens"] * 1_000 + 20 * 64_000
+    together = simulated(trace, "--workers", "3")["policies"]["kv"]
+    assert "prefilled_remotely" not in together
+
+
+def test_transfer_time_matches_the_settings(trace: Path) -> None:
+    slow = simulated(trace, *APART, "--kv-transfer-bandwidth", "1", "--kv-transfer-latency-us", "500")
+    at_once = simulated(trace, *APART, "--kv-transfer-bandwidth", "0")
+    assert at_once["policies"]["kv"]["transfer_ms"]["p99"] == 0
+    assert slow["settings"]["transfer"] == {
+        "kv_bytes_per_token": 131_072,
+        "kv_transfer_bandwidth": 1.0,
+        "kv_transfer_latency_us": 500,
+    }
+    assert slow["policies"]["kv"]["transfer_ms"]["p50"] > 0.5
+    assert slow["policies"]["kv"]["ttft_ms"]["mean"] > at_once["policies"]["kv"]["ttft_ms"]["mean"]
+
+
+def test_policy_decides_remote_prefills(trace: Path) -> None:
+    name = "kv:disagg.policy=classic,disagg.max_local_prefill_length=1000000"
+    run = forebay("simulate", str(trace), "--json", *APART, "--policy", name)
+    figures = json.loads(run.stdout)["policies"][name]
+    assert (figures["prefilled_remotely"], figures["transfer_ms"], figures["failed"]) == (0, {}, 0)
+    assert figures["workers"][2]["computed_tokens"] > 0
+
+
+def test_table_and_report_show_roles(trace: Path) -> None:
+    page = trace.parent / "page.html"
+    run = forebay("simulate", str(trace), *APART, "--policy", "kv", "--report", str(page))
+    assert run.returncode == 0
+    assert "2 prefill workers and 1 decode workers" in run.stdout
+    for text in ("remote", "transfer"):
+        assert text in run.stdout
+    parsed = Page(page.read_text())
+    assert "2 prefill workers (mocker" in parsed.text
+    assert "1 decode worker (mocker" in parsed.text
+    assert "load to the prefill workers" in parsed.text
+    assert "mock-1 (prefill)" in str(parsed.charts)
+
+
+def test_workers_of_both_pools_can_die(trace: Path) -> None:
+    kills = [word for kill in ("mock-0@0.2+0.5", "mock-2@0.4+0.5") for word in ("--kill", kill)]
+    figures = simulated(trace, *APART, *kills, "--lease-ttl-s", "1")["policies"]["kv"]
+    assert (figures["failed"], figures["requests"]) == (0, 20)
+    assert figures["retried"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--prefill-workers", "2"], "--prefill-workers 2 requires --decode-workers"),
+        (["--decode-workers", "2"], "--decode-workers 2 requires --prefill-workers"),
+        ([*APART, "--workers", "3"], "--workers cannot be combined with"),
+        ([*APART, "--kill", "mock-3@1"], "unknown worker 'mock-3'; workers are: mock-0 to mock-2"),
+        (["--prefill-workers", "4000", "--decode-workers", "4000"], "--decode-workers: pools: got 8000 workers"),
+        (["--policy", "kv:disagg.policy=sometimes"], "disagg.policy: must be one of always, classic"),
+        (
+            ["--policy", "kv:disagg.policy=never"],
+            "kv:disagg.policy=never: disagg settings require --prefill-workers and",
+        ),
+        (["--policy", "kv:disagg.limit=1"], "unknown setting 'disagg.limit'"),
+    ],
+)
+def test_conflicting_options_give_one_error_line(trace: Path, arguments: list[str], reason: str) -> None:
+    run = forebay("simulate", str(trace), *arguments)
+    assert run.returncode == 2
+    assert reason.lower() in run.stderr.lower()
+    assert run.stderr.count("\n") == 1
+
+
+def test_pools_of_a_fleet_file_match_the_options(trace: Path) -> None:
+    file = trace.parent / "fleet.toml"
+    pool = '[[pools]]\nname = "{0}"\nrole = "{0}"\nworkers = [{{count = {1}}}]\n'
+    file.write_text(pool.format("prefill", 2) + pool.format("decode", 1) + "[transfer]\nkv_transfer_latency_us = 7\n")
+    figures = simulated(trace, "--fleet", str(file))
+    assert figures["policies"] == simulated(trace, *APART, "--kv-transfer-latency-us", "7")["policies"]
+    run = forebay("simulate", str(trace), "--fleet", str(file), *APART)
+    assert "remove --prefill-workers and --decode-workers" in run.stderr
+
+
+def test_a_sweep_reports_the_size_of_each_pool(trace: Path) -> None:
+    split = "prefill_workers:decode_workers=0:3,1:2,2:1"
+    found = combinations(["kv"], axes_of([split]), FleetOptions(), ShapeOptions())
+    assert [[(pool.role, pool.groups[0].count) for pool in one.fleet.pools] for one in found] == [
+        [("decode", 3)],
+        [("prefill", 1), ("decode", 2)],
+        [("prefill", 2), ("decode", 1)],
+    ]
+    run = forebay(
+        "sweep", str(trace), "--json", "--policy", "kv", "--set", split, "--set", "disagg.policy=always,never"
+    )
+    assert run.returncode == 0
+    runs = {run["name"]: run for run in json.loads(run.stdout)["runs"]}
+    assert len(runs) == 6
+    assert {run["workers"] for run in runs.values()} == {3}
+    remote = {name: run.get("prefilled_remotely") for name, run in runs.items()}
+    assert remote["kv, prefill_workers=2, decode_workers=1, disagg.policy=always"] == 20
+    assert remote["kv, prefill_workers=2, decode_workers=1, disagg.policy=never"] == 0
+
+
+def test_sweep_finds_the_capacity_of_a_split(trace: Path) -> None:
+    arguments = (
+        "--set",
+        "prefill_workers:decode_workers=1:2",
+        "--slo",
+        "e2e=1500",
+        "--find-capacity",
+        "--attain",
+        "0.5",
+    )
+    run = forebay("sweep", str(trace), "--json", "--policy", "kv", *arguments)
+    assert run.returncode == 0, run.stderr
+    (found,) = json.loads(run.stdout)["runs"]
+    assert found["capacity_per_s"] > 0
+    assert found["prefilled_remotely"] == 20
+
+
+def test_a_recording_with_disaggregation_is_a_workload(tmp_path: Path) -> None:
+    recording = tmp_path / "run.db"
+    written(history("always"), recording)
+    figures = simulated(recording, *APART, "--block-size", "4")["policies"]["kv"]
+    assert (figures["requests"], figures["prefilled_remotely"]) == (COUNT, COUNT)
+
+
+WORKLOAD = "synthetic:requests=1500,rate=12,prompt=900,output=40"
+COMMAND = ("simulate", WORKLOAD, "--workers", "1", "--policy", "kv", "--planner")
+FILE = """
+interval_s = 20
+gpu_budget = 0
+{more}
+
+[[pools]]
+group = "simulated"
+pool = "{pool}"
+max_size = 6
+startup_s = 25
+profile = "profile.json"
+"""
+PROFILE = {
+    "prefill": [{"isl": 900, "ttft_ms": 100, "tokens_per_s": 6000}],
+    "decode": [{"context": 920, "concurrency": 8, "itl_ms": 20, "tokens_per_s": 400}],
+}
+
+
+@pytest.fixture
+def planner(tmp_path: Path) -> Path:
+    (tmp_path / "profile.json").write_text(json.dumps(PROFILE))
+    return planner_file(tmp_path / "planner.toml")
+
+
+def planner_file(path: Path, pool: str = "default", more: str = "") -> Path:
+    path.write_text(FILE.format(pool=pool, more=more))
+    return path
+
+
+def planned(planner: Path, *options: str) -> dict[str, Any]:
+    run = forebay(*COMMAND, str(planner), "--json", *options)
+    assert run.returncode == 0, run.stderr
+    result: dict[str, Any] = json.loads(run.stdout)
+    return result
+
+
+@pytest.mark.parametrize("predictor", ["constant", pytest.param("kalman", marks=pytest.mark.slow)])
+def test_the_output_has_sizes_gpu_hours_and_attainment_of_each_interval(planner: Path, predictor: str) -> None:
+    planner_file(planner, more=f'predictor = "{predictor}"')
+    result = planned(planner)
+    one = result["policies"]["kv"]
+    intervals = one["planner"]["intervals"]
+    workers = [interval["pools"]["default"]["workers"] for interval in intervals]
+    assert workers[0] > 1
+    assert intervals[0]["pools"]["default"]["ready"] == 1
+    hours = [interval["gpu_hours"] for interval in intervals]
+    assert hours == sorted(hours)
+    assert hours[-1] < one["gpu_hours"]
+    assert sum(interval["requests"] for interval in intervals) <= 1500
+    assert all(0 <= interval["attained"] <= 1 for interval in intervals)
+    assert one["planner"]["changes"] > 0
+    assert "attained" in one, "without --slo, the targets of the planner count"
+    assert result["settings"]["planner"]["predictor"] == predictor
+    assert planned(planner) == result
+
+
+@pytest.mark.slow
+def test_method_simulate_simulates_each_forecast(planner: Path) -> None:
+    text = planner.read_text().replace("interval_s = 20", 'interval_s = 20\nmethod = "simulate"\nttft_ms = 2000')
+    planner.write_text(text.replace('profile = "profile.json"', 'engine_profile = "mocker"'))
+    result = planned(planner)
+    one = result["policies"]["kv"]
+    reasons = {pool["reason"] for interval in one["planner"]["intervals"] for pool in interval["pools"].values()}
+    assert reasons <= {"scale_up", "scale_down", "hold", "limited"}
+    assert result["settings"]["planner"]["method"] == "simulate"
+
+
+def test_the_report_shows_the_planner(planner: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    run = forebay(*COMMAND, str(planner), "--report", str(report))
+    assert run.returncode == 0, run.stderr
+    assert "GPU hours" in run.stdout
+    page = Page(report.read_text())
+    assert "workers by the planner" in str(page.charts)
+    assert "SLO attainment, by arrival" in str(page.charts)
+
+
+@pytest.mark.parametrize(
+    ("pool", "more", "message"),
+    [("other", "", "other"), ("default", 'predictor = "nobody"', "predictor"), ("default", "ttft = 3", "ttft_ms")],
+)
+def test_a_planner_that_cannot_be_used_ends_the_command(planner: Path, pool: str, more: str, message: str) -> None:
+    planner_file(planner, pool, more)
+    run = forebay("simulate", WORKLOAD, "--planner", str(planner))
+    assert run.returncode == 2
+    assert len(run.stderr.strip().splitlines()) == 1
+    assert str(planner) in run.stderr
+    assert message in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "reversals"),
+    [
+        ([], 0, 0),
+        ([[(1, 3), (3, 5), (5, 5)]], 1, 0),  # decisions of one interval count as one change
+        ([[(1, 3)], [(3, 3)], [(3, 4)], [(4, 2)], [(2, 2)], [(2, 1)], [(1, 6)]], 5, 2),
+    ],
+)
+def test_size_changes_and_their_reversals(sizes: list[list[tuple[int, int]]], changes: int, reversals: int) -> None:
+    assert size_changes([[decided(0, 0, *one) for one in interval] for interval in sizes]) == (changes, reversals)
+
+
+SMALL = ("--workers", "2", "--kv-blocks", "300", "--policy", "kv")
+HOST = ("--kv-tier", "host:size=2000blocks")
+
+
+@pytest.fixture
+def sessions(tmp_path: Path) -> Path:
+    return write(tmp_path / "trace.jsonl", conversations(sessions=8, turns=4))
+
+
+def result(sessions: Path, *options: object) -> dict[str, Any]:
+    run = forebay("simulate", sessions, "--json", *options)
+    assert run.returncode == 0, run.stderr
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+def test_tiers_are_reported_only_if_there_are_any(sessions: Path) -> None:
+    plain = result(sessions, *SMALL)
+    assert "tiers" not in plain["policies"]["kv"]
+    assert "tiers" not in plain["settings"]
+    assert "tiers" not in plain["settings"]["pools"][0]["groups"][0]
+    tiered = result(sessions, *SMALL, *HOST)
+    assert tiered["settings"]["tiers"]["host"]["size"] == "2000blocks"
+    assert "tiers" not in tiered["settings"]["pools"][0]["groups"][0]
+    tiers = tiered["policies"]["kv"]["tiers"]
+    assert tiers["tokens"]["host"] > 0
+    assert sum(tiers["tokens"].values()) == tiered["policies"]["kv"]["prompt_tokens"]
+    assert sum(tiers["shares"].values()) == pytest.approx(1.0)
+    assert tiered["policies"]["kv"]["prefix_reuse"] == pytest.approx(1.0 - tiers["shares"]["computed"])
+    assert tiered == result(sessions, *SMALL, *HOST)
+    assert result(sessions, *SMALL, "--kv-tier", "host:size=0")["policies"] == plain["policies"]
+    table = forebay("simulate", sessions, *SMALL, *HOST).stdout
+    assert "prompt tokens by tier" in table
+    assert f"{tiers['shares']['host']:.4f}" in table
+
+
+def test_files_define_tiers_and_options_resize_them(sessions: Path) -> None:
+    profile = sessions.with_name("engine.toml")
+    profile.write_text('kind = "mocker"\n[sizes]\nkv_blocks = 300\n[tiers.host]\nsize = "16GB"\nbandwidth = 50.0\n')
+    fleet = sessions.with_name("fleet.toml")
+    fleet.write_text(
+        '[[pools]]\nworkers = [{count = 1, engine_profile = "engine.toml"}, {count = 1, kv_blocks = 300}]\n'
+        '[tiers.host]\nsize = "8GB"\n[tiers.store]\nsize = "1TB"\nbandwidth = 3\nlatency_us = 900\nfilter = false\n'
+        "[transfer]\nkv_bytes_per_token = 65536\n"
+    )
+    settings = result(sessions, "--fleet", fleet, "--policy", "kv")["settings"]
+    first, second = settings["pools"][0]["groups"]
+    assert first["tiers"]["host"] == {
+        "size": "16GB", "bandwidth": 50.0, "latency_us": 20, "write": "through", "filter": None,
+    }  # fmt: skip
+    assert "tiers" not in second
+    assert settings["tiers"]["host"]["size"] == "8GB"
+    assert (settings["tiers"]["store"]["bandwidth"], settings["tiers"]["store"]["filter"]) == (3.0, False)
+    resized = result(sessions, "--fleet", fleet, "--policy", "kv", "--kv-tier", "host:size=4GB")["settings"]
+    assert resized["pools"][0]["groups"][0]["tiers"]["host"] == {**first["tiers"]["host"], "size": "4GB"}
+    assert resized["tiers"] == {**settings["tiers"], "host": {**settings["tiers"]["host"], "size": "4GB"}}
+
+
+def test_a_sweep_varies_sizes(sessions: Path) -> None:
+    options = ("--set", "kv_host_size=0,300blocks,3000blocks", "--workers", 1, "--kv-blocks", 300, "--policy", "kv")
+    runs = {
+        run["set"]["kv_host_size"]: run
+        for run in json.loads(forebay("sweep", sessions, *options, "--json").stdout)["runs"]
+    }
+    assert "tiers" not in runs["0"]
+    loaded = [runs[size]["tiers"]["tokens"]["host"] for size in ("300blocks", "3000blocks")]
+    assert 0 <= loaded[0] < loaded[1]
+    assert runs["3000blocks"]["prefix_reuse"] > runs["0"]["prefix_reuse"]
+    table = forebay("sweep", sessions, *options).stdout
+    assert "host/disk/store" in table
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('[tiers.host]\nsize = "1MB"\n', "tiers.host: got a size of 1MB, but one block has 8388608 bytes"),
+        ('[tiers.host]\nsize = "big"\n', "tiers.host: got 'big', expected a size with a unit"),
+        ("[tiers.disk]\nbandwidth = 3\n", "tiers.disk.size: missing key"),
+        ('[tiers.ram]\nsize = "1GB"\n', "tiers: unknown key 'ram'"),
+        ('[tiers.store]\nsize = "1GB"\nspeed = 3\n', "tiers.store: unknown key 'speed'"),
+        ('[tiers.store]\nsize = "1GB"\nbandwidth = -1\n', "tiers.store.bandwidth: expected `float` >= 0"),
+    ],
+)
+def test_errors_name_the_file_and_the_key(sessions: Path, text: str, reason: str) -> None:
+    fleet = sessions.with_name("fleet.toml")
+    fleet.write_text(f"[[pools]]\nworkers = [{{count = 1}}]\n{text}")
+    run = forebay("simulate", sessions, "--fleet", fleet)
+    assert run.returncode == 2
+    assert run.stderr.startswith(f"forebay: {fleet}: {reason}".replace("`", "")), run.stderr
+
+
+def test_errors_name_the_option(sessions: Path) -> None:
+    for tier in ("host", "disk", "store"):
+        size = ("simulate", sessions, "--kv-tier", f"{tier}:size=")
+        assert f"--kv-tier {tier}: got 'x', expected a size" in forebay(*size[:-1], f"{size[-1]}x").stderr
+        assert f"--kv-tier {tier}: got a size of 1KB" in forebay(*size[:-1], f"{size[-1]}1KB").stderr
+    assert "unknown kind of tier 'hosts'" in forebay("simulate", sessions, "--kv-tier", "hosts:size=1GB").stderr
+    profile = sessions.with_name("engine.toml")
+    profile.write_text('kind = "mocker"\n[tiers.disk]\nsize = "1KB"\n')
+    run = forebay("simulate", sessions, "--engine-profile", profile)
+    assert f"{profile}: tiers.disk: got a size of 1KB" in run.stderr
+    profile.write_text('kind = "mocker"\n[tiers.store]\nsize = "1TB"\n')
+    assert "unknown key 'store'" in forebay("simulate", sessions, "--engine-profile", profile).stderr

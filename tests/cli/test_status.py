@@ -1,24 +1,36 @@
-"""`forebay status`: of a running system, of a log, and errors."""
+"""`forebay status`, `forebay index` and `forebay dead-letters`."""
 
 import asyncio
 import json
 import re
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import msgspec
 import pytest
 
+from forebay.core.block_hashes import sequence_hashes
+from forebay.core.state.prefix_index import PrefixIndex
+from forebay.events.base import pack_u32, pack_u64, unpack_u64
+from forebay.events.codec import decode, encode
+from forebay.events.control import PolicySet
+from forebay.events.kv import AnyKvEvent, BlocksStored, StoreBlocksAdded, Tier
+from forebay.events.topics import CONTROL, KV_EVENTS
 from forebay.replay import status as form
 from forebay.replay.status import GroupStatus
+from forebay.transport.base import Draft, Record
+from forebay.transport.dead_letters import dead_letter
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.in_process import forebay
 from tests.cli.up import LONG_PREFIX, PATIENCE_S, running
+from tests.cli.up import forebay as process
 from tests.harness.local import free_ports
 from tests.replay import incident
+from tests.system import BLOCK, MODEL, System, submitted, until, until_ended
 
 KEY = "key-of-tests"
 PAGE = Path(__file__).parents[2] / "docs" / "status.md"
@@ -167,3 +179,210 @@ def test_the_page_describes_every_field() -> None:
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__ == form.__name__:
             missing = [name for name in kind.__struct_fields__ if f"`{name}`" not in text]
             assert missing == [], kind.__name__
+
+
+PROMPT = list(range(4 * BLOCK))
+ON_DISK = list(range(1, 9_001))  # too many for one line
+TIERS: tuple[Tier, ...] = get_args(Tier)
+
+
+async def write(path: Path, *, dump_while_it_runs: bool = False) -> tuple[PrefixIndex, str]:
+    """Write a log of two workers with cached blocks. Return its index and the dump made while it was written."""
+    log = SqliteLog.open(path)
+    printed = ""
+    async with System(log).started(workers=2) as system:
+        async with system.owned() as owner:
+            await until(lambda: len(owner.world.fleet) == 2)
+            system.send(submitted("a", PROMPT))
+            await until_ended(system, "a")
+            await until(lambda: not len(owner.world.requests))
+            epoch = owner.world.fleet.workers()[0].worker_epoch
+            seq = max(event.seq for event in [*system.events(KV_EVENTS), first(epoch)] if event.worker_id == "w0") + 1
+            stored = BlocksStored(
+                worker_id="w0", worker_epoch=epoch, seq=seq, sequence_hashes=pack_u64(ON_DISK), tier="disk"
+            )
+            log.append_soon([Draft(KV_EVENTS.name, 0, encode(KV_EVENTS, stored))])
+            await until(lambda: owner.world.index.blocks_held("w0", 0, "disk") == len(ON_DISK))
+            for store in ("t", "s"):
+                shared = StoreBlocksAdded(store=store, worker_id="w0", sequence_hashes=pack_u64(ON_DISK))
+                log.append_soon([Draft(KV_EVENTS.name, 0, encode(KV_EVENTS, shared))])
+            await until(lambda: len(owner.world.index.stores.names) == 2)
+            system.send(submitted("b", PROMPT))  # its decision ends the journal
+            await until_ended(system, "b")
+            await until(lambda: not len(owner.world.requests))
+            if dump_while_it_runs:
+                printed = (await asyncio.to_thread(process, "index", str(path))).stdout
+        index = owner.world.index
+    log.close()
+    return index, printed
+
+
+def first(epoch: int) -> BlocksStored:
+    return BlocksStored(worker_id="w0", worker_epoch=epoch, seq=0, sequence_hashes=b"")
+
+
+def applied(lines: str, like: PrefixIndex) -> PrefixIndex:
+    """Return an index with the workers of `like` and the events of `lines`."""
+    index = PrefixIndex()
+    events = [msgspec.json.decode(line, type=AnyKvEvent) for line in lines.splitlines()]
+    epochs = {(event.worker_id, event.rank): event.worker_epoch for event in events if isinstance(event, BlocksStored)}
+    for worker_id, rank in like.holders():
+        index.add_holder(worker_id, rank, epochs.get((worker_id, rank), 0))
+        index.use_store(worker_id, "t" if worker_id == "w0" else "")
+    for event in events:
+        read = decode(KV_EVENTS, encode(KV_EVENTS, event))
+        (index.apply_store if isinstance(read, StoreBlocksAdded) else index.apply)(read)
+    assert not {"gap", "duplicate", "unknown_worker", "unknown_parent"} & set(index.counts)
+    return index
+
+
+def held(index: PrefixIndex) -> list[int]:
+    return [index.blocks_held(worker_id, rank, tier) for worker_id, rank in index.holders() for tier in TIERS]
+
+
+@pytest.mark.parametrize("while_it_runs", [False, True])
+def test_the_printed_events_give_the_same_index(tmp_path: Path, *, while_it_runs: bool) -> None:
+    path = tmp_path / "log.db"
+    index, printed = asyncio.run(write(path, dump_while_it_runs=while_it_runs))
+    if not while_it_runs:
+        run = forebay("index", str(path))
+        assert run.returncode == 0, run.stderr
+        printed = run.stdout
+    copy = applied(printed, index)
+    assert held(copy) == held(index)
+    assert copy.stores.sizes() == index.stores.sizes() == {"s": len(ON_DISK), "t": len(ON_DISK)}
+    for query in (unpack_u64(sequence_hashes(pack_u32(PROMPT), BLOCK)), ON_DISK, ON_DISK[8_000:]):
+        assert copy.overlaps(query) == index.overlaps(query) != {}
+
+
+def test_one_worker_can_be_selected_and_an_unknown_one_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "log.db"
+    index, _ = asyncio.run(write(path))
+    run = forebay("index", str(path), "--worker", "w0")
+    events = [msgspec.json.decode(line, type=AnyKvEvent) for line in run.stdout.splitlines()]
+    assert {event.worker_id for event in events} == {"w0"}
+    blocks = sum(len(event.sequence_hashes) // 8 for event in events if isinstance(event, BlocksStored))
+    assert blocks == sum(index.blocks_held("w0", 0, tier) for tier in TIERS)
+    run = forebay("index", str(path), "--worker", "nobody")
+    assert (run.returncode, "unknown worker 'nobody'; workers are: w0, w1" in run.stderr) == (2, True)
+
+
+def test_a_log_and_kafka_are_exclusive(tmp_path: Path) -> None:
+    for arguments in ([], [str(tmp_path / "log.db"), "--kafka", "127.0.0.1:1"]):
+        run = forebay("index", *arguments)
+        assert (run.returncode, "expected either a log file or --kafka" in run.stderr) == (2, True)
+
+
+def test_an_empty_log_has_an_empty_index(tmp_path: Path) -> None:
+    path = tmp_path / "log.db"
+    SqliteLog.open(path).close()
+    run = forebay("index", str(path))
+    assert (run.returncode, run.stdout) == (0, "")
+
+
+POLICY = PolicySet(model=MODEL, pool="default", mode="random")
+UNDECODABLE = b"\x1b[31m no JSON"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Return the log of a system that is stopped, with four dead letters."""
+    path = tmp_path / "log.db"
+
+    async def write() -> None:
+        with closing(SqliteLog.open(path)) as log:
+            async with System(log).started(1) as system, system.owned() as owner:
+                await until(lambda: len(owner.world.fleet) == 1)
+                for topic, value, reason in (
+                    ("kv-events", UNDECODABLE, "not JSON"),
+                    ("control", UNDECODABLE, "not JSON"),
+                    ("control", encode(CONTROL, POLICY), "unknown tag \x1b[31m"),
+                    ("control", encode(CONTROL, POLICY), "unknown tag" * 40),
+                ):
+                    await log.append([dead_letter(Record(topic, 0, 9, 0, value), 0, reason)])
+
+    asyncio.run(write())
+    return path
+
+
+def lines(*arguments: object) -> list[str]:
+    run = forebay("dead-letters", *map(str, arguments))
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
+
+
+def error(*arguments: object, code: int = 2) -> str:
+    run = forebay("dead-letters", *map(str, arguments))
+    assert (run.returncode, run.stdout) == (code, "")
+    (line,) = run.stderr.splitlines()
+    return line.removeprefix("forebay: ")
+
+
+def listed(*arguments: object) -> list[int]:
+    return [json.loads(line)["offset"] for line in lines("list", *arguments, "--json")]
+
+
+def test_filters_select_letters(log: Path) -> None:
+    assert listed(log) == [3, 2, 1, 0]
+    assert listed(log, "--topic", "control") == [3, 2, 1]
+    assert listed(log, "--topic", "control", "--limit", 2) == [3, 2]
+    assert listed(log, "--from", "-1h") == [3, 2, 1, 0]
+    assert listed(log, "--to", "-1h") == []
+    assert lines("list", log, "--to", "-1h") == ["no dead letters"]
+    assert error("list", log, "--topic", "controls") == "--topic: unknown topic 'controls'; did you mean control?"
+
+
+def test_the_table_is_safe_and_states_that_it_is_cut_off(log: Path) -> None:
+    table = lines("list", log, "--limit", 3)
+    assert [word for line in table if "/" in (word := line.split()[0])] == ["0/3", "0/2", "0/1"]
+    assert "only the newest 3 letters are shown" in table[-1]
+    assert "\x1b" not in "".join(table)
+    assert "\\x1b" in "".join(table)
+
+
+def test_one_letter_is_shown_with_decoded_record_and_whether_it_can_be_retried(log: Path) -> None:
+    shown = "\n".join(lines("list", log, "--letter", "0/2"))
+    assert '"type": "control.policy_set"' in shown
+    assert "retry    possible: applies now, and so overrides newer changes" in shown
+    found = json.loads(*lines("list", log, "--letter", 1, "--json"))
+    assert (found["topic"], found["source_offset"], found["record"]) == ("control", 9, {"value": "\x1b[31m no JSON"})
+    assert found["retry"].startswith("no: the record does not decode in this version either")
+    assert "\x1b" not in "".join(lines("list", log, "--letter", 1))
+
+
+def test_an_owner_applies_a_retried_setting(log: Path) -> None:
+    text = lines("retry", log, "0/2")
+    (place,) = [one.removesuffix(")") for one in " ".join(text).split() if one.startswith("control/0/")]
+    assert text[0].startswith("letter 0/2 decodes as control.policy_set; appended as control/0/")
+    assert error("retry", log, "0/2", code=1) == f"letter 0/2 was not retried: it was retried before, as {place}"
+    retried = {json.loads(line)["offset"]: json.loads(line)["retried_as"] for line in lines("list", log, "--json")}
+    assert retried == {3: "", 2: place, 1: "", 0: ""}
+
+    async def mode() -> str:
+        with closing(SqliteLog.open(log)) as opened:
+            async with System(opened).owned() as owner:
+                return owner.world.pools["default"].router.mode
+
+    assert asyncio.run(mode()) == "random"
+
+
+def test_letters_that_cannot_be_retried_are_refused(log: Path) -> None:
+    assert "a record of kv-events is stale" in error("retry", log, "0/0", code=1)
+    assert "does not decode in this version either" in error("retry", log, "0/1", code=1)
+    assert "has no offset 9; letters are at offsets 0 to 3" in error("retry", log, "0/9")
+    assert error("list", log, "--letter", "x") == "--letter x: expected PARTITION/OFFSET, for example 0/12"
+    assert error("retry", log, "x") == "LETTER x: expected PARTITION/OFFSET, for example 0/12"
+    assert "no such log file" in error("retry", log.with_name("other.db"), "0/2")
+    assert not log.with_name("other.db").exists()
+
+
+def test_a_log_in_use_is_not_written(log: Path) -> None:
+    with closing(SqliteLog.open(log)):
+        assert listed(log) == [3, 2, 1, 0], "reading works beside the writer"
+        assert "another process (pid" in error("retry", log, "0/2")
+
+
+def test_the_command_runs_as_a_process(log: Path) -> None:
+    run = process("dead-letters", "list", str(log), "--json")
+    assert run.returncode == 0, run.stderr
+    assert len(run.stdout.splitlines()) == 4

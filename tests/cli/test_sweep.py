@@ -1,26 +1,36 @@
-"""`forebay sweep`: combinations, Pareto-optimal runs, capacity search and shutdown."""
+"""`forebay sweep`, `forebay workload` and `forebay fit`."""
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
+from importlib.util import find_spec
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from forebay.cli.app import app
+from forebay.cli.common import extras
 from forebay.cli.simulate.options import FleetOptions, ShapeOptions
 from forebay.cli.simulate.simulations import Work, run_all
 from forebay.cli.simulate.sweep_axes import BLIND_MODES, COST_SETTINGS, OF_FLEET, OF_SHAPE, axes_of, combinations
+from forebay.engine_model.timing import LinearTiming
+from forebay.events.control import RouterConfig
 from forebay.simulate.pareto import costs
+from forebay.simulate.profiles.profile import EngineSizes, load_profile
+from forebay.simulate.reading import open_workload
 from forebay.simulate.settings import ROUTER_SETTINGS
+from forebay.simulate.workload import WorkloadOptions
 from forebay.simulate.workloads.rows import MooncakeRow
+from tests.cli.in_process import Finished, forebay
 from tests.cli.up import FOREBAY
+from tests.replay.recorded import write as write_log
+from tests.replay.simulated import BLOCK, played
 from tests.simulate.traces import conversations, write
 
+pytestmark = pytest.mark.timeout(120)
 SIX = ("--set", "workers=1,2", "--set", "temperature=0,0.5", "--policy", "kv", "--policy", "round-robin")
 # In a process of a sweep this policy reports its start and never returns. Elsewhere it decides normally.
 STUCK = """
@@ -33,21 +43,19 @@ class Stuck:
         return 0
 """
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     return write(tmp_path / "trace.jsonl", conversations(sessions=4, turns=3))
 
 
-def sweep(trace: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(app, ["sweep", str(trace), *arguments])
+def sweep(trace: Path, *arguments: str) -> Finished:
+    return forebay("sweep", str(trace), *arguments)
 
 
 def runs_of(trace: Path, *arguments: str) -> list[dict[str, Any]]:
     run = sweep(trace, "--json", *arguments)
-    assert run.exit_code == 0, run.stderr
+    assert run.returncode == 0, run.stderr
     runs: list[dict[str, Any]] = json.loads(run.stdout)["runs"]
     return runs
 
@@ -78,8 +86,8 @@ def test_every_distinct_combination_is_run(trace: Path) -> None:
 
 def test_run_equals_simulate_with_the_same_settings(trace: Path) -> None:
     (run,) = runs_of(trace, "--policy", "kv", "--set", "temperature=0.5", "--set", "kv_blocks=512", "--set", "speed=3")
-    alone = CliRunner().invoke(
-        app, ["simulate", str(trace), "--json", "--policy", "kv:temperature=0.5", "--kv-blocks", "512", "--speed", "3"]
+    alone = forebay(
+        "simulate", str(trace), "--json", "--policy", "kv:temperature=0.5", "--kv-blocks", "512", "--speed", "3"
     )
     figures = json.loads(alone.stdout)["policies"]["kv:temperature=0.5"]
     assert {name: run[name] for name in figures if name != "workers"} == {
@@ -108,7 +116,7 @@ def test_runs_are_sorted_by_cost_and_optimal_ones_are_marked(trace: Path) -> Non
 
 def test_table_has_one_row_per_run_and_names_the_cheapest(trace: Path) -> None:
     run = sweep(trace, *SIX, "--slo", "ttft=1e6", "--attain", "0.99")
-    assert run.exit_code == 0
+    assert run.returncode == 0
     lines = [line.split() for line in run.stdout.splitlines()]
     assert sum(line[:1] in (["kv"], ["round-robin"]) or line[1:2] in (["kv"], ["round-robin"]) for line in lines) == 6
     assert "cheapest run with SLO attainment of at least 99.00%: " in run.stdout
@@ -123,22 +131,22 @@ def test_cheapest_settings_attain_the_slo_with_every_seed(trace: Path) -> None:
     assert worst["1"] < worst["2"] < max(attained["2"]), attained
     held = sweep(trace, *axes, "--attain", repr(worst["2"]))
     assert f"attainment of at least {worst['2']:.2%}, with each of 3 seeds: random, workers=2\n" in held.stdout
-    assert held.exit_code == 0
+    assert held.returncode == 0
     broken = sweep(trace, *axes, "--attain", repr(max(attained["2"])))
     assert " with every seed\n" in broken.stdout
-    assert broken.exit_code == 1
+    assert broken.returncode == 1
 
 
 def test_missed_attainment_exits_1(trace: Path) -> None:
     run = sweep(trace, *SIX, "--slo", "ttft=0.001", "--attain", "0.5")
-    assert run.exit_code == 1
+    assert run.returncode == 1
     assert "no run has an SLO attainment of at least 50.00%" in run.stdout
 
 
 def test_failed_requests_exit_1(tmp_path: Path) -> None:
     trace = write(tmp_path / "trace.jsonl", [MooncakeRow(0, 64, 1, [1]), MooncakeRow(1, 512, 1, [2])])
     run = sweep(trace, "--set", "kv_blocks=4,64", "--json", "--policy", "kv", "--objective", "ttft_ms.p90")
-    assert run.exit_code == 1
+    assert run.returncode == 1
     assert [(one["set"]["kv_blocks"], one["failed"], one["pareto"]) for one in json.loads(run.stdout)["runs"]] == [
         ("64", 0, True),
         ("4", 1, False),
@@ -167,18 +175,18 @@ def test_capacity_is_the_highest_rate_that_attains_the_slo(trace: Path) -> None:
 
 def test_note_on_dependent_requests_in_a_capacity_search() -> None:
     workload = "synthetic:arrivals=poisson,rate=4,requests=30,turns=3"
-    run = CliRunner().invoke(app, ["sweep", workload, "--policy", "kv", "--find-capacity", "--slo", "ttft=40"])
-    assert run.exit_code == 0
+    run = forebay("sweep", workload, "--policy", "kv", "--find-capacity", "--slo", "ttft=40")
+    assert run.returncode == 0
     assert "20 requests depend on responses" in run.stderr
 
 
 def test_capacity_search_reports_unlimited_and_zero_capacity(trace: Path) -> None:
     run = sweep(trace, "--policy", "kv", "--find-capacity", "--slo", "ttft=1e9")
-    assert run.exit_code == 0
+    assert run.returncode == 0
     assert ">= " in run.stdout
     assert "kv: no limit found: the SLO is met with the workload at " in run.stdout
     run = sweep(trace, "--policy", "kv", "--find-capacity", "--slo", "ttft=0.001")
-    assert run.exit_code == 1
+    assert run.returncode == 1
     assert " none " in run.stdout
     assert run.stdout.count("(missed)") == 1
     assert "kv: no rate meets the SLO: at nearly zero load, " in run.stdout
@@ -201,7 +209,7 @@ def test_a_killed_run_is_named_and_exits_1(trace: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("forebay.cli.simulate.sweep.simulate_metrics", dies)
     run = sweep(trace, "--policy", "kv", "--set", "workers=3", "--json")
-    assert run.exit_code == 1
+    assert run.returncode == 1
     assert json.loads(run.stdout)["runs"] == []
     assert json.loads(run.stdout)["dead"][0]["set"] == {"workers": "3"}
     assert "forebay: kv, workers=3: two requests of one id\n" in run.stderr
@@ -253,7 +261,7 @@ def test_ending_a_sweep_ends_its_processes(trace: Path, number: signal.Signals) 
 )
 def test_invalid_sweeps_give_one_error_line_before_any_run(trace: Path, arguments: list[str], reason: str) -> None:
     run = sweep(trace, *arguments)
-    assert run.exit_code == 2
+    assert run.returncode == 2
     assert reason in run.stderr
     assert run.stderr.count("\n") == 1
 
@@ -297,9 +305,187 @@ def test_cost_settings_are_ignored_by_modes_without_costs(trace: Path, mode: str
     other = {"selection_policy": "lmetric", "tier_credit": "measured"}
     changed = ",".join(f"{name}={other.get(name, '0.6')}" for name in COST_SETTINGS)
     figures = [
-        next(iter(json.loads(CliRunner().invoke(app, [*plain, text]).stdout)["policies"].values()))
+        next(iter(json.loads(forebay(*plain, text).stdout)["policies"].values()))
         for text in (mode, f"{mode}:{changed}")
     ]
     for one in figures:
         del one["digest"]  # the digest includes the costs of decisions
     assert figures[0] == figures[1]
+
+
+ROW: dict[str, Any] = {"timestamp": 0, "input_length": 1000, "output_length": 7, "hash_ids": [1, 2]}
+
+
+def workload(*arguments: object) -> Finished:
+    return forebay("workload", *map(str, arguments))
+
+
+@pytest.fixture
+def rows_file(tmp_path: Path) -> Path:
+    rows = [ROW, {**ROW, "timestamp": 1_500, "hash_ids": [1, 3]}, {**ROW, "timestamp": 4_000, "output_length": 9}]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_statistics_of_a_trace(rows_file: Path) -> None:
+    found = json.loads(workload("show", rows_file, "--json").stdout)
+    counted = {name: found[name] for name in ("requests", "sessions", "own_times", "duration_s", "skipped")}
+    assert counted == {"requests": 3, "sessions": 3, "own_times": 3, "duration_s": 4.0, "skipped": 0}
+    assert (found["rate_per_s"], found["most_in_a_second"]) == (0.75, 1)
+    assert found["dispersion"] == pytest.approx((0.6 - 0.36) / 0.6)
+    assert found["prompt_tokens"] == {"mean": 1000, "p50": 1000, "p90": 1000, "p99": 1000, "max": 1000}
+    # The second prompt shares one of two blocks. The third shares both, the last of which is partial.
+    assert found["ideal_reuse"]["tokens"] == pytest.approx(1512 / 3000)
+    assert found["ideal_reuse"]["blocks"] == pytest.approx(3 / 6)
+    assert found["ideal_reuse"]["distinct_blocks"] == 3
+    table = workload("show", rows_file)
+    assert "0.5040 of tokens, 0.5000 of blocks" in table.stdout
+    assert "prompt_tokens" in table.stdout
+
+
+def test_session_statistics_assume_instant_responses() -> None:
+    found = json.loads(workload("show", "synthetic:turns=2,think_s=5,requests=4,rate=1000", "--json").stdout)
+    assert (found["sessions"], found["own_times"], found["delay_s"]["mean"]) == (2, 2, 5)
+    assert found["duration_s"] == pytest.approx(5, abs=0.1)
+
+
+def test_converted_workload_has_the_options_applied(rows_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "ours.jsonl"
+    run = workload("convert", rows_file, "-o", out, "--speed", "2", "--prefix-multiplier", "3", "--requests", "2")
+    assert run.returncode == 0, run.stderr
+    assert f"{out}: 2 requests" in run.stderr
+    header = json.loads(out.read_text().splitlines()[0])
+    assert header == {
+        "format": "forebay.workload",
+        "version": 1,
+        "block_tokens": 512,
+        "name": "",
+        "source": "trace.jsonl speed=2.0 requests_max=2 prefix_multiplier=3.0",
+    }
+    options = WorkloadOptions(speed=2.0, prefix_multiplier=3.0, requests_max=2)
+    wanted = list(open_workload(str(rows_file), options).turns())
+    converted = open_workload(str(out), WorkloadOptions())
+    assert list(converted.turns()) == wanted
+    assert converted.name == "ours.jsonl", "tables call it by its file"
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_invalid_rows_are_named_and_skipped_only_if_requested(rows_file: Path, tmp_path: Path) -> None:
+    rows_file.write_text(rows_file.read_text() + "\nnonsense\n")
+    out = tmp_path / "ours.jsonl"
+    run = workload("convert", rows_file, "-o", out)
+    assert (run.returncode, out.exists()) == (2, False)
+    assert "trace.jsonl, line 4: JSON is malformed" in run.stderr
+    assert run.stderr.endswith("; correct the row, or skip such rows with --skip-bad-rows\n")
+    run = workload("convert", rows_file, "-o", out, "--skip-bad-rows")
+    assert (run.returncode, out.exists()) == (0, True)
+    assert "skipped: " in run.stderr
+    assert json.loads(workload("show", rows_file, "--skip-bad-rows", "--json").stdout)["skipped"] == 1
+
+
+@pytest.mark.parametrize("command", ["simulate", "sweep", "trace", "workload show", "workload convert -o out.jsonl"])
+def test_the_error_of_an_invalid_row_names_the_option_that_skips_it(rows_file: Path, command: str) -> None:
+    rows_file.write_text(rows_file.read_text() + "nonsense\n")
+    run = forebay(*command.split(), str(rows_file))
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.endswith("; correct the row, or skip such rows with --skip-bad-rows\n")
+    helps = [forebay(*command.split()[:2], option).stdout for option in ("--help", "--help-all")]
+    assert "--skip-bad-rows" in "".join(helps)
+
+
+def test_devices_are_not_overwritten(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    run = workload("convert", "synthetic:requests=3", "-o", pipe)
+    assert (run.returncode, pipe.is_fifo()) == (2, True)
+    assert f"{pipe}: is not a regular file" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["show", "none.jsonl"], "cannot be read"),
+        (["show", "synthetic:rate=x"], "rate"),
+        (["show", "synthetic:", "--columns", "time=x"], "a generated workload has no columns"),
+        (["show", "none.csv", "--columns", "when=x"], "unknown field 'when'"),
+        (["convert", "synthetic:requests=3", "-o", "."], "is not a regular file"),
+        (["convert", "synthetic:requests=3", "-o", "nowhere/at/all"], "cannot be written (No such file or directory)"),
+    ],
+)
+def test_errors_take_one_line(arguments: list[str], reason: str) -> None:
+    run = workload(*arguments)
+    assert run.returncode == 2
+    assert reason in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
+TRUTH = LinearTiming(step=1500.0, prefill_token=8.0, decode_step=2000.0, decode_sequence=300.0, context_token=0.1)
+
+
+def recording(path: Path, rows: list[MooncakeRow]) -> Path:
+    asyncio.run(write_log(played(rows, RouterConfig(), 2, timing=TRUTH).log, path))
+    return path
+
+
+def test_a_recording_becomes_a_profile(tmp_path: Path) -> None:
+    log = recording(tmp_path / "run.db", conversations(12, 12, every_ms=90))
+    out = tmp_path / "engine.toml"
+    result = forebay("fit", log, "-o", out)
+    assert result.returncode == 0, result.stderr
+    profile = load_profile(str(out))
+    assert isinstance(profile.timing, LinearTiming)
+    assert profile.timing.prefill_token == pytest.approx(TRUTH.prefill_token, rel=0.1)
+    assert profile.timing.step + profile.timing.decode_step == pytest.approx(3500, rel=0.1)
+    assert profile.sizes == EngineSizes(
+        block_size=BLOCK, kv_blocks=16_384, max_num_seqs=256, max_num_batched_tokens=8192
+    )
+    assert (profile.name, profile.source) == ("mock, fitted", "fitted to run.db")
+    for text in ("TTFT of requests outside", "ITL of requests outside", "on 2 ranks of mock", "(prefill_token)"):
+        assert text in result.stderr
+        assert text in out.read_text()
+
+
+def test_a_profile_on_stdout_can_be_loaded(tmp_path: Path) -> None:
+    log = recording(tmp_path / "run.db", conversations(5, 8))
+    result = forebay("fit", log)
+    assert result.returncode == 0, result.stderr
+    path = tmp_path / "other.toml"
+    path.write_text(result.stdout)
+    assert load_profile(str(path)).sizes.block_size == BLOCK
+
+
+def test_too_few_requests_are_rejected(tmp_path: Path) -> None:
+    result = forebay("fit", recording(tmp_path / "run.db", conversations(2, 3)))
+    assert result.returncode == 2
+    assert "forebay: only 6 requests can be compared; at least 20 are needed" in result.stderr
+
+
+def test_an_unwritable_output_is_rejected(tmp_path: Path) -> None:
+    log = recording(tmp_path / "run.db", conversations(5, 8))
+    result = forebay("fit", log, "-o", tmp_path / "none" / "engine.toml")
+    assert result.returncode == 2
+    assert "engine.toml: No such file or directory" in result.stderr
+
+
+def test_the_output_cannot_overwrite_the_recording(tmp_path: Path) -> None:
+    log = recording(tmp_path / "run.db", conversations(5, 8))
+    before = log.read_bytes()
+    (tmp_path / "same.db").symlink_to(log)
+    for out in (log, tmp_path / "same.db"):
+        result = forebay("fit", log, "-o", out)
+        assert (result.returncode, log.read_bytes() == before) == (2, True)
+        assert f"{out}: --out names the recording itself" in result.stderr
+
+
+def test_a_missing_recording_is_rejected(tmp_path: Path) -> None:
+    result = forebay("fit", tmp_path / "none.db")
+    assert result.returncode == 2
+    assert "none.db" in result.stderr
+
+
+def test_missing_extra_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "scipy" else find_spec(name))
+    result = forebay("fit", tmp_path / "run.db")
+    assert result.returncode == 2
+    assert "forebay fit requires the package scipy; install it with: pip install 'forebay[fit]'" in result.stderr

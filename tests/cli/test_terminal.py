@@ -1,27 +1,38 @@
-"""Terminal output of commands that read a log: control characters, wide tables and output of policies."""
+"""Terminal output of commands that read a log: control characters, wide tables, ids, and times as arguments."""
 
 import asyncio
 import io
 import json
 import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 import pytest
-from click.testing import CliRunner, Result
 from rich.console import Console
 
-from forebay.cli.app import app
 from forebay.cli.common.terminal import in_markup, printable
+from forebay.cli.common.times import span_us, time_us
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
+from forebay.events.control import QueueConfig
 from forebay.events.decisions import RequestRouted
 from forebay.events.topics import DECISIONS
+from forebay.transport.base import Record
+from forebay.transport.readable import readable
+from tests.cli.in_process import forebay, on_terminal
+from tests.cli.logs import written
 from tests.core.worlds import PROMPTS, Driver, request
 from tests.harness import fork_server
+from tests.harness.samples import SAMPLES
 from tests.replay.mutations import read_more
 from tests.replay.recorded import GARBAGE, log_of, write
-from tests.replay.recorder import Recorder
+from tests.replay.recorder import Recorder, fleet
 
 PATIENCE_S = 60.0
 HOSTILE = "[bold]\x1b[2J\u202er\r\n"
@@ -32,18 +43,6 @@ class Noisy:
         print("decide")
         return 0
 """
-
-
-def forebay(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def write_log(made: Recorder, path: Path) -> Path:
-    async def run() -> None:
-        (await made.log(path)).close()
-
-    asyncio.run(run())
-    return path
 
 
 class First:
@@ -68,7 +67,7 @@ def diverging(path: Path) -> int:
     was = made.journal[at]
     assert isinstance(was, RequestRouted)
     made.journal[at] = msgspec.structs.replace(was, worker_id="b" if was.worker_id == "a" else "a")
-    write_log(made, path)
+    written(made, path)
     return at
 
 
@@ -82,7 +81,7 @@ def test_control_characters_are_escaped() -> None:
 
 
 def test_control_characters_in_ids_are_escaped(tmp_path: Path) -> None:
-    path = write_log(routed("r0", "r1", HOSTILE), tmp_path / "log.db")
+    path = written(routed("r0", "r1", HOSTILE), tmp_path / "log.db")
     for command in (
         ("explain", path, HOSTILE),
         ("explain", path, HOSTILE[:8]),
@@ -101,8 +100,8 @@ def test_control_characters_in_a_divergence_are_escaped(tmp_path: Path) -> None:
     was = made.journal[-1]
     assert isinstance(was, RequestRouted)
     made.journal[-1] = msgspec.structs.replace(was, worker_id="\x7f\x9b[red]")
-    run = forebay("verify", write_log(made, tmp_path / "log.db"))
-    assert run.exit_code == 1
+    run = forebay("verify", written(made, tmp_path / "log.db"))
+    assert run.returncode == 1
     assert "worker_id: recorded \\x7f\\x9b[red], derived" in run.stdout
     assert not {"\x1b", "\u202e", "\x7f", "\x9b"} & set(run.stdout)
 
@@ -112,9 +111,9 @@ def test_at_stops_at_a_divergence(tmp_path: Path) -> None:
     at = diverging(path)
     for options in (("--offset", at), (), ("--json",)):
         run = forebay("replay", "at", path, *options)
-        assert run.exit_code == 1, run.output
+        assert run.returncode == 1, run.stdout
         assert f"log.db: journal record {at} does not follow from the events (differs in worker_id)" in run.stderr
-    assert forebay("replay", "at", path, "--offset", at - 1).exit_code == 0
+    assert forebay("replay", "at", path, "--offset", at - 1).returncode == 0
 
 
 def test_at_reports_skipped_records(tmp_path: Path) -> None:
@@ -127,15 +126,15 @@ def test_at_reports_skipped_records(tmp_path: Path) -> None:
     asyncio.run(write(log, newer))
     read_more(newer)
     run = forebay("replay", "at", newer, "--json")
-    assert run.exit_code == 2
+    assert run.returncode == 2
     assert json.loads(run.stdout)["unverified"] == {"unknown-events": 1}
     assert run.stderr == "forebay: not verified: 1 events of types that this version does not know\n"
-    assert forebay("replay", "at", newer, "--offset", "1").exit_code == 0  # no record was skipped before that offset
+    assert forebay("replay", "at", newer, "--offset", "1").returncode == 0  # no record was skipped before that offset
     log.topics["kv-events"] = [GARBAGE]
     log.topics[DECISIONS.name].insert(2, b"{}")
     asyncio.run(write(log, foreign))
     run = forebay("replay", "at", foreign)
-    assert run.exit_code == 0, run.output  # owners skipped the record, too
+    assert run.returncode == 0, run.stdout  # owners skipped the record, too
     assert "not verified: 1 journal records that no owner wrote" in run.stderr
 
 
@@ -144,7 +143,7 @@ def test_output_of_a_policy_is_separate_from_the_results(tmp_path: Path, monkeyp
     (tmp_path / "noisy.py").write_text(NOISY)
     monkeypatch.syspath_prepend(str(tmp_path))
     made = routed("r0", "r1", custom={"noisy.Noisy": First}, mode="noisy.Noisy")
-    path = write_log(made, tmp_path / "log.db")
+    path = written(made, tmp_path / "log.db")
     for command in (
         ("verify", path),
         ("explain", path, "r1"),
@@ -157,3 +156,193 @@ def test_output_of_a_policy_is_separate_from_the_results(tmp_path: Path, monkeyp
         assert run.returncode == 0, run.stderr
         assert "decide" in run.stderr
         assert isinstance(json.loads(run.stdout), dict)
+
+
+LOGS = Path(__file__).parents[1] / "logs"
+WORKERS = [f"gpu-node-{number}.rack-17.cluster.example.com-12345" for number in range(3)]
+REQUESTS = [f"chatcmpl-{number:032x}" for number in range(6)]
+IGNORED = re.compile(r"[\u2500-\u257f]+|\d+ s ago")  # frames of tables, whose lengths differ, and passing seconds
+WIDE = 2_000
+
+
+def words(text: str) -> Counter[str]:
+    return Counter(IGNORED.sub(" ", text).split())
+
+
+def routed_names(**router: Any) -> Recorder:
+    made = fleet(*WORKERS, **router)
+    for number, name in enumerate(REQUESTS):
+        made("requests", request(name, PROMPTS[number % 3]))
+    return made
+
+
+def diverging_names() -> Recorder:
+    """Return a recording in which a decision names another worker than the one that replay selects."""
+    made = routed_names()
+    at = [number for number, record in enumerate(made.journal) if isinstance(record, RequestRouted)][2]
+    was = made.journal[at]
+    assert isinstance(was, RequestRouted)
+    made.journal[at] = msgspec.structs.replace(was, worker_id=next(one for one in WORKERS if one != was.worker_id))
+    return made
+
+
+def check(*command: object) -> str:
+    """Check that a command prints the same words on a terminal of any width. Return its output."""
+    text = on_terminal(WIDE, *command)
+    for columns in (40, 60, 80):
+        assert words(on_terminal(columns, *command)) == words(text), columns
+    return text
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (("explain", "LOG", REQUESTS[1]), [REQUESTS[1], *WORKERS]),
+        (("replay", "at", "LOG"), [*REQUESTS, *WORKERS]),
+        (("verify", "LOG"), []),
+        (("replay", "diff", "LOG", "--set", "mode=round-robin"), [*REQUESTS[:2], *WORKERS]),
+        (("status", "LOG"), WORKERS),
+        (("topics", "list", "LOG"), []),
+    ],
+)
+def test_commands_that_read_a_log_keep_ids_whole(command: tuple[str, ...], shown: list[str], tmp_path: Path) -> None:
+    log = written(routed_names(), tmp_path / "run.db")
+    text = check(*(log if part == "LOG" else part for part in command))
+    assert all(name in text for name in shown)
+
+
+def test_requests_in_the_queue_keep_their_ids_whole(tmp_path: Path) -> None:
+    assert REQUESTS[5] in check(
+        "replay", "at", written(routed_names(queue=QueueConfig(threshold=0.01)), tmp_path / "run.db")
+    )
+
+
+def test_a_divergence_keeps_ids_whole(tmp_path: Path) -> None:
+    log = written(diverging_names(), tmp_path / "run.db")
+    assert WORKERS[0] in check("verify", log)
+    assert WORKERS[0] in check("explain", log, REQUESTS[2])
+
+
+@pytest.mark.parametrize("name", ["disaggregation", "lost-workers", "queue", "temperature"])
+def test_tables_of_golden_recordings_keep_words_whole(name: str) -> None:
+    recording = LOGS / f"{name}.rec"
+    check("replay", "at", recording)
+    check("status", recording)
+    check("replay", "diff", recording, "--set", "mode=round-robin")
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (("config", "worker", "--id", WORKERS[0]), WORKERS[0]),
+        (
+            ("workload", "show", "synthetic:requests=9,prompt=100,output=20,groups=3,turns=2"),
+            "synthetic:requests=9,prompt=100,output=20,groups=3,turns=2",
+        ),
+        (
+            ("simulate", "synthetic:requests=3", "--policy", "kv:temperature=0.2,overlap_score_credit=0.5"),
+            "kv:temperature=0.2,overlap_score_credit=0.5",
+        ),
+        (
+            ("sweep", "synthetic:requests=3", "--policy", "kv:overlap_score_credit=0.5", "--set", "temperature=0,1"),
+            "kv:overlap_score_credit=0.5",
+        ),
+    ],
+)
+def test_other_tables_keep_names_whole(command: tuple[str, ...], shown: str) -> None:
+    assert shown in check(*command)
+
+
+SECOND = 1_000_000
+NOON_US = 1_767_268_800 * SECOND  # 2026-01-01T12:00:00Z
+
+
+@pytest.fixture(autouse=True)
+def zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set the local time zone to UTC+2."""
+    monkeypatch.setenv("TZ", "UTC-2")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.parametrize(
+    ("text", "span"),
+    [
+        ("90s", 90 * SECOND),
+        ("5m", 300 * SECOND),
+        ("2h", 7_200 * SECOND),
+        ("1d", 86_400 * SECOND),
+        ("0.5s", SECOND // 2),
+        ("1.5h", 5_400 * SECOND),
+    ],
+)
+def test_durations_are_parsed(text: str, span: int) -> None:
+    assert span_us("--last", text) == span
+
+
+@pytest.mark.parametrize("text", ["", "5", "m", "-5m", "5 m", "5w", "0s", "0.0000001s", "1e3s", "5m3s", "nans", "٣s٣"])
+def test_invalid_durations_are_rejected(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(click.exceptions.Exit) as ended:
+        span_us("--last", text)
+    assert ended.value.exit_code == 2
+    assert capsys.readouterr().err.startswith(f"forebay: --last {text}: not a duration; expected ")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("2026-01-01T12:00:00Z", 0),
+        ("2026-01-01T12:00:00.25+00:00", 0.25),
+        ("2026-01-01T13:00+01:00", 0),
+        ("2026-01-01T14:00:00", 0),
+        ("2026-01-01 14:01", 60),
+        ("2026-01-01", -14 * 3_600),
+        ("14:00", 0),
+        ("13:59:30", -30),
+        ("14:00:00.5", 0.5),
+        ("00:00", -14 * 3_600),
+        ("-5m", -300),
+        ("-0.5s", -0.5),
+    ],
+)
+def test_times_are_parsed(text: str, seconds: float) -> None:
+    assert time_us("--from", text, NOON_US) == NOON_US + round(seconds * SECOND)
+
+
+def test_microseconds_are_exact() -> None:
+    moment = datetime.fromisoformat("2026-03-01T10:20:30.123457+00:00")
+    assert time_us("--from", moment.isoformat(), NOON_US) == round(moment.timestamp() * SECOND)
+    later = moment + timedelta(microseconds=1)
+    assert time_us("--from", later.isoformat(), NOON_US) == time_us("--from", moment.isoformat(), NOON_US) + 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "yesterday", "25:00", "12:61", "2026-13-01", "--5m", "-5", "1767268800", "9999999"]
+)
+def test_invalid_times_are_rejected(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(click.exceptions.Exit) as ended:
+        time_us("--from", text, NOON_US)
+    assert ended.value.exit_code == 2
+    assert "forebay: --" in capsys.readouterr().err
+
+
+FULL = sorted(path for path in SAMPLES.glob("*/full.*"))
+
+
+def shown(path: Path) -> dict[str, Any]:
+    topic = json.loads((path.parent / "expected.json").read_text())["topic"].replace("<pool>", "default")
+    record = Record(topic, 0, 0, 0, path.read_bytes())
+    read: dict[str, Any] = json.loads(json.dumps(readable(record)))
+    return read
+
+
+@pytest.mark.parametrize("path", FULL, ids=lambda path: path.parent.name)
+def test_every_event_can_be_shown(path: Path) -> None:
+    assert "event" in shown(path)
+
+
+def test_binary_fields_are_shown_as_their_size() -> None:
+    event = shown(SAMPLES / "progress.prefill_finished" / "full.json")["event"]
+    assert event["prefilled"]["descriptor"].endswith(" bytes")

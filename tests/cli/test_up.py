@@ -1,22 +1,31 @@
-"""`forebay up` in a separate process: the OpenAI client, kill -9 and restart."""
+"""`forebay up` in a separate process: requests, kill -9, restart, shutdown, tiers and explanations."""
 
 import asyncio
+import contextlib
 import json
 import signal
 import sqlite3
+import subprocess
+import threading
 import time
-from contextlib import closing
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from forebay.cli.processes import embedded
 from forebay.transport.sqlite.log import LogUnusable
+from tests import dashboard
 from tests.benchmarks.recordings import Shape, write_recording
-from tests.cli import in_process
-from tests.cli.up import ADMIN, LONG_PREFIX, PATIENCE_S, Up, forebay, running, verified
+from tests.cli.in_process import forebay
+from tests.cli.up import ADMIN, LONG_PREFIX, PATIENCE_S, Up, running, verified
 from tests.harness.local import free_ports
 
 pytestmark = pytest.mark.timeout(180)
@@ -253,6 +262,345 @@ def test_log_sync_reaches_the_log(
 
     monkeypatch.setattr(embedded, "open_checked", refuse)
     path = str(tmp_path / "log.db")
-    run = in_process.forebay("up", "--port", str(free_ports(1)), "--log", path, *options)
+    run = forebay("up", "--port", str(free_ports(1)), "--log", path, *options)
     assert (run.returncode, run.stderr) == (2, "forebay: opened\n")
     assert opened == [sync]
+
+
+SLOW = ("--speedup", "0.02")  # a response of 2,000 tokens takes minutes
+BODY = {"model": "forebay-default", "prompt": "hi", "max_tokens": 2_000}
+IN_FLIGHT = "forebay: shutting down: waiting up to {:g} s for 2 requests in flight; press Ctrl-C again"
+
+
+def stream_of(up: Up, started: threading.Event) -> list[str]:
+    """Return the data of a stream until its end."""
+    body = {**BODY, "stream": True}
+    with httpx.stream("POST", f"{up.url}/v1/completions", json=body, timeout=PATIENCE_S) as response:
+        found = []
+        for line in response.iter_lines():
+            if line:
+                found.append(line.removeprefix("data: "))
+                started.set()
+    return found
+
+
+def in_flight(up: Up, clients: ThreadPoolExecutor) -> tuple["Future[list[str]]", "Future[httpx.Response]"]:
+    """Start a stream and a whole response, and wait until both have their first token."""
+    started = threading.Event()
+    streamed = clients.submit(stream_of, up, started)
+    assert started.wait(PATIENCE_S)
+    whole = clients.submit(httpx.post, f"{up.url}/v1/completions", json=BODY, timeout=PATIENCE_S)
+    metric = 'dynamo_frontend_time_to_first_token_seconds_count{model="forebay-default"} 2.0'
+    while metric not in httpx.get(f"{up.url}/metrics").text:
+        assert not whole.done()
+    return streamed, whole
+
+
+def error_of(body: str) -> dict[str, Any]:
+    error: dict[str, Any] = json.loads(body)["error"]
+    return error
+
+
+def stopped(up: Up, signals: int) -> str:
+    """Send SIGINT as often as given, and return the output until the end of the process."""
+    assert up.process.stdout is not None
+    output = ""
+    for number in range(signals):
+        up.process.send_signal(signal.SIGINT)
+        while not number and "shutting down" not in output:
+            line = up.process.stdout.readline()
+            assert line, output
+            output += line
+    output += up.process.communicate(timeout=PATIENCE_S)[0]
+    assert up.process.returncode == 0, output
+    return output
+
+
+@pytest.mark.parametrize(
+    ("drain_s", "signals"),
+    [pytest.param(0.5, 1, id="drained"), pytest.param(3_600.0, 2, id="second-signal", marks=pytest.mark.slow)],
+)
+def test_ctrl_c_with_requests_in_flight_and_a_restart(tmp_path: Path, drain_s: float, signals: int) -> None:
+    options = ("--log", str(tmp_path / "log.db"), "--drain-s", str(drain_s), *SLOW)
+    with running(*options) as up, ThreadPoolExecutor(2) as clients:
+        streamed, whole = in_flight(up, clients)
+        output = stopped(up, signals)
+        assert error_of(streamed.result()[-1])["code"] == "shutting_down"
+        assert whole.result().status_code == 503
+        assert error_of(whole.result().text)["code"] == "shutting_down"
+    assert IN_FLIGHT.format(drain_s) in output
+    assert ("Traceback" in output, " ERROR " in output) == (False, False)
+    access = [line for line in output.splitlines() if "error=shutting_down request_id=" in line]
+    assert [" worker=mock-" in line for line in access] == [True, True], output
+    with running(*options) as up:
+        up.process.send_signal(signal.SIGTERM)
+        output = up.process.communicate(timeout=PATIENCE_S)[0]
+    assert up.process.returncode == 0
+    assert [line for line in output.splitlines() if "WARNING" in line or "is lost" in line] == []
+
+
+def until_ended(pid: int) -> None:
+    """Wait until a process has ended, whether or not its parent has reaped it."""
+    ends_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < ends_s:
+        state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
+        if not state.stdout.strip() or state.stdout.startswith("Z"):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} is still there")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_response_id_is_explained_and_no_process_is_left(tmp_path: Path, number: signal.Signals) -> None:
+    log = tmp_path / "log.db"
+    with running("--log", str(log)) as up, up.client() as client:
+        answers = [
+            client.chat.completions.create(
+                model="forebay-default", max_tokens=4, messages=[{"role": "user", "content": LONG_PREFIX + text}]
+            )
+            for text in ("one", "two")
+        ]
+        assert up.children() == []
+        report = (
+            httpx.get(f"{up.url}/v1/requests/{answers[1].id}/explain", timeout=PATIENCE_S).raise_for_status().json()
+        )
+        assert (report["request_id"], report["state"], report["ending"]["output_tokens"]) == (
+            answers[1].id,
+            "finished",
+            4,
+        )
+        (routing,) = report["routings"]
+        winner = routing["candidates"][routing["winner"]]
+        assert answers[1].model_extra is not None
+        assert winner["seen"]["worker_id"] == answers[1].model_extra["forebay"]["worker"]
+        assert routing["reason"] == "lowest_cost"
+        usage = answers[1].usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        assert report["first_token"]["cached_tokens"] == usage.prompt_tokens_details.cached_tokens
+        for path in ("/v1/completions", "/v1/completions", "/v1/route"):
+            named = httpx.post(
+                f"{up.url}{path}",
+                json={"model": "forebay-default", "prompt": "where"},
+                headers={"x-request-id": "mine"},
+                timeout=PATIENCE_S,
+            )
+            assert (named.status_code, named.headers["x-request-id"]) == (200, "mine")
+        query = httpx.get(f"{up.url}/v1/requests/mine/explain", timeout=PATIENCE_S).json()
+        assert (query["kind"], query["state"]) == ("query", "answered")
+        assert httpx.get(f"{up.url}/v1/requests/nobody/explain", timeout=PATIENCE_S).status_code == 404
+        (worker,) = up.children()
+        assert up.end(number) == (0 if number == signal.SIGINT else -number)
+        until_ended(worker)
+    shown = forebay("explain", str(log), answers[1].id)
+    assert (shown.returncode, f"request {answers[1].id}: finished" in shown.stdout) == (0, True)
+    assert "2 other requests have this ID too: mine~" in forebay("explain", str(log), "mine").stdout
+
+
+def test_explanations_need_a_log_file() -> None:
+    with running("--workers", "1") as up:
+        refused = httpx.get(f"{up.url}/v1/requests/r/explain", timeout=PATIENCE_S)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (501, "not_recorded")
+
+
+WORKERS, PREFIXES = 8, 40
+BLOCK = 64  # tokens, the default of workers
+BLOCKS = 6  # per prompt
+TOKEN_IDS = 1_000  # valid in every vocabulary
+IDLE = 'forebay_owner_requests_in_flight{model="forebay-default"} 0.0'
+
+
+def prompt(number: int) -> list[int]:
+    """Return a prompt whose first block is unique to `number`."""
+    return [(number * 7_919 + place * (number % 13 + 1)) % TOKEN_IDS for place in range(BLOCKS * BLOCK + 1)]
+
+
+async def answered(client: httpx.AsyncClient, number: int) -> tuple[str, int]:
+    """Complete a prompt. Return the worker and the number of cached prompt tokens."""
+    body = {"model": "forebay-default", "prompt": prompt(number), "max_tokens": 1}
+    answer = (await client.post("/v1/completions", json=body)).raise_for_status().json()
+    return answer["forebay"]["worker"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+async def one_by_one(up: Up) -> list[tuple[str, int]]:
+    """Complete all prompts one by one, so that load does not affect routing."""
+    found = []
+    async with httpx.AsyncClient(base_url=up.url, timeout=PATIENCE_S) as client:
+        for number in range(PREFIXES):
+            found.append(await answered(client, number))
+            await idle(client)
+    return found
+
+
+async def idle(client: httpx.AsyncClient) -> None:
+    """Wait until the owner has applied the end of every request."""
+    async with asyncio.timeout(PATIENCE_S):
+        while IDLE not in (await client.get("/metrics")).text:  # noqa: ASYNC110 - another process sets no event
+            await asyncio.sleep(0.002)
+
+
+async def spread(up: Up) -> list[tuple[str, int]]:
+    """Complete all prompts concurrently, so that load spreads them over the workers."""
+    async with httpx.AsyncClient(base_url=up.url, timeout=PATIENCE_S) as client:
+        found = await asyncio.gather(*(answered(client, number) for number in range(PREFIXES)))
+        await idle(client)
+    return found
+
+
+def test_all_prefixes_are_found_after_kill_9_and_every_decision_is_verified(tmp_path: Path) -> None:
+    log = tmp_path / "log.db"
+    options = ("--log", str(log), "--workers", str(WORKERS))
+    with running(*options) as up:
+        cold = asyncio.run(spread(up))
+        assert [cached for _, cached in cold] == [0] * PREFIXES
+        homes = [worker for worker, _ in cold]
+        assert set(homes) == {f"mock-{number}" for number in range(WORKERS)}
+        assert up.end(signal.SIGKILL) == -signal.SIGKILL
+    with running(*options) as up:
+        warm = asyncio.run(one_by_one(up))
+        assert warm == [(home, BLOCKS * BLOCK) for home in homes]
+        assert up.end(signal.SIGKILL) == -signal.SIGKILL
+    report = verified(log)
+    assert (report["decisions"], report["claims"]) == (2 * PREFIXES, 2)
+
+
+def test_requests_in_flight_survive_a_restart_of_all_workers(tmp_path: Path) -> None:
+    """All workers of the old process are lost together, which costs each request one attempt."""
+    log = tmp_path / "log.db"
+    options = ("--log", str(log), "--workers", "4")
+
+    async def begun(client: httpx.AsyncClient, number: int, chunks: asyncio.Queue[str]) -> None:
+        body = {"model": "forebay-default", "prompt": prompt(number), "max_tokens": 500, "stream": True}
+        with contextlib.suppress(httpx.HTTPError):  # the server is killed
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                async for line in response.aiter_lines():
+                    if line.startswith("data: "):
+                        chunks.put_nowait(json.loads(line.removeprefix("data: "))["id"])
+
+    async def killed_in_flight(up: Up) -> set[str]:
+        chunks: asyncio.Queue[str] = asyncio.Queue()
+        async with httpx.AsyncClient(base_url=up.url, timeout=PATIENCE_S) as client, asyncio.TaskGroup() as clients:
+            for number in range(8):
+                clients.create_task(begun(client, number, chunks))
+            request_ids: set[str] = set()
+            while len(request_ids) < 8:
+                request_ids.add(await chunks.get())
+            up.end(signal.SIGKILL)
+        return request_ids
+
+    async def finished(up: Up) -> None:
+        async with httpx.AsyncClient(base_url=up.url, timeout=PATIENCE_S) as client:
+            await answered(client, 9)
+            await idle(client)
+
+    with running(*options) as up:
+        request_ids = asyncio.run(killed_in_flight(up))
+    with running(*options) as up:
+        asyncio.run(finished(up))
+        up.end(signal.SIGTERM)
+    found = [json.loads(forebay("explain", str(log), name, "--json").stdout) for name in request_ids]
+    assert [(one["state"], len(one["routings"])) for one in found] == [("finished", 2)] * 8
+
+
+OFFERED = 150
+
+
+async def offer_one(client: httpx.AsyncClient, up: Up, number: int) -> httpx.Response:
+    body: dict[str, Any] = {"model": "forebay-default", "prompt": f"request {number}", "max_tokens": 40}
+    return await client.post(f"{up.url}/v1/completions", json=body)
+
+
+async def offer(up: Up) -> list[httpx.Response]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=2 * PATIENCE_S, limits=limits) as client:
+        return await asyncio.gather(*(offer_one(client, up, number) for number in range(OFFERED)))
+
+
+@pytest.mark.slow
+def test_every_request_is_answered_or_rejected_with_retry_after() -> None:
+    limits = ("--max-num-seqs", "1", "--router-queue-depth", "1", "--router-queue-timeout-secs", "2")
+    with running("--workers", "1", "--speedup", "1", *limits) as up:
+        answers = asyncio.run(offer(up))
+        statuses = Counter(answer.status_code for answer in answers)
+        assert set(statuses) <= {200, 429, 503}
+        assert statuses[200] >= 1
+        assert statuses[429] >= 1, "more came than may run and wait: 2 and 64"
+        assert statuses[503] >= 1, "one at a time, 64 requests of 40 tokens do not run in two seconds"
+        refused = [answer for answer in answers if answer.status_code != 200]
+        assert {answer.json()["error"]["code"] for answer in refused} <= {"pool_full", "queue_timeout", "overloaded"}
+        assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+        assert up.metric("forebay_owner_requests_in_flight") == 0
+        assert up.metric("forebay_ingress_requests_in_flight") == 0
+        assert up.metric("forebay_router_requests_aborted_total") == sum(
+            answer.json()["error"]["code"] == "queue_timeout" for answer in refused
+        )
+
+
+# A block of 16 tokens takes 16 ms to compute, so that loading it is faster.
+PROFILE = 'kind = "linear"\ncosts_us = { step = 500, prefill_token = 1000, decode_step = 2000 }\n'
+SIZES = ("--block-size", "16", "--kv-blocks", "10", "--speedup", "1", "--workers", "2")
+PROMPTS = [[number * 31 + place * 7 for place in range(120)] for number in range(6)]
+
+
+@contextmanager
+def tiered(folder: Path, *options: str) -> Iterator[Up]:
+    """Run two workers with disks and a shared directory in `folder`."""
+    profile = folder / "engine.toml"
+    profile.write_text(PROFILE)
+    tiers = (
+        "--kv-tier",
+        f"disk:path={folder / 'disks'},io=plain,filter=off",
+        "--kv-tier",
+        f"store:path={folder / 'store'}",
+    )
+    with running("--engine-profile", str(profile), *SIZES, *tiers, *options) as up:
+        yield up
+
+
+def texts(up: Up) -> list[str]:
+    found = []
+    for prompt in PROMPTS:
+        body = {"model": "forebay-default", "prompt": prompt, "max_tokens": 6, "temperature": 0}
+        response = httpx.post(f"{up.url}/v1/completions", json=body, timeout=60)
+        assert response.status_code == httpx.codes.OK, response.text
+        found.append(response.json()["choices"][0]["text"])
+    return found
+
+
+def samples(up: Up) -> list[Any]:
+    text = httpx.get(f"{up.url}/metrics", timeout=10).text
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+@pytest.mark.slow
+def test_tiers_of_up_survive_a_restart(tmp_path: Path) -> None:
+    with running(*SIZES) as up:
+        expected = texts(up)
+    log = tmp_path / "log.db"
+    with tiered(tmp_path, "--log", str(log), "--kv-tier", "host:size=1MB") as up:
+        assert texts(up) == expected
+        assert texts(up) == expected
+        assert up.metric("kvbm_matched_tokens{") > 0, "device memory has room for one prompt per worker"
+        assert up.metric("kvbm_offload_blocks_d2h{") > 0
+        assert up.metric("kvbm_offload_blocks_h2d{") > 0
+        assert up.metric("kvbm_offload_blocks_h2o{") > 0
+        shown = {sample.name: {*sample.labels} for sample in samples(up)}
+        queries = dashboard.queries()[dashboard.TIERS]
+        assert queries
+        for query in queries:
+            for name in dashboard.metrics(query) - {"forebay_tier_misses_total"}:  # there are none
+                assert name in shown, query
+                assert "worker_id" in shown[name]
+        up.end(signal.SIGKILL)
+    assert sorted(folder.name for folder in (tmp_path / "disks").iterdir()) == ["mock-0", "mock-1"]
+    with tiered(tmp_path, "--log", str(log)) as up:
+        assert texts(up) == expected
+        assert up.metric("kvbm_onboard_blocks_d2d{") + up.metric("kvbm_onboard_blocks_o2d{") > 0
+        assert up.end(signal.SIGTERM) == 0
+    verified(log)
+
+
+def test_two_processes_cannot_share_a_disk(tmp_path: Path) -> None:
+    refused = pytest.raises(AssertionError, match="A disk tier belongs to one worker rank")
+    with tiered(tmp_path), refused, tiered(tmp_path):
+        pass

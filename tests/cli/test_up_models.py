@@ -1,25 +1,35 @@
-"""`forebay up` with several models: their options, and both of them in one process behind one ingress."""
+"""Models of `forebay up`: several in one system, models of a stand-in for the Hugging Face Hub, and stored cards."""
 
+import asyncio
 import json
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from huggingface_hub import close_session, snapshot_download
 
+from forebay.cli.processes import card_keeper
+from forebay.cli.processes.card_keeper import keep_card
+from forebay.events.models import ModelCard
 from forebay.ingress.model import DEFAULT_MODEL
+from forebay.ingress.model_cards import read_card
+from forebay.transport.base import Log
+from forebay.transport.models import ModelStore, stored_card
 from forebay.transport.sqlite.log import SqliteLog
-from tests.cli import in_process
+from tests.cli.in_process import forebay
 from tests.cli.up import ADMIN_TOKEN, Up, running
+from tests.harness import fork_server
+from tests.harness.hub_stub import COMMIT, RESTRICTED, HubStub, hub_stub
 from tests.harness.local import free_ports
 
-CONTEXT_TOKENS = 700  # of beta
-
 pytestmark = pytest.mark.timeout(180)
+
+CONTEXT_TOKENS = 700  # of beta
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rejected(*options: str) -> str:
     """Return the error of a start."""
-    run = in_process.forebay("up", "--port", str(free_ports(1)), *options)
+    run = forebay("up", "--port", str(free_ports(1)), *options)
     assert run.returncode == 2, run.stderr
     return run.stderr
 
@@ -89,14 +99,14 @@ def test_invalid_tables(tmp_path: Path, text: str, message: str) -> None:
 
 def test_tables_belong_to_up_and_are_shown(tmp_path: Path) -> None:
     config = configured(tmp_path, '[[models]]\nmodel = "a"\nworkers = 1\n[[models]]\nmodel = "b"\n')
-    shown = in_process.forebay("config", "up", "--json", "--config", config)
+    shown = forebay("config", "up", "--json", "--config", config)
     models = json.loads(shown.stdout)["models"]
     assert models == {"value": [{"model": "a", "workers": 1}, {"model": "b"}], "source": f"file {config}"}
-    assert "[[models]]" in in_process.forebay("config", "up", "--config", config).stdout
-    overridden = in_process.forebay("config", "up", "--json", "--config", config, "--model", "c")
+    assert "[[models]]" in forebay("config", "up", "--config", config).stdout
+    overridden = forebay("config", "up", "--json", "--config", config, "--model", "c")
     found = json.loads(overridden.stdout)
     assert ("models" in found, found["model"]["value"]) == (False, ["c"])
-    worker = in_process.forebay("config", "worker", "--json", "--config", config)
+    worker = forebay("config", "worker", "--json", "--config", config)
     assert (worker.returncode, "models" in json.loads(worker.stdout)) == (0, False)
 
 
@@ -168,11 +178,11 @@ def test_routes_about_one_model_need_its_name(system: tuple[Up, Path], client: h
     assert required["code"] == "model_required"
     status = client.get("/v1/status", params={"model": "org/beta"}).json()
     assert ([one["worker_id"] for one in status["workers"]], status["owner"]["alive"]) == (["mock-2"], True)
-    shown = in_process.forebay("status", "--url", up.url, "--json")
+    shown = forebay("status", "--url", up.url, "--json")
     assert (shown.returncode, f"{required['message']}; pass --group NAME" in shown.stderr) == (2, True)
-    shown = in_process.forebay("status", "--url", up.url, "--group", "alpha", "--json")
+    shown = forebay("status", "--url", up.url, "--group", "alpha", "--json")
     assert json.loads(shown.stdout)["group"] == "alpha"
-    shown = in_process.forebay("status", str(log), "--group", "org/beta", "--json")
+    shown = forebay("status", str(log), "--group", "org/beta", "--json")
     assert json.loads(shown.stdout)["ready"]
 
 
@@ -181,19 +191,17 @@ def test_control_names_the_model(system: tuple[Up, Path], monkeypatch: pytest.Mo
     monkeypatch.setenv("FOREBAY_ADMIN_TOKEN", ADMIN_TOKEN)
     missing = "name a model, as in ?model=NAME; models are: alpha, org/beta; pass --model NAME"
     for command in (["pools"], ["adapters"], ["policy"], ["policy", "default", "round-robin"]):
-        run = in_process.forebay("control", *command, "--url", up.url)
+        run = forebay("control", *command, "--url", up.url)
         assert (run.returncode, run.stderr) == (2, f"forebay: {missing}\n")
-    run = in_process.forebay("control", "adapters", "--url", up.url, "--model", "alpha", "--json")
+    run = forebay("control", "adapters", "--url", up.url, "--model", "alpha", "--json")
     assert [one["worker_id"] for one in json.loads(run.stdout)["outcomes"]] == ["mock-0", "mock-1"]
-    run = in_process.forebay(
-        "control", "policy", "default", "round-robin", "--url", up.url, "--model", "org/beta", "--json"
-    )
+    run = forebay("control", "policy", "default", "round-robin", "--url", up.url, "--model", "org/beta", "--json")
     assert (run.returncode, json.loads(run.stdout)["pools"][0]["policy"]) == (0, "round-robin")
-    run = in_process.forebay("control", "pools", "--url", up.url, "--model", "alpha", "--json")
+    run = forebay("control", "pools", "--url", up.url, "--model", "alpha", "--json")
     assert json.loads(run.stdout)["pools"][0]["policy"] == "kv"
-    run = in_process.forebay("control", "pools", "--url", up.url, "--model", "alphaa")
+    run = forebay("control", "pools", "--url", up.url, "--model", "alphaa")
     assert (run.returncode, run.stderr) == (2, "forebay: unknown model 'alphaa'; did you mean alpha?\n")
-    run = in_process.forebay("control", "power", "sleep", "--url", up.url, "--model", "alpha", "--worker", "mock-2")
+    run = forebay("control", "power", "sleep", "--url", up.url, "--model", "alpha", "--worker", "mock-2")
     assert (run.returncode, "workers are: mock-0, mock-1" in run.stderr) == (2, True), run.stderr
 
 
@@ -237,14 +245,262 @@ def test_a_log_keeps_the_groups_of_all_models(folder: Path, tmp_path: Path, monk
             assert listed == models
             assert up.end(signal.SIGKILL) == -signal.SIGKILL
     for group in ("alpha", "org/beta"):
-        run = in_process.forebay("verify", str(log), "--group", group, "--json")
+        run = forebay("verify", str(log), "--group", group, "--json")
         report = json.loads(run.stdout)
         assert (run.returncode, report["divergence"], report["claims"]) == (0, None, 2), run.stdout
         assert report["verified"] == report["decisions"] >= 2
-    required = in_process.forebay("verify", str(log))
+    required = forebay("verify", str(log))
     assert (required.returncode, "--group is required; groups of" in required.stderr) == (2, True)
     recorded = tmp_path / "both.rec"
-    assert in_process.forebay("record", str(log), str(recorded)).returncode == 0
+    assert forebay("record", str(log), str(recorded)).returncode == 0
     with closing(SqliteLog.open(recorded, readonly=True)) as recording:
         assert recording.recording is not None
         assert [group.name for group in recording.recording.groups] == ["alpha", "org/beta"]
+
+
+MODEL = "org/tiny"
+TOKENIZER = {path.name: path.read_bytes() for path in DEFAULT_MODEL.iterdir()}
+WEIGHTS = {"model.safetensors": b"weights"}
+SHARDS = ("model-1-of-2.safetensors", "model-2-of-2.safetensors")
+INDEX = "model.safetensors.index.json"
+SHARDED = dict.fromkeys(SHARDS, b"weights") | {
+    INDEX: json.dumps({"weight_map": {f"layer.{name}": name for name in SHARDS}}).encode()
+}
+NOT_NEEDED = {"README.md": b"#", "original/model.safetensors": b"copy", "onnx/model.onnx": b"copy", "a.bin": b"copy"}
+SERVICE = """
+from forebay.workers.service import endpoint, service
+
+
+@service(namespace="demo")
+class Echo:
+    @endpoint()
+    async def generate(self, request):
+        yield "echo"
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStub]:
+    with hub_stub(MODEL, TOKENIZER | WEIGHTS | NOT_NEEDED, free_ports(1)) as stub:
+        monkeypatch.setenv("HF_ENDPOINT", stub.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+        for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "TRANSFORMERS_OFFLINE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.chdir(tmp_path)
+        yield stub
+
+
+def served(*options: str) -> tuple[str, int]:
+    """Run `forebay up` with these options and return the model's name in the API and the tokens of one response."""
+    with running(*options) as up, up.client() as client:
+        (model,) = client.models.list().data
+        reply = client.chat.completions.create(
+            model=model.id, max_tokens=3, messages=[{"role": "user", "content": "Hello"}]
+        )
+        assert reply.usage is not None
+        return model.id, reply.usage.completion_tokens
+
+
+def test_a_model_of_the_hub_is_served_without_its_weights_and_then_from_the_cache(
+    hub: HubStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert served("--model", MODEL) == (MODEL, 3)
+    assert hub.read == TOKENIZER.keys()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    requests = hub.requests
+    assert served("--model", MODEL, "--model-name", "mine") == ("mine", 3)
+    assert served("--model", MODEL, "--revision", COMMIT) == (MODEL, 3)
+    assert hub.requests == requests
+
+
+def test_a_real_engine_gets_the_weights_but_no_copies_of_them(hub: HubStub, tmp_path: Path) -> None:
+    (tmp_path / "echo.py").write_text(SERVICE)
+    with running("--engine", "echo.py:Echo", "--model", MODEL) as up, up.client() as client:
+        assert client.models.list().data[0].id == MODEL
+        assert "Fetching" not in up.banner()
+    assert hub.read == TOKENIZER.keys() | WEIGHTS.keys()
+
+
+def test_a_directory_is_preferred_to_a_model_of_the_hub(hub: HubStub, tmp_path: Path) -> None:
+    (tmp_path / "org").mkdir()
+    (tmp_path / MODEL).symlink_to(DEFAULT_MODEL)
+    assert served("--model", MODEL, "--model-name", "local") == ("local", 3)
+    assert hub.requests == 0
+
+
+@pytest.mark.parametrize("command", ["up", "worker", "ingress"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["org/none"], "no such directory org/none, and {url} has no model org/none, or it is private: check the name"),
+        ([RESTRICTED], "access to {url}/org/restricted is restricted: accept its terms there, and set HF_TOKEN"),
+        ([MODEL, "--revision", "v9"], "the model org/tiny at {url} has no branch, tag or commit v9"),
+        (["tiny"], "no such directory tiny; expected a directory, or ORG/NAME for a model on the Hugging Face Hub"),
+        ([".", "--revision", "v9"], "--revision v9 requires --model ORG/NAME, a model on the Hugging Face Hub"),
+    ],
+)
+def test_an_unusable_model_is_reported_in_one_line(
+    hub: HubStub, command: str, options: list[str], message: str
+) -> None:
+    run = fork_server.run(command, "--model", *options, timeout_s=60)
+    assert (run.returncode, len(run.stderr.splitlines())) == (2, 1), run.stderr
+    assert message.format(url=hub.url) in run.stderr
+
+
+def test_an_adapter_of_the_hub_is_downloaded(hub: HubStub, tmp_path: Path) -> None:
+    (tmp_path / "echo.py").write_text(SERVICE)
+    options = ("up", "--engine", "echo.py:Echo", "--model", str(DEFAULT_MODEL))
+    run = fork_server.run(*options, "--lora", f"a={MODEL}", "--lora", "b=org/none", timeout_s=60)
+    assert (run.returncode, WEIGHTS.keys() <= hub.read) == (2, True)
+    assert f"--lora b=org/none: no such directory org/none, and {hub.url} has no model org/none" in run.stderr
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_model_that_is_not_cached_needs_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cache = tmp_path / "cache/hub"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    run = fork_server.run("up", "--model", MODEL, timeout_s=60)
+    assert run.stderr.endswith(f"org/tiny is not in the cache {cache}, and HF_HUB_OFFLINE is set\n")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    url = f"http://127.0.0.1:{free_ports(1)}"
+    monkeypatch.setenv("HF_ENDPOINT", url)
+    run = fork_server.run("up", "--model", MODEL, timeout_s=60)
+    assert f"org/tiny is not in the cache {cache}, and {url} cannot be reached" in run.stderr
+    assert (run.returncode, len(run.stderr.splitlines())) == (2, 1), run.stderr
+
+
+@pytest.mark.parametrize(
+    ("proxy", "reason"),
+    [("{url}", "501 "), ("socks5://127.0.0.1:1", "Using SOCKS proxy, but"), ("a://b", "Unknown scheme")],
+)
+def test_a_proxy_that_cannot_be_used_is_reported_in_one_line(
+    hub: HubStub, monkeypatch: pytest.MonkeyPatch, proxy: str, reason: str
+) -> None:
+    for name in ("ALL_PROXY", "HTTPS_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
+    monkeypatch.setenv("HTTPS_PROXY", proxy.format(url=hub.url))  # the stub supports no CONNECT
+    run = fork_server.run("up", "--model", MODEL, timeout_s=60)
+    assert (run.returncode, len(run.stderr.splitlines())) == (2, 1), run.stderr
+    assert f"cannot download {MODEL} from https://hub.invalid: {reason}" in run.stderr
+
+
+def cache(hub: HubStub, folder: Path, names: Iterable[str]) -> None:
+    """Download only these files of the model, as an interrupted download or another program does."""
+    snapshot_download(MODEL, endpoint=hub.url, cache_dir=folder / "cache/hub", allow_patterns=list(names))
+    close_session()
+
+
+@pytest.mark.parametrize(
+    ("cached", "options", "absent"),
+    [
+        ({"config.json"}, (), "tokenizer.json"),
+        ({"tokenizer.json"}, (), "config.json"),
+        (TOKENIZER, ("--engine", "echo.py:Echo"), "weights"),
+        ({*TOKENIZER, INDEX, SHARDS[0]}, ("--engine", "echo.py:Echo"), SHARDS[1]),
+    ],
+)
+def test_a_part_of_a_model_in_the_cache_is_an_error_without_the_hub(
+    hub: HubStub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cached: Iterable[str],
+    options: tuple[str, ...],
+    absent: str,
+) -> None:
+    (tmp_path / "echo.py").write_text(SERVICE)
+    hub.files = TOKENIZER | SHARDED
+    cache(hub, tmp_path, cached)
+    part = f"the cache {tmp_path / 'cache/hub'} has only part of org/tiny (no {absent})"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    run = fork_server.run("up", "--model", MODEL, *options, timeout_s=60)
+    assert run.returncode == 2
+    assert run.stderr.endswith(f"{part}, and HF_HUB_OFFLINE is set\n")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    url = f"http://127.0.0.1:{free_ports(1)}"
+    monkeypatch.setenv("HF_ENDPOINT", url)
+    run = fork_server.run("up", "--model", MODEL, *options, timeout_s=60)
+    assert run.returncode == 2
+    assert f"{part}, and {url} cannot be reached" in run.stderr
+
+
+def test_a_cached_model_with_all_its_shards_needs_no_hub(
+    hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "echo.py").write_text(SERVICE)
+    hub.files = TOKENIZER | SHARDED | {f"consolidated{INDEX.removeprefix('model')}": b'{"weight_map": {"a": "b"}}'}
+    cache(hub, tmp_path, hub.files)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with running("--engine", "echo.py:Echo", "--model", MODEL) as up, up.client() as client:
+        assert client.models.list().data[0].id == MODEL
+
+
+def test_a_model_of_the_hub_may_lack_a_configuration(hub: HubStub) -> None:
+    hub.files = {name: content for name, content in TOKENIZER.items() if name != "config.json"}
+    assert served("--model", MODEL) == (MODEL, 3)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card_keeper, "CHECK_S", 0.0)
+    monkeypatch.setattr(card_keeper, "JITTER_S", 0.0)
+
+
+async def test_a_removed_card_is_stored_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log, folder = SqliteLog.open(None), tmp_path / "model"
+    shutil.copytree(DEFAULT_MODEL, folder)
+    digest = await stored_card(log, "m", *found_in(folder))
+    other = ModelStore(log)
+    await other.start()
+    reading = asyncio.create_task(other.run())
+    keeping = asyncio.create_task(keep_card(log, "m", digest, folder, lambda: True))
+    await other.remove([digest])
+    await other.stored(digest)
+    assert await other.load(digest) == found_in(folder)[1]
+    (folder / "config.json").write_text("{}")
+    await other.remove([digest])
+    await keeping
+    assert f"{folder} has changed; restart the worker" in caplog.text
+    reading.cancel()
+    other.close()
+    log.close()
+
+
+async def test_a_member_removes_the_older_cards_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, folder = SqliteLog.open(None), tmp_path / "model"
+    shutil.copytree(DEFAULT_MODEL, folder)
+    card, files = found_in(folder)
+    older = await stored_card(log, "m", card_like(card), files)
+    digest = await stored_card(log, "m", card, files)
+
+    async def in_use(_: Log, partitions: dict[str, int]) -> dict[str, str]:
+        assert partitions == {}
+        return {"m": digest}
+
+    monkeypatch.setattr("forebay.transport.model_use.cards_in_use", in_use)
+    joined = asyncio.Event()
+    keeping = asyncio.create_task(keep_card(log, "m", digest, folder, joined.is_set))
+    store = ModelStore(log)
+    await store.start()
+    assert store.cards.keys() == {older, digest}
+    joined.set()
+    reading = asyncio.create_task(store.run())
+    await store.removed(older)
+    assert store.cards.keys() == {digest}
+    for task in (keeping, reading):
+        task.cancel()
+    await asyncio.gather(keeping, reading, return_exceptions=True)
+    store.close()
+    log.close()
+
+
+def found_in(folder: Path) -> tuple[ModelCard, dict[str, bytes]]:
+    found = read_card(folder)
+    assert found is not None
+    return found
+
+
+def card_like(card: ModelCard) -> ModelCard:
+    """Return another card with the same files."""
+    return ModelCard(files=card.files, context_tokens=card.context_tokens + 1)

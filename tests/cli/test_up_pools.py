@@ -1,6 +1,10 @@
-"""`forebay up` with several pools: requests follow the grid, a canary and drains, and the log explains each choice."""
+"""`forebay up` with pools by grid, canaries and drains, and with prefill and decode pools."""
 
+import asyncio
 import json
+import random
+import signal
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -12,10 +16,296 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from forebay.ingress.group import NO_PREFILL_WORKER
+from tests import dashboard
 from tests.cli.in_process import forebay
 from tests.cli.up import ADMIN, ADMIN_TOKEN, PATIENCE_S, Up, running, verified
 
 pytestmark = pytest.mark.timeout(180)
+APART = ("--prefill-workers", "2", "--decode-workers", "2", "--admin-api")
+ALIKE = ("--block-size", "16", "--kv-blocks", "512", "--engine-args", '{"kv_checksum": true}')
+BODIES: list[dict[str, Any]] = [
+    {"prompt": f"request {number}, " + "the log is the truth " * (5 * number), "max_tokens": 8 + number}
+    for number in range(8)
+]
+
+
+def complete(up: Up, body: dict[str, Any]) -> dict[str, Any]:
+    request = {"model": "forebay-default", "temperature": 1.0, "seed": 7, **body}
+    response = httpx.post(f"{up.url}/v1/completions", json=request, timeout=60)
+    assert response.status_code == httpx.codes.OK, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def complete_all(up: Up) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(len(BODIES)) as threads:
+        return list(threads.map(lambda body: complete(up, body), BODIES))
+
+
+def texts(answers: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(one["choices"][0]["text"], one["choices"][0]["finish_reason"]) for one in answers]
+
+
+def unseen(up: Up) -> set[str]:
+    """Return the dashboard queries of the disaggregation row for which a scrape has no series."""
+    seen: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(httpx.get(f"{up.url}/metrics", timeout=10).text):
+        for sample in family.samples:
+            seen.setdefault(sample.name, set()).update(sample.labels)
+    wanted = dashboard.queries()[dashboard.APART]
+    assert wanted
+    return {
+        query
+        for query in wanted
+        for name in dashboard.metrics(query)
+        if name not in seen or not dashboard.labels(query) <= seen[name]
+    }
+
+
+def set_to(up: Up, **changes: Any) -> dict[str, Any]:
+    response = httpx.post(
+        f"{up.url}/disaggregation", json={"model": "forebay-default", **changes}, headers=ADMIN, timeout=10
+    )
+    assert response.status_code == httpx.codes.OK, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+@pytest.fixture(scope="module")
+def aggregated() -> list[tuple[str, str]]:
+    """Return the responses of a fleet without disaggregation."""
+    with running("--workers", "2", "--block-size", "16", "--kv-blocks", "512") as up:
+        return texts(complete_all(up))
+
+
+def test_disagg_responses_equal_those_without_disaggregation(tmp_path: Path, aggregated: list[tuple[str, str]]) -> None:
+    log = tmp_path / "log.db"
+    with running(*APART, *ALIKE, "--log", str(log)) as up:
+        answers = complete_all(up)
+        assert texts(answers) == aggregated
+        assert {one["forebay"]["worker"].rstrip("01") for one in answers} == {"decode-"}
+        assert up.metric('forebay_router_stages_total{model="forebay-default",stage="decode"}') == len(BODIES)
+        assert up.metric("forebay_router_prefills_total{") == len(BODIES)
+        assert httpx.get(f"{up.url}/ready", timeout=10).json() == {"status": "ready", "kv_transport": "nixl"}
+        assert up.metric("forebay_kv_transfer_fetches_total{") == len(BODIES)
+        assert up.metric("forebay_kv_transfer_bytes_total{") > 0
+        assert up.metric("forebay_kv_transfer_corrupt_blocks_total{") == 0
+        assert up.metric("forebay_router_prefill_to_first_token_seconds_count{") == len(BODIES)
+        assert up.metric("forebay_router_kv_fetched_bytes_total{") == up.metric("forebay_kv_transfer_bytes_total{")
+        assert not unseen(up)
+        assert set_to(up, policy="never")["policy"] == "never"
+        assert texts(complete_all(up)) == aggregated
+        assert up.metric('forebay_router_prefills_total{model="forebay-default",place="local",reason="never"}') == 8
+        up.end(signal.SIGKILL)
+    with running(*APART, *ALIKE, "--log", str(log)) as up:
+        assert texts(complete_all(up)) == aggregated
+        assert up.end(signal.SIGTERM) == 0
+    report = verified(log)
+    assert report["claims"] == 2
+
+
+def last_chunk(up: Up, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the chunk of a streamed response that has the finish reason and the worker."""
+    request = {"model": "forebay-default", "stream": True, **body}
+    response = httpx.post(f"{up.url}/v1/completions", json=request, timeout=60)
+    chunks = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: {")]
+    last: dict[str, Any] = json.loads(chunks[-1])
+    return last
+
+
+def test_disagg_responses_name_the_prefill_and_decode_workers() -> None:
+    body = {"prompt": "the log is the truth " * 40, "max_tokens": 4, "nvext": {"extra_fields": ["worker_id"]}}
+    with running(*APART, *ALIKE) as up:
+        for response in (complete(up, body), last_chunk(up, body)):
+            named, served = response["nvext"]["worker_id"], response["forebay"]
+            assert named["prefill_worker_id"].rstrip("01") == "prefill-"
+            assert named["decode_worker_id"].rstrip("01") == "decode-"
+            assert (named["prefill_dp_rank"], named["decode_dp_rank"]) == (0, 0)
+            assert (served["worker"], served["prefill"]["worker"]) == (
+                named["decode_worker_id"],
+                named["prefill_worker_id"],
+            )
+            assert served["prefill"]["transferred_bytes"] > 0
+            assert served["prefill"]["transfer_ms"] > 0
+        set_to(up, policy="never")
+        response = complete(up, body)
+        assert response["nvext"]["worker_id"]["prefill_worker_id"] == response["forebay"]["worker"]
+        assert "prefill" not in response["forebay"]
+
+
+def test_disagg_decode_workers_prefill_without_prefill_workers_unless_enforced(
+    aggregated: list[tuple[str, str]],
+) -> None:
+    with running("--prefill-workers", "0", "--decode-workers", "2", "--admin-api", *ALIKE[:4]) as up:
+        assert texts(complete_all(up)) == aggregated
+        set_to(up, enforce=True)
+        body = {"model": "forebay-default", "prompt": "x", "max_tokens": 1}
+        refused = httpx.post(f"{up.url}/v1/completions", json=body, timeout=60)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (503, "no_workers"), error
+        assert "no prefill worker for the pool decode is ready" in error["message"]
+        ready = httpx.get(f"{up.url}/ready", timeout=10)
+        assert (ready.status_code, ready.json()["error"]["message"]) == (503, NO_PREFILL_WORKER)
+        set_to(up, enforce=False)
+        assert httpx.get(f"{up.url}/ready", timeout=10).status_code == 200
+
+
+SEED = 8
+LEFT_OVER = (
+    'forebay_owner_requests{model="forebay-default",phase=',
+    "forebay_kv_transfer_held_blocks{",
+    "forebay_kv_transfer_in_flight{",
+    "dynamo_frontend_worker_active_decode_blocks{",
+    "dynamo_frontend_worker_active_prefill_tokens{",
+)
+
+
+async def complete_and_disconnect(up: Up, count: int) -> tuple[int, int]:
+    """Start `count` streams and disconnect from some. Return the numbers of complete and abandoned streams."""
+    chance = random.Random(SEED)
+    print(f"{SEED=}")
+
+    async def one(client: httpx.AsyncClient, body: dict[str, Any], patience_s: float | None) -> bool:
+        try:
+            async with asyncio.timeout(patience_s):
+                response = await client.post(f"{up.url}/v1/completions", json={"model": "forebay-default", **body})
+                assert response.text.endswith("data: [DONE]\n\n"), response.text
+        except TimeoutError:
+            return False
+        return True
+
+    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+        tasks = []
+        for number in range(count):
+            token_ids = [(number * 7_919 + place) % 1_000 for place in range(chance.choice((20, 200, 900)))]
+            body = {"prompt": token_ids, "max_tokens": chance.randint(1, 60), "ignore_eos": True, "stream": True}
+            patience_s = chance.uniform(0.0, 0.4) if chance.random() < 0.4 else None
+            tasks.append(asyncio.create_task(one(client, body, patience_s)))
+            await asyncio.sleep(0.005)
+        completed = sum(await asyncio.gather(*tasks))
+    return completed, count - completed
+
+
+@pytest.mark.slow
+def test_disagg_no_kv_is_retained_for_disconnected_clients() -> None:
+    # The lease is longer than this test, so KV is released by cancellation or fetch.
+    small = ("--kv-blocks", "400", "--block-size", "16", "--engine-args", '{"kv_lease_s": 600}', "--speedup", "2")
+    with running(*APART, *small) as up:
+        completed, left = asyncio.run(complete_and_disconnect(up, 150))
+        assert completed > 50, "streams of clients that stayed completed"
+        assert left > 20
+        ends_s = time.monotonic() + 20.0
+        while (over := {start: up.metric(start) for start in LEFT_OVER}) != dict.fromkeys(LEFT_OVER, 0.0):
+            assert time.monotonic() < ends_s, over
+            time.sleep(0.05)
+        assert up.metric("forebay_kv_transfer_fetches_total{") > 0
+        assert up.metric('forebay_router_requests_aborted_total{model="forebay-default",reason="cancelled"}') > 0
+
+
+@pytest.mark.slow
+def test_disagg_up_stops_every_engine_before_it_exits(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import threading\n"
+        "from forebay.cli.app import main\n"
+        "try:\n"
+        "    main()\n"
+        "finally:\n"
+        "    print('left:', [thread.name for thread in threading.enumerate() if 'nixl' in thread.name])\n"
+    )
+    up = Up("--prefill-workers", "4", "--decode-workers", "4", program=[sys.executable, str(program)])
+    up.wait_ready()
+    complete_all(up)
+    up.process.send_signal(signal.SIGINT)
+    output = up.process.communicate(timeout=60)[0]
+    assert output.splitlines()[-1] == "left: []", output
+    assert up.process.returncode == 0, output
+
+
+@pytest.mark.slow  # three systems
+def test_disagg_a_log_continues_with_other_worker_roles(tmp_path: Path, aggregated: list[tuple[str, str]]) -> None:
+    log = tmp_path / "log.db"
+    for fleet in (("--workers", "2"), APART, ("--workers", "1")):
+        with running(*fleet, "--block-size", "16", "--log", str(log)) as up:
+            assert texts(complete_all(up)) == aggregated
+            assert up.end(signal.SIGTERM) == 0
+    assert verified(log)["claims"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--prefill-workers", "1"), "--prefill-workers and --decode-workers require each other"),
+        (("--decode-workers", "1"), "--prefill-workers and --decode-workers require each other"),
+        ((*APART, "--workers", "1"), "--workers cannot be combined with --decode-workers"),
+        ((*APART, "--dp-size", "1024", "--workers", "1"), "--workers cannot be combined"),
+        (
+            (*APART, "--dp-size", "1024", "--decode-workers", "8"),
+            "10 workers with --dp-size 1024 are 10240 ranks; the maximum",
+        ),
+        (("--workers", "2", "--enforce-disagg"), "--enforce-disagg requires --prefill-workers and --decode-workers"),
+        (("--router-conditional-disagg",), "--router-conditional-disagg requires --prefill-workers and --decode"),
+        (
+            ("--role", "prefill"),
+            "--role prefill: `forebay up` has no other role than aggregated; use --prefill-workers",
+        ),
+        (
+            (*APART, "--taint", "decode-2:x"),
+            "unknown worker 'decode-2'; workers are: prefill-0 to prefill-1, decode-0 to decode-1",
+        ),
+    ],
+)
+def test_disagg_an_invalid_fleet_is_rejected(options: tuple[str, ...], message: str) -> None:
+    run = forebay("up", *options)
+    assert run.returncode == 2
+    assert message in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+
+
+def test_disagg_settings_without_effect_in_a_policy_file_are_rejected(tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").write_text("disagg:\n  policy: never\n")
+    run = forebay("up", "--workers", "2", "--router-policy-config", str(tmp_path / "policy.yaml"))
+    assert (run.returncode, run.stderr) == (
+        2,
+        "forebay: field disagg of the --router-policy-config file requires --prefill-workers and --decode-workers\n",
+    )
+
+
+def test_disagg_banner_names_the_prefilling_workers(tmp_path: Path) -> None:
+    limits = json.dumps({"policy": "classic"})
+    conditional = ("--router-conditional-disagg", "--router-conditional-disagg-config", limits, "--enforce-disagg")
+    banner = banner_of(*APART, *conditional, "--log", str(tmp_path / "log.db"))
+    assert "mock workers: 2 prefill, 2 decode" in banner
+    assert (
+        "by prefill workers if the policy classic requires it, KV transfer by nixl; requests that they cannot compute "
+        "are rejected" in banner
+    )
+
+
+def banner_of(*options: str, then: dict[str, Any] | None = None) -> str:
+    """Return the banner of `forebay up`, then apply the operator settings `then`."""
+    up = Up(*options)
+    up.wait_ready()
+    if then is not None:
+        set_to(up, **then)
+    output = up.banner()
+    assert up.end(signal.SIGTERM) == 0
+    return output
+
+
+@pytest.mark.slow
+def test_disagg_banner_reports_settings_that_do_not_apply(tmp_path: Path) -> None:
+    log = ("--log", str(tmp_path / "log.db"))
+    nobody = ("--prefill-workers", "0", "--decode-workers", "1", *log)
+    limits = json.dumps({"policy": "classic"})
+    conditional = ("--router-conditional-disagg", "--router-conditional-disagg-config", limits, "--enforce-disagg")
+    assert "by decode workers, because there are no prefill workers\n" in banner_of(*nobody)
+    banner = banner_of(*nobody, *conditional)
+    assert "by decode workers if the policy classic allows it; other requests are rejected\n" in banner
+    assert "computed by prefill workers, KV transfer by nixl\n" in banner_of(*APART, *log, then={"policy": "never"})
+    assert "computed by decode workers (set by `forebay control" in banner_of(*APART, *log)
+
 
 RULES = """
 [[models]]
@@ -55,7 +345,7 @@ def control(up: Up, *arguments: str) -> dict[str, Any]:
     return found
 
 
-def complete(up: Up, prompt: str, name: str = "") -> str:
+def served_by(up: Up, prompt: str, name: str = "") -> str:
     """Return the pool that served a completion."""
     body = {"model": "forebay-default", "prompt": prompt, "max_tokens": 4}
     headers = {"x-request-id": name} if name else {}
@@ -74,28 +364,28 @@ def choice(up: Up, name: str) -> str:
 def test_requests_follow_the_grid_a_canary_and_a_drain_and_nothing_is_lost(tmp_path: Path, rules: Path) -> None:
     log = tmp_path / "log.db"
     with running(*pools(log), "--pool-routing", str(rules)) as up, ThreadPoolExecutor(4) as threads:
-        assert (complete(up, SHORT, "by-grid"), complete(up, LONG)) == ("short", "long")
+        assert (served_by(up, SHORT, "by-grid"), served_by(up, LONG)) == ("short", "long")
         assert choice(up, "by-grid").startswith("pool short: the grid names short")
 
         control(up, "pools", "--pool", "long", "--base", "short", "--share", "1")
-        assert complete(up, SHORT, "by-canary") == "long"
+        assert served_by(up, SHORT, "by-canary") == "long"
         assert choice(up, "by-canary").startswith("pool long: long is a canary of short")
         control(up, "pools", "--pool", "long", "--base", "short", "--share", "0.5")
-        assert {complete(up, SHORT) for _ in range(40)} == {"short", "long"}  # all in one: 1 in 10**12
+        assert {served_by(up, SHORT) for _ in range(40)} == {"short", "long"}  # all in one: 1 in 10**12
         control(up, "pools", "--pool", "long", "--remove")
-        assert {complete(up, SHORT) for _ in range(5)} == {"short"}
+        assert {served_by(up, SHORT) for _ in range(5)} == {"short"}
 
         control(up, "power", "pause", "--pool", "short")
-        waiting: list[Future[str]] = [threads.submit(complete, up, SHORT) for _ in range(3)]
+        waiting: list[Future[str]] = [threads.submit(served_by, up, SHORT) for _ in range(3)]
         until(up, lambda status: in_flight(status, "mock-0") == 3)
         control(up, "drain", "short")
-        assert complete(up, SHORT, "by-drain") == "long"
+        assert served_by(up, SHORT, "by-drain") == "long"
         assert choice(up, "by-drain").startswith("pool long: the grid names short")
         assert "; short is drain" in choice(up, "by-drain")
         control(up, "power", "resume", "--pool", "short")
         assert [one.result() for one in waiting] == ["short"] * 3
         control(up, "drain", "short", "--remove")
-        assert complete(up, SHORT) == "short"
+        assert served_by(up, SHORT) == "short"
         counted = choices(up)
         assert counted["short", "grid"] >= 4
         assert counted["long", "canary"] >= 2
@@ -107,9 +397,9 @@ def test_requests_that_are_queued_in_a_drained_pool_move_and_none_is_lost(tmp_pa
     one_each = ("--max-num-seqs", "1", "--router-queue-run-ahead", "0", "--pool-routing", str(rules))
     with running(*pools(log), *one_each) as up, ThreadPoolExecutor(4) as threads:
         control(up, "power", "pause")
-        waiting: list[Future[str]] = [threads.submit(complete, up, SHORT, f"short-{number}") for number in range(3)]
+        waiting: list[Future[str]] = [threads.submit(served_by, up, SHORT, f"short-{number}") for number in range(3)]
         until(up, lambda status: status["requests"]["queued"] == 2)
-        blocking = threads.submit(complete, up, LONG)
+        blocking = threads.submit(served_by, up, LONG)
         until(up, lambda status: status["requests"]["in_flight"] == 4)
         control(up, "drain", "short")
         control(up, "power", "resume", "--pool", "long")
@@ -148,16 +438,16 @@ def in_flight(status: dict[str, Any], worker: str) -> int:
 def test_the_file_replaces_rules_of_the_log_at_each_start_and_canaries_stay(tmp_path: Path, rules: Path) -> None:
     log = tmp_path / "log.db"
     with running(*pools(log)) as up:
-        assert (complete(up, SHORT), complete(up, LONG)) == ("long", "long"), "without rules the first pool serves"
+        assert (served_by(up, SHORT), served_by(up, LONG)) == ("long", "long"), "without rules the first pool serves"
         shown = control(up, "pools", "--pool-routing", str(rules))
         assert [grid["cells"] for grid in shown["grids"]] == [[["short"], ["long"]]]
         control(up, "pools", "--pool", "long", "--base", "short", "--share", "0")
-        assert complete(up, LONG) == "long"
+        assert served_by(up, LONG) == "long"
     with running(*pools(log)) as up:
         assert control(up, "pools")["grids"] == shown["grids"]
     rules.write_text(RULES.replace('[["short"], ["long"]]', '[["long"], ["short"]]'))
     with running(*pools(log), "--pool-routing", str(rules)) as up:
-        assert complete(up, LONG) == "short"
+        assert served_by(up, LONG) == "short"
         listed = httpx.get(f"{up.url}/v1/pools", headers=ADMIN, timeout=30).json()
         assert [one["canary"] for one in listed["pools"]] == [{"base": "short", "share": 0.0}, None]
     assert verified(log)["decisions"]

@@ -74,6 +74,13 @@ class Up:
             output += line
         return output
 
+    def metric(self, start: str) -> float:
+        """Return the sum of the samples whose lines begin with `start`."""
+        shown = httpx.get(f"{self.url}/metrics", timeout=30).text
+        lines = [line for line in shown.splitlines() if line.startswith(start)]
+        assert lines, f"there is no metric {start}"
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 

@@ -1,4 +1,4 @@
-"""The pages `/` and `/docs`: forms, headers, escaped names. tests/cli/test_pages_browser.py opens them in a browser."""
+"""The pages `/` and `/docs`: forms, headers, escaped names. tests/cli/test_up_api.py opens them in a browser."""
 
 from importlib.metadata import version
 

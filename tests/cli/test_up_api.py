@@ -1,17 +1,24 @@
-"""Examples of the official OpenAI client and its documentation, without changes but the address, on `forebay up`."""
+"""Clients of a running `forebay up`: the official OpenAI client, Schemathesis, and its pages in a browser."""
 
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from playwright.sync_api import Browser, expect
 from pydantic import BaseModel
 
-from tests.cli.up import running
+from tests.cli.up import ADMIN_TOKEN, Up, running
+from tests.depth import is_quick
+from tests.harness.browser import Opened, visited
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(180)
 MODEL = "forebay-default"
 
 
@@ -260,3 +267,114 @@ def test_choices_stop_logprobs_and_completions(client: openai.OpenAI) -> None:
     assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (f" {first} ", "stop")
     vectors = client.embeddings.create(model=MODEL, input=["The food was delicious", "and the waiter"])
     assert len(vectors.data) == 2
+
+
+SCHEMATHESIS = str(Path(sys.executable).with_name("schemathesis"))
+SEED = 15
+# `make test-all` spends a minute: every boundary value of every field, then random bodies. `make test` spends seconds.
+PHASES, EXAMPLES, CASES_MIN = ("fuzzing", 2, 2) if is_quick() else ("coverage,fuzzing", 20, 500)
+WITHIN_S = 540.0  # on a busy machine
+CONFIG = """
+[checks.not_a_server_error]
+# A timeout of a microsecond, and a log in memory that is to be explained, are no faults of the server.
+expected-statuses = ["2xx", "3xx", "4xx", "501", "502", "503", "504"]
+"""
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
+    "negative_data_rejection,unsupported_method,ignored_auth"
+)
+# JSON Schema cannot express which characters of an adapter name are printable in Unicode, which tokens and chats a
+# model accepts, and which ranges of a grid fit together. Other routes reject most random bodies because of an unknown
+# model, but tokenizing needs no model name.
+INEXACT = "lora|commands|tokenize|pools/routing"
+# Nor that `tool_choice` names one of the tools. A route query takes the body of a completion, but has one prompt. And
+# the model decides which token ids and dimensions are valid.
+PROMPTS = "completions|route|embeddings"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--exclude-path-regex", f"{INEXACT}|{PROMPTS}", "--checks", f"{CHECKS},positive_data_acceptance"),
+        pytest.param(("--include-path-regex", PROMPTS, "--checks", CHECKS), marks=pytest.mark.slow),
+        pytest.param(("--include-path-regex", INEXACT, "--checks", CHECKS), marks=pytest.mark.slow),
+    ],
+    ids=["exact", "prompts", "inexact"],
+)
+@pytest.mark.timeout(600)
+def test_the_service_conforms_to_its_openapi_document(tmp_path: Path, options: tuple[str, ...]) -> None:
+    # Nobody reads the output of this system until it ends, and thousands of access lines would fill the pipe.
+    with running("--admin-api", "--workers", "2", "--timeout-s", "10", "--no-access-log") as up:
+        config = tmp_path / "schemathesis.toml"
+        config.write_text(CONFIG)
+        command = [
+            *(
+                SCHEMATHESIS,
+                "--config-file",
+                str(config),
+                "run",
+                f"{up.url}/openapi.json",
+                "--header",
+                f"Authorization: Bearer {ADMIN_TOKEN}",
+            ),
+            *("--seed", str(SEED), "--max-examples", str(EXAMPLES), "--phases", PHASES),
+            *options,
+            *("--continue-on-failure", "--no-color"),
+            *("--generation-database", "none", "--suppress-health-check", "all", "--request-timeout", "60"),
+        ]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=WITHIN_S)
+    assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-2_000:]
+    cases = re.search(r"(\d+) generated", run.stdout)
+    assert cases is not None, run.stdout
+    assert int(cases[1]) >= CASES_MIN, run.stdout
+
+
+LINKED = ["docs", "openapi.json", "v1/models", "v1/status", "health", "metrics"]
+
+
+@pytest.fixture(scope="module")
+def up() -> Iterator[Up]:
+    with running("--workers", "1") as found:
+        yield found
+
+
+def require_own_requests(found: Opened, up: Up) -> None:
+    """Check that the page had no error and requested nothing but files of the ingress."""
+    assert found.errors == []
+    assert [url for url in found.requests if not url.startswith((f"{up.url}/", "data:"))] == []
+
+
+def operations(found: Opened) -> list[str]:
+    return found.page.locator(".opblock-summary-path").all_inner_texts()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", ["", "/team/forebay"])
+def test_the_index_links_to_pages_that_respond(up: Up, browser: Browser, prefix: str) -> None:
+    with visited(up.url, "/", browser, prefix=prefix) as found:
+        links = [link.evaluate("link => link.href") for link in found.page.get_by_role("link").all()]
+        assert links == [f"{up.url}{prefix}/{path}" for path in LINKED]
+        expect(found.page.get_by_role("paragraph")).to_contain_text("serving forebay-default")
+        assert found.page.evaluate("getComputedStyle(document.body).maxWidth") == "640px"  # the policy allows the style
+        for link in links:
+            response = found.page.goto(link)
+            assert response is not None
+            assert response.ok, link
+        require_own_requests(found, up)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", ["", "/team/forebay"])
+def test_the_docs_list_the_api_and_send_requests(up: Up, browser: Browser, prefix: str) -> None:
+    with visited(up.url, "/docs", browser, prefix=prefix) as found:
+        models = found.page.locator(".opblock", has=found.page.get_by_text("/v1/models", exact=True)).first
+        models.locator(".opblock-summary").click()
+        models.get_by_role("button", name="Try it out").click()
+        models.get_by_role("button", name="Execute").click()
+        expect(models.locator(".live-responses-table .response-col_status").last).to_contain_text("200")
+        expect(models.locator(".live-responses-table")).to_contain_text("forebay-default")
+        assert f"{up.url}{prefix}/v1/models" in found.requests
+        assert {"/health", "/v1/chat/completions", "/v1/embeddings"} <= {
+            path.replace("\u200b", "") for path in operations(found)
+        }
+        require_own_requests(found, up)

@@ -1,0 +1,639 @@
+"""`forebay explain`, `replay at`, `replay diff` and `replay export`."""
+
+import asyncio
+import base64
+import io
+import json
+import re
+import sqlite3
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import Result
+from rich.console import Console
+
+from forebay.cli.replay.at_view import summary, titled_table
+from forebay.core.block_hashes import extend_chain
+from forebay.events.base import hex_digest, pack_u64, unpack_u64
+from forebay.events.codec import decode, encode
+from forebay.events.control import DisaggConfig, QueueConfig, RouterConfig
+from forebay.events.decisions import RequestRejected, RequestRouted
+from forebay.events.kv import BlocksStored, StoreBlocksAdded
+from forebay.events.progress import FirstTokenEmitted, OnboardedTokens, PrefillFinished, RequestFinished
+from forebay.events.requests import RequestCancelled, RoutingHints
+from forebay.events.topics import DECISIONS, KV_EVENTS, PROGRESS
+from forebay.replay.explain.explanation import Explanation
+from forebay.transport.base import Draft
+from forebay.transport.sqlite.log import SqliteLog
+from tests.cli.in_process import forebay
+from tests.cli.logs import invoke, written
+from tests.core.worlds import PROMPTS, Driver, joined, pool, query, request
+from tests.replay import incident
+from tests.replay.disagg_history import history
+from tests.replay.duck import query_export
+from tests.replay.mutations import read_more, replace_record
+from tests.replay.recorded import MemoryLog, log_of, write
+from tests.replay.recorder import Recorder, disaggregated
+from tests.replay.simulated import played
+from tests.replay.slices import opened
+from tests.simulate.traces import conversations
+
+MANY = 300  # workers
+DEEP = 1_500  # blocks per prompt
+
+
+def explain(*arguments: str | Path) -> Result:
+    return invoke("explain", *arguments)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    made = Recorder()
+    made.fleet("a", "b", temperature=0.5, queue=QueueConfig(threshold=0.25))
+    made("requests", request("req-1", PROMPTS[0], at_us=100, routing=RoutingHints(worker_id="a", priority=3)))
+    made.progress("req-1", FirstTokenEmitted, after_us=500_000, cached_tokens=0, at_us=900)
+    made.progress("req-1", RequestFinished, finish_reason="stop", output_tokens=7)
+    made("requests", request("req-2", PROMPTS[1]))
+    made.snapshot()
+    made("requests", request("req-3", PROMPTS[2]))
+    made("requests", request("req-4", PROMPTS[2], routing=RoutingHints(worker_id="nobody")))
+    made("requests", request("req-5", PROMPTS[2]))
+    made("requests", RequestCancelled(request_id="req-5", reason="\x1b[2Jgone"))
+    made("requests", query("ask", PROMPTS[0]))
+    made.progress("req-2", FirstTokenEmitted)
+    return written(made, tmp_path / "log.db")
+
+
+def test_a_timeline_is_shown_as_text(log: Path) -> None:
+    output = explain(log, "req-1")
+    assert output.exit_code == 0, output.output
+    lines = output.stdout.splitlines()
+    assert lines[0] == "request req-1: finished (stop) after 0.500 s, 7 output tokens"
+    assert "34 prompt tokens in 8 full blocks, at most 2 output tokens, deadline after 1 s" in lines[1]
+    assert "hints: worker_id a, priority 3" in lines
+    assert "    +0.000 s  routed to a: the request is pinned to it" in lines
+    assert "              kv: temperature 0.5, queue_threshold 0.25" in lines
+    assert any(line.split()[:3] == ["*", "a", "16.50"] for line in lines)
+    assert "              excluded b/0: the request is pinned to a" in lines
+    assert "    +0.500 s  finished (stop) with 7 output tokens" in lines
+    assert "time to first token 0.500 s on the owner's clock (0.001 s on the clocks of ingress and worker)" in lines
+    assert lines[-1] == "verified: journal offsets 0 to 2 derived again, every record equal"
+
+
+def test_queries_and_aborted_requests_are_explained(log: Path) -> None:
+    assert "held in queue class default, 0 requests ahead: " in explain(log, "req-5").stdout
+    cancelled = explain(log, "req-5").stdout
+    assert "aborted (cancelled): \\x1b[2Jgone" in cancelled
+    assert "\x1b" not in cancelled
+    assert "excluded a/0, b/0: the request is pinned to nobody" in explain(log, "req-4").stdout
+    assert "would be held, then routed to" in explain(log, "ask").stdout
+    last = explain(log, "req-2").stdout
+    assert last.startswith("request req-2: decode\n")
+    assert "(on the log, not in the journal yet)" in " ".join(last.split())
+    assert "drawn at temperature 0.5" in explain(log, "req-3").stdout
+
+
+def test_json_output_is_one_object(log: Path) -> None:
+    output = explain(log, "req-3", "--json")
+    assert output.exit_code == 0
+    explanation = msgspec.json.decode(output.stdout, type=Explanation)
+    assert (explanation.request_id, explanation.state) == ("req-3", "prefill")
+    assert explanation.derived_from > 0, "derived from the snapshot before it"
+    assert json.loads(output.stdout)["routings"][0]["candidates"][0]["seen"]["worker_id"] == "a"
+
+
+def test_explanations_from_a_slice_are_equal(log: Path, tmp_path: Path) -> None:
+    out = tmp_path / "slice.db"
+    assert invoke("record", log, out).exit_code == 0
+    assert explain(out, "req-3").stdout == explain(log, "req-3").stdout
+
+
+def test_invalid_arguments_are_rejected(log: Path, tmp_path: Path) -> None:
+    missing = explain(log, "req-")
+    near = "req-5 or req-4 or req-3"
+    assert (missing.exit_code, missing.stderr) == (
+        2,
+        f"forebay: {log}: unknown request 'req-'; did you mean {near}?\n",
+    )
+    assert explain(log, "other").stderr == f"forebay: {log}: unknown request 'other'; check the ID\n"
+    assert (explain("req-1").exit_code, explain("req-1").stderr) == (
+        2,
+        "forebay: expected LOG and REQUEST, or REQUEST and --kafka\n",
+    )
+    foreign = tmp_path / "foreign.db"
+    foreign.write_text("this is no log")
+    refused = explain(foreign, "req-1")
+    assert (refused.exit_code, "foreign.db" in refused.stderr) == (2, True)
+
+
+def test_explanation_ends_at_a_divergence(log: Path) -> None:
+    digest = re.compile(rb'(?<="table_digest":")[0-9a-f]{16}')
+    replace_record(log, DECISIONS, 1, lambda value: digest.sub(b"0" * 16, value))
+    output = explain(log, "req-1")
+    assert output.exit_code == 1
+    assert output.stdout.startswith("request req-1: unknown\n")
+    assert "DIVERGENCE at journal offset 1, before this request: differs in table_digest" in output.stdout
+    assert "routed to" not in output.stdout
+    assert json.loads(explain(log, "req-1", "--json").stdout)["divergence"]["offset"] == 1
+
+
+def test_a_large_fleet_and_a_long_prompt_stay_readable(tmp_path: Path) -> None:
+    made = Recorder()
+    made.fleet(*(f"w{number:03}" for number in range(MANY)))
+    blocks = extend_chain(None, list(range(DEEP)))
+    made("requests", request("x", blocks[:700]))
+    made("requests", request("r", blocks))
+    pinned = RoutingHints(allowed_workers=tuple(f"w{number:03}" for number in range(2, 20)))
+    made("requests", request("p", blocks, routing=pinned))
+    log = written(made, tmp_path / "log.db")
+    lines = explain(log, "r").stdout.splitlines()
+    assert len(lines) < 30
+    assert sum(line.lstrip().startswith(("w", "*")) for line in lines) == 10
+    assert any(line.strip().startswith("290 more candidates with costs up to ") for line in lines)
+    assert max(map(len, lines)) <= 120
+    assert len(explain(log, "r", "--all").stdout.splitlines()) > MANY
+    some = " ".join(explain(log, "p").stdout.split())
+    assert (
+        "excluded w000/0, w001/0, w020/0, w021/0, w022/0, w023/0 and 276 more: it is not in the request's allowed"
+        in some
+    )
+
+
+def test_a_reused_id_is_reported(tmp_path: Path) -> None:
+    made = Recorder()
+    made.fleet("a")
+    for number in range(2):
+        made("requests", request("r", PROMPTS[0], nonce=number))
+        made.progress("r", RequestFinished, finish_reason="stop")
+        made.wait(200_000_000)
+        made("requests", request(f"x{number}", PROMPTS[0]))
+    assert "the ID was used once before; this is the last use" in explain(written(made, tmp_path / "l.db"), "r").stdout
+
+
+def test_the_sources_of_a_prompt_are_shown_as_text(tmp_path: Path) -> None:
+    made = Recorder()
+    made("control", pool())
+    for slot, name in enumerate("ab"):
+        made("fleet", joined(name, slot, kv_store="s" if name == "a" else ""))
+    made("kv-events", StoreBlocksAdded(store="s", worker_id="a", sequence_hashes=pack_u64(PROMPTS[0][:3])))
+    made("requests", request("r", PROMPTS[0]))
+    loads = (OnboardedTokens(tier="store", tokens=12, us=4_000),)
+    made.progress("r", FirstTokenEmitted, cached_tokens=16, onboarded=loads)
+    made.seal()
+    output = explain(written(made, tmp_path / "tiers.db"), "r")
+    assert output.exit_code == 0, output.output
+    lines = output.stdout.splitlines()
+    (header,) = [line for line in lines if "in store" in line]
+    assert "on disk" not in header
+    assert any(line.split()[:2] == ["*", "a"] and " 3 " in line for line in lines)
+    assert "prompt tokens: 4 cached on the device, 12 from the shared store, 18 computed" in lines
+
+
+@pytest.fixture(scope="module")
+def incident_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    incident_log = tmp_path_factory.mktemp("at") / "incident.db"
+    asyncio.run(incident.record(incident_log))
+    return incident_log
+
+
+def at(*arguments: str) -> Result:
+    """Run the command in this process, which is faster than starting one."""
+    return invoke("replay", "at", *arguments)
+
+
+def moment(*arguments: str) -> dict[str, object]:
+    run = at(*arguments, "--json")
+    assert run.exit_code == 0, run.stderr
+    found: dict[str, object] = json.loads(run.stdout)
+    return found
+
+
+def test_offset_and_time_select_the_same_record(incident_log: Path) -> None:
+    one = moment(str(incident_log), "--offset", "20")
+    other = moment(str(incident_log), "--time", str(one["now_us"]))
+    assert other["now_us"] == one["now_us"]
+    assert int(str(other["offset"])) >= 20
+    same = moment(str(incident_log), "--offset", str(other["offset"]))
+    assert {**same, "later": other["later"]} == other
+
+
+def test_the_default_is_the_last_record_shown_as_tables(incident_log: Path) -> None:
+    last = moment(str(incident_log))
+    run = at(str(incident_log))
+    assert run.exit_code == 0, run.stderr
+    assert str(last["digest"]) in run.stdout
+    for text in ("second, epoch", "w0/0", "lost: slow", "blocks of 4 tokens", "queue: empty"):
+        assert text in run.stdout
+
+
+def test_events_after_the_last_record_are_shown_or_counted(incident_log: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.db"
+    copy.write_bytes(incident_log.read_bytes())
+
+    async def append() -> int:
+        log = SqliteLog.open(copy)
+        (offset,) = await log.append([Draft(PROGRESS.name, 0, b"\xc1")])
+        (record,) = log.records(PROGRESS.name, 0, offset, 1)
+        log.close()
+        return record.at_us
+
+    at_us = asyncio.run(append())
+    last = at(str(copy))
+    assert last.exit_code == 0, last.stderr
+    assert (
+        "not shown  1 event (1 progress) on the log after this record; --time shows the state with later events"
+        in last.stdout
+    )
+    shown = at(str(copy), "--time", str(at_us))
+    assert shown.exit_code == 0, shown.stderr
+    text = "then       1 event (1 progress) from the log, in the order of their append; no journal record shows"
+    assert text in shown.stdout
+    assert "not shown" not in shown.stdout
+    late = moment(str(copy), "--time", str(at_us))
+    assert late["later"] == {
+        "requested_us": at_us,
+        "applied": {},
+        "unrecorded": {"progress": 1},
+        "not_applied": {},
+    }
+    early = at(str(copy), "--time", str(at_us - 1))
+    assert "age        " in early.stdout
+
+
+def test_events_of_the_next_record_are_applied_up_to_the_time(incident_log: Path) -> None:
+    clocks = sorted(
+        {int(str(moment(str(incident_log), "--offset", str(offset))["now_us"])) for offset in range(20, 60)}
+    )
+    shown = [at(str(incident_log), "--time", str(now_us - 1)).stdout for now_us in clocks[1:]]
+    assert any(", which the owner had applied by the requested time" in one for one in shown)
+
+
+def test_time_formats(incident_log: Path) -> None:
+    now_us = int(str(moment(str(incident_log), "--offset", "20")["now_us"]))
+    text = (datetime.fromtimestamp(0, UTC) + timedelta(microseconds=now_us)).isoformat()
+    for text_form in (text, text.replace("+00:00", "Z")):
+        assert moment(str(incident_log), "--time", text_form)["now_us"] == now_us
+    late_us = int(str(moment(str(incident_log), "--time", "-0.02s")["now_us"]))
+    assert 0 <= int(str(moment(str(incident_log))["now_us"])) - 20_000 - late_us < 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--offset", "100000"], "no journal record 100000: the recording has records 0 to "),
+        (["--time", "1"], "the recording begins at "),
+        (["--time", "2999-01-01"], "the recording ends at "),
+        (["--time", "yesterday"], "--time yesterday: not a time; expected 2026-01-31T12:00:00Z"),
+        (["--time", "9" * 19], "the recording ends at "),
+        (["--time", "9" * 20], "not a time; expected"),
+        (["--time", "1", "--offset", "1"], "--time and --offset exclude each other; give one of them"),
+    ],
+)
+def test_invalid_offsets_and_times_are_rejected(incident_log: Path, arguments: list[str], message: str) -> None:
+    run = at(str(incident_log), *arguments)
+    assert (run.exit_code, run.stdout) == (2, "")
+    assert message in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+
+
+def test_a_file_other_than_a_log_is_rejected(tmp_path: Path) -> None:
+    run = forebay("replay", "at", str(tmp_path / "nothing.db"))
+    assert (run.returncode, "no such log file; check the path" in run.stderr) == (2, True)
+
+
+def test_control_characters_are_not_printed() -> None:
+    console = Console(file=io.StringIO(), width=60)
+    with console.capture() as drawing:
+        console.print(titled_table("a\x1b]0;title\x07", ("id",), [("r\x1b[2J\n",)], set(), ""))
+    assert not {"\x1b", "\x07"} & set(drawing.get())
+    assert "]0;title" in drawing.get()
+    rejected = RequestRejected(request_id="r\x1b[2J", reply_slot=0, reason="busy", message="m")
+    assert "\x1b" not in summary(rejected)
+
+
+COMMAND = ["replay", "diff"]
+
+
+@pytest.fixture(scope="module")
+def simulated_history() -> MemoryLog:
+    """Return the log of a simulated run, which the simulator can reproduce."""
+    return played(conversations(sessions=11, turns=6, every_ms=2_000), RouterConfig(), workers=3, blocks=1_024).log
+
+
+@pytest.fixture(scope="module")
+def recording(simulated_history: MemoryLog, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("diff") / "run.db"
+    asyncio.run(write(simulated_history, path))
+    return path
+
+
+def run_diff(*arguments: Any) -> tuple[int, str, str]:
+    run = invoke(*COMMAND, *arguments)
+    assert run.exception is None or isinstance(run.exception, SystemExit), run.exception
+    return run.exit_code, run.stdout, run.stderr
+
+
+def found(*arguments: Any) -> dict[str, Any]:
+    code, out, err = run_diff(*arguments, "--json")
+    assert code == 0, err
+    result: dict[str, Any] = json.loads(out)
+    return result
+
+
+def error_line(*arguments: Any) -> str:
+    code, out, err = run_diff(*arguments)
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    return line
+
+
+def test_table_shows_moved_requests_and_notes(recording: Path) -> None:
+    code, out, _ = run_diff(recording, "--policy", "round-robin")
+    assert code == 0
+    for text in ("--policy round-robin", "fork", "requests went to another worker", "Open loop"):
+        assert text in out
+    assert "w0/0" in out
+
+
+def test_set_without_effect_is_reported(recording: Path) -> None:
+    report = found(recording, "--set", "temperature=0")
+    assert report["idle"] == ["--set temperature=0"]
+    assert report["identical"]
+    assert report["state"] == report["other_state"]
+    _, out, _ = run_diff(recording, "--set", "temperature=0")
+    assert "equal to the recorded configuration" in out
+
+
+def test_invalid_comparisons_are_rejected(recording: Path, tmp_path: Path) -> None:
+    policy = ("--policy", "random")
+    assert "no change; pass" in error_line(recording)
+    assert "unknown field" in error_line(recording, "--set", "heat=1")
+    assert "unknown pool 'p'; pools are: default" in error_line(recording, "--set", "p:temperature=1")
+    assert "--allow: unknown check 'anything'; checks are: " in error_line(recording, *policy, "--allow", "anything")
+    assert "expected either a log file or --kafka" in error_line(*policy)
+    assert str(tmp_path / "none.db") in error_line(tmp_path / "none.db", *policy)
+
+
+def test_other_grids_name_recorded_models_and_pools(recording: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.toml"
+    grid = "isl_max = 9\ntarget_max_ms = 9\npools = [{pool = 'P', priority = 0}]\ncells = [['P']]\n"
+    text = f"[[models]]\nname = 'm'\n[[models.grids]]\n{grid}"
+    rules.write_text(text.replace("P", "default"))
+    report = found(recording, "--pool-routing", rules, "--no-canaries")
+    assert (report["identical"], report["alternative"]) == (True, f"--pool-routing {rules} --no-canaries")
+    rules.write_text(text.replace("P", "deflt"))
+    assert "unknown aggregated pool 'deflt'; did you mean default?" in error_line(recording, "--pool-routing", rules)
+    rules.write_text(text.replace("'m'", "'other'"))
+    assert "unknown model 'other'; " in error_line(recording, "--pool-routing", rules)
+    rules.write_text("[[models]]\nnme = 'x'")
+    assert f"--pool-routing: {rules}: models[0]: unknown key 'nme'" in error_line(recording, "--pool-routing", rules)
+
+
+def test_a_diverging_history_is_not_compared(simulated_history: MemoryLog, tmp_path: Path) -> None:
+    journal = list(simulated_history.topics[DECISIONS.name])
+    at = 9
+    record = decode(DECISIONS, journal[at])
+    assert isinstance(record, RequestRouted)
+    journal[at] = encode(DECISIONS, msgspec.structs.replace(record, rank=record.rank + 1))
+    log = MemoryLog()
+    log.topics = {**simulated_history.topics, DECISIONS.name: journal}
+    path = tmp_path / "changed.db"
+    asyncio.run(write(log, path))
+    code, out, err = run_diff(path, "--policy", "random")
+    assert (code, out) == (1, "")
+    assert f"diverges at journal offset {at}" in err
+
+
+def test_unknown_events_fail_the_comparison_unless_allowed(tmp_path: Path) -> None:
+    drive = Driver().fleet("a", "b")
+    drive("kv-events", None)
+    drive("requests", request("r1", PROMPTS[0]))
+    path = tmp_path / "newer.db"
+    asyncio.run(write(log_of(drive, undecodable=msgspec.msgpack.encode({"type": "kv.blocks_moved"})), path))
+    read_more(path)
+    code, out, err = run_diff(path, "--policy", "random")
+    assert code == 2
+    assert "UNVERIFIED" in out
+    assert (
+        "not verified: 1 unknown-events; use the version that wrote it, or accept it with --allow unknown-events" in err
+    )
+    assert run_diff(path, "--policy", "random", "--allow", "unknown-events")[0] == 0
+
+
+@pytest.fixture(scope="module")
+def disagg_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a log with a request whose KV is retained while it waits for a decode worker."""
+    made = disaggregated("p", disagg=DisaggConfig(enforce=True))
+    made("requests", request("r", PROMPTS[0]))
+    for name in "de":
+        made.lose(name)
+    made.progress("r", PrefillFinished)
+    made.seal()
+    return written(made, tmp_path_factory.mktemp("disagg") / "disaggregated.db")
+
+
+def shown(*arguments: str) -> str:
+    run = invoke(*arguments)
+    assert run.exit_code == 0, run.stderr
+    return " ".join(run.stdout.split())
+
+
+def test_disagg_pools_and_retained_kv_are_shown(disagg_log: Path) -> None:
+    text = shown("replay", "at", str(disagg_log))
+    assert "m, for decode, blocks of 4 tokens" in text
+    assert "m, for prefill, blocks of 4 tokens" in text
+    assert "prompts computed remotely: always enforce=True" in text
+    assert "r waiting KV at p" in text
+
+
+def test_disagg_transfers_show_the_holder_and_the_fetching_worker(tmp_path: Path) -> None:
+    made = disaggregated("p", disagg=DisaggConfig(enforce=True))
+    made("requests", request("r", PROMPTS[0]))
+    made.lose("e")
+    made.progress("r", PrefillFinished)
+    made.seal()
+    log = written(made, tmp_path / "disaggregated.db")
+    assert "r transfer d/0, KV at p" in shown("replay", "at", str(log))
+
+
+def test_disagg_parts_of_the_time_to_first_token_are_shown(tmp_path: Path) -> None:
+    made = disaggregated("p")
+    made("requests", request("r", PROMPTS[0]))
+    made.progress("r", PrefillFinished, after_us=18_600)
+    made.progress("r", FirstTokenEmitted, after_us=9_100, transferred_bytes=34_000, transfer_us=900)
+    made.seal()
+    log = str(written(made, tmp_path / "disaggregated.db"))
+    text = shown("explain", log, "r")
+    parts = "of this: prefill 18.6 ms, KV transfer 900 us, network and first decode step 8.2 ms"
+    assert f"time to first token 0.028 s on the owner's clock {parts}" in text
+    output = json.loads(shown("explain", log, "r", "--json"))
+    assert output["first_token"]["parts_us"] == {"prefill": 18_600, "transfer": 900, "decode": 8_200}
+
+
+def test_disagg_stages_are_explained(disagg_log: Path) -> None:
+    text = shown("explain", str(disagg_log), "r")
+    assert "prefill sent to p: it was the only candidate; prompt computed by a prefill worker" in text
+    assert "it keeps their KV, 34,000 bytes for 0.5 s" in text
+    assert text.startswith("request r: waiting")
+
+
+@pytest.fixture(scope="module")
+def operator_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a log of a router with the policy `always` that an operator changes to `never`."""
+    return written(history("always", by_hand="never"), tmp_path_factory.mktemp("by-hand") / "disaggregated.db")
+
+
+def test_disagg_the_alternative_overrides_operator_settings(operator_log: Path, tmp_path: Path) -> None:
+    named = json.loads(shown("replay", "diff", str(operator_log), "--set", "disagg.policy=always", "--json"))
+    assert not named["identical"]
+    assert (named["idle"], named["undone"]) == ([], ["disagg.policy"])
+    file = tmp_path / "policy.yaml"
+    file.write_text("disagg:\n  policy: always\n")
+    in_file = json.loads(shown("replay", "diff", str(operator_log), "--policy-config", str(file), "--json"))
+    assert (in_file["identical"], in_file["idle"]) == (False, [])
+    file.write_text("temperature: 0.0\n")
+    other = json.loads(shown("replay", "diff", str(operator_log), "--policy-config", str(file), "--json"))
+    assert (other["identical"], other["undone"]) == (True, [])
+    same = json.loads(shown("replay", "diff", str(operator_log), "--set", "disagg.policy=never", "--json"))
+    assert (same["identical"], same["undone"]) == (True, [])
+    assert "An operator changed disagg.policy during the recording" in shown(
+        "replay", "diff", str(operator_log), "--set", "disagg.policy=always"
+    )
+
+
+def test_disagg_selections_in_recorded_states_keep_their_stage(operator_log: Path) -> None:
+    for given in ("disagg.policy=always", "disagg.max_local_prefill_length=1"):
+        report = json.loads(shown("replay", "diff", str(operator_log), "--set", given, "--json"))
+        assert report["stages_kept"], given
+    assert not json.loads(shown("replay", "diff", str(operator_log), "--set", "temperature=1", "--json"))["stages_kept"]
+    text = shown("replay", "diff", str(operator_log), "--set", "disagg.policy=always")
+    assert "Each repeated decision keeps its stage" in text
+
+
+@pytest.fixture(scope="module")
+def exported_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the incident log with an undecodable `progress` record and a stale journal record."""
+    exported_log = tmp_path_factory.mktemp("export") / "incident.db"
+    asyncio.run(_record(exported_log))
+    return exported_log
+
+
+async def _record(exported_log: Path) -> None:
+    await incident.record(exported_log)
+    log = SqliteLog.open(exported_log)
+    stale = log.records(DECISIONS.name, 0, 1, 1)[0].value
+    await log.append([Draft("progress", 0, b"\xff nothing"), Draft(DECISIONS.name, 0, stale)])
+    log.close()
+
+
+def export(exported_log: Path, folder: Path, *options: str) -> Result:
+    return invoke("replay", "export", exported_log, folder, *options)
+
+
+def lines(folder: Path, topic: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{topic}.ndjson").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(exported_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported") / "new" / "folder"
+    result = export(exported_log, folder)
+    assert result.exit_code == 0, result.output
+    assert "progress.ndjson  " in result.stdout
+    assert "1 of them undecodable" in result.stdout
+    return folder
+
+
+def test_every_record_is_exported_once(exported_log: Path, folder: Path) -> None:
+    topics: dict[str, list[tuple[int, int, int]]] = {}
+    with opened(exported_log) as log:
+        for name, partition, end in log.topics():
+            records = log.records(name, partition, 0, end)
+            topics.setdefault(name, []).extend((partition, one.offset, one.at_us) for one in records)
+    assert {file.stem for file in folder.glob("*.ndjson")} == set(topics)
+    for name, expected in topics.items():
+        places = [(line["log_partition"], line["log_offset"], line["log_at_us"]) for line in lines(folder, name)]
+        assert places == expected
+    assert not list(folder.glob("*.part"))
+
+
+def test_hashes_are_hex_and_tokens_are_counted(exported_log: Path, folder: Path, tmp_path: Path) -> None:
+    with opened(exported_log) as log:
+        first = decode(KV_EVENTS, log.records(KV_EVENTS.name, 0, 0, 1)[0].value)
+    assert isinstance(first, BlocksStored)
+    (line, *_) = lines(folder, "kv-events")
+    assert line["sequence_hashes"] == [hex_digest(number) for number in unpack_u64(first.sequence_hashes)]
+    (line, *_) = lines(folder, "requests")
+    assert (line["type"], line["token_count"], line["prompt_tokens"]) == ("request.submitted", 120, 120)
+    assert "token_ids" not in line
+    assert export(exported_log, tmp_path / "with", "--token-ids").exit_code == 0
+    (line, *_) = lines(tmp_path / "with", "requests")
+    assert len(line["token_ids"]) == 120
+
+
+def test_records_have_their_apply_time_and_decision(exported_log: Path, folder: Path) -> None:
+    journal = {line["log_offset"]: line for line in lines(folder, "decisions")}
+    seen: dict[str, list[tuple[int, int]]] = {}
+    for offset, record in journal.items():
+        if not record["void"]:
+            for run in record["consumed"]:
+                seen.setdefault(run["topic"], []).extend([(offset, run["now_us"])] * run["count"])
+    for topic in ("requests", "kv-events", "metrics", "progress", "fleet", "control"):
+        message = [(line["applied_by"], line["applied_us"]) for line in lines(folder, topic)]
+        assert message[: len(seen[topic])] == seen[topic]
+        assert all(place == (None, None) for place in message[len(seen[topic]) :])
+
+
+def test_stale_and_undecodable_records_are_marked(folder: Path) -> None:
+    *valid, stale = lines(folder, "decisions")
+    assert stale["void"] is True
+    assert not any(line["void"] for line in valid)
+    (*_, broken) = lines(folder, "progress")
+    assert broken["undecodable"].startswith("progress: ")
+    assert base64.b64decode(broken["value"]) == b"\xff nothing"
+    assert "type" not in broken
+
+
+def test_every_view_has_every_column_of_its_events(folder: Path) -> None:
+    files = sorted(folder.glob("*.ndjson"))
+    views = [file.stem.replace("-", "_").replace(".", "_") for file in files]
+    described = query_export(folder, *[f'DESCRIBE "{view}"' for view in views])
+    counted = query_export(folder, *[f'SELECT count(*) FROM "{view}"' for view in views])
+    for file, columns, rows in zip(files, described, counted, strict=True):
+        written = {name for line in lines(folder, file.stem) for name in line}
+        assert written <= {column[0] for column in columns}
+        assert rows == [[len(lines(folder, file.stem))]]
+
+
+def test_a_log_without_records_has_empty_views(tmp_path: Path) -> None:
+    SqliteLog.open(tmp_path / "empty.db").close()
+    assert export(tmp_path / "empty.db", tmp_path / "out").exit_code == 0
+    assert query_export(tmp_path / "out", "SELECT request_id, terms.cost FROM decisions") == [[]]
+
+
+def test_invalid_exports_are_rejected(exported_log: Path, tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "something").touch()
+    file = tmp_path / "file"
+    file.touch()
+    damaged = tmp_path / "damaged.db"
+    damaged.write_bytes(exported_log.read_bytes())
+    with closing(sqlite3.connect(damaged)) as db, db:
+        db.execute("UPDATE fleet SET value = x'00' WHERE id = 1")
+    for source, folder, message in (
+        (exported_log, full, "full is not empty"),
+        (exported_log, file, "file is a file"),
+        (exported_log, file / "below", "cannot write to"),
+        (tmp_path / "nothing.db", tmp_path / "out", "no such log file; check the path"),
+        (file, tmp_path / "out", "file: is empty"),
+        (damaged, tmp_path / "half", "fleet/0: the record at offset 1 does not match its checksum"),
+    ):
+        result = export(source, folder)
+        assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.stderr
+        assert message in result.stderr
+    assert not (tmp_path / "half" / "fleet.ndjson").exists(), "what is not whole has not the name of what is"
