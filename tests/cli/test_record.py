@@ -42,7 +42,7 @@ from tests.cli.up import verified
 from tests.core.scaling.scene import GROUP, POOL, Journal, applied, observed
 from tests.harness.local import free_ports
 from tests.harness.scaling_decisions import decisions_of
-from tests.live.planner.topic import append
+from tests.live.planning import append
 from tests.replay.mutations import replace_record
 from tests.replay.slices import OTHER, joined_log, journal_of, opened, rows, source_log
 from tests.system import BLOCK, MODEL, System, submitted, until, until_ended

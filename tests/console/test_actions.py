@@ -25,8 +25,7 @@ from tests.cli.in_process import forebay
 from tests.cli.up import ADMIN_TOKEN, Up, running, verified
 from tests.core.scaling.scene import GROUP, POOL
 from tests.harness.local import free_ports
-from tests.live.planner.planning import FakeObserver, actuating, planner_of, planning
-from tests.live.planner.topic import eventually, records
+from tests.live.planning import FakeObserver, actuating, eventually, planner_of, planning, records
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
@@ -258,7 +257,7 @@ async def test_the_size_of_a_pool_is_set_and_released(system: tuple[Up, Path], l
     observer = FakeObserver()
     async with (
         actuating(log),
-        planning(log, planner_of(log, "p1", observer)) as planner,
+        planning(planner_of(log, "p1", observer)) as planner,
         console(system[0].url, GROUP, log) as client,
     ):
         await eventually(lambda: planner.is_active)
@@ -279,7 +278,7 @@ async def test_the_size_of_a_pool_is_set_and_released(system: tuple[Up, Path], l
 
 async def test_a_size_without_an_effect_is_an_error(system: tuple[Up, Path], log: SqliteLog) -> None:
     async with (
-        planning(log, planner_of(log, "p1", FakeObserver())) as planner,
+        planning(planner_of(log, "p1", FakeObserver())) as planner,
         console(system[0].url, GROUP, log) as client,
     ):
         await eventually(lambda: planner.is_active)

@@ -1,30 +1,81 @@
-"""Shared helpers of the owner tests: a log shared by several processes, and invariants of the final log."""
+"""The scene of these tests: logs shared by processes, leases, routers, standbys, and a scenario of requests."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import msgspec
+from prometheus_client import CollectorRegistry
 
 from forebay.core.state.fleet import Fleet
 from forebay.core.state_machine import IllegalTransition
-from forebay.events.codec import decode
-from forebay.events.decisions import JournalRecord
+from forebay.events.codec import decode, encode
+from forebay.events.control import RouterConfig
+from forebay.events.decisions import RequestRouted
+from forebay.events.fleet import WorkerLost
 from forebay.events.topics import DECISIONS, FLEET
 from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import Owner
 from forebay.live.owner.start_check import open_checked
+from forebay.live.router.abandoned_tail import AbandonedTail
+from forebay.live.router.router import Router, RouterSettings
 from forebay.live.router.standby import Standby
 from forebay.replay.verify.verify import VerifyReport, verify
-from forebay.transport.base import Draft, Log, Record, Tail, Wake
+from forebay.transport.base import Draft, Lease, Log, Record, Tail, Wake
+from forebay.transport.directory import Directory
 from forebay.transport.history.reader import Validity, journal
 from forebay.transport.sqlite.log import SqliteLog
-from tests.system import MODEL, System
+from tests.harness.faulty_log import Crashed, FaultyLog
+from tests.system import MODEL, System, settings, submitted, until
 
-Kind = TypeVar("Kind", bound=JournalRecord)
+PREFIX = list(range(12))
+SENT = {*(f"r{number}" for number in range(6)), "wrong", "gone"}
+
 Hook = Callable[[Draft | None], Awaitable[None]]
+
+
+@asynccontextmanager
+async def background(work: Coroutine[Any, Any, None]) -> AsyncIterator["asyncio.Task[None]"]:
+    """Run a coroutine until the body ends."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def prompt(number: int) -> list[int]:
+    """Return one of the prompts that share a prefix of three blocks."""
+    return [*PREFIX, number, number, number, number]
+
+
+async def flush(log: SqliteLog) -> None:
+    """Wait until every pending append is in the log."""
+    await log.append([Draft("dead-letters", 0, b"after it")])
+
+
+# The log after a test
+
+
+async def proven(log: SqliteLog) -> VerifyReport:
+    """Verify that every decision of the log can be derived again, and return the report."""
+    report = await verify(log)
+    assert report.divergence is None, report.divergence
+    assert report.verified == report.decisions
+    return report
+
+
+async def valid(log: SqliteLog, kind: type = object) -> list[Any]:
+    """Return the valid journal records, of a kind if given, oldest first."""
+    found = journal(log, 0, 0, journal_end(log), Validity())
+    return [record async for _, record in found if isinstance(record, kind)]
+
+
+def journal_end(log: SqliteLog) -> int:
+    return log.next_offset(DECISIONS.name, 0)
 
 
 def applied_fleet(log: SqliteLog, partition: int = 0) -> Fleet:
@@ -34,6 +85,9 @@ def applied_fleet(log: SqliteLog, partition: int = 0) -> Fleet:
         with suppress(IllegalTransition):
             fleet.apply(decode(FLEET, record.value), record.offset)
     return fleet
+
+
+# Logs
 
 
 async def nothing(_: Draft | None) -> None:
@@ -111,26 +165,6 @@ class LateTail:
         self._tail.close()
 
 
-async def proven(log: SqliteLog) -> VerifyReport:
-    """Verify that every decision of the log can be derived again, and return the report."""
-    report = await verify(log)
-    assert report.divergence is None, report.divergence
-    assert report.verified == report.decisions
-    return report
-
-
-async def admit(system: System, workers: int) -> None:
-    """Run a first owner until it has admitted the workers."""
-    async with system.owned(fleet=workers):
-        pass
-
-
-async def valid(log: SqliteLog, kind: type[Kind]) -> list[Kind]:
-    """Return the valid journal records of a kind, oldest first."""
-    end = log.next_offset(DECISIONS.name, 0)
-    return [record async for _, record in journal(log, 0, 0, end, Validity()) if isinstance(record, kind)]
-
-
 class Edited(SharedLog):
     """A log that returns other records of one topic, without those for which `edit` returns None."""
 
@@ -157,6 +191,28 @@ class Altered(Edited):
         super().__init__(log, topic, edit)
 
 
+def dearer(log: Log) -> Altered:
+    """Return a log with higher costs of all routing decisions."""
+
+    def alter(value: bytes) -> bytes:
+        event = decode(DECISIONS, value)
+        if not isinstance(event, RequestRouted):
+            return value
+        lie = msgspec.structs.replace(event, terms=msgspec.structs.replace(event.terms, cost=event.terms.cost + 1))
+        return encode(DECISIONS, lie)
+
+    return Altered(log, DECISIONS.name, alter)
+
+
+# Owners
+
+
+async def admit(system: System, workers: int) -> None:
+    """Run a first owner until it has admitted the workers."""
+    async with system.owned(fleet=workers):
+        pass
+
+
 def samples(owner: Owner) -> dict[tuple[str, ...], float]:
     """Return the metrics of an owner by their names and labels, without the model."""
     return {
@@ -166,8 +222,93 @@ def samples(owner: Owner) -> dict[tuple[str, ...], float]:
     }
 
 
-def journal_end(log: SqliteLog) -> int:
-    return log.next_offset(DECISIONS.name, 0)
+class SteppedSystem(System):
+    """A system whose owner takes a turn only when a test calls `turn`, at the clock of the test."""
+
+    def __init__(self, log: SqliteLog) -> None:
+        super().__init__(log)
+        self.now_us = 1_000_000
+        self.owner: Owner
+
+    async def own(self, clock_us: Callable[[], int] | None = None, **changes: Any) -> None:
+        """Start an owner that has admitted all workers with a lease."""
+        self.owner = Owner(self.log, self.leases, settings(**changes), clock_us or (lambda: self.now_us))
+        await self.owner.start()
+        await self.admitted()
+
+    async def admitted(self) -> None:
+        owner = self.owner
+        assert owner.admission is not None
+        for _ in range(2):  # pools come first, then their workers
+            world = owner.world
+            await owner.admission.update(self.leases.poll(MODEL), world.pools, world.fleet, world.view["fleet"])
+            await owner.turn()
+
+    async def turn(self, passed_ms: int, emit: Callable[..., None], *arguments: Any, **fields: Any) -> None:
+        """Advance the clock by `passed_ms`, call `emit`, and take a turn of the owner."""
+        self.now_us += passed_ms * 1_000
+        emit(*arguments, **fields)
+        await flush(self.log)
+        await self.owner.turn()
+
+    def lose(self, *names: str) -> None:
+        """Report the loss of workers, as the owner does."""
+        for name in names:
+            worker = self.owner.world.fleet.get(name)
+            assert worker is not None
+            self.leases.release(MODEL, name, f"{name}-1")
+            epoch = self.owner.journal.epoch
+            self.append(FLEET, WorkerLost(owner_epoch=epoch, worker_id=name, worker_epoch=worker.worker_epoch))
+
+
+def lease_of(
+    name: str, token: str, ttl_ms: int, *, left_ms: int | None = None, renewed: int = 0, **changes: Any
+) -> Lease:
+    """Return a lease that was renewed `renewed` times."""
+    fields: dict[str, Any] = {"worker_id": name, "token": token, "payload": b"", "ttl_ms": ttl_ms, **changes}
+    left_ms = ttl_ms if left_ms is None else left_ms
+    return Lease(**{"expires_in_ms": left_ms, "deadline_ms": ttl_ms + renewed, **fields})
+
+
+@asynccontextmanager
+async def routing(
+    system: System, name: str, log: Log | None = None, on_loss: Callable[[AbandonedTail], None] | None = None
+) -> AsyncIterator[Router]:
+    log = log or system.log
+    directory = Directory(log)
+    await directory.start()
+    options = RouterSettings(
+        router_id=name,
+        partitions=1,
+        slots_max=16,
+        config=RouterConfig(),
+        poll_s=0.005,
+        retry_s=0.01,
+        on_loss=on_loss,
+    )
+    router = Router(log, system.leases, directory, options, CollectorRegistry())
+    async with background(router.run()) as running:
+        yield router
+        await router.stop()
+        await running
+
+
+# Standbys and starts
+
+
+async def serve(system: System, owner: Owner, *names: str) -> None:
+    """Serve requests one after another, each followed by one that is rejected."""
+    await until(lambda: len(owner.world.fleet) == 2)
+    for number, name in enumerate(names):
+        await system.serve(name, prompt(number))
+        await system.serve(f"{name}-refused", PREFIX, model="another")
+    await until(lambda: not len(owner.world.requests))
+
+
+async def serve_unsealed(system: System, *names: str) -> None:
+    """Serve requests with an owner that takes no final snapshot."""
+    async with system.owned(dies=True) as owner:
+        await serve(system, owner, *names)
 
 
 async def followed(log: SqliteLog, end: int | None = None) -> Standby:
@@ -180,3 +321,35 @@ async def followed(log: SqliteLog, end: int | None = None) -> Standby:
 async def opened_one(path: Path) -> tuple[SqliteLog, Standby | None]:
     opened = await open_checked(path, ["m"])
     return opened.log, opened.groups["m"].standby
+
+
+# A scenario in which the owner can die after any append
+
+
+async def scenario(system: System) -> None:
+    """Send requests that end in each possible way, one after another, under whichever owner runs."""
+    for number in range(6):
+        await system.serve(f"r{number}", prompt(number), nonce=number)
+    system.send(submitted("r0", prompt(0), nonce=0))
+    await system.serve("wrong", PREFIX, model="another")
+    system.send(submitted("gone", PREFIX, max_tokens=100))
+    system.cancel("gone")
+
+
+def all_ended(system: System, owner: Owner) -> bool:
+    return set(system.ends()) >= SENT and not len(owner.world.requests)
+
+
+async def run_until_append(system: System, appends: int, **changes: int) -> bool:
+    """Run an owner that is killed at append number `appends` + 1; return whether the kill happened."""
+    owner = Owner(FaultyLog(system.log, appends), system.leases, settings(**changes))
+    try:
+        await owner.start()
+        running = asyncio.create_task(owner.run())
+        await until(lambda: running.done() or all_ended(system, owner))
+        await owner.stop()
+        await running
+        await owner.close()
+    except Crashed:
+        return True
+    return False

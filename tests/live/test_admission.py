@@ -26,7 +26,7 @@ from forebay.live.owner import admission as admission_module
 from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
 from forebay.transport.base import Draft, Lease, LogError
 from forebay.transport.sqlite.log import SqliteLog
-from tests.live.shared import applied_fleet
+from tests.live.shared import applied_fleet, lease_of
 
 TTL_MS = 30_000
 HALF_MS = TTL_MS // 2  # a loss takes two polls, each of which counts for at most half a TTL
@@ -48,15 +48,8 @@ def lease(
 ) -> Lease:
     """Return the lease of a worker, renewed `renewed` times, whose specification has these changes."""
     spec = msgspec.structs.replace(SPEC, **{"worker_id": name, **changes})
-    return Lease(
-        worker_id=name,
-        token=token,
-        payload=msgspec.msgpack.encode(WorkerLease(spec=spec, draining=draining)),
-        expires_in_ms=left_ms,
-        ttl_ms=TTL_MS,
-        deadline_ms=TTL_MS + renewed,
-        released=released,
-    )
+    payload = msgspec.msgpack.encode(WorkerLease(spec=spec, draining=draining))
+    return lease_of(name, token, TTL_MS, left_ms=left_ms, renewed=renewed, released=released, payload=payload)
 
 
 def of_role(name: str, part: str, **changes: Any) -> Lease:
@@ -90,10 +83,7 @@ class PolledAdmission:
         self.admission = WorkerAdmission(
             log, 0, epoch, fleet or Fleet(), slots_max=slots_max, by_lease=by_lease, busy=busy
         )
-
-    @property
-    def refused(self) -> dict[str, int]:
-        return dict(self.admission.refused)
+        self.refused = self.admission.refused
 
     def configured(self) -> list[PoolConfigured]:
         return [decode(CONTROL, record.value) for record in self.log.records(CONTROL.name, 0, 0, 99)]

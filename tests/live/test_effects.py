@@ -1,17 +1,23 @@
-"""Effects of decisions: work items with their options, responses with a status, requests to re-announce a cache."""
+"""Effects of decisions: work items, responses, worker commands with their outcomes, and blocks of shared stores."""
 
+import asyncio
 import functools
+from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 import pytest
 
-from forebay.events.base import pack_u64
+from forebay.core.block_hashes import sequence_hashes
+from forebay.events.base import U64_BYTES, pack_u32, pack_u64
 from forebay.events.codec import decode, encode
-from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.events.control import Command, PoolConfigured, RouterConfig, WorkerCommanded
 from forebay.events.decisions import (
     AbortReason,
     CacheResyncRequested,
+    CommandEnded,
+    CommandRefusal,
+    CommandSent,
     CommandTarget,
     CostTerms,
     KvReleased,
@@ -24,25 +30,78 @@ from forebay.events.decisions import (
     ScoredCandidate,
 )
 from forebay.events.fleet import WorkerLost
-from forebay.events.kv import AnyKvEvent, BlocksStored, CacheCleared
+from forebay.events.kv import BlocksStored, CacheCleared, StoreBlocksAdded, StoreBlocksRemoved
+from forebay.events.progress import CommandDone, CommandRefused
 from forebay.events.requests import RoutingHints
-from forebay.events.tokens import RouteResponse
-from forebay.events.topics import DECISIONS, FLEET, KV_EVENTS, TOKENS, Topic, work_topic
-from forebay.events.work import ReannounceCache, ReleaseKv, WorkCancelled, WorkItem
+from forebay.events.tokens import CommandResponse, RouteResponse
+from forebay.events.topics import CONTROL, DEAD_LETTERS, DECISIONS, FLEET, KV_EVENTS, PROGRESS, TOKENS, work_topic
+from forebay.events.work import ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
 from forebay.live.owner.effects import ABORTED, REJECTED, encode_effects
-from forebay.live.owner.owner import Owner
+from forebay.live.owner.owner import Owner, steady_clock
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
-from tests.live.shared import samples
-from tests.system import BLOCK, MODEL, SLOT, System, settings, submitted, until
+from tests.live.shared import SteppedSystem, flush, samples
+from tests.system import BLOCK, MODEL, SLOT, submitted, until
 
 WORK = work_topic("default")
 PROMPT = list(range(12))
 HOUR_US = 3_600_000_000
 
 
-def decoded(drafts: list[Draft], topic: Topic) -> list[Any]:
+class EffectsSystem(SteppedSystem):
+    """A system whose workers receive work and commands."""
+
+    def items(self, slot: int = 0) -> list[WorkItem]:
+        return self.events(WORK, WorkItem, slot)
+
+    def command(self, name: str, action: Any = "clear_kv_blocks", **changes: Any) -> None:
+        lora = {key: changes.pop(key) for key in ("lora_name", "lora_path") if key in changes}
+        fields: dict[str, Any] = {
+            "command_id": name,
+            "model": MODEL,
+            "command": Command(action=action, **lora),
+            "reply_slot": SLOT,
+            "timeout_us": 60_000_000,
+            **changes,
+        }
+        self.append(CONTROL, WorkerCommanded(**fields))
+
+    def sent(self, slot: int = 0) -> list[WorkerCommand]:
+        return self.events(WORK, WorkerCommand, slot)
+
+    def complete(self, sent: WorkerCommand, worker_id: str, *loras: str) -> None:
+        done = CommandDone(
+            command_id=sent.command_id,
+            action=sent.command.action,
+            worker_id=worker_id,
+            worker_epoch=sent.worker_epoch,
+            owner_epoch=sent.owner_epoch,
+            loras=loras,
+        )
+        self.append(PROGRESS, done)
+
+    def responses(self, name: str) -> list[CommandResponse]:
+        return [event for event in self.events(TOKENS, CommandResponse, SLOT) if event.command_id == name]
+
+    async def outcomes(self, name: str) -> dict[str, tuple[str, tuple[str, ...]]]:
+        """Wait for the response to a command, and return the status and the adapters by worker."""
+        await until(lambda: self.responses(name))
+        return {one.worker_id: (one.status, one.loras) for one in self.responses(name)[0].outcomes}
+
+
+@pytest.fixture
+def system(log: SqliteLog) -> EffectsSystem:
+    return EffectsSystem(log)
+
+
+def decoded(drafts: list[Draft], topic: Any) -> list[Any]:
     return [decode(topic, draft.value) for draft in drafts if draft.topic == topic.name]
+
+
+def slot_of(owner: Owner, worker_id: str) -> int:
+    worker = owner.world.fleet.get(worker_id)
+    assert worker is not None
+    return worker.slot
 
 
 @pytest.mark.parametrize("reason", get_args(RejectReason))
@@ -71,6 +130,16 @@ def test_an_aborted_request_has_its_status_and_its_work_is_cancelled(reason: Abo
     )
 
 
+@pytest.mark.parametrize("reason", get_args(CommandRefusal))
+def test_every_refused_command_is_reported_with_a_status(reason: CommandRefusal) -> None:
+    refused = CommandSent(command_id="c", reply_slot=SLOT, action="sleep", reason=reason, message="no")
+    (draft,) = encode_effects(MODEL, refused)
+    responses = msgspec.msgpack.decode(draft.value)
+    assert draft.partition == SLOT
+    assert (responses["error"]["message"], 400 <= responses["error"]["status"] < 600) == ("no", True)
+    assert encode_effects(MODEL, CommandSent(command_id="c", reply_slot=SLOT, action="sleep")) == []
+
+
 def test_a_kv_release_is_sent_to_the_partition_of_the_holders_slot() -> None:
     holder = CommandTarget(worker_id="p", worker_epoch=7, pool="default", slot=2)
     released = KvReleased(owner_epoch=3, request_id="r", attempt=2, holder=holder, reason="not_fetched")
@@ -82,125 +151,85 @@ def test_a_route_query_is_answered_and_a_held_request_waits() -> None:
     terms = CostTerms(
         cost=1.0, prefill_blocks=1.0, overlap_credit=0.0, decode_blocks=0.0, active_requests=0, device_overlap=0
     )
-    candidates = (
-        ScoredCandidate(worker_id="a", rank=0, terms=terms),
-        ScoredCandidate(worker_id="b", rank=1, terms=terms),
-    )
-    answered = RouteAnswered(
-        owner_epoch=3,
-        request_id="q",
-        reply_slot=SLOT,
-        pool="default",
-        mode="kv",
-        choice=candidates[1],
-        candidates=candidates,
-        would_wait=True,
-    )
-    (draft,) = encode_effects(MODEL, answered)
+    candidates = tuple(ScoredCandidate(worker_id=name, rank=rank, terms=terms) for rank, name in enumerate("ab"))
+    answer: dict[str, Any] = {"owner_epoch": 3, "request_id": "q", "pool": "default", "mode": "kv"}
+    answer |= {"choice": candidates[1], "candidates": candidates, "would_wait": True}
+    (draft,) = encode_effects(MODEL, RouteAnswered(reply_slot=SLOT, **answer))
     assert (draft.topic, draft.partition) == (TOKENS.name, SLOT)
-    assert decoded([draft], TOKENS) == [
-        RouteResponse(
-            request_id="q",
-            owner_epoch=3,
-            pool="default",
-            mode="kv",
-            choice=candidates[1],
-            candidates=candidates,
-            would_wait=True,
-            group=MODEL,
-        )
-    ]
+    assert decoded([draft], TOKENS) == [RouteResponse(group=MODEL, **answer)]
     held = RequestHeld(request_id="r", pool="default", queue_class="default", uncached_tokens=5, ahead=0)
     assert encode_effects(MODEL, held) == []
 
 
+# Work items
+
+
 @pytest.mark.parametrize("tracked", [False, True])
-async def test_a_work_item_carries_the_options_of_its_engine(log: SqliteLog, *, tracked: bool) -> None:
-    system = System(log)
+async def test_a_work_item_carries_the_options_of_its_engine(system: EffectsSystem, *, tracked: bool) -> None:
     system.join("w0", loras=("lora",))
     router = RouterConfig(track_output_blocks=tracked)
     pool = PoolConfigured(pool="default", model=MODEL, block_size=BLOCK, router=router)
     async with system.owned(pool=pool, dies=True, fleet=1):
         hints = RoutingHints(priority=-7)
-        system.send(submitted("r", PROMPT, lora_name="lora", cache_namespace="mine", routing=hints))
-        await until(lambda: system.events(WORK, WorkItem))
+        system.send(submitted("r", PROMPT, lora_name="lora", cache_namespace="mine", routing=hints, kv_pin_s=300))
+        await until(system.items)
     async with system.owned(pool=pool):
-        await until(lambda: len(system.events(WORK, WorkItem)) == 2)
-    for item in system.events(WORK, WorkItem):
-        options = item.lora_name, item.cache_namespace, item.priority, item.report_output
-        assert options == ("lora", "mine", -7, tracked)
+        await until(lambda: len(system.items()) == 2)
+        system.send(submitted("plain", PROMPT))
+        await until(lambda: len(system.items()) == 3)
+    *both, plain = system.items()
+    for item in both:
+        options = item.lora_name, item.cache_namespace, item.priority, item.report_output, item.kv_pin_s
+        assert options == ("lora", "mine", -7, tracked, 300)
+    assert (plain.kv_pin_s, plain.store_blocks) == (0, 0), "there is no shared store"
 
 
-def has_items(system: System, count: int) -> bool:
-    return len(system.events(WORK, WorkItem)) == count
+async def test_work_is_sent_again_only_if_the_owner_died(log: SqliteLog, system: EffectsSystem) -> None:
+    def has_items(count: int) -> bool:
+        return len(system.items()) == count
 
-
-async def test_work_is_sent_again_only_if_the_owner_died(log: SqliteLog) -> None:
-    system = System(log)
     system.join("w0")
     for dies, items in ((False, 1), (True, 1), (False, 2), (False, 2)):
         async with system.owned(dies=dies, fleet=1) as owner:
             if not system.decisions(RequestRouted):
                 system.send(submitted("r", PROMPT))
-                await until(lambda: system.events(WORK, WorkItem))
+                await until(system.items)
             await until(lambda: owner.journal.end == log.next_offset(DECISIONS.name, 0))
-            await until(functools.partial(has_items, system, items))
-    assert len(system.events(WORK, WorkItem)) == 2
+            await until(functools.partial(has_items, items))
+    assert has_items(2)
 
 
-class CacheEvents:
-    """Emits the KV events of a simulated worker."""
-
-    def __init__(self, system: System, owner: Owner) -> None:
-        self._log = system.log
-        worker = owner.world.fleet.get("w0")
-        assert worker is not None
-        self.epoch = worker.worker_epoch
-
-    def append(self, event: AnyKvEvent) -> None:
-        self._log.append_soon([Draft(KV_EVENTS.name, 0, encode(KV_EVENTS, event))])
-
-    def stored(self, seq: int, *blocks: int) -> None:
-        hashes = pack_u64(blocks)
-        self.append(BlocksStored(worker_id="w0", worker_epoch=self.epoch, seq=seq, sequence_hashes=hashes))
-
-    def cleared(self, seq: int) -> None:
-        self.append(CacheCleared(worker_id="w0", worker_epoch=self.epoch, seq=seq))
-
-
-async def test_a_cache_with_a_gap_is_requested_again_until_it_is_announced(log: SqliteLog) -> None:
-    system = System(log)
+async def test_a_cache_with_a_gap_is_requested_again_until_it_is_announced(system: EffectsSystem) -> None:
     system.join("w0")
     epochs = []
-    async with system.owned() as owner:
+
+    def announce(event: type[BlocksStored | CacheCleared], seq: int, **fields: Any) -> None:
+        system.append(KV_EVENTS, event(worker_id="w0", worker_epoch=worker.worker_epoch, seq=seq, **fields))
+
+    async with system.owned(fleet=1) as owner:
         epochs.append(owner.journal.epoch)
-        await until(lambda: len(owner.world.fleet) == 1)
-        cache = CacheEvents(system, owner)
-        cache.stored(1, 10, 11)
-        cache.stored(4, 12)
-        cache.stored(6, 13)
+        (worker,) = owner.world.fleet.workers()
+        for seq, *blocks in ((1, 10, 11), (4, 12), (6, 13)):
+            announce(BlocksStored, seq, sequence_hashes=pack_u64(blocks))
         await until(lambda: owner.world.index.blocks_held("w0", 0, "device") == 4)
-        await until(
-            lambda: system.decisions(CacheResyncRequested)
-        )  # the event is applied before its decision is journalled
+        # The event is applied before its decision is journalled.
+        await until(lambda: system.decisions(CacheResyncRequested))
         (resync,) = system.decisions(CacheResyncRequested)
         assert (resync.worker_id, resync.rank, resync.expected_seq, resync.found_seq) == ("w0", 0, 2, 4)
         await until(lambda: system.events(WORK, ReannounceCache))
     async with system.owned() as owner:
         epochs.append(owner.journal.epoch)
         await until(lambda: len(system.events(WORK, ReannounceCache)) == 2)
-        cache.cleared(7)
-        cache.stored(8, 20)
+        announce(CacheCleared, 7)
+        announce(BlocksStored, 8, sequence_hashes=pack_u64([20]))
         await until(lambda: owner.world.index.blocks_held("w0", 0, "device") == 1)
     async with system.owned():
         pass
-    wanted = [
-        ReannounceCache(
-            owner_epoch=epoch, worker_epoch=cache.epoch, rank=0, above_seq=above_seq, group=MODEL, worker_id="w0"
-        )
+    to: dict[str, Any] = {"worker_epoch": worker.worker_epoch, "rank": 0, "group": MODEL, "worker_id": "w0"}
+    assert system.events(WORK, ReannounceCache) == [
+        ReannounceCache(owner_epoch=epoch, above_seq=above_seq, **to)
         for epoch, above_seq in zip(epochs, (4, 6), strict=True)
     ]
-    assert system.events(WORK, ReannounceCache) == wanted
 
 
 class JumpingClock:
@@ -217,45 +246,27 @@ class JumpingClock:
         return self.now_us
 
 
-async def test_a_request_that_moves_and_ends_in_one_turn_sends_no_work(log: SqliteLog) -> None:
+async def test_a_request_that_moves_and_ends_in_one_turn_sends_no_work(system: EffectsSystem) -> None:
     """The worker is lost, the request moves to another, and its deadline expires before the turn ends."""
-    system = System(log)
     clock = JumpingClock()
-    owner = Owner(log, system.leases, settings(), clock)
     system.join("w0")
     system.join("w1")
-    await owner.start()
-    assert owner.admission is not None
-    await owner.admission.update(
-        system.leases.poll(MODEL), owner.world.pools, owner.world.fleet, owner.world.view["fleet"]
-    )
-    await owner.turn()
-    system.send(submitted("r", PROMPT, timeout_us=1_000_000))
-    await flush(log)
-    await owner.turn()
+    await system.own(clock)
+    await system.turn(0, system.send, submitted("r", PROMPT, timeout_us=1_000_000))
     (routed,) = system.decisions(RequestRouted)
-    lost = WorkerLost(
-        owner_epoch=owner.journal.epoch, worker_id=routed.worker_id, worker_epoch=routed.worker_epoch, reason="test"
-    )
-    await log.append([Draft(FLEET.name, 0, encode(FLEET, lost))])
     clock.reads = 1  # jumps in the turn in which the worker is lost
-    await owner.turn()
-    await flush(log)
+    await system.turn(0, system.lose, routed.worker_id)
+    await flush(system.log)
     _, moved = system.decisions(RequestRouted)
     (aborted,) = system.decisions(RequestAborted)
     assert (moved.attempt, aborted.attempt, aborted.reason) == (2, 2, "deadline")
-    assert [item.attempt for slot in range(2) for item in system.events(WORK, WorkItem, slot)] == [1]
+    assert [item.attempt for slot in range(2) for item in system.items(slot)] == [1]
     assert [event.attempt for event in system.events(WORK, WorkCancelled, moved.slot)] == [2]
-    await owner.close()
+    await system.owner.close()
 
 
-async def flush(log: SqliteLog) -> None:
-    """Wait until every pending append is in the log."""
-    await log.append([Draft("dead-letters", 0, b"after it")])
-
-
-async def test_router_metrics_are_exported_to_prometheus(log: SqliteLog) -> None:
-    async with System(log).started(workers=1) as system, system.owned(fleet=1) as owner:
+async def test_router_metrics_are_exported_to_prometheus(system: EffectsSystem) -> None:
+    async with system.started(workers=1), system.owned(fleet=1) as owner:
         system.send(submitted("r", PROMPT))
         system.send(submitted("wrong", PROMPT, model="another"))
         await until(lambda: len(system.ends()) == 2 and not len(owner.world.requests))
@@ -274,3 +285,209 @@ async def test_router_metrics_are_exported_to_prometheus(log: SqliteLog) -> None
     assert metrics["dynamo_frontend_model_kv_cache_block_size",] == BLOCK
     assert metrics["forebay_owner_snapshots_total",] == 0
     assert metrics["forebay_owner_snapshot_age_seconds",] >= 0
+
+
+# Worker commands: sent once to each worker, sent again after a takeover, always with an outcome
+
+
+async def test_a_lora_adapter_is_loaded_used_and_unloaded(system: EffectsSystem, tmp_path: Path) -> None:
+    async with system.started(2), system.owned(fleet=2) as owner:
+        await system.serve("early", PROMPT, lora_name="x")
+        where = {"lora_name": "x", "lora_path": str(tmp_path)}
+        system.command("load", "load_lora", worker_ids=("w1",), **where)
+        assert await system.outcomes("load") == {"w1": ("done", ("x",))}
+        await system.serve("r", PROMPT, lora_name="x")
+        system.command("list", "list_loras")
+        assert await system.outcomes("list") == {"w0": ("done", ()), "w1": ("done", ("x",))}
+        system.command("unload", "unload_lora", lora_name="x")
+        assert await system.outcomes("unload") == {"w0": ("refused", ()), "w1": ("done", ())}
+        slot = slot_of(owner, "w1")
+        await system.serve("late", PROMPT, lora_name="x")
+    assert [item.request_id for item in system.items(slot)] == ["r"]
+    for name in ("early", "late"):
+        error = system.ends()[name][0].error
+        assert error is not None
+        assert error.code == "no_eligible_worker"
+
+
+async def test_a_new_owner_resends_pending_commands_and_reports_the_outcome(
+    log: SqliteLog, system: EffectsSystem
+) -> None:
+    system.join("w0")
+    system.join("w1")
+    async with system.owned(fleet=2) as owner:
+        first_epoch = owner.journal.epoch
+        system.command("c", "load_lora", lora_name="x", lora_path="/x", nonce=7)
+        slots = slot_of(owner, "w0"), slot_of(owner, "w1")
+        await until(lambda: system.sent(0) and system.sent(1))
+        system.complete(system.sent(slots[0])[0], "w0", "x")
+        await until(lambda: log.next_offset(PROGRESS.name, 0) == owner.world.view.get(PROGRESS.name))
+        assert system.responses("c") == []
+    async with system.owned() as owner:
+        await until(lambda: len(system.sent(slots[1])) == 2)
+        assert len(system.sent(slots[0])) == 1, "a worker that has answered receives the command only once"
+        first, again = system.sent(slots[1])
+        assert (first.owner_epoch, again.owner_epoch) == (first_epoch, owner.journal.epoch)
+        assert (again.command_id, again.nonce, again.command) == ("c", 7, first.command)
+        assert again.worker_epoch == first.worker_epoch
+        assert 0 < again.timeout_us <= first.timeout_us
+        worker = owner.world.fleet.get("w0")
+        assert worker is not None
+        assert worker.spec.loras == ("x",)
+        system.complete(again, "w1", "x")
+        assert await system.outcomes("c") == {"w0": ("done", ("x",)), "w1": ("done", ("x",))}
+    assert len(system.decisions(CommandEnded)) == 1
+
+
+async def test_an_outcome_that_may_be_unreported_is_reported_again(system: EffectsSystem) -> None:
+    async with system.owned(dies=True):
+        system.command("nobody")
+        await system.outcomes("nobody")
+    async with system.owned():
+        pass
+    first, again = system.responses("nobody")
+    assert first.error is not None
+    assert first.error.code == "no_workers"
+    assert msgspec.structs.replace(again, owner_epoch=first.owner_epoch) == first
+
+
+@pytest.mark.parametrize("has_owner", [True, False])
+async def test_a_command_to_a_worker_that_leaves_has_the_outcome_left(system: EffectsSystem, has_owner: bool) -> None:
+    """The worker leaves while its owner runs, or while nobody owns the group."""
+    system.join("w0")
+    async with system.owned(fleet=1):
+        system.command("c", "sleep")
+        await until(system.sent)
+        if has_owner:
+            system.leases.release(MODEL, "w0", "w0-1")
+            await system.outcomes("c")
+            assert system.events(FLEET, WorkerLost)
+    system.leases.release(MODEL, "w0", "w0-1")
+    async with system.owned():
+        assert await system.outcomes("c") == {"w0": ("left", ())}
+    (outcome,) = system.responses("c")[0].outcomes
+    assert outcome.message == "the worker was lost before it responded"
+
+
+async def test_a_command_times_out_without_other_events(system: EffectsSystem) -> None:
+    system.join("w0")
+    async with system.owned(fleet=1):
+        system.command("c", timeout_us=1_000)
+        assert await system.outcomes("c") == {"w0": ("timed_out", ())}
+
+
+async def test_a_command_that_ends_in_the_turn_of_its_dispatch_is_not_sent(system: EffectsSystem) -> None:
+    """The deadline of the command expires before the turn ends."""
+    system.join("w0")
+    await system.own(steady_clock())
+    system.command("c", timeout_us=1)
+    while not system.responses("c"):
+        await system.owner.turn()
+        await asyncio.sleep(0)
+    await system.owner.close()
+    assert len(system.decisions(CommandSent)) == 1
+    assert system.sent() == []
+
+
+async def test_command_outcomes_are_counted(system: EffectsSystem) -> None:
+    system.join("w0")
+    async with system.owned(fleet=1) as owner:
+        system.command("waits")
+        system.command("late", timeout_us=1)
+        system.command("nowhere", worker_ids=("w9",))
+        await until(lambda: system.responses("late") and system.responses("nowhere"))
+        metrics = samples(owner)
+    assert metrics["forebay_owner_commands_total", "timed_out"] == 1
+    assert metrics["forebay_owner_commands_total", "unknown_worker"] == 1
+    assert metrics["forebay_owner_commands_in_flight",] == 1
+    assert not [name for name in metrics if name[-1].startswith("command_")]
+
+
+async def test_an_unknown_command_is_a_dead_letter(log: SqliteLog, system: EffectsSystem) -> None:
+    event = WorkerCommanded(
+        command_id="c", model=MODEL, command=Command(action="sleep"), reply_slot=SLOT, timeout_us=1_000_000
+    )
+    value = encode(CONTROL, event).replace(b'"sleep"', b'"dream"')
+    async with system.owned() as owner:
+        log.append_soon([Draft(CONTROL.name, 0, value)])
+        await until(lambda: log.records(DEAD_LETTERS.name, 0, 0, 10))
+        assert owner.dead_letters == 1
+    (letter,) = log.records(DEAD_LETTERS.name, 0, 0, 10)
+    assert letter.value == value
+    assert "dream" in (letter.headers or {})["reason"]
+    assert system.decisions(CommandSent) == []
+
+
+async def test_an_engine_refusal_does_not_stop_other_commands(system: EffectsSystem) -> None:
+    async with system.started(1), system.owned(fleet=1):
+        system.command("load", "load_lora", lora_name="x", lora_path="/there/is/none")
+        await system.outcomes("load")
+        (refused,) = system.events(PROGRESS, CommandRefused)
+        assert refused.error == "no such directory: /there/is/none"
+        await system.serve("r", PROMPT)
+    (outcome,) = system.responses("load")[0].outcomes
+    assert (outcome.status, outcome.message) == ("refused", refused.error)
+
+
+# Shared stores: hints to workers, a store that survives everybody, and metrics
+
+STORED_PROMPT = list(range(5 * BLOCK))
+STORED = sequence_hashes(pack_u32(STORED_PROMPT), BLOCK)
+
+
+def added(count: int, store: str = "s") -> StoreBlocksAdded:
+    return StoreBlocksAdded(store=store, worker_id="w0", sequence_hashes=STORED[: count * U64_BYTES])
+
+
+async def known(owner: Owner, **sizes: int) -> None:
+    await until(lambda: owner.world.index.stores.sizes() == sizes)
+
+
+async def test_the_work_item_says_how_many_blocks_the_store_should_have(system: EffectsSystem) -> None:
+    system.join("w0", kv_store="s")
+    async with system.owned(dies=True, fleet=1) as owner:
+        system.append(KV_EVENTS, added(3))
+        await known(owner, s=3)
+        system.send(submitted("r", STORED_PROMPT))
+        await until(system.items)
+    async with system.owned():
+        await until(lambda: len(system.items()) == 2)
+    # The hint is lost with the owner that made the decision: the worker only looks less far.
+    assert [item.store_blocks for item in system.items()] == [3, 0]
+    (routed,) = system.decisions(RequestRouted)
+    assert (routed.terms.store_overlap, routed.terms.overlap_credit) == (3, 1.5)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_store_survives_its_workers_and_owners(system: EffectsSystem, *, dies: bool) -> None:
+    system.join("w0", kv_store="s")
+    async with system.owned(dies=dies, fleet=1) as owner:
+        system.append(KV_EVENTS, added(4))
+        await known(owner, s=4)
+        system.leases.release(MODEL, "w0", "w0-1")
+        await until(lambda: not len(owner.world.fleet))
+        removed = StoreBlocksRemoved(store="s", worker_id="w0", sequence_hashes=STORED[3 * U64_BYTES :])
+        system.append(KV_EVENTS, removed)
+        await known(owner, s=3)
+    async with system.owned() as owner:
+        await known(owner, s=3)
+        system.join("w1", kv_store="s")
+        await until(lambda: len(owner.world.fleet) == 1)
+        system.send(submitted("r", STORED_PROMPT))
+        await until(system.items)
+    assert [(item.worker_id, item.store_blocks) for item in system.items()] == [("w1", 3)]
+
+
+async def test_the_owner_counts_stale_blocks_and_unused_stores(system: EffectsSystem) -> None:
+    system.join("w0", kv_store="s")
+    async with system.owned(fleet=1) as owner:
+        stale = StoreBlocksRemoved(store="s", worker_id="w0", sequence_hashes=STORED[: 2 * U64_BYTES], stale=True)
+        system.append(KV_EVENTS, added(4), stale, added(1, "unknown"))
+        await known(owner, s=2, unknown=1)
+        metrics = samples(owner)
+    assert metrics["forebay_index_store_blocks", "s"] == 2
+    assert metrics["forebay_index_store_blocks", "unknown"] == 1
+    assert metrics["forebay_index_stale_store_blocks_total",] == 2
+    assert metrics["forebay_index_store_events_total", "unused"] == 1
+    assert metrics["dynamo_component_kv_cache_events_applied", "store_added", "ok"] == 2
+    assert metrics["dynamo_component_kv_cache_events_applied", "store_removed", "ok"] == 1

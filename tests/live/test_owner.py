@@ -1,26 +1,72 @@
-"""An owner on a real log with real workers: routing, recovery, and a kill after every append."""
+"""An owner on a real log with real workers: routing, recovery, clocks, lost and draining workers, and kills."""
 
 import asyncio
+import functools
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from xxhash import xxh3_64_intdigest
 
-from forebay.events.base import unpack_u32
-from forebay.events.codec import decode
-from forebay.events.decisions import OwnerClaimed, RequestAborted, RequestRejected, RequestRouted, SnapshotRecord
-from forebay.events.topics import DEAD_LETTERS, REQUESTS, work_topic
-from forebay.transport.base import Draft
+from forebay import runtime
+from forebay.core.state.fleet import WorkerPhase
+from forebay.engine_model.model import EngineConfig
+from forebay.engine_model.sequence import generate_tokens
+from forebay.events.base import pack_u32, unpack_u32
+from forebay.events.control import Command, PoolConfigured, RouterConfig
+from forebay.events.decisions import RequestAborted, RequestRejected, RequestRouted
+from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSpec
+from forebay.events.progress import RequestFinished
+from forebay.events.tokens import AttemptStarted, ResponseEnded, TokensEmitted
+from forebay.events.topics import CONTROL, DEAD_LETTERS, FLEET, PROGRESS, REQUESTS, TOKENS, work_topic
+from forebay.events.work import WorkItem
+from forebay.ingress.metrics import IngressMetrics
+from forebay.ingress.streams import ReplySlot
+from forebay.live.owner.metrics import OwnerMetrics
+from forebay.live.owner.owner import Owner, RunClock, steady_clock
+from forebay.transport.base import Draft, Record, Tail, Wake
 from forebay.transport.sqlite.log import SqliteLog
+from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.runtime.life_cycle import State
+from forebay.workers.runtime.worker import Worker
 from tests.depth import is_quick
-from tests.live.scenarios import PREFIX, all_ended, run_until_append, scenario
-from tests.live.shared import admit, proven
-from tests.system import System, submitted, until
+from tests.harness.fake_runtime import FakeRuntime
+from tests.harness.faulty_log import FaultyLog
+from tests.live.shared import (
+    PREFIX,
+    SharedLog,
+    admit,
+    all_ended,
+    background,
+    prompt,
+    proven,
+    run_until_append,
+    samples,
+    scenario,
+)
+from tests.system import BLOCK, MODEL, SLOT, System, submitted, until, until_ended
+
+LONG_S = 3600.0
+SLOW = 3.0  # speedup at which a response takes long enough to lose a worker during it
+STUCK = 0.01  # speedup at which a response does not end during a test
+LENGTH = 150  # output tokens of a response during which a worker is lost
+VOCABULARY = tuple(range(50))
+
+
+async def started_worker(system: System, owner: Owner, name: str, speedup: float) -> None:
+    system.start_worker(name, speedup=speedup)
+    await until(lambda: owner.world.fleet.get(name))
 
 
 async def test_a_request_is_answered_and_its_prefix_is_found_by_the_next(log: SqliteLog) -> None:
     async with System(log).started(workers=3) as system, system.owned(fleet=3) as owner:
-        await system.serve("a", [*PREFIX, 100, 101, 102, 103])
-        await system.serve("b", [*PREFIX, 200, 201, 202, 203])
+        await system.serve("a", prompt(100))
+        await system.serve("b", prompt(200))
         first, second = system.decisions(RequestRouted)
         assert first.worker_id == second.worker_id
         assert (first.terms.device_overlap, second.terms.device_overlap) == (0, 3)
@@ -48,7 +94,7 @@ async def test_a_repeated_record_has_no_effect_and_a_reused_id_is_rejected(log: 
     async with System(log).started(workers=1) as system, system.owned(fleet=1):
         for _ in range(2):
             system.send(submitted("a", PREFIX, nonce=1))
-        await until(lambda: "a" in system.ends())
+        await until_ended(system, "a")
         system.send(submitted("a", PREFIX, nonce=2))
         await until(lambda: len(system.ends()["a"]) == 2)
         assert len(system.decisions(RequestRouted)) == 1
@@ -63,32 +109,21 @@ async def test_a_work_item_belongs_to_the_accepted_submission(log: SqliteLog) ->
         system.send(submitted("a", [7, 7], nonce=2))
         async with system.owned():
             await until(lambda: len(system.ends().get("a", ())) == 2)
-        items = [decode(work_topic("default"), one.value) for one in log.records("work.default", 0, 0, 10)]
+        items = system.events(work_topic("default"), WorkItem)
         assert [unpack_u32(item.token_ids) for item in items] == [PREFIX]
 
 
 async def test_a_cancelled_request_stops_its_worker(log: SqliteLog) -> None:
     async with System(log).started(workers=0) as system, system.owned() as owner:
-        system.start_worker("slow", speedup=0.01)
-        await until(lambda: len(owner.world.fleet) == 1)
+        await started_worker(system, owner, "slow", STUCK)
         system.send(submitted("a", PREFIX, max_tokens=200))
         await until(lambda: system.decisions(RequestRouted))
         system.cancel("a")
-        await until(lambda: "a" in system.ends())
+        await until_ended(system, "a")
         (aborted,) = system.decisions(RequestAborted)
         assert (aborted.reason, aborted.worker_id) == ("cancelled", "slow")
         assert not len(owner.world.requests)
         assert owner.world.load.rank_load("slow", 0).active_requests == 0
-
-
-async def test_a_deadline_expires_by_the_recorded_clock(log: SqliteLog) -> None:
-    async with System(log).started(workers=0) as system, system.owned() as owner:
-        system.start_worker("slow", speedup=0.01)
-        await until(lambda: len(owner.world.fleet) == 1)
-        await system.serve("a", PREFIX, timeout_us=20_000)
-        (end,) = system.ends()["a"]
-        assert end.error is not None
-        assert (end.error.status, end.error.code) == (504, "deadline_exceeded")
 
 
 async def test_a_record_that_does_not_decode_goes_to_dead_letters(log: SqliteLog) -> None:
@@ -104,21 +139,25 @@ async def test_a_record_that_does_not_decode_goes_to_dead_letters(log: SqliteLog
         assert "requests" in letter.headers["reason"]
 
 
-async def test_requests_of_a_lost_worker_move_and_keep_their_tokens(log: SqliteLog) -> None:
-    async with System(log).started(workers=0) as system, system.owned() as owner:
-        system.start_worker("a", speedup=3.0)
-        await until(lambda: len(owner.world.fleet) == 1)
-        system.send(submitted("r", PREFIX, max_tokens=60))
-        await until(lambda: system.answer("r"))
-        await system.stop_worker("a")
-        await until(lambda: not len(owner.world.fleet))
-        emitted = system.answer("r")
-        assert 0 < len(emitted) < 60
-        system.start_worker("b")
-        await until(lambda: "r" in system.ends())
-        assert [routed.attempt for routed in system.decisions(RequestRouted)] == [1, 2]
-        assert system.answer("r")[: len(emitted)] == emitted
-        assert len(system.answer("r")) == 60
+async def test_a_pool_is_configured_by_its_first_lease_and_follows_the_settings(log: SqliteLog) -> None:
+    turns = RouterConfig(mode="round-robin")
+    async with System(log).started(workers=2) as system:
+        async with system.owned(SharedLog(log), pool=None, router=turns, fleet=2) as owner:
+            await system.serve("a", PREFIX)
+        async with system.owned(SharedLog(log), pool=None, router=turns):
+            pass
+        async with system.owned(SharedLog(log), pool=None) as owner:
+            assert owner.world.pools["default"].router == RouterConfig()
+            await system.serve("b", PREFIX)
+        pools = system.events(CONTROL, PoolConfigured)
+        assert [(pool.pool, pool.model, pool.block_size, pool.router) for pool in pools] == [
+            ("default", MODEL, BLOCK, turns),
+            ("default", MODEL, BLOCK, RouterConfig()),
+        ]
+        assert [routed.mode for routed in system.decisions(RequestRouted)] == ["round-robin", "kv"]
+
+
+# Kills
 
 
 @pytest.mark.timeout(240)
@@ -146,42 +185,334 @@ async def test_a_kill_after_any_append_loses_nothing() -> None:
     assert appends > 15
 
 
-async def test_repeated_kills_with_snapshots_between_lose_nothing(log: SqliteLog) -> None:
-    """Owners of growing run length on one log, with a snapshot after every third record."""
-    async with System(log).started(workers=2) as system:
-        await admit(system, 2)
-        sending = asyncio.create_task(scenario(system))
-        deaths = 0
-        for appends in range(2, 30, 3):
-            deaths += await run_until_append(system, appends, snapshot_every=3)
-        async with system.owned(snapshot_every=3) as owner:
-            await until(lambda: all_ended(system, owner))
-        await sending
-        assert deaths > 1
-        assert len(system.decisions(SnapshotRecord)) > 2
-        assert len(system.decisions(OwnerClaimed)) == 12
-
-
 async def test_an_owner_restarted_on_a_file_finds_the_cached_prefixes(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
     prompts = {f"p{number}": [number] * 16 for number in range(8)}
-    first = SqliteLog.open(path)
-    system = System(first)
-    async with system.started(workers=4):
-        async with system.owned(fleet=4) as owner:
-            for name, prompt in prompts.items():
-                system.send(submitted(name, prompt))
-            await until(lambda: set(prompts) <= set(system.ends()) and not len(owner.world.requests))
-            warm = {routed.request_id: routed.worker_id for routed in system.decisions(RequestRouted)}
-        async with system.owned() as owner:
-            for name, prompt in prompts.items():
-                system.send(submitted(f"{name}-again", prompt))
-            await until(lambda: len(system.ends()) == 2 * len(prompts))
-            again = {routed.request_id: routed for routed in system.decisions(RequestRouted)[len(prompts) :]}
-            for name, worker in warm.items():
-                routed = again[f"{name}-again"]
-                assert (routed.worker_id, routed.terms.device_overlap) == (worker, 4)
-    first.close()
-    reopened = SqliteLog.open(path, readonly=True)
-    await proven(reopened)
-    reopened.close()
+    with closing(SqliteLog.open(path)) as log:
+        async with System(log).started(workers=4) as system:
+            async with system.owned(fleet=4) as owner:
+                for name, tokens in prompts.items():
+                    system.send(submitted(name, tokens))
+                await until(lambda: set(prompts) <= set(system.ends()) and not len(owner.world.requests))
+                warm = {routed.request_id: routed.worker_id for routed in system.decisions(RequestRouted)}
+            async with system.owned():
+                for name, tokens in prompts.items():
+                    system.send(submitted(f"{name}-again", tokens))
+                await until(lambda: len(system.ends()) == 2 * len(prompts))
+                again = {routed.request_id: routed for routed in system.decisions(RequestRouted)[len(prompts) :]}
+                for name, worker in warm.items():
+                    routed = again[f"{name}-again"]
+                    assert (routed.worker_id, routed.terms.device_overlap) == (worker, 4)
+    with closing(SqliteLog.open(path, readonly=True)) as reopened:
+        await proven(reopened)
+
+
+# The recorded clock starts at the larger of the machine's clock and the last reading, and advances steadily
+
+NOON_US = 1_000_000_000_000
+HOUR_US = 3_600_000_000
+
+
+class ManualClock:
+    def __init__(self, now_us: int) -> None:
+        self.now_us = now_us
+
+    def __call__(self) -> int:
+        return self.now_us
+
+
+@pytest.mark.parametrize(("recorded_us", "starts_us"), [(NOON_US + 7, NOON_US + 7), (NOON_US - 7, NOON_US)])
+def test_the_clock_starts_at_the_larger_reading_and_advances_at_once(recorded_us: int, starts_us: int) -> None:
+    hands = ManualClock(NOON_US)
+    clock = RunClock(hands)
+    clock.resume(recorded_us)
+    assert clock.now_us() == starts_us
+    hands.now_us += 5
+    assert clock.now_us() == starts_us + 5
+    hands.now_us -= 3
+    assert clock.now_us() == starts_us + 5
+
+
+def test_steps_of_the_wall_clock_change_nothing() -> None:
+    clock = steady_clock()
+    before = clock()
+    with runtime.use(FakeRuntime(wall_shift_s=-1e6)):
+        assert before <= clock() < before + HOUR_US
+
+
+@pytest.mark.parametrize("skew_us", [HOUR_US, -HOUR_US, 0])
+async def test_deadlines_expire_after_a_takeover_between_differing_clocks(
+    log: SqliteLog, skew_us: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Deadlines expire under the second owner whether the first owner's clock was ahead, behind or correct."""
+    async with System(log).started(workers=0) as system:
+        system.start_worker("slow", speedup=STUCK)
+        async with system.owned(clock_us=ManualClock(NOON_US + skew_us), fleet=1) as first:
+            pass
+        recorded_us = first.world.now_us
+        hands = ManualClock(NOON_US)
+        async with system.owned(clock_us=hands) as second:
+            system.send(submitted("a", PREFIX, timeout_us=20_000))
+            await until(lambda: len(second.world.requests) == 1)
+            assert second.world.now_us == max(NOON_US, recorded_us)
+            hands.now_us += 20_000
+            await until_ended(system, "a")
+            (aborted,) = system.decisions(RequestAborted)
+            assert aborted.reason == "deadline"
+            (end,) = system.ends()["a"]
+            assert end.error is not None
+            assert (end.error.status, end.error.code) == (504, "deadline_exceeded")
+            assert second.world.now_us == max(NOON_US, recorded_us) + 20_000
+            assert second.clock_ahead_us == max(0, skew_us)
+            assert ("3600.0 s ahead" in caplog.text) == (skew_us > 0)
+            assert samples(second)["forebay_owner_clock_ahead_seconds",] == max(0, skew_us) / 1e6
+
+
+# A draining worker gets no new requests, finishes its own, and hands unfinished ones to another worker
+
+
+async def test_new_requests_avoid_a_draining_worker_that_finishes_its_own(log: SqliteLog) -> None:
+    async with System(log).started(workers=0) as system, system.owned() as owner:
+        await started_worker(system, owner, "a", SLOW)
+        system.send(submitted("old", [1, 2, 3], max_tokens=LENGTH))
+        await until(lambda: system.answer("old"))
+        engine = system.workers["a"].engine
+        await engine.command(Command(action="pause"))  # paused, so that it finishes only after the new requests
+        system.start_worker("b")
+        system.workers["a"].drain(LONG_S)
+        await until(lambda: (found := owner.world.fleet.get("a")) and found.phase is WorkerPhase.DRAINING)
+        await until(lambda: owner.world.fleet.get("b"))
+        for number in range(5):
+            # The prompts share the prefix that the draining worker has cached.
+            await system.serve(f"new{number}", [1, 2, 3, number], max_tokens=2)
+        assert "old" not in system.ends()
+        await engine.command(Command(action="resume"))
+        await until_ended(system, "old")
+        await until(lambda: owner.world.fleet.get("a") is None)
+        assert system.workers["a"].life.state is State.DEREGISTERED
+        assert [lease.worker_id for lease in system.leases.poll(MODEL) if not lease.released] == ["b"]
+        await until(lambda: not len(owner.world.requests))
+    routed = [(one.request_id, one.worker_id, one.attempt) for one in system.decisions(RequestRouted)]
+    assert routed == [("old", "a", 1), *((f"new{number}", "b", 1) for number in range(5))]
+    assert len(system.answer("old")) == LENGTH
+    facts = [type(event) for event in system.events(FLEET) if isinstance(event, WorkerDraining | WorkerLost)]
+    assert facts[:2] == [WorkerDraining, WorkerLost]
+
+
+async def test_a_handed_back_request_continues_on_another_worker(log: SqliteLog) -> None:
+    async with System(log).started(workers=0) as system, system.owned() as owner, listening(log, "r") as client:
+        await started_worker(system, owner, "a", SLOW)
+        system.send(submitted("r", PROMPT, max_tokens=LENGTH))
+        await until(lambda: client.tokens)
+        system.workers["a"].drain(0.0)
+        await until(lambda: owner.world.fleet.get("a") is None)
+        system.start_worker("b")
+        await until(lambda: client.ended)
+        require_continuation(system, client)
+        await until(lambda: not len(owner.world.requests))
+    assert [one.worker_id for one in system.decisions(RequestRouted)] == ["a", "b"]
+    assert system.workers["a"].counters.handed_back == 1
+
+
+# If a worker is lost during a response, another worker continues it and the client gets each token once
+
+PROMPT = list(range(10))
+
+
+@dataclass
+class Client:
+    """The tokens and the end that one client received."""
+
+    tokens: list[int] = field(default_factory=list)
+    ended: ResponseEnded | None = None
+
+
+@asynccontextmanager
+async def listening(log: SqliteLog, name: str) -> AsyncIterator[Client]:
+    """Follow the response as an ingress does, and yield its client."""
+    client = Client()
+    slot = ReplySlot(log, SLOT, 0, lambda: None, lambda _: None)
+    stream = slot.reader(MODEL).open(name, submitted(name, PROMPT).reply_key)
+
+    async def take() -> None:
+        while client.ended is None:
+            await stream.ready()
+            assert stream.interrupt_reason is None
+            client.tokens += stream.tokens
+            stream.tokens = []
+            client.ended = stream.ended
+
+    async with background(slot.run()), background(take()) as taking:
+        yield client
+        await taking
+
+
+def generated(text: list[int], count: int) -> list[int]:
+    """Return the tokens that a mock engine generates for a prompt."""
+    return generate_tokens(xxh3_64_intdigest(pack_u32(text), 0), 0, count, VOCABULARY)
+
+
+def first_index(system: System, attempt: int) -> int | None:
+    """Return the position of the first token of an attempt in the response; None before this token."""
+    chunks = [event.chunks[0] for event in system.events(TOKENS, TokensEmitted, SLOT)]
+    return next((chunk.first_index for chunk in chunks if chunk.attempt == attempt), None)
+
+
+def has_begun(system: System, attempt: int) -> bool:
+    return first_index(system, attempt) is not None
+
+
+def require_continuation(system: System, client: Client, attempts: int = 2) -> list[int]:
+    """Check that each attempt continued the undisturbed response; return the valid tokens of attempt 1."""
+    begins = [first_index(system, attempt) or 0 for attempt in range(1, attempts + 1)]
+    assert begins == sorted(set(begins))
+    assert client.tokens == generated(PROMPT, LENGTH)
+    assert client.ended is not None
+    assert (client.ended.attempt, client.ended.finish_reason) == (attempts, "length")
+    assert client.ended.usage is not None
+    assert (client.ended.usage.prompt_tokens, client.ended.usage.output_tokens) == (len(PROMPT), LENGTH)
+    assert [routed.attempt for routed in system.decisions(RequestRouted)] == [*range(1, attempts + 1)]
+    return client.tokens[: begins[1]]
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+async def test_the_response_of_a_stopped_worker_continues_on_another(log: SqliteLog, losses: int) -> None:
+    async with System(log).started(workers=0) as system, system.owned() as owner, listening(log, "r") as client:
+        for attempt in range(1, losses + 1):
+            await started_worker(system, owner, f"lost-{attempt}", SLOW)
+            if attempt == 1:
+                system.send(submitted("r", PROMPT, max_tokens=LENGTH))
+            await until(functools.partial(has_begun, system, attempt))
+            await system.stop_worker(f"lost-{attempt}")
+            await until(lambda: not len(owner.world.fleet))
+        system.start_worker("last")
+        await until(lambda: client.ended)
+        require_continuation(system, client, attempts=losses + 1)
+        await until(lambda: not len(owner.world.requests))
+
+
+async def test_a_worker_with_a_vanished_lease_continues_as_a_new_incarnation(log: SqliteLog) -> None:
+    async with System(log).started(workers=0) as system, system.owned() as owner, listening(log, "r") as client:
+        await started_worker(system, owner, "a", SLOW)
+        system.send(submitted("r", PROMPT, max_tokens=LENGTH))
+        await until(lambda: client.tokens)
+        (lease,) = system.leases.poll(MODEL)
+        system.leases.release(MODEL, "a", lease.token)
+        await until(lambda: client.ended)
+        require_continuation(system, client)
+        await until(lambda: not len(owner.world.requests))
+
+
+class DeafLog(FaultyLog):
+    """A log that hides new fleet events once `deaf` is set, so that its worker does not learn that it is lost."""
+
+    def __init__(self, log: SqliteLog) -> None:
+        super().__init__(log, crash_after=sys.maxsize)
+        self.deaf = False
+
+    def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
+        tail = super().tail(topic, partition, offset, wake)
+        return DeafTail(self, tail) if topic == FLEET.name else tail
+
+
+class DeafTail:
+    """The tail of the fleet topic on a DeafLog."""
+
+    def __init__(self, log: DeafLog, tail: Tail) -> None:
+        self._log = log
+        self._tail = tail
+
+    def take(self, limit: int) -> list[Record]:
+        return [] if self._log.deaf else self._tail.take(limit)
+
+    def __len__(self) -> int:
+        return 0 if self._log.deaf else len(self._tail)
+
+    def close(self) -> None:
+        self._tail.close()
+
+
+def zombie(system: System, log: DeafLog) -> Worker:
+    """Return a slow worker on its own view of the log."""
+    config = EngineConfig(block_size=BLOCK, kv_blocks_total=256, vocabulary=VOCABULARY)
+    spec = WorkerSpec(
+        worker_id="zombie",
+        model=MODEL,
+        block_size=BLOCK,
+        kv_blocks_total=config.kv_blocks_total,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    return Worker(log, system.keeper, spec, MockEngine(config, speedup=SLOW), token="zombie-1", group=MODEL)
+
+
+async def test_a_worker_unaware_of_its_loss_does_not_disturb_the_response(log: SqliteLog) -> None:
+    deaf = DeafLog(log)
+    async with System(log).started(workers=0) as system, system.owned() as owner, listening(log, "r") as client:
+        async with background(zombie(system, deaf).run()):
+            await until(lambda: len(owner.world.fleet) == 1)
+            system.send(submitted("r", PROMPT, max_tokens=LENGTH))
+            await until(lambda: client.tokens)
+            deaf.deaf = True
+            system.leases.release(MODEL, "zombie", "zombie-1")
+            await until(lambda: owner.world.fleet.get("zombie") is None)
+            system.start_worker("b")
+            await until(lambda: {end.attempt for end in system.events(PROGRESS, RequestFinished)} == {1, 2})
+        await until(lambda: client.ended)
+        emitted = require_continuation(system, client)
+        events = system.events(TOKENS, None, SLOT)
+        begin = next(at for at, event in enumerate(events) if isinstance(event, AttemptStarted))
+        stale = [event for event in events[begin:] if isinstance(event, TokensEmitted) and event.chunks[0].attempt == 1]
+        assert stale, "the zombie emitted nothing, so the test checks nothing"
+        assert stale[0].chunks[0].first_index == len(emitted)
+        assert sorted(end.attempt for end in system.ends()["r"]) == [1, 2]
+        await until(lambda: not len(owner.world.requests))
+
+
+# A scrape contains Dynamo's metric names, so that a dashboard made for Dynamo works. Source: Dynamo's metrics catalog.
+# docs/divergence.md lists the metrics that forebay does not export.
+
+ROUTER = {
+    "dynamo_component_router_requests_total": {"model"},
+    "dynamo_component_router_non_max_overlap_selections_total": {"model"},
+    "dynamo_component_router_overlap_blocks_lost_sum": {"model"},
+    "dynamo_component_router_overlap_blocks_lost_count": {"model"},
+    "dynamo_component_kv_cache_events_applied": {"event_type", "status"},
+    "dynamo_frontend_router_queue_pending_requests": {"model"},
+    "dynamo_frontend_worker_active_decode_blocks": {"worker_id", "dp_rank"},
+    "dynamo_frontend_worker_active_prefill_tokens": {"worker_id", "dp_rank"},
+    "dynamo_frontend_model_total_kv_blocks": {"model"},
+    "dynamo_frontend_model_max_num_seqs": {"model"},
+    "dynamo_frontend_model_max_num_batched_tokens": {"model"},
+    "dynamo_frontend_model_kv_cache_block_size": {"model"},
+}
+FRONTEND = {
+    "dynamo_frontend_requests_total": {"model", "endpoint", "request_type", "status"},
+    "dynamo_frontend_model_rejection_total": {"model", "endpoint"},
+    "dynamo_frontend_inflight_requests": {"model"},
+    "dynamo_frontend_disconnected_clients": {"model"},
+    "dynamo_frontend_time_to_first_token_seconds_bucket": {"model", "le"},
+    "dynamo_frontend_inter_token_latency_seconds_bucket": {"model", "le"},
+    "dynamo_frontend_request_duration_seconds_bucket": {"model", "le"},
+    "dynamo_frontend_input_sequence_tokens_bucket": {"model", "le"},
+    "dynamo_frontend_output_sequence_tokens_bucket": {"model", "le"},
+    "dynamo_frontend_cached_tokens_bucket": {"model", "le"},
+}
+
+
+async def test_dynamo_metric_names_and_labels_are_exported(log: SqliteLog) -> None:
+    registry = CollectorRegistry()
+    frontend = IngressMetrics(registry, MODEL)
+    frontend.ended("completions", stream=True, status="success")
+    frontend.rejected("completions")
+    async with System(log).started(workers=1) as system, system.owned(fleet=1) as owner:
+        registry.register(OwnerMetrics(owner, MODEL))
+        await system.serve("r", list(range(9)))
+        await until(lambda: not len(owner.world.requests))
+        text = generate_latest(registry).decode()
+    shown: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            shown.setdefault(sample.name, set()).update(sample.labels)
+    wanted = ROUTER | FRONTEND
+    assert {name: labels for name, labels in wanted.items() if not labels <= shown.get(name, set())} == {}

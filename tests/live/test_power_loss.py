@@ -17,8 +17,7 @@ from forebay.events.work import WorkItem
 from forebay.live.owner.owner import Owner
 from forebay.transport.sqlite.log import SqliteLog
 from tests.depth import sampled
-from tests.live.scenarios import SENT, all_ended, scenario
-from tests.live.shared import opened_one, proven
+from tests.live.shared import SENT, all_ended, opened_one, proven, scenario
 from tests.system import SLOT, System, settings, until
 from tests.transport.power_loss import Outage
 
@@ -77,7 +76,7 @@ async def test_every_prefix_of_the_commits_is_a_log_from_which_an_owner_continue
     path = tmp_path / "log.db"
     cases = list(remains(outage))
     longest = 0
-    for wal in sampled(cases, 60):
+    for wal in sampled(cases, 20):
         outage.restore(path, wal)
         log, standby = await opened_one(path)
         with closing(log):

@@ -31,8 +31,7 @@ from forebay.transport.history.reader import OtherRules
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, Driver, histories, perform_all, request
 from tests.depth import examples
-from tests.live.shared import SharedLog, valid
-from tests.live.standbys import altered, serve, serve_unsealed, served
+from tests.live.shared import SharedLog, dearer, serve, serve_unsealed, valid
 from tests.system import System, submitted, until
 
 NAME = "try"
@@ -51,6 +50,12 @@ def routed_by(**router: Any) -> Alternative:
 def shadow_of(log: Any, alternative: Alternative = unchanged, name: str = NAME, **changes: Any) -> Shadow:
     fields: dict[str, Any] = {"name": name, "text": "the same", "alternative": alternative, **changes}
     return Shadow(log, 0, ShadowSettings(**fields), TopicSink(log, 0, name))
+
+
+async def served(log: SqliteLog, *names: str) -> None:
+    """Serve requests by a system whose owner takes no final snapshot."""
+    async with System(log).started(workers=2) as system:
+        await serve_unsealed(system, *names)
 
 
 @asynccontextmanager
@@ -324,7 +329,7 @@ async def test_foreign_records_of_the_topic_are_skipped(log: SqliteLog) -> None:
 
 async def test_a_shadow_stops_at_a_journal_that_cannot_be_derived_again(log: SqliteLog) -> None:
     await served(log, "a")
-    shadow = shadow_of(altered(log), from_start=True)
+    shadow = shadow_of(dearer(log), from_start=True)
     await shadow.start()
     with pytest.raises(RecoveryDiverged):
         await shadow.run()

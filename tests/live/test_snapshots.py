@@ -1,4 +1,4 @@
-"""Snapshots written beside decisions are exact and taken when due, and the journal carries state digests."""
+"""Snapshots written beside decisions are exact and taken when due; a planned stop ends the journal with `Sealed`."""
 
 import asyncio
 import gc
@@ -8,23 +8,33 @@ import pytest
 
 from forebay.events.base import U64_BYTES, pack_u64, unpack_u64
 from forebay.events.codec import encode
-from forebay.events.decisions import Advanced, RequestRouted, Sealed, SnapshotRecord
+from forebay.events.decisions import Advanced, JournalRecord, OwnerClaimed, RequestRouted, Sealed, SnapshotRecord
 from forebay.events.kv import BlocksStored
 from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import IndexBlocks, IndexChanges, SnapshotChunk
 from forebay.events.topics import KV_EVENTS, REQUESTS, SNAPSHOTS
 from forebay.live.owner import snapshots
 from forebay.live.owner.owner import Owner
+from forebay.live.router.standby import Standby
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Draft
-from forebay.transport.history.snapshots import load_snapshot
+from forebay.transport.history.snapshots import OtherState, load_snapshot
 from forebay.transport.sqlite.log import SqliteLog
-from tests.live.scenarios import all_ended as all_of_scenario_ended
-from tests.live.scenarios import run_until_append, scenario
-from tests.live.shared import Altered, SharedLog, admit, followed, proven
+from tests.live.shared import (
+    PREFIX,
+    Altered,
+    SharedLog,
+    admit,
+    all_ended,
+    followed,
+    journal_end,
+    nothing,
+    prompt,
+    proven,
+    run_until_append,
+    scenario,
+)
 from tests.system import System, settings, submitted, until, until_ended
-
-PREFIX = list(range(12))
 
 
 @pytest.fixture
@@ -33,10 +43,6 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "SLICE_NS", 0)
     monkeypatch.setattr(snapshots, "WALK_BLOCKS", 1)
     monkeypatch.setattr(snapshots, "CHUNK_BYTES", 200)
-
-
-def prompt(number: int) -> list[int]:
-    return [*PREFIX, number, number, number, number]
 
 
 async def require_restored_state_equals(log: SqliteLog, owner: Owner) -> None:
@@ -63,14 +69,13 @@ async def test_decisions_go_on_while_a_snapshot_is_written(log: SqliteLog) -> No
             for number in range(24):
                 system.send(submitted(f"before-{number}", [number] * 16))
                 await until_cached(system, owner, f"before-{number}")
-            assert (
-                len([key for key in owner.world.index.holders() if owner.world.index.blocks_held(*key, "device")]) > 4
-            )
+            index = owner.world.index
+            assert len([key for key in index.holders() if index.blocks_held(*key, "device")]) > 4
             shared.hook = serve_first
             for number in range(6):
                 system.send(submitted(f"due-{number}", [number] * 16))
             await until(lambda: written == 10 and owner.snapshots.taken and not owner.snapshots.eager)
-            shared.hook = SharedLog(log).hook
+            shared.hook = nothing
         journal = list(enumerate(system.decisions()))
         (_, (offset, taken), *_) = (one for one in journal if isinstance(one[1], SnapshotRecord))
         between = [record for _, record in journal[taken.journal_offset : offset] if isinstance(record, RequestRouted)]
@@ -121,7 +126,7 @@ async def test_a_kill_at_any_point_of_a_snapshot_loses_nothing(log: SqliteLog) -
         for appends in range(2, 22):
             deaths += await run_until_append(system, appends, snapshot_every=3)
         async with system.owned(snapshot_every=3) as owner:
-            await until(lambda: all_of_scenario_ended(system, owner))
+            await until(lambda: all_ended(system, owner))
         await sending
         named = {(taken.owner_epoch, taken.chunks) for taken in system.decisions(SnapshotRecord)}
         chunks = {chunk.owner_epoch for chunk in system.events(SNAPSHOTS, SnapshotChunk)}
@@ -224,3 +229,115 @@ async def test_a_state_difference_without_a_decision_is_found_at_the_next_digest
     assert list(report.divergence.differs) == ["digest"]
     first_digest = next(offset for offset, record in enumerate(journal) if isinstance(record, Advanced))
     assert report.divergence.offset == first_digest
+
+
+class SlowLog(SharedLog):
+    """A log that acknowledges effects only after `acknowledge`. `flushing` is set when an owner waits for that."""
+
+    def __init__(self, log: SqliteLog) -> None:
+        super().__init__(log)
+        self.flushing = asyncio.Event()
+        self.acknowledge = asyncio.Event()
+
+    async def flush(self) -> None:
+        self.flushing.set()
+        await self.acknowledge.wait()
+        await super().flush()
+
+
+async def test_an_owner_seals_after_its_effects_are_durable_and_applies_nothing_more(log: SqliteLog) -> None:
+    async with System(log).started(workers=1) as system:
+        await admit(system, 1)
+        slow = SlowLog(log)
+        owner = Owner(slow, system.leases, settings())
+        await owner.start()
+        running = asyncio.create_task(owner.run())
+        await system.serve("a", PREFIX)
+        await owner.stop()
+        await running
+        closing = asyncio.create_task(owner.close())
+        await slow.flushing.wait()
+        applied = owner.world.view[REQUESTS.name]
+        system.send(submitted("late", PREFIX))
+        await until(lambda: log.next_offset(REQUESTS.name, 0) == applied + 1)
+        assert len(system.decisions(Sealed)) == 1, "only the owner of `admit` has sealed"
+        slow.acknowledge.set()
+        await closing
+        last: JournalRecord = system.decisions()[-1]
+        assert isinstance(last, Sealed)
+        assert last.consumed == ()
+        world = await load_snapshot(log, 0, last)
+        assert world.view[REQUESTS.name] == applied
+        assert (world.digest(), world.seq + 1) == (owner.world.digest(), owner.world.seq)
+        async with system.owned():
+            await until_ended(system, "late")
+    report = await proven(log)
+    assert report.snapshots == 3
+
+
+@pytest.mark.usefixtures("small_steps")
+async def test_an_owner_decides_while_it_walks_the_blocks_for_its_last_snapshot(log: SqliteLog) -> None:
+    served: list[str] = []
+
+    async def serve_first(draft: Draft | None) -> None:
+        is_walking = stopping and not owner.snapshots.sealed
+        if is_walking and draft is not None and draft.topic == SNAPSHOTS.name and len(served) < 2:
+            served.append(f"during-{len(served)}")
+            await system.serve(served[-1], [100 + len(served)] * 16)
+
+    stopping = False
+    shared = SharedLog(log, serve_first)
+    async with System(log).started(workers=4) as system:
+        await admit(system, 4)
+        async with system.owned(shared) as owner:
+            for number in range(24):
+                await system.serve(f"before-{number}", [number] * 16)
+            await until(lambda: owner.world.index.blocks_held("w0", 0, "device"))
+            stopping = True
+        assert len(served) == 2
+        routed = [decided.request_id for decided in system.decisions(RequestRouted)]
+        assert set(served) <= set(routed)
+        last = system.decisions()[-1]
+        assert isinstance(last, Sealed)
+        assert last.chunks > 3
+
+
+async def test_a_standby_knows_that_the_last_owner_released_the_group(log: SqliteLog) -> None:
+    """The next claim names the seal. A claim after the death of an owner names none."""
+    async with System(log).started(workers=1) as system:
+        standby = Standby(log, 0)
+        following = asyncio.create_task(standby.run())
+        async with system.owned() as owner:
+            await until(lambda: standby.position == journal_end(log) > 0)
+            assert not standby.released
+        await until(lambda: standby.position == journal_end(log))
+        assert standby.released
+        sealed_at = journal_end(log) - 1
+        dying = Owner(log, system.leases, settings())
+        await dying.start()
+        await until(lambda: standby.world.owner_epoch == dying.journal.epoch)
+        assert not standby.released
+        dying.drop()
+        async with system.owned() as owner:
+            assert owner.journal.epoch > dying.journal.epoch
+        following.cancel()
+        assert [claim.seal for claim in system.decisions(OwnerClaimed)] == [-1, sealed_at, -1]
+
+
+def with_a_field(value: bytes) -> bytes:
+    """Return other bytes for the same parts of a snapshot."""
+    chunk = msgspec.msgpack.decode(value, type=SnapshotChunk)
+    return msgspec.msgpack.encode(msgspec.msgpack.decode(encode(SNAPSHOTS, chunk)) | {"added": 1})
+
+
+async def test_the_checksum_of_a_seal_covers_the_bytes_of_the_chunks(log: SqliteLog) -> None:
+    async with System(log).started(workers=1) as system:
+        await admit(system, 1)
+        last = system.decisions()[-1]
+        assert isinstance(last, Sealed)
+    changed = Altered(log, SNAPSHOTS.name, with_a_field)
+    with pytest.raises(OtherState, match="has checksum"):
+        await load_snapshot(changed, 0, last)
+    report = await verify(changed)
+    assert report.divergence is not None
+    assert "has checksum" in report.divergence.reason

@@ -31,7 +31,7 @@ from forebay.simulate.profiles.profile import EngineSizes, Profile
 from forebay.transport.sqlite.log import SqliteLog
 from tests.harness.fake_runtime import FakeRuntime
 from tests.harness.scaling_decisions import decisions_of
-from tests.live.planner.topic import PATIENCE_S, append, until
+from tests.live.planning import PATIENCE_S, append, until
 
 GROUP, POOL = "llama", "default"
 TARGET = 0.99

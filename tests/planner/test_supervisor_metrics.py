@@ -12,7 +12,7 @@ from forebay.events.topics import SCALING
 from forebay.live.planner.actuator import ActuatorService, Reached
 from forebay.planner.actuators.processes import SupervisorMetrics
 from forebay.transport.sqlite.log import SqliteLog
-from tests.live.planner.topic import RecordingActuator, append
+from tests.live.planning import RecordingActuator, append
 from tests.planner.supervised import GROUP, KEY, POOL, Supervised, until
 
 pytestmark = pytest.mark.asyncio

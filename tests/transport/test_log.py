@@ -1,7 +1,8 @@
-"""Contract tests of the port `Log` for every implementation: offsets, order, atomic appends, tails."""
+"""Contract tests of the port `Log`: offsets, order, atomic appends, records that follow others, and tails."""
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.transport.base import Draft, LogError, Record, Tail
+from forebay.transport.base import Draft, LogError, LogFull, Record, Tail
+from forebay.transport.following import Following
 from forebay.transport.sqlite import tail as sqlite_tail
 from forebay.transport.sqlite.log import RECORD_BYTES_MAX, SqliteLog
 from tests.depth import examples
@@ -293,3 +295,59 @@ def test_any_history_reads_like_a_list(actions: list[Action], records_max: int, 
             asyncio.run(play(log, actions))
         finally:
             log.close()
+
+
+def named(*names: str) -> list[Draft]:
+    return [Draft("topic", 0, name.encode()) for name in names]
+
+
+class Written:
+    """Drafts in the order of their appends; the test decides when they are durable."""
+
+    def __init__(self) -> None:
+        self.values: list[str] = []
+        self.durable: dict[str, Callable[[], None]] = {}
+        self.is_full = False
+        self.following = Following(self._write, self._write_followers)
+
+    def _write(self, added: Sequence[Draft], on_durable: Callable[[], None] | None) -> None:
+        if self.is_full:
+            raise LogFull("full")
+        self.values += [draft.value.decode() for draft in added]
+        if on_durable is not None:
+            self.durable[added[0].value.decode()] = on_durable
+
+    def _write_followers(self, added: Sequence[Draft]) -> None:
+        self.values += [draft.value.decode() for draft in added]
+
+
+def test_followers_wait_for_their_drafts_and_for_earlier_followers() -> None:
+    written = Written()
+    written.following.append(named("a"), named("after a"))
+    written.following.append(named("b"), named("after b"))
+    written.following.append([], named("after nothing"))
+    written.following.append(named("c"), [])
+    written.durable["b"]()
+    assert written.values == ["a", "b", "c"]
+    written.durable["a"]()
+    assert written.values == ["a", "b", "c", "after a", "after b", "after nothing"]
+    assert not len(written.following)
+
+
+def test_an_append_that_raises_does_not_block_later_followers() -> None:
+    written = Written()
+    written.is_full = True
+    with pytest.raises(LogFull):
+        written.following.append(named("a"), named("after a"))
+    written.is_full = False
+    written.following.append(named("b"), named("after b"))
+    written.durable["b"]()
+    assert written.values == ["b", "after b"]
+
+
+def test_a_failed_log_appends_no_followers() -> None:
+    written = Written()
+    written.following.append(named("a"), named("after a"))
+    written.following.clear()
+    written.durable["a"]()
+    assert written.values == ["a"]

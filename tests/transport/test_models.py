@@ -1,9 +1,10 @@
-"""Storing and loading model cards on the topic `models`."""
+"""Storing, loading and removing model cards on the topic `models`."""
 
 import asyncio
 import random
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from hashlib import sha256
 
 import msgspec
@@ -12,13 +13,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.events.codec import decode, encode
-from forebay.events.models import CHUNK_BYTES_MAX, AliasSet, AliasTarget, FileChunk, ModelStored, StoredFile
-from forebay.events.topics import MODELS
+from forebay.events.heartbeats import RouterHeartbeat
+from forebay.events.models import (
+    CHUNK_BYTES_MAX,
+    AliasSet,
+    AliasTarget,
+    FileChunk,
+    ModelCard,
+    ModelFile,
+    ModelStored,
+    StoredFile,
+)
+from forebay.events.topics import HEARTBEATS, MODELS
+from forebay.transport import model_use
 from forebay.transport.base import Draft
-from forebay.transport.model_use import superseded_by
+from forebay.transport.model_use import UseUnknown, cards_in_use, remove_unused, superseded_by
 from forebay.transport.models import CARDS, CONTENT, ModelDamaged, ModelMissing, ModelStore
 from forebay.transport.sqlite.log import SqliteLog
-from tests.transport.cards import FILES, card_of
+
+FILES = {"config.json": b"{}", "tokenizer.json": b"a tokenizer" * 1_000}
+
+
+def card_of(files: Mapping[str, bytes], context_tokens: int = 4_096) -> ModelCard:
+    listed = [
+        ModelFile(name=name, sha256=sha256(data).hexdigest(), size=len(data)) for name, data in sorted(files.items())
+    ]
+    return ModelCard(files=tuple(listed), context_tokens=context_tokens)
+
 
 Again = Callable[[], Awaitable[ModelStore]]
 BIG = random.Random(3).randbytes(CHUNK_BYTES_MAX * 2 + 5)  # does not compress, so it has three pieces
@@ -211,3 +232,56 @@ def test_the_digest_covers_names_and_contents(files: dict[str, bytes]) -> None:
     assert digest != card_of({**files, "e": b""}).digest()
     name = min(files)
     assert digest != card_of({**files, name: files[name] + b"x"}).digest()
+
+
+STORED_CARDS = [card_of(FILES, context_tokens=tokens) for tokens in (1, 2, 3)]
+GROUPS = {"a": 0, "b": 1}
+
+
+@asynccontextmanager
+async def beating(log: SqliteLog, **cards: str) -> AsyncIterator[None]:
+    """Write heartbeats of the owners of these groups, whose workers have these cards, until the body ends."""
+
+    async def beat() -> None:
+        while True:
+            for group, card in cards.items():
+                one = RouterHeartbeat(group=group, router_id="r", role="owner", card=card, released=card == "")
+                await log.append([Draft(HEARTBEATS.name, GROUPS[group], encode(HEARTBEATS, one))])
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+@pytest.fixture
+async def several(log: SqliteLog) -> AsyncIterator[ModelStore]:
+    store = ModelStore(log)
+    await store.start()
+    for card in STORED_CARDS:
+        await store.store("a", card, FILES)
+    yield store
+    store.close()
+
+
+async def test_cards_that_workers_use_are_kept(log: SqliteLog, several: ModelStore) -> None:
+    first, second, third = (card.digest() for card in STORED_CARDS)
+    async with beating(log, a=third, b=first):
+        assert await cards_in_use(log, GROUPS) == {"a": third, "b": first}
+        assert await remove_unused(log, several, GROUPS, [first, second]) == [second]
+        assert await remove_unused(log, several, GROUPS, [first, second]) == []
+    assert list(several.cards) == [first, third]
+
+
+@pytest.mark.parametrize("card", ["", None])
+async def test_nothing_is_removed_while_a_group_has_no_owner(
+    log: SqliteLog, several: ModelStore, monkeypatch: pytest.MonkeyPatch, card: str | None
+) -> None:
+    monkeypatch.setattr(model_use, "HEARTBEATS_S", 0.2 if card is None else 60.0)
+    owners = {"a": STORED_CARDS[0].digest()} if card is None else {"a": STORED_CARDS[0].digest(), "b": card}
+    async with beating(log, **owners):
+        with pytest.raises(UseUnknown, match="no router owns b now, so it is unknown which model cards"):
+            await remove_unused(log, several, GROUPS, [STORED_CARDS[1].digest()])
+    assert len(several.cards) == len(STORED_CARDS)

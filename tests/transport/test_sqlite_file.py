@@ -1,4 +1,4 @@
-"""The file of a SQLite log: durability, locking, permissions, a full disk, and edits by other programs."""
+"""The file of a SQLite log: durability, checkpoints, locking, permissions, a full disk, and edits by other programs."""
 
 import asyncio
 import os
@@ -6,16 +6,20 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from forebay.transport.base import Draft, LogError
 from forebay.transport.sqlite import checkpoint as sqlite_checkpoint
 from forebay.transport.sqlite import schema
+from forebay.transport.sqlite.checkpoint import PAGE_BYTES, Checkpointer
 from forebay.transport.sqlite.log import CorruptRecord, LogUnusable, MissingRecords, SqliteLog
+from forebay.transport.sqlite.schema import checksum, decode_headers, encode_headers
 from tests.transport.conftest import Wakes, drafts, drain, numbers, stored
 
 # Appends forever with several calls in flight, and prints each offset once it is acknowledged.
@@ -368,3 +372,166 @@ def test_a_log_can_outlive_the_event_loop_of_its_checkpoint(path: Path) -> None:
     log.close()
     with closing(SqliteLog.open(path)) as log:
         assert len(stored(log)) == megabytes + 1
+
+
+LARGE = 2 << 20
+SMALL = 64 << 10
+
+
+class Writer:
+    """A writer's connection and its checkpointer, advanced step by step."""
+
+    def __init__(self, path: Path) -> None:
+        self.db = schema.connect(path, readonly=False)
+        self.db.execute("PRAGMA journal_mode = WAL")
+        self.db.execute("PRAGMA wal_autocheckpoint = 0")
+        self.db.execute("CREATE TABLE t (value BLOB)")
+        self.checkpointer = Checkpointer(path)
+        self.finished = asyncio.Event()
+
+    def commit(self, size: int) -> None:
+        self.db.execute("INSERT INTO t VALUES (zeroblob(?))", (size,))
+        self.checkpointer.grew(size, 1)
+
+    def step(self) -> None:
+        self.checkpointer.step(asyncio.get_running_loop(), self.finished.set)
+
+    async def run_ends(self) -> None:
+        await self.finished.wait()
+        self.finished.clear()
+        self.step()
+
+    def wal_bytes(self) -> int:
+        frames: int = self.db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1]
+        return frames * PAGE_BYTES
+
+
+def make_unopenable(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+    path.mkdir()
+
+
+@pytest.fixture
+def writer(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Writer]:
+    monkeypatch.setattr(sqlite_checkpoint, "CHECKPOINT_BYTES", LARGE)
+    monkeypatch.setattr(sqlite_checkpoint, "WAL_BYTES_MAX", LARGE // 2)
+    writer = Writer(path)
+    yield writer
+    writer.checkpointer.close()
+    writer.db.close()
+
+
+async def test_commits_during_a_checkpoint_delay_the_next_so_that_the_wal_starts_over(writer: Writer) -> None:
+    writer.commit(LARGE)
+    writer.step()
+    assert not writer.checkpointer.holding
+    writer.commit(LARGE)
+    await writer.run_ends()
+    assert writer.checkpointer.holding
+    await writer.run_ends()
+    assert not writer.checkpointer.holding
+    writer.commit(SMALL)
+    assert writer.wal_bytes() < LARGE // 2
+
+
+async def test_commits_are_not_delayed_without_commits_during_the_checkpoint(writer: Writer) -> None:
+    writer.commit(LARGE)
+    writer.step()
+    await writer.run_ends()
+    assert not writer.checkpointer.holding
+    writer.commit(SMALL)
+    assert writer.wal_bytes() < LARGE // 2
+
+
+async def test_a_small_wal_is_not_checkpointed(writer: Writer) -> None:
+    writer.commit(SMALL)
+    writer.step()
+    writer.step()
+    assert not writer.finished.is_set()
+    assert writer.wal_bytes() > SMALL
+
+
+async def test_a_long_read_in_another_connection_delays_commits_briefly(
+    writer: Writer, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = sqlite3.connect(path)
+    writer.commit(SMALL)
+    rows = reader.execute("SELECT rowid FROM t UNION ALL SELECT 2")
+    rows.fetchone()
+    writer.commit(LARGE)
+    writer.step()
+    await writer.run_ends()
+    assert writer.checkpointer.holding
+    await writer.run_ends()
+    assert not writer.checkpointer.holding
+    assert "a long read in another process" in caplog.text
+    rows.close()
+    reader.close()
+    writer.commit(LARGE)
+    writer.step()
+    await writer.run_ends()
+    writer.commit(SMALL)
+    assert writer.wal_bytes() < LARGE // 2
+
+
+async def test_a_failed_checkpoint_is_reported_by_the_next_step(writer: Writer, path: Path) -> None:
+    make_unopenable(path)
+    writer.commit(LARGE)
+    writer.step()
+    await writer.finished.wait()
+    with pytest.raises(sqlite3.Error):
+        writer.step()
+
+
+async def test_a_failed_checkpoint_fails_the_log(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite_checkpoint, "CHECKPOINT_BYTES", SMALL)
+    log = SqliteLog.open(path)
+    await log.append(drafts(1))
+    make_unopenable(path)
+    with pytest.raises(LogError, match="check the disk"):
+        while True:
+            await log.append([Draft("topic", 0, bytes(SMALL))])
+    assert log.failure is not None
+    log.close()
+
+
+FIELDS = st.tuples(
+    st.from_regex(r"[a-z0-9.-]{1,8}", fullmatch=True),
+    st.integers(0, (1 << 23) - 1),
+    st.integers(0, (1 << 40) - 1),
+    st.integers(-(1 << 63), (1 << 63) - 1),
+    st.none() | st.binary(max_size=8),
+    st.none() | st.binary(max_size=8),
+    st.binary(max_size=8),
+)
+
+
+def test_the_checksum_is_part_of_the_format() -> None:
+    assert checksum("topic", 3, 17, 1_700_000_000_000_000, b"key", b'{"a":"b"}', b"value") == -3_468_606_920_563_239_622
+    assert checksum("t", 0, 0, 0, None, None, b"") == -3_150_651_442_173_487_104
+
+
+@given(FIELDS, FIELDS)
+def test_different_records_have_different_checksums(one: tuple, other: tuple) -> None:  # type: ignore[type-arg]
+    assert (checksum(*one) == checksum(*other)) == (one == other)
+    assert -(1 << 63) <= checksum(*one) < 1 << 63
+
+
+@given(st.binary(max_size=12), st.integers(0, 12), st.integers(0, 12))
+def test_moving_bytes_between_fields_changes_the_checksum(joined: bytes, first: int, second: int) -> None:
+    low, high = sorted((min(first, len(joined)), min(second, len(joined))))
+    plain = checksum("t", 0, 0, 0, b"", b"", joined)
+    moved = checksum("t", 0, 0, 0, joined[:low], joined[low:high], joined[high:])
+    assert (plain == moved) == (high == 0)
+
+
+def test_absent_and_empty_values_have_different_checksums() -> None:
+    variants = [(key, headers) for key in (None, b"") for headers in (None, b"")]
+    assert len({checksum("t", 0, 0, 0, key, headers, b"") for key, headers in variants}) == 4
+
+
+@given(st.none() | st.dictionaries(st.text(), st.text(), max_size=4))
+def test_headers_round_trip(headers: dict[str, str] | None) -> None:
+    encoded = encode_headers(headers)
+    assert decode_headers(encoded) == headers
+    assert encoded is None or encoded.decode().encode() == encoded
