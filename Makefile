@@ -26,7 +26,8 @@ ARGS ?=
 # Processes of pytest: one more than there are cores, because some tests wait.
 JOBS ?= $(shell expr $$(nproc) + 1)
 PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
-# These need Kafka and Redis, or vLLM.
+# These need Kafka and Redis, or vLLM. Each process of pytest starts its own broker and Redis.
+PYTEST_REAL = $(BIN)/pytest --numprocesses 2 --dist loadfile
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines
 
 .PHONY: help setup setup-engines up test test-all explore fuzz fuzz-bugs test-kafka test-engines kafka kafka-stop demo-kafka demo-failover demo-upgrade demo-disagg demo-scaling demo-tiers demo-console lint type fmt mutations coverage bench \
@@ -62,7 +63,7 @@ fuzz-bugs: $(READY) ## check that the simulation finds each planted bug; a name 
 	@$(BIN)/python -m tests.faults.planted $(ARGS)
 
 test-kafka: $(READY) ## run the tests on real Kafka and Redis (Java 17, Maven); options in ARGS="..."
-	@$(BIN)/pytest tests/integration $(ARGS)
+	@$(PYTEST_REAL) tests/integration $(ARGS)
 
 test-engines: $(READY_ENGINES) ## run the tests on real vLLM, Kafka and Redis; options in ARGS="..."
 	@$(VENV_ENGINES)/bin/pytest tests/engines $(ARGS)

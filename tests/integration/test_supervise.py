@@ -154,7 +154,11 @@ async def test_a_supervisor_that_is_killed_finds_its_workers_and_no_request_fail
                 served_by = {one.worker for one in clients.results}
             assert [[one.size for one in pools] for pools in await planner.reached()] == [[1], [3], [1]]
         assert served_by == set(before) == {"default-0", "default-1", "default-2"}
-        assert running(state) == {"default-0": before["default-0"]}
+
+        async def one() -> bool:
+            return running(state) == {"default-0": before["default-0"]}
+
+        await cluster.processes.until("the drained workers have ended", one)
         assert "found 3 running workers" in cluster.processes["s"].output()
         await cluster.stop("s")
         assert running(state) == {"default-0": before["default-0"]}
