@@ -1,7 +1,7 @@
 """A worker on a real log, with an owner that each test controls."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,12 +10,14 @@ import pytest
 
 from forebay.core.block_hashes import hash_seed, sequence_hashes
 from forebay.engine_model.model import EngineConfig
-from forebay.events.base import Event, pack_u32
+from forebay.events.base import Event, pack_u32, unpack_u32
 from forebay.events.codec import decode, encode
 from forebay.events.fleet import WorkerJoined, WorkerLost, WorkerSpec
+from forebay.events.progress import RequestFailed, RequestFinished
 from forebay.events.requests import Sampling
+from forebay.events.tokens import ResponseEnded, TokenChunk, TokensEmitted
 from forebay.events.topics import DEAD_LETTERS, FLEET, KV_EVENTS, METRICS, PROGRESS, TOKENS, Topic, work_topic
-from forebay.events.work import AnyWorkEvent, WorkItem
+from forebay.events.work import AnyWorkEvent, WorkCancelled, WorkItem
 from forebay.transport.base import Draft, Lease, Leases, Log, Record
 from forebay.transport.redis.leases import embedded_leases
 from forebay.transport.sqlite.log import SqliteLog
@@ -71,6 +73,7 @@ class Scene:
         self.log = log
         self.leases = leases
         self.keeper = keeper
+        self.epoch = -1  # of the worker that was admitted last
         self._members: dict[int, str] = {}
 
     def spec(self, dp_size: int = 1, name: str = "w1", **changes: Any) -> WorkerSpec:
@@ -112,6 +115,17 @@ class Scene:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
+    @asynccontextmanager
+    async def running(self, worker: Worker, token: str = "t1") -> AsyncIterator["asyncio.Task[None]"]:
+        """Yield the task of an admitted worker, for tests in which it ends by itself."""
+        task = asyncio.create_task(worker.run())
+        try:
+            await self.admit(worker, token)
+            yield task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
     def lease(self) -> Lease | None:
         return next((lease for lease in self.leases.poll(GROUP) if not lease.released), None)
 
@@ -136,6 +150,7 @@ class Scene:
         )
         epoch = await self.append(FLEET, PARTITION, joined)
         self._members[epoch] = worker.spec.worker_id
+        self.epoch = epoch
         await until(lambda: worker.worker_epoch == epoch)
         return epoch
 
@@ -157,6 +172,43 @@ class Scene:
         """Append an event to a slot, addressed to the worker that was admitted in its epoch."""
         worker_id = self._members.get(event.worker_epoch, "w1")
         await self.append(WORK, slot, msgspec.structs.replace(event, group=GROUP, worker_id=worker_id))
+
+    def item(self, name: str, prompt: Sequence[int], max_tokens: int = 2, **changes: Any) -> WorkItem:
+        """Return an item for the worker that was admitted last."""
+        return work_item(name, list(prompt), max_tokens, **{"worker_epoch": self.epoch, **changes})
+
+    async def ask(self, name: str, prompt: Sequence[int], max_tokens: int = 2, **changes: Any) -> WorkItem:
+        item = self.item(name, prompt, max_tokens, **changes)
+        await self.send(item)
+        return item
+
+    async def finish(self, name: str, prompt: Sequence[int], max_tokens: int = 2, **changes: Any) -> list[int]:
+        """Send an item, wait for its end, and return its output."""
+        await self.ask(name, prompt, max_tokens, **changes)
+        await self.ended(name)
+        return self.output(name)
+
+    async def cancel(self, name: str, attempt: int = 1) -> None:
+        await self.send(WorkCancelled(request_id=name, attempt=attempt, owner_epoch=0, worker_epoch=self.epoch))
+
+    async def ended(self, *names: str) -> None:
+        """Wait until the owner has heard of the end of these requests."""
+        await until(lambda: self.over(*names))
+
+    def over(self, *names: str) -> bool:
+        ends = self.progress(RequestFinished) + self.progress(RequestFailed)
+        return {end.request_id for end in ends}.issuperset(names)
+
+    def chunks(self, name: str, attempt: int | None = None, slot: int = 3) -> list[TokenChunk]:
+        found = [chunk for event in self.tokens(TokensEmitted, slot) for chunk in event.chunks]
+        return [one for one in found if one.request_id == name and attempt in (None, one.attempt)]
+
+    def output(self, name: str, attempt: int | None = None) -> list[int]:
+        return [token for chunk in self.chunks(name, attempt) for token in unpack_u32(chunk.token_ids)]
+
+    def end(self, name: str) -> Any:
+        """Return the end of a response; None before it."""
+        return next((end for end in self.tokens(ResponseEnded) if end.request_id == name), None)
 
     def records(self, topic: Topic, partition: int = PARTITION) -> list[Record]:
         return self.log.records(topic.name, partition, 0, READ_MAX)

@@ -374,7 +374,7 @@ async def test_sequence_numbers_of_others_are_skipped(scene: Scene) -> None:
     worker = scene.worker()
     async with scene.serving(worker) as epoch:
         await scene.send(work_item("r", list(range(12)), 1, worker_epoch=epoch))
-        await until(lambda: over(scene, "r"))
+        await scene.ended("r")
         generated = cached(scene.kv())
         for turn, above_seq in enumerate((100, 7), 1):
             await scene.send(ReannounceCache(owner_epoch=0, worker_epoch=epoch, rank=0, above_seq=above_seq))
@@ -390,8 +390,7 @@ async def test_unknown_rank_is_not_reannounced(scene: Scene) -> None:
     async with scene.serving(worker) as epoch:
         await scene.send(ReannounceCache(owner_epoch=0, worker_epoch=epoch + 1, rank=0))
         await scene.send(ReannounceCache(owner_epoch=0, worker_epoch=epoch, rank=1))
-        await scene.send(work_item("a", [1], 1, worker_epoch=epoch))
-        await until(lambda: over(scene, "a"))
+        await scene.finish("a", [1], 1)
     assert (worker.counters.other_epoch, worker.counters.unknown_rank, worker.counters.reannounced) == (1, 1, 0)
     assert scene.kv() == []
 
@@ -413,12 +412,11 @@ async def test_worker_ends_without_a_gap_if_kv_events_cannot_be_appended(scene: 
     refusing = RefusingLog(log)
     worker = scene.worker(log=refusing, dp_size=2)
     task = asyncio.create_task(worker.run())
-    epoch = await scene.admit(worker, "t1")
-    await scene.send(work_item("a", [1] * 8, 1, worker_epoch=epoch))
-    await until(lambda: over(scene, "a"))
+    await scene.admit(worker, "t1")
+    await scene.finish("a", [1] * 8, 1)
     refusing.refusing = True
     for name, rank in (("b", 0), ("c", 1), ("d", 0)):
-        await scene.send(work_item(name, [ord(name)] * 8, 1, worker_epoch=epoch, rank=rank))
+        await scene.ask(name, [ord(name)] * 8, 1, rank=rank)
     with pytest.raises(ExceptionGroup) as caught:
         await task
     assert caught.group_contains(LogError, match="not taken")

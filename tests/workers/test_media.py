@@ -8,17 +8,17 @@ from hashlib import sha256
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from forebay.core.block_hashes import block_hashes, mm_hash, mm_hashes, sequence_hashes
-from forebay.events.base import pack_u32, unpack_u32, unpack_u64
+from forebay.core.block_hashes import mm_hashes, sequence_hashes
+from forebay.events.base import pack_u32, unpack_u64
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import BlocksStored
 from forebay.events.media import Encoded, Media
 from forebay.events.progress import EncodeFailed, EncodeFinished, RequestFailed, RequestFinished, TransferFailed
-from forebay.events.tokens import ResponseEnded, TokensEmitted
-from forebay.events.work import WorkCancelled
+from forebay.events.tokens import ResponseEnded
 from forebay.workers.engine import EngineBatch, EngineError, EngineRefused
 from forebay.workers.engines.encode import EncodeEngine
 from forebay.workers.engines.mock.engine import MockEngine
@@ -28,11 +28,9 @@ from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.runtime import media_feed
 from forebay.workers.runtime.resume import continued
 from forebay.workers.runtime.worker import Worker
-from tests.workers.conftest import GROUP, PARTITION, Scene, engine_config, until, work_item
-from tests.workers.pictures import Memory, png
+from tests.workers.conftest import Scene, engine_config, until, work_item
+from tests.workers.pictures import Memory, hashes_with, png
 from tests.workers.work_items import finish, tokens_of
-
-np = pytest.importorskip("numpy", reason="numpy is not installed")
 
 
 def media(content: bytes, first_token: int = 1, tokens: int = 4, **changes: Any) -> Media:
@@ -71,8 +69,7 @@ class Encoder(StandInEncoder):
 
 
 def encode_worker(scene: Scene, encoder: StandInEncoder) -> Worker:
-    spec = scene.spec(role="encode")
-    return Worker(scene.log, scene.keeper, spec, EncodeEngine(encoder), token="t1", group=GROUP, partition=PARTITION)
+    return scene.worker(engine=EncodeEngine(encoder), role="encode")
 
 
 def encode_item(name: str, *some: Media, epoch: int, **changes: Any) -> Any:
@@ -81,20 +78,18 @@ def encode_item(name: str, *some: Media, epoch: int, **changes: Any) -> Any:
 
 
 def answer_item(name: str, *some: Media, epoch: int, max_tokens: int = 6, **changes: Any) -> Any:
-    packed = pack_u32(range(10))
-    hashes = sequence_hashes(packed, 4, mm_hashes=mm_hashes(some, 4))
-    return work_item(
-        name, list(range(10)), max_tokens, media=some, sequence_hashes=hashes, worker_epoch=epoch, **changes
-    )
+    prompt, hashes = list(range(10)), hashes_with(list(range(10)), *some)
+    return work_item(name, prompt, max_tokens, media=some, sequence_hashes=hashes, worker_epoch=epoch, **changes)
+
+
+async def offer(scene: Scene, memory: Memory, name: str, one: Media, array: Any = None, **changes: Any) -> None:
+    """Send a request whose image another worker has encoded."""
+    encoded = memory.offers("e@1").offer_now(StandInEncoder().encode_all([one]) if array is None else array)
+    await scene.send(answer_item(name, withheld(one), epoch=scene.epoch, encoded=encoded, **changes))
 
 
 def withheld(one: Media) -> Media:
     return msgspec.structs.replace(one, content=b"")
-
-
-def answered(scene: Scene, name: str) -> list[int]:
-    chunks = [chunk for event in scene.tokens(TokensEmitted) for chunk in event.chunks if chunk.request_id == name]
-    return [token for chunk in chunks for token in unpack_u32(chunk.token_ids)]
 
 
 # Encoding
@@ -166,8 +161,8 @@ async def test_wrong_number_of_embeddings_is_an_encoder_failure(scene: Scene, me
 
 async def test_encode_worker_refuses_other_requests(scene: Scene, memory: Memory) -> None:
     worker = encode_worker(scene, StandInEncoder())
-    async with scene.serving(worker) as epoch:
-        await scene.send(work_item("r", [1, 2], 3, worker_epoch=epoch))
+    async with scene.serving(worker):
+        await scene.ask("r", [1, 2], 3)
         await until(lambda: scene.progress(RequestFailed))
         assert scene.tokens(ResponseEnded)[0].error.message == "this worker only encodes images and videos"
         with pytest.raises(EngineRefused, match="does not support sleep"):
@@ -235,44 +230,39 @@ async def test_cancelled_and_reset_work_is_not_published(memory: Memory) -> None
 
 async def test_output_depends_on_every_fetched_byte(scene: Scene, memory: Memory) -> None:
     """It also equals the output of an engine that encodes the image itself."""
-    one = media(png())
-    offers = memory.offers("e@1")
-    worker = scene.worker()
+    one, worker = media(png()), scene.worker()
     async with scene.serving(worker) as epoch:
-        right, wrong = StandInEncoder().encode_all([one]), StandInEncoder().encode_all([one])
+        wrong = StandInEncoder().encode_all([one])
         wrong[3, 7] += 1.0
-        for name, array in (("right", right), ("wrong", wrong)):
-            item = answer_item(name, withheld(one), epoch=epoch, encoded=offers.offer_now(array))
-            await scene.send(item)
+        await offer(scene, memory, "right", one)
+        await offer(scene, memory, "wrong", one, wrong)
         await scene.send(answer_item("itself", one, epoch=epoch))
-        await until(lambda: len(scene.progress(RequestFinished)) == 3)
-    generated = {name: answered(scene, name) for name in ("right", "wrong", "itself")}
-    assert generated["right"] == generated["itself"] != generated["wrong"]
+        await scene.ended("right", "wrong", "itself")
+    assert scene.output("right") == scene.output("itself") != scene.output("wrong")
     assert worker.media.fetched == 2
     assert not memory.arrays
 
 
 async def test_failed_fetches_are_reported_to_the_owner(scene: Scene, memory: Memory) -> None:
-    one, offers, worker = media(png()), memory.offers("e@1"), scene.worker()
+    one, worker = media(png()), scene.worker()
     async with scene.serving(worker) as epoch:
         encoded = Encoded(descriptor=b"elsewhere", shape=(4, WIDTH), dtype="float32", checksum="0" * 16)
         await scene.send(answer_item("r", withheld(one), epoch=epoch, encoded=encoded))
         await until(lambda: scene.progress(TransferFailed))
-        few = offers.offer_now(np.zeros((3, WIDTH), dtype=np.float32))
-        await scene.send(answer_item("s", withheld(one), epoch=epoch, encoded=few))
+        await offer(scene, memory, "s", one, np.zeros((3, WIDTH), dtype=np.float32))
         await until(lambda: len(scene.progress(TransferFailed)) == 2)
         assert [failed.error for failed in scene.progress(TransferFailed)] == [
             "nobody is there",
             "fetched 3 rows of embeddings, expected 4, one per placeholder",
         ]
-        again = offers.offer_now(StandInEncoder().encode_all([one]))
-        await scene.send(answer_item("r", withheld(one), epoch=epoch, encoded=again, attempt=2))
-        await until(lambda: scene.progress(RequestFinished))
+        await offer(scene, memory, "r", one, attempt=2)
+        await scene.ended("r")
     assert worker.media.not_fetched == 2
-    assert len(answered(scene, "r")) == 6
+    assert len(scene.output("r")) == 6
     assert len(scene.tokens(ResponseEnded)) == 1
 
 
+@pytest.mark.usefixtures("memory", "epoch")
 async def test_engine_exception_on_embeddings_ends_the_request(
     scene: Scene, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,42 +270,29 @@ async def test_engine_exception_on_embeddings_ends_the_request(
         raise RuntimeError("no such shape")
 
     monkeypatch.setattr(MockEngine, "submit_embedded", broken)
-    one, offers, worker = media(png()), memory.offers("e@1"), scene.worker()
-    async with scene.serving(worker) as epoch:
-        encoded = offers.offer_now(StandInEncoder().encode_all([one]))
-        await scene.send(answer_item("r", withheld(one), epoch=epoch, encoded=encoded))
-        await until(lambda: scene.progress(TransferFailed))
+    await offer(scene, memory, "r", media(png()))
+    await until(lambda: scene.progress(TransferFailed))
     assert [failed.error for failed in scene.progress(TransferFailed)] == ["no such shape"]
 
 
-async def test_cancellation_during_a_fetch(scene: Scene, memory: Memory) -> None:
+async def test_cancellation_and_lost_epoch_during_a_fetch(scene: Scene, memory: Memory) -> None:
     memory.gate.clear()
-    one, offers, worker = media(png()), memory.offers("e@1"), scene.worker()
+    worker = scene.worker()
     async with scene.serving(worker) as epoch:
         for name in ("r", "s"):
-            encoded = offers.offer_now(StandInEncoder().encode_all([one]))
-            await scene.send(answer_item(name, withheld(one), epoch=epoch, encoded=encoded))
+            await offer(scene, memory, name, media(png()))
         await until(lambda: memory.reading == 2)
-        await scene.send(WorkCancelled(request_id="r", attempt=1, owner_epoch=0, worker_epoch=epoch))
+        await scene.cancel("r")
         await until(lambda: "r" not in worker.active_requests)
         memory.gate.set()
-        await until(lambda: scene.progress(RequestFinished))
+        await scene.ended("s")
+        memory.gate.clear()
+        await offer(scene, memory, "t", media(png()))
+        await until(lambda: memory.reading == 3)
         await scene.lose(epoch)
-        await until(lambda: memory.closed)
+        await until(lambda: memory.closed and memory.cancelled == 2)
     assert [name.partition("@")[0] for name in memory.closed] == ["w1/reader"]
-    assert [one.request_id for one in scene.progress() if isinstance(one, RequestFinished)] == ["s"]
-
-
-async def test_fetches_are_cancelled_with_their_epoch(scene: Scene, memory: Memory) -> None:
-    memory.gate.clear()
-    one, offers, worker = media(png()), memory.offers("e@1"), scene.worker()
-    async with scene.serving(worker) as epoch:
-        encoded = offers.offer_now(StandInEncoder().encode_all([one]))
-        await scene.send(answer_item("r", withheld(one), epoch=epoch, encoded=encoded))
-        await until(lambda: memory.reading == 1)
-        await scene.lose(epoch)
-        await until(lambda: memory.cancelled == 1)
-    assert scene.progress() == []
+    assert {one.request_id for one in scene.progress()} == {"s"}
 
 
 class Blind:
@@ -355,23 +332,13 @@ async def test_mock_engine_reports_undecodable_images(scene: Scene) -> None:
 # Block identity
 
 
-def test_block_hashes_depend_on_media() -> None:
-    some = [media(b"a", 2, 3), media(b"b", 7, 2)]
-    hash_a, hash_b = (mm_hash(one.digest) for one in some)
-    assert mm_hashes(some, 4) == {0: [hash_a], 1: [hash_a, hash_b], 2: [hash_b]}
-    assert mm_hashes([], 4) == {}
-    packed = pack_u32(range(16))
-    plain, seen = block_hashes(packed, 4), block_hashes(packed, 4, mm_hashes=mm_hashes(some, 4))
-    assert [one == other for one, other in zip(plain, seen, strict=True)] == [False, False, False, True]
-
-
 async def test_hashes_of_generated_blocks_depend_on_media(scene: Scene) -> None:
     """The output completes the last block of the prompt, whose hash must still contain the image."""
     one = media(png(), first_token=7, tokens=2)
     async with scene.serving(scene.worker()) as epoch:
         await scene.send(answer_item("r", one, epoch=epoch, max_tokens=7))
         await until(lambda: scene.progress(RequestFinished))
-    generated = answered(scene, "r")
+    generated = scene.output("r")
     packed = pack_u32([*range(10), *generated[:6]])
     expected = unpack_u64(sequence_hashes(packed, 4, mm_hashes=mm_hashes([one], 4)))
     stored = [

@@ -313,14 +313,6 @@ async def test_measured_costs_are_reported(tmp_path: Path) -> None:
         assert [cost.tier for cost in costs.tiers] == ["disk"]
 
 
-async def test_an_engine_without_tiers_reports_none() -> None:
-    async with tiered(None) as one:
-        await one.ask(item_of("a"))
-        assert one.spec.kv_store == ""
-        assert [batch.tier_costs for batch in one.batches if batch.tier_costs] == []
-        assert (one.engine.stored(), one.engine.held_in_tiers(0), one.engine.collectors()) == ([], (), ())
-
-
 async def test_a_retried_request_continues_after_its_output(tmp_path: Path) -> None:
     item = item_of("a", max_tokens=8)
     tokens = await expected(item)

@@ -1,6 +1,5 @@
-"""The stand-in for servers of engines: its API, its tokens, and its KV events as forebay's decoders read them."""
+"""The stand-in for servers of engines: its API and its tokens. Tests of attached engines cover the rest."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -10,22 +9,15 @@ from typing import Any
 import httpx
 import pytest
 
-from forebay.core.block_hashes import hash_seed, sequence_hashes
 from forebay.engine_model.model import EngineConfig
-from forebay.events.base import pack_u32, unpack_u32, unpack_u64
 from forebay.events.requests import Sampling
 from forebay.ingress.model import DEFAULT_MODEL, DEFAULT_NAME, Model, word_token_ids
-from forebay.workers.engine import EngineBatch
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.scripts import OutputScripts
-from forebay.workers.kv_events.engine_events import Decode
-from forebay.workers.kv_events.resident import ResidentBlocks
-from forebay.workers.kv_events.sglang_wire import decode_sglang
-from forebay.workers.kv_events.vllm_wire import VllmDecoder
-from forebay.workers.kv_events.zmq_feed import KvFeed, KvSource
 from forebay.workers.runtime.resume import continued
 from tests.harness.openai_server import OpenAiServer
-from tests.workers.conftest import until, work_item
+from tests.workers.conftest import work_item
+from tests.workers.work_items import finish, tokens_of
 
 BLOCK = 4
 PROMPT = list(range(300, 330))
@@ -71,37 +63,7 @@ async def mock_output(prompt: list[int], count: int, earlier: Sequence[int] = ()
     engine = MockEngine(config, speedup=1e5, scripts=OutputScripts(MODEL.encode, decode, words))
     given = Sampling(**{"max_tokens": count, "temperature": 0.0, "ignore_eos": True, **sampling})
     item = work_item("request-1", prompt, count, sampling=given)
-    engine.submit(continued(item, list(earlier), BLOCK) if earlier else item)
-    tokens: list[int] = []
-    ended = asyncio.Event()
-
-    def publish(batch: EngineBatch) -> None:
-        for chunk in batch.emitted:
-            tokens.extend(unpack_u32(chunk.token_ids))
-        if batch.finished:
-            ended.set()
-
-    running = asyncio.create_task(engine.run(publish))
-    await ended.wait()
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    return tokens
-
-
-@asynccontextmanager
-async def feed_of(server: OpenAiServer, decode: Decode, *, copies: bool = True) -> AsyncIterator[KvFeed]:
-    resident = ResidentBlocks(BLOCK, counts_copies=copies)
-    feed = KvFeed(0, KvSource(server.kv_events, server.kv_replay), decode, resident, quiet_s=0.05)
-    running = asyncio.create_task(feed.run(lambda *_: None, lambda *_: None))
-    try:
-        yield feed
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-
-def hashes(tokens: Sequence[int], salt: str = "", lora: str = "") -> list[int]:
-    return list(unpack_u64(sequence_hashes(pack_u32(list(tokens)), BLOCK, hash_seed(lora, salt))))
+    return tokens_of(await finish(engine, continued(item, list(earlier), BLOCK) if earlier else item))
 
 
 async def test_tokens_are_those_of_a_mock_engine() -> None:
@@ -188,54 +150,6 @@ async def test_models_metrics_and_errors_are_those_of_vllm() -> None:
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "body.max_tokens")
 
 
-async def caught_up(server: OpenAiServer, feed: KvFeed) -> None:
-    """Wait until the feed has processed all batches."""
-    assert server.events is not None
-    events = server.events
-    await until(lambda: feed.sequence.next_seq == events.batches)
-
-
-async def test_decoder_reads_the_events_of_vllm() -> None:
-    async with served(kv_events=True) as (server, client):
-        await complete(client, count=11, cache_salt="tenant-1")  # published before the feed connects
-        async with feed_of(server, VllmDecoder()) as feed:
-            tokens = PROMPT + await output(client, count=11)
-            await caught_up(server, feed)
-            salted = hashes(tokens[:40], salt="tenant-1")
-            assert set(feed.held()) == {*hashes(tokens[:40]), *salted}
-            assert feed.totals()["replayed"]
-            await client.post("/reset_prefix_cache")
-            await caught_up(server, feed)
-            assert set(feed.held()) == {*hashes(tokens[:40]), *salted}, "vLLM publishes the event with the next step"
-            await complete(client, PROMPT[:5], 1)
-            await caught_up(server, feed)
-            assert list(feed.held()) == hashes(PROMPT[:4])
-
-
-PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
-
-
-async def test_decode_server_fetches_the_kv_of_a_prefill_server() -> None:
-    async with served(kv_transfer=True) as (prefill, first), served(kv_transfer=True) as (decode, second):
-        params = (await complete(first, count=1, kv_transfer_params=PREFILL))["kv_transfer_params"]
-        assert params["remote_num_tokens"] == len(PROMPT)
-        assert (await first.post("/reset_prefix_cache")).json() == {"success": False}, "blocks are kept"
-        found = await complete(second, kv_transfer_params=params)
-        assert found["choices"][0]["token_ids"] == await mock_output(PROMPT, 10)
-        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "that of the prefill server"
-        assert (prefill.counters.kv_fetched, decode.counters.fetched_tokens) == (1, len(PROMPT))
-        freed = await output(second, [*PROMPT[:-1], 7], kv_transfer_params=params)
-        assert freed != await mock_output([*PROMPT[:-1], 7], 10), "vLLM reads the wrong blocks, without an error"
-        unknown = {**params, "remote_engine_id": "other"}
-        for wrong in (unknown, {**unknown, "remote_port": 1}):
-            failed = await second.post("/v1/completions", json={"prompt": "hello", "kv_transfer_params": wrong})
-            assert failed.status_code == 500
-            assert failed.json()["error"]["message"] == "Internal server error"
-        await prefill.restart()
-        gone = await second.post("/v1/completions", json={"prompt": "hello", "kv_transfer_params": params})
-        assert gone.status_code == 500, "the engine of a restarted server has another id"
-
-
 async def test_stop_strings_and_stop_tokens_end_the_output() -> None:
     tokens = await mock_output(PROMPT, 10)
     async with served() as (_, client):
@@ -245,22 +159,3 @@ async def test_stop_strings_and_stop_tokens_end_the_output() -> None:
         chunks = await streamed(client, stop=[word])
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == MODEL.decode(tokens[:2])
         assert chunks[-1]["choices"][0]["stop_reason"] == word
-
-
-async def test_sglang() -> None:
-    async with served(flavor="sglang", kv_events=True) as (server, client):
-        async with feed_of(server, decode_sglang, copies=False) as feed:
-            found = await complete(client, count=11)
-            tokens = found["choices"][0]["token_ids"]
-            assert tokens == await mock_output(PROMPT, 11)
-            assert "matched_stop" in found["choices"][0]
-            await complete(client, count=11)
-            await caught_up(server, feed)
-            assert list(feed.held()) == hashes((PROMPT + tokens)[:40])
-            assert (await client.post("/flush_cache")).status_code == 200
-            await caught_up(server, feed)
-            assert not feed.held()
-        assert "sglang:max_total_num_tokens" in (await client.get("/metrics")).text
-        info = (await client.get("/server_info")).json()
-        assert (info["page_size"], info["kv_events"]["block_size"]) == (BLOCK, BLOCK)
-        assert (await client.get("/get_model_info")).json()["served_model_name"] == DEFAULT_NAME

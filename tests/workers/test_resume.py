@@ -2,8 +2,6 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -79,29 +77,21 @@ def observed(scene: Scene, name: str) -> ResponseState:
     return reply
 
 
-def of_attempt(scene: Scene, name: str, attempt: int) -> list[TokenChunk]:
-    chunks = [chunk for event in scene.tokens(TokensEmitted) for chunk in event.chunks]
-    return [chunk for chunk in chunks if (chunk.request_id, chunk.attempt) == (name, attempt)]
-
-
-def finished(scene: Scene, name: str, attempt: int) -> list[RequestFinished]:
+def finished(scene: Scene, name: str, attempt: int = 2) -> list[RequestFinished]:
     ends = scene.progress(RequestFinished)
     return [end for end in ends if (end.request_id, end.attempt) == (name, attempt)]
 
 
+async def continues(scene: Scene, item: WorkItem) -> RequestFinished:
+    """Send a later attempt, wait for its end, and return it."""
+    await scene.send(item)
+    await until(lambda: finished(scene, item.request_id, item.attempt))
+    return finished(scene, item.request_id, item.attempt)[0]
+
+
 @pytest.fixture
-async def gate(log: SqliteLog) -> AsyncIterator[GatedLog]:
-    yield GatedLog(log)
-
-
-@asynccontextmanager
-async def ended_group(worker: Worker) -> AsyncIterator["asyncio.Task[None]"]:
-    task = asyncio.create_task(worker.run())
-    try:
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+def gate(log: SqliteLog) -> GatedLog:
+    return GatedLog(log)
 
 
 async def test_response_continues_on_another_worker_despite_late_output(scene: Scene) -> None:
@@ -109,9 +99,9 @@ async def test_response_continues_on_another_worker_despite_late_output(scene: S
     zombie, heir = scene.worker(speedup=10.0), scene.worker(name="w2", token="t2")
     async with scene.serving(zombie) as old, scene.serving(heir, "t2", slot=6) as new:
         await scene.send(later("a", old, 150, attempt=1))
-        await until(lambda: of_attempt(scene, "a", 1))
+        await until(lambda: scene.chunks("a", 1))
         await scene.send(later("a", new, 150), slot=6)
-        await until(lambda: finished(scene, "a", 2) and finished(scene, "a", 1))
+        await until(lambda: finished(scene, "a") and finished(scene, "a", 1))
     events = scene.tokens()
     begin = next(at for at, event in enumerate(events) if isinstance(event, AttemptStarted))
     before = ResponseState()
@@ -120,13 +110,13 @@ async def test_response_continues_on_another_worker_despite_late_output(scene: S
     generated = before.tokens
     assert 0 < len(generated) < 150
     assert [event.chunks[0].attempt for event in events[begin:] if isinstance(event, TokensEmitted)].count(1) > 0
-    assert of_attempt(scene, "a", 2)[0].first_index == len(generated)
+    assert scene.chunks("a", 2)[0].first_index == len(generated)
     reply = observed(scene, "a")
     assert reply.tokens == expected_output(PROMPT, 150)
     assert reply.ended is not None
     assert reply.ended.attempt == 2
     assert reply.ended.usage == Usage(prompt_tokens=6, output_tokens=150, cached_tokens=0)
-    (end,) = finished(scene, "a", 2)
+    (end,) = finished(scene, "a")
     assert (end.finish_reason, end.output_tokens) == ("length", 150)
     assert [first.attempt for first in scene.progress(FirstTokenEmitted)] == [1, 2]
     assert heir.counters.continued == 1
@@ -138,10 +128,8 @@ async def test_structured_response_is_not_continued(scene: Scene, epoch: int) ->
     await scene.send(later("a", epoch, sampling=sampling))
     await scene.send(later("b", epoch, sampling=sampling))  # without output
     await until(lambda: scene.progress(RequestFailed) and scene.progress(RequestFinished))
-    ended = observed(scene, "a").ended
-    assert ended is not None
-    assert ended.error is not None
-    assert (ended.error.status, ended.error.code) == (503, "structure_interrupted")
+    error = scene.end("a").error
+    assert (error.status, error.code) == (503, "structure_interrupted")
     assert [end.request_id for end in scene.progress(RequestFinished)] == ["b"]
 
 
@@ -154,12 +142,10 @@ async def test_a_response_of_text_is_not_continued(scene: Scene, epoch: int, cou
     await scene.send(later("a", epoch))
     await scene.send(later("b", epoch))  # without output
     await until(lambda: scene.progress(RequestFailed) and scene.progress(RequestFinished))
-    ended = observed(scene, "a").ended
-    assert ended is not None
-    assert ended.error is not None
-    assert (ended.error.status, ended.error.code) == (502, "response_interrupted")
-    assert f"after {count} output tokens" in ended.error.message
-    assert "text only" in ended.error.message
+    error = scene.end("a").error
+    assert (error.status, error.code) == (502, "response_interrupted")
+    assert f"after {count} output tokens" in error.message
+    assert "text only" in error.message
     assert [end.request_id for end in scene.progress(RequestFinished)] == ["b"]
 
 
@@ -173,15 +159,14 @@ def test_continued_response_keeps_the_remaining_min_tokens() -> None:
 async def test_earlier_output_is_cached_and_not_counted_as_prompt(scene: Scene, epoch: int) -> None:
     generated = list(range(1000, 1010))
     await scene.append(TOKENS, SLOT, emitted("a", 0, generated))
-    await scene.send(work_item("warm", PROMPT + generated, 1, worker_epoch=epoch))
+    await scene.ask("warm", PROMPT + generated, 1)
     await until(lambda: finished(scene, "warm", 1))
-    await scene.send(later("a", epoch, 12))
-    await until(lambda: finished(scene, "a", 2))
+    await continues(scene, later("a", epoch, 12))
     reply = observed(scene, "a")
     assert reply.tokens == generated + expected_output(PROMPT, 12)[10:]
     assert reply.ended is not None
     assert reply.ended.usage == Usage(prompt_tokens=6, output_tokens=12, cached_tokens=6)
-    assert finished(scene, "a", 2)[0].cached_tokens == 6
+    assert finished(scene, "a")[0].cached_tokens == 6
 
 
 async def test_continued_response_keeps_adapter_and_tenant(scene: Scene) -> None:
@@ -192,14 +177,13 @@ async def test_continued_response_keeps_adapter_and_tenant(scene: Scene) -> None
     salted = {**salts, "sequence_hashes": sequence_hashes(whole, 4, seed)}
     async with scene.serving(scene.worker(loras=("adapter",))) as epoch:
         await scene.append(TOKENS, SLOT, emitted("a", 0, generated))
-        await scene.send(work_item("plain", PROMPT + generated, 1, worker_epoch=epoch))
+        await scene.ask("plain", PROMPT + generated, 1)
         await until(lambda: finished(scene, "plain", 1))
         plain = len(scene.kv())
-        await scene.send(later("a", epoch, 15, **salts, sequence_hashes=sequence_hashes(prompt, 4, seed)))
-        await until(lambda: finished(scene, "a", 2))
-        await scene.send(work_item("again", PROMPT + generated, 1, worker_epoch=epoch, **salted))
+        await continues(scene, later("a", epoch, 15, **salts, sequence_hashes=sequence_hashes(prompt, 4, seed)))
+        await scene.ask("again", PROMPT + generated, 1, **salted)
         await until(lambda: finished(scene, "again", 1))
-    assert finished(scene, "a", 2)[0].cached_tokens == 0
+    assert finished(scene, "a")[0].cached_tokens == 0
     assert finished(scene, "again", 1)[0].cached_tokens == 12
     stored = [block for event in scene.kv()[plain:] for block in unpack_u64(event.sequence_hashes)]
     # The last token of an answer is never computed, so its block is not full.
@@ -209,8 +193,7 @@ async def test_continued_response_keeps_adapter_and_tenant(scene: Scene) -> None
 async def test_growth_of_a_continued_response_counts_from_its_prompt(scene: Scene) -> None:
     async with scene.serving(scene.worker(speedup=5.0)) as epoch:  # a token a batch
         await scene.append(TOKENS, SLOT, emitted("a", 0, [7] * 5))
-        await scene.send(later("a", epoch, 60, report_output=True))
-        await until(lambda: finished(scene, "a", 2))
+        await continues(scene, later("a", epoch, 60, report_output=True))
     reported = [event.output_tokens for event in scene.progress(OutputGrown)]
     assert reported == [6, *range(7, 60, 4)]
 
@@ -218,10 +201,9 @@ async def test_growth_of_a_continued_response_counts_from_its_prompt(scene: Scen
 async def test_ended_response_is_reported_to_the_owner_only(scene: Scene, epoch: int) -> None:
     await scene.send(later("a", epoch, 6, attempt=1))
     await until(lambda: finished(scene, "a", 1))
-    await scene.send(later("a", epoch, 6))
-    await until(lambda: finished(scene, "a", 2))
+    await continues(scene, later("a", epoch, 6))
     assert [type(event) for event in scene.tokens()][-2:] == [ResponseEnded, AttemptStarted]
-    (first,), (second,) = finished(scene, "a", 1), finished(scene, "a", 2)
+    (first,), (second,) = finished(scene, "a", 1), finished(scene, "a")
     assert (second.finish_reason, second.output_tokens) == (first.finish_reason, first.output_tokens) == ("length", 6)
     assert [event.attempt for event in scene.progress(FirstTokenEmitted)] == [1]
 
@@ -238,10 +220,9 @@ async def test_an_end_with_an_error_is_reported_as_a_failure(scene: Scene, epoch
 
 async def test_complete_response_without_an_end_is_ended(scene: Scene, epoch: int) -> None:
     await scene.append(TOKENS, SLOT, emitted("a", 0, [7] * 10))
-    await scene.send(later("a", epoch))
-    await until(lambda: finished(scene, "a", 2))
+    await continues(scene, later("a", epoch))
     reply = observed(scene, "a")
-    assert (reply.tokens, of_attempt(scene, "a", 2)) == ([7] * 10, [])
+    assert (reply.tokens, scene.chunks("a", 2)) == ([7] * 10, [])
     assert reply.ended is not None
     assert (reply.ended.finish_reason, reply.ended.usage) == ("length", Usage(prompt_tokens=6, output_tokens=10))
     assert [type(event) for event in scene.progress()] == [RequestFinished]
@@ -263,9 +244,8 @@ async def test_superseded_attempt_emits_nothing(scene: Scene, worker: Worker, ep
     await scene.append(TOKENS, SLOT, started)
     await scene.send(later("a", epoch))
     await until(lambda: worker.counters.superseded)
-    await scene.send(later("b", epoch))
-    await until(lambda: finished(scene, "b", 2))
-    assert of_attempt(scene, "a", 2) == []
+    await continues(scene, later("b", epoch))
+    assert scene.chunks("a", 2) == []
     assert {event.request_id for event in [*scene.progress(), *scene.tokens(ResponseEnded)]} == {"b"}
 
 
@@ -279,16 +259,15 @@ async def test_earlier_request_with_the_same_id_is_ignored(scene: Scene, epoch: 
     await scene.append(TOKENS, SLOT, emitted("b", 0, [5]))
     for item in (later("b", epoch), later("a", epoch, reply_from=begin), later("c", epoch, reply_from=10_000)):
         await scene.send(item)
-    await until(lambda: all(finished(scene, name, 2) for name in "abc"))
-    assert [of_attempt(scene, name, 2)[0].first_index for name in "abc"] == [2, 1, 0]
+    await until(lambda: all(finished(scene, name) for name in "abc"))
+    assert [scene.chunks(name, 2)[0].first_index for name in "abc"] == [2, 1, 0]
 
 
 async def test_undecodable_output_is_skipped_and_counted(scene: Scene, worker: Worker, epoch: int) -> None:
     await scene.log.append([Draft(TOKENS.name, SLOT, b"\xc1")])
     begin = await scene.append(TOKENS, SLOT, emitted("a", 0, [7, 8]))
-    await scene.send(later("a", epoch))
-    await until(lambda: finished(scene, "a", 2))
-    assert finished(scene, "a", 2)[0].output_tokens == 10
+    await continues(scene, later("a", epoch))
+    assert finished(scene, "a")[0].output_tokens == 10
     assert worker.counters.reading.undecodable == 1
     records = scene.log.records(TOKENS.name, SLOT, begin, 100)
     chunks = [event.chunks[0] for record in records if isinstance(event := decode(TOKENS, record.value), TokensEmitted)]
@@ -302,7 +281,7 @@ async def test_moved_requests_share_one_read_of_a_slot(scene: Scene, worker: Wor
     await scene.log.append([Draft(TOKENS.name, SLOT, encode(TOKENS, event)) for event in generated])
     items = [later(name, epoch, 42) for name in names]
     await scene.log.append([Draft(WORK.name, WORK_SLOT, encode(WORK, item)) for item in items])
-    await until(lambda: all(finished(scene, name, 2) for name in names))
+    await until(lambda: all(finished(scene, name) for name in names))
     assert all(observed(scene, name).tokens[:40] == list(range(40)) for name in names)
     assert worker.counters.continued == len(names)
     assert worker.counters.reading.passes == 1
@@ -317,8 +296,8 @@ async def test_other_requests_continue_during_the_read(scene: Scene, gate: Gated
         await until(lambda: finished(scene, "b", 1))
         await scene.send(later("c", epoch))
         gate.open.set()
-        await until(lambda: finished(scene, "a", 2) and finished(scene, "c", 2))
-    assert of_attempt(scene, "a", 2)[0].first_index == 1
+        await until(lambda: finished(scene, "a") and finished(scene, "c"))
+    assert scene.chunks("a", 2)[0].first_index == 1
 
 
 async def test_cancellation_or_new_attempt_during_the_read(scene: Scene, gate: GatedLog) -> None:
@@ -335,8 +314,8 @@ async def test_cancellation_or_new_attempt_during_the_read(scene: Scene, gate: G
         gate.open.set()
         await until(lambda: finished(scene, "b", 3))
     assert [event.request_id for event in scene.tokens(ResponseEnded)] == ["c", "b"]
-    assert of_attempt(scene, "a", 2) == of_attempt(scene, "b", 2) == []
-    assert of_attempt(scene, "b", 3)[0].first_index == 1
+    assert scene.chunks("a", 2) == scene.chunks("b", 2) == []
+    assert scene.chunks("b", 3)[0].first_index == 1
     assert worker.counters.continued == 1
 
 
@@ -348,7 +327,7 @@ async def test_repeated_item_during_the_read(scene: Scene, gate: GatedLog) -> No
         await scene.send(later("a", epoch, owner_epoch=2))
         await until(lambda: worker.counters.repeated)
         gate.open.set()
-        await until(lambda: finished(scene, "a", 2))
+        await until(lambda: finished(scene, "a"))
     assert [event.owner_epoch for event in scene.tokens(AttemptStarted)] == [1]
     assert {event.owner_epoch for event in scene.tokens(TokensEmitted)} == {2}
     assert len(observed(scene, "a").tokens) == 10
@@ -362,10 +341,9 @@ async def test_worker_lost_during_the_read_emits_nothing(scene: Scene, gate: Gat
         await scene.lose(epoch)
         again = await scene.admit(worker, "t1.2")
         gate.open.set()
-        await scene.send(later("b", again))
-        await until(lambda: finished(scene, "b", 2))
+        await continues(scene, later("b", again))
     assert {event.request_id for event in [*scene.progress(), *scene.tokens(ResponseEnded)]} == {"b"}
-    assert of_attempt(scene, "a", 2) == []
+    assert scene.chunks("a", 2) == []
 
 
 async def test_response_without_its_start_fails_alone(scene: Scene, gate: GatedLog) -> None:
@@ -377,11 +355,9 @@ async def test_response_without_its_start_fails_alone(scene: Scene, gate: GatedL
         await scene.append(TOKENS, SLOT, emitted("b", 0, [9]))
         await scene.send(later("a", epoch, reply_from=1))
         await scene.send(later("b", epoch, reply_from=2))
-        await until(lambda: scene.progress(RequestFailed) and finished(scene, "b", 2))
-    (ended,) = [end for end in scene.tokens(ResponseEnded) if end.request_id == "a"]
-    assert ended.error is not None
-    assert ended.error.code == "tokens_missing"
-    assert of_attempt(scene, "b", 2)[0].first_index == 1
+        await until(lambda: scene.progress(RequestFailed) and finished(scene, "b"))
+    assert scene.end("a").error.code == "tokens_missing"
+    assert scene.chunks("b", 2)[0].first_index == 1
 
 
 async def test_a_slot_that_cannot_be_read_now_is_read_again(
@@ -393,8 +369,7 @@ async def test_a_slot_that_cannot_be_read_now_is_read_again(
     async with scene.serving(scene.worker(log=gate)) as epoch:
         output = expected_output(PROMPT, 10)
         await scene.append(TOKENS, SLOT, emitted("a", 0, output[:4]))
-        await scene.send(later("a", epoch))
-        await until(lambda: finished(scene, "a", 2))
+        await continues(scene, later("a", epoch))
     assert observed(scene, "a").tokens == output
     assert len(scene.tokens(AttemptStarted)) == 1
 
@@ -405,9 +380,8 @@ async def test_a_slot_that_cannot_be_read_ends_the_worker(scene: Scene, gate: Ga
     gate.error = None if torn else LogError("the disk is gone")
     gate.open.set()
     worker = scene.worker(log=gate)
-    async with ended_group(worker) as task:
-        epoch = await scene.admit(worker, "t1")
-        await scene.send(later("a", epoch))
+    async with scene.running(worker) as task:
+        await scene.send(later("a", scene.epoch))
         with pytest.raises(ExceptionGroup) as caught:
             await task
     assert caught.group_contains(

@@ -1,7 +1,6 @@
 """Life cycle of a worker and its requests on a real log: admission, work, records, and the loss of its epoch."""
 
 import asyncio
-from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from forebay.core.block_hashes import hash_seed, sequence_hashes
-from forebay.events.base import Event, pack_u32, unpack_u32, unpack_u64
+from forebay.events.base import Event, pack_u32, unpack_u64
 from forebay.events.codec import encode
 from forebay.events.control import Command
 from forebay.events.fleet import (
@@ -30,6 +29,7 @@ from forebay.events.work import ReannounceCache, ReleaseKv, WorkCancelled, Worke
 from forebay.transport.base import Draft
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.runtime import request_table
+from forebay.workers.runtime.lease_keeper import LeaseKeeper
 from forebay.workers.runtime.metrics import WorkerMetrics
 from forebay.workers.runtime.request_table import (
     AttemptKey,
@@ -42,29 +42,13 @@ from forebay.workers.runtime.worker import READ_MAX, Worker, WorkerReplaced
 from tests.workers.conftest import GROUP, PARTITION, WORK, WORK_SLOT, Scene, engine_config, until, work_item
 
 
-def answer(scene: Scene, name: str, attempt: int = 1, slot: int = 3) -> list[int]:
-    """Return the tokens of one attempt, each index once."""
-    tokens: list[int] = []
-    for event in scene.tokens(TokensEmitted, slot):
-        for chunk in event.chunks:
-            if (chunk.request_id, chunk.attempt) == (name, attempt):
-                assert chunk.first_index == len(tokens)
-                tokens += unpack_u32(chunk.token_ids)
-    return tokens
-
-
-def over(scene: Scene, *names: str) -> bool:
-    ends = scene.progress(RequestFinished) + scene.progress(RequestFailed)
-    return {end.request_id for end in ends}.issuperset(names)
-
-
 async def test_response_is_on_the_log_in_order(scene: Scene, worker: Worker, epoch: int) -> None:
     lease = scene.lease()
     assert lease is not None
     assert msgspec.msgpack.decode(lease.payload, type=WorkerLease) == WorkerLease(spec=worker.spec)
     await scene.send(work_item("a", list(range(9)), 10, worker_epoch=epoch, owner_epoch=4))
-    await until(lambda: over(scene, "a"))
-    assert len(answer(scene, "a")) == 10
+    await scene.ended("a")
+    assert len(scene.output("a")) == 10
     last = scene.tokens()[-1]
     assert last == ResponseEnded(
         request_id="a",
@@ -114,16 +98,16 @@ async def test_only_events_for_the_own_group_name_and_epoch_are_run(
     """The epoch is the worker's own in most cases: epochs of two groups can be equal."""
     registry = CollectorRegistry()
     registry.register(WorkerMetrics(worker))
-    await scene.send(work_item("under-way", [1], 200, worker_epoch=epoch))
+    await scene.ask("under-way", [1], 200)
     await until(lambda: "under-way" in worker.active_requests)
     strangers = work_of_every_kind(**{"worker_epoch": epoch, **to})
     await scene.log.append([Draft(WORK.name, WORK_SLOT, encode(WORK, event)) for event in strangers])
-    await scene.send(work_item("last", [1], 1, worker_epoch=epoch))
-    await until(lambda: over(scene, "under-way", "last"))
+    await scene.ask("last", [1], 1)
+    await scene.ended("under-way", "last")
     labels = {"worker_id": "w1", "reason": reason}
     assert registry.get_sample_value("forebay_worker_items_skipped_total", labels) == len(strangers)
-    assert answer(scene, "mine") == []
-    assert len(answer(scene, "under-way")) == 200
+    assert scene.output("mine") == []
+    assert len(scene.output("under-way")) == 200
     assert (worker.counters.reannounced, scene.progress(CommandDone)) == (0, [])
     reported = [record for record in caplog.records if "because two workers read one partition" in record.getMessage()]
     assert len(reported) == (reason != "other_epoch"), "the first is logged, further ones are counted"
@@ -134,7 +118,7 @@ async def test_one_record_per_slot_and_batch(scene: Scene) -> None:
         items = [work_item(f"r{slot}", [slot], 4, worker_epoch=epoch, reply_slot=slot % 2) for slot in range(6)]
         drafts = [Draft(WORK.name, WORK_SLOT, msgspec.msgpack.encode(item)) for item in items]
         await scene.log.append(drafts)
-        await until(lambda: over(scene, *[item.request_id for item in items]))
+        await scene.ended(*[item.request_id for item in items])
     for slot in (0, 1):
         assert [len(event.chunks) for event in scene.tokens(TokensEmitted, slot)] == [3]
         assert len(scene.tokens(ResponseEnded, slot)) == 3
@@ -142,12 +126,11 @@ async def test_one_record_per_slot_and_batch(scene: Scene) -> None:
 
 async def test_newer_attempt_replaces_an_older_one_in_flight(scene: Scene) -> None:
     worker = scene.worker(speedup=10.0)
-    async with scene.serving(worker) as epoch:
-        await scene.send(work_item("a", [1, 2], 150, worker_epoch=epoch))
+    async with scene.serving(worker):
+        await scene.ask("a", [1, 2], 150)
         await until(lambda: scene.tokens(TokensEmitted))
-        await scene.send(work_item("a", [1, 2], 150, worker_epoch=epoch, attempt=3))
-        await scene.send(work_item("a", [1, 2], 150, worker_epoch=epoch, attempt=2))
-        await until(lambda: over(scene, "a"))
+        await scene.ask("a", [1, 2], 150, attempt=3)
+        await scene.finish("a", [1, 2], 150, attempt=2)
     assert [end.attempt for end in scene.tokens(ResponseEnded)] == [3]
     assert worker.counters.repeated == 1
 
@@ -157,10 +140,9 @@ async def test_repeated_and_foreign_items_are_not_run(scene: Scene, worker: Work
     await scene.send(work_item("other", [1], 2, worker_epoch=epoch + 1))
     await scene.send(item)
     await scene.send(item)
-    await until(lambda: over(scene, "a"))
+    await scene.ended("a")
     await scene.send(item)
-    await scene.send(work_item("b", [1], 2, worker_epoch=epoch))
-    await until(lambda: over(scene, "b"))
+    await scene.finish("b", [1], 2)
     assert [end.request_id for end in scene.tokens(ResponseEnded)] == ["a", "b"]
     assert (worker.counters.repeated, worker.counters.other_epoch) == (2, 1)
 
@@ -178,23 +160,21 @@ async def test_repeated_item_takes_the_epoch_of_the_new_owner(scene: Scene) -> N
         await scene.send(item)
         await until(lambda: scene.tokens(TokensEmitted))
         await scene.send(msgspec.structs.replace(item, owner_epoch=2))
-        await until(lambda: over(scene, "a"))
+        await scene.ended("a")
     orders = [event.owner_epoch for event in scene.tokens(TokensEmitted)]
     assert orders == sorted(orders)
     assert set(orders) == {1, 2}
-    assert len(answer(scene, "a")) == 100
+    assert len(scene.output("a")) == 100
 
 
 async def test_a_cancelled_request_has_no_end_and_frees_its_blocks(scene: Scene) -> None:
     async with scene.serving(scene.worker(speedup=10.0)) as epoch:
         await scene.send(work_item("a", list(range(8)), 200, worker_epoch=epoch))
         await until(lambda: scene.tokens(TokensEmitted))
-        cancel = WorkCancelled(request_id="a", attempt=1, owner_epoch=0, worker_epoch=epoch)
-        await scene.send(cancel)
-        await scene.send(cancel)
+        for _ in range(2):
+            await scene.cancel("a")
         await until(lambda: scene.loads()[-1].running == 0)
-        await scene.send(work_item("b", [1], 1, worker_epoch=epoch))
-        await until(lambda: over(scene, "b"))
+        await scene.finish("b", [1], 1)
     assert [end.request_id for end in scene.tokens(ResponseEnded)] == ["b"]
     assert [end.request_id for end in scene.progress(RequestFinished)] == ["b"]
     assert scene.loads()[-1].kv_blocks_used == 0
@@ -202,8 +182,7 @@ async def test_a_cancelled_request_has_no_end_and_frees_its_blocks(scene: Scene)
 
 async def test_undecodable_records_become_dead_letters(scene: Scene, worker: Worker, epoch: int) -> None:
     await scene.log.append([Draft(WORK.name, WORK_SLOT, b"\xc1 nonsense", b"key")])
-    await scene.send(work_item("a", [1], 1, worker_epoch=epoch))
-    await until(lambda: over(scene, "a"))
+    await scene.finish("a", [1], 1)
     (letter,) = scene.dead_letters()
     assert (letter.value, letter.key) == (b"\xc1 nonsense", b"key")
     assert letter.headers is not None
@@ -214,9 +193,9 @@ async def test_undecodable_records_become_dead_letters(scene: Scene, worker: Wor
 
 
 async def test_refused_requests_end_with_an_error(scene: Scene, epoch: int) -> None:
-    await scene.send(work_item("large", [1] * 5, 1000, worker_epoch=epoch))
-    await scene.send(work_item("rank", [1], 1, worker_epoch=epoch, rank=1))
-    await until(lambda: over(scene, "large", "rank"))
+    await scene.ask("large", [1] * 5, 1000)
+    await scene.ask("rank", [1], 1, rank=1)
+    await scene.ended("large", "rank")
     errors = {end.request_id: end.error for end in scene.tokens(ResponseEnded)}
     assert (errors["large"].status, errors["large"].code) == (400, "context_length_exceeded")
     assert "5 prompt tokens and 1000 to generate" in errors["large"].message
@@ -234,7 +213,7 @@ async def test_a_lost_worker_drops_everything_and_joins_as_a_new_incarnation(sce
         again = await scene.admit(worker, "t1.2")
         await scene.send(work_item("a", list(range(8)), 100, worker_epoch=epoch))
         await scene.send(work_item("b", list(range(8)), 1, worker_epoch=again))
-        await until(lambda: over(scene, "b"))
+        await scene.ended("b")
     assert [end.request_id for end in scene.tokens(ResponseEnded)] == ["b"]
     renewed = [event for event in scene.kv() if event.worker_epoch == again]
     assert [(type(event), event.seq) for event in renewed] == [(BlocksStored, 1)]
@@ -242,28 +221,34 @@ async def test_a_lost_worker_drops_everything_and_joins_as_a_new_incarnation(sce
 
 
 async def test_attempt_with_an_unknown_rank_ends_the_older_one(scene: Scene) -> None:
-    async with scene.serving(scene.worker(speedup=10.0)) as epoch:
-        await scene.send(work_item("a", [1, 2], 150, worker_epoch=epoch))
+    async with scene.serving(scene.worker(speedup=10.0)):
+        await scene.ask("a", [1, 2], 150)
         await until(lambda: scene.tokens(TokensEmitted))
-        await scene.send(work_item("a", [1, 2], 150, worker_epoch=epoch, attempt=2, rank=1))
-        await until(lambda: over(scene, "a"))
-        await scene.send(work_item("a", [1, 2], 150, worker_epoch=epoch, attempt=3))
+        await scene.finish("a", [1, 2], 150, attempt=2, rank=1)
+        await scene.ask("a", [1, 2], 150, attempt=3)
         await until(lambda: len(scene.progress(RequestFailed)) == 2)
     kinds = [type(event) for event in scene.tokens() if not isinstance(event, TokensEmitted)]
     assert kinds == [AttemptStarted, ResponseEnded, AttemptStarted]
     assert [failed.attempt for failed in scene.progress(RequestFailed)] == [2, 3]
 
 
-async def test_later_worker_of_the_same_name_wins(scene: Scene) -> None:
+@pytest.mark.parametrize("is_admitted", [False, True], ids=["while it renews", "while it joins again"])
+async def test_later_worker_of_the_same_name_wins(scene: Scene, is_admitted: bool) -> None:
+    if not is_admitted:
+        scene.keeper = LeaseKeeper(scene.leases, ttl_s=0.1)
+        scene.keeper.start()
     worker = scene.worker()
     task = asyncio.create_task(worker.run())
-    epoch = await scene.admit(worker, "t1")
+    await until(lambda: scene.holds("t1"))
+    epoch = await scene.admit(worker, "t1") if is_admitted else 0
     scene.leases.acquire(GROUP, "w1", "later", b"", 60_000)
-    await scene.lose(epoch)
+    if is_admitted:
+        await scene.lose(epoch)
     with pytest.raises(ExceptionGroup) as caught:
         await task
     assert caught.group_contains(WorkerReplaced, match="later")
     assert scene.holds("later")
+    await scene.keeper.stop()
 
 
 async def test_a_warm_cache_is_announced_before_anything_else_of_the_epoch(scene: Scene) -> None:
@@ -271,10 +256,9 @@ async def test_a_warm_cache_is_announced_before_anything_else_of_the_epoch(scene
     item = work_item("a", list(range(8)), 1)
     known = unpack_u64(item.sequence_hashes)
     engine.warm(known)
-    worker = Worker(scene.log, scene.keeper, scene.spec(), engine, token="t1", group=GROUP, partition=PARTITION)
-    async with scene.serving(worker) as epoch:
+    async with scene.serving(scene.worker(engine=engine)) as epoch:
         await scene.send(msgspec.structs.replace(item, worker_epoch=epoch))
-        await until(lambda: over(scene, "a"))
+        await scene.ended("a")
     announced = scene.kv()[0]
     assert (announced.worker_epoch, announced.seq) == (epoch, 1)
     assert sorted(unpack_u64(announced.sequence_hashes)) == sorted(known)
@@ -282,10 +266,10 @@ async def test_a_warm_cache_is_announced_before_anything_else_of_the_epoch(scene
 
 
 async def test_ranks_have_the_numbers_of_the_spec(scene: Scene) -> None:
-    async with scene.serving(scene.worker(dp_size=2, dp_start_rank=4)) as epoch:
+    async with scene.serving(scene.worker(dp_size=2, dp_start_rank=4)):
         for name, rank in (("a", 4), ("b", 5), ("c", 0), ("d", 6)):
-            await scene.send(work_item(name, [ord(name)] * 8, 1, worker_epoch=epoch, rank=rank))
-        await until(lambda: over(scene, "a", "b", "c", "d"))
+            await scene.ask(name, [ord(name)] * 8, 1, rank=rank)
+        await scene.ended("a", "b", "c", "d")
     assert {event.rank for event in scene.kv()} == {4, 5}
     assert {event.rank for event in scene.loads()} == {4, 5}
     failed = {failed.request_id: failed.error for failed in scene.progress(RequestFailed)}
@@ -298,16 +282,15 @@ async def test_ranks_have_the_numbers_of_the_spec(scene: Scene) -> None:
 async def test_adapters_and_tenants_never_share_blocks(scene: Scene) -> None:
     salts = [("", ""), ("lora-a", ""), ("lora-b", ""), ("", "tenant")]
     prompt = list(range(8))
-    async with scene.serving(scene.worker(loras=("lora-a", "lora-b"))) as epoch:
+    async with scene.serving(scene.worker(loras=("lora-a", "lora-b"))):
         for number, (lora, tenant) in enumerate(salts):
             hashes = sequence_hashes(pack_u32(prompt), 4, hash_seed(lora, tenant))
             salted = {"lora_name": lora, "cache_namespace": tenant, "sequence_hashes": hashes}
-            await scene.send(work_item(f"r{number}", prompt, 9, worker_epoch=epoch, **salted))
-            await until(partial(over, scene, f"r{number}"))
-    assert len({tuple(answer(scene, f"r{number}")) for number in range(4)}) == 1
+            await scene.finish(f"r{number}", prompt, 9, **salted)
+    assert len({tuple(scene.output(f"r{number}")) for number in range(4)}) == 1
     assert [end.cached_tokens for end in scene.progress(RequestFinished)] == [0, 0, 0, 0]
     stored = [block for event in scene.kv() for block in unpack_u64(event.sequence_hashes)]
-    text = pack_u32(prompt + answer(scene, "r0"))
+    text = pack_u32(prompt + scene.output("r0"))
     expected = [unpack_u64(sequence_hashes(text, 4, hash_seed(*salt))) for salt in salts]
     assert stored == [block for chain in expected for block in chain]
 
@@ -316,9 +299,9 @@ async def test_adapters_and_tenants_never_share_blocks(scene: Scene) -> None:
 async def test_output_growth_is_reported_if_requested(scene: Scene, speedup: float) -> None:
     """Once for each engine batch in which prompt and output reached another block, after the tokens."""
     async with scene.serving(scene.worker(speedup=speedup)) as epoch:
-        await scene.send(work_item("a", [1] * 6, 100, worker_epoch=epoch, report_output=True))
-        await scene.send(work_item("b", [2] * 6, 100, worker_epoch=epoch))
-        await until(lambda: over(scene, "a", "b"))
+        await scene.ask("a", [1] * 6, 100, report_output=True)
+        await scene.ask("b", [2] * 6, 100)
+        await scene.ended("a", "b")
     grown = scene.progress(OutputGrown)
     assert {(event.request_id, event.attempt, event.worker_epoch) for event in grown} <= {("a", 1, epoch)}
     reported = [event.output_tokens for event in grown]
@@ -342,8 +325,7 @@ async def test_burst_is_processed_in_slices(scene: Scene) -> None:
 async def test_suspect_or_draining_worker_continues_its_requests(scene: Scene, worker: Worker, epoch: int) -> None:
     for kind in (WorkerSuspect, WorkerRecovered, WorkerDraining):
         await scene.append(FLEET, PARTITION, kind(worker_id="w1", worker_epoch=epoch, owner_epoch=0))
-        await scene.send(work_item(kind.__name__, [1], 1, worker_epoch=epoch))
-        await until(partial(over, scene, kind.__name__))
+        await scene.finish(kind.__name__, [1], 1)
     assert worker.worker_epoch == epoch
 
 
@@ -360,8 +342,7 @@ async def test_stale_and_foreign_fleet_events_are_ignored(
     await scene.log.append([Draft(FLEET.name, PARTITION, b"{}")])
     await until(lambda: worker.counters.fleet_undecodable == 1)
     assert worker.worker_epoch == epoch
-    await scene.send(work_item("a", [1], 1, worker_epoch=epoch))
-    await until(lambda: over(scene, "a"))
+    await scene.finish("a", [1], 1)
     assert worker.worker_epoch == epoch
 
 
@@ -382,20 +363,6 @@ async def test_a_worker_knows_the_event_types_of_the_newest_owner(scene: Scene) 
         joined = WorkerJoined(owner_epoch=9, spec=other, lease="t2", slot=1, from_offset=0, events_version=2)
         await scene.append(FLEET, PARTITION, joined)
         await until(lambda: worker.owner_events == 2)
-
-
-async def test_replaced_worker_ends(scene: Scene) -> None:
-    scene.keeper = type(scene.keeper)(scene.leases, ttl_s=0.1)
-    scene.keeper.start()
-    worker = scene.worker()
-    task = asyncio.create_task(worker.run())
-    await until(lambda: scene.holds("t1"))
-    scene.leases.acquire(GROUP, "w1", "other", b"", 60_000)
-    with pytest.raises(ExceptionGroup) as caught:
-        await task
-    assert caught.group_contains(WorkerReplaced, match="other")
-    assert scene.holds("other")
-    await scene.keeper.stop()
 
 
 ATTEMPT = 2

@@ -203,18 +203,6 @@ async def test_gap_at_the_end_is_found_when_idle() -> None:
         assert announced.held == set() and not announced.lost
 
 
-async def test_unreplayable_loss_empties_the_rank_and_clears_the_engine() -> None:
-    async with publishing() as publisher, feeding(publisher.source) as (feed, announced):
-        await subscribed(publisher, feed, announced)
-        for _ in range(3):
-            await publisher.publish([], dropped=True)
-        publisher.buffer.clear()
-        await publisher.publish([vllm_stored([1], PROMPT[:32])])
-        await until(lambda: feed.sequence.next_seq == publisher.next_seq)
-        assert announced.held == {NAMES[0]} and len(announced.lost) == 1 and "missing" in announced.lost[0]
-        assert feed.counts["lost"] == 1
-
-
 async def test_gap_is_a_loss_without_a_replay_socket() -> None:
     async with publishing() as publisher:
         source = KvSource(publisher.source.endpoint, None, "kv")

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from forebay.workers.engine import EngineError
 from forebay.workers.kv_tiers.block_format import (
-    BAD_REASONS,
     FORMAT_VERSION,
     HEAD_BYTES,
     PAYLOAD_OFFSET,
@@ -196,11 +195,6 @@ def test_headers_and_file_names_round_trip(key: bytes, sequence_hash: int, check
     assert folder == file[:2]
     assert parse_file_name(file) == name
     assert parse_file_name(f"{file}.tmp") is None
-
-
-@given(st.binary(max_size=2 * HEAD_BYTES))
-def test_decoding_a_header_never_fails(data: bytes) -> None:
-    assert BlockFormat(identity()).read_head(data, name_of(1))[0] in BAD_REASONS
 
 
 # --- Quotas
