@@ -42,7 +42,7 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.001)
 
 
-def engine_config(**changes: int) -> EngineConfig:
+def engine_config(**changes: Any) -> EngineConfig:
     sizes: dict[str, Any] = {"block_size": 4, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     return EngineConfig(vocabulary=VOCABULARY, **{**sizes, **changes})
 

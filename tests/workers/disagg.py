@@ -7,17 +7,15 @@ from typing import Any
 
 import msgspec
 
-from forebay.events.base import unpack_u32
 from forebay.events.decisions import Stage
-from forebay.events.progress import PrefillFailed, PrefillFinished, RequestFinished, TransferFailed
-from forebay.events.tokens import ResponseEnded, TokensEmitted
+from forebay.events.progress import PrefillFailed, PrefillFinished, TransferFailed
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkCancelled, WorkItem
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.kv import KvSettings, MockKv, ModelledKv
 from forebay.workers.engines.mock.rank import MockRank
 from forebay.workers.runtime.worker import Worker
-from tests.workers.conftest import GROUP, PARTITION, Scene, engine_config, until, work_item
+from tests.workers.conftest import Scene, engine_config, until, work_item
 
 BLOCK_BYTES = 32
 SLOTS = {"prefill": 5, "decode": 6, "aggregated": 7}
@@ -84,11 +82,7 @@ class Pair:
         await self.scene.send(item, self.prefill.slot)
 
     async def computed(self, name: str) -> Prefilled:
-        def generated() -> list[Any]:
-            return [one for one in self.scene.progress(PrefillFinished) if one.request_id == name]
-
-        await until(generated)
-        prefilled: Prefilled = generated()[-1].prefilled
+        prefilled: Prefilled = (await self._event(PrefillFinished, name)).prefilled
         return prefilled
 
     async def answer(self, name: str, prefilled: Prefilled | None, stage: Stage = "decode", **changes: Any) -> None:
@@ -98,30 +92,23 @@ class Pair:
 
     async def generated(self, name: str) -> list[int]:
         """Return the complete output of a request."""
-        await until(lambda: self.ended(name))
-        assert self.ended(name).finish_reason == "length", self.ended(name)
-        return output_by(self.scene, name)
-
-    def ended(self, name: str) -> Any:
-        return next((end for end in self.scene.tokens(ResponseEnded) if end.request_id == name), None)
+        await until(lambda: self.scene.end(name))
+        assert self.scene.end(name).finish_reason == "length", self.scene.end(name)
+        return self.scene.output(name)
 
     async def not_fetched(self, name: str) -> str:
         """Why the KV could not be had."""
-
-        def lost() -> list[Any]:
-            return [one for one in self.scene.progress(TransferFailed) if one.request_id == name]
-
-        await until(lost)
-        error: str = lost()[-1].error
+        error: str = (await self._event(TransferFailed, name)).error
         return error
 
     async def failed(self, name: str) -> PrefillFailed:
-        def lost() -> list[Any]:
-            return [one for one in self.scene.progress(PrefillFailed) if one.request_id == name]
+        found: PrefillFailed = await self._event(PrefillFailed, name)
+        return found
 
-        await until(lost)
-        last: PrefillFailed = lost()[-1]
-        return last
+    async def _event(self, kind: type, name: str) -> Any:
+        """Wait for the newest event of a request."""
+        await until(lambda: any(one.request_id == name for one in self.scene.progress(kind)))
+        return [one for one in self.scene.progress(kind) if one.request_id == name][-1]
 
     async def cancel(self, name: str, side: Side, attempt: int = 1) -> None:
         order = WorkCancelled(request_id=name, attempt=attempt, owner_epoch=0, worker_epoch=side.epoch)
@@ -133,19 +120,15 @@ class Pair:
         await self.decode.idle()
 
 
-def output_by(scene: Scene, name: str) -> list[int]:
-    chunks = [chunk for event in scene.tokens(TokensEmitted) for chunk in event.chunks if chunk.request_id == name]
-    return [token for chunk in chunks for token in unpack_u32(chunk.token_ids)]
-
-
 def side(
     scene: Scene, role: str, kv: KvSettings, speedup: float = 1000.0, name: str = "", dp_size: int = 1, **sizes: int
 ) -> Side:
     """A worker with a mock engine, not running."""
     engine = MockEngine(engine_config(**sizes), dp_size=dp_size, speedup=speedup, kv=kv)
-    spec = scene.spec(dp_size, name or f"{role}-1", role=role, kv_blocks_total=sizes.get("kv_blocks_total", 64))
-    worker = Worker(
-        scene.log, scene.keeper, spec, engine, token=f"t-{spec.worker_id}", group=GROUP, partition=PARTITION
+    name = name or f"{role}-1"
+    blocks = sizes.get("kv_blocks_total", 64)
+    worker = scene.worker(
+        engine=engine, dp_size=dp_size, name=name, token=f"t-{name}", role=role, kv_blocks_total=blocks
     )
     return Side(worker, engine, SLOTS[role])
 
@@ -170,5 +153,5 @@ async def aggregated(
     """Return the output of a worker that runs both stages."""
     async with serving(scene, side(scene, "aggregated", kv_settings(), name=f"one-{name}")) as one:
         await scene.send(work_item(name, prompt, max_tokens, worker_epoch=one.epoch, **changes), one.slot)
-        await until(lambda: any(end.request_id == name for end in scene.progress(RequestFinished)))
-    return output_by(scene, name)
+        await scene.ended(name)
+    return scene.output(name)

@@ -17,6 +17,7 @@ from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch
 from forebay.workers.engines.mock.engine import MockEngine
+from tests.depth import examples
 from tests.workers.conftest import VOCABULARY, engine_config, until, work_item
 from tests.workers.disagg import kv_settings
 
@@ -180,6 +181,7 @@ def _nth(found: list[str], number: int) -> str | None:
     return found[number % len(found)] if found else None
 
 
+@examples(0.5)
 @given(st.lists(operations, min_size=1, max_size=40))
 def test_disagg_requests_end_once_and_all_blocks_are_freed(drawn: list[tuple[Any, ...]]) -> None:
     async def scenario() -> None:

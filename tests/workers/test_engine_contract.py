@@ -396,6 +396,7 @@ async def test_a_killed_engine_is_reported_and_leaves_nothing(victim: int) -> No
     await_end(pids)
 
 
+@pytest.mark.slow
 async def test_calls_end_when_the_engine_dies() -> None:
     async with driven(hosted(settings(command="exit")), HOSTED_SPEC) as one:
         waiting = asyncio.create_task(one.engine.command(Command(action="pause")))
@@ -405,12 +406,14 @@ async def test_calls_end_when_the_engine_dies() -> None:
             await waiting
 
 
+@pytest.mark.slow
 async def test_a_failed_check_has_its_cause() -> None:
     async with driven(hosted(settings(check="fail")), HOSTED_SPEC) as one:
         with pytest.raises(EngineError, match="the weights are broken"):
             await one.engine.check()
 
 
+@pytest.mark.slow
 async def test_an_engine_starts_again_after_its_death() -> None:
     engine = hosted(settings())
     for _ in range(2):
@@ -455,7 +458,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("arguments", [{}, {"start": "hang"}])
+@pytest.mark.parametrize("arguments", [{}, pytest.param({"start": "hang"}, marks=pytest.mark.slow)])
 def test_no_process_is_left_when_the_worker_is_killed(arguments: dict[str, str], tmp_path: Path) -> None:
     """Also while the engine hangs in its start, which it reports in its log."""
     script = tmp_path / "worker.py"

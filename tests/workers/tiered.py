@@ -6,25 +6,22 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
 from forebay.engine_model.model import EngineConfig, Stored
 from forebay.engine_model.timing import LinearTiming
-from forebay.events.base import pack_u32, unpack_u32
+from forebay.events.base import pack_u32
 from forebay.events.fleet import WorkerSpec
-from forebay.events.requests import Sampling
 from forebay.events.work import WorkItem
-from forebay.workers.engine import Cleared, EngineBatch
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.kv import KvSettings
-from forebay.workers.engines.mock.tiers import MockTiers
 from forebay.workers.kv_tiers import offload_manager
 from forebay.workers.kv_tiers.block_store import BlockStore
 from forebay.workers.kv_tiers.identity import BlockName
 from forebay.workers.kv_tiers.settings import TierSettings
-from tests.workers.conftest import VOCABULARY, until
+from tests.engines.driven import Driven
+from tests.workers.conftest import VOCABULARY, until, work_item
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 32
@@ -50,21 +47,9 @@ def disk_of(folder: Path, **changes: Any) -> TierSettings:
 
 
 def item_of(name: str, prompt: list[int] = PROMPT, max_tokens: int = 6, **changes: Any) -> WorkItem:
-    packed = pack_u32(prompt)
     seed = hash_seed(changes.get("lora_name", ""), changes.get("cache_namespace", ""))
-    media = mm_hashes(changes.get("media", ()), BLOCK_SIZE)
-    item = WorkItem(
-        request_id=name,
-        attempt=1,
-        owner_epoch=1,
-        worker_epoch=1,
-        rank=0,
-        token_ids=packed,
-        sequence_hashes=sequence_hashes(packed, BLOCK_SIZE, seed, media),
-        reply_slot=0,
-        sampling=Sampling(max_tokens=max_tokens, temperature=0.0),
-    )
-    return msgspec.structs.replace(item, **changes)
+    hashes = sequence_hashes(pack_u32(prompt), BLOCK_SIZE, seed, mm_hashes(changes.get("media", ()), BLOCK_SIZE))
+    return work_item(name, prompt, max_tokens, **{"sequence_hashes": hashes, **changes})
 
 
 def hashes_of(prompt: list[int]) -> list[int]:
@@ -98,86 +83,44 @@ def flipped_bytes(monkeypatch: pytest.MonkeyPatch) -> Flips:
     return found
 
 
-class Tiered:
+class Tiered(Driven):
     """A running mock engine with tiers."""
 
-    def __init__(self, engine: MockEngine, spec: WorkerSpec) -> None:
-        self.engine = engine
-        self.spec = spec
-        self.batches: list[EngineBatch] = []
-        self.running: asyncio.Task[None] | None = None
+    engine: MockEngine
 
-    async def until(self, condition: Callable[[], object]) -> None:
-        """Wait until the condition holds. Raises the error of the engine if it has failed."""
+    async def until(self, generated: Callable[[], object]) -> None:
+        """Wait until the condition holds, also one that is not about batches."""
 
         def holds() -> object:
-            assert self.running is not None
-            if self.running.done():
-                self.running.result()
-            return condition()
+            if self.ended is not None:
+                raise self.ended
+            return generated()
 
         await until(holds)
 
-    def tiers(self, rank: int = 0) -> MockTiers:
-        found = self.engine.ranks[rank].tiers
-        assert found is not None
-        return found
-
-    async def ask(self, item: WorkItem) -> list[int]:
+    async def run(self, item: WorkItem) -> list[int]:
         """Run an item and return its output tokens."""
-        self.engine.submit(item)
-        await self.ended(item.request_id)
-        return self.tokens(item.request_id)
-
-    async def ended(self, *names: str) -> None:
-        await self.until(
-            lambda: (
-                {*names}
-                <= {end.request_id for one in self.batches for end in one.finished}
-                | {end.request_id for one in self.batches for end in one.failed}
-            )
-        )
-
-    def tokens(self, name: str) -> list[int]:
-        chunks = [chunk for one in self.batches for chunk in one.emitted if chunk.request_id == name]
-        return [token for chunk in chunks for token in unpack_u32(chunk.token_ids)]
+        answer = self.submit(item)
+        await self.until(lambda: answer.over)
+        return answer.tokens
 
     def onboarded(self, name: str) -> dict[str, int]:
         """Return the tokens that a request has loaded, by tier."""
-        (first,) = (one for batch in self.batches for one in batch.first_tokens if one.request_id == name)
-        return {part.tier: part.tokens for part in first.onboarded}
+        return {part.tier: part.tokens for part in self.answers[name].onboarded}
 
     def cached(self, name: str) -> int:
         """Return the prompt tokens of a request that were not computed."""
-        (end,) = (end for batch in self.batches for end in batch.finished if end.request_id == name)
+        end = self.answers[name].finished
+        assert end is not None
         return end.cached_tokens
 
-    def content(self, tier: str, rank: int = 0) -> set[int]:
-        """Return the blocks of a tier of a rank, from the changes that the engine has published."""
-        found: set[int] = set()
-        for batch in self.batches:
-            for change in batch.cache_changes if batch.rank == rank else ():
-                if isinstance(change, Cleared):
-                    found.clear()
-                elif change.tier == tier:
-                    (found.update if isinstance(change, Stored) else found.difference_update)(change.hashes)
-        return found
-
-    def held(self, rank: int = 0) -> set[int]:
+    def announced(self, rank: int = 0) -> set[int]:
         """Return the blocks in host memory and on disk that the engine would announce."""
         held = self.engine.held_in_tiers(rank)
         return {block for change in held if isinstance(change, Stored) for block in change.hashes}
 
-    def store(self) -> set[int]:
-        """Return the blocks of the shared store, from the changes that the engine has published."""
-        found: set[int] = set()
-        for batch in self.batches:
-            for change in batch.store_changes:
-                found = (found | set(change.stored)) - set(change.removed) - set(change.stale)
-        return found
-
-    async def has(self, tier: str, blocks: Sequence[int], rank: int = 0) -> None:
-        await self.until(lambda: {*blocks} <= (self.store() if tier == "store" else self.content(tier, rank)))
+    async def has(self, tier: Any, blocks: Sequence[int]) -> None:
+        await self.until(lambda: {*blocks} <= (self.shared if tier == "store" else self.lower[tier]))
 
     async def idle(self) -> None:
         """Wait until the engine has no request, and all blocks that were offered to tiers are written."""
@@ -200,7 +143,8 @@ async def tiered(
     engine = MockEngine(config, **{"speedup": SPEEDUP, "kv": kv, "tiers": tiers, **changes})
     try:
         one = Tiered(engine, await engine.start(spec))
-        running = one.running = asyncio.create_task(engine.run(one.batches.append))
+        running = asyncio.create_task(engine.run(one.publish))
+        running.add_done_callback(one.on_end)
         try:
             yield one
         finally:
@@ -213,4 +157,4 @@ async def tiered(
 async def expected(item: WorkItem) -> list[int]:
     """Return the output of an engine without tiers."""
     async with tiered(None) as one:
-        return await one.ask(item)
+        return await one.run(item)

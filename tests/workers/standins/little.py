@@ -1,10 +1,31 @@
 """Model and cache of the engine stand-ins: deterministic tokens, a small block cache, one token per step."""
 
+import sys
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, make_dataclass
+from types import ModuleType
+from typing import Any
+
+import pytest
 
 from tests.harness.openai_server.cache import BlockRemoved, BlocksStored, CacheEvent, Prefix
+
+
+def struct(name: str, **defaults: Any) -> Any:
+    """Return a type with these fields and defaults, which rejects other fields as the real one does."""
+    return make_dataclass(name, [(one, Any, default) for one, default in defaults.items()], kw_only=True, slots=True)
+
+
+def install_modules(monkeypatch: pytest.MonkeyPatch, contents: Mapping[str, Sequence[Any]]) -> None:
+    """Make modules importable, with these classes and functions."""
+    for name, values in contents.items():
+        module = ModuleType(name)
+        module.__path__ = []
+        for value in values:
+            setattr(module, value.__name__, value)
+        monkeypatch.setitem(sys.modules, name, module)
+
 
 Key = tuple[str, str, tuple[int, ...]]  # adapter, salt, and all tokens up to the end of the block
 

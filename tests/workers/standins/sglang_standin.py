@@ -8,12 +8,11 @@ import asyncio
 import json
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,7 +20,7 @@ import pytest
 from forebay.workers.kv_events.zmq_feed import KvSource
 from tests.harness.openai_server.cache import BlocksCleared, CacheEvent
 from tests.harness.openai_server.events import EventPublisher
-from tests.workers.standins.little import LittleCache, StandinRequest, next_token
+from tests.workers.standins.little import LittleCache, StandinRequest, install_modules, next_token, struct
 
 SERVER_ARGS: dict[str, Any] = {  # with the defaults
     "model_path": None, "served_model_name": None, "page_size": 1, "max_total_tokens": 256,
@@ -42,54 +41,22 @@ SAMPLING_PARAMS = {
 }  # fmt: skip
 
 
-class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
-class PauseGenerationReqInput(Request):
-    mode: Literal["abort", "retract", "in_place"] = "abort"
-
-
-class ContinueGenerationReqInput(Request):
-    torch_empty_cache: bool = True
-
-
-class ReleaseMemoryOccupationReqInput(Request):
-    tags: list[str] | None = None
-
-
-class ResumeMemoryOccupationReqInput(Request):
-    tags: list[str] | None = None
-
-
-class LoadLoRAAdapterReqInput(Request):
-    lora_name: str
-    lora_path: str
-    pinned: bool = False
-
-
-class UnloadLoRAAdapterReqInput(Request):
-    lora_name: str
-
-
-class UpdateWeightFromDiskReqInput(Request):
-    model_path: str
-    load_format: str | None = None
-
-
-class EmbeddingReqInput(Request):
-    rid: str | None = None
-    text: str | None = None
-    input_ids: list[int] | None = None
-    lora_path: str | None = None
-    priority: int | None = None
-    dimensions: int | None = None
-
-
-class Outcome(Request):
-    success: bool
-    message: str = ""
-    error_message: str | None = None
+GENERATE_ARGUMENTS = dict.fromkeys((
+    "prompt", "sampling_params", "input_ids", "image_data", "return_logprob", "logprob_start_len", "top_logprobs_num",
+    "token_ids_logprob", "lora_path", "stream", "bootstrap_host", "bootstrap_port", "bootstrap_room", "routed_dp_rank",
+    "rid", "priority", "cache_salt",
+))  # fmt: skip
+PauseGenerationReqInput = struct("PauseGenerationReqInput", mode="abort")
+ContinueGenerationReqInput = struct("ContinueGenerationReqInput", torch_empty_cache=True)
+ReleaseMemoryOccupationReqInput = struct("ReleaseMemoryOccupationReqInput", tags=None)
+ResumeMemoryOccupationReqInput = struct("ResumeMemoryOccupationReqInput", tags=None)
+LoadLoRAAdapterReqInput = struct("LoadLoRAAdapterReqInput", lora_name="", lora_path="", pinned=False)
+UnloadLoRAAdapterReqInput = struct("UnloadLoRAAdapterReqInput", lora_name="")
+UpdateWeightFromDiskReqInput = struct("UpdateWeightFromDiskReqInput", model_path="", load_format=None)
+EmbeddingReqInput = struct(
+    "EmbeddingReqInput", rid=None, text=None, input_ids=None, lora_path=None, priority=None, dimensions=None
+)
+Outcome = struct("Outcome", success=True, message="", error_message=None)
 
 
 class LoadSnapshot(msgspec.Struct):
@@ -292,57 +259,55 @@ class TokenizerManager:
                 del self.rid_to_state[name]
                 self.calls.append(("abort", name))
 
-    async def flush_cache(self, timeout_s: float | None = None) -> Outcome:
+    async def flush_cache(self, timeout_s: float | None = None) -> Any:
         self.calls.append("flush_cache")
         if self.rid_to_state and timeout_s is not None:  # retracted requests never become idle
             return Outcome(success=False, message="Timed out waiting for idle state.")
         if self.rid_to_state and not self.retracted:
             return Outcome(success=False, message="Cache not flushed because there are pending requests.")
         self._flush()
-        return Outcome(success=True)
+        return Outcome()
 
     def _flush(self) -> None:
         for rank, cache in enumerate(self.caches):
             cache.names.clear()
             self._publish(rank, [BlocksCleared()])
 
-    async def pause_generation(self, obj: PauseGenerationReqInput) -> None:
+    async def pause_generation(self, obj: Any) -> None:
         self.calls.append(obj)
         self.is_pause = True
         self.retracted = obj.mode == "retract"
 
-    async def continue_generation(self, obj: ContinueGenerationReqInput) -> None:
+    async def continue_generation(self, obj: Any) -> None:
         self.calls.append(obj)
         self.is_pause = self.retracted = False
 
-    async def release_memory_occupation(self, obj: ReleaseMemoryOccupationReqInput, request: Any = None) -> None:
+    async def release_memory_occupation(self, obj: Any, request: Any = None) -> None:
         self.calls.append(obj)
         assert not self.rid_to_state, "the scheduler dies of it"
         self.asleep = obj.tags or ["kv_cache", "weights", "cuda_graph"]
         self.weights_lost = "weights" in self.asleep and not self.arguments["enable_weights_cpu_backup"]
         self._flush()
 
-    async def resume_memory_occupation(self, obj: ResumeMemoryOccupationReqInput, request: Any = None) -> None:
+    async def resume_memory_occupation(self, obj: Any, request: Any = None) -> None:
         self.calls.append(obj)
         assert self.asleep == (obj.tags or ["kv_cache", "weights", "cuda_graph"])
         self.asleep = None
 
-    async def update_weights_from_disk(
-        self, obj: UpdateWeightFromDiskReqInput, request: Any = None
-    ) -> tuple[bool, str, int]:
+    async def update_weights_from_disk(self, obj: Any, request: Any = None) -> tuple[bool, str, int]:
         self.calls.append(obj)
         self.weights_lost = False
         return True, "", 0
 
-    async def load_lora_adapter(self, obj: LoadLoRAAdapterReqInput, _: Any = None) -> Outcome:
+    async def load_lora_adapter(self, obj: Any, _: Any = None) -> Any:
         if "broken" in obj.lora_path:
             return Outcome(success=False, error_message="rank 0: no weights in it")
         self.loras[obj.lora_name] = obj.lora_path
-        return Outcome(success=True)
+        return Outcome()
 
-    async def unload_lora_adapter(self, obj: UnloadLoRAAdapterReqInput, _: Any = None) -> Outcome:
+    async def unload_lora_adapter(self, obj: Any, _: Any = None) -> Any:
         del self.loras[obj.lora_name]
-        return Outcome(success=True)
+        return Outcome()
 
     async def get_loads(self, include: list[str] | None = None, dp_rank: int | None = None) -> list[LoadSnapshot]:
         loads = []
@@ -389,37 +354,17 @@ class Engine:
     def shutdown(self) -> None:
         raise AssertionError("the real one kills every child of this process")
 
-    async def async_generate(  # noqa: PLR0917 - as the real one
-        self,
-        prompt: Any = None,
-        sampling_params: dict[str, Any] | None = None,
-        input_ids: list[int] | None = None,
-        image_data: Any = None,
-        return_logprob: bool | None = False,
-        logprob_start_len: int | None = None,
-        top_logprobs_num: int | None = None,
-        token_ids_logprob: Any = None,
-        lora_path: Any = None,
-        stream: bool = False,
-        bootstrap_host: Any = None,
-        bootstrap_port: Any = None,
-        bootstrap_room: Any = None,
-        routed_dp_rank: int | None = None,
-        rid: str | None = None,
-        priority: int | None = None,
-        *,
-        cache_salt: str | None = None,
-    ) -> Any:
-        given = {name: value for name, value in locals().items() if name != "self" and value is not None}
+    async def async_generate(self, **given: Any) -> Any:
+        if unknown := given.keys() - GENERATE_ARGUMENTS.keys():
+            raise TypeError(f"Unexpected keyword argument {unknown.pop()!r}")
+        obj = SimpleNamespace(**GENERATE_ARGUMENTS | given)
         manager = self.tokenizer_manager
-        assert manager is not None and stream and rid is not None and input_ids
-        if manager.arguments["disaggregation_mode"] != "null" and bootstrap_room is None:
+        assert manager is not None and obj.stream and obj.rid is not None and obj.input_ids
+        if manager.arguments["disaggregation_mode"] != "null" and obj.bootstrap_room is None:
             raise ValueError("Disaggregated request received without bootstrap room id.")
-        if routed_dp_rank is not None and routed_dp_rank >= len(manager.caches):
-            raise ValueError(f"routed_dp_rank={routed_dp_rank} out of range")
-        manager.requested_with.append(given)
-        obj = ModuleType("obj")
-        obj.__dict__.update(locals())
+        if obj.routed_dp_rank is not None and obj.routed_dp_rank >= len(manager.caches):
+            raise ValueError(f"routed_dp_rank={obj.routed_dp_rank} out of range")
+        manager.requested_with.append({name: value for name, value in given.items() if value is not None})
         return manager.generate_request(obj, None)
 
 
@@ -452,12 +397,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
         "sglang.srt.utils": (kill_process_tree,),
         "sglang.srt.utils.network": (get_local_ip_auto,),
     }
-    for name, values in contents.items():
-        module = ModuleType(name)
-        module.__path__ = []
-        for value in values:
-            setattr(module, value.__name__, value)
-        monkeypatch.setitem(sys.modules, name, module)
+    install_modules(monkeypatch, contents)
     monkeypatch.setattr(Engine, "made", None)
     monkeypatch.setattr(Engine, "fails", None)
     monkeypatch.setattr(Engine, "child", False)

@@ -2,16 +2,15 @@
 
 import asyncio
 import os
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.harness.openai_server.cache import BlockRemoved, BlocksStored, CacheEvent
-from tests.workers.standins.little import LittleCache, StandinRequest, next_token
+from tests.workers.standins.little import LittleCache, StandinRequest, install_modules, next_token, struct
 
 LLM_ARGS: dict[str, Any] = {
     "model": None, "tensor_parallel_size": 1, "enable_attention_dp": False, "max_batch_size": 2048,
@@ -32,44 +31,31 @@ def strict(known: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     return {**known, **given}
 
 
-@dataclass(slots=True, kw_only=True)
-class GuidedDecodingParams:
-    json: Any = None
-    regex: str | None = None
-    grammar: str | None = None
-    json_object: bool = False
-    structural_tag: str | None = None
+GuidedDecodingParams = struct(
+    "GuidedDecodingParams", json=None, regex=None, grammar=None, json_object=False, structural_tag=None
+)
+SchedulingParams = struct("SchedulingParams", attention_dp_rank=None, attention_dp_relax=True)
+DisaggregatedParams = struct(
+    "DisaggregatedParams", request_type=None, first_gen_tokens=None, first_gen_log_probs=None, ctx_request_id=None,
+    opaque_state=None, draft_tokens=None,
+)  # fmt: skip
+SamplingFields = struct(
+    "SamplingFields", end_id=None, max_tokens=32, stop_token_ids=None, n=1, top_k=None, top_p=None, seed=None,
+    temperature=None, min_tokens=None, repetition_penalty=None, presence_penalty=None, frequency_penalty=None,
+    min_p=None, logprobs=None, guided_decoding=None, ignore_eos=False, detokenize=True,
+)  # fmt: skip
+GENERATE_ARGUMENTS: dict[str, Any] = {
+    "inputs": None, "sampling_params": None, "lora_request": None, "prompt_adapter_request": None, "streaming": False,
+    "kv_cache_retention_config": None, "disaggregated_params": None, "trace_headers": None, "scheduling_params": None,
+    "cache_salt": None, "priority": 0.5,
+}  # fmt: skip
 
 
-@dataclass(slots=True, kw_only=True)
-class SamplingParams:
-    end_id: int | None = None
-    max_tokens: int = 32
-    stop_token_ids: list[int] | None = None
-    n: int = 1
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    min_tokens: int | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    min_p: float | None = None
-    logprobs: int | None = None
-    guided_decoding: GuidedDecodingParams | None = None
-    ignore_eos: bool = False
-    detokenize: bool = True
-
-    def __post_init__(self) -> None:
-        if self.top_p is not None and not 0 <= self.top_p <= 1:
-            raise ValueError(f"require 0 <= top_p <= 1, got top_p={self.top_p}")
-
-
-@dataclass(slots=True, kw_only=True)
-class SchedulingParams:
-    attention_dp_rank: int | None = None
-    attention_dp_relax: bool = True
+def SamplingParams(**given: Any) -> Any:  # noqa: N802 - as the real one
+    params = SamplingFields(**given)
+    if params.top_p is not None and not 0 <= params.top_p <= 1:
+        raise ValueError(f"require 0 <= top_p <= 1, got top_p={params.top_p}")
+    return params
 
 
 @dataclass(slots=True)
@@ -87,16 +73,6 @@ class RequestError(RuntimeError):
     """As in `tensorrt_llm.executor.utils`."""
 
 
-@dataclass(slots=True, kw_only=True)
-class DisaggregatedParams:
-    request_type: str | None = None
-    first_gen_tokens: list[int] | None = None
-    first_gen_log_probs: list[Any] | None = None
-    ctx_request_id: int | None = None
-    opaque_state: bytes | None = None
-    draft_tokens: list[int] | None = None
-
-
 @dataclass
 class Logprob:
     logprob: float
@@ -109,13 +85,13 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     finish_reason: str | None = None
-    disaggregated_params: DisaggregatedParams | None = None
+    disaggregated_params: Any = None
 
 
 class RequestOutput:
     """Result of `generate_async`: yields itself repeatedly, with all tokens so far."""
 
-    def __init__(self, llm: "LLM", requested: StandinRequest, params: SamplingParams) -> None:
+    def __init__(self, llm: "LLM", requested: StandinRequest, params: Any) -> None:
         self.llm = llm
         self.requested = requested
         self.params = params
@@ -125,7 +101,7 @@ class RequestOutput:
         self.error: Exception | None = None
         self.news = asyncio.Event()
         self.metrics_dict: dict[str, Any] = {}
-        self.apart: DisaggregatedParams | None = None
+        self.apart: Any = None
 
     def abort(self) -> None:
         self.llm.aborted.append(self.requested.name)
@@ -226,41 +202,30 @@ class LLM:
                     named = {"lora_name": prefix.lora_name} if prefix.lora_name else {}
                     self._event(rank, {"type": "stored", "parent_hash": parent, "blocks": blocks, **salted, **named})
 
-    def generate_async(  # noqa: PLR0917 - as the real one
-        self,
-        inputs: Any,
-        sampling_params: SamplingParams | None = None,
-        lora_request: LoRARequest | None = None,
-        prompt_adapter_request: Any = None,
-        streaming: bool = False,
-        kv_cache_retention_config: Any = None,
-        disaggregated_params: Any = None,
-        trace_headers: Any = None,
-        scheduling_params: SchedulingParams | None = None,
-        cache_salt: str | None = None,
-        priority: float = 0.5,
-    ) -> RequestOutput:
-        self.requested_with.append({name: value for name, value in locals().items() if name != "self"})
-        if not 0.0 <= priority <= 1.0:
-            raise ValueError(f"priority must be a float in [0.0, 1.0], got {priority}")
-        if len(inputs) > self.args.max_num_tokens:
+    def generate_async(self, **given: Any) -> RequestOutput:
+        arguments = strict(GENERATE_ARGUMENTS, given)
+        self.requested_with.append(arguments)
+        prompt, params, scheduling = arguments["inputs"], arguments["sampling_params"], arguments["scheduling_params"]
+        if not 0.0 <= arguments["priority"] <= 1.0:
+            raise ValueError(f"priority must be a float in [0.0, 1.0], got {arguments['priority']}")
+        if len(prompt) > self.args.max_num_tokens:
             raise RequestError("The sum of prompt length, query length should not exceed max_num_tokens")
-        assert sampling_params is not None
         self.numbers += 1
-        requested = StandinRequest(str(self.numbers), list(inputs), sampling_params.max_tokens, salt=cache_salt or "")
-        requested.lora = lora_request.lora_name if lora_request else ""
-        if scheduling_params is not None:
-            assert scheduling_params.attention_dp_rank is not None and not scheduling_params.attention_dp_relax
-            requested.rank = scheduling_params.attention_dp_rank
-        result = self.running[requested.name] = RequestOutput(self, requested, sampling_params)
-        result.apart = disaggregated_params
-        if disaggregated_params is not None:
-            self._check_apart(disaggregated_params)
+        salt, adapter = arguments["cache_salt"] or "", arguments["lora_request"]
+        requested = StandinRequest(str(self.numbers), list(prompt), params.max_tokens, salt=salt)
+        requested.lora = adapter.lora_name if adapter else ""
+        if scheduling is not None:
+            assert scheduling.attention_dp_rank is not None and not scheduling.attention_dp_relax
+            requested.rank = scheduling.attention_dp_rank
+        result = self.running[requested.name] = RequestOutput(self, requested, params)
+        result.apart = arguments["disaggregated_params"]
+        if result.apart is not None:
+            self._check_apart(result.apart)
         if self.stepping is None:
             self.stepping = asyncio.create_task(self._step_for_ever())
         return result
 
-    def _check_apart(self, params: DisaggregatedParams) -> None:
+    def _check_apart(self, params: Any) -> None:
         if not self.args.cache_transceiver_config:
             raise ValueError("Disaggregated requests need cache_transceiver_config")
         if params.request_type == "context_only":
@@ -382,12 +347,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> type[LLM]:
         "tensorrt_llm.scheduling_params": (SchedulingParams,),
         "tensorrt_llm.metrics": (MetricsCollector,),
     }
-    for name, values in contents.items():
-        module = ModuleType(name)
-        module.__path__ = []
-        for value in values:
-            setattr(module, value.__name__, value)
-        monkeypatch.setitem(sys.modules, name, module)
+    install_modules(monkeypatch, contents)
     monkeypatch.setattr(LLM, "made", None)
     monkeypatch.setattr(LLM, "fails", None)
     monkeypatch.setattr(MetricsCollector, "reported", [])
