@@ -1,7 +1,12 @@
-"""The planner at a moment, from the recorded topic `scaling`."""
+"""Recorded decisions of planners are derived again by every later version, and show the planner at a moment."""
+
+from typing import get_args
 
 from forebay import runtime
+from forebay.core.scaling.rederive import ScalingRederivation
+from forebay.core.scaling.state import RULES_VERSION
 from forebay.events.codec import encode
+from forebay.events.scaling import Method, PlannerClaimed, Reason
 from forebay.events.topics import SCALING
 from forebay.replay.scaling.journal import PARTITION
 from forebay.replay.scaling.status import DECISIONS_MAX, read_planner_status, read_scaling
@@ -9,7 +14,9 @@ from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.harness.fake_runtime import FakeRuntime
 from tests.harness.memory_log import memory_log
-from tests.logs.scaling import recorded_records
+from tests.logs.scaling import recorded_records, scaling_records
+
+REWRITE = "raise RULES_VERSION if decisions change, and run `make golden`"
 
 
 async def recorded(count: int | None = None) -> SqliteLog:
@@ -53,3 +60,16 @@ async def test_a_log_without_a_planner_is_empty() -> None:
     log, _ = memory_log()
     view = await read_scaling(log, None, None)
     assert (view.status, view.decisions, view.history) == (None, [], {})
+
+
+def test_recorded_scaling_decisions_are_derived_again() -> None:
+    records, rederivation = list(recorded_records()), ScalingRederivation()
+    assert records == scaling_records(), REWRITE
+    claims = [one for one in records if isinstance(one, PlannerClaimed)]
+    assert {one.rules_version for one in claims} == {RULES_VERSION}, REWRITE
+    assert {one.settings.method for one in claims} == set(get_args(Method))
+    found = [rederivation.apply(offset, event) for offset, event in enumerate(records)]
+    decisions = [one for one in found if one is not None]
+    assert len(decisions) > 50
+    assert [one.offset for one in decisions if one.verification != "equal"] == [], REWRITE
+    assert {pool.reason for one in decisions for pool in one.decided.pools} >= set(get_args(Reason))
