@@ -4,7 +4,8 @@ import asyncio
 import random
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from forebay.core.world import CORE_VERSION
 from forebay.events.base import unpack_u64
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.decisions import OwnerClaimed, RequestAborted, RequestRejected, RequestRouted
-from forebay.events.fleet import WorkerLost
 from forebay.events.requests import RequestSubmitted, RoutingHints
 from forebay.events.snapshots import SnapshotChunk
 from forebay.events.topics import DECISIONS, INPUTS, REQUESTS, SNAPSHOTS, Topic
@@ -36,6 +36,7 @@ from forebay.transport.sqlite.log import LogUnusable, SqliteLog
 from tests.core.worlds import PROMPTS, joined, request, said_of
 from tests.depth import sampled
 from tests.replay.owner_histories import GARBAGE, WrittenDriver, dense_history, log_with, owner_histories, played
+from tests.replay.slices import opened
 
 KEY = bytes(range(32))
 READ_MAX = 100_000
@@ -61,10 +62,24 @@ def events(log: SqliteLog, topic: Topic) -> list[Any]:
     return found
 
 
-async def written(log: SqliteLog, out: Path, window: Window = WHOLE, key: bytes | None = KEY) -> Anonymized:
+@pytest.fixture
+async def log() -> AsyncIterator[SqliteLog]:
+    """Return a log with client content, garbage and snapshots."""
+    with closing(await log_with(content_history())) as log:
+        yield log
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out.rec"
+
+
+async def written(
+    log: SqliteLog, out: Path, window: Window = WHOLE, key: bytes | None = KEY, progress: Any = None
+) -> Anonymized:
     slices = [await slice_of(log, "m", 0, window)]
     contents = await contents_of(log, slices, namespace="forebay", source="log", asked={}, anonymized=True)
-    return await record_anonymized(log, out, contents, key=key, custom=CUSTOM)
+    return await record_anonymized(log, out, contents, progress, key=key, custom=CUSTOM)
 
 
 def without_digests(report: VerifyReport) -> VerifyReport:
@@ -105,10 +120,10 @@ async def test_further_attempts_under_a_temperature_come_out_the_same(seed: int)
     draw = random.Random(seed)
     drive = WrittenDriver().fleet("a", "b", "c", temperature=1.0)
     for number in range(60):
-        drive("requests", request(f"r{number}", PROMPTS[number % 3], nonce=number))
+        drive.ask(f"r{number}", PROMPTS[number % 3], nonce=number)
         if number % 4 == 0:
             name = draw.choice("abc")
-            drive("fleet", WorkerLost(owner_epoch=0, worker_id=name, worker_epoch=drive.epoch(name)))
+            drive.lose(name)
             drive("fleet", joined(name))
         if number % 3 == 0 and (one := drive.world.requests.get(f"r{number // 2}")) is not None:
             drive("progress", said_of(one, "finish", 0))
@@ -116,8 +131,7 @@ async def test_further_attempts_under_a_temperature_come_out_the_same(seed: int)
     await assert_same(await log_with(drive))
 
 
-async def test_anonymised_log_is_read_only() -> None:
-    log = await log_with(content_history(8))
+async def test_anonymised_log_is_read_only(log: SqliteLog) -> None:
     anonymous = await AnonymousLog.open(log, key=KEY)
     with pytest.raises(LogError, match="read-only"):
         await anonymous.append([])
@@ -131,11 +145,9 @@ async def test_anonymised_log_is_read_only() -> None:
     records = await anonymous.read(DECISIONS.name, 0, 0, READ_MAX)
     assert await anonymous.read(DECISIONS.name, 0, 7, 3) == records[7:10]
     assert await anonymous.read(DECISIONS.name, 0, 3, 2) == records[3:5]
-    log.close()
 
 
-async def test_an_anonymised_slice_ends_where_the_slice_ends() -> None:
-    log = await log_with(content_history(9))
+async def test_an_anonymised_slice_ends_where_the_slice_ends(log: SqliteLog) -> None:
     cut = SliceLog(log, [Extent(REQUESTS.name, 0, 5, 9)])
     assert [await cut.begin(REQUESTS.name, 0), await cut.end(REQUESTS.name, 0)] == [5, 9]
     assert [record.offset for record in await cut.read(REQUESTS.name, 0, 6, 100)] == [6, 7, 8]
@@ -143,10 +155,9 @@ async def test_an_anonymised_slice_ends_where_the_slice_ends() -> None:
     assert [await cut.begin(DECISIONS.name, 0), await cut.end(DECISIONS.name, 0)] == [0, 0]
     with pytest.raises(LogError, match="requests/0: the slice begins at offset 5, not 4"):
         await cut.read(REQUESTS.name, 0, 4, 1)
-    log.close()
 
 
-async def test_equal_values_stay_equal(tmp_path: Path) -> None:
+async def test_equal_values_stay_equal() -> None:
     """Redelivered requests, different requests with the same id, and sessions keep their equality."""
     drive = WrittenDriver().fleet("a", "b", session_ttl_s=10.0)
     for number, name in enumerate(("one", "two", "one", "one")):
@@ -164,10 +175,9 @@ async def test_equal_values_stay_equal(tmp_path: Path) -> None:
         lambda one: (one.request_id, one.nonce),
     ):
         assert classes(map(extract, before)) == classes(map(extract, after))
-    refused = [one for one in events(anonymous, DECISIONS) if isinstance(one, RequestRejected)]
-    assert [one.reason for one in refused] == ["duplicate_id"]
-    assert refused[0].request_id in refused[0].message
-    assert not any("one" in one.message for one in refused)
+    (refused,) = [one for one in events(anonymous, DECISIONS) if isinstance(one, RequestRejected)]
+    assert (refused.reason, refused.request_id in refused.message) == ("duplicate_id", True)
+    assert "one" not in refused.message
 
 
 def classes(values: Iterable[Any]) -> list[int]:
@@ -176,53 +186,53 @@ def classes(values: Iterable[Any]) -> list[int]:
     return [listed.index(value) for value in listed]
 
 
-async def test_requests_with_equal_deadlines_expire_in_order(tmp_path: Path) -> None:
+async def test_requests_with_equal_deadlines_expire_in_order() -> None:
     drive = WrittenDriver().fleet("a")
     for number in range(20):
         drive("requests", request(f"r{number * 7 % 20:02}", (), timeout_us=1_000), after_us=0)
     drive.wait(2_000)
     log = await log_with(drive)
     copy = await copied(await AnonymousLog.open(log, key=KEY))
-    given_up = [
+    expired = [
         [one.request_id for one in events(each, DECISIONS) if isinstance(one, RequestAborted)] for each in (log, copy)
     ]
     sent = [[one.request_id for one in events(each, REQUESTS)] for each in (log, copy)]
-    assert [sent[0].index(name) for name in given_up[0]] == [sent[1].index(name) for name in given_up[1]]
-    assert len(given_up[1]) == 20
+    assert [sent[0].index(name) for name in expired[0]] == [sent[1].index(name) for name in expired[1]]
+    assert len(expired[1]) == 20
     log.close()
     copy.close()
 
 
-async def test_a_slice_can_begin_at_a_snapshot(tmp_path: Path) -> None:
+async def test_a_slice_can_begin_at_a_snapshot(out: Path) -> None:
     """Active, remembered and session-bound requests of the snapshot have the ids used by later events."""
     drive = WrittenDriver().fleet("a", "b", session_ttl_s=10.0)
-    for number in range(12):
+
+    def ask(name: str, number: int, **changes: Any) -> None:
         hints = RoutingHints(session_id=f"s{number % 3}")
-        drive("requests", request(f"r{number}", PROMPTS[number % 3], nonce=number, routing=hints))
+        drive("requests", request(name, PROMPTS[number % 3], routing=hints, **changes))
+
+    for number in range(12):
+        ask(f"r{number}", number, nonce=number)
         if number % 2:
             drive("progress", finished(drive, f"r{number}"))
     drive.seal()
     drive.finish_snapshot()
     cut = len(drive.drafts)
     for number in range(12):
-        hints = RoutingHints(session_id=f"s{number % 3}")
-        drive("requests", request(f"r{number}", PROMPTS[number % 3], nonce=number, routing=hints))
-        drive("requests", request(f"r{number}", PROMPTS[number % 3], nonce=99))
-        drive("requests", request(f"new{number}", PROMPTS[number % 3], routing=hints))
+        ask(f"r{number}", number, nonce=number)
+        ask(f"r{number}", number, nonce=99)
+        ask(f"new{number}", number)
     log = SqliteLog.open(None)
     await log.append(drive.drafts[:cut])
     await log.append(drive.drafts[cut:])
     from_us = log.records(DECISIONS.name, 0, log.next_offset(DECISIONS.name, 0) - 1, 1)[0].at_us
-    made = await written(log, tmp_path / "slice.rec", Window(from_us))
-    report = made.verified["m"]
-    assert report.start > 0
-    assert report.divergence is None
-    recording = SqliteLog.open(tmp_path / "slice.rec", readonly=True)
-    found = events(recording, DECISIONS)
+    report = (await written(log, out, Window(from_us))).verified["m"]
+    log.close()
+    assert (report.start > 0, report.divergence) == (True, None)
+    with opened(out) as recording:
+        found = events(recording, DECISIONS)
     assert [one.reason for one in found if isinstance(one, RequestRejected)] == ["duplicate_id"] * 12
     assert len([one for one in found if isinstance(one, RequestRouted)]) == 12
-    recording.close()
-    log.close()
 
 
 def finished(drive: WrittenDriver, name: str) -> Any:
@@ -262,28 +272,26 @@ def leaks(path: Path, secrets: dict[str, bytes]) -> list[str]:
     return [name for name, secret in secrets.items() if secret in data]
 
 
-def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+def names_beside(path: Path) -> list[str]:
+    return sorted(one.name for one in path.parent.iterdir())
 
 
-def content_history(seed: int) -> WrittenDriver:
+def content_history() -> WrittenDriver:
     drive = WrittenDriver()
     drive.fleet("a", "b", session_ttl_s=10.0, temperature=1.0)
     for number in range(40):
-        name = f"client-{number}-of-{seed}"
-        blocks = [xxh3_64_intdigest(f"{seed} {number % 5} {at}".encode()) for at in range(6)]
-        hints = RoutingHints(session_id=f"session-of-{number % 7}")
-        made = request(
+        name = f"client-{number}-of-somebody"
+        tokens = [xxh3_64_intdigest(f"{number} {at}".encode()).to_bytes(8, "little") for at in range(13)]
+        drive.ask(
             name,
-            blocks,
-            token_ids=b"".join(xxh3_64_intdigest(f"{number} {at}".encode()).to_bytes(8, "little") for at in range(13)),
+            [xxh3_64_intdigest(f"block {number % 5} {at}".encode()) for at in range(6)],
+            token_ids=b"".join(tokens),
             tie_seed=number,  # of a random nonce; anonymised recordings keep it
             nonce=xxh3_64_intdigest(f"nonce of {name}".encode()),
             cache_namespace=f"tenant-{number % 3}",
             ingress_id="ingress-of-somebody",
-            routing=hints,
+            session_id=f"session-of-{number % 7}",
         )
-        drive("requests", made)
         if number % 3 == 0:
             drive("progress", finished(drive, name))
         if number % 10 == 9:
@@ -293,19 +301,16 @@ def content_history(seed: int) -> WrittenDriver:
     return drive
 
 
-async def test_the_file_contains_no_client_content(tmp_path: Path) -> None:
-    log = await log_with(content_history(1))
+async def test_the_file_contains_no_client_content(log: SqliteLog, out: Path) -> None:
     secrets = secrets_of(log)
     assert len(secrets) > 100
-    original = tmp_path / "original.db"
-    (await log_with(content_history(1), original)).close()
+    original = out.with_name("original.db")
+    (await log_with(content_history(), original)).close()
     seen = {name.partition(" ")[0] for name in leaks(original, secrets)}
     assert seen == {"garbage", "a", "id", "session", "namespace", "hash", "tokens", "block"}
-    out = tmp_path / "out.rec"
     await written(log, out, key=None)
     assert leaks(out, secrets) == []
-    assert names_in(tmp_path) == ["original.db", "original.db.lock", "out.rec"]
-    log.close()
+    assert names_beside(out) == ["original.db", "original.db.lock", "out.rec"]
 
 
 KILLED = """
@@ -320,63 +325,51 @@ asyncio.run(written(SqliteLog.open(sys.argv[1], readonly=True), Path(sys.argv[2]
 """
 
 
-def killed(path: Path, out: Path) -> subprocess.CompletedProcess[str]:
+def record_and_die(path: Path, out: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(path), str(out)]
-    root = Path(__file__).parents[2]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-
-
-async def test_a_killed_run_leaves_no_client_content_and_is_restarted(tmp_path: Path) -> None:
-    path, out = tmp_path / "original.db", tmp_path / "out.rec"
-    log = await log_with(content_history(2), path)
-    secrets = secrets_of(log)
-    ended = killed(path, out)
+    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert ended.returncode < 0, ended.stderr
+
+
+async def test_a_killed_run_leaves_no_client_content_and_is_restarted(out: Path) -> None:
+    path = out.with_name("original.db")
+    log = await log_with(content_history(), path)
+    secrets = secrets_of(log)
+    await asyncio.to_thread(record_and_die, path, out)
     part = part_of(out)
     assert part.stat().st_size > 50_000
     assert leaks(part, secrets) == []
     first = part.read_bytes()
     await written(log, out, key=None)
+    log.close()
     assert not part.exists()
     assert leaks(out, secrets) == []
     # The second run uses another key, so no masked value of the first run occurs again.
-    again = SqliteLog.open(out, readonly=True)
-    assert [one.request_id for one in events(again, REQUESTS) if one and one.request_id.encode() in first] == []
-    again.close()
-    log.close()
+    with opened(out) as again:
+        assert [one.request_id for one in events(again, REQUESTS) if one and one.request_id.encode() in first] == []
 
 
-async def test_a_file_that_another_process_is_about_to_rename_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_file_that_another_process_is_about_to_rename_is_left_alone(log: SqliteLog, tmp_path: Path) -> None:
     """The other process seals and renames without a lock. In this test it dies while doing so."""
-    log, out = await log_with(content_history(2)), tmp_path / "out.rec"
     kept: list[bytes] = []
-
-    def die(part: Path) -> None:
-        kept.append(part.read_bytes())
-
-    monkeypatch.setattr("forebay.transport.recording.manifest.seal", die)
-    await written(log, out)
-    monkeypatch.undo()
-    out.rename(part_of(out))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forebay.transport.recording.manifest.seal", lambda part: kept.append(part.read_bytes()))
+        await written(log, tmp_path / "out.rec")
+    (tmp_path / "out.rec").rename(tmp_path / "out.rec.part")
     with pytest.raises(LogUnusable, match=r"out.rec.part is complete but not renamed: wait for the process"):
-        await written(log, out)
-    assert [part_of(out).read_bytes()] == kept
-    log.close()
+        await written(log, tmp_path / "out.rec")
+    assert [(tmp_path / "out.rec.part").read_bytes()] == kept
 
 
-async def test_an_anonymised_recording_can_be_anonymised_again(tmp_path: Path) -> None:
-    log = await log_with(content_history(3))
-    await written(log, tmp_path / "once.rec")
-    once = SqliteLog.open(tmp_path / "once.rec", readonly=True)
-    made = await written(once, tmp_path / "twice.rec", key=bytes(32))
-    assert made.verified["m"].divergence is None
-    assert leaks(tmp_path / "twice.rec", secrets_of(once) | secrets_of(log)) == []
-    lengths = [[one.prompt_tokens for one in events(each, REQUESTS) if one] for each in (log, once)]
+async def test_an_anonymised_recording_can_be_anonymised_again(log: SqliteLog, out: Path) -> None:
+    await written(log, out)
+    twice = out.with_name("twice.rec")
+    with opened(out) as once:
+        made = await written(once, twice, key=bytes(32))
+        assert made.verified["m"].divergence is None
+        assert leaks(twice, secrets_of(once) | secrets_of(log)) == []
+        lengths = [[one.prompt_tokens for one in events(each, REQUESTS) if one] for each in (log, once)]
     assert lengths[0] == lengths[1]
-    once.close()
-    log.close()
 
 
 class ById:
@@ -389,77 +382,64 @@ class ById:
 CUSTOM = {f"{__name__}.ById": ById}
 
 
+async def require_rejected(log: SqliteLog, out: Path, text: str) -> None:
+    """Require that a log cannot be anonymised, and leaves no file."""
+    with pytest.raises(NotAnonymizable, match=text):
+        await written(log, out)
+    assert names_beside(out) == []
+
+
 async def test_an_error_of_the_masks_is_found_before_the_file_is_renamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    log: SqliteLog, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = await log_with(content_history(7))
     monkeypatch.setattr(HashMask, "packed", lambda self, values: bytes(len(values)))
-    with pytest.raises(NotAnonymizable, match="with anonymised events the decision at journal offset"):
-        await written(log, tmp_path / "out.rec")
-    assert names_in(tmp_path) == []
-    log.close()
+    await require_rejected(log, out, "with anonymised events the decision at journal offset")
 
 
-async def test_decisions_that_depend_on_masked_fields_are_rejected(tmp_path: Path) -> None:
+async def test_decisions_that_depend_on_masked_fields_are_rejected(out: Path) -> None:
     drive = WrittenDriver(CUSTOM).fleet("a", "b", mode=f"{__name__}.ById")
-    drive("requests", request("vip-1", ()))
-    log = await log_with(drive)
-    with pytest.raises(NotAnonymizable, match="if a policy reads masked fields, record without --anonymize"):
-        await written(log, tmp_path / "out.rec")
-    assert names_in(tmp_path) == []
-    log.close()
+    drive.ask("vip-1", ())
+    with closing(await log_with(drive)) as log:
+        await require_rejected(log, out, "if a policy reads masked fields, record without --anonymize")
 
 
-async def test_a_diverging_original_is_rejected(tmp_path: Path) -> None:
+async def test_a_diverging_original_is_rejected(out: Path) -> None:
     drive = WrittenDriver().fleet("a", "b")
-    (routed,) = drive("requests", request("one", ()))
+    routed = drive.ask("one", ())
     drive.drafts[-1] = Draft(DECISIONS.name, 0, encode(DECISIONS, msgspec.structs.replace(routed, rank=7)))
-    log = await log_with(drive)
-    with pytest.raises(NotAnonymizable, match="journal offset 1 does not follow from the events: differs in rank"):
-        await written(log, tmp_path / "out.rec")
-    assert names_in(tmp_path) == []
-    log.close()
+    with closing(await log_with(drive)) as log:
+        await require_rejected(log, out, "journal offset 1 does not follow from the events: differs in rank")
 
 
-async def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
-    log = await log_with(content_history(4))
+async def test_an_existing_file_is_not_overwritten(log: SqliteLog, tmp_path: Path) -> None:
     (tmp_path / "out.rec").write_text("mine")
     with pytest.raises(LogUnusable, match="exists already"):
         await written(log, tmp_path / "out.rec")
     assert (tmp_path / "out.rec").read_text() == "mine"
-    log.close()
 
 
-async def test_events_of_a_newer_version_stay_unverified(tmp_path: Path) -> None:
+async def test_events_of_a_newer_version_stay_unverified(out: Path) -> None:
     drive = WrittenDriver().fleet("a", "b")
     claimed = OwnerClaimed(owner_id="owner", core_version=CORE_VERSION, events_version=EVENTS_VERSION + 1)
     drive.drafts[0] = Draft(DECISIONS.name, 0, encode(DECISIONS, claimed))
     drive("requests", None)
     drive.drafts[-1] = Draft(REQUESTS.name, 0, msgspec.msgpack.encode({"type": "request.paused", "secret": 1}))
-    drive("requests", request("one", ()))
-    log = await log_with(drive)
-    made = await written(log, tmp_path / "out.rec")
+    drive.ask("one", ())
+    with closing(await log_with(drive)) as log:
+        made = await written(log, out)
     assert made.verified["m"].unverified == {"unknown-events": 1}
-    log.close()
 
 
-async def test_progress_is_reported_by_step(tmp_path: Path) -> None:
-    log = await log_with(content_history(5))
-    slices = [await slice_of(log, "m", 0, Window())]
-    contents = await contents_of(log, slices, namespace="forebay", source="log", asked={}, anonymized=True)
+async def test_progress_is_reported_by_step(log: SqliteLog, out: Path) -> None:
     steps: list[tuple[str, int, int]] = []
-    await record_anonymized(log, tmp_path / "out.rec", contents, lambda *step: steps.append(step))
-    names = dict.fromkeys(name for name, _, _ in steps)
-    assert "writing records" in names
+    await written(log, out, progress=lambda *step: steps.append(step))
+    assert "writing records" in {name for name, _, _ in steps}
     assert all(done <= total for _, done, total in steps)
-    log.close()
 
 
-async def test_snapshot_chunks_are_rewritten_in_place(tmp_path: Path) -> None:
-    log = await log_with(content_history(6))
+async def test_snapshot_chunks_are_rewritten_in_place(log: SqliteLog) -> None:
     copy = await copied(await AnonymousLog.open(log, key=KEY))
     for before, after in zip(events(log, SNAPSHOTS), events(copy, SNAPSHOTS), strict=True):
         assert isinstance(before, SnapshotChunk)
         assert [type(part) for part in before.parts] == [type(part) for part in after.parts]
-    log.close()
     copy.close()

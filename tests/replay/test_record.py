@@ -3,7 +3,8 @@
 import asyncio
 import random
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from forebay.events.decisions import Advanced, SnapshotRecord
 from forebay.events.topics import DECISIONS, PROGRESS
 from forebay.replay.record import slice as record
 from forebay.replay.record.slice import NothingDecided, Window, offset_at, slice_of
-from forebay.replay.verify.verify import verify
+from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.replay.walk import Start, Walk
 from forebay.transport.base import Draft, Log, LogError, Record
 from forebay.transport.history.groups import groups_of, pools_of
@@ -25,7 +26,6 @@ from forebay.transport.recording import manifest as recording
 from forebay.transport.recording.writer import RecordingWriter, part_of
 from forebay.transport.sqlite import schema
 from forebay.transport.sqlite.log import LogUnusable, SqliteLog
-from tests.core.worlds import PROMPTS, request
 from tests.depth import sampled
 from tests.replay.owner_histories import WrittenDriver, log_with
 from tests.replay.slices import (
@@ -59,6 +59,22 @@ def joined(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return joined_log(source, tmp_path_factory.mktemp("joined"))
 
 
+@pytest.fixture(scope="module")
+def journal(source: Path) -> list[Record]:
+    return journal_of(source)
+
+
+@pytest.fixture
+def log(source: Path) -> Iterator[SqliteLog]:
+    with opened(source) as log:
+        yield log
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
 async def state_at(log: Log, end: int) -> str:
     """Return the digest of the state right before a journal offset, replayed from the beginning of the log."""
     walk = Walk(log, 0, Start(World(), 0), end)
@@ -67,93 +83,88 @@ async def state_at(log: Log, end: int) -> str:
     return f"{walk.world.digest():016x}"
 
 
-def test_every_window_verifies_and_reaches_the_state_of_the_whole_log(source: Path, tmp_path: Path) -> None:
+def verified(path: Path, partition: int = 0) -> VerifyReport:
+    """Return the report of a recording in which every decision is verified."""
+    report = report_of(path, partition)
+    assert report.divergence is None
+    assert report.verified == report.decisions > 0
+    return report
+
+
+def test_every_window_verifies_and_reaches_the_state_of_the_whole_log(
+    log: SqliteLog, journal: list[Record], tmp_path: Path
+) -> None:
     """Windows can start and end anywhere: between a seal and its snapshot, or within the records of one event."""
     rng = random.Random(SEED)
-    journal = journal_of(source)
     from_snapshot = 0
     for number in CUTS:
         first, last = sorted(rng.sample(range(len(journal)), 2))
-        window = Window(journal[first].at_us, journal[last].at_us)
+        from_us, to_us = journal[first].at_us, journal[last].at_us
         out = tmp_path / f"{number}.rec"
-        with opened(source) as log:
-            try:
-                held = asyncio.run(sliced(log, out, window))
-            except NothingDecided:
-                continue
-            state = asyncio.run(state_at(log, held.groups[0].end))
-        report, group = report_of(out), held.groups[0]
-        assert (report.divergence, report.state, report.start) == (None, state, group.start)
-        assert report.verified == report.decisions >= group.decisions > 0
-        inside = [one for one in journal if window.from_us <= one.at_us < window.to_us]  # type: ignore[operator]
+        try:
+            held = asyncio.run(sliced(log, out, Window(from_us, to_us)))
+        except NothingDecided:
+            continue
+        report, group = verified(out), held.groups[0]
+        assert (report.state, report.start) == (asyncio.run(state_at(log, group.end)), group.start)
+        assert report.decisions >= group.decisions > 0
+        inside = [one for one in journal if from_us <= one.at_us < to_us]
         assert (group.first, group.end) == (inside[0].offset, inside[-1].offset + 1)
         assert (held.from_us, held.to_us) == (inside[0].at_us, inside[-1].at_us)
-        decided = [isinstance(decode(DECISIONS, one.value), AnyDecision) for one in inside]
-        assert group.decisions == sum(decided)
+        assert group.decisions == sum(isinstance(decode(DECISIONS, one.value), AnyDecision) for one in inside)
         from_snapshot += group.start > 0
     assert from_snapshot > len(CUTS) // 6
 
 
-def test_a_slice_contains_only_the_records_it_needs(source: Path, tmp_path: Path) -> None:
-    journal = journal_of(source)
-    with opened(source) as log:
-        held = asyncio.run(sliced(log, tmp_path / "rec", Window(journal[-6].at_us)))
-        ends = {(topic, partition): end for topic, partition, end in log.topics()}
+def test_a_slice_contains_only_the_records_it_needs(log: SqliteLog, journal: list[Record], out: Path) -> None:
+    held = asyncio.run(sliced(log, out, Window(journal[-6].at_us)))
+    ends = {(topic, partition): end for topic, partition, end in log.topics()}
     extents = {extent.topic: extent for extent in held.extents}
-    assert set(extents) == {
-        "groups", "requests", "kv-events", "metrics", "progress", "fleet", "control", "decisions", "snapshots",
-    }  # fmt: skip
+    topics = "groups requests kv-events metrics progress fleet control decisions snapshots"
+    assert set(extents) == set(topics.split())
     assert extents["requests"].first > 0 < extents["snapshots"].first
     assert (extents["control"].first, extents["control"].count) == (1, 0)
-    for extent in extents.values():
-        assert extent.end <= ends.get((extent.topic, extent.partition), 0)
-    with opened(tmp_path / "rec") as log:
-        assert asyncio.run(log.begin("requests", 0)) == extents["requests"].first
-        assert asyncio.run(log.end("requests", 0)) == extents["requests"].end
-        assert ("control", 0, 1) not in log.topics()
+    assert all(one.end <= ends.get((one.topic, one.partition), 0) for one in held.extents)
+    with opened(out) as copy:
+        assert asyncio.run(copy.begin("requests", 0)) == extents["requests"].first
+        assert asyncio.run(copy.end("requests", 0)) == extents["requests"].end
+        assert ("control", 0, 1) not in copy.topics()
         with pytest.raises(LogError, match=r"begins at offset \d+; 0 was not recorded"):
-            log.records("requests", 0, 0, 1)
+            copy.records("requests", 0, 0, 1)
         with pytest.raises(LogError, match="tokens/3 was not recorded"):
-            log.records("tokens", 3, 0, 1)
-        assert [pool.pool for pool in asyncio.run(pools_of(log, 0))] == ["default"]
+            copy.records("tokens", 3, 0, 1)
+        assert [pool.pool for pool in asyncio.run(pools_of(copy, 0))] == ["default"]
 
 
 def test_a_slice_can_be_sliced_again(source: Path, tmp_path: Path) -> None:
     journal = spread(source, tmp_path / "spread.db")
+    outer, inner, whole = (tmp_path / f"{name}.rec" for name in ("outer", "inner", "whole"))
     with opened(tmp_path / "spread.db") as log:
         (early, seal), (late, _), *_ = asyncio.run(seals_of(log, len(journal)))
-        held = asyncio.run(sliced(log, tmp_path / "outer.rec", Window(journal[early].at_us, journal[-2].at_us)))
+        held = asyncio.run(sliced(log, outer, Window(journal[early].at_us, journal[-2].at_us)))
     group = held.groups[0]
     assert group.start == seal.journal_offset
-    with opened(tmp_path / "outer.rec") as log:
-        inner = asyncio.run(sliced(log, tmp_path / "inner.rec", Window(journal[late].at_us)))
-        whole = asyncio.run(sliced(log, tmp_path / "whole.rec"))
-        assert whole.extents == held.extents
-        taken = asyncio.run(newest_snapshot(log, 0, early + 1))
-        assert taken == seal
-    for name in ("outer", "inner", "whole"):
-        report = report_of(tmp_path / f"{name}.rec")
-        assert report.divergence is None
-        assert report.verified == report.decisions > 0
-    assert report_of(tmp_path / "whole.rec").digest == report_of(tmp_path / "outer.rec").digest
-    assert inner.groups[0].end == group.end
-    with (
-        opened(tmp_path / "inner.rec") as log,
-        pytest.raises(LogError, match="the window begins too early") as raised,
-    ):
+    with opened(outer) as log:
+        within = asyncio.run(sliced(log, inner, Window(journal[late].at_us))).groups[0]
+        assert asyncio.run(sliced(log, whole)).extents == held.extents
+        assert asyncio.run(newest_snapshot(log, 0, early + 1)) == seal
+    assert verified(whole).digest == verified(outer).digest
+    verified(inner)
+    assert within.end == group.end
+    with opened(inner) as log, pytest.raises(LogError, match="the window begins too early") as raised:
         asyncio.run(contents(log, Window(journal[early].at_us)))
-    assert recording.utc(journal[inner.groups[0].start].at_us) in str(raised.value)
+    assert recording.utc(journal[within.start].at_us) in str(raised.value)
     assert "requests before offset" in str(raised.value)
 
 
-def test_a_window_that_ends_before_its_snapshot_was_written(source: Path, tmp_path: Path) -> None:
+def test_a_window_that_ends_before_its_snapshot_was_written(source: Path, tmp_path: Path, out: Path) -> None:
     """A slice of only the decisions between a seal and its `SnapshotTaken` would have no snapshot."""
     journal = spread(source, tmp_path / "spread.db")
     with opened(tmp_path / "spread.db") as log:
         taken, seal = asyncio.run(seals_of(log, len(journal)))[1]
-        held = asyncio.run(sliced(log, tmp_path / "rec", Window(journal[taken].at_us)))
-        assert held.groups[0].start == seal.journal_offset <= taken == held.groups[0].first
-    with opened(tmp_path / "rec") as log, pytest.raises(LogError, match="no part of this window can be recorded"):
+        group = asyncio.run(sliced(log, out, Window(journal[taken].at_us))).groups[0]
+    assert group.start == seal.journal_offset <= taken == group.first
+    with opened(out) as log, pytest.raises(LogError, match="no part of this window can be recorded"):
         asyncio.run(contents(log, Window(None, journal[taken].at_us)))
 
 
@@ -176,199 +187,172 @@ def test_groups_keep_their_partitions(joined: Path, source: Path, tmp_path: Path
             asyncio.run(slice_of(log, MODEL, 0, Window()))
 
 
-def test_an_embedded_log_names_its_group_by_its_model(source: Path, tmp_path: Path) -> None:
-    with opened(source) as log:
-        assert asyncio.run(groups_of(log)) == {MODEL: 0}
-    SqliteLog.open(tmp_path / "empty.db").close()
-    with opened(tmp_path / "empty.db") as log:
-        assert asyncio.run(groups_of(log)) == {"": 0}
+def test_an_embedded_log_names_its_group_by_its_model(log: SqliteLog) -> None:
+    assert asyncio.run(groups_of(log)) == {MODEL: 0}
+    with closing(SqliteLog.open(None)) as empty:
+        assert asyncio.run(groups_of(empty)) == {"": 0}
         with pytest.raises(NothingDecided, match="journal of group 0 is empty"):
-            asyncio.run(contents(log))
+            asyncio.run(contents(empty))
 
 
 @pytest.mark.parametrize("choose", [lambda at: Window(at + 1), lambda at: Window(None, 1), lambda _: Window(1, 2)])
-def test_a_window_without_decisions_is_rejected(source: Path, choose: Callable[[int], Window]) -> None:
-    journal = journal_of(source)
-    with opened(source) as log, pytest.raises(NothingDecided, match="made no decision in the window") as raised:
+def test_a_window_without_decisions_is_rejected(
+    log: SqliteLog, journal: list[Record], choose: Callable[[int], Window]
+) -> None:
+    with pytest.raises(NothingDecided, match="made no decision in the window") as raised:
         asyncio.run(contents(log, choose(journal[-1].at_us)))
     assert recording.utc(journal[0].at_us) in str(raised.value)
 
 
-class Trimmed:
+class Trimmed(SqliteLog):
     """Log from which retention removed the beginning of some topics."""
 
-    def __init__(self, log: SqliteLog, begins: dict[str, int]) -> None:
-        self._log = log
-        self._begins = begins
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._log, name)
+    begins: dict[str, int]
 
     async def begin(self, topic: str, partition: int) -> int:
-        return self._begins.get(topic, await self._log.begin(topic, partition))
+        """Return the first offset that retention kept."""
+        return self.begins.get(topic, await super().begin(topic, partition))
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        """Return records, unless retention removed some of them."""
         if offset < await self.begin(topic, partition):
             raise LogError(f"{topic}/{partition} no longer holds offset {offset}")
-        return await self._log.read(topic, partition, offset, limit)
+        return await super().read(topic, partition, offset, limit)
 
 
-def test_error_names_records_removed_by_retention_and_the_earliest_complete_time(source: Path) -> None:
-    journal = journal_of(source)
-    with opened(source) as log:
-        held = asyncio.run(contents(log, Window(journal[len(journal) // 2].at_us)))
-        start = held.groups[0].start
-        progress = next(extent.first for extent in held.extents if extent.topic == PROGRESS.name)
-        trimmed: Log = Trimmed(log, {PROGRESS.name: progress})  # type: ignore[assignment]
+def test_error_names_records_removed_by_retention_and_the_earliest_complete_time(
+    source: Path, log: SqliteLog, journal: list[Record]
+) -> None:
+    held = asyncio.run(contents(log, Window(journal[len(journal) // 2].at_us)))
+    progress = next(extent.first for extent in held.extents if extent.topic == PROGRESS.name)
+    with closing(Trimmed.open(source, readonly=True)) as trimmed:
+        trimmed.begins = {PROGRESS.name: progress}
         with pytest.raises(LogError, match=f"progress before offset {progress}$") as raised:
             asyncio.run(slice_of(trimmed, MODEL, 0, Window(journal[0].at_us)))
         earliest = asyncio.run(slice_of(trimmed, MODEL, 0, Window())).group
-        assert 0 < earliest.start == earliest.first <= start
-        assert recording.utc(journal[earliest.start].at_us) in str(raised.value)
-        assert asyncio.run(slice_of(trimmed, MODEL, 0, Window(journal[earliest.start].at_us))).group == earliest
-        nothing: Log = Trimmed(log, {PROGRESS.name: 1_000})  # type: ignore[assignment]
-        with pytest.raises(
-            LogError, match=r"no part of this window can be recorded: .* no progress before offset 1000, nor"
-        ):
-            asyncio.run(slice_of(nothing, MODEL, 0, Window()))
+        assert 0 < earliest.start == earliest.first <= held.groups[0].start
+        at_us = journal[earliest.start].at_us
+        assert recording.utc(at_us) in str(raised.value)
+        assert asyncio.run(slice_of(trimmed, MODEL, 0, Window(at_us))).group == earliest
+        trimmed.begins = {PROGRESS.name: 1_000}
+        text = r"no part of this window can be recorded: .* no progress before offset 1000, nor"
+        with pytest.raises(LogError, match=text):
+            asyncio.run(slice_of(trimmed, MODEL, 0, Window()))
 
 
-def test_a_clock_that_steps_back_at_a_takeover(tmp_path: Path) -> None:
+async def test_a_clock_that_steps_back_at_a_takeover(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the second owner's clock is behind, a window by time selects a contiguous range of offsets."""
-    times = [10, 20, 30, 40, 50, 35, 45, 55, 65]
-    path = tmp_path / "log.db"
-
-    async def scenario() -> list[tuple[int, int]]:
-        log = SqliteLog.open(path)
-        for at_us in times:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("time.time_ns", lambda at_us=at_us: at_us * 1000)
-                await log.append([Draft(DECISIONS.name, 0, encode(DECISIONS, Advanced(seq=at_us, digest="0" * 16)))])
+    with closing(SqliteLog.open(None)) as log:
+        for at_us in (10, 20, 30, 40, 50, 35, 45, 55, 65):
+            monkeypatch.setattr("time.time_ns", lambda at_us=at_us: at_us * 1000)
+            await log.append([Draft(DECISIONS.name, 0, encode(DECISIONS, Advanced(seq=at_us, digest="0" * 16)))])
         found = [
             (await offset_at(log, 0, at_us), await offset_at(log, 0, at_us, before=True)) for at_us in (5, 40, 46, 99)
         ]
-        log.close()
-        return found
+    assert found == [(0, 0), (3, 6), (4, 7), (9, 9)]
 
-    assert asyncio.run(scenario()) == [(0, 0), (3, 6), (4, 7), (9, 9)]
+
+# Copies that are interrupted, and their writers
 
 
 class Stopped(Exception):
     """Raised to stop a copy."""
 
 
+def stop(*_: object) -> None:
+    raise Stopped
+
+
+def new_writer(log: SqliteLog, out: Path) -> RecordingWriter:
+    return RecordingWriter.create(out, asyncio.run(contents(log)))
+
+
+def resume(out: Path) -> RecordingWriter:
+    writer = RecordingWriter.resume(out, OPTIONS)
+    assert writer is not None
+    return writer
+
+
 def test_an_interrupted_copy_resumes_to_the_same_recording(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    log: SqliteLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record, "PAGE_RECORDS", PAGE)
-    pages = 0
-
-    def count(done: int, total: int) -> None:
-        nonlocal pages
-        pages += 1
-
-    with opened(source) as log:
-        undisturbed = asyncio.run(
-            written(log, RecordingWriter.create(tmp_path / "whole", asyncio.run(contents(log))), count)
-        )
-        assert pages > 8
-        out = tmp_path / "resumed"
-        for stops in range(pages + 1):
-            writer = RecordingWriter.resume(out, OPTIONS)
-            assert (writer is None) == (stops == 0)
-            writer = writer or RecordingWriter.create(out, asyncio.run(contents(log)))
-            assert writer.done == min(stops * PAGE, writer.done)
-
-            def stop(done: int, total: int) -> None:
-                raise Stopped
-
-            if stops < pages:
-                with pytest.raises(Stopped):
-                    asyncio.run(written(log, writer, stop))
-                assert not out.exists()
-                with pytest.raises(LogUnusable, match="was not finished; run the `forebay record` command"):
-                    SqliteLog.open(part_of(out), readonly=True)
-            else:
-                resumed = asyncio.run(written(log, writer))
-    assert resumed == undisturbed
-    assert rows(out) == rows(tmp_path / "whole")
+    steps: list[tuple[int, int]] = []
+    whole, out = tmp_path / "whole", tmp_path / "resumed"
+    undisturbed = asyncio.run(written(log, new_writer(log, whole), lambda *step: steps.append(step)))
+    assert len(steps) > 8
+    for stops in range(len(steps)):
+        writer = RecordingWriter.resume(out, OPTIONS)
+        assert (writer is None) == (stops == 0)
+        writer = writer or new_writer(log, out)
+        assert writer.done == min(stops * PAGE, writer.done)
+        with pytest.raises(Stopped):
+            asyncio.run(written(log, writer, stop))
+        assert not out.exists()
+        with pytest.raises(LogUnusable, match="was not finished; run the `forebay record` command"):
+            SqliteLog.open(part_of(out), readonly=True)
+    assert asyncio.run(written(log, resume(out))) == undisturbed
+    assert rows(out) == rows(whole)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["resumed", "whole"]
-    assert report_of(out).divergence is None
+    verified(out)
 
 
 @pytest.mark.parametrize("step", ["forebay.transport.recording.manifest.seal", "pathlib.Path.rename"])
-def test_a_writer_that_stops_before_renaming_its_recording(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    def stop(*_: object) -> None:
-        raise Stopped
-
-    out = tmp_path / "out"
-    with opened(source) as log:
-        with monkeypatch.context() as patch:
-            patch.setattr(step, stop)
-            with pytest.raises(Stopped):
-                asyncio.run(sliced(log, out))
-        assert [path.name for path in tmp_path.iterdir()] == ["out.part"]
-        resumed = RecordingWriter.resume(out, OPTIONS)
-        assert resumed is not None
-        held = asyncio.run(written(log, resumed))
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+def test_a_writer_that_stops_before_renaming_its_recording(log: SqliteLog, out: Path, step: str) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(step, stop)
+        asyncio.run(sliced(log, out))
+    assert [path.name for path in out.parent.iterdir()] == ["out.part"]
+    held = asyncio.run(written(log, resume(out)))
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
     assert held.content
-    assert report_of(out).divergence is None
+    verified(out)
 
 
-def test_another_command_does_not_resume_the_recording(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with opened(source) as log:
-        RecordingWriter.create(out, asyncio.run(contents(log))).close()
-    with pytest.raises(LogUnusable, match=r"out.part: was begun by another command \(last not given, now 5m\)"):
-        RecordingWriter.resume(out, {**OPTIONS, "last": "5m"})
-    with pytest.raises(LogUnusable, match=r"\(source test, now another\)"):
-        RecordingWriter.resume(out, {"source": "another"})
-    with opened(source) as log, pytest.raises(LogUnusable, match=r"out.part: exists already"):
-        RecordingWriter.create(out, asyncio.run(contents(log)))
+def test_another_command_does_not_resume_the_recording(log: SqliteLog, out: Path) -> None:
+    new_writer(log, out).close()
+    for options, text in (
+        ({**OPTIONS, "last": "5m"}, r"out.part: was begun by another command \(last not given, now 5m\)"),
+        ({"source": "another"}, r"\(source test, now another\)"),
+    ):
+        with pytest.raises(LogUnusable, match=text):
+            RecordingWriter.resume(out, options)
+    with pytest.raises(LogUnusable, match=r"out.part: exists already"):
+        new_writer(log, out)
 
 
-def test_two_writers_cannot_write_one_recording(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_writers_cannot_write_one_recording(log: SqliteLog, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay.transport.sqlite.schema.BUSY_TIMEOUT_S", 0.01)
-    out = tmp_path / "out"
-    with opened(source) as log:
-        writer = RecordingWriter.create(out, asyncio.run(contents(log)))
+    writer = new_writer(log, out)
+    for _ in range(2):  # the second writer is resumed, and has written nothing yet
         with pytest.raises(LogUnusable, match="another process writes it"):
             RecordingWriter.resume(out, OPTIONS)
+        unfinished = writer
         writer.close()
-        resumed = RecordingWriter.resume(out, OPTIONS)  # without writing anything yet
-        assert resumed is not None
-        with pytest.raises(LogUnusable, match="another process writes it"):
-            RecordingWriter.resume(out, OPTIONS)
-        out.write_text("somebody else's")
-        with pytest.raises(LogUnusable, match="out: exists already"):
-            asyncio.run(written(log, resumed))
-        assert out.read_text() == "somebody else's"
-        out.unlink()
-        again = RecordingWriter.resume(out, OPTIONS)
-        assert again is not None
-        asyncio.run(written(log, again))
-        before = out.read_bytes()
-        with pytest.raises(LogUnusable, match="out: exists already"):
-            RecordingWriter.resume(out, OPTIONS)
-        with pytest.raises(LogUnusable, match="out: exists already"):
-            RecordingWriter.create(out, writer.contents)
+        writer = resume(out)
+    out.write_text("somebody else's")
+    with pytest.raises(LogUnusable, match="out: exists already"):
+        asyncio.run(written(log, writer))
+    assert out.read_text() == "somebody else's"
+    out.unlink()
+    asyncio.run(written(log, resume(out)))
+    before = out.read_bytes()
+    with pytest.raises(LogUnusable, match="out: exists already"):
+        RecordingWriter.resume(out, OPTIONS)
+    with pytest.raises(LogUnusable, match="out: exists already"):
+        RecordingWriter.create(out, unfinished.contents)
     assert out.read_bytes() == before
 
 
 def test_a_second_writer_does_not_change_a_recording_that_lacks_only_its_seal(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    log: SqliteLog, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first writer may be sealing the recording at that time, without a lock."""
-    out, part = tmp_path / "out", part_of(tmp_path / "out")
     kept: list[bytes] = []
 
     def write_concurrently(path: Path) -> None:
         kept.append(path.read_bytes())
-        another = RecordingWriter.resume(out, OPTIONS)
-        assert another is not None
+        another = resume(out)
         monkeypatch.setattr(recording, "seal", lambda path: kept.append(path.read_bytes()))
         monkeypatch.setattr(Path, "rename", lambda *_: None)
         another.finish()
@@ -376,15 +360,13 @@ def test_a_second_writer_does_not_change_a_recording_that_lacks_only_its_seal(
         recording.seal(path)
 
     monkeypatch.setattr(recording, "seal", write_concurrently)
-    with opened(source) as log:
-        asyncio.run(written(log, RecordingWriter.create(out, asyncio.run(contents(log)))))
+    asyncio.run(written(log, new_writer(log, out)))
     assert kept[0] == kept[1]
-    assert not part.exists()
-    assert report_of(out).divergence is None
+    assert not part_of(out).exists()
+    verified(out)
 
 
-def test_other_files_at_the_output_path_are_rejected(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+def test_other_files_at_the_output_path_are_rejected(out: Path) -> None:
     part_of(out).write_text("what somebody else put here, and wants to keep " * 9)
     with pytest.raises(LogUnusable, match="remove it, then run the command again"):
         RecordingWriter.resume(out, OPTIONS)
@@ -395,14 +377,13 @@ def test_other_files_at_the_output_path_are_rejected(source: Path, tmp_path: Pat
     part_of(out).write_bytes(b"")  # killed before its first transaction
     assert RecordingWriter.resume(out, OPTIONS) is None
     with pytest.raises(LogUnusable, match="there is no directory"):
-        RecordingWriter.resume(tmp_path / "deeper" / "out", OPTIONS)
+        RecordingWriter.resume(out.parent / "deeper" / "out", OPTIONS)
     with pytest.raises(LogUnusable, match="is a directory"):
-        RecordingWriter.resume(tmp_path, OPTIONS)
+        RecordingWriter.resume(out.parent, OPTIONS)
 
 
-def test_a_copy_resumes_after_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_resumes_after_a_full_disk(log: SqliteLog, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "PAGE_RECORDS", PAGE)
-    out = tmp_path / "out"
     connect = schema.connect
 
     def connect_to_small_disk(path: Path | None, *, readonly: bool) -> sqlite3.Connection:
@@ -410,24 +391,20 @@ def test_a_copy_resumes_after_a_full_disk(source: Path, tmp_path: Path, monkeypa
         db.execute("PRAGMA max_page_count = 30")
         return db
 
-    with opened(source) as log:
-        with monkeypatch.context() as patch:
-            patch.setattr(schema, "connect", connect_to_small_disk)
-            writer = RecordingWriter.create(out, asyncio.run(contents(log)))
-        with pytest.raises(LogError, match=r"out.part: cannot be written \(.*full.*\); free disk space, then run"):
-            asyncio.run(written(log, writer))
-        resumed = RecordingWriter.resume(out, OPTIONS)
-        assert resumed is not None
-        assert 0 < resumed.done < resumed.total
-        asyncio.run(written(log, resumed))
-    assert report_of(out).divergence is None
+    with monkeypatch.context() as patch:
+        patch.setattr(schema, "connect", connect_to_small_disk)
+        writer = new_writer(log, out)
+    with pytest.raises(LogError, match=r"out.part: cannot be written \(.*full.*\); free disk space, then run"):
+        asyncio.run(written(log, writer))
+    resumed = resume(out)
+    assert 0 < resumed.done < resumed.total
+    asyncio.run(written(log, resumed))
+    verified(out)
 
 
-def test_a_new_recording_can_be_read_at_once(source: Path, tmp_path: Path) -> None:
-    with opened(source) as log:
-        held = asyncio.run(contents(log))
-        writer = RecordingWriter.create(tmp_path / "out", held)
-        extent = next(extent for extent in held.extents if extent.topic == "requests")
+def test_a_new_recording_can_be_read_at_once(log: SqliteLog, out: Path) -> None:
+    with closing(new_writer(log, out)) as writer:
+        extent = next(extent for extent in writer.contents.extents if extent.topic == "requests")
         assert writer.log.records("requests", 0, 0, 10) == []
         records = log.records("requests", 0, 0, 5)
         writer.write(records)
@@ -435,21 +412,19 @@ def test_a_new_recording_can_be_read_at_once(source: Path, tmp_path: Path) -> No
         assert (writer.position(extent), asyncio.run(writer.log.end("requests", 0))) == (5, 5)
         with pytest.raises(LogError, match="the records at offsets 5 to 6 are missing"):
             writer.write(log.records("requests", 0, 7, 1))
-        writer.close()
 
 
-async def test_chunks_of_an_abandoned_snapshot_are_not_a_missing_head(tmp_path: Path) -> None:
+async def test_chunks_of_an_abandoned_snapshot_are_not_a_missing_head(out: Path) -> None:
     drive = WrittenDriver().fleet("a")
-    drive("requests", request("one", PROMPTS[0]))
+    drive.ask("one")
     drive.seal()
     drive.take_over()
-    drive("requests", request("two", PROMPTS[0]))
+    drive.ask("two")
     drive.seal()
     drive.finish_snapshot()
-    log = await log_with(drive)
-    held = await sliced(log, tmp_path / "out")
-    log.close()
+    with closing(await log_with(drive)) as log:
+        held = await sliced(log, out)
     assert (held.groups[0].start, held.groups[0].decisions) == (0, 2)
-    with opened(tmp_path / "out") as copy:
+    with opened(out) as copy:
         report = await verify(copy)
     assert (report.start, report.verified, report.snapshots, report.divergence) == (0, 2, 1, None)
