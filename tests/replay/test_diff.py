@@ -49,7 +49,7 @@ from tests.replay.disagg_history import COUNT, history
 from tests.replay.recorded import MemoryLog, log_of
 from tests.replay.recorder import Recorder, altered
 
-ROUTES = {"mode": "round-robin"}
+ROUTES: dict[str, Any] = {"mode": "round-robin"}
 
 
 def compared(drive: Driver, alter: Alternative | None = None, **router: Any) -> DiffReport:

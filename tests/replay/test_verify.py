@@ -43,7 +43,7 @@ from forebay.events.topics import (
 )
 from forebay.replay.checks import UNVERIFIED
 from forebay.replay.record.slice import Window
-from forebay.replay.verify.divergence import Divergence
+from forebay.replay.verify.divergence import DivergenceReport
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Draft, LogError
 from forebay.transport.recording.writer import RecordingWriter
@@ -102,7 +102,7 @@ def divergence(path: Path) -> dict[str, Any]:
     return report
 
 
-def divergence_of(path: Path) -> Divergence:
+def divergence_of(path: Path) -> DivergenceReport:
     found = report_of(path).divergence
     assert found is not None
     return found
