@@ -18,7 +18,9 @@ import msgspec
 import openai
 import pytest
 import pytest_asyncio
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
+from starlette.types import ASGIApp
 
 from forebay.events.base import Event, pack_u32
 from forebay.events.codec import decode, encode
@@ -36,7 +38,7 @@ from forebay.events.tokens import (
     TokensEmitted,
     Usage,
 )
-from forebay.events.topics import CONTROL, REQUESTS, TOKENS
+from forebay.events.topics import CONTROL, REQUESTS, TOKENS, Topic
 from forebay.ingress.errors import Unusable
 from forebay.ingress.http.app import build_app
 from forebay.ingress.http.endpoint import TlsFiles
@@ -56,6 +58,8 @@ NAME = "test-model"
 SLOT = 4
 MODULE_LOOP = pytest.mark.asyncio(loop_scope="module")
 BODY_MAX = 200_000
+CHAT, TEXT, EMBED, ROUTE = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/route"
+HELLO = [{"role": "user", "content": "Hello there"}]
 ADMIN_TOKEN = "token-of-tests"
 HEADERS = {"authorization": f"Bearer {ADMIN_TOKEN}", "content-type": "application/json"}
 
@@ -70,18 +74,26 @@ class Scene:
         self.model = ingress.model
         self.registry = registry
         self.is_ready = True
-        self.app = build_app(OneModel(ingress), registry)
-        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20, headers=HEADERS)
         self._answered = 0
+
+    @functools.cached_property
+    def app(self) -> FastAPI:
+        return build_app(OneModel(self.ingress), self.registry)
+
+    @functools.cached_property
+    def client(self) -> httpx.AsyncClient:
+        return client_of(self.app, headers=HEADERS)
 
     def fail_commits(self) -> None:
         fail_commits(self._db)
 
-    def requests(self, kind: type | None = None) -> list[Any]:
-        """Return the events that the ingress appended to `requests`, of one type if given."""
-        found = [decode(REQUESTS, record.value) for record in self.log.records(REQUESTS.name, 0, 0, 10_000)]
+    def events(self, topic: Topic, kind: type | None = None, after: int = 0) -> list[Any]:
+        """Return the events of a topic from an offset on, of one type if given."""
+        found = [decode(topic, record.value) for record in self.log.records(topic.name, 0, after, 10_000)]
         return [event for event in found if kind is None or isinstance(event, kind)]
+
+    def requests(self, kind: type | None = None) -> list[Any]:
+        return self.events(REQUESTS, kind)
 
     async def next_request(self) -> RequestSubmitted:
         await until(lambda: len(self.requests(RequestSubmitted)) > self._answered)
@@ -112,9 +124,7 @@ class Scene:
         self.log.append_soon([Draft(TOKENS.name, SLOT, encode(TOKENS, event))])
 
     def _key_of(self, name: str) -> int:
-        records = self.log.records(CONTROL.name, 0, 0, 10_000)
-        controls = [event for record in records if isinstance(event := decode(CONTROL, record.value), WorkerCommanded)]
-        keys: dict[str, int] = {one.command_id: one.nonce for one in controls}
+        keys: dict[str, int] = {one.command_id: one.nonce for one in self.events(CONTROL, WorkerCommanded)}
         asked = [one for one in self.requests() if not isinstance(one, RequestCancelled)]
         keys |= {one.request_id: one.reply_key for one in asked}
         return keys.get(name, 0)
@@ -203,6 +213,15 @@ class Scene:
             await serving
 
     @asynccontextmanager
+    async def http_client(self, **headers: str) -> AsyncIterator[tuple[httpx.AsyncClient, Server]]:
+        """Serve over TCP; yield a client that sends only these headers, and the server."""
+        async with (
+            self.served() as (port, server),
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20, headers=headers) as client,
+        ):
+            yield client, server
+
+    @asynccontextmanager
     async def openai_client(self) -> AsyncIterator[openai.AsyncOpenAI]:
         """Serve over TCP; yield a client of OpenAI's library."""
         async with self.served() as (port, _):
@@ -217,6 +236,27 @@ class Scene:
 
     def metric(self, line: str) -> bool:
         return any(found.startswith(line) for found in generate_latest(self.registry).decode().splitlines())
+
+
+def client_of(app: ASGIApp, **options: Any) -> httpx.AsyncClient:
+    """Return a client of an application without a server."""
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20, **options)
+
+
+def chat(**changes: Any) -> dict[str, Any]:
+    """Return a body for `CHAT`."""
+    return {"model": NAME, "messages": HELLO, "max_tokens": 50, **changes}
+
+
+def text(**changes: Any) -> dict[str, Any]:
+    """Return a body for `TEXT`."""
+    return {"model": NAME, "prompt": "Hello", "max_tokens": 50, **changes}
+
+
+def error(response: httpx.Response) -> tuple[int, str]:
+    """Return the status and error code of a response in OpenAI's format."""
+    return response.status_code, response.json()["error"]["code"]
 
 
 def events(response: httpx.Response) -> list[Any]:
@@ -266,7 +306,8 @@ async def make_scene(
     try:
         yield scenes[0]
     finally:
-        await scenes[0].client.aclose()
+        if "client" in vars(scenes[0]):
+            await scenes[0].client.aclose()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         log.close()

@@ -1,28 +1,45 @@
-"""Admission: requests rejected before their body is read, and connections accepted per iteration."""
+"""Admission of requests: limits, absent owners, late and full logs; and the access log."""
 
 import asyncio
-import contextlib
+import logging
 import socket
+from collections.abc import Sequence
+from typing import Any
 
 import httpx
 import pytest
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from forebay.events.requests import RequestSubmitted
+from forebay.events.requests import RequestCancelled, RequestSubmitted
+from forebay.ingress import ingress as ingress_module
+from forebay.ingress.access_log import CLIENT_CLOSED, INCOMPLETE, LOGGER
 from forebay.ingress.admission import BURST_S, POOL_FULL, RETRY_AFTER_S_MAX, STARTED_PER_ITERATION, IngressAdmission
-from forebay.ingress.errors import ApiError, Unusable
+from forebay.ingress.errors import ApiError
 from forebay.ingress.http.server import build_server, listen
 from forebay.ingress.metrics import IngressMetrics
-from tests.ingress.conftest import NAME, Scene
-from tests.system import PATIENCE_S
+from forebay.transport.base import Draft, LogFull
+from tests.harness.local import free_ports
+from tests.ingress.conftest import (
+    CHAT,
+    EMBED,
+    HEADERS,
+    NAME,
+    ROUTE,
+    TEXT,
+    Scene,
+    chat,
+    error,
+    make_scene,
+    text,
+)
+from tests.system import PATIENCE_S, until
 
-CHAT = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 CONNECTIONS = 96
 
 
-def start_request(scene: Scene, body: object = CHAT) -> "asyncio.Task[httpx.Response]":
-    return scene.start("/v1/chat/completions", body)
+def start_request(scene: Scene) -> "asyncio.Task[httpx.Response]":
+    return scene.start(CHAT, chat())
 
 
 async def test_after_a_full_pool_requests_are_rejected_unread_until_one_ends(scene: Scene) -> None:
@@ -30,8 +47,8 @@ async def test_after_a_full_pool_requests_are_rejected_unread_until_one_ends(sce
     first, second = await scene.next_request(), await scene.next_request()
     scene.refuse(second.request_id, 429, POOL_FULL)
     assert (await refused).status_code == 429 or (await served).status_code == 429
-    left = await scene.client.post("/v1/chat/completions", content=b"no JSON, and nobody looks")
-    assert (left.status_code, left.json()["error"]["code"]) == (429, POOL_FULL)
+    left = await scene.client.post(CHAT, content=b"no JSON, and nobody looks")
+    assert error(left) == (429, POOL_FULL)
     assert 1 <= int(left.headers["retry-after"]) <= RETRY_AFTER_S_MAX
     assert len(scene.requests(RequestSubmitted)) == 2, "it is not on the log"
     assert scene.metric(f'forebay_ingress_refused_total{{code="{POOL_FULL}"}} 2.0')
@@ -73,11 +90,9 @@ async def test_requests_that_would_wait_too_long_are_rejected() -> None:
     admission.enter()
     await asyncio.sleep(0)  # all ask for their turn, and some begin
     now_s = 100 * BURST_S
-    try:
+    with pytest.raises(ApiError) as caught:
         admission.enter()
-        raise AssertionError("admitted")
-    except ApiError as error:
-        assert (error.status, error.code, error.headers()["retry-after"]) == (503, "overloaded", "1")
+    assert (caught.value.status, caught.value.code, caught.value.headers()["retry-after"]) == (503, "overloaded", "1")
     turns[-1].cancel()
     await asyncio.gather(*turns, return_exceptions=True)
     admission.enter()
@@ -116,7 +131,7 @@ def test_many_connections_are_accepted_in_one_iteration_of_the_loop() -> None:
 
 
 async def _iterations() -> int:
-    listener = _free()
+    listener = listen("127.0.0.1", free_ports(1))
     server = build_server(_nothing)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     async with asyncio.timeout(PATIENCE_S):
@@ -135,12 +150,169 @@ async def _iterations() -> int:
     return count
 
 
-def _free() -> socket.socket:
-    for port in range(19_400, 19_900):
-        with contextlib.suppress(Unusable):
-            return listen("127.0.0.1", port)
-    raise AssertionError("no port is free")
-
-
 async def _nothing(_: object, __: object, ___: object) -> None:
     """Fail if a request reaches the application."""
+
+
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, chat()),
+    (TEXT, text()),
+    (EMBED, {"model": NAME, "input": "Hello"}),
+    (ROUTE, text()),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS[:3])
+async def test_a_request_names_its_ingress(path: str, body: dict[str, Any]) -> None:
+    """So it can be aborted when the ingress is lost."""
+    async with make_scene(incarnation="incarnation-1") as scene:
+        response = scene.start(path, body)
+        request = await scene.next_request()
+        assert request.ingress_incarnation == "incarnation-1"
+        scene.refuse(request.request_id, 503, "no_workers")
+        assert (await response).status_code == 503
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+async def test_without_an_owner_a_request_is_rejected_at_once(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    def tokenized(*_: object, **__: object) -> list[int]:
+        raise AssertionError("the text was tokenized before the request was refused")
+
+    monkeypatch.setattr(scene.ingress.model, "encode", tokenized)
+    scene.ingress.has_owner = lambda: False
+    response = await scene.client.post(path, json=body)
+    assert error(response) == (503, "no_owner")
+    assert int(response.headers["retry-after"]) >= 1
+    assert scene.requests() == []
+
+
+async def test_a_submitted_request_continues_without_an_owner(scene: Scene) -> None:
+    pending = scene.start(*REQUESTS[1])
+    request = await scene.next_request()
+    scene.ingress.has_owner = lambda: False
+    scene.reply(request.request_id, "Hi")
+    assert (await pending).status_code == 200
+
+
+def acknowledge_late(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, list[Any]]:
+    """Let the log append at once but acknowledge only after the event; also return the appends."""
+    is_back, late, append_now = asyncio.Event(), list[Any](), scene.log.append
+
+    async def append(drafts: Sequence[Draft]) -> list[int]:
+        appending = asyncio.create_task(append_now(drafts))
+        late.append(appending)
+        await is_back.wait()
+        return await appending
+
+    monkeypatch.setattr(scene.log, "append", append)
+    return is_back, late
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+async def test_an_unacknowledged_request_fails_and_is_cancelled(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, *, is_silent: bool
+) -> None:
+    monkeypatch.setattr(ingress_module, "ACKNOWLEDGED_S", 3_600 if is_silent else 0.05)
+    monkeypatch.setattr(ingress_module, "CHECKED_S", 0.01)
+    scene.ingress.owner_silent_s = lambda: 0.8 if is_silent else 0.1
+    _, late = acknowledge_late(scene, monkeypatch)
+    response = await scene.start(*REQUESTS[1])
+    assert error(response) == (503, "log_unavailable")
+    assert "retry-after" in response.headers
+    await until(lambda: scene.requests(RequestCancelled))
+    (request,), (cancelled,) = scene.requests(RequestSubmitted), scene.requests(RequestCancelled)
+    assert cancelled.request_id == request.request_id
+    await asyncio.gather(*late)
+
+
+async def test_a_request_waits_for_a_late_acknowledgement_while_the_owner_beats(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingress_module, "CHECKED_S", 0.01)
+    checked = asyncio.Event()
+
+    def silent_s() -> float:
+        checked.set()
+        return 0.1
+
+    scene.ingress.owner_silent_s = silent_s
+    is_back, _ = acknowledge_late(scene, monkeypatch)
+    pending = scene.start(*REQUESTS[1])
+    request = await scene.next_request()
+    await checked.wait()
+    is_back.set()
+    scene.reply(request.request_id, "Hi")
+    assert (await pending).status_code == 200
+
+
+async def test_a_full_log_rejects_one_request_and_keeps_the_others(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pending = scene.start(*REQUESTS[1])
+    request = await scene.next_request()
+
+    async def full(_: Sequence[Draft]) -> list[int]:
+        raise LogFull("256 MiB wait")
+
+    monkeypatch.setattr(scene.log, "append", full)
+    response = await scene.start(*REQUESTS[1])
+    assert error(response) == (503, "log_unavailable")
+    scene.reply(request.request_id, "Hi")
+    assert (await pending).status_code == 200
+
+
+BODY = {"model": NAME, "prompt": "hi", "max_tokens": 9}
+
+
+def fields(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [record.__dict__["fields"] for record in caplog.records if record.name == LOGGER]
+
+
+async def test_a_stream_that_fails_is_logged_with_its_error(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    async with scene.http_client(**HEADERS) as (client, _):
+        pending = asyncio.create_task(client.post(TEXT, json={**BODY, "stream": True}))
+        request = await scene.next_request()
+        scene.emit_text(request.request_id, " good")
+        scene.ingress.replies.interrupt_all("the log is gone")
+        await pending
+        await until(lambda: len(fields(caplog)) == 1)
+    (found,) = fields(caplog)
+    assert (found["error"], found["request_id"], found["model"]) == ("log_unavailable", request.request_id, NAME)
+    assert found["prompt_tokens"] > 0
+
+
+@pytest.mark.parametrize("started", [False, True])
+async def test_a_client_that_disconnects_is_logged(
+    scene: Scene, caplog: pytest.LogCaptureFixture, *, started: bool
+) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    async with scene.http_client(**HEADERS) as (client, _):
+        stream = client.stream("POST", TEXT, json={**BODY, "stream": True})
+        opening = asyncio.create_task(stream.__aenter__())
+        request = await scene.next_request()
+        if started:
+            scene.emit_text(request.request_id, " good")
+            await (await opening).aclose()
+        else:
+            opening.cancel()
+        await until(lambda: len(fields(caplog)) == 1)
+    (found,) = fields(caplog)
+    if started:
+        assert (found["status"], found["error"], found["worker"]) == (200, INCOMPLETE, "w1")
+    else:
+        assert found["status"] == CLIENT_CLOSED
+        assert "worker" not in found
+
+
+async def test_control_characters_of_a_path_are_escaped_and_probes_are_not_logged(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    async with scene.http_client(**HEADERS) as (client, _):
+        for path in ("/ready", "/live", "/metrics", "/v1/a%0Ab"):
+            await client.get(path)
+        await until(lambda: len(fields(caplog)) == 1)
+    assert fields(caplog)[0]["path"] == "/v1/a\\nb"

@@ -1,66 +1,85 @@
-"""The Kafka API without a broker: parsing of records, reply topics, and records of responses."""
+"""The Kafka API without a broker: records, reply topics, folds of responses, and errors that stop no partition."""
 
 import asyncio
-from typing import Any
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
-from forebay.core.state.reply_slot import apply
+from forebay.core.state.reply_slot import ResponseState, apply
+from forebay.events.base import pack_u32
 from forebay.events.codec import decode
-from forebay.events.requests import RequestSubmitted, RoutingHints
+from forebay.events.request_ids import aliases_of
+from forebay.events.requests import RequestCancelled, RequestSubmitted, RoutingHints
+from forebay.events.tokens import Embedded, ResponseEnded, ResponseError, TokenChunk, TokenEvent, TokensEmitted, Usage
 from forebay.events.topics import FIXED_TOPICS, OPENAI_RESPONSES, TOKENS
 from forebay.ingress.errors import ApiError, Unusable
 from forebay.ingress.http.body import BodyLimits
+from forebay.ingress.kafka_api import partition as partition_module
+from forebay.ingress.kafka_api.partition import PartitionServer
 from forebay.ingress.kafka_api.request import ReplyAddress, ReplyTopics, address, body_of, nonce_of, slot_of
 from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, ResponseRecord, WindowEntry
+from forebay.ingress.kafka_api.shared import KafkaApiMetrics, SharedState
+from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.parsers.composer import Composer, TextAssembler
-from forebay.ingress.response_fold import CompletionFold, was_rejected
+from forebay.ingress.parsers.deltas import OutputDelta
+from forebay.ingress.response_fold import CompletionFold, EmbeddingFold, was_rejected
+from forebay.ingress.served import OneModel
 from forebay.ingress.settings import IngressSettings
 from forebay.transport.base import Draft, Record
-from tests.ingress.conftest import NAME, SLOT, Scene, make_scene
+from tests.ingress.conftest import (
+    CHAT,
+    HELLO,
+    NAME,
+    SLOT,
+    Scene,
+    events,
+    make_scene,
+)
+from tests.system import until
 
-CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
+BODY: dict[str, Any] = {"model": NAME, "messages": HELLO}
 NAMESPACE = "shop"
 ALLOWED = ReplyTopics(NAMESPACE)
 BOUNDS = BodyLimits(text_bytes_max=1_000)
 
 
-def record(body: Any = CHAT, partition: int = 3, offset: int = 41, **headers: str) -> Record:
+def record(body: Any = BODY, place: tuple[int, int] = (3, 41), **headers: str) -> Record:
+    """Return a record; underscores in names of headers stand for dashes."""
     value = body if isinstance(body, bytes) else msgspec.json.encode(body)
     fields = {name.replace("_", "-"): text for name, text in headers.items()}
-    return Record("openai-requests", partition, offset, 1_700_000_000_000_000, value, None, fields or None)
+    return Record("openai-requests", *place, 1_700_000_000_000_000, value, None, fields or None)
 
 
-def refused(incoming: Record) -> ApiError:
-    with pytest.raises(ApiError) as caught:
-        body_of(incoming, BOUNDS)
-    return caught.value
-
-
-def test_a_record_without_headers_gets_an_id_of_partition_and_offset() -> None:
-    where = address(record(), ALLOWED)
-    assert (where.request_id, where.reply_topic, where.problem) == ("kafka-api-3-41", "", None)
-
-
-def test_headers_set_the_request_id_and_the_reply_topic() -> None:
-    where = address(record(request_id="a.b-c_1", reply_topic="shop.replies.mine"), ALLOWED)
-    assert (where.request_id, where.reply_topic, where.problem) == ("a.b-c_1", "shop.replies.mine", None)
-
-
-@pytest.mark.parametrize("given", ["", "two words", "x" * 129, "\u00e9t\u00e9", "a\n", "a~kafka"])
-def test_an_invalid_request_id_is_reported_under_the_derived_id(given: str) -> None:
-    where = address(record(request_id=given), ALLOWED)
-    assert where.request_id == "kafka-api-3-41"
-    assert where.problem is not None
-    assert (where.problem.status, where.problem.param) == (400, "request-id")
-
-
-@pytest.mark.parametrize("topic", [f"{NAMESPACE}.openai-responses", ""])
-def test_the_default_reply_topic_may_be_named(topic: str) -> None:
-    where = address(record(reply_topic=topic), ALLOWED)
-    assert (where.reply_topic, where.problem) == ("", None)
+@pytest.mark.parametrize(
+    ("headers", "request_id", "reply_topic", "problem"),
+    [
+        ({}, "kafka-api-3-41", "", None),
+        ({"request_id": "a.b-c_1", "reply_topic": "shop.replies.mine"}, "a.b-c_1", "shop.replies.mine", None),
+        ({"reply_topic": f"{NAMESPACE}.openai-responses"}, "kafka-api-3-41", "", None),
+        ({"reply_topic": ""}, "kafka-api-3-41", "", None),
+        *(
+            ({"request_id": given}, "kafka-api-3-41", "", "request-id")
+            for given in ("", "two words", "x" * 129, "\u00e9t\u00e9", "a\n", "a~kafka")
+        ),
+    ],
+)
+def test_headers_set_the_request_id_and_the_reply_topic(
+    headers: dict[str, Any], request_id: str, reply_topic: str, problem: str | None
+) -> None:
+    where = address(record(**headers), ALLOWED)
+    assert (where.request_id, where.reply_topic) == (request_id, reply_topic)
+    assert (where.problem and (where.problem.status, where.problem.param)) == (problem and (400, problem))
 
 
 @pytest.mark.parametrize(
@@ -111,39 +130,33 @@ def test_the_path_determines_the_type_of_the_body() -> None:
         (record(b"\xff\xfe"), 400, "invalid_json"),
         (record(b"[1]"), 400, "invalid_value"),
         (record({"model": NAME}), 400, "invalid_value"),
-        (record({**CHAT, "tools": [1]}), 400, "invalid_value"),
+        (record({**BODY, "tools": [1]}), 400, "invalid_value"),
         (record(path="/v1/embeddings"), 400, "invalid_value"),
         (record(path="/v1/images"), 404, "not_found"),
         (record(b" " * 1001), 413, "body_too_large"),
-        (record({**CHAT, "nvext": {"dp_rank": -1}}), 400, "invalid_value"),
-        (record({**CHAT, "nvext": {"annotations": ["query_instance_id"]}}), 400, "unsupported_parameter"),
+        (record({**BODY, "nvext": {"dp_rank": -1}}), 400, "invalid_value"),
+        (record({**BODY, "nvext": {"annotations": ["query_instance_id"]}}), 400, "unsupported_parameter"),
     ],
 )
 def test_invalid_requests_get_the_errors_of_http(incoming: Record, status: int, code: str) -> None:
-    error = refused(incoming)
-    assert (error.status, error.code) == (status, code)
-
-
-def chat_of(body: dict[str, Any]) -> ChatBody:
-    found = body_of(record(body), BOUNDS)
-    assert isinstance(found, ChatBody)
-    return found
+    with pytest.raises(ApiError) as caught:
+        body_of(incoming, BOUNDS)
+    assert (caught.value.status, caught.value.code) == (status, code)
 
 
 async def test_the_headers_of_a_record_are_routing_hints() -> None:
+    headers = {"X-Dynamo-Worker-Instance-ID": "w1", "x-dynamo-dp-rank": "2"}
+    body = body_of(msgspec.structs.replace(record(), headers=headers), BOUNDS)
+    assert isinstance(body, ChatBody)
     async with make_scene(routing_hints=True) as scene:
-        headers = {"X-Dynamo-Worker-Instance-ID": "w1", "x-dynamo-dp-rank": "2"}
-        incoming = msgspec.structs.replace(record(), headers=headers)
-        body = body_of(incoming, BOUNDS)
-        assert isinstance(body, ChatBody)
         (prepared,) = await scene.ingress.prepare(body, headers.items())
-        submission = prepared.submission("a", reply_slot=1, reply_from=2, nonce=3, at_us=4, ingress_id="i")
-        assert submission.routing == RoutingHints(worker_id="w1", rank=2)
+    submission = prepared.submission("a", reply_slot=1, reply_from=2, nonce=3, at_us=4, ingress_id="i")
+    assert submission.routing == RoutingHints(worker_id="w1", rank=2)
 
 
 def test_the_nonce_depends_only_on_partition_and_offset() -> None:
     assert nonce_of(record(request_id="a")) == nonce_of(record(b"b"))
-    assert len({nonce_of(record(partition=p, offset=o)) for p in range(8) for o in range(100)}) == 800
+    assert len({nonce_of(record(BODY, (p, o))) for p in range(8) for o in range(100)}) == 800
 
 
 def test_the_reply_slot_depends_only_on_the_partition() -> None:
@@ -154,27 +167,18 @@ def test_the_reply_slot_depends_only_on_the_partition() -> None:
 
 
 class Fold:
-    """A response of the Kafka API, folded from the reply slot of a scene."""
+    """A response of the Kafka API to request `a`, folded from the reply slot of a scene."""
 
-    def __init__(
-        self,
-        scene: Scene,
-        request_id: str,
-        *,
-        stream: bool,
-        usage: bool = False,
-        stop: str = "",
-        prompt_tokens: int = 5,
-    ) -> None:
-        options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": usage}} if stream else {}
-        composer = Composer(TextAssembler(scene.model.decoder(), [stop] if stop else []))
-        fold = CompletionFold(request_id, chat_of({**CHAT, **options}), prompt_tokens, [composer], created_s=7)
+    def __init__(self, scene: Scene, request_id: str = "a", *, stream: bool = True, prompt_tokens: int = 5) -> None:
+        options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        body = body_of(record({**BODY, **options}), BOUNDS)
+        assert isinstance(body, ChatBody)
+        composer = Composer(TextAssembler(scene.model.decoder(), []))
+        fold = CompletionFold(request_id, body, prompt_tokens, [composer], created_s=7)
+        response = RecordResponse(WindowEntry(0, 0), ReplyAddress("a", ""), fold, scene.ingress)
+        submission = next((one for one in scene.requests(RequestSubmitted) if one.request_id == request_id), None)
         self.scene = scene
-        self.request = PendingRequest(
-            request_id,
-            RecordResponse(WindowEntry(0, 0), ReplyAddress("a", ""), fold, scene.ingress),
-            submission=next((one for one in scene.requests(RequestSubmitted) if one.request_id == request_id), None),
-        )
+        self.request = PendingRequest(request_id, response, submission=submission)
         self.pieces: list[ResponseRecord] = []
 
     async def read(self, times: int = 1) -> list[ResponseRecord]:
@@ -186,23 +190,23 @@ class Fold:
                     self.pieces += changed.response.step(changed)
         return self.pieces
 
-    def text(self) -> str:
-        chunks = [msgspec.json.decode(piece.value)["choices"] for piece in self.pieces]
-        return "".join(choices[0]["delta"].get("content", "") for choices in chunks if choices)
+    def objects(self) -> list[Any]:
+        return [msgspec.json.decode(piece.value) for piece in self.pieces]
 
 
 async def test_a_stream_has_a_record_per_chunk(scene: Scene) -> None:
     position = scene.emit_text("a", "one")
     position = scene.emit_text("a", " two", first=position)
     scene.end("a", output=position)
-    pieces = await Fold(scene, "a", stream=True).read()
-    assert [piece.last for piece in pieces] == [False, False, True]
-    assert [piece.index for piece in pieces] == [0, 1, 2]
-    first, second, last = (msgspec.json.decode(piece.value) for piece in pieces)
+    fold = Fold(scene)
+    pieces = await fold.read()
+    assert [(piece.index, piece.last) for piece in pieces] == [(0, False), (1, False), (2, False), (3, True)]
+    first, second, end, usage = fold.objects()
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": "one"}
     assert second["choices"][0]["delta"] == {"content": " two"}
-    assert last["choices"][0]["finish_reason"] == "length"
-    assert {one["created"] for one in (first, second, last)} == {7}
+    assert end["choices"][0]["finish_reason"] == "length"
+    assert usage["usage"]["completion_tokens"] == position
+    assert {one["created"] for one in (first, second, end)} == {7}
 
 
 async def test_repeated_events_do_not_change_the_response(scene: Scene) -> None:
@@ -212,55 +216,251 @@ async def test_repeated_events_do_not_change_the_response(scene: Scene) -> None:
     position = scene.emit_text("a", " four", first=position, attempt=2)
     scene.end("a", attempt=2, output=position)
     scene.end("a", attempt=2, output=position, owner=2)
-    once, often = Fold(scene, "a", stream=True), Fold(scene, "a", stream=True)
+    once, often = Fold(scene), Fold(scene)
     assert await once.read() == await often.read(times=3)
-    assert once.text() == "one two three four"
+    deltas = [one["choices"][0]["delta"] for one in once.objects() if one["choices"]]
+    assert "".join(delta.get("content", "") for delta in deltas) == "one two three four"
 
 
-async def test_a_rejection_is_one_record_with_its_status(scene: Scene) -> None:
-    scene.refuse("a", 503, "no_workers")
-    (piece,) = await Fold(scene, "a", stream=True).read()
-    assert (piece.status, piece.last) == (503, True)
-    assert msgspec.json.decode(piece.value)["error"]["code"] == "no_workers"
-
-
-@pytest.mark.parametrize(("status", "rejected"), [(503, True), (429, True), (400, False)])
-async def test_only_missing_capacity_counts_as_rejection(scene: Scene, status: int, rejected: bool) -> None:
-    scene.refuse("a", status, "because")
-    fold = Fold(scene, "a", stream=True)
+@pytest.mark.parametrize(
+    ("status", "has_begun", "rejected"),
+    [(503, False, True), (429, False, True), (400, False, False), (503, True, False), (502, True, False)],
+)
+async def test_an_error_is_the_last_record_and_missing_capacity_a_rejection(
+    scene: Scene, status: int, *, has_begun: bool, rejected: bool
+) -> None:
+    if has_begun:
+        scene.emit_text("a", "one")
+    scene.refuse("a", status, "because", attempt=int(has_begun))
+    fold = Fold(scene)
     assert not was_rejected(fold.request)
-    await fold.read()
+    pieces = [(piece.index, piece.status, piece.last) for piece in await fold.read()]
+    assert pieces == ([(0, 200, False), (1, status, True)] if has_begun else [(0, status, True)])
+    assert fold.objects()[-1]["error"]["code"] == "because"
     assert was_rejected(fold.request) is rejected
-
-
-async def test_an_error_after_the_first_token_is_not_a_rejection(scene: Scene) -> None:
-    scene.emit_text("a", "one")
-    scene.refuse("a", 503, "workers_lost", attempt=1)
-    fold = Fold(scene, "a", stream=True)
-    await fold.read()
-    assert not was_rejected(fold.request)
-
-
-async def test_an_error_is_the_last_record_of_a_started_stream(scene: Scene) -> None:
-    scene.emit_text("a", "one")
-    scene.refuse("a", 502, "worker_lost", attempt=1)
-    pieces = await Fold(scene, "a", stream=True).read()
-    assert [(piece.index, piece.status, piece.last) for piece in pieces] == [(0, 200, False), (1, 502, True)]
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_records_contain_the_objects_of_http(scene: Scene, stream: bool) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-    post = scene.client.post("/v1/chat/completions", json={**CHAT, **options})
-    pending = asyncio.ensure_future(post)
+    pending = scene.start(CHAT, {**BODY, **options})
     request = await scene.next_request()
-    same = request.request_id
-    scene.reply(same, "the very same", cached=3)
-    body = (await pending).content
-    fold = Fold(scene, same, stream=stream, usage=stream, prompt_tokens=request.prompt_tokens)
-    given = [msgspec.json.decode(piece.value) for piece in await fold.read()]
-    events = [line.removeprefix(b"data: ") for line in body.splitlines() if line]
-    expected = [msgspec.json.decode(event) for event in events if event != b"[DONE]"]
-    for one in (*given, *expected):
-        one["created"] = 0
-    assert given == expected
+    scene.reply(request.request_id, "the very same", cached=3)
+    response = await pending
+    fold = Fold(scene, request.request_id, stream=stream, prompt_tokens=request.prompt_tokens)
+    await fold.read()
+    expected = events(response)[:-1] if stream else [response.json()]
+    assert [{**one, "created": 0} for one in fold.objects()] == [{**one, "created": 0} for one in expected]
+
+
+class FakeKafka:
+    """Broker and consumer group of one partition, with its records and responses."""
+
+    def __init__(self, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(partition_module, "slot_of", lambda partition, slots: SLOT)
+        log = cast(Any, scene.log)
+        shared = SimpleNamespace(
+            begin=log.begin,
+            end=log.end,
+            tail=log.tail,
+            append_soon=log.append_soon,
+            settings=SimpleNamespace(namespace="shop"),
+        )
+        metrics = KafkaApiMetrics(CollectorRegistry())
+        self.responses: list[Any] = []
+        self.server = PartitionServer(
+            SharedState(cast(Any, shared), OneModel(scene.ingress), cast(Any, self), cast(Any, self), metrics, 16), 3
+        )
+        self.records = 0
+
+    async def start_request(self, body: Any, **headers: str) -> None:
+        self.server.push([record(body, (3, self.records), **headers)])
+        self.records += 1
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator["asyncio.Task[None]"]:
+        serving = asyncio.create_task(self.server.run())
+        yield serving
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    async def committed(self, partition: int) -> None: ...
+
+    async def bounds(self, partition: int) -> tuple[int, int]:
+        """Return the bounds of an empty partition."""
+        return 0, 0
+
+    async def commit(self, offsets: Any) -> bool:
+        return True
+
+    def seek(self, partition: int, offset: int) -> None: ...
+
+    def resume(self, partition: int) -> None: ...
+
+    async def send(self, reply: Any, on_done: Any) -> None:
+        """Accept a response record."""
+        self.responses.append(reply)
+        on_done(None)
+
+
+async def test_a_record_that_raises_gets_a_500_and_the_next_is_served(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = FakeKafka(scene, monkeypatch)
+    async with fake.serving() as serving:
+        with monkeypatch.context() as broken:
+            broken.setattr(scene.model, "render", lambda *_: 1 // 0)
+            await fake.start_request(BODY)
+            await until(lambda: fake.responses or serving.done())
+        (response,) = fake.responses
+        assert (response.headers["status"], response.headers["last"]) == ("500", "1")
+        assert msgspec.json.decode(response.value)["error"]["code"] == "internal_error"
+        assert "record 0 of partition 3" in caplog.text
+        await fake.start_request(BODY)
+        await until(lambda: scene.requests(RequestSubmitted) or serving.done())
+        assert scene.requests(RequestSubmitted)[0].request_id == "kafka-api-3-1~kafka"
+        assert scene.requests(RequestSubmitted)[0].patient, "the topic holds it anyway"
+
+
+async def test_an_error_of_a_parser_ends_the_response(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "forebay.access")
+
+    class Broken:
+        def push(self, text: str, token_ids: list[int]) -> OutputDelta:
+            raise ApiError(502, "parser_failed", "it broke")
+
+        finish = push
+
+    monkeypatch.setattr(scene.ingress.parsers, "parser", lambda how, request_id: Broken())
+    fake = FakeKafka(scene, monkeypatch)
+    async with fake.serving() as serving:
+        await fake.start_request({**BODY, "stream": True})
+        submitted = await scene.next_request()
+        scene.emit_text(submitted.request_id, "one")
+        await until(lambda: fake.responses or serving.done())
+        (response,) = fake.responses
+        assert (response.headers["status"], response.headers["last"]) == ("502", "1")
+        assert (await scene.cancelled()).reason == "parser_failed"
+        await fake.start_request({**BODY, "model": "unknown"})
+        await until(lambda: len(fake.responses) == 2 or serving.done())
+        failed, rejected = (one.__dict__["fields"] for one in caplog.records if one.name == "forebay.access")
+        assert (failed["offset"], failed["status"], failed["error"]) == (0, 502, "parser_failed")
+        assert (failed["request_id"], failed["worker"]) == (submitted.request_id, "w1")
+        assert (rejected["offset"], rejected["status"], rejected["error"]) == (1, 404, "model_not_found")
+
+
+async def test_the_request_id_of_the_client_stands_for_all_choices(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeKafka(scene, monkeypatch)
+    async with fake.serving() as serving:
+        await fake.start_request({**BODY, "n": 3}, request_id="order-7")
+        choices = [(await scene.next_request()).request_id for _ in range(3)]
+        assert all("order-7" in aliases_of(choice) for choice in choices)
+        for body in (BODY, {**BODY, "n": 3}):
+            await fake.start_request(body, request_id="order-7")
+        await until(lambda: len(fake.responses) == 2 or serving.done())
+        assert [one.headers["status"] for one in fake.responses] == ["409", "409"]
+        assert "the request id order-7 is" in msgspec.json.decode(fake.responses[0].value)["error"]["message"]
+        scene.refuse(choices[1], 429, "queue_full")
+        await until(lambda: len(scene.requests(RequestCancelled)) == 2 or serving.done())
+        assert {one.request_id for one in scene.requests(RequestCancelled)} == {choices[0], choices[2]}
+        await until(lambda: len(fake.responses) == 3 or serving.done())
+        assert fake.responses[2].headers["status"] == "429"
+        assert {(one.key, one.headers["request-id"]) for one in fake.responses} == {(b"order-7", "order-7")}
+        await fake.start_request(BODY, request_id="order-7")
+        await until(lambda: len(scene.requests(RequestSubmitted)) == 4 or serving.done())
+        assert scene.requests(RequestSubmitted)[3].request_id not in choices
+
+
+MODEL = Model(DEFAULT_MODEL)
+ENCODED = MODEL.encode("the river ran to the sea, and the sea was full")
+ENDED = ResponseEnded(
+    request_id="a",
+    attempt=1,
+    owner_epoch=1,
+    finish_reason="stop",
+    usage=Usage(prompt_tokens=3, output_tokens=len(ENCODED), cached_tokens=2),
+)
+FAILED = ResponseEnded(
+    request_id="a",
+    attempt=1,
+    owner_epoch=1,
+    finish_reason="error",
+    error=ResponseError(status=502, code="worker_lost", message="lost"),
+)
+
+
+def completion(*, stream: bool) -> CompletionFold:
+    body = TextBody(model="m", prompt="p", stream=stream)
+    return CompletionFold("a", body, 3, [Composer(TextAssembler(MODEL.decoder(), []))], created_s=7)
+
+
+def emitted(*spans: tuple[int, int]) -> TokensEmitted:
+    """Return an event with the tokens of these spans, one chunk each."""
+    chunks = tuple(
+        TokenChunk(request_id="a", attempt=1, first_index=begin, token_ids=pack_u32(ENCODED[begin:end]))
+        for begin, end in spans
+    )
+    return TokensEmitted(worker_id="w", worker_epoch=1, owner_epoch=1, chunks=chunks)
+
+
+def fold_all(fold: CompletionFold, *records: TokenEvent) -> list[Any]:
+    state, objects = ResponseState(), []
+    for event in records:
+        apply({"a": state}, event, "")
+        objects += fold.step(state)
+    return [msgspec.json.decode(one) for one in objects]
+
+
+@given(cuts=st.sets(st.integers(1, len(ENCODED) - 1)))
+def test_a_stream_and_a_whole_response_have_the_same_text(cuts: set[int]) -> None:
+    bounds = [0, *sorted(cuts), len(ENCODED)]
+    records = [emitted(span) for span in pairwise(bounds)]
+    chunks = fold_all(completion(stream=True), *records, ENDED)
+    (whole,) = fold_all(completion(stream=False), *records, ENDED)
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    assert text == whole["choices"][0]["text"] == MODEL.tokenizer.decode(ENCODED)
+    assert chunks[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"] == "stop"
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("records", "code"),
+    [
+        ([emitted((0, 2), (3, 4))], "tokens_missing"),
+        ([emitted((0, 2)), FAILED], "worker_lost"),
+    ],
+)
+def test_output_before_an_error_is_sent(records: list[TokenEvent], code: str) -> None:
+    fold = completion(stream=True)
+    (chunk,) = fold_all(fold, *records)
+    assert chunk["choices"][0]["text"] == MODEL.tokenizer.decode(ENCODED[:2])
+    assert fold.error is not None
+    assert (fold.is_over, fold.error.code, fold.cancel_reason) == (True, code, code)
+
+
+def test_a_completion_ignores_an_embedding() -> None:
+    fold = completion(stream=True)
+    embedded = Embedded(request_id="a", attempt=1, owner_epoch=1, worker_id="w", vector=b"1234")
+    assert fold_all(fold, embedded) == []
+    assert (fold.is_over, fold.cancel_reason) == (False, "")
+
+
+def test_steps_after_the_end_return_nothing() -> None:
+    fold, state = completion(stream=False), ResponseState()
+    for event in (emitted((0, 2)), ENDED):
+        apply({"a": state}, event, "")
+    assert len(fold.step(state)) == 1
+    assert fold.step(state) == []
+    assert (fold.cached_tokens, fold.cancel_reason) == (2, "stop")
+
+
+def test_missing_tokens_fail_an_embedding() -> None:
+    fold, state = EmbeddingFold("a", EmbeddingBody(model="m", input="x"), 1, 1), ResponseState()
+    apply({"a": state}, emitted((3, 4)), "")
+    assert fold.step(state) == []
+    assert fold.error is not None
+    assert (fold.error.status, fold.error.code) == (502, "tokens_missing")

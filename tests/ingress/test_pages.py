@@ -1,10 +1,28 @@
-"""The pages `/` and `/docs`: forms, headers, escaped names. tests/cli/test_up_api.py opens them in a browser."""
+"""The pages `/` and `/docs`, and /openapi.json. tests/cli/test_up_api.py opens the pages in a browser."""
 
+import json
+from collections.abc import Iterator
 from importlib.metadata import version
+from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
-from tests.ingress.conftest import NAME, Scene, make_scene
+from forebay.ingress.http.guards import UNCHECKED
+from forebay.ingress.http.queries import TokenizeTextBody
+from forebay.ingress.openai.embeddings import EmbeddingBody
+from forebay.ingress.openai.requests import TextBody
+from tests.ingress.conftest import (
+    ADMIN_TOKEN,
+    CHAT,
+    MODULE_LOOP,
+    NAME,
+    TEXT,
+    Scene,
+    chat,
+    error,
+    make_scene,
+)
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 
@@ -24,9 +42,10 @@ async def test_the_index_is_a_page_for_browsers_and_json_for_other_clients(scene
         assert (await scene.client.get(f"/{path}")).status_code == (200 if is_served else 501), path
 
 
+@MODULE_LOOP
 @pytest.mark.parametrize("path", ["/", "/docs", "/docs/start.js", "/docs/swagger-ui.css", "/docs/swagger-ui-bundle.js"])
-async def test_pages_have_a_strict_policy(scene: Scene, path: str) -> None:
-    response = await scene.client.get(path, headers={"accept": BROWSER})
+async def test_pages_have_a_strict_policy(shared_scene: Scene, path: str) -> None:
+    response = await shared_scene.client.get(path, headers={"accept": BROWSER})
     assert response.status_code == 200
     policy = response.headers["content-security-policy"]
     for part in ("default-src 'none'", "base-uri 'none'", "frame-ancestors 'none'"):
@@ -42,9 +61,10 @@ async def test_other_sites_may_link_to_pages_but_not_load_their_files(scene: Sce
         assert (await scene.client.get(path, headers=elsewhere)).status_code == status, path
 
 
+@MODULE_LOOP
 @pytest.mark.parametrize("name", ["index.html", "__init__.py", "main.py", "..%2Fmain.py"])
-async def test_docs_serve_no_other_files(scene: Scene, name: str) -> None:
-    assert (await scene.client.get(f"/docs/{name}")).status_code == 404
+async def test_docs_serve_no_other_files(shared_scene: Scene, name: str) -> None:
+    assert (await shared_scene.client.get(f"/docs/{name}")).status_code == 404
 
 
 async def test_the_name_of_a_model_is_escaped() -> None:
@@ -52,3 +72,171 @@ async def test_the_name_of_a_model_is_escaped() -> None:
         page = (await scene.client.get("/", headers={"accept": BROWSER})).text
         assert "<b>" not in page
         assert "&lt;b&gt;&amp;x" in page
+
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "TRACE")
+ERROR = {"$ref": "#/components/schemas/Error"}
+
+
+@pytest.fixture(scope="module")
+def admin_token() -> str:
+    return ADMIN_TOKEN
+
+
+async def document(scene: Scene) -> dict[str, Any]:
+    found: dict[str, Any] = (await scene.client.get("/openapi.json")).raise_for_status().json()
+    return found
+
+
+def references(value: Any) -> Iterator[str]:
+    """Yield every `$ref` of a document."""
+    if isinstance(value, dict):
+        if isinstance(value.get("$ref"), str):
+            yield value["$ref"]
+        for part in value.values():
+            yield from references(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from references(part)
+
+
+def resolved(whole: dict[str, Any], reference: str) -> Any:
+    found: Any = whole
+    assert reference.startswith("#/"), reference
+    for step in reference[2:].split("/"):
+        found = found[step]
+    return found
+
+
+@pytest.mark.parametrize("token", ["", "token-of-tests"])
+async def test_every_reference_resolves(token: str) -> None:
+    async with make_scene(admin_token=token) as scene:
+        whole = await document(scene)
+    assert len(set(references(whole))) > 10
+    for reference in sorted(set(references(whole))):
+        Draft202012Validator.check_schema(resolved(whole, reference))
+    assert ("/v1/commands" in whole["paths"]) is bool(token)
+
+
+async def test_every_error_matches_its_schema(scene: Scene) -> None:
+    whole = await document(scene)
+    for path, operations in whole["paths"].items():
+        for method, operation in operations.items():
+            responses = operation["responses"]
+            assert "422" not in responses, path
+            assert {"200", "403", "405", "431", "503"} <= responses.keys(), path
+            if "requestBody" in operation:
+                assert {"400", "413", "415"} <= responses.keys(), path
+            if "security" in operation:
+                assert "401" in responses, path
+            assert ("security" in operation) is (path in ADMIN), (method, path)
+            for status, response in responses.items():
+                if status != "200":
+                    assert response["content"] == {"application/json": {"schema": ERROR}}, (path, status)
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        content = whole["paths"][path]["post"]["responses"]["200"]["content"]
+        assert content.keys() == {"application/json", "text/event-stream"}
+
+
+ADMIN = {
+    *("/busy_threshold", "/clear_kv_blocks", "/disaggregation", "/drain", "/pause", "/reset_prefix_cache", "/resume"),
+    *("/sleep", "/v1/commands", "/v1/load_lora_adapter", "/v1/loras", "/v1/loras/{lora_name}", "/v1/pools"),
+    *("/v1/pools/canary", "/v1/pools/drain", "/v1/pools/policy", "/v1/pools/routing", "/v1/unload_lora_adapter"),
+    "/wake_up",
+}
+
+
+async def test_an_unsupported_method_gets_the_supported_ones(scene: Scene) -> None:
+    whole = await document(scene)
+    for path, operations in whole["paths"].items():
+        taken = {method.upper() for method in operations}
+        for method in (method for method in METHODS if method not in taken):
+            response = await scene.client.request(method, path.replace("{", "").replace("}", ""))
+            assert response.status_code == 405, (method, path)
+            assert set(response.headers["allow"].split(", ")) == taken, (method, path)
+            if method != "HEAD":
+                Draft202012Validator(whole["components"]["schemas"]["Error"]).validate(response.json())
+    assert whole["paths"].keys() >= UNCHECKED
+
+
+@MODULE_LOOP
+@pytest.mark.parametrize(
+    ("name", "body", "is_valid"),
+    [
+        ("ChatBody", chat(n=1, user="u", stop=["a"], modalities=["text"]), True),
+        ("ChatBody", chat(n=0), False),
+        ("ChatBody", chat(magic=1), False),
+        ("ChatBody", chat(stop=""), False),
+        ("ChatBody", chat(stop=["a"] * 5), False),
+        ("ChatBody", chat(stream=True, stream_options={}), True),
+        ("ChatBody", chat(stream_options={}), False),
+        ("ChatBody", chat(top_logprobs=2), False),
+        ("ChatBody", chat(tool_choice="required"), False),
+        ("ChatBody", chat(nvext={"annotations": ["query_instance_id:x"]}), True),
+        ("ChatBody", chat(nvext={"annotations": ["x"]}), False),
+        ("TextBody", {"model": NAME, "prompt": [1, 2], "suffix": None}, True),
+        ("TextBody", {"model": "other", "prompt": [1.0, 2], "max_tokens": 5.0}, True),
+        ("TextBody", {"model": NAME, "prompt": ["a", "b"], "echo": True, "n": 2}, True),
+        ("TextBody", {"model": NAME, "prompt": "a", "echo": True, "logprobs": 1}, False),
+        ("EmbeddingBody", {"model": NAME, "input": ["a"], "user": "u"}, True),
+        ("EmbeddingBody", {"model": NAME, "input": "a", "nvext": {"extra_fields": ["worker_id"]}}, False),
+        ("AnyCommandBody", {"action": "pause", "timeout_s": 1}, True),
+        ("AnyCommandBody", {"action": "dream"}, False),
+        ("LoraBody", {"lora_name": "x", "source": {"uri": "file:///x"}, "lora_int_id": 3}, True),
+        ("LoraBody", {"lora_name": "x", "source": {"uri": "s3://x"}}, False),
+        ("DisaggregationBody", {"model": NAME, "policy": "never"}, True),
+        ("DisaggregationBody", {"model": NAME, "policy": "other"}, False),
+    ],
+)
+async def test_schemas_accept_what_the_service_accepts(
+    shared_scene: Scene, name: str, body: dict[str, Any], is_valid: bool
+) -> None:
+    whole = await document(shared_scene)
+    schema = {"$ref": f"#/components/schemas/{name}", "components": whole["components"]}
+    assert Draft202012Validator(schema).is_valid(body) is is_valid
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"prompt": [1.0, 2], "max_tokens": 5.0}, 404),
+        ({"prompt": [1.5, 2]}, 400),
+        ({"prompt": "a", "max_tokens": 1e400}, 400),
+        ({"prompt": "a", "max_tokens": True}, 400),
+        ({"prompt": "a", "max_tokens": "5"}, 400),
+    ],
+)
+@MODULE_LOOP
+async def test_integral_floats_are_accepted_as_integers(shared_scene: Scene, body: dict[str, Any], status: int) -> None:
+    response = await shared_scene.client.post(TEXT, content=json.dumps({"model": "other", **body}))
+    assert response.status_code == status, response.text
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], ["a", ""], [[]], [[1], []]])
+def test_schemas_of_completions_and_embeddings_have_no_empty_prompts(prompt: Any) -> None:
+    for body, field in ((TextBody, "prompt"), (EmbeddingBody, "input")):
+        schema = body.model_json_schema()["properties"][field]
+        assert not Draft202012Validator(schema).is_valid(prompt)
+        for valid in ("a", [1], ["a"], [[1]]):
+            Draft202012Validator(schema).validate(valid)
+
+
+@pytest.mark.parametrize("prompt", ["", []])
+def test_the_schema_of_tokenize_has_an_empty_prompt(prompt: Any) -> None:
+    Draft202012Validator(TokenizeTextBody.model_json_schema()["properties"]["prompt"]).validate(prompt)
+
+
+async def test_health_and_models(scene: Scene) -> None:
+    assert (await scene.client.get("/live")).status_code == 200
+    assert (await scene.client.get("/ready")).status_code == 200
+    scene.is_ready = False
+    for path in ("/ready", "/health"):
+        response = await scene.client.get(path)
+        assert error(response) == (503, "not_ready")
+    assert (await scene.client.get("/live")).status_code == 200
+    models = (await scene.client.get("/v1/models")).json()
+    assert [card["id"] for card in models["data"]] == [NAME]
+    assert (await scene.client.get(f"/v1/models/{NAME}")).json()["object"] == "model"
+    assert (await scene.client.get("/v1/models/gpt")).status_code == 404
+    assert "dynamo_frontend_inflight_requests" in (await scene.client.get("/metrics")).text
+    assert CHAT in (await scene.client.get("/openapi.json")).json()["paths"]
