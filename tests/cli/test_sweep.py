@@ -352,7 +352,7 @@ def test_session_statistics_assume_instant_responses() -> None:
 
 def test_converted_workload_has_the_options_applied(rows_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "ours.jsonl"
-    run = workload("convert", rows_file, "-o", out, "--speed", "2", "--prefix-multiplier", "3", "--requests", "2")
+    run = workload("convert", rows_file, "-o", out, "--speed", "2", "--requests", "2")
     assert run.returncode == 0, run.stderr
     assert f"{out}: 2 requests" in run.stderr
     header = json.loads(out.read_text().splitlines()[0])
@@ -361,9 +361,9 @@ def test_converted_workload_has_the_options_applied(rows_file: Path, tmp_path: P
         "version": 1,
         "block_tokens": 512,
         "name": "",
-        "source": "trace.jsonl speed=2.0 requests_max=2 prefix_multiplier=3.0",
+        "source": "trace.jsonl speed=2.0 requests_max=2",
     }
-    options = WorkloadOptions(speed=2.0, prefix_multiplier=3.0, requests_max=2)
+    options = WorkloadOptions(speed=2.0, requests_max=2)
     wanted = list(open_workload(str(rows_file), options).turns())
     converted = open_workload(str(out), WorkloadOptions())
     assert list(converted.turns()) == wanted

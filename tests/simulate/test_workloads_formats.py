@@ -232,7 +232,7 @@ def test_an_explicit_format_is_used(tmp_path: Path) -> None:
 def test_a_workload_is_the_same_in_another_process(tmp_path: Path) -> None:
     (tmp_path / "a").write_text(ROW)
     for name in (str(tmp_path / "a"), "synthetic:requests=20,turns=3"):
-        workload = open_workload(name, WorkloadOptions(prefix_multiplier=2))
+        workload = open_workload(name, WorkloadOptions(speed=2))
         assert list(pickle.loads(pickle.dumps(workload)).turns()) == list(workload.turns())
 
 

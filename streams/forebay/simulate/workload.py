@@ -48,11 +48,6 @@ class WorkloadOptions(msgspec.Struct, frozen=True, kw_only=True):
     # response were instant.
     duration_s: float | None = None
     requests_max: int | None = None  # keep only the first `requests_max` requests
-    prefix_multiplier: float = 1.0  # factor for the lengths of shared prefixes
-    # Number of copies of all shared prefixes, among which the sessions are divided. Different copies share no blocks
-    # with each other.
-    prefix_roots: int = 1
-    prompt_multiplier: float = 1.0  # factor for the lengths of the parts of prompts that no other prompt shares
     columns: str | None = None  # columns of a table, as `--columns` takes them; None for a known format
     by_model: bool = False  # send each request to the model that it names. Otherwise all requests go to the only model.
     # Skip and count rows that cannot be played. Otherwise the first such row raises `WorkloadUnusable`.

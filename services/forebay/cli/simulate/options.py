@@ -186,14 +186,6 @@ class ShapeOptions:
         float | None, Option(min=0.001, max=TIME_S_MAX, help="Play only the first SECONDS of the workload.")
     ] = None
     requests: Annotated[int | None, Option(min=1, help="Play only the first N requests.")] = None
-    prefix_multiplier: Annotated[
-        float, Option(min=0.001, max=1e3, help="Multiply the lengths of shared prefixes by this number.")
-    ] = 1.0
-    prefix_roots: Annotated[int, Option(min=1, max=1 << 20, help="Make N copies of the shared prefixes.")] = 1
-    prompt_multiplier: Annotated[
-        float,
-        Option(min=0.001, max=1e3, help="Multiply the lengths of the unshared parts of prompts by this number."),
-    ] = 1.0
     columns: Annotated[
         str | None,
         Option(metavar="FIELD=NAME,…", help="Columns of a table: time, prompt, output; optionally session, model."),

@@ -1,4 +1,4 @@
-"""Preparation of a workload before it is played: check its rows, and shorten, speed up and scale the workload."""
+"""Preparation of a workload before it is played: check its rows, and shorten and speed up the workload."""
 
 from array import array
 from bisect import bisect_left
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from forebay.simulate.workload import Survey, Turn, WorkloadOptions
-from forebay.simulate.workloads.scaling import Scaling
 from forebay.simulate.workloads.source import LATEST_US, US_PER_S, RowErrors, WorkloadSource
 
 PARENTS_MAX = 1 << 19  # ids whose parent is remembered, about 60 MB; beyond that the check starts again
@@ -39,11 +38,8 @@ class PreparedWorkload:
     def turns(self) -> Iterator[Turn]:
         """Yield every request, with the options applied."""
         options = self._options
-        scaling = Scaling(options, self.block_tokens)
-        if scaling.changes:
-            scaling.learn(self._cut(RowErrors(skip=options.skip_bad_rows)))
         for turn in self._cut(RowErrors(skip=options.skip_bad_rows)):
-            played = scaling.scaled(turn) if scaling.changes else turn
+            played = turn
             if options.speed != 1.0 and played.at_us:
                 played = replace(played, at_us=round(played.at_us / options.speed))
             if played.model and not options.by_model:
