@@ -30,8 +30,7 @@ from tests.logs.scaling import recorded_records
 from tests.replay.mutations import find
 from tests.replay.recorded import write as write_log
 from tests.replay.simulated import played
-from tests.simulate.eventful import eventful
-from tests.simulate.traces import conversations, write
+from tests.simulate.scene import conversations, eventful, write
 
 Job = Callable[[], str]
 POLICY = "tests.logs.own_policy.CheapestTwo"

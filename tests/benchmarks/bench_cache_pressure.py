@@ -9,7 +9,7 @@ from forebay.simulate.outcome import summary
 from forebay.simulate.settings import engine_config, one_pool, policy
 from forebay.simulate.simulation import Simulation
 from tests.simulate.pressure_traces import PRESSURES, Pressure
-from tests.simulate.traces import Rows
+from tests.simulate.scene import Rows
 
 POLICIES = ("round-robin", "kv:eviction_weight=0", "kv")
 

@@ -30,7 +30,7 @@ from tests.replay.recorded import write
 from tests.replay.recorder import Recorder, fleet
 from tests.replay.simulated import played
 from tests.replay.slices import journal_of, run
-from tests.simulate.traces import conversations
+from tests.simulate.scene import conversations
 from tests.system import BLOCK, MODEL, SPEEDUP, System, submitted, until, until_ended
 
 

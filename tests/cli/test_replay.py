@@ -40,7 +40,7 @@ from tests.replay.recorded import MemoryLog, log_of, write
 from tests.replay.recorder import Recorder, disaggregated
 from tests.replay.simulated import played
 from tests.replay.slices import opened
-from tests.simulate.traces import conversations
+from tests.simulate.scene import conversations
 
 MANY = 300  # workers
 DEEP = 1_500  # blocks per prompt

@@ -31,7 +31,7 @@ from tests.cli.outcomes import run
 from tests.cli.report_page import HOSTILE, Page
 from tests.harness import fork_server
 from tests.harness.browser import Opened, opened
-from tests.simulate.traces import conversations, write
+from tests.simulate.scene import conversations, write
 
 pytestmark = pytest.mark.timeout(180)
 

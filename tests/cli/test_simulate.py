@@ -16,7 +16,7 @@ from tests.cli.report_page import Page
 from tests.core.scaling.scene import decided
 from tests.harness import fork_server
 from tests.replay.disagg_history import COUNT, history
-from tests.simulate.traces import conversations, write
+from tests.simulate.scene import conversations, write
 
 pytestmark = pytest.mark.timeout(120)
 

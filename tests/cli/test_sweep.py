@@ -28,7 +28,7 @@ from tests.cli.in_process import Finished, forebay
 from tests.cli.up import FOREBAY
 from tests.replay.recorded import write as write_log
 from tests.replay.simulated import BLOCK, played
-from tests.simulate.traces import conversations, write
+from tests.simulate.scene import conversations, write
 
 pytestmark = pytest.mark.timeout(120)
 SIX = ("--set", "workers=1,2", "--set", "temperature=0,0.5", "--policy", "kv", "--policy", "round-robin")

@@ -64,11 +64,7 @@ class BlockPool:
         return found
 
     def take(self, prefix: Sequence[int], anonymous: int) -> list[int] | None:
-        """Reference every block of `prefix`, all of which must be present, and `anonymous` new blocks.
-
-        Returns:
-            The evicted hashes, in order of eviction; None, without any change, if there is no room.
-        """
+        """Reference the blocks of `prefix`, and `anonymous` new ones. Return the evicted ones, None without room."""
         references = self._references
         cached = self._cached
         revived = [block for block in prefix if block in cached]
@@ -86,11 +82,7 @@ class BlockPool:
         return evicted
 
     def fill(self, block: int) -> bool:
-        """Name one full anonymous block `block`; its reference moves to that hash.
-
-        Returns:
-            Whether the content is new; False if it was present and the two blocks were merged.
-        """
+        """Name one full anonymous block. Return whether its content is new; otherwise both blocks are merged."""
         assert self._anonymous > 0
         self._anonymous -= 1
         count = self._references.get(block, 0)
@@ -105,10 +97,7 @@ class BlockPool:
         return count == 0
 
     def release(self, hashes: Sequence[int], anonymous: int) -> None:
-        """Release one reference of each block of a chain, given head first, and `anonymous` anonymous blocks.
-
-        Hashed blocks without references stay cached; anonymous blocks become free.
-        """
+        """Release one reference of each block of a chain, given head first, and `anonymous` anonymous blocks."""
         assert 0 <= anonymous <= self._anonymous
         references = self._references
         for block in reversed(hashes):
@@ -131,9 +120,6 @@ class BlockPool:
     def _check(self) -> None:
         assert self._free >= 0
         assert len(self._references) + self._anonymous + len(self._cached) + self._free == self.total
-
-
-# `ChainPool` against it
 
 
 NOTHING = PrefixMatch(0, [])

@@ -96,8 +96,7 @@ def test_a_command_ends_when_every_worker_has_an_outcome() -> None:
     sent(drive, commanded("c1", "load_lora", lora_name="x"))
     assert drive("progress", obeyed("c1", "b", drive.epoch("b"), "load_lora", "x")) == []
     assert drive("progress", declined("c1", "a", drive.epoch("a"), "no room")) == []
-    lost = WorkerLost(owner_epoch=0, worker_id="c", worker_epoch=drive.epoch("c"))
-    (ended,) = drive("fleet", lost)
+    (ended,) = drive.lose("c")
     assert isinstance(ended, CommandEnded)
     found = {one.worker_id: (one.status, one.loras, one.message) for one in ended.outcomes}
     assert found == {
@@ -197,9 +196,6 @@ def test_outcome_texts_beyond_the_limit_are_omitted() -> None:
         ("done", 0, RESPONSE_OMITTED),
         ("done", 1, ""),
     ]
-
-
-# Adapters
 
 
 def routed(drive: Driver, name: str, **changes: Any) -> Any:

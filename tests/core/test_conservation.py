@@ -12,13 +12,9 @@ from hypothesis import strategies as st
 
 from forebay.core.rederive import Rederivation
 from forebay.core.restore import digest_of_snapshot, restore
-from forebay.core.routing.candidates import find_candidates, must_queue
 from forebay.core.routing.counterfactual import counterfactual
-from forebay.core.routing.disaggregation import locate_prompt
-from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies import BUILT_IN
-from forebay.core.state.active_request import ActiveRequest
 from forebay.core.step import CLOCK, InputEvent, advance
 from forebay.core.world import World
 from forebay.events.base import pack_u64
@@ -46,10 +42,10 @@ from forebay.events.decisions import (
     RouteAnswered,
 )
 from forebay.events.fleet import IngressJoined
-from forebay.events.kv import BlocksRemoved, BlocksStored, StoreBlocksAdded
-from forebay.events.metrics import LoadReported, TierCost, TierCosts, TierCostsMeasured
+from forebay.events.kv import BlocksRemoved, StoreBlocksAdded
+from forebay.events.metrics import TierCost, TierCosts, TierCostsMeasured
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRouting, PoolRoutingConfigured
-from forebay.events.progress import FirstTokenEmitted, OutputGrown, PrefillFinished, RequestFailed, RequestFinished
+from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
 from forebay.events.requests import NO_HINTS, RequestSubmitted, RoutingHints
 from forebay.events.snapshots import Booking, Chunk, IndexChanges, SnapshotChunk, StoreDropped, WorldState
 from forebay.events.topics import SNAPSHOTS
@@ -65,14 +61,15 @@ from tests.core.worlds import (
     actions,
     commanded,
     decode_pool,
+    disagg_policy_of,
     histories,
     joined,
+    may_go,
     obeyed,
     one_cell,
     perform_all,
     pool,
     prefill_pool,
-    prefilled_by,
     request,
 )
 
@@ -206,20 +203,6 @@ def assert_rederived(drive: Driver, records: Sequence[JournalRecord]) -> None:
     assert not followed.pending
 
 
-def may_go(world: World, request: ActiveRequest) -> bool:
-    config = world.pools[request.submitted.pool]
-    try:
-        roster = find_candidates(world, config, request.submitted)
-        computing = locate_prompt(world, config, request, roster)
-        return not must_queue(computing.pool, computing.roster)
-    except Ineligible:
-        return False
-
-
-def policy_of(world: World, request: ActiveRequest) -> str:
-    return world.disagg.get(request.submitted.pool, world.pools[request.submitted.pool].router.disagg).policy
-
-
 class Watchful(Driver):
     """After every event that can change it, nobody waits who may go."""
 
@@ -230,7 +213,9 @@ class Watchful(Driver):
             session_id = waiting.submitted.hints.session_id
             # A session that ends by time lets its requests go with the next event that looks at the queue; so do
             # blocks that are cached, where the length of what is not decides.
-            by_length = world.pools[waiting.submitted.pool].role == "decode" and policy_of(world, waiting) not in (
+            by_length = world.pools[waiting.submitted.pool].role == "decode" and disagg_policy_of(
+                world, waiting
+            ) not in (
                 "always",
                 "never",
             )
@@ -249,9 +234,6 @@ def test_nobody_waits_who_may_go_and_the_winner_is_never_dearer_than_the_runner_
             assert routed.terms.cost <= routed.runner_up.terms.cost
             assert (routed.ties > 1) == (routed.terms.cost == routed.runner_up.terms.cost)
             assert (routed.worker_id, routed.rank) != (routed.runner_up.worker_id, routed.runner_up.rank)
-
-
-# Snapshots
 
 
 @given(histories, st.integers(0, 60))
@@ -280,12 +262,12 @@ def test_a_snapshot_and_the_tail_are_the_whole(history: list[Any], cut: int) -> 
 def test_a_snapshot_written_while_the_index_changes_is_of_the_state_at_its_end() -> None:
     drive = Driver().fleet("a", "b")
     for seq in range(1, 4):
-        fields: dict[str, Any] = {"worker_id": "a", "worker_epoch": drive.epoch("a"), "seq": seq}
-        drive("kv-events", BlocksStored(**fields, sequence_hashes=pack_u64(PROMPTS[seq - 1])))
+        drive.stored("a", PROMPTS[seq - 1], seq)
     walk = drive.world.index.begin_scan()
     chunks: list[Chunk] = list(walk.advance(4))
     drive.stored("b", PROMPTS[0])
-    drive("kv-events", BlocksRemoved(**{**fields, "seq": 4}, sequence_hashes=pack_u64(PROMPTS[0][4:])))
+    gone = pack_u64(PROMPTS[0][4:])
+    drive("kv-events", BlocksRemoved(worker_id="a", worker_epoch=drive.epoch("a"), seq=4, sequence_hashes=gone))
     drive("requests", request("r", PROMPTS[1]))
     while not walk.done:
         chunks += walk.advance(4)
@@ -306,11 +288,8 @@ def disaggregate(drive: Driver) -> None:
 
 def prefill_and_decode(drive: Driver, name: str, model: str) -> RequestRouted:
     """Submit a request whose prompt is computed remotely, up to its decode stage. Return its first routing."""
-    (sent,) = drive("requests", request(name, PROMPTS[0], model=model))
-    names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
-    fields: dict[str, Any] = {name: getattr(sent, name) for name in names}
-    kept = prefilled_by(sent.worker_id, sent.worker_epoch, model=model)
-    (routed,) = drive("progress", PrefillFinished(**fields, prefilled=kept))
+    sent = drive.ask(name, model=model)
+    (routed,) = drive.prefilled(sent, model=model)
     assert (sent.stage, routed.stage) == ("prefill", "decode")
     return cast(RequestRouted, sent)
 
@@ -335,22 +314,17 @@ def eventful_world() -> World:
     drive("fleet", joined("b", 1, kv_events=False))
     drive("fleet", IngressJoined(owner_epoch=0, ingress_id="i", incarnation="one", lease_ttl_ms=3_000))
     for seq, tier in ((1, "device"), (2, "host"), (4, "disk")):
-        fields: dict[str, Any] = {"worker_id": "a", "worker_epoch": drive.epoch("a"), "seq": seq, "tier": tier}
-        drive("kv-events", BlocksStored(**fields, sequence_hashes=pack_u64(PROMPTS[seq % 3])))
+        drive.stored("a", PROMPTS[seq % 3], seq, tier=tier)
     for store, worker_id in (("s", "a"), ("t", "b")):
         drive("kv-events", StoreBlocksAdded(store=store, worker_id=worker_id, sequence_hashes=pack_u64(PROMPTS[0])))
     costs = TierCosts(prefill_block_us=9.0, tiers=(TierCost(tier="store", fixed_us=3.0, block_us=2.0),))
     drive("metrics", TierCostsMeasured(worker_id="b", worker_epoch=drive.epoch("b"), costs=costs))
-    load = {"running": 1, "waiting": 2, "kv_blocks_used": 3, "kv_blocks_total": 4}
-    drive("metrics", LoadReported(worker_id="b", worker_epoch=drive.epoch("b"), **load))
+    drive.report("b", 1, 2, 3, kv_blocks_total=4)
     hints = RoutingHints(session_id="s", expected_output_tokens=40, worker_id="b", policy_class="batch")
     for name, prompt in (("r1", PROMPTS[0]), ("r2", PROMPTS[1]), ("r3", []), ("r4", PROMPTS[2]), ("r5", PROMPTS[2])):
         drive("requests", request(name, prompt, routing=hints if name != "r2" else NO_HINTS))
-    (routed,) = (one for one in drive.decided if isinstance(one, RequestRouted) and one.request_id == "r1")
-    names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
-    request_fields: dict[str, Any] = {name: getattr(routed, name) for name in names}
-    drive("progress", FirstTokenEmitted(**request_fields))
-    drive("progress", OutputGrown(**request_fields, output_tokens=5))
+    drive.emit(FirstTokenEmitted, "r1")
+    drive.emit(OutputGrown, "r1", output_tokens=5)
     drive.cancel("r3")
     drive("control", BusyThresholdsSet(model="m", thresholds=BusyThresholds(active_prefill_tokens_threshold=999)))
     drive("control", commanded("c1", "load_lora", lora_name="x", nonce=5))
@@ -430,9 +404,6 @@ def test_the_eventful_world_has_every_kind_of_fact() -> None:
     assert isinstance(EVENTFUL[0], WorldState)
 
 
-# What went wrong once
-
-
 def test_an_id_that_comes_back_with_the_deadline_of_its_first_use_is_ended_once() -> None:
     drive = Driver().fleet("a")
     drive("requests", request("other", timeout_us=250_000_000))
@@ -442,11 +413,7 @@ def test_an_id_that_comes_back_with_the_deadline_of_its_first_use_is_ended_once(
     drive.wait(120_000_000)
     drive("requests", request("r", timeout_us=due_us - drive.now_us - 10, nonce=2))
     ended = drive.wait(400_000_000)
-    assert [(type(one), one.request_id) for one in ended if isinstance(one, RequestAborted)] == [
-        (RequestAborted, "other"),
-        (RequestAborted, "r"),
-    ]
-    assert len(ended) == 2
+    assert [(type(one), one.request_id) for one in ended] == [(RequestAborted, "other"), (RequestAborted, "r")]
 
 
 def test_a_recorded_clock_that_runs_backwards_is_a_divergence() -> None:

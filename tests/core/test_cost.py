@@ -58,9 +58,6 @@ def table(seats: Roster, prompt_tokens: int, blocks: int = 0, **changes: Any) ->
     return cost_table(RouterConfig(**changes), BLOCK_SIZE, seats, Demand(prompt_tokens, blocks, **fields))
 
 
-# Weights
-
-
 def test_the_worked_examples_of_the_router_design() -> None:
     """Dynamo docs, router design: of costs 18, 10 and 11 the second wins."""
     seats = roster(a=(0, 10, 1), b=(0, 5, 1), c=(0, 9, 1))

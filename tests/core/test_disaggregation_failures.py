@@ -1,4 +1,4 @@
-"""Prefill and decode apart, when something goes wrong: who is tried next, how often, and what its client is told."""
+"""Disaggregation and encoding when something goes wrong: who is tried next, how often, and what its client is told."""
 
 from typing import Any
 
@@ -6,10 +6,13 @@ import msgspec
 import pytest
 
 from forebay.core.phases import Phase
-from forebay.events.control import DisaggConfig, DisaggregationSet
-from forebay.events.decisions import CommandTarget, KvReleased, PrefillPlace, RequestAborted, RequestRouted
+from forebay.core.state.submitted_request import content_hash
+from forebay.events.control import DisaggConfig, DisaggregationSet, QueueConfig
+from forebay.events.decisions import CommandTarget, KvReleased, PrefillPlace, RequestAborted, RequestHeld, RequestRouted
 from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerRecovered, WorkerSuspect
+from forebay.events.media import MEDIA_BYTES_MAX, MEDIA_MAX
 from forebay.events.progress import (
+    EncodeFailed,
     FirstTokenEmitted,
     OutputGrown,
     PrefillFailed,
@@ -19,7 +22,21 @@ from forebay.events.progress import (
     TransferFailed,
 )
 from forebay.events.requests import RoutingHints
-from tests.core.worlds import ENCODED, MEDIA, Driver, decode_pool, joined, prefilled_by, prefiller
+from tests.core.worlds import (
+    ENCODED,
+    ENCODERS,
+    MEDIA,
+    PROMPTS,
+    Driver,
+    decode_pool,
+    encode_pool,
+    encoder,
+    joined,
+    pool,
+    prefilled_by,
+    prefiller,
+    request,
+)
 
 ENFORCED = DisaggConfig(enforce=True)
 LOCAL = PrefillPlace(remote=False, reason="failed")
@@ -45,9 +62,6 @@ def phase(drive: Driver, name: str = "r") -> Phase | None:
 
 def idle(drive: Driver) -> bool:
     return not any(load.active_requests or load.prefill_tokens for load in drive.world.load.ranks())
-
-
-# The prefill worker
 
 
 def test_a_prompt_that_failed_is_computed_by_another_and_in_the_end_where_it_is_answered() -> None:
@@ -140,15 +154,12 @@ def test_a_descriptor_of_another_worker_epoch_or_model_is_refused(lie: dict[str,
     assert (released.attempt, released.holder, released.reason) == (1, target, "foreign_descriptor"), "who says so"
     assert (again.stage, again.attempt) == ("prefill", 2)
     assert drive.world.counts["foreign_descriptor"] == 1
-    assert drive.world.requests.get("r").prefilled is None  # type: ignore[union-attr]
+    assert drive.active().prefilled is None
     drive("control", DisaggregationSet(model="m", disagg=ENFORCED))
     _, third = drive.emit(PrefillFinished, again, prefilled=prefilled_by(**fields))
     released, given_up = drive.emit(PrefillFinished, third, prefilled=prefilled_by(**fields))
     assert (released.attempt, given_up.holder) == (3, None)
     assert "the KV descriptor of worker" in given_up.message
-
-
-# The decode worker, and the way between
 
 
 def test_unfetched_kv_is_recomputed_and_the_last_attempt_is_local() -> None:
@@ -202,22 +213,6 @@ def test_a_decode_worker_lost_while_it_fetches_is_replaced_and_the_cache_used_ag
     assert (then.stage, then.attempt) == ("decode", 2)
 
 
-def test_decode_workers_lost_one_after_another_are_not_replaced_for_ever() -> None:
-    drive = Driver().disagg(["p"], ["d"])
-    made: list[Any] = [drive.ask()]
-    stages = []
-    while isinstance(made[-1], RequestRouted):
-        routed = made[-1]
-        stages.append(routed.stage)
-        if routed.stage == "prefill":
-            made += drive.prefilled(routed)
-        else:
-            drive("fleet", joined(f"d{len(made)}", 7, role="decode"))
-            made += drive.lose(routed.worker_id)
-    assert stages == ["prefill", "decode", "prefill", "decode", "aggregated"]
-    assert made[-1].reason == "attempts_exhausted"
-
-
 def test_an_answer_that_has_begun_goes_on_where_it_is_decoded() -> None:
     drive = Driver().disagg(["p"], ["d", "e"], disagg=ENFORCED)
     (then,) = drive.prefilled(drive.ask())
@@ -247,9 +242,6 @@ def test_an_epoch_of_the_holder_ends_with_what_it_kept() -> None:
     assert (aborted.worker_id, aborted.holder) == (then.worker_id, None), "this p keeps nothing"
 
 
-# Ends
-
-
 def test_cancellation_reaches_worker_and_kv_holder() -> None:
     drive = Driver().disagg(["p", "q"], ["d"])
     first = drive.ask("r0")
@@ -268,62 +260,19 @@ def test_cancellation_reaches_worker_and_kv_holder() -> None:
     assert idle(drive)
 
 
-WHILE_PREFILLED: tuple[tuple[Any, dict[str, Any]], ...] = (
-    (TransferFailed, {"error": "?"}),
-    (RequestFinished, {"finish_reason": "stop"}),
-    (RequestFailed, {"error": "?"}),
-    (FirstTokenEmitted, {}),
-    (OutputGrown, {"output_tokens": 1}),
-)
-WHILE_DECODED: tuple[tuple[Any, dict[str, Any]], ...] = (
-    (PrefillFinished, {"prefilled": prefilled_by("d", 0)}),
-    (PrefillFailed, {"error": "?"}),
-)
-
-
-@pytest.mark.parametrize(("kind", "fields"), [*WHILE_PREFILLED, *WHILE_DECODED])
-def test_what_does_not_fit_the_stage_changes_nothing(kind: Any, fields: dict[str, Any]) -> None:
-    drive = Driver().disagg(["p"], ["d"])
-    routed = drive.ask()
-    if (kind, fields) in WHILE_DECODED:
-        (routed,) = drive.prefilled(routed)
-    before = drive.world.requests.digest()
-    assert drive.emit(kind, routed, **fields) == []
-    assert drive.world.requests.digest() == before
-    assert drive.world.counts["stale_progress"] == 1
-
-
-def test_duplicate_or_late_progress_changes_nothing() -> None:
-    drive = Driver().disagg(["p", "q"], ["d"])
-    first = drive.ask()
-    (then,) = drive.prefilled(first)
-    before = drive.world.requests.digest()
-    assert drive.prefilled(first) == []
-    assert failed(drive, first) == []
-    assert drive.world.requests.digest() == before
-    not_fetched(drive, then)
-    before = drive.world.requests.digest()
-    assert not_fetched(drive, then) == []
-    assert drive.world.requests.digest() == before
-    assert drive.world.counts["stale_progress"] == 3
-
-
-# With an encode pool
-
-
 def test_images_are_encoded_for_the_worker_that_computes_the_prompt_and_again_for_the_next() -> None:
     drive = Driver().disagg(["p", "q"], ["d"]).encoders("e", "f")
     first = drive.ask(media=(MEDIA,))
     (second,) = drive.encoded(first)
     assert [first.stage, second.stage] == ["encode", "prefill"]
-    assert drive.world.requests.get("r").encoded == ENCODED  # type: ignore[union-attr]
+    assert drive.active().encoded == ENCODED
     (again,) = not_fetched(drive, second, "its embeddings are gone")
     assert (again.stage, again.attempt) == ("encode", 2)
     (retried,) = drive.encoded(again)
     assert (retried.stage, retried.attempt) == ("prefill", 2)
     (then,) = drive.prefilled(retried)
     assert (then.stage, then.attempt) == ("decode", 1)
-    assert drive.world.requests.get("r").encoded is None, "it is used up"  # type: ignore[union-attr]
+    assert drive.active().encoded is None, "it is used up"
 
 
 def test_a_prompt_with_images_is_computed_alone_in_the_end() -> None:
@@ -358,22 +307,6 @@ def test_an_enforced_prompt_with_images_is_given_up_for_what_failed() -> None:
     assert given_up.message.endswith(
         "in 3 attempts: prefill workers were lost, or no decode worker fetched the KV in time"
     )
-
-
-def test_images_of_an_enforced_prompt_are_encoded_only_so_often() -> None:
-    drive = Driver().disagg(["p"], ["d"], disagg=ENFORCED).encoders("e")
-    routed = drive.ask(media=(MEDIA,))
-    (prefill,) = drive.encoded(routed)
-    (routed,) = not_fetched(drive, prefill)
-    (prefill,) = drive.encoded(routed)
-    (then,) = drive.prefilled(prefill)
-    (routed,) = not_fetched(drive, then)
-    assert (routed.stage, routed.attempt) == ("encode", 3)
-    (prefill,) = drive.encoded(routed)
-    (then,) = drive.prefilled(prefill)
-    assert (then.stage, then.attempt) == ("decode", 2), "what is kept needs no image any more"
-    (given_up,) = not_fetched(drive, then)
-    assert (given_up.reason, given_up.attempt) == ("prefill_failed", 2)
 
 
 def test_a_lowered_attempt_limit_applies_at_once() -> None:
@@ -449,7 +382,7 @@ def test_kv_goes_with_the_worker_that_kept_it() -> None:
     drive.lose("d")
     drive.prefilled(first)
     drive.lose(first.worker_id)
-    assert drive.world.requests.get("r").prefilled is None  # type: ignore[union-attr]
+    assert drive.active().prefilled is None
     (again,) = drive("fleet", joined("e", 1, role="decode"))
     assert (again.stage, again.attempt) == ("prefill", 2)
 
@@ -464,3 +397,206 @@ def test_a_lost_holder_gets_no_release() -> None:
             drive("fleet", joined(first.worker_id, 7, pool="prefillers", role="prefill"))
         (again,) = drive.emit(TransferFailed, then, error="gone")
         assert (again.stage, again.attempt) == ("prefill", 2)
+
+
+# Requests with images: an encode worker first, then one that answers
+
+
+def staged(*encoders: str, **router: Any) -> Driver:
+    return Driver().fleet("a", "b", **router).encoders(*encoders)
+
+
+def test_media_are_encoded_before_a_worker_answers() -> None:
+    drive = staged("e", "f")
+    first = drive.ask(media=(MEDIA,))
+    assert (first.stage, first.pool, first.attempt, first.mode) == ("encode", "encoders", 1, "least-loaded")
+    assert first.worker_id in ENCODERS
+    assert drive.world.load.rank_load(first.worker_id, 0).prefill_tokens == MEDIA.tokens
+    (then,) = drive.encoded(first)
+    assert (then.stage, then.pool, then.attempt) == ("aggregated", "default", 1)
+    assert then.worker_id in ("a", "b")
+    assert drive.world.load.rank_load(first.worker_id, 0).active_requests == 0
+    assert drive.world.load.rank_load(then.worker_id, 0).active_requests == 1
+    one = drive.active()
+    assert one.encoded == ENCODED
+    drive.finish(then)
+    assert not len(drive.world.requests)
+
+
+def test_requests_without_media_and_those_without_encode_workers_go_straight_to_who_answers() -> None:
+    drive = staged("e")
+    (plain,) = drive("requests", request("plain", PROMPTS[0]))
+    assert (plain.stage, plain.pool) == ("aggregated", "default")
+    drive.lose("e")
+    assert drive.ask(media=(MEDIA,)).stage == "aggregated"
+    alone = Driver().fleet("a")
+    assert alone.ask(media=(MEDIA,)).stage == "aggregated"
+
+
+def test_encode_workers_serve_no_requests() -> None:
+    drive = Driver().encoders("e")
+    drive("control", pool())
+    assert drive.ask(media=(MEDIA,)).reason == "no_workers"
+    only = Driver().encoders("e")
+    assert only.ask(media=(MEDIA,)).reason == "wrong_model"
+    named = staged("e")
+    (refused,) = named("requests", request("r", routing=RoutingHints(worker_id="e")))
+    assert refused.reason == "unknown_worker"
+
+
+def test_the_least_loaded_encoder_gets_it_whatever_the_mode_is() -> None:
+    drive = Driver().fleet("a", mode="direct").encoders("e", "f")
+    direct = RoutingHints(worker_id="a")
+    routed = [drive.ask(f"r{number}", routing=direct, media=(MEDIA,)) for number in range(4)]
+    assert sorted(one.worker_id for one in routed) == ["e", "e", "f", "f"]
+    assert {(one.candidates, one.mode) for one in routed} == {(2, "least-loaded")}
+
+
+def test_a_failed_encoding_is_retried_and_aborted_with_the_reason() -> None:
+    drive = staged("e", "f")
+    routed = [drive.ask(media=(MEDIA,))]
+    for _ in range(2):
+        (again,) = drive.emit(EncodeFailed, routed[-1], error="out of memory")
+        assert again.worker_id != routed[-1].worker_id
+        routed.append(again)
+    assert [one.attempt for one in routed] == [1, 2, 3]
+    (given_up,) = drive.emit(EncodeFailed, routed[-1], error="out of memory " + "x" * 9_000)
+    assert isinstance(given_up, RequestAborted)
+    assert (given_up.reason, given_up.worker_id) == ("encode_failed", "")
+    assert given_up.message.startswith("images or videos could not be encoded and fetched in 3 attempts: out of mem")
+    assert len(given_up.message) < 1_000
+    assert all(not load.active_requests for load in drive.world.load.ranks())
+
+
+def test_a_single_encoder_is_tried_again() -> None:
+    drive = staged("e")
+    (again,) = drive.emit(EncodeFailed, drive.ask(media=(MEDIA,)), error="busy")
+    assert (again.worker_id, again.attempt, again.stage) == ("e", 2, "encode")
+
+
+def test_a_lost_encoder_is_replaced_by_another_or_by_who_answers() -> None:
+    drive = staged("e", "f")
+    first = drive.ask(media=(MEDIA,))
+    (second,) = drive.lose(first.worker_id)
+    assert (second.stage, second.attempt) == ("encode", 2)
+    (main,) = drive.lose(second.worker_id)
+    assert (main.stage, main.attempt) == ("aggregated", 1)
+    one = drive.active()
+    assert one.encoded is None, "its worker gets the images themselves"
+
+
+def test_encoders_that_are_lost_one_after_another_are_not_replaced_for_ever() -> None:
+    drive = staged("e", "f")
+    made = [drive.ask(media=(MEDIA,))]
+    for _ in range(2):
+        name = made[-1].worker_id
+        made += drive.lose(name)
+        drive("fleet", encoder(name))
+    (given_up,) = drive.lose(made[-1].worker_id)
+    assert (given_up.reason, given_up.message[-25:]) == ("encode_failed", " encode workers were lost")
+
+
+def test_unfetched_embeddings_are_encoded_again() -> None:
+    drive = staged("e", "f")
+    first = drive.ask(media=(MEDIA,))
+    (main,) = drive.encoded(first)
+    (again,) = drive.emit(TransferFailed, main, error="its memory is gone")
+    assert (again.stage, again.attempt) == ("encode", 2)
+    assert again.worker_id != first.worker_id
+    (main,) = drive.encoded(again)
+    assert (main.stage, main.attempt) == ("aggregated", 2)
+    (again,) = drive.emit(TransferFailed, main, error="its memory is gone")
+    (main,) = drive.encoded(again)
+    (given_up,) = drive.emit(TransferFailed, main, error="its memory is gone")
+    assert (given_up.reason, given_up.attempt) == ("encode_failed", 3)
+    assert given_up.message.endswith("in 3 attempts: its memory is gone")
+
+
+def test_embeddings_go_with_the_worker_that_fetched_them() -> None:
+    drive = staged("e")
+    (main,) = drive.encoded(drive.ask(media=(MEDIA,)))
+    (again,) = drive.lose(main.worker_id)
+    assert (again.stage, again.attempt) == ("encode", 2)
+    (second,) = drive.encoded(again)
+    assert (second.stage, second.attempt) == ("aggregated", 2)
+    assert second.worker_id != main.worker_id
+
+
+def test_media_that_are_encoded_wait_for_a_worker() -> None:
+    drive = Driver().fleet("a").encoders("e")
+    first = drive.ask(media=(MEDIA,))
+    drive.lose("a")
+    assert drive.encoded(first) == []
+    assert phase(drive) is Phase.WAITING
+    (main,) = drive("fleet", joined("c"))
+    assert (main.stage, main.worker_id) == ("aggregated", "c")
+    assert drive.active().encoded == ENCODED
+
+
+def test_a_cancelled_request_is_taken_back_from_its_encoder() -> None:
+    drive = staged("e")
+    first = drive.ask(media=(MEDIA,))
+    (aborted,) = drive.cancel("r")
+    assert (aborted.pool, aborted.worker_id, aborted.slot, aborted.attempt) == ("encoders", "e", 0, 1)
+    assert drive.encoded(first) == []
+    assert drive.world.counts["stale_progress"] == 1
+
+
+def test_what_ends_a_request_is_of_its_highest_attempt_in_any_stage() -> None:
+    drive = Driver().fleet("a", "b")
+    drive("control", encode_pool())
+    (main,) = drive.lose(drive.ask(media=(MEDIA,)).worker_id)
+    assert (main.stage, main.attempt) == ("aggregated", 2)
+    drive("fleet", encoder("e"))
+    assert drive.lose(main.worker_id) == [], "nobody can answer it"
+    (encoding,) = drive("fleet", joined("c"))
+    assert (encoding.stage, encoding.attempt) == ("encode", 2), "what its encoder tells the client is not void"
+    (aborted,) = drive.cancel("r")
+    assert (aborted.worker_id, aborted.attempt) == ("e", 2), "what attempt 2 says after it is void"
+
+
+def test_the_queue_comes_first_and_only_once() -> None:
+    drive = Driver().fleet("a", queue=QueueConfig(threshold=0.5)).encoders("e")
+    (plain,) = drive("requests", request("plain", PROMPTS[0]))
+    assert isinstance(drive.ask(media=(MEDIA,)), RequestHeld)
+    made = drive.finish(plain)
+    assert [(one.stage, one.waited_us) for one in made] == [("encode", 10)]
+    drive("requests", request("more", PROMPTS[1]))
+    (main,) = drive.encoded(made[0])
+    assert (main.stage, main.waited_us) == ("aggregated", 0)
+
+
+def test_a_worker_that_was_to_encode_by_itself_has_nothing_to_fetch() -> None:
+    drive = Driver().fleet("a")
+    routed = drive.ask(media=(MEDIA,))
+    assert drive.emit(TransferFailed, routed, error="?") == []
+    assert phase(drive) is Phase.PREFILL
+
+
+def test_the_same_prompt_with_another_image_is_another_request() -> None:
+    plain = request("r", PROMPTS[0])
+    one = request("r", PROMPTS[0], media=(MEDIA,))
+    again = request("r", PROMPTS[0], media=(msgspec.structs.replace(MEDIA, content=b""),))
+    others = [
+        request("r", PROMPTS[0], media=(msgspec.structs.replace(MEDIA, **change),))
+        for change in ({"digest": "cd" * 32}, {"first_token": 2}, {"kind": "video"}, {"tokens": 5})
+    ]
+    assert content_hash(one) == content_hash(again), "the digest stands for the bytes"
+    assert len({content_hash(event) for event in (plain, one, *others)}) == 6
+
+
+def test_a_request_has_only_so_many_bytes_of_media() -> None:
+    half = msgspec.structs.replace(MEDIA, content=bytes(MEDIA_BYTES_MAX // 2))
+    request("r", media=(half, half))
+    with pytest.raises(ValueError, match=f"the maximum is {MEDIA_BYTES_MAX}"):
+        request("r", media=(half, half, MEDIA))
+    with pytest.raises(ValueError, match=f"{MEDIA_MAX + 1}, the maximum is {MEDIA_MAX}"):
+        request("r", media=(MEDIA,) * (MEDIA_MAX + 1))
+
+
+def test_the_role_of_a_pool_is_part_of_the_state_and_the_usual_one_is_not() -> None:
+    drive = Driver()
+    drive("control", pool())
+    before = drive.world.digest()
+    drive.world.pools["default"] = msgspec.structs.replace(pool(), role="encode")
+    assert drive.world.digest() != before

@@ -12,8 +12,8 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from forebay.core.phases import Phase
-from forebay.core.routing.candidates import find_candidates, find_retry_candidates, must_queue
-from forebay.core.routing.disaggregation import locate_prompt, requires_remote_prefill
+from forebay.core.routing.candidates import find_retry_candidates
+from forebay.core.routing.disaggregation import requires_remote_prefill
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.stages import as_prefill_request
 from forebay.core.state.active_request import ActiveRequest
@@ -33,8 +33,10 @@ from tests.core.worlds import (
     PROMPTS,
     Driver,
     decode_pool,
+    disagg_policy_of,
     encoder,
     joined,
+    may_go,
     prefill_pool,
     prefiller,
     query,
@@ -150,7 +152,8 @@ class Books(Driver):
                 assert worker is not None
                 assert worker.worker_epoch == one.worker_epoch
             elif one.phase is Phase.QUEUED:
-                assert not self._may_go(one) or self._by_length()
+                # One that waits may stand behind another of its length that has to wait.
+                assert not may_go(self.world, one) or disagg_policy_of(self.world, one) not in ("always", "never")
             else:
                 assert one.phase is Phase.WAITING
                 assert not self._may_be_sent(one), f"{one} waits for nobody"
@@ -158,22 +161,6 @@ class Books(Driver):
                 assert self.epoch(one.prefilled.worker_id) == one.prefilled.worker_epoch
             if one.phase is not Phase.WAITING and one.prefilled is not None:
                 assert one.phase is Phase.TRANSFER
-
-    def _by_length(self) -> bool:
-        """Whether one that waits may stand behind another of its length that has to wait."""
-        return self.world.disagg.get("default", self.world.pools["default"].router.disagg).policy not in (
-            "always",
-            "never",
-        )
-
-    def _may_go(self, one: ActiveRequest) -> bool:
-        world, config = self.world, self.world.pools[one.submitted.pool]
-        try:
-            roster = find_candidates(world, config, one.submitted)
-            computing = locate_prompt(world, config, one, roster)
-            return not must_queue(computing.pool, computing.roster)
-        except Ineligible:
-            return False
 
     def _may_be_sent(self, one: ActiveRequest) -> bool:
         world, config = self.world, self.world.pools[one.submitted.pool]

@@ -267,9 +267,6 @@ def test_queue_classes_must_take_everybody(classes: tuple[QueueClass, ...], prob
         QueueConfig(classes=classes)
 
 
-# Queries
-
-
 def machine_state(world: World) -> Any:
     return [chunk for chunk in world.snapshot_small() if type(chunk).__name__ != "WorldState"], dict(world.turns)
 
@@ -301,9 +298,6 @@ def test_a_route_query_returns_rejections_and_would_wait() -> None:
     assert (refused.reason, refused.message) == ("unknown_worker", "the pool default has no worker x")
     big(drive, "r0")
     assert drive.query("q4").would_wait
-
-
-# Caches that nobody reports
 
 
 def overlap_of(drive: Driver, name: str, blocks: list[int], **hints: Any) -> dict[str, int]:
@@ -365,9 +359,6 @@ def test_a_prediction_reduces_overlaps_of_slower_tiers() -> None:
     assert (terms.device_overlap, terms.host_overlap, terms.disk_overlap) == (4, 1, 3)
 
 
-# Load
-
-
 def test_output_blocks_count_where_they_are_tracked() -> None:
     for tracked in (False, True):
         drive = Driver().fleet("a", track_output_blocks=tracked)
@@ -402,9 +393,6 @@ def test_a_choice_that_gives_up_overlap_is_counted() -> None:
     big(drive, "r1")
     big(drive, "r2")
     assert (drive.world.counts["non_max_overlap_selections"], drive.world.counts["overlap_blocks_lost"]) == (1, 5)
-
-
-# Missing KV events
 
 
 def test_a_gap_requests_one_resync_until_the_cache_is_reannounced() -> None:

@@ -81,9 +81,6 @@ def test_a_pinned_worker_of_another_pool_or_that_is_not_ready() -> None:
     assert (refused.reason, refused.message) == ("no_eligible_worker", "no ready worker of the pool default is a")
 
 
-# Cache namespaces
-
-
 def shared_and_salted(**router: Any) -> Driver:
     drive = Driver()
     drive("control", pool(**router))
@@ -119,9 +116,6 @@ def test_a_queued_salted_request_waits_for_its_workers_only() -> None:
         for ended, freed in ((plain, ("next", "shared")), (first, ("r", "salted"))):
             made = one.finish(ended, output_tokens=1)
             assert [(each.request_id, each.worker_id) for each in made if isinstance(each, RequestRouted)] == [freed]
-
-
-# Busy
 
 
 def set_busy(drive: Driver, model: str = "m", **thresholds: Any) -> None:
@@ -176,9 +170,6 @@ def test_thresholds_stand_until_the_pool_is_configured_anew_and_are_those_of_a_m
     assert isinstance(ask(drive, "r4"), RequestRouted)
     drive("control", pool(busy=BusyThresholds(active_prefill_tokens_threshold=1)))
     assert ask(drive, "r5").reason == "busy"
-
-
-# Sessions
 
 
 def finish(drive: Driver, routed: RequestRouted) -> None:

@@ -353,9 +353,6 @@ def test_generated_counts_are_exact_at_any_iteration() -> None:
     assert preempted
 
 
-# Responses that are continued
-
-
 class Response(NamedTuple):
     """One response, and the positions at which attempts begin to continue it."""
 

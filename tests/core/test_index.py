@@ -327,9 +327,6 @@ def test_a_worker_is_known_as_long_as_one_of_its_ranks_is() -> None:
     assert index.overlaps([1]) == {}
 
 
-# The scan of a snapshot
-
-
 def filled(workers: int, blocks: int) -> PrefixIndex:
     index = PrefixIndex()
     for name in [f"w{number}" for number in range(workers)]:
@@ -425,9 +422,6 @@ def test_cached_masks_are_dropped_when_bits_are_reassigned(monkeypatch: pytest.M
     index.drop_holder("w0", 0)
     index.add_holder("v", 0, 1)
     assert set(index.overlaps([1])) == {(name, 0) for name in names[1:]}
-
-
-# Shared stores
 
 
 def test_without_blocks_in_stores_the_digest_is_as_before() -> None:

@@ -116,9 +116,6 @@ def test_fleet_events_of_other_epochs_and_older_owners_are_stale() -> None:
     assert restored.digest() == before
 
 
-# A request's life
-
-
 STAGES: dict[Phase, Stage] = {
     Phase.ENCODE: "encode",
     Phase.REMOTE_PREFILL: "prefill",
@@ -537,9 +534,6 @@ def test_ingresses_outlive_a_snapshot() -> None:
     assert after.world.fleet.ingresses() == drive.world.fleet.ingresses()
     (aborted,) = after("fleet", ingress_lost())
     assert aborted.request_id == "r"
-
-
-# Events that the owner could not read
 
 
 @pytest.mark.parametrize(("owner_events", "decisions"), [(1, 0), (2, 1), (3, 1)])

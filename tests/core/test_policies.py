@@ -1,4 +1,4 @@
-"""Choices: by cost, by draw, by turn; and what happens to a policy that is none."""
+"""Policies: by cost, by draw, by turn and of users; and what another configuration would have selected."""
 
 from collections import Counter
 from math import exp
@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.restore import digest_of_snapshot, restore
+from forebay.core.routing.counterfactual import (
+    Alternative,
+    Counterfactual,
+    changed_booking_fields,
+    counterfactual,
+    merge_runtime_settings,
+)
+from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies import (
     BUILT_IN,
     Candidate,
@@ -21,14 +28,24 @@ from forebay.core.routing.policies import (
 )
 from forebay.core.routing.selection import draw, lowest, mix64, scale_draw, softmax_weights
 from forebay.core.state.pool_registry import PoolEvent, PoolRegistry
+from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.core.state_machine import digest_of
 from forebay.core.step import claim
 from forebay.core.world import World
-from forebay.events.control import PolicySet, PoolConfigured, RouterConfig, RouterMode
+from forebay.events.control import (
+    BusyThresholds,
+    BusyThresholdsSet,
+    PolicySet,
+    PoolConfigured,
+    QueueConfig,
+    RouterConfig,
+    RouterMode,
+)
 from forebay.events.decisions import RequestRejected, RequestRouted
+from forebay.events.fleet import WorkerLost
 from forebay.events.pools import PoolCanarySet, PoolDrainSet
 from forebay.events.requests import RouterOverride, RoutingHints
-from tests.core.worlds import BLOCK, PROMPTS, Driver, joined, pool, request
+from tests.core.worlds import BLOCK, PROMPTS, Driver, joined, pool, query, request
 
 SEEDS = [mix64(number) for number in range(3_000)]
 
@@ -47,9 +64,6 @@ def decide(mode: str, seen: RoutingWorld, seed: int = 0) -> int:
     return BUILT_IN[mode]().decide(seen, RoutingRequest("r", 100, [], seed))
 
 
-# Selection
-
-
 def test_draws_follow_the_weights_and_ties_are_spread() -> None:
     seen = Counter(draw([1, 2, 1], seed) for seed in SEEDS)
     assert [round(seen[at] / 750) for at in range(3)] == [1, 2, 1]
@@ -66,9 +80,6 @@ def test_a_selection_is_always_a_candidate(costs: list[float], seed: int, temper
     assert 0 <= draw(weights, seed) < len(costs)
     assert 0 <= scale_draw(seed, len(costs)) < len(costs)
     assert costs[lowest(costs, seed)] == min(costs)
-
-
-# Built-in policies
 
 
 def test_kv_breaks_cost_ties_by_fewest_computed_tokens() -> None:
@@ -106,9 +117,6 @@ def test_power_of_two_takes_the_less_loaded_of_two_and_may_miss_the_least() -> N
 def test_least_loaded_takes_the_fewest_requests() -> None:
     assert decide("least-loaded", world(2, 1, 3)) == 1
     assert {decide("least-loaded", world(1, 1, 3), seed) for seed in SEEDS} == {0, 1}
-
-
-# In a world
 
 
 def test_every_mode_routes_and_is_journalled_by_its_name() -> None:
@@ -163,9 +171,6 @@ def test_the_fields_of_a_candidate() -> None:
     assert seen.costs == (10 / 4 + 2, 10 / 4 + 2)
     (routed,) = (one for one in drive.decided if isinstance(one, RequestRouted))
     assert (routed.worker_id, routed.ties) == ("b", 1)
-
-
-# A user's own
 
 
 GOOD = """
@@ -258,9 +263,6 @@ def test_every_built_in_policy_is_a_router_mode() -> None:
     assert set(BUILT_IN) == set(get_args(RouterMode))
 
 
-# Policies that an operator sets at run time
-
-
 def policy(mode: str, name: str = "default", model: str = "m") -> PolicySet:
     return PolicySet(model=model, pool=name, mode=mode)
 
@@ -269,15 +271,6 @@ def routed(drive: Driver, name: str, **fields: Any) -> RequestRouted:
     (decided,) = drive("requests", request(name, **fields))
     assert isinstance(decided, RequestRouted)
     return decided
-
-
-def copied(world: World) -> World:
-    """Return the world of a snapshot, whose digest is that of the original."""
-    world.take_consumed()  # a snapshot is taken between journal records
-    chunks = list(world.snapshot())
-    copy = restore(chunks)
-    assert copy.digest() == world.digest() == digest_of_snapshot(chunks)
-    return copy
 
 
 def test_a_policy_applies_to_later_decisions_of_its_pool() -> None:
@@ -296,8 +289,8 @@ def test_a_policy_is_valid_until_the_pool_is_configured_again() -> None:
     configured = drive.world.configured_pools()
     drive("control", policy("random"))
     assert drive.world.configured_pools() == configured, "an owner that takes over keeps the policy"
-    assert copied(drive.world).modes == {"default": "kv"}
-    assert routed(Driver(copied(drive.world)), "r1").mode == "random"
+    assert drive.copy().world.modes == {"default": "kv"}
+    assert routed(drive.copy(), "r1").mode == "random"
     drive("control", policy("least-loaded"))
     assert (drive.world.modes, drive.world.configured_pools()) == ({"default": "kv"}, configured)
     drive("control", pool())
@@ -370,3 +363,152 @@ def test_rules_without_an_operator_keep_their_digests(event: PoolEvent, fields: 
     assert registry.digest() == digest_of(fields)
     named.apply(msgspec.structs.replace(event, operator="alice"))
     assert named.digest() == digest_of((*fields, "alice"))
+
+
+# Counterfactual selections in the recorded state
+
+
+ONE_TOKEN = BusyThresholds(active_prefill_tokens_threshold=1)
+Seen = tuple[SubmittedRequest, Counterfactual]
+
+
+def same(one: PoolConfigured) -> PoolConfigured:
+    return one
+
+
+def looking(driver: Driver, alternative: Alternative) -> list[Seen]:
+    """Have a driver's world tell an alternative of its choices; what that would have done."""
+    seen: list[Seen] = []
+    world: World = driver.world
+
+    def on_plan(plan: Plan) -> None:
+        seen.append((plan.request, counterfactual(world, alternative(plan.pool), plan)))
+
+    world.on_plan = on_plan
+    return seen
+
+
+def changed(**router: Any) -> Alternative:
+    def alternative(pool: PoolConfigured) -> PoolConfigured:
+        return msgspec.structs.replace(pool, router=msgspec.structs.replace(pool.router, **router))
+
+    return alternative
+
+
+def test_another_weight_selects_another_rank_with_positive_regret() -> None:
+    drive = Driver().fleet("a", "b", overlap_score_credit=0.0)
+    drive.stored("b")
+    seen = looking(drive, changed(overlap_score_credit=1.0))
+    (routed,) = drive("requests", request("r", PROMPTS[0], tie_seed=_seed_for("a")))
+    assert routed.worker_id == "a"
+    [(_, found)] = seen
+    assert not found.agrees
+    assert (found.overlap_blocks, found.history_overlap_blocks) == (8, 0)
+    assert found.regret_blocks == 8.0, "the blocks that history lets a compute again"
+
+
+def _seed_for(worker: str) -> int:
+    """A seed with which equal costs go to this one of two workers."""
+    for seed in range(64):
+        (routed,) = Driver().fleet("a", "b")("requests", request("r", PROMPTS[0], tie_seed=seed))
+        if routed.worker_id == worker:
+            return seed
+    raise AssertionError("ties go to one side only")
+
+
+def test_regret_is_below_zero_where_the_alternative_pays_more() -> None:
+    drive = Driver().fleet("a", "b")
+    drive.stored("b")
+    seen = looking(drive, changed(mode="round-robin"))
+    drive("requests", request("r", PROMPTS[0]))
+    [(_, found)] = seen
+    assert found.choice is not None
+    assert found.choice.config.mode == "round-robin"
+    assert not found.agrees
+    assert found.regret_blocks == -8.0
+
+
+def test_a_rejection_by_the_alternative_has_no_selection() -> None:
+    drive = Driver().fleet("a")
+    drive("requests", request("r1", PROMPTS[0]))
+    seen = looking(drive, changed(busy=ONE_TOKEN))
+    drive("requests", request("r2", PROMPTS[0]))
+    [(_, found)] = seen
+    assert found.refusal is not None
+    assert found.refusal.reason == "busy"
+    assert (found.choice, found.agrees, found.regret_blocks, found.overlap_blocks) == (None, False, None, 0)
+    assert not found.would_hold
+
+
+def test_the_recorded_rank_may_not_be_a_candidate() -> None:
+    drive = Driver().fleet("a", "b")
+    for name in ("r1", "r2"):
+        drive("requests", request(name, PROMPTS[0], routing=RoutingHints(worker_id="b")))
+    drive.stored("b")
+    seen = looking(drive, changed(busy=ONE_TOKEN))
+    (routed,) = drive("requests", request("r3", PROMPTS[0], routing=RoutingHints(override=cheapest_cache())))
+    assert routed.worker_id == "b"
+    [(_, found)] = seen
+    assert found.choice is not None
+    assert not found.agrees
+    assert found.regret_blocks is None
+
+
+def cheapest_cache() -> RouterOverride:
+    """An override under which only what is cached counts: history follows the cache into a busy worker."""
+    return RouterOverride(track_prefill_tokens=False, overlap_score_credit=100.0)
+
+
+def test_an_alternative_may_queue_a_dispatched_request() -> None:
+    drive = Driver().fleet("a")
+    seen = looking(drive, changed(queue=QueueConfig(threshold=0.25)))
+    drive("requests", request("r1", PROMPTS[0]))
+    drive("requests", request("r2", PROMPTS[0]))
+    drive("requests", query("q", PROMPTS[0]))
+    assert [found.would_hold for _, found in seen] == [False, True, True]
+    assert [found.agrees for _, found in seen] == [True, True, True]
+
+
+def test_a_request_that_lost_its_worker_is_asked_about_as_it_is_routed_again() -> None:
+    """Busy or not, in its session or not: thresholds and queues are for those who come first."""
+    drive = Driver().fleet("a", "b")
+    hints = RoutingHints(session_id="s")
+    (routed,) = drive("requests", request("r1", PROMPTS[0], routing=hints))
+    other = {"a": "b", "b": "a"}[routed.worker_id]
+    drive("requests", request("r2", PROMPTS[1], routing=RoutingHints(worker_id=other)))
+    strict = changed(busy=ONE_TOKEN, queue=QueueConfig(threshold=0.1), session_ttl_s=10.0)
+    seen = looking(drive, strict)
+    epoch = drive.epoch(routed.worker_id)
+    (again,) = drive("fleet", WorkerLost(owner_epoch=0, worker_id=routed.worker_id, worker_epoch=epoch))
+    assert (again.worker_id, again.attempt) == (other, 2)
+    [(_, found)] = seen
+    assert found.agrees
+    assert not found.would_hold
+
+
+def test_changed_booking_fields_are_listed() -> None:
+    ours = pool()
+    assert changed_booking_fields(ours, changed(temperature=1.0, mode="random")(ours)) == []
+    booked = changed_booking_fields(ours, changed(use_kv_events=False, session_ttl_s=5.0)(ours))
+    assert booked == ["use_kv_events", "session_ttl_s"]
+
+
+def test_thresholds_set_by_hand_do_not_undo_those_of_the_alternative() -> None:
+    drive = Driver().fleet("a")
+    drive("control", BusyThresholdsSet(model="m", thresholds=BusyThresholds(active_prefill_tokens_threshold=10_000)))
+    drive("requests", request("r1", PROMPTS[0]))
+    seen = looking(drive, changed(busy=ONE_TOKEN))
+    drive("requests", request("r2", PROMPTS[0]))
+    looking_again = looking(drive, changed(temperature=0.5))
+    drive("requests", request("r3", PROMPTS[0]))
+    assert [found.refusal is None for _, found in (*seen, *looking_again)] == [False, True]
+
+
+def test_only_what_the_alternative_changes_wins_over_thresholds_set_by_hand() -> None:
+    recorded = BusyThresholds(active_decode_blocks_threshold=0.9)
+    by_hand = BusyThresholds(active_decode_blocks_threshold=0.5, active_prefill_tokens_threshold=7)
+    assert merge_runtime_settings(recorded, recorded, by_hand) == by_hand
+    other = BusyThresholds(active_decode_blocks_threshold=0.9, active_prefill_tokens_threshold=1)
+    stricter = BusyThresholds(active_decode_blocks_threshold=0.5, active_prefill_tokens_threshold=1)
+    assert merge_runtime_settings(other, recorded, by_hand) == stricter
+    assert merge_runtime_settings(BusyThresholds(), recorded, by_hand).active_decode_blocks_threshold is None

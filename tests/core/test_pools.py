@@ -1,14 +1,28 @@
-"""The owner's choice of pools: health, load, drains, canaries, sessions, retries, and what the journal records."""
+"""The choice of pools: grids, health, load, drains, canaries, sessions, retries, and what the journal records."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from forebay.core.routing.pool_choice import choose, draw_canary, prefer
 from forebay.core.state.pool_registry import PoolRegistry
 from forebay.events.control import BusyThresholds, PoolConfigured, QueueConfig
 from forebay.events.decisions import RequestAborted, RequestHeld, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSuspect
-from forebay.events.pools import PoolCanarySet, PoolChoice, PoolDrainSet, PoolGrid
+from forebay.events.pools import (
+    GridPool,
+    PoolCanarySet,
+    PoolChoice,
+    PoolDrainSet,
+    PoolGrid,
+    PoolRouting,
+    PriorityOverride,
+    SkipReason,
+)
 from forebay.events.progress import EncodeFinished, FirstTokenEmitted, PrefillFailed
 from forebay.events.requests import RoutingHints
 from tests.core.worlds import (
@@ -25,14 +39,12 @@ from tests.core.worlds import (
     query,
     worker_of,
 )
+from tests.events.strategies import pool_grids
 
 
 def skipped(made: Any) -> list[tuple[str, str]]:
     (choice,) = made.pools
     return [(one.pool, one.reason) for one in choice.skipped]
-
-
-# Without rules
 
 
 def test_without_rules_the_first_pool_by_name_serves_and_no_choice_is_recorded() -> None:
@@ -71,9 +83,6 @@ def test_rules_of_another_model_do_not_count() -> None:
     assert drive.ask().pool == "a"
 
 
-# Grid
-
-
 def test_the_grid_chooses_by_prompt_length_and_target() -> None:
     drive = Driver().pools("short", "long")
     grid = one_cell("short", "long", isl_max=40, cells=(("short",), ("long",)))
@@ -101,9 +110,6 @@ def test_a_query_returns_the_choice() -> None:
     drive("requests", query("q2"))
     (refused,) = drive("requests", query("q3", routing=RoutingHints(required_taints=("gpu",))))
     assert (refused.reason, skipped(refused)) == ("no_eligible_worker", [("a", "no_eligible_worker")])
-
-
-# Health and load
 
 
 @pytest.mark.parametrize("kind", [WorkerLost, WorkerSuspect, WorkerDraining])
@@ -185,9 +191,6 @@ def test_the_block_size_is_that_of_the_pools_with_workers() -> None:
     assert (routed.pool, skipped(routed)) == ("b", [("a", "block_size")])
 
 
-# Drains and canaries
-
-
 def test_a_drained_pool_gets_no_new_requests_and_finishes_those_it_has() -> None:
     drive = Driver().pools("a", "b")
     drive.rules(one_cell("a"))
@@ -211,9 +214,6 @@ def test_a_canary_takes_its_share() -> None:
     drive.canary("b", "")
     routed = drive.ask("r2")
     assert (routed.pool, routed.pools) == ("a", ()), "the last rule is gone"
-
-
-# Hints and sessions
 
 
 def test_a_request_that_names_a_worker_goes_to_the_pool_of_that_worker() -> None:
@@ -252,9 +252,6 @@ def test_a_session_of_a_lost_worker_or_of_a_pool_without_affinity_has_no_effect(
     drive("control", pool_of("b", session_ttl_s=10.0))
     drive.fact(WorkerSuspect, "w-b")
     assert drive.ask("r3", session_id="s").pools[0].reason == "grid"
-
-
-# Accepted requests
 
 
 def test_a_request_that_failed_before_its_first_token_moves_to_a_faster_pool() -> None:
@@ -333,9 +330,6 @@ def test_a_request_that_was_encoded_stays_in_its_pool_while_it_can() -> None:
     assert (responding.pool, responding.pools) == ("a", ())
 
 
-# Prefill pools
-
-
 def disagg(*prefillers: str, retry: bool = False) -> Driver:
     """Return a driver of the decode pool d and of prefill pools, of which each is faster than the one before."""
     drive = Driver().pools("d", role="decode", queue=QueueConfig())
@@ -403,9 +397,6 @@ def test_prefill_pools_without_workers_or_of_another_block_size_are_not_used() -
     drive.rules()
     assert drive.ask().prefill.reason == "no_prefill_worker"
     assert Driver().pools("d", role="decode").ask().prefill.reason == "no_prefill_worker"
-
-
-# State
 
 
 def test_the_digest_of_a_registry_without_rules_is_zero() -> None:
@@ -531,3 +522,135 @@ def test_a_queued_request_waits_for_a_suspect_worker() -> None:
     drive, (_, on_b) = queued()
     drive.finish(on_b)
     assert drive.fact(WorkerSuspect, "w-a") == []
+
+
+# The choice as a function
+
+
+NAMES = ("a", "b", "c", "d")
+GRID = PoolGrid(
+    isl_max=32_000,
+    target_min_ms=0.0,
+    target_max_ms=1_000.0,
+    pools=tuple(GridPool(pool=name, priority=at) for at, name in enumerate("abc")),
+    cells=(("a", "b"), ("b", "c")),
+    overrides=(
+        PriorityOverride(min_priority=5, max_priority=9, pool="c"),
+        PriorityOverride(min_priority=5, max_priority=99, pool="a"),
+    ),
+)
+hints = st.builds(
+    RoutingHints,
+    priority=st.integers(-3, 9),
+    ttft_target_ms=st.none() | st.floats(0, 1e4),
+    itl_target_ms=st.none() | st.floats(0, 1e4),
+)
+canaries = st.lists(
+    st.builds(
+        PoolCanarySet,
+        model=st.just("m"),
+        pool=st.sampled_from(NAMES[2:]),
+        base=st.sampled_from(NAMES[:2]),
+        share=st.floats(0, 1),
+    ),
+    max_size=2,
+    unique_by=lambda one: one.pool,
+)
+reasons: Sequence[SkipReason | None] = (None, "full", "busy", "no_workers", "drained", "unknown")
+availabilities = st.fixed_dictionaries({name: st.sampled_from(reasons) for name in NAMES})
+
+
+def canary(pool: str, base: str, share: float) -> PoolCanarySet:
+    return PoolCanarySet(model="m", pool=pool, base=base, share=share)
+
+
+def chosen(found: dict[str, SkipReason] | None = None, **fields: Any) -> PoolChoice:
+    """Choose among a, b and c of `GRID`, where `found` has the reasons of pools that cannot take the request."""
+    rules: dict[str, Any] = {"grid": GRID, "names": ("a", "b", "c"), "canaries": (), "hints": RoutingHints(), **fields}
+    preference = prefer(rules["grid"], rules["names"], rules["canaries"], 0, 7, rules["hints"])
+    made = choose(preference, "aggregated", (found or {}).get)
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize(("priority", "pool"), [(5, "c"), (9, "c"), (10, "a"), (99, "a"), (4, "b"), (100, "b")])
+def test_the_first_override_of_a_priority_wins(priority: int, pool: str) -> None:
+    found = chosen(hints=RoutingHints(priority=priority))
+    assert (found.pool, found.reason == "override", found.row is None) == (pool, pool != "b", pool != "b")
+
+
+def test_a_canary_is_only_used_for_its_share_and_if_no_other_pool_is_left() -> None:
+    with_canary: dict[str, Any] = {"grid": None, "canaries": (canary("a", "b", 0.0),)}
+    made = chosen(**with_canary)
+    assert (made.pool, made.reason) == ("b", "first")
+    assert chosen(**with_canary, found={"b": "full", "c": "no_workers"}).pool == "b"
+    assert chosen(**with_canary, found={"b": "drained", "c": "no_workers"}).pool == "a"
+    assert chosen(**{**with_canary, "names": ("a",)}).pool == "a", "the only pool"
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.integers(0, (1 << 64) - 1_001))
+def test_shares_converge_and_a_larger_share_keeps_the_requests_of_a_smaller_one(
+    one: float, other: float, start: int
+) -> None:
+    small, large = sorted((one, other))
+    seeds = range(start, start + 1_000)
+    few = {seed for seed in seeds if draw_canary("b", [canary("c", "b", small)], seed)}
+    many = {seed for seed in seeds if draw_canary("b", [canary("c", "b", large)], seed)}
+    assert few <= many
+    assert len(few) / len(seeds) == pytest.approx(small, abs=0.1)
+
+
+@given(pool_grids(NAMES[:3]) | st.none(), canaries, availabilities, hints, st.integers(0, 200), st.integers(0, 99))
+def test_a_pool_that_can_take_a_request_is_always_found(
+    grid: PoolGrid | None,
+    rules: list[PoolCanarySet],
+    found: dict[str, SkipReason | None],
+    asked: RoutingHints,
+    tokens: int,
+    seed: int,
+) -> None:
+    preference = prefer(grid, NAMES, rules, tokens, seed, asked)
+    tried = [*preference.names, *preference.others]
+    assert sorted(tried) == sorted(NAMES), "each pool is tried once"
+    assert prefer(grid, NAMES, rules, tokens, seed, asked) == preference
+    made = choose(preference, "aggregated", found.__getitem__)
+    can = [name for name in tried if found[name] in (None, "full")]
+    assert (made is None) == (not can)
+    if made is None:
+        return
+    assert made.pool in can
+    assert all(found[one.pool] == one.reason for one in made.skipped)
+    before = [name for name in preference.names if name in can]
+    free = [name for name in before if found[name] is None]
+    after = [name for name in preference.others if found[name] is None]
+    assert made.pool == next(iter([*free, *before, *after, *can]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"isl_min": 5, "isl_max": 5}, "isl_max is 5; it must be above isl_min, 5"),
+        ({"target_max_ms": 0.0}, "target_max_ms is 0; it must be at least 0.001 above target_min_ms, 0"),
+        ({"target_max_ms": float("nan")}, "target_max_ms must be a number"),
+        ({"cells": ()}, "cells has 0 rows with no cells"),
+        ({"cells": ((), ())}, "cells has 2 rows with 0 cells"),
+        ({"cells": (("a",), ("a", "a"))}, "cells has 2 rows with 1 or 2 cells; expected 1 to 64 rows"),
+        ({"cells": (("a",),) * 65}, "cells has 65 rows"),
+        ({"cells": (("x",),)}, "the pool 'x' of a cell or override is missing in pools: a, b"),
+        ({"pools": (GridPool(pool="a", priority=0),) * 2}, "pools must be at most 64 different pools, got 2"),
+        ({"overrides": (PriorityOverride(min_priority=0, max_priority=1, pool="z"),)}, "the pool 'z' of a cell"),
+        ({"overrides": (PriorityOverride(min_priority=0, max_priority=1, pool="a"),) * 65}, "too many overrides: 65"),
+    ],
+)
+def test_an_invalid_grid_is_refused(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match="^" + text.replace("(", "\\(")):
+        msgspec.structs.replace(one_cell("a", "b"), **fields)
+
+
+def test_a_model_has_one_grid_per_role_and_a_share_is_at_most_one() -> None:
+    grids = (one_cell("a"), one_cell("a", role="decode"))
+    assert PoolRouting(grids=grids).grids == grids
+    with pytest.raises(ValueError, match="duplicate grid for the role decode"):
+        PoolRouting(grids=(*grids, one_cell("b", role="decode")))
+    with pytest.raises(ValueError, match=r"share must be a number from 0 to 1, not 1\.5"):
+        canary("a", "b", 1.5)

@@ -54,9 +54,6 @@ def deficits(queues: Queues) -> list[int]:
     return [one.deficit for one in chunk.classes]
 
 
-# Order inside a class
-
-
 def test_queued_requests_are_listed_by_class_in_policy_order() -> None:
     queues = queue(
         held(1),
@@ -103,9 +100,6 @@ def test_one_class_is_served_in_sort_order(policy: QueuePolicy, waiting: list[Qu
     assert drained(queue(*waiting, config=QueueConfig(policy=policy))) == expected
 
 
-# Classes
-
-
 @pytest.mark.parametrize(
     ("name", "tokens", "kind"),
     [
@@ -144,9 +138,6 @@ def test_nearly_equal_shares_are_told_apart() -> None:
     assert drained(queue(*waiting, config=QueueConfig(policy="wspt"))) == [2, 1]
 
 
-# Looking past
-
-
 def test_skipping_blocked_requests_is_bounded() -> None:
     waiting = [held(at) for at in range(OFFERS_PER_LINE_MAX + 1)]
     offered: list[int] = []
@@ -177,9 +168,6 @@ def test_those_with_the_same_demands_are_tried_once() -> None:
         assert queues.remove(f"r{gone}")
         assert queues.serve("p", lambda one: False) is None
     assert drained(queues) == [one.offset for one in naive_order("fcfs", stuck) if one.offset not in (2, 5)]
-
-
-# Who comes and goes
 
 
 def test_all_requests_survive_a_class_change() -> None:
@@ -214,8 +202,6 @@ def test_a_class_that_all_leave_for_another_saves_nothing_up() -> None:
     assert deficits(queues) == [0, 0, 0]
     assert drained(queues) == [1]
 
-
-# Against a plain model of deficit round robin
 
 CONFIGS = [
     CLASSES,
@@ -411,8 +397,6 @@ def test_the_newest_report_counts() -> None:
     load.drop_rank("w", 0)
     assert load.digest() == empty
 
-
-# Against a model that counts every block
 
 PROMPTS = [
     extend_chain(None, [1, 2, 3, 4, 5, 6, 7, 8]),

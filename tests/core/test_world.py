@@ -1,6 +1,5 @@
 """The world as a whole: what it decides, and that the recorded order leads to exactly that again."""
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,77 +37,44 @@ def only(decided: list[Any], kind: type) -> Any:
     return one
 
 
-# What is decided
-
-
-def test_the_overlap_wins_and_is_explained() -> None:
-    drive = Driver().fleet("a", "b", "c")
-    drive.stored("b", PROMPTS[0][:5])
-    routed = only(drive("requests", request("r", PROMPTS[0])), RequestRouted)
-    assert (routed.worker_id, routed.slot, routed.candidates, routed.ties) == ("b", 1, 3, 1)
-    assert (routed.terms.device_overlap, routed.terms.decode_blocks) == (5, 8)
-    assert routed.terms.cost == (8 * 4 + 2) / 4 - 5 + 8
-    assert routed.runner_up is not None
-    assert routed.runner_up.worker_id == "a"
-
-
 def test_load_moves_the_next_request_elsewhere_and_leaves_with_the_request() -> None:
     drive = Driver().fleet("a", "b")
-    first = only(drive("requests", request("r1", PROMPTS[0])), RequestRouted)
-    second = only(drive("requests", request("r2", PROMPTS[1])), RequestRouted)
+    first = drive.ask("r1")
+    second = drive.ask("r2", PROMPTS[1])
     assert first.worker_id != second.worker_id
     assert {rank.prefill_tokens for rank in drive.world.load.ranks()} == {34}
     drive.emit(FirstTokenEmitted, first)
     assert drive.world.load.rank_load(first.worker_id, 0).prefill_tokens == 0
     for routed in (first, second):
         drive.finish(routed)
-    assert {(rank.prefill_tokens, rank.decode_blocks, rank.active_requests) for rank in drive.world.load.ranks()} == {
-        (0, 0.0, 0)
-    }
+    ranks = drive.world.load.ranks()
+    assert {(rank.prefill_tokens, rank.decode_blocks, rank.active_requests) for rank in ranks} == {(0, 0.0, 0)}
     assert not len(drive.world.requests)
-
-
-def test_round_robin_and_temperature() -> None:
-    drive = Driver().fleet("a", "b", "c", mode="round-robin")
-    workers = [only(drive("requests", request(f"r{at}")), RequestRouted).worker_id for at in range(6)]
-    assert workers == ["a", "b", "c", "a", "b", "c"]
-    warm = Driver().fleet("a", "b", "c", temperature=5.0)
-    names = Counter(only(warm("requests", request(f"r{at}", tie_seed=at)), RequestRouted).worker_id for at in range(60))
-    assert set(names) == {"a", "b", "c"}
-
-
-def test_ranks_are_candidates_and_the_pool_is_the_models() -> None:
-    drive = Driver().fleet()
-    drive("fleet", joined("a", dp_size=3))
-    drive("fleet", joined("elsewhere", slot=1, pool="other"))
-    ranks = [only(drive("requests", request(f"r{at}", PROMPTS[0])), RequestRouted) for at in range(3)]
-    assert sorted((routed.worker_id, routed.rank) for routed in ranks) == [("a", 0), ("a", 1), ("a", 2)]
-    assert {routed.candidates for routed in ranks} == {3}
 
 
 def test_requests_that_cannot_be_served_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Driver()
-    assert only(drive("requests", request("r1")), RequestRejected).reason == "no_workers", "no pool is configured"
+    assert drive.ask("r1").reason == "no_workers", "no pool is configured"
     drive.fleet()
-    assert only(drive("requests", request("r1", model="other")), RequestRejected).reason == "wrong_model"
-    assert only(drive("requests", request("r2")), RequestRejected).reason == "no_workers"
+    assert drive.ask("r1", model="other").reason == "wrong_model"
+    assert drive.ask("r2").reason == "no_workers"
     drive("fleet", joined("a"))
-    assert only(drive("requests", request("r2")), RequestRouted).attempt == 1, "a refused id may come again"
+    assert drive.ask("r2").attempt == 1, "a refused id may come again"
     monkeypatch.setattr(dispatch, "ACTIVE_REQUESTS_MAX", 1)
-    assert only(drive("requests", request("r3")), RequestRejected).reason == "overloaded"
+    assert drive.ask("r3").reason == "overloaded"
 
 
 def test_a_repeated_id_is_ignored_or_refused_until_it_is_forgotten() -> None:
     drive = Driver().fleet("a")
-    routed = only(drive("requests", request("r", nonce=1)), RequestRouted)
+    routed = drive.ask(nonce=1)
     for _ in range(2):
-        assert drive("requests", request("r", nonce=1)) == []
-        assert only(drive("requests", request("r", nonce=2)), RequestRejected).reason == "duplicate_id"
+        assert drive("requests", request("r", PROMPTS[0], nonce=1)) == []
+        assert drive.ask(nonce=2).reason == "duplicate_id"
         if len(drive.world.requests):
             drive.finish(routed)
     assert drive.world.counts["duplicate_request"] == 2
     drive.wait(121_000_000)
-    assert only(drive("requests", request("r", nonce=2)), RequestRouted).attempt == 1
+    assert drive.ask(nonce=2).attempt == 1
 
 
 def test_a_deadline_and_a_cancellation_end_a_request_and_its_work() -> None:
@@ -130,7 +96,7 @@ def test_requests_of_a_lost_worker_are_rerouted() -> None:
     for name in ("r1", "r2"):
         drive("requests", request(name, PROMPTS[0]))
     first = drive.epoch("a")
-    assert drive("fleet", WorkerLost(owner_epoch=0, worker_id="a", worker_epoch=first)) == []
+    assert drive.lose("a") == []
     again = drive("fleet", joined("a"))
     assert [(one.request_id, one.attempt) for one in again if isinstance(one, RequestRouted)] == [("r1", 2), ("r2", 2)]
     assert drive.epoch("a") != first
@@ -163,7 +129,7 @@ def test_on_loss_is_called_before_the_worker_is_removed() -> None:
 
 def test_a_late_finish_of_a_lost_worker_ends_the_request() -> None:
     drive = Driver().fleet("a")
-    routed = only(drive("requests", request("r", PROMPTS[0])), RequestRouted)
+    routed = drive.ask()
     drive.lose("a")
     assert len(drive.world.requests.waiting()) == 1
     drive.finish(routed)
@@ -178,9 +144,6 @@ def test_the_clock_never_runs_backwards() -> None:
         drive.world.note("control", 1, drive.now_us - 1)
 
 
-# Decisions that are derived again
-
-
 def test_on_applied_gets_every_event_with_its_decisions() -> None:
     drive = Driver().fleet("a")
     drive("requests", request("r", timeout_us=5_000))
@@ -188,7 +151,7 @@ def test_on_applied_gets_every_event_with_its_decisions() -> None:
     drive.wait(10_000)
     seen: list[tuple[str, InputEvent | None, int]] = []
     decided: list[AnyDecision] = []
-    followed = Rederivation(World())
+    followed = following()
 
     def look_on(topic: str, event: InputEvent | None, now_us: int, led_to: Sequence[AnyDecision]) -> None:
         seen.append((topic, event, now_us))
@@ -197,7 +160,6 @@ def test_on_applied_gets_every_event_with_its_decisions() -> None:
 
     followed.on_applied = look_on
     recorded = Recorded(drive.applied)
-    followed.apply(0, OwnerClaimed(owner_id="o", core_version=1, events_version=EVENTS_VERSION), {})
     for offset, record in enumerate([*drive.decided, advance(drive.world)], 1):
         assert followed.apply(offset, record, recorded.events_of(record)) is None
     assert [one for one in seen if one[0] != CLOCK] == drive.applied
@@ -206,7 +168,17 @@ def test_on_applied_gets_every_event_with_its_decisions() -> None:
     assert decided == drive.decided
 
 
-# Divergences
+def snapshot_of(sealed: JournalRecord, seq: int, journal_offset: int, **changes: Any) -> SnapshotTaken:
+    """Return the record of a snapshot of the state that a record sealed."""
+    fields: dict[str, Any] = {"digest": getattr(sealed, "digest", ""), "first_offset": 0, "chunks": 1, **changes}
+    return SnapshotTaken(core_version=1, owner_epoch=0, seq=seq, journal_offset=journal_offset, **fields)
+
+
+def following(world: World | None = None) -> Rederivation:
+    """Return the rederivation of a log whose first record is a claim."""
+    followed = Rederivation(world or World())
+    followed.apply(0, OwnerClaimed(owner_id="o", core_version=1, events_version=EVENTS_VERSION), {})
+    return followed
 
 
 def history_of_three() -> tuple[Driver, list[JournalRecord]]:
@@ -217,9 +189,8 @@ def history_of_three() -> tuple[Driver, list[JournalRecord]]:
 
 
 def follow(drive: Driver, records: list[JournalRecord]) -> Any:
-    followed = Rederivation(World())
+    followed = following()
     recorded = Recorded(drive.applied)
-    followed.apply(0, OwnerClaimed(owner_id="o", core_version=1, events_version=EVENTS_VERSION), {})
     for offset, record in enumerate(records, 1):
         divergence = followed.apply(offset, record, recorded.events_of(record))
         if divergence is not None:
@@ -233,21 +204,11 @@ def test_a_changed_field_another_kind_a_missing_and_an_invented_decision() -> No
     changed = msgspec.structs.replace(records[1], worker_id="z")
     found = follow(drive, [records[0], changed, records[2]])
     assert (found.offset, found.reason) == (2, "differs in worker_id")
-    rejected = RequestRejected(
-        owner_epoch=0,
-        seq=1,
-        consumed=records[1].consumed,
-        request_id="r2",
-        reply_slot=1,
-        reason="no_workers",
-        message="",
-    )
+    fields: dict[str, Any] = {"request_id": "r2", "reply_slot": 1, "reason": "no_workers", "message": ""}
+    rejected = RequestRejected(owner_epoch=0, seq=1, consumed=records[1].consumed, **fields)
     found = follow(drive, [records[0], rejected])
-    assert (found.reason, found.recorded, found.derived) == (
-        "the events lead to another kind of decision",
-        rejected,
-        records[1],
-    )
+    assert found.reason == "the events lead to another kind of decision"
+    assert (found.recorded, found.derived) == (rejected, records[1])
     invented = msgspec.structs.replace(records[0], consumed=())
     found = follow(drive, [*records, invented])
     assert (found.offset, found.reason, found.derived) == (4, "the events lead to no decision here", None)
@@ -260,15 +221,7 @@ def test_a_changed_field_another_kind_a_missing_and_an_invented_decision() -> No
 def test_a_snapshot_record_belongs_to_the_state_sealed_before_it() -> None:
     drive, records = history_of_three()
     sealed = advance(drive.world)
-    taken = SnapshotTaken(
-        core_version=1,
-        owner_epoch=0,
-        seq=4,
-        first_offset=0,
-        chunks=1,
-        digest=sealed.digest,
-        journal_offset=len(records) + 2,
-    )
+    taken = snapshot_of(sealed, 4, len(records) + 2)
     assert follow(drive, [*records, sealed, taken]) is None
     other = msgspec.structs.replace(taken, digest=hex_digest(1))
     assert "does not match the seal" in follow(drive, [*records, sealed, other]).reason
@@ -283,16 +236,8 @@ def test_an_owner_that_stopped_applied_nothing_after_its_last_seal() -> None:
     seal = advance(drive.world)
     drive("requests", request("r4", PROMPTS[1]))
     records = [*drive.decided[:3], seal]
-    sealed = Sealed(
-        core_version=1,
-        owner_epoch=0,
-        seq=4,
-        first_offset=0,
-        chunks=1,
-        digest=seal.digest,
-        journal_offset=5,
-        checksum="0" * 32,
-    )
+    of: dict[str, Any] = {"digest": seal.digest, "checksum": "0" * 32, "first_offset": 0, "chunks": 1}
+    sealed = Sealed(core_version=1, owner_epoch=0, seq=4, journal_offset=5, **of)
     assert follow(drive, [*records, sealed]) is None
     late = msgspec.structs.replace(sealed, seq=5)
     assert follow(drive, [*records, drive.decided[3], late]).reason == "differs in digest"
@@ -303,9 +248,7 @@ def test_decisions_and_seals_may_stand_between_a_seal_and_its_snapshot() -> None
     sealed = advance(drive.world)
     drive("requests", request("r4", PROMPTS[1]))
     records = [*drive.decided[:3], sealed, drive.decided[3], advance(drive.world)]
-    taken = SnapshotTaken(
-        core_version=1, owner_epoch=0, seq=6, first_offset=0, chunks=1, digest=sealed.digest, journal_offset=5
-    )
+    taken = snapshot_of(sealed, 6, 5)
     assert follow(drive, [*records, taken]) is None
     for lie in ({"digest": hex_digest(1)}, {"journal_offset": 6}, {"journal_offset": 7}):
         assert "does not match the seal" in follow(drive, [*records, msgspec.structs.replace(taken, **lie)]).reason
@@ -318,19 +261,14 @@ def test_a_snapshot_may_be_of_a_state_sealed_before_following_began() -> None:
     drive("requests", request("r4", PROMPTS[1]))
     recorded = Recorded(drive.applied[-1:])
     assert followed.apply(5, drive.decided[3], recorded.events_of(drive.decided[3])) is None
-    taken = SnapshotTaken(
-        core_version=1, owner_epoch=0, seq=5, first_offset=0, chunks=1, digest=sealed.digest, journal_offset=5
-    )
-    assert followed.apply(6, taken, {}) is None
+    assert followed.apply(6, snapshot_of(sealed, 5, 5), {}) is None
 
 
 def test_of_many_seals_the_newest_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rederive, "SEALS_MAX", 2)
     drive, records = history_of_three()
     seals = [advance(drive.world) for _ in range(4)]
-    known = SnapshotTaken(
-        core_version=1, owner_epoch=0, seq=7, first_offset=0, chunks=1, digest=hex_digest(1), journal_offset=7
-    )
+    known = snapshot_of(seals[-1], 7, 7, digest=hex_digest(1))
     assert "does not match the seal" in follow(drive, [*records, *seals, known]).reason
     assert follow(drive, [*records, *seals, msgspec.structs.replace(known, journal_offset=6)]) is None
 
@@ -343,9 +281,8 @@ def test_decisions_that_a_dead_owner_made_and_did_not_write_are_the_next_ones() 
     moved = drive("fleet", joined("b"))
     assert len(moved) == 3
     written = drive.decided[:4]  # the first move is in the journal, the other two died with their owner
-    followed = Rederivation(World())
+    followed = following()
     recorded = Recorded(drive.applied)
-    followed.apply(0, OwnerClaimed(owner_id="o", core_version=1, events_version=EVENTS_VERSION), {})
     for offset, record in enumerate(written, 1):
         assert followed.apply(offset, record, recorded.events_of(record)) is None
     assert list(followed.pending) == moved[1:]
@@ -368,9 +305,6 @@ def test_runs_of_one_topic_at_one_time_are_one_run() -> None:
     )
     assert world.view == {"requests": 4}
     assert open_run(world, 100) == []
-
-
-# What is known before a record is applied
 
 
 def test_the_number_of_the_next_record_is_known_before_it_is_applied() -> None:

@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 
 from forebay.core.block_hashes import extend_chain
 from forebay.core.restore import restore
+from forebay.core.routing.candidates import find_candidates, must_queue
+from forebay.core.routing.disaggregation import locate_prompt
+from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.pool_registry import PoolEvent
@@ -391,6 +394,20 @@ class Recorded:
         return taken
 
 
+def may_go(world: World, request: ActiveRequest) -> bool:
+    config = world.pools[request.submitted.pool]
+    try:
+        roster = find_candidates(world, config, request.submitted)
+        computing = locate_prompt(world, config, request, roster)
+        return not must_queue(computing.pool, computing.roster)
+    except Ineligible:
+        return False
+
+
+def disagg_policy_of(world: World, request: ActiveRequest) -> str:
+    return world.disagg.get(request.submitted.pool, world.pools[request.submitted.pool].router.disagg).policy
+
+
 TWICE = ("stored", "command", "obey", "in_store", "prefilled", "rules", "media", "encoded")
 ONCE = (
     *sorted(PROGRESS_KINDS - set(TWICE)),
@@ -459,14 +476,20 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
             drive("requests", query(f"q{number}", blocks, routing=HINTS[first % len(HINTS)]))
         case "again":
             drive("requests", request(f"r{first}", blocks, nonce=first))
-        case "join_encoder" | "lose_encoder":
-            encoders(drive, kind, first, third)
-        case "join_prefiller" | "lose_prefiller" | "disagg":
-            disaggregate(drive, kind, first, depth, third)
+        case "join_encoder" | "join_prefiller" | "join_other":
+            join_another(drive, kind, first, depth, third)
+        case "lose_encoder":
+            drive.lose(ENCODERS[third % 2])
+        case "lose_prefiller":
+            drive.lose(PREFILLERS[third % 2])
+        case "lose_other":
+            drive.lose("o" if third == 2 else "n")
+        case "disagg" if first < 5:
+            drive("control", decode_pool(**CONFIGS[depth], disagg=DISAGGS[third]))
+        case "disagg":
+            drive("control", DisaggregationSet(model="m", disagg=DISAGGS[depth % len(DISAGGS)]))
         case "rules":
             drive("control", pool_rule(first, depth, third))
-        case "join_other" | "lose_other":
-            other_pools(drive, kind, first, third)
         case _ if kind in PROGRESS_KINDS and one is not None:
             drive("progress", said_of(one, kind, number))
         case "stored" | "removed" | "cleared" | "in_store" | "not_in_store" | "costs":
@@ -539,42 +562,22 @@ def pool_rule(first: int, depth: int, third: int) -> PoolEvent:
     return PoolDrainSet(model="m", pool=names[third], drained=depth % 2 == 0)
 
 
-def disaggregate(drive: Driver, kind: str, first: int, depth: int, third: int) -> None:
-    """A prefill worker comes, perhaps before its pool, or goes; or prompts are computed elsewhere from now on."""
-    name = PREFILLERS[third % 2]
+def join_another(drive: Driver, kind: str, first: int, depth: int, third: int) -> None:
+    """A worker of another pool comes, perhaps before its pool."""
     match kind:
-        case "lose_prefiller":
-            drive.lose(name)
+        case "join_encoder":
+            if first == 0:
+                drive("control", encode_pool())
+            drive("fleet", encoder(ENCODERS[third % 2], third))
         case "join_prefiller":
             if first < 5:
                 drive("control", prefill_pool(**CONFIGS[depth]))
-            drive("fleet", prefiller(name, third))
-        case _ if first < 5:
-            drive("control", decode_pool(**CONFIGS[depth], disagg=DISAGGS[third]))
+            drive("fleet", prefiller(PREFILLERS[third % 2], third))
         case _:
-            drive("control", DisaggregationSet(model="m", disagg=DISAGGS[depth % len(DISAGGS)]))
-
-
-def other_pools(drive: Driver, kind: str, first: int, third: int) -> None:
-    """A worker of a second pool comes or goes."""
-    role: Any = "prefill" if third == 2 else ("decode" if first % 4 == 0 else "aggregated")
-    name, where = ("o", "more") if role == "prefill" else ("n", "other")
-    if kind == "lose_other":
-        drive.lose(name)
-        return
-    drive("control", PoolConfigured(pool=where, model="m", block_size=BLOCK, role=role))
-    drive("fleet", joined(name, first, pool=where, role=role, max_num_seqs=1))
-
-
-def encoders(drive: Driver, kind: str, first: int, third: int) -> None:
-    """An encode worker comes, perhaps before its pool, or goes."""
-    name = ENCODERS[third % 2]
-    if kind == "lose_encoder":
-        drive.lose(name)
-        return
-    if first == 0:
-        drive("control", encode_pool())
-    drive("fleet", encoder(name, third))
+            role: Any = "prefill" if third == 2 else ("decode" if first % 4 == 0 else "aggregated")
+            name, where = ("o", "more") if role == "prefill" else ("n", "other")
+            drive("control", PoolConfigured(pool=where, model="m", block_size=BLOCK, role=role))
+            drive("fleet", joined(name, first, pool=where, role=role, max_num_seqs=1))
 
 
 def operate(drive: Driver, kind: str, first: int, depth: int, third: int) -> None:

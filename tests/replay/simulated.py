@@ -26,7 +26,7 @@ from forebay.simulate.tiers.settings import FleetTiers
 from forebay.simulate.workload import sequence_hashes
 from forebay.simulate.workloads.rows import BLOCK_TOKENS, MooncakeRow
 from tests.replay.recorded import MemoryLog
-from tests.simulate.traces import turn_of
+from tests.simulate.scene import turn_of
 
 PREFILL: PoolRole = "prefill"
 MODEL, POOL, BLOCK = "m", "default", 64

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from forebay.simulate.workload import Turn
-from tests.simulate.fleets import turn
+from tests.simulate.scene import turn
 
 BLOCK = 64
 

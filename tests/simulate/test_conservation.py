@@ -28,8 +28,7 @@ from forebay.simulate.settings import (
 from forebay.simulate.tiers.settings import DiskTier, FleetTiers, HostTier, StoreTier, TierModel
 from forebay.simulate.workload import Turn
 from tests.depth import examples
-from tests.simulate.eventful import comparable, run
-from tests.simulate.fleets import fleet, split, turn
+from tests.simulate.scene import comparable, fleet, run, split, turn
 
 Tier = TypeVar("Tier", bound=TierModel)
 
@@ -43,7 +42,7 @@ POLICIES = [
     "kv:temperature=0.5,session_ttl_s=1",
     "kv:tier_credit=measured",
     "kv:busy.active_decode_blocks_threshold=0.4",
-    "tests.simulate.policies.LeastUsed",
+    "tests.simulate.scene.LeastUsed",
 ]
 
 
@@ -143,7 +142,7 @@ def systems(draw: st.DrawFn) -> Settings:
 def test_every_request_ends_once_and_every_run_is_reproducible(
     system: Settings, turns: tuple[Turn, ...], name: str
 ) -> None:
-    outcome = run(system, name, turns)
+    outcome = run(system, *turns, router=name)
     found = list(outcome.requests)
     event(f"failed: {any(one.failure for one in found)}, again: {any(one.attempts > 1 for one in found)}")
     if outcome.tiers is not None:
@@ -175,17 +174,17 @@ def test_every_request_ends_once_and_every_run_is_reproducible(
     assert {*map(len, (timeline.queued, timeline.workers, *timeline.computed, *timeline.running))} == {
         len(timeline.arrived)
     }
-    assert comparable(run(system, name, turns)) == comparable(outcome)
+    assert comparable(run(system, *turns, router=name)) == comparable(outcome)
 
 
 @examples(0.6)
 @given(system=systems(), turns=workloads(), name=st.sampled_from(POLICIES[:-2]))
 def test_looking_ahead_changes_no_request(system: Settings, turns: tuple[Turn, ...], name: str) -> None:
     # Without load reports: these are made at the end of a step, and a policy may read them.
-    outcome = run(system, name, turns)
+    outcome = run(system, *turns, router=name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster.SimulatedCluster, "lookahead_us", lambda self, *, alone: 0)
-        step_by_step = run(system, name, turns)
+        step_by_step = run(system, *turns, router=name)
     assert list(outcome.requests) == list(step_by_step.requests)
 
 
@@ -202,13 +201,13 @@ def test_looking_ahead_changes_no_request_where_caches_are_full(seed: int) -> No
         turns.append(turn(number, prompt, output, block_ids=tuple(range(first, first + 7)), at_us=at_us))
     delays = DELAYS[rng.choice(["none", "kafka"])]
     system = fleet(2, sizes={"kv_blocks": rng.choice([14, 20, 30])}, delays=delays)
-    outcome = run(system, "kv", tuple(turns))
+    outcome = run(system, *turns)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster.SimulatedCluster, "lookahead_us", lambda self, *, alone: 0)
-        assert list(run(system, "kv", tuple(turns)).requests) == list(outcome.requests)
+        assert list(run(system, *turns).requests) == list(outcome.requests)
 
 
 def test_settings_give_the_same_run_in_another_process() -> None:
     turns = (turn(0), turn(1, at_us=5 * MS))
     for system in (fleet(2, delays=DELAYS["kafka"]), split(1, 1, delays=DELAYS["kafka"])):
-        assert comparable(run(pickle.loads(pickle.dumps(system)), "kv", turns)) == comparable(run(system, "kv", turns))
+        assert comparable(run(pickle.loads(pickle.dumps(system)), *turns)) == comparable(run(system, *turns))

@@ -1,4 +1,4 @@
-"""Fleet files are parsed into settings, and errors name the file and the key."""
+"""Fleet files: settings, errors that name file and key, and pools with grids, canaries and drains."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 
 from forebay.events.control import DisaggConfig, RouterConfig
 from forebay.simulate.fleet_file import FleetUnusable, load_fleet
+from forebay.simulate.outcome import SimulationOutcome, summary
 from forebay.simulate.settings import (
     DELAYS,
     Delay,
@@ -17,8 +18,8 @@ from forebay.simulate.settings import (
     WorkerStart,
     policy,
 )
-from forebay.simulate.simulation import Simulation
-from tests.simulate.fleets import Turns, turn
+from forebay.simulate.workload import Turn
+from tests.simulate.scene import run, turn
 
 WHOLE = """
 delays = "kafka"
@@ -87,10 +88,8 @@ def load(folder: Path, text: str) -> Settings:
 
 def test_file_defines_disaggregated_pools_and_transfers(tmp_path: Path) -> None:
     fleet = load(tmp_path, APART)
-    assert [(pool.name, pool.role, pool.groups[0].count) for pool in fleet.pools] == [
-        ("p", "prefill", 3),
-        ("d", "decode", 1),
-    ]
+    pools = [(pool.name, pool.role, pool.groups[0].count) for pool in fleet.pools]
+    assert pools == [("p", "prefill", 3), ("d", "decode", 1)]
     assert fleet.pools[1].router == RouterConfig(disagg=DisaggConfig(policy="classic"))
     assert fleet.transfer == Transfer(kv_bytes_per_token=200_000, kv_transfer_bandwidth=12.5, kv_transfer_latency_us=40)
     assert fleet.transfer.lasts_us(1) == 16
@@ -115,7 +114,7 @@ def test_file_defines_fleet_and_life_cycle(tmp_path: Path) -> None:
         starts=(WorkerStart(at_us=2_000_000, pool="large", count=2),),
     )
     turns = [turn(number, 300, model="ab"[number % 2], at_us=number * 400_000) for number in range(20)]
-    outcome = Simulation(fleet, policy("round-robin")).run(Turns(*turns), lambda _: None)
+    outcome = run(fleet, *turns, router="round-robin")
     assert [one.failure for one in outcome.requests] == [""] * 20
     assert {decision.mode for decision in outcome.routed.values()} == {"kv", "round-robin"}
 
@@ -125,6 +124,25 @@ def test_each_hop_may_have_its_own_delay(tmp_path: Path) -> None:
     assert load(tmp_path, text).delays == Delays(submit=Delay(fixed_us=1_500), work=Delay(jitter_us=250))
 
 
+POOLS = """
+[[pools]]
+name = "short"
+workers = [{ count = 1 }]
+[[pools]]
+name = "long"
+workers = [{ count = 2 }]
+"""
+GRID = """
+[[models]]
+name = "simulated"
+[[models.grids]]
+isl_max = 2048
+target_max_ms = 1000
+pools = [{ pool = "short", priority = 0 }, { pool = "long", priority = 1 }]
+cells = [["short"], ["long"]]
+"""
+CANARY = "[[canaries]]\npool = 'long'\nbase = 'short'\nshare = 0.5\nat_s = 10\nend_s = 20\n"
+DRAIN = "[[drains]]\npool = 'short'\nat_s = 30\nend_s = 40\n"
 POOL = "[[pools]]\nworkers = [{count = 3}]\n"
 
 
@@ -172,6 +190,14 @@ POOL = "[[pools]]\nworkers = [{count = 3}]\n"
             POOL.replace("[[pools]]", "[[pools]]\nrole = 'prefill'"),
             "pools[0].role: prefill pool 'default' needs a pool with role 'decode'",
         ),
+        (
+            APART.replace("[\n", '[\n    {name = "q", role = "prefill", workers = [{count = 1}]},\n', 1),
+            "pools[1].model: pools 'q' and 'p' both compute prompts for model 'simulated'",
+        ),
+        (
+            APART.replace("count = 1", "count = 1, block_size = 16"),
+            "pools[0].workers[0].block_size: got 64, but decode",
+        ),
         (POOL + "[pools.router]\ndisagg = {x = 1}", "pools[0].router.disagg: unknown key 'x'; "),
         (POOL + "[transfer]\nkv_transfer_bandwidth = -1", "transfer.kv_transfer_bandwidth: expected"),
         (POOL + "[transfer]\nbandwidth = 1", "transfer: unknown key 'bandwidth'; keys are: "),
@@ -187,6 +213,28 @@ POOL = "[[pools]]\nworkers = [{count = 3}]\n"
         ("delays = 'slow'\n" + POOL, "delays: unknown delay profile 'slow'; delay profiles are: none, embedded, kafka"),
         (POOL + "[delays]\nsent = {fixed_ms = 1}", "delays: unknown key 'sent'; keys are: submit, "),
         (POOL + "[delays]\nwork = {fixed_ms = -1}", "delays.work.fixed_ms: expected float >= 0"),
+        (POOLS, "pools[1].model: pools 'short' and 'long' both serve model 'simulated'; remove one of them, or add"),
+        (
+            POOLS.replace('name = "long"', 'name = "long"\nrole = "decode"') + DRAIN,
+            "pools[1].model: pools 'short' and 'long' both serve model 'simulated'; remove one of them",
+        ),
+        (
+            POOLS.replace("count = 2", "count = 2, block_size = 16") + GRID,
+            "pools[1].workers[0].block_size: got 16, but aggregated pool 'short' has 64; a model has one block size",
+        ),
+        (POOLS + GRID.replace("simulated", "other"), "models[0].name: unknown model 'other'; models are: simulated"),
+        (POOLS + GRID + GRID, "models[1].name: duplicate model 'simulated'"),
+        (
+            POOLS + GRID.replace("short", "fast"),
+            "models[0].grids[0].pools: unknown aggregated pool 'fast'; aggregated pools are: short, long",
+        ),
+        (POOLS + GRID.replace("isl_max", "isl_mx"), "models[0].grids[0]: unknown key 'isl_mx'; did you mean isl_max?"),
+        (POOLS + GRID.replace("2048", "0"), "models[0].grids[0]: isl_max is 0; it must be above isl_min, 0"),
+        (POOLS + GRID + CANARY.replace("long", "x"), "canaries.pool: unknown pool 'x'; pools are: short, long"),
+        (POOLS + GRID + CANARY.replace("'short'", "'long'"), "canaries.base: unknown pool 'long'; pools are: short"),
+        (POOLS + GRID + CANARY.replace("0.5", "2"), "canaries[0].share: expected float <= 1.0"),
+        (POOLS + GRID + DRAIN.replace("40", "30"), "drains[0].end_s: got 30; it must be above at_s, 30"),
+        (POOLS + GRID + DRAIN.replace("short", "x"), "drains.pool: unknown pool 'x'; pools are: short, long"),
     ],
 )
 def test_errors_name_file_and_key(tmp_path: Path, text: str, reason: str) -> None:
@@ -201,3 +249,52 @@ def test_error_names_an_unreadable_file(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_bytes(b"\xff")
     with pytest.raises(FleetUnusable, match=r"x\.toml: is not UTF-8 text"):
         load_fleet(tmp_path / "x.toml")
+
+
+# Several pools of one model: grids, canaries and drains at scheduled times
+
+
+S = 1_000_000
+
+
+def run_file(folder: Path, text: str, *turns: Turn) -> SimulationOutcome:
+    outcome = run(load(folder, text), *turns)
+    assert not outcome.requests.failures
+    return outcome
+
+
+def pools_of(outcome: SimulationOutcome, begin_s: float, end_s: float) -> set[str]:
+    """Return the pools of the requests that arrived in a period."""
+    found = (one for one in outcome.requests if begin_s * S <= one.arrived_us < end_s * S)
+    return {outcome.pools[one.worker] for one in found if one.worker is not None}
+
+
+def test_requests_follow_the_grid_and_the_summary_counts_them_by_pool(tmp_path: Path) -> None:
+    blocks = tuple(range(32))
+    long = [turn(number, 2048, block_ids=blocks, at_us=number * S) for number in range(4)]
+    short = [turn(4, 64, at_us=9 * S)]
+    outcome = run_file(tmp_path, POOLS + GRID, *long, *short)
+    assert [outcome.pools[one.worker or 0] for one in outcome.requests] == ["long"] * 4 + ["short"]
+    by_pool = summary(outcome, 3)["pools"]
+    assert {name: one["requests"] for name, one in by_pool.items()} == {"short": 1, "long": 4}
+    cached = [one.cached_tokens for one in outcome.requests]
+    assert by_pool["long"]["prefix_reuse"] == sum(cached) / (4 * 2048) > 0.5
+    assert by_pool["short"]["prefix_reuse"] == 0.0
+    assert by_pool["short"]["ttft_ms"]["mean"] == (outcome.requests[4].first_us - 9 * S) / 1e3
+
+
+def test_a_canary_and_a_drain_apply_between_their_start_and_end(tmp_path: Path) -> None:
+    turns = [turn(number, 64, at_us=number * S // 4) for number in range(200)]
+    outcome = run_file(tmp_path, POOLS + GRID + CANARY + DRAIN, *turns)
+    assert pools_of(outcome, 0, 10) == {"short"}
+    assert pools_of(outcome, 10, 20) == {"short", "long"}
+    assert pools_of(outcome, 20, 30) == {"short"}
+    assert pools_of(outcome, 30, 40) == {"long"}
+    assert pools_of(outcome, 40, 50) == {"short"}
+    reasons = {routed.pools[0].reason for routed in outcome.routed.values()}
+    assert reasons == {"grid", "canary"}
+
+
+def test_a_model_with_one_pool_has_no_summary_by_pool(tmp_path: Path) -> None:
+    text = "[[pools]]\nworkers = [{ count = 2 }]\n"
+    assert "pools" not in summary(run_file(tmp_path, text, turn(0)), 2)

@@ -1,8 +1,15 @@
-"""SLO attainment and goodput."""
+"""SLO attainment and goodput, the search for a capacity, and Pareto-optimal points."""
+
+import math
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from forebay.simulate.capacity import DOUBLINGS_MAX, TOLERANCE, Capacity, SpeedTrial, search
 from forebay.simulate.outcome import RequestOutcome, RequestOutcomes, SimulationOutcome
+from forebay.simulate.pareto import costs, optimal
 from forebay.simulate.slo import Slo, SloUnusable, goodput, parse_slo, requests_per_s
 
 
@@ -41,14 +48,9 @@ def test_goodput_of_empty_and_failed_runs_is_zero() -> None:
 
 
 def test_the_rate_is_computed_from_interarrival_times() -> None:
-    assert (
-        requests_per_s(
-            SimulationOutcome(RequestOutcomes([served(1, 1, arrived_us=at) for at in (500, 1_000_500, 2_000_500)]))
-        )
-        == 1.0
-    )
-    assert requests_per_s(SimulationOutcome(RequestOutcomes([served(1, 1), served(1, 1)]))) == 0.0
-    assert requests_per_s(SimulationOutcome()) == 0.0
+    for arrivals, rate in (((500, 1_000_500, 2_000_500), 1.0), ((0, 0), 0.0), ((), 0.0)):
+        requests = RequestOutcomes([served(1, 1, arrived_us=at) for at in arrivals])
+        assert requests_per_s(SimulationOutcome(requests)) == rate
 
 
 def test_slo_levels_round_trip() -> None:
@@ -56,17 +58,114 @@ def test_slo_levels_round_trip() -> None:
     assert parse_slo("e2e=1e4") == Slo(e2e_ms=10_000.0)
 
 
-@pytest.mark.parametrize("text", ["", "ttft", "ttft=", "ttft=0", "ttft=-1", "ttft=nan", "ttft=inf", "ttft=5,"])
-def test_invalid_slo_is_rejected(text: str) -> None:
-    with pytest.raises(SloUnusable, match="invalid objective"):
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        *((text, "invalid objective") for text in ("", "ttft", "ttft=", "ttft=0", "ttft=-1", "ttft=nan", "ttft=inf")),
+        ("ttft=5,", "invalid objective"),
+        ("tpot=5", "unknown objective 'tpot'; objectives are: ttft, itl, e2e"),
+        ("ttft=5,itl=3,ttft=6", "duplicate objective ttft"),
+    ],
+)
+def test_invalid_slo_is_rejected(text: str, reason: str) -> None:
+    with pytest.raises(SloUnusable, match=reason):
         parse_slo(text)
 
 
-def test_unknown_objective_is_rejected_with_the_known_ones() -> None:
-    with pytest.raises(SloUnusable, match="unknown objective 'tpot'; objectives are: ttft, itl, e2e"):
-        parse_slo("tpot=5")
+# The capacity search
 
 
-def test_duplicate_objective_is_rejected() -> None:
-    with pytest.raises(SloUnusable, match="duplicate objective ttft"):
-        parse_slo("ttft=5,itl=3,ttft=6")
+def found(breaks_at: float, start: float = 1.0, tolerance: float = TOLERANCE) -> Capacity:
+    """Search the capacity of a service that meets its SLO at every speed up to `breaks_at`."""
+
+    def measure(speed: float) -> SpeedTrial:
+        holds = speed <= breaks_at
+        return SpeedTrial(speed=speed, requests_per_s=3 * speed, attained=1.0 if holds else 0.5, holds=holds)
+
+    return search(measure, start, tolerance)
+
+
+@given(st.floats(0.002, 900.0), st.floats(0.001, 0.3))
+def test_capacity_is_found_to_the_tolerance_in_few_trials(breaks_at: float, tolerance: float) -> None:
+    capacity = found(breaks_at, tolerance=tolerance)
+    assert capacity.answer == "found"
+    assert capacity.step is not None
+    assert capacity.step.speed <= breaks_at < capacity.step.speed * (1 + tolerance)
+    assert capacity.step in capacity.steps
+    assert capacity.step.holds
+    assert len(capacity.steps) <= DOUBLINGS_MAX + 3 + 10
+    assert len({step.speed for step in capacity.steps}) == len(capacity.steps), "no speed is tried twice"
+    assert capacity.monotone
+
+
+def test_search_starts_at_nearly_zero_load_and_the_given_speed() -> None:
+    speeds = [step.speed for step in found(breaks_at=40.0, start=10.0).steps]
+    assert speeds[:5] == [10.0 / 1024, 10.0, 20.0, 40.0, 80.0]
+
+
+def test_search_brackets_from_the_given_speed_down_to_nearly_zero_load() -> None:
+    low = found(breaks_at=0.0015, start=1.0)
+    assert low.answer == "found"
+    assert [step.speed for step in low.steps[:12]] == [0.5**10, *(0.5**halving for halving in range(10)), 3 * 0.5**11]
+
+
+def test_search_reports_unlimited_and_zero_capacity() -> None:
+    always = found(breaks_at=1e9)
+    assert (always.answer, always.step) == ("always", always.steps[-1])
+    assert always.steps[-1].speed == 2.0**DOUBLINGS_MAX
+    never = found(breaks_at=0.0)
+    assert (never.answer, never.step) == ("never", None)
+    assert [step.speed for step in never.steps] == [0.5**DOUBLINGS_MAX]
+
+
+@pytest.mark.parametrize(("dip", "monotone"), [(0.7, True), (0.6, False)])
+def test_search_detects_non_monotone_attainment(dip: float, monotone: bool) -> None:
+    def measure(speed: float) -> SpeedTrial:
+        attained = 1.0 if speed <= 1.0 else dip if speed < 1.3 else 0.65
+        return SpeedTrial(speed=speed, requests_per_s=speed, attained=attained, holds=attained >= 0.9)
+
+    capacity = search(measure, 1.0)
+    assert capacity.step is not None
+    assert capacity.step.speed == 1.0
+    assert capacity.monotone is monotone
+
+
+# Pareto-optimal points
+
+
+SOME = st.integers(0, 4).map(float)  # few values, so that ties and equal points occur
+POINTS = st.integers(1, 4).flatmap(
+    lambda objectives: st.lists(st.lists(SOME, min_size=objectives, max_size=objectives), max_size=30)
+)
+
+
+@given(POINTS)
+def test_optimal_points_are_exactly_the_undominated_ones(points: list[list[float]]) -> None:
+    def dominated(point: list[float]) -> bool:
+        return any(
+            all(mine <= yours for mine, yours in zip(other, point, strict=True)) and other != point for other in points
+        )
+
+    assert optimal(points) == [not dominated(point) for point in points]
+
+
+def test_costs_are_minimised_and_gains_maximised_to_three_digits() -> None:
+    metrics = {"requests": 9, "ttft_ms": {"p90": 1234.5}, "goodput_per_s": 0.0123456, "failed": 0}
+    assert costs(metrics, ["ttft_ms.p90", "goodput_per_s", "failed"]) == (1230.0, -0.0123, 0.0)
+
+
+def run_metrics(requests: int = 1, failed: int = 0, **metrics: Any) -> dict[str, Any]:
+    return {"requests": requests, "failed": failed, **metrics}
+
+
+def test_failed_requests_make_percentiles_infinite() -> None:
+    ttft_ms = {"mean": 1.0, "p50": 1.0, "p90": 2.0, "p99": 3.0}
+    objectives = ["ttft_ms.p50", "ttft_ms.p90", "ttft_ms.p99"]
+    assert costs(run_metrics(90, 10, ttft_ms=ttft_ms), objectives) == (1.0, 2.0, math.inf)
+    assert costs(run_metrics(89, 11, ttft_ms=ttft_ms), objectives) == (1.0, math.inf, math.inf)
+    assert costs(run_metrics(0, 5, ttft_ms={}), objectives) == (math.inf,) * 3
+
+
+def test_missing_metric_costs_infinity() -> None:
+    points = [costs(metrics, ["itl_ms.p90"]) for metrics in (run_metrics(itl_ms={}), run_metrics(itl_ms={"p90": 9e9}))]
+    assert optimal(points) == [False, True]

@@ -11,8 +11,8 @@ from forebay.simulate.settings import policy
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.workload import Turn
 from tests.depth import examples
-from tests.simulate.fleets import Turns, fleet
 from tests.simulate.oracle import BLOCK, Cache, EngineSequence, workloads
+from tests.simulate.scene import Turns, fleet
 
 
 class Worker:

@@ -16,8 +16,8 @@ from forebay.simulate.simulation import Simulation
 from forebay.simulate.transfers import LEASE_US
 from forebay.simulate.workload import Turn
 from tests.depth import examples
-from tests.simulate.fleets import Turns, split, turn
 from tests.simulate.oracle import BLOCK, Cache, EngineSequence, workloads
+from tests.simulate.scene import Turns, split, turn
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -1,16 +1,29 @@
-"""Engine profiles: built in, from files, and derived from a model's description and a GPU's data sheet."""
+"""Engine profiles: built in, from files, from data sheets, and fitted to measured points and to recorded runs."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.engine_model.timing import LinearTiming, MockerTiming, RooflineTiming, StepWork
+from forebay.events.scaling import DecodePoint, PrefillPoint
+from forebay.simulate.profiles.fitting import (
+    COSTS,
+    REQUESTS_MIN,
+    EngineRun,
+    FitImpossible,
+    ObservedRequest,
+    amounts,
+    fit,
+)
+from forebay.simulate.profiles.measured import fit_measured
 from forebay.simulate.profiles.profile import EngineSizes, Profile, load_profile, write_linear
-from forebay.simulate.profiles.sheets import ProfileUnusable, gpu_sheet, read_transformer
+from forebay.simulate.profiles.sheets import ProfileUnusable, Transformer, gpu_sheet, read_transformer
+from tests.simulate.engine_runs import TRUTH, WORK_US, Jittered, ModelledRun, engine_run, spec, with_observed_times
 
 # As published for Llama-3.1-8B and Mixtral-8x7B.
 LLAMA_8B = {
@@ -37,6 +50,12 @@ def profile_file(folder: Path, text: str, config: dict[str, Any] | None = None) 
     return str(path)
 
 
+def described(folder: Path, config: dict[str, Any]) -> Transformer:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return read_transformer(path)
+
+
 def roofline_of(folder: Path, text: str = "", config: dict[str, Any] | None = None) -> Profile:
     described = f'kind = "roofline"\nmodel = "config.json"\n{text}'
     return load_profile(
@@ -57,11 +76,7 @@ def test_the_mocker_is_built_in() -> None:
 def test_a_file_can_change_the_sizes_of_the_mocker(tmp_path: Path) -> None:
     path = profile_file(tmp_path, 'kind = "mocker"\n[sizes]\nkv_blocks = 512\ngpus = 2')
     profile = load_profile(path)
-    assert (profile.timing, profile.sizes, profile.name) == (
-        MockerTiming(),
-        EngineSizes(kv_blocks=512, gpus=2.0),
-        "engine",
-    )
+    assert profile == Profile(timing=MockerTiming(), sizes=EngineSizes(kv_blocks=512, gpus=2.0), name="engine")
 
 
 def test_a_linear_profile_round_trips(tmp_path: Path) -> None:
@@ -151,10 +166,9 @@ def test_a_missing_profile_is_rejected(name: str, more: str) -> None:
         load_profile(name)
 
 
-def test_a_binary_file_is_rejected(tmp_path: Path) -> None:
-    path = profile_file(tmp_path, "#" * (1 << 21))
+def test_a_large_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ProfileUnusable, match="larger than 1048576 bytes"):
-        load_profile(path)
+        load_profile(profile_file(tmp_path, "#" * (1 << 21)))
 
 
 @pytest.mark.parametrize(
@@ -162,15 +176,11 @@ def test_a_binary_file_is_rejected(tmp_path: Path) -> None:
     [(LLAMA_8B, 8_030_261_248), (MIXTRAL, 46_702_792_704), ({**LLAMA_8B, "tie_word_embeddings": True}, 7_504_924_672)],
 )
 def test_parameter_counts_match_the_published_ones(tmp_path: Path, config: dict[str, Any], parameters: int) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    assert read_transformer(path).parameters == parameters
+    assert described(tmp_path, config).parameters == parameters
 
 
 def test_the_text_part_of_a_vision_model_is_used(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "mllama", "text_config": LLAMA_8B}))
-    assert read_transformer(path).parameters == 8_030_261_248
+    assert described(tmp_path, {"model_type": "mllama", "text_config": LLAMA_8B}).parameters == 8_030_261_248
 
 
 def test_every_layer_includes_shared_experts_and_a_router(tmp_path: Path) -> None:
@@ -182,9 +192,7 @@ def test_every_layer_includes_shared_experts_and_a_router(tmp_path: Path) -> Non
         "shared_expert_intermediate_size": 1024,
         "head_dim": 64,
     }
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(mixture))
-    model = read_transformer(path)
+    model = described(tmp_path, mixture)
     attention = 2 * 4096 * (32 + 8) * 64
     assert model.layer == attention + 4096 * 64 + 3 * 4096 * 1024 + 2 * 4096
     assert (model.expert, model.experts, model.experts_active) == (3 * 4096 * 512, 64, 4)
@@ -206,12 +214,10 @@ def test_every_layer_includes_shared_experts_and_a_router(tmp_path: Path) -> Non
     ],
 )
 def test_an_incomplete_model_description_is_rejected(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**LLAMA_8B, **changes}))
     with pytest.raises(ProfileUnusable) as refused:
-        read_transformer(path)
+        described(tmp_path, {**LLAMA_8B, **changes})
     assert reason in str(refused.value)
-    assert str(refused.value).startswith(str(path))
+    assert str(refused.value).startswith(str(tmp_path / "config.json"))
 
 
 def test_a_malformed_model_description_is_rejected(tmp_path: Path) -> None:
@@ -227,9 +233,7 @@ def test_a_malformed_model_description_is_rejected(tmp_path: Path) -> None:
 
 
 def test_an_ungated_mlp_has_two_matrices(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**LLAMA_8B, "hidden_act": "gelu"}))
-    assert read_transformer(path).layer == LAYER - 4096 * 14336
+    assert described(tmp_path, {**LLAMA_8B, "hidden_act": "gelu"}).layer == LAYER - 4096 * 14336
 
 
 def test_llama_8b_on_one_h100(tmp_path: Path) -> None:
@@ -311,3 +315,158 @@ def test_a_custom_data_sheet_and_assumptions_are_used(tmp_path: Path) -> None:
     profile = roofline_of(tmp_path, own.replace("[gpu]", "[gpu] # gpu ="))
     assert timing_of(profile).step_us(StepWork(**DECODE_ONE, decode_tokens=0)) == round(2 * (32 * LAYER + HEAD) / 1e6)
     assert profile.sizes == EngineSizes(block_size=16, kv_blocks=1000, gpus=1.0)
+
+
+# Profiles of measured points
+
+
+BATCHED_TOKENS = 2_048
+
+
+def prefill_point(isl: int) -> PrefillPoint:
+    steps = -(-isl // BATCHED_TOKENS)
+    us = WORK_US + steps * TRUTH.step + isl * TRUTH.prefill_token + isl * (isl + 1) / 2 * TRUTH.attended_pair
+    return PrefillPoint(isl=isl, ttft_ms=us / 1e3, tokens_per_s=isl * 1e6 / us)
+
+
+def decode_point(context: int, concurrency: int) -> DecodePoint:
+    us = TRUTH.step + TRUTH.decode_step
+    us += concurrency * TRUTH.decode_sequence + concurrency * context * TRUTH.context_token
+    return DecodePoint(context=context, concurrency=concurrency, itl_ms=us / 1e3, tokens_per_s=concurrency * 1e6 / us)
+
+
+PREFILL = [prefill_point(isl) for isl in (128, 512, 2_048, 8_192, 32_768)]
+DECODE = [decode_point(context, concurrency) for context in (512, 4_096) for concurrency in (1, 4, 16)]
+
+
+def test_costs_of_measured_points_are_recovered() -> None:
+    found = fit_measured(PREFILL, DECODE, BATCHED_TOKENS)
+    for name in ("prefill_token", "attended_pair", "decode_sequence", "context_token"):
+        assert getattr(found.timing, name) == pytest.approx(getattr(TRUTH, name), rel=0.01), name
+    assert found.timing.step + found.timing.decode_step == pytest.approx(TRUTH.step + TRUTH.decode_step, rel=0.01)
+    assert max(*found.prefill, *found.decode) < 0.005
+
+
+def test_an_outlier_hardly_changes_the_costs() -> None:
+    slow = PrefillPoint(isl=1_024, ttft_ms=10_000.0, tokens_per_s=100.0)
+    found = fit_measured([*PREFILL, slow], DECODE, BATCHED_TOKENS)
+    assert found.timing.prefill_token == pytest.approx(TRUTH.prefill_token, rel=0.1)
+    assert found.timing.context_token == pytest.approx(TRUTH.context_token, rel=0.1)
+
+
+def test_too_few_points_are_rejected() -> None:
+    with pytest.raises(ProfileUnusable, match="3 points of each stage, got 2 of prefill"):
+        fit_measured(PREFILL[:2], DECODE, BATCHED_TOKENS)
+    with pytest.raises(ProfileUnusable, match="3 points of each stage, got 0 of decode"):
+        fit_measured(PREFILL, [], BATCHED_TOKENS)
+
+
+# Profiles of recorded runs
+
+
+STEP, TOKENS, PAIRS, DECODES, SEQUENCES, CONTEXT = range(len(COSTS))
+SMALL = spec(kv_blocks_total=1000, max_num_seqs=8, max_num_batched_tokens=100)
+
+
+def test_costs_of_runs_are_recovered() -> None:
+    found = fit([engine_run(1), engine_run(2)])
+    timing = found.timing
+    for name in ("prefill_token", "attended_pair", "decode_sequence", "context_token"):
+        assert getattr(timing, name) == pytest.approx(getattr(TRUTH, name), rel=0.06), name
+    # Steps without decoding are the only ones that separate the fixed cost of a step from the cost of decoding.
+    assert timing.step + timing.decode_step == pytest.approx(TRUTH.step + TRUTH.decode_step, rel=0.02)
+    assert timing.step + found.work_us == pytest.approx(TRUTH.step + WORK_US, rel=0.06)
+    assert found.errors["TTFT"][0] < 0.06
+    assert found.errors["ITL"][0] < 0.02
+    assert (found.fitted, found.warnings) == (280, [])
+
+
+def test_jittered_steps_are_fitted() -> None:
+    found = fit([engine_run(seed, timing=Jittered(TRUTH, 0.3, seed)) for seed in (3, 4)])
+    assert found.timing.prefill_token == pytest.approx(TRUTH.prefill_token, rel=0.2)
+    assert found.errors["TTFT"][0] < 0.2
+
+
+def test_a_fit_predicts_a_busier_workload() -> None:
+    """A profile has to predict workloads other than the one it was fitted to."""
+    found = fit([engine_run(5, every_us=600_000)])
+    other = engine_run(6, every_us=250_000)
+    relative = sorted(
+        abs(done.ttft_us / (one.first_us - one.routed_us) - 1)
+        for one, done in ModelledRun(other, found.timing, found.work_us)
+    )
+    assert relative[len(relative) // 2] < 0.1
+
+
+def test_isolated_requests_determine_only_sums() -> None:
+    found = fit([engine_run(7, requests=60, every_us=60_000_000)])
+    assert any("no two requests decoded together" in warning for warning in found.warnings)
+    (inseparable,) = [warning for warning in found.warnings if "only the sum" in warning and "decode_step" in warning]
+    assert "decode_sequence" in inseparable
+    assert found.errors["TTFT"][1] < 0.02
+    timing = found.timing
+    together = timing.step + timing.decode_step + timing.decode_sequence
+    assert together == pytest.approx(TRUTH.step + TRUTH.decode_step + TRUTH.decode_sequence, rel=0.02)
+
+
+def test_single_token_responses_have_no_itl() -> None:
+    run = engine_run(8, requests=40)
+    for one in run.requests:
+        one.output_tokens = 1
+    found = fit([with_observed_times(run)])
+    assert set(found.errors) == {"TTFT"}
+    assert "no recorded time depends on decode_step" in found.warnings
+    assert found.timing.prefill_token == pytest.approx(TRUTH.prefill_token, rel=0.05)
+
+
+def test_too_few_requests_are_not_fitted() -> None:
+    run = engine_run(9, requests=REQUESTS_MIN)
+    run.requests[3].left_out = "for a reason"
+    with pytest.raises(FitImpossible, match="only 19 requests can be compared; at least 20 are needed"):
+        fit([run])
+
+
+def test_left_out_requests_still_load_the_engine() -> None:
+    run = engine_run(10, requests=100)
+    for one in run.requests[::10]:
+        one.left_out = "for a reason"
+    found = fit([run])
+    assert found.fitted == 63
+    assert found.errors["TTFT"][0] < 0.05
+
+
+def request(routed: int, prompt: int, outputs: int, first: int, last: int, cached: int = 0) -> ObservedRequest:
+    return ObservedRequest(routed, prompt, outputs, cached, first, last)
+
+
+def run(*requests: ObservedRequest) -> EngineRun:
+    return EngineRun(SMALL, list(requests))
+
+
+def test_lone_request() -> None:
+    (one,), found = amounts(run(request(1_000, 150, 11, 3_000, 8_000, cached=32)))
+    assert one.routed_us == 1_000
+    ttft, itl = found[:, 0]
+    pairs = 118 * 32 + 118 * 119 // 2
+    assert list(ttft) == [2, 118, pairs, 0, 0, 0]  # 118 tokens in steps of up to 100
+    assert list(itl) == [1, 0, 0, 1, 1, 150 + 11 / 2 + 8]
+
+
+def test_two_requests_decode_together() -> None:
+    """The second request arrives in the middle of a decode step of the first, and joins the next step."""
+    first = request(0, 50, 21, 1_000, 21_000)
+    second = request(10_000, 30, 6, 11_500, 16_500)
+    (_, other), found = amounts(run(first, second))
+    assert other is second
+    ttft, itl = found[:, 1]
+    np.testing.assert_allclose(ttft[[STEP, TOKENS, PAIRS, DECODES, SEQUENCES]], [1.5, 30, 465, 1.5, 1.5])
+    np.testing.assert_allclose(itl[[STEP, DECODES, SEQUENCES]], [1, 1, 2], rtol=1e-6)
+    itl = found[1, 0]
+    np.testing.assert_allclose(itl[[STEP, DECODES]], [1, 1], rtol=1e-6)
+    np.testing.assert_allclose(itl[[TOKENS, PAIRS]], [30 / 20, 465 / 20])
+    assert 1 < itl[SEQUENCES] < 2
+
+
+def test_a_run_without_requests() -> None:
+    compared, found = amounts(run(ObservedRequest(0, 20, 100)))
+    assert (compared, found.shape) == ([], (2, 0, len(COSTS)))

@@ -1,22 +1,39 @@
-"""Simulated latencies match hand-computed values, and runs are reproducible."""
+"""Simulated latencies match hand-computed values, runs are reproducible, and messages take seeded delays."""
 
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from forebay.core.routing.policies import BUILT_IN
+from forebay.engine_model.model import EngineLoad, EngineModel
 from forebay.engine_model.timing import decode_us, prefill_us
-from forebay.events.base import unpack_u64
 from forebay.events.control import QueueClass, QueueConfig, RouterConfig
-from forebay.simulate.outcome import FAILURES_SHOWN, SimulationOutcome, summary
-from forebay.simulate.rank import LOAD_INTERVAL_US
-from forebay.simulate.settings import PolicySpecUnusable, engine_config, one_pool, policy
+from forebay.simulate.delays import Draws, Hop, exponential
+from forebay.simulate.outcome import FAILURES_SHOWN, RequestOutcome, SimulationOutcome, UtilizationTimeline, summary
+from forebay.simulate.rank import LOAD_INTERVAL_US, EngineRank
+from forebay.simulate.settings import (
+    DELAYS,
+    Delay,
+    Delays,
+    PolicySpecUnusable,
+    Settings,
+    engine_config,
+    one_pool,
+    policy,
+)
 from forebay.simulate.simulation import Simulation
-from forebay.simulate.workload import sequence_hashes
-from forebay.simulate.workloads.rows import BLOCK_TOKENS, MooncakeRow
-from tests.simulate.policies import CUSTOM
-from tests.simulate.traces import Rows, conversations, turn_of
+from forebay.simulate.timeline import BINS_MAX, FIRST_BIN_US, Recorder
+from forebay.simulate.workload import Survey, Turn, WorkloadUnusable
+from forebay.simulate.workloads.rows import MooncakeRow
+from tests.core.worlds import spec
+from tests.simulate.scene import CUSTOM, Rows, conversations, fleet, run, served, turn
 
 
 def simulated(
@@ -28,21 +45,6 @@ def simulated(
 
 def metrics(trace: list[MooncakeRow], policy_name: str = "kv", **settings: Any) -> dict[str, Any]:
     return summary(simulated(trace, policy_name, **settings), settings.get("workers", 3))
-
-
-def test_a_lone_request_takes_the_sum_of_its_steps() -> None:
-    tokens, outputs = 10_000, 3
-    [served] = simulated([MooncakeRow(7.0, tokens, outputs, list(range(20)))]).requests
-    first_us = prefill_us(8192) + prefill_us(tokens - 8192)
-    assert served.arrived_us == 7_000
-    assert served.first_us - served.arrived_us == first_us
-    assert served.last_us - served.first_us == (outputs - 1) * decode_us(157, 16_384)
-
-
-def test_a_request_that_arrives_during_a_step_waits_for_its_end() -> None:
-    early, late = simulated([MooncakeRow(0, 64, 2, [1]), MooncakeRow(1, 64, 1, [2])], workers=1).requests
-    assert early.first_us == prefill_us(64)
-    assert late.first_us == early.first_us + prefill_us(64) + decode_us(2, 16_384) == early.last_us
 
 
 def test_simultaneous_requests_share_a_step_in_trace_order() -> None:
@@ -59,26 +61,6 @@ def test_a_queue_of_oversized_requests_drains() -> None:
     simulation = Simulation(one_pool(1, engine_config(kv_blocks=16)), RouterConfig(queue=queue))
     outcome = simulation.run(Rows(trace), lambda _: None)
     assert [bool(served.failure) for served in outcome.requests] == [False] + [True] * number
-
-
-def test_speed_divides_arrival_times() -> None:
-    outcome = simulated([MooncakeRow(0, 64, 1, [1]), MooncakeRow(1000, 64, 1, [2])], speed=4.0)
-    assert [served.arrived_us for served in outcome.requests] == [0, 250_000]
-
-
-def test_reuse_matches_an_unbounded_cache_for_sequential_requests() -> None:
-    trace = conversations(sessions=3, turns=4, every_ms=60_000)
-    held: set[int] = set()
-    expected = []
-    for row in trace:
-        # Simultaneous requests are admitted together: the second matches the blocks that the first computes.
-        blocks = unpack_u64(sequence_hashes(turn_of(row, 0), BLOCK_TOKENS, 64))
-        hashes = blocks[: (row.input_length - 1) // 64]
-        expected.append(64 * next((depth for depth, block in enumerate(hashes) if block not in held), len(hashes)))
-        held.update(blocks)
-    outcome = simulated(trace, workers=1)
-    assert [served.cached_tokens for served in outcome.requests] == expected
-    assert 0 < sum(expected) < sum(row.input_length for row in trace)
 
 
 def test_every_request_completes_and_is_counted_once() -> None:
@@ -147,7 +129,7 @@ def test_settings_of_a_policy_change_its_decisions() -> None:
     "name",
     [
         *sorted(set(BUILT_IN) - {"direct"}),
-        "tests.simulate.policies.LeastUsed",
+        "tests.simulate.scene.LeastUsed",
         "kv:queue.threshold=0.5,queue.policy=wspt",
         "kv:session_ttl_s=5,predicted_ttl_s=1,track_output_blocks=true",
         "least-loaded:use_kv_events=false,ttl_s=1",
@@ -167,12 +149,6 @@ def test_queued_request_is_dispatched_when_a_prefill_ends() -> None:
     assert {served.first_us for served in together.requests} == {prefill_us(3 * 64)}
     one_by_one = simulated(trace, "kv:queue.threshold=0", workers=1)
     assert [served.first_us for served in one_by_one.requests] == [prefill_us(64) * turn for turn in (1, 2, 3)]
-
-
-def test_policy_sees_load_reports() -> None:
-    trace = [MooncakeRow(0, 1024, 200, [1, 2]), MooncakeRow(500, 64, 1, [3]), MooncakeRow(9_000, 64, 1, [4])]
-    outcome = simulated(trace, "tests.simulate.policies.LeastUsed", workers=2)
-    assert [served.worker for served in outcome.requests] == [0, 1, 0]
 
 
 def test_workers_that_report_many_used_blocks_are_busy_until_they_report_fewer() -> None:
@@ -224,7 +200,269 @@ def test_error_names_an_unknown_policy(name: str, reason: str) -> None:
         policy(name)
 
 
-def test_a_long_queue_of_oversized_requests_fails_one_by_one() -> None:
-    giants = [MooncakeRow(0, 1_024, 1, [2 * at, 2 * at + 1]) for at in range(1, 800)]
-    one = metrics([MooncakeRow(0, 64, 1, [0]), *giants], "kv:queue.threshold=0", workers=1, kv_blocks=4)
-    assert (one["requests"], one["failed"]) == (1, len(giants))
+# Arrivals after the responses that a turn depends on
+
+
+S = 1_000_000
+
+
+def by_number(system: Settings, *turns: Turn) -> dict[int, RequestOutcome]:
+    return {one.number: one for one in served(system, *turns, router="round-robin")}
+
+
+def test_a_turn_arrives_its_think_time_after_its_dependency() -> None:
+    found = by_number(fleet(), turn(0), turn(1, after=(0,), delay_us=S), turn(2, after=(1,)), turn(3, at_us=9 * S))
+    assert found[1].arrived_us == found[0].last_us + S
+    assert found[2].arrived_us == found[1].last_us
+
+
+def test_a_turn_arrives_after_all_dependencies_and_not_before_its_own_time() -> None:
+    both, late = turn(2, after=(0, 1), delay_us=7), turn(3, after=(0,), at_us=5 * S)
+    found = by_number(fleet(), turn(0), turn(1, output=50), both, late)
+    assert found[1].last_us > found[0].last_us
+    assert found[2].arrived_us == found[1].last_us + 7
+    assert found[3].arrived_us == 5 * S
+
+
+def test_response_completes_when_the_client_has_received_it() -> None:
+    delays = Delays(tokens=Delay(fixed_us=3_000))
+    found = by_number(fleet(delays=delays), turn(0), turn(1, after=(0,), delay_us=S))
+    assert found[0].last_us == prefill_us(64) + 3_000
+    assert found[1].arrived_us == found[0].last_us + S
+
+
+def test_dependent_request_arrives_after_a_failed_dependency() -> None:
+    found = by_number(fleet(), turn(0, 16_385 * 64, at_us=S), turn(1, after=(0,), delay_us=4))
+    assert (bool(found[0].failure), found[1].failure, found[1].arrived_us) == (True, "", S + 4)
+
+
+def test_a_turn_read_after_its_dependency_completed_counts_from_the_completion() -> None:
+    found = by_number(fleet(), turn(0), turn(1, at_us=S), turn(2, after=(0,), delay_us=30 * S), turn(3, at_us=2 * S))
+    assert found[2].arrived_us == found[0].last_us + 30 * S
+
+
+def test_a_turn_read_too_late_arrives_at_once() -> None:
+    found = by_number(fleet(), turn(0), turn(1, at_us=9 * S), turn(2, after=(0,)), turn(3, at_us=9 * S))
+    assert [one.arrived_us for one in found.values()] == [0, 9 * S, 9 * S, 9 * S]
+
+
+def test_simultaneous_turns_arrive_in_file_order() -> None:
+    answer_us = prefill_us(64)
+    turns = turn(0), turn(1, after=(0,), delay_us=S - answer_us), turn(2, at_us=S), turn(3, after=(0,), at_us=S)
+    assert [(one.number, one.arrived_us) for one in served(fleet(), *turns)] == [(0, 0), (1, S), (2, S), (3, S)]
+
+
+def test_engine_steps_end_before_dependent_arrivals() -> None:
+    # Both start decoding together. The turn that depends on the short response goes to the engine of the long one.
+    found = by_number(fleet(), turn(0, output=60), turn(1, output=2), turn(2, after=(1,)))
+    assert found[2].worker == 0
+    decode, prefill = decode_us(2, 16_384), prefill_us(64)
+    assert found[2].arrived_us == found[1].last_us == prefill + decode
+    assert found[2].first_us == prefill + decode + prefill + decode
+
+
+def test_engine_steps_end_before_arrivals_with_one_completed_dependency() -> None:
+    late, soon = turn(3, after=(1,), delay_us=90 * S), turn(4, after=(2,))
+    found = by_number(fleet(3), turn(0, output=60), turn(1, output=2), turn(2, output=5), late, soon)
+    decode, prefill = decode_us(2, 16_384), prefill_us(64)
+    assert (found[4].worker, found[4].arrived_us) == (0, prefill + 4 * decode)
+    assert found[4].first_us == found[4].arrived_us + prefill + decode
+
+
+def test_error_names_turn_with_missing_dependency() -> None:
+    with pytest.raises(WorkloadUnusable, match="request 1 depends on request 7, which does not come before it"):
+        by_number(fleet(), turn(0), turn(1, after=(7,)))
+
+
+class Sessions:
+    """Sessions of three turns each. Counts the turns that were read and have not arrived yet."""
+
+    name, block_tokens = "sessions", 64
+
+    def __init__(self, sessions: int) -> None:
+        self._sessions = sessions
+        self.read = self.arrived = self.ahead = 0
+
+    def survey(self) -> Survey:
+        return Survey(requests=self._sessions * 3)
+
+    def turns(self) -> Iterator[Turn]:
+        for number in range(0, self._sessions * 3, 3):
+            yield self._one(turn(number, at_us=number * S))
+            yield self._one(turn(number + 1, after=(number,), delay_us=S // 2))
+            yield self._one(turn(number + 2, after=(number + 1,), delay_us=S // 2))
+
+    def on_arrived(self, arrived: int) -> None:
+        self.arrived = arrived
+
+    def _one(self, one: Turn) -> Turn:
+        self.read += 1
+        self.ahead = max(self.ahead, self.read - self.arrived)
+        return one
+
+
+def test_a_workload_is_read_incrementally() -> None:
+    sessions = Sessions(200)
+    outcome = Simulation(fleet(), policy("kv")).run(sessions, sessions.on_arrived)
+    assert len(outcome.requests) == 600
+    assert sessions.ahead <= 4
+
+
+# Delays of messages
+
+
+PROMPT = 640
+SAME = tuple(range(1, 11))
+
+
+def delayed(delays: Delays, *turns: Turn, router: str = "kv", workers: int = 2) -> SimulationOutcome:
+    return run(fleet(workers, delays=delays), *turns, router=router)
+
+
+def test_draws_are_the_same_on_every_machine() -> None:
+    draws = Draws(7, "x")
+    text = " ".join(str(draws.next(1_000_000)) for _ in range(1_000))
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "04f177767d9b4a86"
+
+
+@given(draw=st.integers(0, (1 << 64) - 1), mean=st.integers(0, 10**12))
+def test_a_draw_is_the_logarithm_of_its_bits(draw: int, mean: int) -> None:
+    rest, step = draw & ((1 << 54) - 1), draw >> 54
+    uniform = 2.0 ** (rest.bit_length() - 55) * (1 + (step + 0.5) / 1024)
+    assert exponential(draw, mean) == pytest.approx(-math.log(uniform) * mean, rel=1e-6, abs=1)
+
+
+def test_each_name_and_seed_has_its_own_draws() -> None:
+    draws = [Draws(seed, name) for seed, name in ((0, "a"), (0, "b"), (1, "a"))]
+    assert len({tuple(one.next(1_000_000) for _ in range(3)) for one in draws}) == 3
+
+
+@given(sent=st.lists(st.integers(0, 5_000), max_size=30), fixed=st.integers(0, 9_000), jitter=st.integers(0, 9_000))
+def test_records_of_a_hop_never_overtake_each_other(sent: list[int], fixed: int, jitter: int) -> None:
+    hop = Hop(Delay(fixed_us=fixed, jitter_us=jitter), 0, "a")
+    times = list(itertools.accumulate(sent))
+    arrived = [hop.arrives(now_us) for now_us in times]
+    assert arrived == sorted(arrived)
+    assert all(at_us >= now_us + fixed for at_us, now_us in zip(arrived, times, strict=True))
+
+
+def test_latency_includes_every_hop_of_a_request() -> None:
+    delays = Delays(submit=Delay(fixed_us=1_000), work=Delay(fixed_us=200), tokens=Delay(fixed_us=30))
+    [one] = delayed(delays, turn(0, PROMPT, 3, at_us=S)).requests
+    assert one.arrived_us == S
+    assert one.first_us == S + 1_230 + prefill_us(PROMPT)
+    assert one.last_us == one.first_us + 2 * decode_us(11, 16_384)
+
+
+def test_a_rejection_includes_every_hop() -> None:
+    delays = Delays(submit=Delay(fixed_us=1_000), work=Delay(fixed_us=200), tokens=Delay(fixed_us=30))
+    follower = turn(1, after=(0,), delay_us=5)
+    rejected, after = delayed(delays, turn(0, 16_385 * 64), follower).requests
+    assert "need 16386 KV blocks" in rejected.failure
+    assert after.arrived_us == 1_000 + 200 + 30 + 5
+
+
+def test_kv_events_reach_the_index_after_their_delay() -> None:
+    turns = [turn(number, PROMPT, at_us=number * S, block_ids=SAME) for number in range(3)]
+    at_once, later = (
+        [decision.terms.device_overlap for decision in delayed(delays, *turns, workers=1).routed.values()]
+        for delays in (Delays(), Delays(kv_events=Delay(fixed_us=1_500_000)))
+    )
+    assert (at_once, later) == ([0, 10, 10], [0, 0, 10])
+
+
+def test_routed_load_falls_when_progress_is_received() -> None:
+    # As long as the first prompt counts as pending, the second request goes to the other worker.
+    turns = [turn(0, PROMPT, 1, block_ids=SAME), turn(1, PROMPT, 1, at_us=S, block_ids=SAME)]
+    for delay_us, workers in ((0, 1), (2 * S, 2)):
+        found = delayed(Delays(progress=Delay(fixed_us=delay_us)), *turns).requests
+        assert len({one.worker for one in found}) == workers
+
+
+def test_load_reports_are_delayed() -> None:
+    def workers(delays: Delays) -> list[int | None]:
+        turns = [turn(0, 1_024, 200), turn(1, 64, at_us=S // 2), turn(2, 64, at_us=9 * S)]
+        return [one.worker for one in delayed(delays, *turns, router="tests.simulate.scene.LeastUsed").requests]
+
+    assert workers(Delays()) == [0, 1, 0]
+    assert workers(Delays(metrics=Delay(fixed_us=S))) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", sorted(DELAYS))
+def test_measured_delays_match_the_configured_ones(name: str) -> None:
+    turns = [turn(number, 408, at_us=number * S) for number in range(2_000)]
+    found = delayed(DELAYS[name], *turns, workers=4).requests
+    extra_ms = sorted((one.first_us - one.arrived_us - prefill_us(408)) / 1e3 for one in found)
+    # TTFT at one connection, as measured with zero-latency engines.
+    assert extra_ms[1_000] == pytest.approx({"none": 0.0, "embedded": 1.37, "kafka": 9.0}[name], abs=0.5)
+
+
+def test_a_run_lasts_until_the_last_response_is_received() -> None:
+    slow = Delays(tokens=Delay(jitter_us=S))
+    turns = [turn(number, at_us=number * 10_000) for number in range(20)]
+    outcome = delayed(slow, *turns, workers=20, router="round-robin")
+    last_us = [one.last_us for one in outcome.requests]
+    assert outcome.lasted_us == max(last_us) > last_us[-1]
+
+
+# Timelines
+
+
+def ranks(count: int) -> list[EngineRank]:
+    return [EngineRank(number, spec(f"w{number}"), 0, 0, EngineModel(engine_config())) for number in range(count)]
+
+
+@given(gaps=st.lists(st.sampled_from([0, 3_000, 9_999, 10_000, 77_000, 5 * S, 300 * S]), max_size=120))
+def test_bins_match_the_list_of_all_events(gaps: list[int]) -> None:
+    recorder, [rank] = Recorder(), ranks(1)
+    now_us = 0
+    events: list[int] = []
+    for number, gap_us in enumerate(gaps):
+        now_us += gap_us
+        if now_us >= recorder.end_us:
+            recorder.advance(now_us, len(events), 1, {0: rank})
+        recorder.arrived += 1
+        recorder.finished += number % 2
+        recorder.count_prompt(0, number + 10, number)
+        events.append(now_us)
+        rank.load = EngineLoad(len(events), 0, 0, 1)
+    found: UtilizationTimeline = recorder.end(len(events), 1, {0: rank})
+    width = found.bin_us
+    assert width % FIRST_BIN_US == 0
+    assert len(found.arrived) == now_us // width + 1 <= BINS_MAX
+    assert now_us >= BINS_MAX // 2 * width or width == FIRST_BIN_US
+    places = [at_us // width for at_us in events]
+    bins = range(len(found.arrived))
+    assert found.arrived == [places.count(at) for at in bins]
+    assert found.finished == [sum(number % 2 for number, place in enumerate(places) if place == at) for at in bins]
+    assert found.prompt_tokens == [sum(n + 10 for n, place in enumerate(places) if place == at) for at in bins]
+    assert found.cached_tokens == [sum(number for number, place in enumerate(places) if place == at) for at in bins]
+    assert found.computed == [[10 * count for count in found.arrived]]
+    so_far = [sum(place <= at for place in places) for at in bins]
+    assert (found.queued, found.running) == (so_far, [so_far])
+
+
+def test_a_worker_is_idle_before_it_joins() -> None:
+    recorder, both = Recorder(), ranks(2)
+    recorder.advance(3 * FIRST_BIN_US, 0, 1, {0: both[0]})
+    recorder.count_prompt(1, 5, 2)
+    found = recorder.end(0, 2, dict(enumerate(both)))
+    assert (found.computed, found.workers) == ([[0, 0, 0, 0], [0, 0, 0, 3]], [1, 1, 1, 2])
+
+
+def test_timeline_of_a_run_shows_running_and_waiting_requests() -> None:
+    turns = [turn(number, 6_400, 1_000, block_ids=tuple(range(100))) for number in range(4)]
+    system = fleet(1, sizes={"max_num_seqs": 2})
+    found = run(system, *turns).timeline
+    assert (sum(found.arrived), sum(found.finished)) == (4, 4)
+    assert sum(found.prompt_tokens) == 4 * 6_400
+    assert sum(found.prompt_tokens) - sum(found.cached_tokens) == sum(found.computed[0])
+    assert (max(found.running[0]), max(found.waiting[0])) == (2, 2)
+    assert max(found.blocks_used[0]) >= 116
+    assert (found.running[0][-1], found.queued[-1]) == (0, 0)
+
+
+def test_requests_held_by_the_router_are_shown() -> None:
+    turns = [turn(number, 6_400) for number in range(4)]
+    outcome = run(fleet(1), *turns, router="kv:queue.threshold=0")
+    assert max(outcome.timeline.queued) == 3

@@ -1,7 +1,9 @@
-"""Recordings and logs as workloads, with their requests and arrival times."""
+"""Recordings, logs and traces of agents as workloads, with their requests and arrival times."""
 
 import asyncio
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,8 @@ from forebay.replay.record.slice import Window
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import Turn, Workload, WorkloadOptions, WorkloadUnusable, sequence_hashes
 from tests.core.worlds import BLOCK, PROMPTS, request
+from tests.harness.agent_traces import main
+from tests.harness.agent_traces import turns as agent_turns
 from tests.replay.recorder import Recorder, fleet
 from tests.replay.slices import journal_of, opened, run, sliced
 
@@ -94,14 +98,6 @@ def test_a_repeated_id_is_a_new_request_once_the_first_has_ended(tmp_path: Path)
     assert [turn.output_tokens for turn in turns(made, tmp_path / "run.db")] == [4]
 
 
-def test_options_apply(tmp_path: Path) -> None:
-    made = fleet("a")
-    for number in range(10):
-        submit(made, f"r{number}", PROMPTS[0], 3)
-    options = WorkloadOptions(speed=2.0, duration_s=0.0045)
-    assert [turn.at_us for turn in turns(made, tmp_path / "run.db", options)] == [0, 1_000, 2_000]
-
-
 def test_requests_match_the_observed_history(tmp_path: Path) -> None:
     """Requests taken from a whole log and from a recording of its second half match the observed history."""
     path = tmp_path / "run.db"
@@ -131,3 +127,122 @@ def test_unusable_recordings_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "broken.db").write_bytes(b"SQLite format 3\0" + bytes(100))
     with pytest.raises(WorkloadUnusable, match="is not a forebay log"):
         open_workload(str(tmp_path / "broken.db"), WorkloadOptions())
+
+
+# Traces of agents: Weka's with sub-agents, LMCache's with text, and several files in parallel
+
+
+def agent_request(at_s: float, blocks: list[int], **more: Any) -> dict[str, Any]:
+    """Return a request whose response took 2 s. Half a block of its prompt has no id."""
+    return {"t": at_s, "type": "n", "model": "m", "in": 64 * len(blocks) + 32, "out": 10, "hash_ids": blocks} | {
+        "api_time": 2.0,
+        **more,
+    }
+
+
+def agent_run(*requests: dict[str, Any]) -> dict[str, Any]:
+    return {"id": "x", "models": ["m"], "block_size": 64, "hash_id_scope": "local", "requests": list(requests)}
+
+
+def sub_agent(end_s: float, duration_s: float, name: str, *requests: dict[str, Any]) -> dict[str, Any]:
+    return {"t": end_s, "type": "subagent", "agent_id": name, "duration_ms": duration_s * 1e3} | {
+        "requests": list(requests)
+    }
+
+
+def requests(*files: Path, spacing_s: float | None = None) -> list[Turn]:
+    return agent_turns(files, spacing_s)[1]
+
+
+def write(path: Path, document: Any, indent: int | None = None) -> Path:
+    path.write_text(json.dumps(document, indent=indent))
+    return path
+
+
+def test_a_parent_waits_for_its_parallel_sub_agent(tmp_path: Path) -> None:
+    document = agent_run(
+        agent_request(0, [1, 2]),
+        # Both start 3 s after the first request, which took 2 s. The second ends last, at 20 s.
+        sub_agent(9, 6, "one", agent_request(0, [50]), agent_request(4, [50, 51], model="small")),
+        sub_agent(20, 17, "two", agent_request(0.5, [50])),
+        agent_request(25, [1, 2, 3]),
+        agent_request(30, [1, 2, 3, 4]),
+    )
+    found = requests(write(tmp_path / "weka.json", document))
+    assert [turn.after for turn in found] == [(), (0,), (1,), (0,), (0, 2, 3), (4,)]
+    # Delays from the last response, by the recorded times 2, 3 + 2, 2, 3 + 0.5 + 2 and 27 s.
+    delays_s = [turn.delay_us / 1e6 for turn in found]
+    assert delays_s == [0, 1, 2, 1.5, 25 - 9, 3]
+    assert [turn.session_id for turn in found] == ["weka", "weka/one", "weka/one", "weka/two", "weka", "weka"]
+    assert [turn.model for turn in found] == ["m", "m", "small", "m", "m", "m"]
+    assert [turn.prompt_tokens for turn in found] == [160, 96, 160, 96, 224, 288]
+    shared = [turn.block_ids[:-1] for turn in found]
+    assert shared == [(1, 2), (50,), (50, 51), (50,), (1, 2, 3), (1, 2, 3, 4)]
+    tails = [turn.block_ids[-1] for turn in found]
+    assert len({*tails, 1, 2, 3, 4, 50, 51}) == 12, "what has no id is nobody else's"
+    assert all(turn.at_us == 0 for turn in found)
+
+
+def test_a_missing_duration_is_estimated_from_the_time_per_token(tmp_path: Path) -> None:
+    untimed = agent_request(10, [1], out=20)
+    del untimed["api_time"]
+    found = requests(write(tmp_path / "weka.json", agent_run(agent_request(0, [1]), untimed, agent_request(20, [1]))))
+    assert [turn.delay_us / 1e6 for turn in found] == [0, 8, 6]  # 0.2 s per token
+
+
+def test_ids_of_different_files_are_different(tmp_path: Path) -> None:
+    for name in ("a.json", "b.json", "c.json"):
+        write(tmp_path / name, agent_run(agent_request(0, [1, 2]), agent_request(5, [1, 2, 3])), indent=1)
+    files = sorted(tmp_path.iterdir())
+    found = requests(*files, spacing_s=2.5)
+    assert [turn.after for turn in found] == [(), (0,), (), (2,), (), (4,)]
+    assert [turn.at_us for turn in found] == [0, 0, 2_500_000, 0, 5_000_000, 0]
+    ids = [set(turn.block_ids) for turn in found]
+    assert len(ids[0] & ids[1]) == len(ids[2] & ids[3]) == len(ids[4] & ids[5]) == 2
+    assert not (ids[0] | ids[1]) & (ids[2] | ids[3])
+    assert {turn.at_us for turn in requests(*files)} == {0}
+
+
+def call(at_us: int, text: str, answer: str = "done", session: str = "s") -> dict[str, Any]:
+    return {"timestamp": at_us, "input": text, "output": answer, "session_id": session}
+
+
+def write_calls(path: Path, *calls: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(one) + "\n" for one in calls))
+    return path
+
+
+def test_calls_are_played_in_time_order_after_the_previous_response(tmp_path: Path) -> None:
+    first, second = "a" * 600, "a" * 600 + "b" * 300
+    write_calls(tmp_path / "x.jsonl", call(9_000_000, second, "12345", "x"), call(7_000_000, first, "", "x"))
+    write_calls(tmp_path / "y.jsonl", call(6_500_000, second + "c" * 200, session="y"))
+    files = sorted(tmp_path.iterdir())
+    found = requests(*files)
+    assert [turn.session_id for turn in found] == ["y", "x", "x"]
+    assert [turn.at_us for turn in found] == [0, 500_000, 2_500_000]
+    assert [turn.after for turn in found] == [(), (), (1,)]
+    assert [turn.prompt_tokens for turn in found] == [275, 150, 225]
+    assert [turn.output_tokens for turn in found] == [1, 1, 2]
+    ids = [turn.block_ids for turn in found]
+    assert [len(one) for one in ids] == [5, 3, 4]
+    assert ids[0][:3] == ids[2][:3], "whole blocks of 256 characters that are equal, in any session"
+    assert ids[1][:2] == ids[2][:2]
+    assert len({*ids[0], *ids[1], *ids[2]}) == 7
+    assert [turn.at_us for turn in requests(*files, spacing_s=3)] == [0, 3_000_000, 5_000_000]
+
+
+def test_a_file_can_hold_several_sessions(tmp_path: Path) -> None:
+    calls = [call(5, "b", session="two"), call(9, "b", session="one"), call(0, "a", session="one")]
+    found = requests(write_calls(tmp_path / "all.jsonl", *calls))
+    assert [(turn.at_us, turn.after, turn.session_id) for turn in found] == [
+        (0, (), "all/one"),
+        (9, (0,), "all/one"),
+        (5, (), "all/two"),
+    ]
+
+
+def test_the_output_is_a_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = write(tmp_path / "a.json", agent_run(agent_request(0, [1, 2]), agent_request(5, [1, 2, 3])))
+    monkeypatch.setattr("sys.argv", ["agent_traces", str(tmp_path / "out.jsonl"), str(trace)])
+    main()
+    assert list(open_workload(str(tmp_path / "out.jsonl"), WorkloadOptions(by_model=True)).turns()) == requests(trace)

@@ -167,9 +167,6 @@ def test_requests_that_end_without_a_response_count_as_arrivals_only() -> None:
     assert (seen.requests, seen.osl, seen.workers[0].prefill_tokens) == (2, None, 0)
 
 
-# Queue and rejections
-
-
 def test_queued_requests_are_counted_until_they_are_routed_or_end() -> None:
     group = Group().join("a")
     for name in ("r1", "r2", "r3"):
@@ -325,9 +322,6 @@ def test_other_pools_of_the_group_are_not_observed() -> None:
     assert (seen.pool, seen.queued, seen.ttft_ms, seen.itl_ms) == ("decoders", 0, None, 5)
 
 
-# The order of events across topics
-
-
 def test_events_of_different_topics_may_arrive_in_any_order() -> None:
     route = routed("r", "a", overlap=1)
     first, end = (
@@ -387,9 +381,6 @@ def test_a_clock_that_runs_backwards_stands_still() -> None:
     finish(group, "r", "a", 500 + 100)
     seen = group.pool()
     assert (seen.ttft_ms, seen.itl_ms) == (0, 10)
-
-
-# The start
 
 
 def test_nothing_before_the_first_interval_counts() -> None:
@@ -514,9 +505,6 @@ def test_any_history_gives_observations_that_can_be_encoded(history: list[tuple[
         assert all(value >= 0 for value in pool.values() if isinstance(value, int | float))
 
 
-# Workers
-
-
 def test_workers_are_counted_by_phase() -> None:
     group = Group()
     for name in ("a", "b", "c", "d"):
@@ -586,9 +574,6 @@ def test_load_of_a_huge_worker_can_be_encoded() -> None:
     assert decode(SCALING, encode(SCALING, event)) == event
 
 
-# Owners
-
-
 def test_decisions_of_a_replaced_owner_have_no_effect() -> None:
     group = Group().join("a")
     group.submit("r1")
@@ -613,9 +598,6 @@ def test_events_that_do_not_concern_the_observation_are_ignored() -> None:
     group(Advanced(digest="0" * 16, owner_epoch=0))
     group(RequestCancelled(request_id="r"))
     assert group.pool() == PoolObserved(group="m", pool="default", ready=0)
-
-
-# Bounds
 
 
 def test_a_request_that_never_ends_is_forgotten_after_its_deadline() -> None:

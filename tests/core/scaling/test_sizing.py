@@ -168,9 +168,6 @@ def test_points_of_the_profile_may_be_in_any_order() -> None:
     assert size(ordered, demand(77, isl=700)) == size(pool(), demand(77, isl=700))
 
 
-# Interpolation between the points of a profile
-
-
 @pytest.mark.parametrize(
     ("isl", "ttft_ms", "tokens_per_s", "covered"),
     [

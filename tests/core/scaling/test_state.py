@@ -494,9 +494,6 @@ def test_a_pool_without_demand_shrinks_to_its_lowest_size() -> None:
     assert planner.state.size(pool) == 1
 
 
-# The planner in virtual time
-
-
 PREFILL = (PrefillPoint(isl=100, ttft_ms=10, tokens_per_s=1_000),)
 
 
