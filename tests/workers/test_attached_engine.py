@@ -14,7 +14,7 @@ from forebay.ingress.model import DEFAULT_MODEL
 from forebay.workers.engine import EngineError, EngineRefused
 from forebay.workers.engines import model_engine
 from forebay.workers.engines.attached import engine as engine_module
-from forebay.workers.engines.attached.transfer import HALF_LEASE_S
+from forebay.workers.engines.attached.completions import HALF_LEASE_S
 from forebay.workers.engines.settings import EngineSettings
 from tests.harness.openai_server import OpenAiServer
 from tests.workers.attached import HANG, MODEL, OddServer, attached, attached_to, chunk, described
@@ -35,12 +35,7 @@ def server_of(**settings: Any) -> OpenAiServer:
 
 async def test_a_server_of_text_returns_the_same_text() -> None:
     prompt = MODEL.encode("what is on the log?")
-    async with (
-        server_of(flavor="plain") as plain,
-        server_of() as vllm,
-        attached(plain) as one,
-        attached(vllm) as other,
-    ):
+    async with server_of(flavor="plain") as plain, server_of() as vllm, attached(plain) as one, attached(vllm) as other:
         assert (one.spec.salts_cache, one.spec.kv_events) == (False, False)
         text, expected = await one.ask(prompt, 12), await other.ask(prompt, 12)
         assert MODEL.decode(text.tokens) == MODEL.decode(expected.tokens)
@@ -353,13 +348,7 @@ async def test_the_load_is_that_of_the_server_also_if_it_arrives_in_parts() -> N
             assert (load.waiting, load.kv_blocks_used) == (1, load.kv_blocks_total // 2)
 
 
-@pytest.mark.parametrize(
-    ("status", "body"),
-    [
-        (404, b""),
-        (200, b"vllm:num_requests_running{ 1\n"),
-    ],
-)
+@pytest.mark.parametrize(("status", "body"), [(404, b""), (200, b"vllm:num_requests_running{ 1\n")])
 async def test_unreadable_metrics_leave_the_load_of_the_own_requests(
     status: int, body: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from forebay.events.work import WorkItem
+from forebay.workers.engines.attached.completions import CONNECTOR, HELD_CHARS_MAX, TextEncoder, fetch_params, offer
 from forebay.workers.engines.attached.errors import message_of
 from forebay.workers.engines.attached.server import (
     MetricsUnreadable,
@@ -20,8 +21,6 @@ from forebay.workers.engines.attached.server import (
     read_load,
     vllm_cache_sizes,
 )
-from forebay.workers.engines.attached.text import HELD_CHARS_MAX, TextEncoder
-from forebay.workers.engines.attached.transfer import CONNECTOR, fetch_params, offer
 from forebay.workers.engines.kv_descriptor import Unfetchable
 from tests.workers.attached import MODEL, decode
 from tests.workers.conftest import work_item

@@ -65,9 +65,7 @@ async def test_disagg_output_equals_that_of_one_worker(scene: Scene, kind: str, 
 async def test_disagg_output_depends_on_every_transferred_byte(scene: Scene) -> None:
     expected = await aggregated(scene, "alone")
     answers = []
-    async with pair(
-        scene,
-    ) as both:
+    async with pair(scene) as both:
         for at, offset in enumerate((0, 7, BLOCK_BYTES - 1)):
             for number in range(3):
                 name = f"{at}.{number}"

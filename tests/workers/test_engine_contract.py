@@ -25,7 +25,7 @@ from forebay.engine_model.model import EngineConfig, Stored
 from forebay.events.control import Command
 from forebay.events.transfer import Prefilled
 from forebay.workers.engine import Engine, EngineError, EngineRefused
-from forebay.workers.engines.attached import transfer as attached
+from forebay.workers.engines.attached import completions as attached
 from forebay.workers.engines.attached.server import UpstreamServer
 from forebay.workers.engines.kv_descriptor import Unfetchable, decoded
 from forebay.workers.engines.mock.engine import MockEngine

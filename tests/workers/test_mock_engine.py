@@ -21,8 +21,7 @@ from forebay.events.topics import TOKENS
 from forebay.events.work import WorkItem
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.workers.engines.mock.engine import MockEngine
-from forebay.workers.engines.mock.outputs import DIMENSIONS
-from forebay.workers.engines.mock.scripts import CHARS_MAX, FORMATS, REASONING, OutputScripts, SchemaValues
+from forebay.workers.engines.mock.outputs import CHARS_MAX, DIMENSIONS, FORMATS, REASONING, OutputScripts, SchemaValues
 from forebay.workers.runtime.resume import continued
 from tests.engines.driven import Answer, Driven, driven
 from tests.workers.conftest import VOCABULARY, Scene, engine_config, until, work_item

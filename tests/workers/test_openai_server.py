@@ -13,7 +13,7 @@ from forebay.engine_model.model import EngineConfig
 from forebay.events.requests import Sampling
 from forebay.ingress.model import DEFAULT_MODEL, DEFAULT_NAME, Model, word_token_ids
 from forebay.workers.engines.mock.engine import MockEngine
-from forebay.workers.engines.mock.scripts import OutputScripts
+from forebay.workers.engines.mock.outputs import OutputScripts
 from forebay.workers.runtime.resume import continued
 from tests.harness.openai_server import OpenAiServer
 from tests.workers.conftest import work_item
@@ -26,10 +26,7 @@ MODEL = Model(DEFAULT_MODEL)
 
 @asynccontextmanager
 async def served(**settings: Any) -> AsyncIterator[tuple[OpenAiServer, httpx.AsyncClient]]:
-    async with (
-        OpenAiServer(block_size=BLOCK, **settings) as server,
-        httpx.AsyncClient(base_url=server.url) as client,
-    ):
+    async with OpenAiServer(block_size=BLOCK, **settings) as server, httpx.AsyncClient(base_url=server.url) as client:
         yield server, client
 
 
@@ -110,7 +107,7 @@ async def test_stream_has_the_fields_of_vllm() -> None:
         assert choices[0]["logprobs"]["tokens"] == [f"token_id:{ids[0]}"]
         assert len(choices[0]["logprobs"]["top_logprobs"][0]) == 2
         assert set(choices[0]) == {
-            *("index", "text", "logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids"),
+            *("index", "text", "logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids")
         }
         assert last["choices"] == []
         assert last["usage"] == {

@@ -175,11 +175,7 @@ def test_service_file_is_executed_once(tmp_path: Path) -> None:
         ("x = 1", "x", r"is not a service: decorate the class with @service\(\.\.\.\)"),
         ("def f(:", "F", r"SyntaxError: invalid syntax"),
         ("import nothing_like_this", "F", "ModuleNotFoundError: No module named"),
-        (
-            GOOD.replace('"filed"', '"No"').replace("import beside", ""),
-            "Good",
-            ", - and _. The first must be a letter",
-        ),
+        (GOOD.replace('"filed"', '"No"').replace("import beside", ""), "Good", ", - and _. The first must be a letter"),
     ],
 )
 def test_file_without_the_service_is_rejected(tmp_path: Path, text: str, target: str, why: str) -> None:
@@ -190,8 +186,7 @@ def test_file_without_the_service_is_rejected(tmp_path: Path, text: str, target:
 
 
 @pytest.mark.parametrize(
-    ("target", "why"),
-    [("engine.py", "invalid service"), ("nowhere.py:X", r"nowhere\.py: no such file")],
+    ("target", "why"), [("engine.py", "invalid service"), ("nowhere.py:X", r"nowhere\.py: no such file")]
 )
 def test_invalid_target_is_rejected(target: str, why: str) -> None:
     with pytest.raises(EngineError, match=why):

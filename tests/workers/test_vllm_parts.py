@@ -131,11 +131,7 @@ def test_engine_arguments_override_settings() -> None:
     assert plain["kv_events_config"]["replay_endpoint"] == "ipc:///private/replay"
     assert not {"max_num_seqs", "data_parallel_size", "enable_lora", "kv_transfer_config"} & plain.keys()
     own = replace(
-        SETTINGS,
-        role="prefill",
-        dp_size=2,
-        loras={"a": Path("/a")},
-        arguments={"block_size": 64, "dtype": "float32"},
+        SETTINGS, role="prefill", dp_size=2, loras={"a": Path("/a")}, arguments={"block_size": 64, "dtype": "float32"}
     )
     generated = engine_arguments(own, kv_events=True, sockets=Path("/private"))
     assert (generated["block_size"], generated["dtype"]) == (64, "float32")
@@ -332,11 +328,7 @@ def test_step_statistics() -> None:
     )
     stats.record(None, None, engine_idx=1)
     step = SimpleNamespace(
-        num_running_reqs=3,
-        num_waiting_reqs=2,
-        num_skipped_waiting_reqs=1,
-        kv_cache_usage=0.25,
-        kv_connector_stats=None,
+        num_running_reqs=3, num_waiting_reqs=2, num_skipped_waiting_reqs=1, kv_cache_usage=0.25, kv_connector_stats=None
     )
     stats.record(step, None)
     assert reported == [(1, 3, 3, 0.25)]

@@ -31,13 +31,7 @@ from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.runtime import request_table
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
 from forebay.workers.runtime.metrics import WorkerMetrics
-from forebay.workers.runtime.request_table import (
-    AttemptKey,
-    RequestTable,
-    WorkRequest,
-    WorkState,
-    WorkTransition,
-)
+from forebay.workers.runtime.request_table import AttemptKey, RequestTable, WorkRequest, WorkState, WorkTransition
 from forebay.workers.runtime.worker import READ_MAX, Worker, WorkerReplaced
 from tests.workers.conftest import GROUP, PARTITION, WORK, WORK_SLOT, Scene, engine_config, until, work_item
 

@@ -23,12 +23,8 @@ if TYPE_CHECKING:
 class Failed(msgspec.Struct, frozen=True):
     """Event: a request has failed or was rejected by the engine, so its response is missing or incomplete.
 
-    Attributes:
-        request_id: id of the request.
-        attempt: number of the attempt.
-        error: the error for the client.
-        is_rejection: whether another worker may take the request, because the attempt has no output and the request is
-            not at fault.
+    If `is_rejection`, another worker may take the request, because the attempt has no output and the request is not at
+    fault.
     """
 
     request_id: str
@@ -68,13 +64,7 @@ CacheChange = Stored | Removed | Cleared
 
 
 class Vector(msgspec.Struct, frozen=True):
-    """Event: the embedding of a prompt is computed. The same batch contains `Finished` for the request.
-
-    Attributes:
-        request_id: id of the request.
-        attempt: number of the attempt.
-        packed: the vector, packed as little-endian float32.
-    """
+    """Event: the embedding of a prompt is computed, packed as little-endian float32, and finished."""
 
     request_id: str
     attempt: int
@@ -100,13 +90,7 @@ class PromptPrefilled(msgspec.Struct, frozen=True):
 
 
 class NotFetched(msgspec.Struct, frozen=True):
-    """Event: the KV of a request could not be fetched, so the request does not run on this worker.
-
-    Attributes:
-        request_id: id of the request.
-        attempt: number of the attempt.
-        error: why the fetch failed, for the log.
-    """
+    """Event: the KV of a request could not be fetched, so the request does not run on this worker."""
 
     request_id: str
     attempt: int
@@ -116,21 +100,13 @@ class NotFetched(msgspec.Struct, frozen=True):
 class EngineBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Events of one rank since its previous batch.
 
-    Changes of the cache are in order. A request has at most one element in `emitted`, with all its new output tokens.
+    Changes of the cache and of the store are in order. A request has at most one element in `emitted`, with all its new
+    output tokens.
 
     Attributes:
-        rank: the rank.
         load: load of the rank after these events.
         cache_changes: blocks that tiers of the rank have stored and removed.
-        emitted: new output tokens.
-        vectors: embeddings.
-        first_tokens: requests that have generated their first token.
-        finished: requests that have generated their last token.
-        failed: requests that have failed.
-        encoded: requests whose images and videos are encoded.
-        prefilled: prompts that were computed for another worker.
-        not_fetched: requests whose KV could not be fetched.
-        store_changes: blocks that the rank has added to the shared store of the worker or removed from it, in order.
+        store_changes: blocks that the rank has added to the shared store of the worker or removed from it.
         tier_costs: durations that the rank has measured so far; None if it has no tiers.
     """
 
@@ -158,11 +134,7 @@ class Engine(Protocol):
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
         """Load the model and run a first prompt. Return when the engine can serve requests.
 
-        Returns:
-            `spec` with the actual sizes, tasks and adapters of the engine.
-
-        Raises:
-            EngineError: the engine cannot start.
+        The result is `spec` with the actual sizes, tasks and adapters. Raises EngineError if the engine cannot start.
         """
 
     async def run(self, publish: Publish) -> None:
@@ -194,18 +166,12 @@ class Engine(Protocol):
     async def command(self, command: Command) -> tuple[str, ...]:
         """Execute a command of an operator, and return the names of the adapters that are loaded after it.
 
-        If the command changes the cache, the changes are reported in batches, as always.
-
-        Raises:
-            EngineRefused: the engine does not support the command, or cannot execute it now.
+        If the command changes the cache, the changes are reported in batches, as always. Raises EngineRefused if the
+        engine does not support the command, or cannot execute it now.
         """
 
     async def check(self) -> None:
-        """Check that the engine is alive. The worker calls this every two seconds, so it should return promptly.
-
-        Raises:
-            EngineError: the engine is broken.
-        """
+        """Raise EngineError if the engine is broken. The worker calls this every two seconds, so return promptly."""
 
     def collectors(self) -> "Sequence[Collector]":
         """Return Prometheus collectors of the engine's own metrics. Called for every scrape of the worker."""
@@ -231,9 +197,6 @@ class KvEngine(Protocol):
         """Notify the prefill worker, if possible, that this worker will not fetch its KV.
 
         Without the notification, the prefill worker frees the KV when the lease ends.
-
-        Args:
-            prefilled: descriptor of the KV.
         """
 
     def kept(self) -> int:

@@ -72,17 +72,7 @@ class Resources:
 class Service:
     """Definition of a service, which `@service` creates.
 
-    Attributes:
-        cls: the decorated class.
-        namespace: first part of the service's name.
-        component: second part of the service's name.
-        pool: pool that the workers of the service join.
-        workers: number of processes that one `forebay serve` starts.
-        resources: resources of each process.
-        max_num_seqs: maximum number of concurrent requests per process; further requests wait.
-        kv_events: whether the class reports its KV cache.
-        pipeline: operators around `generate`, innermost first.
-        endpoints: name of the method for each endpoint, by the name of the endpoint.
+    `endpoints` are the names of its methods, by the name of the endpoint. See `service` for the other attributes.
     """
 
     cls: type

@@ -19,8 +19,7 @@ from forebay.events.base import U32_BYTES, U64_MASK, pack_u32
 from forebay.events.requests import Sampling, StructuredOutput
 from forebay.events.work import WorkItem
 from forebay.ingress.model import Model, word_token_ids
-from forebay.workers.engines.mock.outputs import sampler_seed
-from forebay.workers.engines.mock.scripts import REPLY, THINK, OutputScripts, Script
+from forebay.workers.engines.mock.outputs import REPLY, THINK, OutputScripts, Script, sampler_seed
 
 BATCH = 64
 WORDS_MAX = 4_096  # as for a mock engine

@@ -184,8 +184,7 @@ def test_before_pairs_media_were_bare_digests() -> None:
 
 def test_blocks_without_tokens_are_skipped_and_counted() -> None:
     batch = vllm(
-        vllm_stored([1], [], block_size=0, medium="CPU", extra_keys=None),
-        vllm_stored([1], range(32), lora_id=3),
+        vllm_stored([1], [], block_size=0, medium="CPU", extra_keys=None), vllm_stored([1], range(32), lora_id=3)
     )
     assert batch.events == () and batch.skipped == {"no_tokens": 1, "unnamed_lora": 1}
 

@@ -35,10 +35,7 @@ class Publisher:
         self.answers = True
         self.requested: list[int] = []
         self._open()
-        self.ports = (
-            self.pub.bind_to_random_port(HOST, *PORTS),
-            self.router.bind_to_random_port(HOST, *PORTS),
-        )
+        self.ports = (self.pub.bind_to_random_port(HOST, *PORTS), self.router.bind_to_random_port(HOST, *PORTS))
 
     def _open(self) -> None:
         self.next_seq = 0

@@ -92,11 +92,7 @@ class Peer:
         match line.split():
             case ["open", name, text]:
                 options = unpacked(text, dict[str, Any])
-                self.transport = await open_transport(
-                    name=name,
-                    on_free=self.on_free,
-                    **options,
-                )
+                self.transport = await open_transport(name=name, on_free=self.on_free, **options)
                 fill(self.transport, 1)
             case ["offer", request_id, blocks, checksum]:
                 return packed(prefilled(self.transport, request_id, _numbers(blocks), checksum=checksum == "sums"))

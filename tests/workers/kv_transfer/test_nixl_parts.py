@@ -15,7 +15,7 @@ from xxhash import xxh3_64_digest, xxh3_64_intdigest
 from forebay.events.base import hex_digest, pack_u32, pack_u64
 from forebay.events.transfer import Prefilled
 from forebay.workers.engine import EngineError
-from forebay.workers.kv_transfer import nixl_thread, offers
+from forebay.workers.kv_transfer import memory, nixl_thread
 from forebay.workers.kv_transfer import transport as kv_transport
 from forebay.workers.kv_transfer.api import FreeReason, Stats
 from forebay.workers.kv_transfer.descriptor import BlockLocation, decode_location, encode_location, slots_of
@@ -159,9 +159,9 @@ class Clock:
 def test_nixl_each_lease_ends_at_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     freed: list[tuple[str, FreeReason]] = []
-    monkeypatch.setattr(offers, "asyncio", SimpleNamespace(get_running_loop=lambda: clock))
+    monkeypatch.setattr(memory, "asyncio", SimpleNamespace(get_running_loop=lambda: clock))
     arena = Arena(4, 64)
-    held = offers.KvOffers(arena, Stats(), lambda name, why: freed.append((name, why)))
+    held = memory.KvOffers(arena, Stats(), lambda name, why: freed.append((name, why)))
     for number, name in enumerate("abc"):
         clock.until(number * 0.4)
         held.add(name, [number], lease_s=1.0, agent="p@1", route=b"x", checksum=False)
@@ -259,11 +259,7 @@ def test_nixl_impossible_descriptors_are_refused_locally(bad: Prefilled, text: s
 
 
 async def test_nixl_forged_location_is_an_error_and_the_next_fetch_succeeds() -> None:
-    async with (
-        transport("p@1") as (holder, freed),
-        transport("d@1") as (reader, _),
-        transport("f@1") as (stranger, _),
-    ):
+    async with transport("p@1") as (holder, freed), transport("d@1") as (reader, _), transport("f@1") as (stranger, _):
         good, strange = prefilled(holder, "a", [1, 2]), prefilled(stranger, "a", [1])
         place, their_place = (decode_location(one, BLOCK_BYTES) for one in (good, strange))
         for reason, changes in (

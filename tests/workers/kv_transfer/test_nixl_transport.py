@@ -132,10 +132,7 @@ async def test_nixl_fetches_are_bounded_and_in_order(monkeypatch: pytest.MonkeyP
 @pytest.mark.usefixtures("by_socket")
 async def test_nixl_slots_of_a_cancelled_fetch_are_not_written_to() -> None:
     size = 1 << 20
-    async with (
-        other("p@7", block_bytes=size) as holder,
-        transport("d@7", block_bytes=size) as (reader, _),
-    ):
+    async with other("p@7", block_bytes=size) as holder, transport("d@7", block_bytes=size) as (reader, _):
         await reader.fetch(await holder.offer("connects", [0]), 0, [0])
         offer = await holder.offer("a", range(64))
         holder.signal(signal.SIGSTOP)  # the fetch cannot end before it is cancelled
@@ -309,10 +306,7 @@ async def test_nixl_timeout_in_the_queue_does_not_silence_the_holder(monkeypatch
 
 @pytest.mark.usefixtures("by_socket")
 async def test_nixl_a_transport_closes_while_a_holder_hangs() -> None:
-    async with (
-        transport("d@6", block_bytes=LARGE) as (reader, _),
-        other("p@6", block_bytes=LARGE) as hung,
-    ):
+    async with transport("d@6", block_bytes=LARGE) as (reader, _), other("p@6", block_bytes=LARGE) as hung:
         await reader.fetch(await hung.offer("a", [1]), 0, [0])
         offer = await hung.offer("b", range(32))
         hung.signal(signal.SIGSTOP)

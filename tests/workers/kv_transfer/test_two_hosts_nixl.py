@@ -84,10 +84,7 @@ async def cut_in_the_middle(holder: Other, reader: Other, one: Host) -> str:
 
 async def test_nixl_hosts_blocks_are_transferred_between_hosts(hosts: tuple[Host, Host]) -> None:
     one, two = hosts
-    async with (
-        other("p@1", on=one, **SIZES) as holder,
-        other("d@1", on=two, **SIZES) as reader,
-    ):
+    async with other("p@1", on=one, **SIZES) as holder, other("d@1", on=two, **SIZES) as reader:
         blocks, into = range(0, BLOCKS, 2), range(BLOCKS // 2, BLOCKS)
         offer, began = await holder.offer("a", blocks, checksum=True), one.sent_bytes()
         assert await reader.fetch(offer, into) == "done"
@@ -101,10 +98,7 @@ async def test_nixl_hosts_blocks_are_transferred_between_hosts(hosts: tuple[Host
 @pytest.mark.slow
 async def test_nixl_hosts_temporary_network_failure(hosts: tuple[Host, Host]) -> None:
     one, two = hosts
-    async with (
-        other("p@1", on=one, **SIZES) as holder,
-        other("d@1", on=two, fetch_s=FETCH_S, **SIZES) as reader,
-    ):
+    async with other("p@1", on=one, **SIZES) as holder, other("d@1", on=two, fetch_s=FETCH_S, **SIZES) as reader:
         assert await cut_in_the_middle(holder, reader, one) == "deadline"
         assert await kept_apart(reader) == BLOCKS, "they may be written to yet"
         assert await reader.ask(f"write {words(ALL)} 85") == "done"

@@ -32,7 +32,7 @@ from forebay.workers.engines.encode import EncodeEngine, Encoder
 from forebay.workers.engines.engine_process import engine_process
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.kv import KvSettings
-from forebay.workers.engines.mock.scripts import OutputScripts
+from forebay.workers.engines.mock.outputs import OutputScripts
 from forebay.workers.engines.service.engine import ServiceEngine
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.standin_encoder import StandInEncoder

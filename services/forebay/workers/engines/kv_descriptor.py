@@ -71,11 +71,7 @@ def fetchable(prefilled: Prefilled | None, connector: str, model: str, prompt_to
 
 
 def decoded(
-    prefilled: Prefilled | None,
-    connector: str,
-    model: str,
-    prompt_tokens: int,
-    decode: Callable[[bytes], Decoded],
+    prefilled: Prefilled | None, connector: str, model: str, prompt_tokens: int, decode: Callable[[bytes], Decoded]
 ) -> Decoded:
     """Return the content of the KV descriptor of a request, if this worker can fetch the KV.
 

@@ -225,10 +225,7 @@ class ModelEngine(ABC):
 
     async def _described(self, spec: WorkerSpec) -> WorkerSpec:
         return msgspec.structs.replace(
-            await self._sized(spec),
-            tasks=self._tasks,
-            loras=tuple(self._loras.loaded),
-            kv_events=bool(self._caches),
+            await self._sized(spec), tasks=self._tasks, loras=tuple(self._loras.loaded), kv_events=bool(self._caches)
         )
 
     async def stop(self) -> None:

@@ -85,13 +85,7 @@ class OffloadManager:
         self._manager: TierManager[BlockName] = TierManager(tiers)
         host = HostMemory(tiers.host.blocks, identity.block_bytes) if tiers.host else None
         self._transfers = TierTransfers(
-            self._manager,
-            identity,
-            host,
-            self._lanes,
-            self.costs,
-            read_s=settings.read_s,
-            write_s=settings.write_s,
+            self._manager, identity, host, self._lanes, self.costs, read_s=settings.read_s, write_s=settings.write_s
         )
         self._tick_s = self._unpin_s = runtime.monotonic_s()
 
@@ -304,11 +298,7 @@ class OffloadManager:
             begin += blocks
 
     def _begin_offer(
-        self,
-        writes: list[Write[BlockName]],
-        names: Sequence[BlockName],
-        block: Blocks,
-        done: Callable[[], None],
+        self, writes: list[Write[BlockName]], names: Sequence[BlockName], block: Blocks, done: Callable[[], None]
     ) -> None:
         if any(write.source == "device" for write in writes):
             self._transfers.write(writes, OfferedBlocks(block, {name: at for at, name in enumerate(names)}, done))

@@ -437,13 +437,7 @@ class TierTransfers:
         return results
 
     def _write_chunk(
-        self,
-        job: _Job,
-        store: BlockStore,
-        at: int,
-        names: Sequence[BlockName],
-        buffer: list[memoryview],
-        left_s: float,
+        self, job: _Job, store: BlockStore, at: int, names: Sequence[BlockName], buffer: list[memoryview], left_s: float
     ) -> list[str]:
         bad = [""] * len(names)
         if job.offer is not None:

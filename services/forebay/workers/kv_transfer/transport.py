@@ -21,10 +21,9 @@ from forebay.events.transfer import Prefilled
 from forebay.workers.engine import EngineError
 from forebay.workers.kv_transfer.api import FetchedKv, FreeReason, Offer, OnFree, Stats
 from forebay.workers.kv_transfer.descriptor import BlockLocation, decode_location, slots_of
-from forebay.workers.kv_transfer.memory import Arena
+from forebay.workers.kv_transfer.memory import Arena, KvOffers
 from forebay.workers.kv_transfer.nixl_agent import TransferError, load_nixl
 from forebay.workers.kv_transfer.nixl_thread import DROPPED, FETCHED, NixlThread, Read
-from forebay.workers.kv_transfer.offers import KvOffers
 
 if TYPE_CHECKING:
     from forebay.workers.kv_transfer.api import Numbers
@@ -128,14 +127,7 @@ class KvTransport:
     """
 
     def __init__(
-        self,
-        name: str,
-        arena: Arena,
-        *,
-        on_free: OnFree,
-        lease_s: float,
-        fetch_s: float,
-        interface: str,
+        self, name: str, arena: Arena, *, on_free: OnFree, lease_s: float, fetch_s: float, interface: str
     ) -> None:
         self.name = name
         self.lease_s = lease_s
@@ -298,8 +290,7 @@ class KvTransport:
             self.stats.retries += retry < RETRIES_MAX
             theirs, into, sums = theirs[wrong], into[wrong], [sums[number] for number in wrong]
         raise TransferError(
-            f"{len(into)} blocks of {place.agent} still have wrong checksums after {RETRIES_MAX} retries",
-            "corrupt",
+            f"{len(into)} blocks of {place.agent} still have wrong checksums after {RETRIES_MAX} retries", "corrupt"
         )
 
     async def _read_once(self, place: BlockLocation, theirs: "Slots", into: "Numbers", *, notify: bool) -> None:
@@ -381,12 +372,7 @@ async def open_transport(
     """
     await asyncio.to_thread(load_nixl, "KV transfers")
     transport = KvTransport(
-        name,
-        Arena(blocks, block_bytes),
-        on_free=on_free,
-        lease_s=lease_s,
-        fetch_s=fetch_s,
-        interface=interface,
+        name, Arena(blocks, block_bytes), on_free=on_free, lease_s=lease_s, fetch_s=fetch_s, interface=interface
     )
     await transport.start()
     return transport

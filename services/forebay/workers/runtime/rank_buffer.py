@@ -123,11 +123,7 @@ class RankBuffer:
         self._events["failed"].append(Failed(item.request_id, item.attempt, error, is_rejection))
 
     def prefilled(
-        self,
-        item: WorkItem,
-        prefilled: Prefilled,
-        cached_tokens: int,
-        onboarded: tuple[OnboardedTokens, ...] = (),
+        self, item: WorkItem, prefilled: Prefilled, cached_tokens: int, onboarded: tuple[OnboardedTokens, ...] = ()
     ) -> None:
         kept = PromptPrefilled(item.request_id, item.attempt, prefilled, cached_tokens, onboarded)
         self._events["prefilled"].append(kept)

@@ -151,8 +151,6 @@ def continued(item: WorkItem, output: list[int], block_size: int) -> WorkItem:
         sequence_hashes=sequence_hashes(token_ids, block_size, salt, media),
         output_tokens=item.output_tokens + len(output),
         sampling=msgspec.structs.replace(
-            sampling,
-            max_tokens=sampling.max_tokens - len(output),
-            min_tokens=max(0, sampling.min_tokens - len(output)),
+            sampling, max_tokens=sampling.max_tokens - len(output), min_tokens=max(0, sampling.min_tokens - len(output))
         ),
     )

@@ -7,19 +7,24 @@ Servers deviate most at the end of a response. A response is complete with a fin
 finish reasons count as `stop`. More output than requested is dropped.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
+from forebay.events.base import U32_BYTES
 from forebay.events.codec import MALFORMED
 from forebay.events.requests import Sampling, StructuredOutput
 from forebay.events.tokens import ResponseError, TokenLogprob
+from forebay.events.transfer import KvLayout, Prefilled
+from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, one_line
 from forebay.workers.engines.attached.errors import Rejected, StreamCut, error_in
 from forebay.workers.engines.attached.server import ServerEvent, ServerKind, UpstreamServer
+from forebay.workers.engines.kv_descriptor import Unfetchable, decoded, offered
 from forebay.workers.engines.sglang.requests import structured_argument
 from forebay.workers.engines.vllm.requests import LOGPROB_MIN, structured_arguments, token_logprob
+from forebay.workers.engines.vllm.transfer import PREFILL, UNREAD_S, VLLM_LEASE_S, WANTED
 
 PATH = "/v1/completions"
 TOKEN_ID = "token_id:"  # noqa: S105 - prefix of a token in vLLM's log probabilities
@@ -247,11 +252,7 @@ class Completions:
         if top is not None and token_ids is not None and len(logprobs) != len(token_ids):
             raise StreamCut(f"the server sent {len(logprobs)} log probabilities for {len(token_ids)} tokens")
         return Delta(
-            token_ids=token_ids,
-            text=choice.text or "",
-            logprobs=logprobs,
-            finish_reason=reason,
-            cached_tokens=cached,
+            token_ids=token_ids, text=choice.text or "", logprobs=logprobs, finish_reason=reason, cached_tokens=cached
         )
 
     async def prefill(self, call: Call) -> Prefill:
@@ -374,3 +375,109 @@ def _token_id(name: str) -> int:
     if not (number.isdecimal() and len(number) <= len(str(TOKEN_ID_MAX))):
         raise StreamCut("the log probabilities have no token ids")
     return int(number)
+
+
+CONTEXT_TOKENS = 8  # decoded in front of a piece, because the text of a token may depend on those before it
+HELD_CHARS_MAX = 256  # longer text is encoded as well as possible, so that a stream never stops
+ANCHOR = "\n"  # tokenizers add a space in front of a text, but not behind a new line, whose token has no other text
+
+Encode = Callable[[str], list[int]]
+"""Return the tokens of a text, without the special tokens around a prompt."""
+Decode = Callable[[Sequence[int]], str]
+"""Return the text of tokens."""
+
+
+class TextEncoder:
+    """Encodes the output text of one response of a server that returns no token ids.
+
+    The log, the ingress and the parsers work on tokens. The tokens may differ from those that the server generated, but
+    their text is the same: each piece is encoded behind the last tokens before it, and is held back until its tokens
+    decode to exactly this piece.
+
+    `inexact` counts pieces whose tokens do not decode to exactly their text.
+    """
+
+    def __init__(self, encode: Encode, decode: Decode) -> None:
+        self._encode = encode
+        self._decode = decode
+        self._anchor = encode(ANCHOR)
+        self._last = self._anchor
+        self._held = ""
+        self.inexact = 0
+
+    def push(self, text: str, *, is_last: bool = False) -> list[int]:
+        """Return the tokens of the next piece of text; empty if they are held back until more text is known.
+
+        Nothing is held back if the piece is the last.
+        """
+        self._held += text
+        if not self._held:
+            return []
+        before = self._decode(self._last)
+        for token_ids in (
+            self._behind(self._last, before),
+            self._encode(self._held),
+            self._behind(self._anchor, ANCHOR),
+        ):
+            if token_ids and self._decode(self._last + token_ids) == before + self._held:
+                return self._take(token_ids)
+        if not is_last and len(self._held) <= HELD_CHARS_MAX:
+            return []
+        self.inexact += 1
+        return self._take(self._encode(self._held))
+
+    def _behind(self, token_ids: list[int], text: str) -> list[int]:
+        """Return the tokens of the held text behind a text and its tokens; empty if tokens span both texts."""
+        together, begins = self._encode(text + self._held), len(token_ids)
+        return together[begins:] if together[:begins] == token_ids else []
+
+    def _take(self, token_ids: list[int]) -> list[int]:
+        self._held = ""
+        self._last = (self._last + token_ids)[-CONTEXT_TOKENS:]
+        return token_ids
+
+
+CONNECTOR = "vllm-http"
+LAYOUT = KvLayout(connector=CONNECTOR, dtype="unknown", block_bytes=1)
+"""Layout of all attached servers. Servers do not publish theirs; vLLM's connector itself compares them."""
+# A vLLM server keeps the blocks of a prompt until another server has read them, or until vLLM's own timeout, which
+# forebay cannot change over HTTP. After it other requests may have overwritten the blocks, and vLLM would read them
+# without an error. So the owner gets one half of the timeout to send the prompt to a decode worker, and the decode
+# server gets the other half until its first token.
+HALF_LEASE_S = (VLLM_LEASE_S - UNREAD_S) / 2
+NOTHING_REMOTE = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+PREFILL_PARAMS: Mapping[str, Any] = {**PREFILL, **NOTHING_REMOTE}
+
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+
+
+class _TransferParams(msgspec.Struct):
+    """The fields that forebay checks. All fields are passed on unchanged."""
+
+    remote_engine_id: Text
+    remote_host: Text
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
+    remote_block_ids: Annotated[list[Any], msgspec.Meta(min_length=1)]
+    remote_num_tokens: int | None = None
+
+
+def offer(item: WorkItem, worker_id: str, model: str, params: Mapping[str, Any]) -> Prefilled:
+    """Return the descriptor of KV that a server keeps. Raises Unfetchable if the parameters are unknown."""
+    try:
+        msgspec.convert(params, _TransferParams)
+    except msgspec.ValidationError as error:
+        raise Unfetchable(f"unknown kv_transfer_params of the server: {error}") from error
+    tokens = len(item.token_ids) // U32_BYTES
+    return offered(item, worker_id, model, CONNECTOR, msgspec.json.encode(params), tokens=tokens, lease_s=HALF_LEASE_S)
+
+
+def fetch_params(prefilled: Prefilled | None, model: str, prompt_tokens: int) -> dict[str, Any]:
+    """Return the `kv_transfer_params` with which a server fetches the KV of a prompt.
+
+    Raises Unfetchable if the descriptor is missing, invalid, or for another connector, model or prompt.
+    """
+    found = decoded(prefilled, CONNECTOR, model, prompt_tokens, msgspec.json.Decoder(_TransferParams).decode)
+    params = decoded(prefilled, CONNECTOR, model, prompt_tokens, msgspec.json.Decoder(dict[str, Any]).decode)
+    if found.remote_num_tokens not in (None, prompt_tokens):
+        raise Unfetchable(f"its KV covers {found.remote_num_tokens} tokens, the prompt has {prompt_tokens}")
+    return params | WANTED

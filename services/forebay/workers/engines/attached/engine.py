@@ -32,11 +32,18 @@ from forebay.events.requests import Sampling
 from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, EngineRefused, one_line
-from forebay.workers.engines.attached.completions import Call, Completions
+from forebay.workers.engines.attached.completions import (
+    HALF_LEASE_S,
+    LAYOUT,
+    PREFILL_PARAMS,
+    Call,
+    Completions,
+    TextEncoder,
+    fetch_params,
+    offer,
+)
 from forebay.workers.engines.attached.errors import OVERLOADED_CODE, Rejected, StreamCut, message_of
 from forebay.workers.engines.attached.server import MetricsUnreadable, ServerInfo, ServerLoad, UpstreamServer, read_load
-from forebay.workers.engines.attached.text import TextEncoder
-from forebay.workers.engines.attached.transfer import HALF_LEASE_S, LAYOUT, PREFILL_PARAMS, fetch_params, offer
 from forebay.workers.engines.kv_descriptor import Unfetchable
 from forebay.workers.engines.loras import LoraAdapter, Loras
 from forebay.workers.engines.model_engine import CANARY_TOKENS, GeneratedResponse, ModelEngine

@@ -197,10 +197,7 @@ class SglangCore:
             try:
                 kill_process_tree(process.pid, wait_timeout=KILLED_S)
             except RuntimeError:
-                logger.exception(
-                    "cannot kill process %s of SGLang; kill it by hand to free the GPU",
-                    process.pid,
-                )
+                logger.exception("cannot kill process %s of SGLang; kill it by hand to free the GPU", process.pid)
             process.join(KILLED_S)
 
 

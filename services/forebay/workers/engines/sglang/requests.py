@@ -15,15 +15,7 @@ from forebay.workers.engines.vllm.requests import token_logprob
 
 ANY_OBJECT = '{"type": "object"}'
 
-_AS_IS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "ignore_eos",
-)
+_AS_IS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos")
 
 
 def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
