@@ -7,7 +7,6 @@ NAMES = (
     "index",
     "decision",
     "snapshot",
-    "log-sync",
     "hop",
     "http",
     "owner",
@@ -23,7 +22,6 @@ NAMES = (
     "vllm-tiers",
     "overload",
     "planner",
-    "console",
 )
 BENCHMARKS = {name: f"tests.benchmarks.bench_{name.replace('-', '_')}" for name in NAMES}
 
