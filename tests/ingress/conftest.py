@@ -222,12 +222,13 @@ class Scene:
             yield client, server
 
     @asynccontextmanager
-    async def openai_client(self) -> AsyncIterator[openai.AsyncOpenAI]:
+    async def openai_client(self, key: str = "x") -> AsyncIterator[openai.AsyncOpenAI]:
         """Serve over TCP; yield a client of OpenAI's library."""
-        async with self.served() as (port, _):
-            base_url = f"http://127.0.0.1:{port}/v1"
-            async with openai.AsyncOpenAI(base_url=base_url, api_key="x", max_retries=0) as client:
-                yield client
+        async with (
+            self.served() as (port, _),
+            openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0) as client,
+        ):
+            yield client
 
     def refusals(self) -> Counter[str]:
         """Return the number of requests that got an error, by error code."""

@@ -20,19 +20,7 @@ from forebay.ingress.http.server import build_server, listen
 from forebay.ingress.metrics import IngressMetrics
 from forebay.transport.base import Draft, LogFull
 from tests.harness.local import free_ports
-from tests.ingress.conftest import (
-    CHAT,
-    EMBED,
-    HEADERS,
-    NAME,
-    ROUTE,
-    TEXT,
-    Scene,
-    chat,
-    error,
-    make_scene,
-    text,
-)
+from tests.ingress.conftest import CHAT, EMBED, HEADERS, NAME, ROUTE, TEXT, Scene, chat, error, make_scene, text
 from tests.system import PATIENCE_S, until
 
 CONNECTIONS = 96

@@ -12,12 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from forebay.events.control import (
-    BusyThresholds,
-    DisaggConfig,
-    PoolConfigured,
-    RouterConfig,
-)
+from forebay.events.control import BusyThresholds, DisaggConfig, PoolConfigured, RouterConfig
 from forebay.events.topics import CONTROL
 from forebay.ingress.errors import ApiError
 from forebay.ingress.kafka_api.request import body_of
@@ -244,11 +239,7 @@ HINTS = [
     ({"backend_instance_id": True}, "backend_instance_id", INVALID),
     ({"backend_instance_id": 1 << 64}, "backend_instance_id", INVALID),
     ({"backend_instance_id": ""}, "backend_instance_id", INVALID),
-    (
-        {"backend_instance_id": "w1", WHERE: {"allowed_worker_ids": ["w2"]}},
-        f"{WHERE}.allowed_worker_ids",
-        OPPOSED,
-    ),
+    ({"backend_instance_id": "w1", WHERE: {"allowed_worker_ids": ["w2"]}}, f"{WHERE}.allowed_worker_ids", OPPOSED),
     ({WHERE: {"allowed_worker_ids": []}}, f"{WHERE}.allowed_worker_ids", INVALID),
     ({WHERE: {"preferred_taints": {"a": float("nan")}}}, f"{WHERE}.preferred_taints.a", INVALID),
     ({WHERE: {"required_taints": ["t"] * 65}}, f"{WHERE}.required_taints", INVALID),

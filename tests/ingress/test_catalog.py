@@ -4,15 +4,14 @@ import asyncio
 import gc
 import weakref
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
 
-import httpx
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from forebay.events.base import Event
 from forebay.events.codec import encode
 from forebay.events.control import PoolConfigured
 from forebay.events.fleet import WorkerJoined, WorkerSpec
@@ -21,7 +20,7 @@ from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.models import AliasSet, AliasTarget, ModelFile
 from forebay.events.request_ids import http_request_id
 from forebay.events.tokens import ResponseEnded
-from forebay.events.topics import CONTROL, FLEET, GROUPS, HEARTBEATS, TOKENS
+from forebay.events.topics import CONTROL, FLEET, GROUPS, HEARTBEATS, TOKENS, Topic
 from forebay.ingress import admission
 from forebay.ingress import catalog as module
 from forebay.ingress.catalog import Catalog
@@ -38,30 +37,30 @@ from forebay.transport.base import Draft
 from forebay.transport.directory import Directory
 from forebay.transport.models import ModelStore
 from forebay.transport.sqlite.log import SqliteLog
+from tests.ingress.conftest import ADMIN_TOKEN, client_of, error
 from tests.system import until
 
 MODELS = ("one", "two", "three")
-TOKEN = "secret"
 
 
 class Scene:
     """A catalog on an embedded log, on which the test writes what routers and workers would write."""
 
-    def __init__(self, log: SqliteLog, catalog: Catalog, store: ModelStore) -> None:
+    def __init__(self, log: SqliteLog, catalog: Catalog, store: ModelStore, loaded: list[str]) -> None:
         self.log = log
         self.catalog = catalog
-        self.loaded: list[str] = []
+        self.loaded = loaded
         self._store = store
+
+    async def append(self, topic: Topic, partition: int, event: Event, key: str = "") -> None:
+        await self.log.append([Draft(topic.name, partition, encode(topic, event), key.encode())])
 
     async def store(self, changes: dict[str, bytes] | None = None, context_tokens: int = 4_096) -> str:
         """Store a card of the default model with changed files, and return its digest."""
         read = read_card(DEFAULT_MODEL)
         assert read is not None
         card, files = read[0], read[1] | (changes or {})
-        listed = [
-            ModelFile(name=name, sha256=sha256(content).hexdigest(), size=len(content))
-            for name, content in files.items()
-        ]
+        listed = [ModelFile(name=name, sha256=sha256(part).hexdigest(), size=len(part)) for name, part in files.items()]
         card = msgspec.structs.replace(card, files=tuple(listed), context_tokens=context_tokens)
         return await self._store.store("m", card, files)
 
@@ -70,19 +69,12 @@ class Scene:
 
     async def serve(self, name: str, card: str, *, ready: int = 1) -> None:
         """Report that the owner of a model has ready workers with this card, and wait until the catalog knows it."""
-        partition = MODELS.index(name)
         beat = RouterHeartbeat(
             group=name, router_id="r", role="owner", owner_epoch=7, ready_aggregated=ready, card=card
         )
-        pool = PoolConfigured(pool="default", model=name, block_size=16)
-        await self.log.append(
-            [
-                Draft(HEARTBEATS.name, partition, encode(HEARTBEATS, beat)),
-                Draft(CONTROL.name, partition, encode(CONTROL, pool)),
-            ]
-        )
-        expected = {name} if ready else set()
-        await until(lambda: {one.name for one in self.catalog.ready()} & {name} == expected)
+        await self.append(HEARTBEATS, MODELS.index(name), beat)
+        await self.append(CONTROL, MODELS.index(name), PoolConfigured(pool="default", model=name, block_size=16))
+        await until(lambda: (name in {one.name for one in self.catalog.ready()}) is bool(ready))
 
     async def serve_all(self, *names: str) -> str:
         """Store one card, and report that each of these models has a worker with it. Return the digest of the card."""
@@ -95,19 +87,19 @@ class Scene:
         """Return the name of the model of each request."""
         return [(await self.catalog.find(alias, name)).name for name in ids]
 
-    async def find(self, name: str, request_id: str = "r") -> Ingress:
-        return (await self.catalog.find(name, request_id)).ingress
+    async def find(self, name: str) -> Ingress:
+        return (await self.catalog.find(name, "r")).ingress
+
+    async def fails(self, name: str, status: int, code: str, says: str = ".") -> None:
+        """Check that requests for a model get this error."""
+        with pytest.raises(ApiError, match=says) as caught:
+            await self.find(name)
+        assert (caught.value.status, caught.value.code) == (status, code)
 
     async def alias(self, name: str, *targets: str, fallback: str = "", weight: float = 1.0) -> None:
         """Set an alias whose first target has this weight, and wait until the catalog knows it."""
-        weights = [weight, *[1.0] * len(targets)]
-        event = AliasSet(
-            alias=name,
-            targets=tuple(
-                AliasTarget(model=model, weight=share) for model, share in zip(targets, weights, strict=False)
-            ),
-            fallback=fallback,
-        )
+        shares = [AliasTarget(model=target, weight=1.0 if at else weight) for at, target in enumerate(targets)]
+        event = AliasSet(alias=name, targets=tuple(shares), fallback=fallback)
         await self._store.set_alias(event)
         await until(lambda: self._store.aliases.get(name) == (event if targets else None))
 
@@ -115,41 +107,31 @@ class Scene:
         return {card["id"]: card["max_model_len"] for card in await self.catalog.cards()}
 
 
-def files_in(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()]
-
-
 @pytest.fixture
 async def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     monkeypatch.setattr(heartbeats, "OWNER_SILENT_S", 3_600.0)  # each test writes few heartbeats
-    async with opened(tmp_path) as scene:
-        yield scene
-
-
-@asynccontextmanager
-async def opened(folder: Path) -> AsyncIterator[Scene]:
     log = SqliteLog.open(None)
-    for partition, name in enumerate(MODELS):
-        placed = GroupPlaced(group=name, partition=partition)
-        await log.append([Draft(GROUPS.name, 0, encode(GROUPS, placed), name.encode())])
     directory, store = Directory(log), ModelStore(log)
-    await directory.start()
-    await store.start()
-    settings = IngressSettings(model_name=ALL_MODELS, ingress_id="i", admin_token=TOKEN)
+    settings = IngressSettings(model_name=ALL_MODELS, ingress_id="i", admin_token=ADMIN_TOKEN)
     front = Front(log, settings, IngressMetrics(CollectorRegistry(), None), 0)
     loaded: list[str] = []
-    catalog = Catalog(front, directory, store, folder, loaded.append)
+    catalog = Catalog(front, directory, store, tmp_path, loaded.append)
+    made = Scene(log, catalog, store, loaded)
+    for partition, name in enumerate(MODELS):
+        await made.append(GROUPS, 0, GroupPlaced(group=name, partition=partition), name)
+    await directory.start()
+    await store.start()
     running = [asyncio.create_task(catalog.run()), asyncio.create_task(front.run())]
-    scene = Scene(log, catalog, store)
-    scene.loaded = loaded
     await asyncio.sleep(0)
-    try:
-        yield scene
-    finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        log.close()
+    yield made
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    log.close()
+
+
+def files_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
 
 
 async def test_a_model_is_loaded_at_its_first_request(scene: Scene) -> None:
@@ -165,9 +147,7 @@ async def test_a_model_is_loaded_at_its_first_request(scene: Scene) -> None:
 
 async def test_an_unknown_model_is_rejected_with_the_listed_ones(scene: Scene) -> None:
     await scene.serve("two", await scene.store())
-    with pytest.raises(ApiError, match=r"'no'.*two") as caught:
-        await scene.find("no")
-    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+    await scene.fails("no", 404, "model_not_found", r"'no'.*two")
     with pytest.raises(ApiError, match=r"name a model, as in \?model=NAME; models are: one, three, two"):
         await scene.catalog.only("")
 
@@ -178,15 +158,14 @@ async def test_an_unknown_model_is_rejected_with_the_listed_ones(scene: Scene) -
         ({"tokenizer.json": b"{}"}, "not a valid tokenizer"),
         ({"config.json": b"no"}, "not valid JSON"),
         ({"chat_template.jinja": b"\xff"}, "a chat template is not valid UTF-8"),
+        ({"../config.json": b"{}"}, r"unknown files: \.\./config\.json"),
     ],
 )
 async def test_a_card_that_cannot_be_used_is_an_error(
     scene: Scene, changes: dict[str, bytes], message: str, tmp_path: Path
 ) -> None:
     await scene.serve("one", await scene.store(changes))
-    with pytest.raises(ApiError, match=message) as caught:
-        await scene.find("one")
-    assert (caught.value.status, caught.value.code) == (503, "model_card_unusable")
+    await scene.fails("one", 503, "model_card_unusable", message)
     assert files_in(tmp_path) == []
 
 
@@ -221,9 +200,7 @@ async def test_a_card_that_is_not_stored_is_an_error(scene: Scene, monkeypatch: 
     monkeypatch.setattr(module, "CARD_S", 0.01)
     await scene.serve("one", "0" * 64)
     assert await scene.listed() == {}
-    with pytest.raises(ApiError, match="is not on the topic models") as caught:
-        await scene.find("one")
-    assert (caught.value.status, caught.value.code) == (503, "no_model_card")
+    await scene.fails("one", 503, "no_model_card", "is not on the topic models")
 
 
 async def test_a_card_that_is_removed_and_stored_again_is_loaded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,9 +211,7 @@ async def test_a_card_that_is_removed_and_stored_again_is_loaded(scene: Scene, m
     loaded = await scene.find("one")
     await scene.remove(digest)
     assert await scene.find("one") is loaded
-    with pytest.raises(ApiError, match=f"the model card {digest} of two is not on the topic models") as caught:
-        await scene.find("two")
-    assert (caught.value.status, caught.value.code) == (503, "no_model_card")
+    await scene.fails("two", 503, "no_model_card", f"the model card {digest} of two is not on the topic models")
     assert await scene.store() == digest
     assert (await scene.find("two")).model.decode([1]) == loaded.model.decode([1])
 
@@ -281,8 +256,7 @@ class Present:
 async def test_workers_without_a_card_cannot_be_used(scene: Scene) -> None:
     await scene.serve("one", "")
     assert "one: its workers have stored no model card" in (scene.catalog.why_not_ready() or "")
-    with pytest.raises(ApiError, match="its workers have stored no model card"):
-        await scene.find("one")
+    await scene.fails("one", 503, "not_ready", "its workers have stored no model card")
 
 
 async def test_an_adapter_is_unknown_only_once_all_models_have_listed_theirs(scene: Scene) -> None:
@@ -297,10 +271,8 @@ async def test_an_adapter_is_unknown_only_once_all_models_have_listed_theirs(sce
         loras=("sql",),
     )
     joined = WorkerJoined(owner_epoch=7, spec=spec, lease="t", slot=0, from_offset=0)
-    await scene.log.append([Draft(FLEET.name, 0, encode(FLEET, joined))])
-    with pytest.raises(ApiError) as caught:
-        await scene.find("sql")
-    assert (caught.value.status, caught.value.code) == (503, "adapters_unknown")
+    await scene.append(FLEET, 0, joined)
+    await scene.fails("sql", 503, "adapters_unknown")
 
 
 async def test_a_model_may_leave_while_it_is_listed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,9 +308,7 @@ async def test_readiness_names_what_each_model_lacks(scene: Scene) -> None:
     assert scene.catalog.why_not_ready() is None
     assert scene.catalog.ready_details == {"models": "one"}
     await scene.serve("one", "", ready=0)
-    reason = scene.catalog.why_not_ready()
-    assert reason is not None
-    assert "one: no worker is ready" in reason
+    assert "one: no worker is ready" in (scene.catalog.why_not_ready() or "")
 
 
 async def test_a_new_card_replaces_the_loaded_one(scene: Scene) -> None:
@@ -374,7 +344,7 @@ async def test_a_response_of_a_dropped_model_goes_on(scene: Scene, monkeypatch: 
     stream = dropped.replies.open("request", 0)
     await scene.find("two")
     end = ResponseEnded(request_id="request", attempt=1, owner_epoch=7, group="one", finish_reason="stop")
-    await scene.log.append([Draft(TOKENS.name, 0, encode(TOKENS, end))])
+    await scene.append(TOKENS, 0, end)
     await until(lambda: stream.ended is not None)
 
 
@@ -403,30 +373,18 @@ async def test_the_full_pool_of_a_model_does_not_reject_requests_for_others(
     await scene.serve_all("one", "two")
     (await scene.find("one")).observe(ApiError(429, "pool_full", "full"))
     body = {"prompt": "a", "max_tokens": 1}
-    async with client_of(scene) as client:
+    async with client_of(build_app(scene.catalog, CollectorRegistry())) as client:
         response = await client.post("/v1/completions", json={"model": "one", **body})
-        assert (response.status_code, response.json()["error"]["code"]) == (429, "pool_full")
+        assert error(response) == (429, "pool_full")
         assert (await client.post("/tokenize", json={"model": "one", "prompt": "a"})).status_code == 200
     scene.catalog.require_capacity(await scene.find("two"), "completions")
     scene.catalog.front.admission.enter()
     assert await scene.find("one") is not None, "the Kafka API lets its requests wait in the router's queue"
 
 
-async def test_the_files_of_a_card_stay_in_their_folder(scene: Scene, tmp_path: Path) -> None:
-    await scene.serve("one", await scene.store({"../config.json": b"{}"}))
-    with pytest.raises(ApiError, match=r"unknown files: \.\./config\.json"):
-        await scene.find("one")
-    assert files_in(tmp_path) == []
-
-
-def client_of(scene: Scene) -> httpx.AsyncClient:
-    app = build_app(scene.catalog, CollectorRegistry())
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
-
-
 async def test_routes_about_a_model_work_without_its_card(scene: Scene) -> None:
-    async with client_of(scene) as client:
-        headers = {"authorization": f"Bearer {TOKEN}"}
+    async with client_of(build_app(scene.catalog, CollectorRegistry())) as client:
+        headers = {"authorization": f"Bearer {ADMIN_TOKEN}"}
         for path, method, status, code in (
             ("/v1/status", "GET", 400, "model_required"),
             ("/v1/status?model=one", "GET", 501, "not_recorded"),
@@ -441,7 +399,7 @@ async def test_routes_about_a_model_work_without_its_card(scene: Scene) -> None:
             found = response.json().get("error", {}).get("code")
             assert (path, response.status_code, found) == (path, status, code), response.text
         refused = await client.get("/busy_threshold?model=one")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "admin_token_missing")
+        assert error(refused) == (401, "admin_token_missing")
     assert scene.loaded == []
 
 
@@ -454,8 +412,7 @@ async def test_an_alias_names_a_model_and_can_be_moved(scene: Scene) -> None:
     await scene.alias("prod", "two")
     assert await scene.find("prod") is await scene.find("two")
     await scene.alias("prod")
-    with pytest.raises(ApiError, match="'prod'"):
-        await scene.find("prod")
+    await scene.fails("prod", 404, "model_not_found", "'prod'")
 
 
 async def test_the_requests_of_an_alias_are_divided_by_weight(scene: Scene) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -19,7 +18,7 @@ from forebay.events.topics import CONTROL, FLEET
 from forebay.ingress import adapters
 from forebay.transport.base import Draft, LogError
 from tests.harness.fake_runtime import FakeRuntime
-from tests.ingress.conftest import ADMIN_TOKEN, NAME, SLOT, Scene, error, make_scene
+from tests.ingress.conftest import ADMIN_TOKEN, NAME, SLOT, TEXT, Scene, error, make_scene, text
 from tests.system import until
 
 
@@ -100,14 +99,12 @@ async def test_every_route_sends_its_command(scene: Scene, method: str, path: st
     assert scene.metric('dynamo_frontend_requests_total{endpoint="command",model="test-model"')
 
 
-@pytest.mark.parametrize("path", ["/drain", "/v1/commands"])
-async def test_a_drain_names_workers_or_a_pool(scene: Scene, path: str) -> None:
-    action = {"action": "drain"} if path == "/v1/commands" else {}
+@pytest.mark.parametrize(("path", "action"), [("/drain", {}), ("/v1/commands", {"action": "drain"})])
+async def test_a_drain_names_workers_or_a_pool(scene: Scene, path: str, action: dict[str, str]) -> None:
     refused = await scene.client.post(path, json=action)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "worker_ids")
-    given: dict[str, Any] = {**action, "operator": "alice", "worker_ids": ["w1"]}
     message = "it was the last ready worker of its pool; new requests need another worker"
-    call = scene.client.post(path, json=given)
+    call = scene.client.post(path, json={**action, "operator": "alice", "worker_ids": ["w1"]})
     response, event = await answered(scene, call, outcome(message=message))
     assert (event.command, event.worker_ids, event.operator) == (Command(action="drain"), ("w1",), "alice")
     assert (response.status_code, response.json()["outcomes"][0]["message"]) == (200, message)
@@ -158,9 +155,9 @@ async def test_failed_outcomes_set_the_status(
     scene: Scene, outcomes: list[CommandOutcome], status: int, code: str, message: str
 ) -> None:
     response, _ = await answered(scene, scene.client.post("/pause"), *outcomes)
-    reply = response.json()
-    assert (response.status_code, reply["error"]["code"], reply["error"]["message"]) == (status, code, message)
-    found = [(one["worker_id"], one["status"], one["message"] or "") for one in reply["outcomes"]]
+    assert error(response) == (status, code)
+    assert response.json()["error"]["message"] == message
+    found = [(one["worker_id"], one["status"], one["message"] or "") for one in response.json()["outcomes"]]
     assert found == [(one.worker_id, one.status, one.message) for one in outcomes]
     assert scene.metric(f'forebay_ingress_refused_total{{code="{code}"}} 1.0')
 
@@ -173,35 +170,31 @@ async def test_an_error_of_the_router_is_returned(scene: Scene) -> None:
 
 async def test_a_command_without_a_router_times_out(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay.ingress.commands.GRACE_S", 0.0)
-    response = await scene.client.post("/pause", json={"timeout_s": 0.01})
-    assert error(response) == (504, "deadline_exceeded")
+    assert error(await scene.client.post("/pause", json={"timeout_s": 0.01})) == (504, "deadline_exceeded")
     assert len(scene.ingress.replies) == 0
 
 
 async def test_a_command_id_is_unique_in_flight(scene: Scene) -> None:
-    headers = {"x-request-id": "mine"}
-    first = asyncio.create_task(scene.client.post("/pause", headers=headers))
+    first = scene.start("/pause", {}, **{"x-request-id": "mine"})
     await next_command(scene)
-    second = await scene.client.post("/pause", headers=headers)
-    assert (second.status_code, second.json()["error"]["code"]) == (409, "duplicate_command_id")
-    scene.send(CommandResponse(command_id="mine", owner_epoch=1, outcomes=(outcome(),)))
-    scene.send(CommandResponse(command_id="mine", owner_epoch=2, outcomes=(outcome(),)))
+    second = await scene.client.post("/pause", headers={"x-request-id": "mine"})
+    assert error(second) == (409, "duplicate_command_id")
+    for owner in (1, 2):
+        scene.send(CommandResponse(command_id="mine", owner_epoch=owner, outcomes=(outcome(),)))
     assert (await first).status_code == 200
 
 
+async def fail(*_: Any) -> Any:
+    raise LogError("no broker")
+
+
 async def test_a_failed_log_is_a_503(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = asyncio.create_task(scene.client.post("/pause"))
+    waiting = scene.start("/pause", {})
     await next_command(scene)
     scene.ingress.replies.interrupt_all("the disk is full")
-    response = await waiting
-    assert (response.status_code, response.json()["error"]["message"]) == (503, "the disk is full")
-
-    async def fail(_: list[Draft]) -> list[int]:
-        raise LogError("no broker")
-
     monkeypatch.setattr(scene.log, "append", fail)
-    response = await scene.client.post("/pause")
-    assert (response.status_code, response.json()["error"]["message"]) == (503, "no broker")
+    for response, reason in ((await waiting, "the disk is full"), (await scene.client.post("/pause"), "no broker")):
+        assert (response.status_code, response.json()["error"]["message"]) == (503, reason)
 
 
 async def test_adapters_accept_every_valid_model_name(scene: Scene) -> None:
@@ -223,21 +216,14 @@ class Workers:
 
     def commanded(self, action: Any, name: str = "sql") -> None:
         """Append a command of another ingress."""
-        command = Command(action=action, lora_name=name)
+        command, command_id = Command(action=action, lora_name=name), f"{action}-{name}"
         self.scene.control(
-            WorkerCommanded(command_id=f"{action}-{name}", model=NAME, command=command, reply_slot=9, timeout_us=1)
+            WorkerCommanded(command_id=command_id, model=NAME, command=command, reply_slot=9, timeout_us=1)
         )
 
     def joined(self, worker_id: str, *loras: str) -> None:
-        spec = WorkerSpec(
-            worker_id=worker_id,
-            model=NAME,
-            block_size=4,
-            kv_blocks_total=9,
-            max_num_seqs=9,
-            max_num_batched_tokens=9,
-            loras=loras,
-        )
+        sizes: dict[str, Any] = {"block_size": 4, "kv_blocks_total": 9, "max_num_seqs": 9, "max_num_batched_tokens": 9}
+        spec = WorkerSpec(worker_id=worker_id, model=NAME, loras=loras, **sizes)
         self.fleet(WorkerJoined(owner_epoch=1, spec=spec, lease="l", slot=0, from_offset=0))
 
     def fleet(self, event: WorkerJoined | WorkerLost | WorkerRecovered) -> None:
@@ -255,190 +241,152 @@ class Workers:
             reported = CommandResponse(command_id=event.command_id, owner_epoch=1, outcomes=outcomes, error=self.error)
             self.scene.send(reported)
 
+    async def served(self) -> list[str]:
+        """Return the names of the served models after that of the scene."""
+        return await served(self.scene)
 
-@asynccontextmanager
-async def workers(**changes: Any) -> AsyncIterator[Workers]:
-    async with make_scene(admin_token=ADMIN_TOKEN, **changes) as scene:
-        played = Workers(scene)
-        running = asyncio.create_task(played.run())
-        try:
-            yield played
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+    async def served_later(self) -> list[str]:
+        """List the models after the pause between two lists."""
+        with runtime.use(FakeRuntime(monotonic_shift_s=2 * adapters.RETRY_S)):
+            return await self.served()
 
 
 async def served(scene: Scene) -> list[str]:
     response = await scene.client.get("/v1/models")
     assert response.status_code == 200, response.text
-    return [card["id"] for card in response.json()["data"]]
+    first, *others = (card["id"] for card in response.json()["data"])
+    assert first == NAME
+    return others
 
 
-async def served_later(scene: Scene) -> list[str]:
-    """List the models after the pause between two lists."""
-    with runtime.use(FakeRuntime(monotonic_shift_s=2 * adapters.RETRY_S)):
-        return await served(scene)
+@pytest.fixture
+async def workers(scene: Scene) -> AsyncIterator[Workers]:
+    made = Workers(scene)
+    running = asyncio.create_task(made.run())
+    yield made
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_an_adapter_loaded_through_another_ingress_is_served_as_a_model() -> None:
-    async with workers(loras=("legal",)) as played:
-        scene = played.scene
-        assert await served(scene) == [NAME, "legal"]
-        response = await scene.client.get("/v1/models/sql")
-        assert error(response) == (404, "model_not_found")
-        assert played.listed == 0, "nobody ever loaded one"
-        played.loras = {"w1": ("sql", "legal"), "w2": (NAME,)}
-        played.commanded("load_lora")
-        assert await served(scene) == [NAME, "legal", "sql"]
-        card = (await scene.client.get("/v1/models/sql")).json()
-        assert (card["id"], card["parent"]) == ("sql", NAME)
-        pending = scene.start("/v1/completions", {"model": "sql", "prompt": "once"})
-        request = await scene.next_request()
-        assert request.lora_name == "sql"
-        scene.end(request.request_id)
-        assert (await pending).status_code == 200
-        assert played.listed == 1, "nothing changed since"
-        played.loras = {"w1": ()}
-        played.commanded("unload_lora")
-        response = await scene.client.post("/v1/completions", json={"model": "sql", "prompt": "once"})
-        assert error(response) == (404, "model_not_found")
-        assert played.listed == 2
+async def test_an_adapter_loaded_through_another_ingress_is_served_as_a_model(workers: Workers, scene: Scene) -> None:
+    assert await workers.served() == []
+    assert error(await scene.client.get("/v1/models/sql")) == (404, "model_not_found")
+    assert workers.listed == 0, "nobody ever loaded one"
+    workers.loras = {"w1": ("sql", "legal"), "w2": (NAME,)}
+    workers.commanded("load_lora")
+    assert await workers.served() == ["legal", "sql"]
+    card = (await scene.client.get("/v1/models/sql")).json()
+    assert (card["id"], card["parent"]) == ("sql", NAME)
+    pending = scene.start(TEXT, text(model="sql"))
+    request = await scene.next_request()
+    assert request.lora_name == "sql"
+    scene.end(request.request_id)
+    assert (await pending).status_code == 200
+    assert workers.listed == 1, "nothing changed since"
+    workers.loras = {"w1": ()}
+    workers.commanded("unload_lora")
+    assert error(await scene.client.post(TEXT, json=text(model="sql"))) == (404, "model_not_found")
+    assert workers.listed == 2
 
 
-async def test_adapters_follow_joining_and_leaving_workers() -> None:
-    async with workers() as played:
-        played.fleet(WorkerLost(owner_epoch=1, worker_id="w0", worker_epoch=0))
-        played.joined("w1")
-        assert await served(played.scene) == [NAME]
-        assert played.listed == 0
-        played.loras = {"w1": (), "w2": ("sql",)}
-        played.joined("w2", "sql")
-        assert await served(played.scene) == [NAME, "sql"]
-        played.loras = {"w1": ()}
-        played.fleet(WorkerLost(owner_epoch=1, worker_id="w2", worker_epoch=2))
-        assert await served(played.scene) == [NAME]
+async def test_adapters_follow_joining_and_leaving_workers(workers: Workers) -> None:
+    workers.fleet(WorkerLost(owner_epoch=1, worker_id="w0", worker_epoch=0))
+    workers.joined("w1")
+    assert await workers.served() == []
+    assert workers.listed == 0
+    workers.loras = {"w1": (), "w2": ("sql",)}
+    workers.joined("w2", "sql")
+    assert await workers.served() == ["sql"]
+    workers.loras = {"w1": ()}
+    workers.fleet(WorkerLost(owner_epoch=1, worker_id="w2", worker_epoch=2))
+    assert await workers.served() == []
 
 
-async def test_adapters_of_a_suspect_worker_return_after_its_recovery() -> None:
-    async with workers() as played:
-        played.fleet(WorkerRecovered(owner_epoch=1, worker_id="w2", worker_epoch=2))
-        assert await served(played.scene) == [NAME]
-        assert played.listed == 0, "nobody ever had one"
-        played.loras = {"w1": ("math",)}  # the owner asks only those that are ready
-        played.commanded("load_lora")
-        assert await served(played.scene) == [NAME, "math"]
-        played.loras = {"w1": ("math",), "w2": ("sql",)}
-        played.fleet(WorkerRecovered(owner_epoch=1, worker_id="w2", worker_epoch=2))
-        assert await served(played.scene) == [NAME, "math", "sql"]
+async def test_adapters_of_a_suspect_worker_return_after_its_recovery(workers: Workers) -> None:
+    recovered = WorkerRecovered(owner_epoch=1, worker_id="w2", worker_epoch=2)
+    workers.fleet(recovered)
+    assert await workers.served() == []
+    assert workers.listed == 0, "nobody ever had one"
+    workers.loras = {"w1": ("math",)}  # the owner asks only those that are ready
+    workers.commanded("load_lora")
+    assert await workers.served() == ["math"]
+    workers.loras["w2"] = ("sql",)
+    workers.fleet(recovered)
+    assert await workers.served() == ["math", "sql"]
 
 
-async def test_adapters_of_a_late_worker_stay() -> None:
-    async with workers() as played:
-        played.loras = {"w1": ("sql",), "w2": ("math",)}
-        played.commanded("load_lora")
-        assert await served(played.scene) == [NAME, "math", "sql"]
-        played.late = {"w2"}
-        played.commanded("unload_lora", "sql")
-        played.loras["w1"] = ()
-        assert "math" in await served(played.scene)
-        played.late = set()
-        assert await served_later(played.scene) == [NAME, "math"]
+async def test_adapters_of_a_late_worker_stay_and_are_requested_again(workers: Workers) -> None:
+    workers.loras, workers.late = {"w1": ("sql",), "w2": ("math",)}, {"w2"}
+    workers.commanded("load_lora")
+    assert await workers.served() == ["sql"]
+    workers.late = set()
+    assert await workers.served() == ["sql"], "not at once"
+    assert await workers.served_later() == ["math", "sql"]
+    assert workers.listed == 2
+    workers.loras["w1"], workers.late = (), {"w2"}
+    workers.commanded("unload_lora", "sql")
+    assert "math" in await workers.served()
+    workers.late = set()
+    assert await workers.served_later() == ["math"]
 
 
-async def test_adapters_are_listed_if_retention_removed_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with workers() as played:
-        played.loras = {"w1": ("sql",)}
-        for number in range(2):
-            played.joined(f"w{number}")
-        log, begin = played.scene.log, played.scene.log.begin
+async def test_adapters_are_listed_if_retention_removed_records(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers.loras = {"w1": ("sql",)}
+    for number in range(2):
+        workers.joined(f"w{number}")
+    begin = workers.scene.log.begin
 
-        async def later(topic: str, partition: int) -> int:
-            return 1 if topic == FLEET.name else await begin(topic, partition)
+    async def later(topic: str, partition: int) -> int:
+        return 1 if topic == FLEET.name else await begin(topic, partition)
 
-        monkeypatch.setattr(log, "begin", later)
-        assert await served(played.scene) == [NAME, "sql"]
+    monkeypatch.setattr(workers.scene.log, "begin", later)
+    assert await workers.served() == ["sql"]
 
 
 async def test_a_log_that_fails_at_first_is_read_completely_later(
-    monkeypatch: pytest.MonkeyPatch,
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with workers() as played:
-        log, begin = played.scene.log, played.scene.log.begin
-
-        async def fail(topic: str, partition: int) -> int:
-            if topic == FLEET.name:
-                raise LogError("no broker")
-            return await begin(topic, partition)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(log, "begin", fail)
-            assert (await played.scene.client.get("/v1/models")).status_code == 503
-        played.loras = {"w1": ("sql",)}
-        played.joined("w1", "sql")
-        assert await served(played.scene) == [NAME, "sql"]
+    with monkeypatch.context() as patch:
+        patch.setattr(workers.scene.log, "begin", fail)
+        assert (await workers.scene.client.get("/v1/models")).status_code == 503
+    workers.loras = {"w1": ("sql",)}
+    workers.joined("w1", "sql")
+    assert await workers.served() == ["sql"]
 
 
-async def test_a_partial_list_is_requested_again() -> None:
-    async with workers() as played:
-        played.loras = {"w1": ("sql",), "w2": ("math",)}
-        played.late = {"w2"}
-        played.commanded("load_lora")
-        assert await served(played.scene) == [NAME, "sql"]
-        played.late = set()
-        assert await served(played.scene) == [NAME, "sql"], "not at once"
-        assert await served_later(played.scene) == [NAME, "math", "sql"]
-        assert played.listed == 2
+async def test_the_last_list_stays_while_there_are_no_workers(workers: Workers) -> None:
+    workers.error = ResponseError(status=503, code="no_workers", message="no worker is ready")
+    workers.commanded("load_lora")
+    assert await workers.served() == []
+    workers.error, workers.loras = None, {"w1": ("sql",)}
+    assert await workers.served() == []
+    assert await workers.served_later() == ["sql"]
 
 
-async def test_the_last_list_stays_while_there_are_no_workers() -> None:
-    async with workers() as played:
-        played.error = ResponseError(status=503, code="no_workers", message="no worker is ready")
-        played.commanded("load_lora")
-        assert await served(played.scene) == [NAME]
-        played.error = None
-        played.loras = {"w1": ("sql",)}
-        assert await served(played.scene) == [NAME]
-        assert await served_later(played.scene) == [NAME, "sql"]
+async def test_undecodable_records_are_ignored(workers: Workers) -> None:
+    workers.scene.log.append_soon([Draft(CONTROL.name, 0, b"{"), Draft(FLEET.name, 0, b"{")])
+    assert await workers.served() == []
+    workers.commanded("sleep")
+    assert await workers.served() == []
+    assert workers.listed == 0
 
 
-async def test_undecodable_records_are_ignored() -> None:
-    async with workers() as played:
-        played.scene.log.append_soon([Draft(CONTROL.name, 0, b"{"), Draft(FLEET.name, 0, b"{")])
-        assert await served(played.scene) == [NAME]
-        played.commanded("sleep")
-        assert await served(played.scene) == [NAME]
-        assert played.listed == 0
+async def test_a_log_that_does_not_respond_is_a_503(
+    workers: Workers, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: Any) -> Any:
+        await asyncio.get_running_loop().create_future()
+
+    workers.commanded("load_lora")
+    monkeypatch.setattr(adapters, "CATCH_UP_S", 0.01)
+    for end in (fail, never):
+        monkeypatch.setattr(scene.log, "end", end)
+        assert (await scene.client.get("/v1/models")).status_code == 503
 
 
-async def test_a_log_that_does_not_respond_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with workers() as played:
-        scene = played.scene
-        played.commanded("load_lora")
-
-        async def fail(*_: Any) -> int:
-            raise LogError("no broker")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(scene.log, "end", fail)
-            assert (await scene.client.get("/v1/models")).json()["error"]["message"] == "no broker"
-        with monkeypatch.context() as patch:
-            patch.setattr(adapters, "CATCH_UP_S", 0.01)
-            patch.setattr(scene.log, "end", never)
-            assert (await scene.client.get("/v1/models")).status_code == 503
-        # Its own model needs nothing of the log.
-        assert (await scene.client.get(f"/v1/models/{NAME}")).status_code == 200
-
-
-async def never(*_: Any) -> int:
-    found: int = await asyncio.get_running_loop().create_future()
-    return found
-
-
-async def test_configured_adapters_are_served_before_a_router_has_placed_the_model() -> None:
+async def test_before_a_router_has_placed_the_model_only_configured_adapters_are_served() -> None:
     async with make_scene(admin_token=ADMIN_TOKEN, loras=("legal",), find_partition=lambda: None) as scene:
-        assert await served(scene) == [NAME, "legal"]
-
-
-async def test_commands_are_rejected_before_a_router_has_placed_the_model() -> None:
-    async with make_scene(admin_token=ADMIN_TOKEN, find_partition=lambda: None) as scene:
-        assert (await scene.client.post("/pause")).json()["error"]["code"] == "no_group"
+        assert await served(scene) == ["legal"]
+        assert error(await scene.client.post("/pause")) == (503, "no_group")

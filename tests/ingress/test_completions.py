@@ -18,55 +18,68 @@ from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.events.tokens import PrefilledBy
 from forebay.events.topics import TOKENS
 from forebay.ingress import admission
-from forebay.ingress.http import response as response_module
 from forebay.ingress.kafka_api.request import ReplyAddress
 from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, WindowEntry
 from forebay.ingress.openai.fields import parse
 from forebay.ingress.openai.requests import REQUEST_ID, TextBody
 from forebay.transport.base import Draft
-from tests.ingress.conftest import (
-    CHAT,
-    HELLO,
-    NAME,
-    SLOT,
-    TEXT,
-    Scene,
-    chat,
-    error,
-    events,
-    make_scene,
-)
+from tests.ingress.conftest import CHAT, HELLO, NAME, SLOT, TEXT, Scene, chat, error, events, make_scene, text
 from tests.system import until
 
+RIVER = "the river ran down the mountain"
+WORDS = (" water", " stone", " river", " mountain")
 
-def start_request(scene: Scene, body: Any, path: str = CHAT, **headers: str) -> "asyncio.Task[httpx.Response]":
-    return scene.start(path, body, **headers)
+
+def text_of(response: httpx.Response, choice: int = 0) -> str:
+    """Return the text of a choice of a chat, whole or streamed."""
+    if not response.headers["content-type"].startswith("text/event-stream"):
+        content: str = response.json()["choices"][choice]["message"]["content"]
+        return content
+    choices = [one for event in events(response)[:-1] for one in event.get("choices", ()) if one["index"] == choice]
+    return "".join(one["delta"].get("content", "") for one in choices)
 
 
-def text_of(response: httpx.Response) -> str:
-    chunks = [event for event in events(response) if event != "[DONE]" and event.get("choices")]
-    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+def last_of(response: httpx.Response) -> Any:
+    """Return the object that names the worker."""
+    is_stream = response.headers["content-type"].startswith("text/event-stream")
+    return next(one for one in events(response) if "forebay" in one) if is_stream else response.json()
+
+
+async def started(scene: Scene, body: dict[str, Any], path: str = CHAT) -> tuple["asyncio.Task[httpx.Response]", str]:
+    """Start a request, and return its response and its id once it is on the log."""
+    pending = scene.start(path, body)
+    return pending, (await scene.next_request()).request_id
+
+
+async def submitted(scene: Scene, count: int) -> list[RequestSubmitted]:
+    """Return the submitted requests in the order of their choices."""
+    found = [await scene.next_request() for _ in range(count)]
+    return sorted(found, key=lambda one: int(one.request_id.rpartition("-")[2]))
+
+
+def asgi_scope(path: str) -> dict[str, Any]:
+    headers = [(b"host", b"test"), (b"content-type", b"application/json")]
+    return {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
 
 
 async def test_a_response_names_its_worker_and_its_cached_tokens(scene: Scene) -> None:
-    pending = start_request(scene, chat(seed=5, temperature=0.5, top_p=0.9, user="u", metadata={"a": "b"}))
+    pending = scene.start(CHAT, chat(seed=5, temperature=0.5, top_p=0.9, user="u", metadata={"a": "b"}))
     request = await scene.next_request()
-    output = scene.emit_text(request.request_id, " water and stone")
-    scene.end(request.request_id, cached=7, output=output)
+    output = scene.reply(request.request_id, " water and stone", cached=7)
     response = await pending
     assert response.status_code == 200
     body = response.json()
-    assert body["object"] == "chat.completion"
+    assert (body["object"], body["id"]) == ("chat.completion", request.request_id)
     assert body["choices"][0]["message"] == {"role": "assistant", "content": " water and stone", "refusal": None}
     assert body["choices"][0]["finish_reason"] == "length"
-    assert body["usage"]["completion_tokens"] == output
-    assert body["usage"]["prompt_tokens"] == request.prompt_tokens
-    assert body["usage"]["total_tokens"] == output + request.prompt_tokens
-    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 7}
-    served = {"request_id": request.request_id, "worker": "w1", "rank": 0, "attempts": 1}
-    assert body["forebay"] == served
+    assert body["usage"] == {
+        "prompt_tokens": request.prompt_tokens,
+        "completion_tokens": output,
+        "total_tokens": output + request.prompt_tokens,
+        "prompt_tokens_details": {"cached_tokens": 7},
+    }
+    assert body["forebay"] == {"request_id": request.request_id, "worker": "w1", "rank": 0, "attempts": 1}
     assert response.headers["x-forebay-worker"] == "w1"
-    assert body["id"] == request.request_id
     assert response.headers["x-request-id"] == client_id_of(request.request_id)
     sampling = request.sampling
     assert (sampling.max_tokens, sampling.seed, sampling.temperature, sampling.top_p) == (50, 5, 0.5, 0.9)
@@ -78,11 +91,10 @@ async def test_a_response_names_its_worker_and_its_cached_tokens(scene: Scene) -
 
 
 async def test_a_stream_has_role_text_finish_reason_usage_and_done(scene: Scene) -> None:
-    pending = start_request(scene, chat(stream=True, stream_options={"include_usage": True}))
-    request = await scene.next_request()
-    at = scene.emit_text(request.request_id, " one two")
-    at = scene.emit_text(request.request_id, " three", first=at)
-    scene.end(request.request_id, reason="stop", output=at)
+    pending, name = await started(scene, chat(stream=True, stream_options={"include_usage": True}))
+    at = scene.emit_text(name, " one two")
+    at = scene.emit_text(name, " three", first=at)
+    scene.end(name, reason="stop", output=at)
     response = await pending
     assert response.headers["content-type"].startswith("text/event-stream")
     first, *middle, last, usage, done = events(response)
@@ -93,12 +105,12 @@ async def test_a_stream_has_role_text_finish_reason_usage_and_done(scene: Scene)
     assert (usage["choices"], usage["usage"]["completion_tokens"], done) == ([], at, "[DONE]")
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_each_chunk_of_a_stream_can_have_the_token_counts(scene: Scene, path: str) -> None:
-    prompt = {"prompt": "Hello"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hello"}]}
+@pytest.mark.parametrize(("path", "prompt"), [(CHAT, {"messages": HELLO}), (TEXT, {"prompt": "Hello"})])
+async def test_each_chunk_of_a_stream_can_have_the_token_counts(scene: Scene, path: str, prompt: Any) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    pending = start_request(scene, {"model": NAME, **prompt, "stream": True, "stream_options": options}, path)
+    pending = scene.start(path, {"model": NAME, **prompt, "stream": True, "stream_options": options})
     request = await scene.next_request()
+    assert request.sampling.max_tokens == 256, "the default"
     at = scene.emit_text(request.request_id, " one two")
     at = scene.emit_text(request.request_id, " three", first=at)
     scene.end(request.request_id, reason="stop", output=at)
@@ -113,73 +125,62 @@ async def test_each_chunk_of_a_stream_can_have_the_token_counts(scene: Scene, pa
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_stop_string_across_tokens_truncates_and_cancels(scene: Scene, stream: bool) -> None:
-    pending = start_request(scene, chat(stream=stream, stop=["water and", "never"]))
-    request = await scene.next_request()
+    pending, name = await started(scene, chat(stream=stream, stop=["water and", "never"]))
     for at, token in enumerate(scene.model.encode("cold water and stone")):
-        scene.emit(request.request_id, [token], first=at)
+        scene.emit(name, [token], first=at)
     response = await pending
-    if stream:
-        assert text_of(response) == "cold "
-        assert events(response)[-2]["choices"][0]["finish_reason"] == "stop"
-    else:
-        choice = response.json()["choices"][0]
-        assert (choice["message"]["content"], choice["finish_reason"]) == ("cold ", "stop")
-    assert (await scene.cancelled()).request_id == request.request_id
+    assert text_of(response) == "cold "
+    last = events(response)[-2] if stream else response.json()
+    assert last["choices"][0]["finish_reason"] == "stop"
+    assert (await scene.cancelled()).request_id == name
 
 
 async def test_text_buffered_for_a_stop_string_is_sent_at_the_end(scene: Scene) -> None:
-    pending = start_request(scene, chat(stop="water and stone"))
-    request = await scene.next_request()
-    scene.reply(request.request_id, "cold water and")
-    assert (await pending).json()["choices"][0]["message"]["content"] == "cold water and"
+    pending, name = await started(scene, chat(stop="water and stone"))
+    scene.reply(name, "cold water and")
+    assert text_of(await pending) == "cold water and"
 
 
 async def test_a_later_attempt_never_repeats_a_token(scene: Scene) -> None:
-    tokens = scene.model.encode("the river ran down the mountain")
-    pending = start_request(scene, chat(stream=True))
-    request = await scene.next_request()
-    name = request.request_id
+    tokens = scene.model.encode(RIVER)
+    pending, name = await started(scene, chat(stream=True))
     scene.emit(name, tokens[:3])
     scene.start_attempt(name, 2)
     scene.emit(name, [9, 9, 9], first=3)  # the lost worker, too late
     scene.end(name)  # and its end
     scene.emit(name, tokens[:5], attempt=2, worker="w2")
     scene.emit(name, tokens[5:], first=5, attempt=2, worker="w2")
-    scene.end(name, attempt=2)
+    scene.end(name, attempt=2, reason="stop")
+    scene.emit_text(name, " again", first=len(tokens), attempt=2)  # after the end, before the answer is written
     response = await pending
-    assert text_of(response) == "the river ran down the mountain"
-    assert events(response)[-2]["forebay"] == {"request_id": name, "worker": "w2", "rank": 0, "attempts": 2}
+    assert text_of(response) == RIVER
+    last = events(response)[-2]
+    assert last["choices"][0]["finish_reason"] == "stop"
+    assert last["forebay"] == {"request_id": name, "worker": "w2", "rank": 0, "attempts": 2}
 
 
 async def test_a_submission_has_the_offset_where_its_response_can_begin(scene: Scene) -> None:
     """A later attempt need not read earlier records of the slot."""
-    pending = start_request(scene, chat())
-    first = await scene.next_request()
-    assert first.reply_from == 0
-    scene.reply(first.request_id, " one")
-    await pending
-    await until(lambda: scene.ingress.replies.position == 2)
-    again = start_request(scene, chat())
-    second = await scene.next_request()
-    assert second.reply_from == scene.log.next_offset("tokens", 4) == 2
-    scene.reply(second.request_id, " two")
-    assert (await again).status_code == 200
+    for offset in (0, 2):
+        pending = scene.start(CHAT, chat())
+        request = await scene.next_request()
+        assert request.reply_from == scene.log.next_offset("tokens", 4) == offset
+        scene.reply(request.request_id, " one")
+        assert (await pending).status_code == 200
+        await until(lambda: scene.ingress.replies.position == offset + 2)  # noqa: B023 - awaited here
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_missing_tokens_are_an_error(scene: Scene, stream: bool) -> None:
-    tokens = scene.model.encode("the river ran down the mountain")
-    pending = start_request(scene, chat(stream=stream))
-    name = (await scene.next_request()).request_id
+    tokens = scene.model.encode(RIVER)
+    pending, name = await started(scene, chat(stream=stream))
     scene.emit(name, tokens[:2])
     scene.emit(name, tokens[3:], first=3)
     scene.end(name, output=len(tokens))
     response = await pending
-    error = events(response)[-1]["error"] if stream else response.json()["error"]
-    assert (error["code"], error["message"]) == (
-        "tokens_missing",
-        "output tokens after the first 2 were lost; send the request again",
-    )
+    found = events(response)[-1]["error"] if stream else response.json()["error"]
+    message = "output tokens after the first 2 were lost; send the request again"
+    assert (found["code"], found["message"]) == ("tokens_missing", message)
     assert response.status_code == (200 if stream else 502)
     assert (await scene.cancelled()).request_id == name
 
@@ -190,12 +191,10 @@ async def test_missing_tokens_are_an_error(scene: Scene, stream: bool) -> None:
     [(503, "no_workers"), (503, "busy"), (503, "no_eligible_worker"), (429, "queue_full"), (404, "unknown_worker")],
 )
 async def test_a_rejection_is_a_real_http_status(scene: Scene, status: int, code: str, stream: bool) -> None:
-    pending = start_request(scene, chat(stream=stream))
-    request = await scene.next_request()
-    scene.refuse(request.request_id, status, code)
+    pending, name = await started(scene, chat(stream=stream))
+    scene.refuse(name, status, code)
     response = await pending
-    assert response.status_code == status
-    assert response.json()["error"]["code"] == code
+    assert error(response) == (status, code)
     later = status != 404
     assert response.headers.get("retry-after") == ("1" if later else None)
     assert scene.metric(f'forebay_ingress_refused_total{{code="{code}"}} 1.0')
@@ -204,10 +203,9 @@ async def test_a_rejection_is_a_real_http_status(scene: Scene, status: int, code
 
 
 async def test_an_error_within_a_stream_is_its_last_event(scene: Scene) -> None:
-    pending = start_request(scene, chat(stream=True))
-    request = await scene.next_request()
-    scene.emit_text(request.request_id, " one")
-    scene.refuse(request.request_id, 503, "workers_lost", attempt=1)
+    pending, name = await started(scene, chat(stream=True))
+    scene.emit_text(name, " one")
+    scene.refuse(name, 503, "workers_lost", attempt=1)
     response = await pending
     assert response.status_code == 200
     assert events(response)[-1]["error"]["code"] == "workers_lost"
@@ -215,20 +213,19 @@ async def test_an_error_within_a_stream_is_its_last_event(scene: Scene) -> None:
 
 
 async def test_a_request_without_a_response_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_module, "GRACE_S", 0.2)
+    monkeypatch.setattr("forebay.ingress.http.response.GRACE_S", 0.2)
     async with make_scene(timeout_s=0.001) as scene:
-        pending = start_request(scene, chat())
+        pending = scene.start(CHAT, chat())
         request = await scene.next_request()
         assert request.timeout_us == 1_000
-        response = await pending
-        assert error(response) == (504, "deadline_exceeded")
+        assert error(await pending) == (504, "deadline_exceeded")
         assert (await scene.cancelled()).request_id == request.request_id
 
 
 @pytest.mark.parametrize("second", [chat(), chat(max_tokens=3)], ids=["same body", "another body"])
 async def test_clients_may_use_an_id_for_several_requests(scene: Scene, second: dict[str, Any]) -> None:
     """A unique id on the log begins with the id of the client, which the response repeats as a header."""
-    pending = [start_request(scene, body, **{"x-request-id": "mine-1"}) for body in (chat(), second)]
+    pending = [scene.start(CHAT, body, **{"x-request-id": "mine-1"}) for body in (chat(), second)]
     requests = [await scene.next_request() for _ in pending]
     assert len({request.request_id for request in requests}) == 2
     assert {client_id_of(request.request_id) for request in requests} == {"mine-1"}
@@ -242,11 +239,11 @@ async def test_clients_may_use_an_id_for_several_requests(scene: Scene, second: 
 
 async def test_no_client_can_choose_the_id_of_a_response(scene: Scene) -> None:
     """Otherwise `explain` would show another request instead of the one with this id on the log."""
-    pending = start_request(scene, chat())
+    pending = scene.start(CHAT, chat())
     request = await scene.next_request()
     assert REQUEST_ID.fullmatch(request.request_id) is None
     for name in (request.request_id, "no spaces, please"):
-        refused = await start_request(scene, chat(), **{"x-request-id": name})
+        refused = await scene.start(CHAT, chat(), **{"x-request-id": name})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-request-id")
     scene.reply(request.request_id, " a")
     assert (await pending).json()["id"] == request.request_id
@@ -254,23 +251,19 @@ async def test_no_client_can_choose_the_id_of_a_response(scene: Scene) -> None:
 
 
 async def test_undecodable_records_of_the_slot_are_counted_and_skipped(scene: Scene) -> None:
-    pending = start_request(scene, chat())
-    request = await scene.next_request()
+    pending, name = await started(scene, chat())
     scene.log.append_soon([Draft("tokens", 4, b"\xff")])
-    scene.emit_text("nobody-knows", " a")
-    scene.end("nobody-knows")
-    scene.reply(request.request_id, " a")
+    scene.reply("nobody-knows", " a")
+    scene.reply(name, " a")
     assert (await pending).status_code == 200
     assert scene.metric("forebay_ingress_undecodable_total 1.0")
 
 
 async def test_a_failed_commit_is_a_503_for_all_requests_in_flight(scene: Scene) -> None:
-    waiting = start_request(scene, chat())
-    await scene.next_request()
+    waiting, _ = await started(scene, chat())
     scene.fail_commits()
-    for pending in (start_request(scene, chat()), waiting):
-        response = await pending
-        assert error(response) == (503, "log_unavailable")
+    for pending in (scene.start(CHAT, chat()), waiting):
+        assert error(await pending) == (503, "log_unavailable")
     assert scene.log.failure is not None
     assert not len(scene.ingress.replies)
 
@@ -278,19 +271,15 @@ async def test_a_failed_commit_is_a_503_for_all_requests_in_flight(scene: Scene)
 async def test_a_stalled_client_is_dropped_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay.ingress.http.response.GRACE_S", 0.01)
     async with make_scene(timeout_s=0.01) as scene:
-        body = json.dumps(chat(stream=True)).encode()
+        incoming = [{"type": "http.request", "body": json.dumps(chat(stream=True)).encode(), "more_body": False}]
 
         async def receive() -> dict[str, Any]:
-            if incoming:
-                return incoming.pop()
-            return await asyncio.Future()
+            return incoming.pop() if incoming else await asyncio.Future()
 
         async def send(_: Any) -> None:
             await asyncio.Future()
 
-        incoming = [{"type": "http.request", "body": body, "more_body": False}]
-        scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": []}
-        serving = asyncio.create_task(scene.app(scope, receive, send))
+        serving = asyncio.create_task(scene.app(asgi_scope(CHAT), receive, send))
         scene.emit_text((await scene.next_request()).request_id, " one")
         await serving
         assert (await scene.cancelled()).reason == "deadline"
@@ -299,35 +288,38 @@ async def test_a_stalled_client_is_dropped_after_the_deadline(monkeypatch: pytes
 
 
 async def test_openai_client(scene: Scene) -> None:
+    hello: Any = HELLO
     async with scene.openai_client() as client:
         assert [model.id async for model in await client.models.list()] == [NAME]
-        pending = asyncio.create_task(
-            client.chat.completions.create(
-                model=NAME, messages=[{"role": "user", "content": "hi"}], max_completion_tokens=4, stream=True
-            )
-        )
+        create = client.chat.completions.create(model=NAME, messages=hello, max_completion_tokens=4, stream=True)
+        pending = asyncio.create_task(create)
         request = await scene.next_request()
         assert request.sampling.max_tokens == 4
         scene.emit_text(request.request_id, " good")
         stream = await pending
         scene.emit_text(request.request_id, " day", first=1)
         scene.end(request.request_id)
-        output = [chunk.choices[0].delta.content or "" async for chunk in stream]
-        assert "".join(output) == " good day"
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == " good day"
         with pytest.raises(openai.NotFoundError):
-            await client.chat.completions.create(model="other", messages=[{"role": "user", "content": "hi"}])
+            await client.chat.completions.create(model="other", messages=hello)
+        choices = asyncio.create_task(client.completions.create(model=NAME, prompt=[[5, 6], [7]], n=2, max_tokens=3))
+        for word, part in zip(WORDS, await submitted(scene, 4), strict=True):
+            scene.reply(part.request_id, word)
+        assert [one.text for one in (await choices).choices] == [*WORDS]
+        with pytest.raises(openai.BadRequestError, match="n: "):
+            await client.completions.create(model=NAME, prompt="a", n=1000)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_disconnect_cancels_the_request(scene: Scene, stream: bool) -> None:
-    async with scene.served() as (port, _):
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-        body = json.dumps(chat(stream=stream)).encode()
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-        request = await scene.next_request()
-        writer.close()
-        assert (await scene.cancelled()).request_id == request.request_id
+@pytest.mark.parametrize("body", [text(stream=True), text(stream=False), text(prompt=["a", "b"])])
+async def test_a_disconnect_cancels_the_request(scene: Scene, body: dict[str, Any]) -> None:
+    async with scene.http_client() as (client, _):
+        leaving = asyncio.create_task(client.post(TEXT, json=body))
+        count = len(body["prompt"]) if isinstance(body["prompt"], list) else 1
+        requests = {(await scene.next_request()).request_id for _ in range(count)}
+        leaving.cancel()
+        await until(lambda: len(scene.requests(RequestCancelled)) == count)
+        assert {one.request_id for one in scene.requests(RequestCancelled)} == requests
+        assert {one.reason for one in scene.requests(RequestCancelled)} == {"client disconnected"}
         await until(lambda: not len(scene.ingress.replies))
         assert scene.metric("dynamo_frontend_disconnected_clients")
 
@@ -336,66 +328,54 @@ PREFILLED = PrefilledBy(worker_id="p1", rank=2, transferred_bytes=4_096, transfe
 PREFILL = {"worker": "p1", "rank": 2, "transferred_bytes": 4_096, "transfer_ms": 1.5}
 
 
-def start_text(scene: Scene, **changes: Any) -> "asyncio.Task[httpx.Response]":
-    body = {"model": NAME, "prompt": "Once", "max_tokens": 9, "nvext": {"extra_fields": ["worker_id"]}, **changes}
-    return scene.start("/v1/completions", body)
+def named_text(**changes: Any) -> dict[str, Any]:
+    return text(prompt="Once", nvext={"extra_fields": ["worker_id"]}, **changes)
 
 
-def last_of(response: httpx.Response, *, stream: bool) -> Any:
-    return next(one for one in events(response) if "forebay" in one) if stream else response.json()
-
-
-def worker_ids(prefill: str, prefill_rank: int, decode: str) -> dict[str, Any]:
-    return {
-        "prefill_worker_id": prefill, "prefill_dp_rank": prefill_rank, "decode_worker_id": decode, "decode_dp_rank": 0
-    }  # fmt: skip
+def worker_ids(prefill: str, prefill_rank: int, decode_worker: str) -> dict[str, Any]:
+    ids = {"prefill_worker_id": prefill, "prefill_dp_rank": prefill_rank}
+    return {"worker_id": {**ids, "decode_worker_id": decode_worker, "decode_dp_rank": 0}}
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_disagg_responses_name_both_workers_and_the_transfer(scene: Scene, *, stream: bool) -> None:
-    pending = start_text(scene, stream=stream)
-    name = (await scene.next_request()).request_id
+    pending, name = await started(scene, named_text(stream=stream), TEXT)
     at = scene.emit(name, scene.model.encode("Once upon"), prefilled=PREFILLED)
     scene.end(name, output=scene.emit_text(name, " a time", first=at))
-    last = last_of(await pending, stream=stream)
+    last = last_of(await pending)
     assert last["forebay"] == {"request_id": name, "worker": "w1", "rank": 0, "attempts": 1, "prefill": PREFILL}
-    assert last["nvext"] == {"worker_id": worker_ids("p1", 2, "w1")}
+    assert last["nvext"] == worker_ids("p1", 2, "w1")
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_aggregated_worker_is_named_for_both_stages(scene: Scene, *, stream: bool) -> None:
-    pending = start_text(scene, stream=stream)
-    name = (await scene.next_request()).request_id
+    pending, name = await started(scene, named_text(stream=stream), TEXT)
     scene.reply(name, "Once")
-    last = last_of(await pending, stream=stream)
-    assert last["nvext"] == {"worker_id": worker_ids("w1", 0, "w1")}
+    last = last_of(await pending)
+    assert last["nvext"] == worker_ids("w1", 0, "w1")
     assert "prefill" not in last["forebay"]
 
 
 async def test_disagg_responses_ended_by_a_stop_string_name_both_workers(scene: Scene) -> None:
-    pending = start_text(scene, stop=["upon"])
-    name = (await scene.next_request()).request_id
+    pending, name = await started(scene, named_text(stop=["upon"]), TEXT)
     scene.emit(name, scene.model.encode("Once upon a time"), prefilled=PREFILLED)
-    body = (await pending).json()
-    assert body["nvext"] == {"worker_id": worker_ids("p1", 2, "w1")}
+    assert (await pending).json()["nvext"] == worker_ids("p1", 2, "w1")
 
 
 async def test_disagg_a_later_attempt_keeps_the_first_prefill_worker(scene: Scene) -> None:
-    pending = start_text(scene)
-    name = (await scene.next_request()).request_id
+    pending, name = await started(scene, named_text(), TEXT)
     at = scene.emit(name, scene.model.encode("Once"), prefilled=PREFILLED)
     scene.start_attempt(name, 2)
     scene.emit(name, [9], first=at, prefilled=PrefilledBy(worker_id="void"))
     at = scene.emit_text(name, " upon", first=at, attempt=2, worker="w2")
     scene.end(name, output=at, attempt=2)
     body = (await pending).json()
-    assert body["nvext"] == {"worker_id": worker_ids("p1", 2, "w2")}
+    assert body["nvext"] == worker_ids("p1", 2, "w2")
     assert (body["forebay"]["attempts"], body["forebay"]["prefill"]) == (2, PREFILL)
 
 
 async def test_disagg_an_attempt_without_output_does_not_name_its_prefill_worker(scene: Scene) -> None:
-    pending = start_text(scene)
-    name = (await scene.next_request()).request_id
+    pending, name = await started(scene, named_text(), TEXT)
     scene.start_attempt(name, 2)
     scene.emit(name, scene.model.encode("Never"), prefilled=PrefilledBy(worker_id="p0"))
     at = scene.emit(name, scene.model.encode("Once"), attempt=2, prefilled=PREFILLED)
@@ -403,42 +383,38 @@ async def test_disagg_an_attempt_without_output_does_not_name_its_prefill_worker
     assert (await pending).json()["forebay"]["prefill"] == PREFILL
 
 
-CHOICES = (" water", " stone", " river", " mountain")
+async def test_a_response_may_be_sent_back_as_a_message(scene: Scene) -> None:
+    pending, name = await started(scene, chat())
+    scene.reply(name, " good day")
+    message = (await pending).json()["choices"][0]["message"]
+    again = scene.start(CHAT, chat(messages=[*HELLO, message, *HELLO]))
+    request = await scene.next_request()
+    turns = [*HELLO, {"role": "assistant", "content": " good day"}, *HELLO]
+    assert unpack_u32(request.token_ids) == scene.model.encode(scene.model.render(turns))
+    scene.end(request.request_id)
+    assert (await again).status_code == 200
 
 
-def start(scene: Scene, path: str = TEXT, **changes: Any) -> "asyncio.Task[httpx.Response]":
-    body: dict[str, Any] = {"model": NAME, "max_tokens": 4, **changes}
-    if path == CHAT:
-        body["messages"] = [{"role": "user", "content": "Hello"}]
-    return asyncio.create_task(scene.client.post(path, json=body, headers={"x-request-id": "c"}))
-
-
-async def submitted(scene: Scene, count: int) -> list[RequestSubmitted]:
-    """Return the submitted requests in the order of their choices."""
-    found = [await scene.next_request() for _ in range(count)]
-    return sorted(found, key=lambda one: int(one.request_id.rpartition("-")[2]))
+# --- several choices --------------------------------------------------------------------------------------------------
 
 
 async def test_each_choice_of_each_prompt_is_a_request_and_usage_is_summed(scene: Scene) -> None:
     prompts = ["one", "two words and more"]
-    pending = start(scene, prompt=prompts, n=2, seed=7)
+    pending = scene.start(TEXT, text(prompt=prompts, n=2, seed=7), **{"x-request-id": "c"})
     requests = await submitted(scene, 4)
     (whole,) = {request.request_id.rpartition("-")[0] for request in requests}
     assert [request.request_id for request in requests] == [f"{whole}-{at}" for at in range(4)]
     assert client_id_of(whole) == "c"
-    assert [unpack_u32(one.token_ids) for one in requests] == [
-        scene.model.encode(prompt) for prompt in prompts for _ in range(2)
-    ]
+    encoded = [scene.model.encode(prompt) for prompt in prompts]
+    assert [unpack_u32(one.token_ids) for one in requests] == [tokens for tokens in encoded for _ in range(2)]
     assert [one.sampling.seed for one in requests] == [7, 8, 7, 8]
-    output = 0
-    for at in (3, 0, 2, 1):
-        output += scene.reply(requests[at].request_id, CHOICES[at], reason="stop", cached=at + 1)
+    output = sum(scene.reply(requests[at].request_id, WORDS[at], reason="stop", cached=at + 1) for at in (3, 0, 2, 1))
     body = (await pending).json()
     assert body["id"] == whole
     assert [(one["index"], one["text"], one["finish_reason"]) for one in body["choices"]] == [
-        (at, CHOICES[at], "stop") for at in range(4)
+        (at, WORDS[at], "stop") for at in range(4)
     ]
-    tokens = sum(len(scene.model.encode(prompt)) for prompt in prompts)
+    tokens = sum(map(len, encoded))
     assert body["usage"] == {
         "prompt_tokens": tokens,
         "completion_tokens": output,
@@ -451,7 +427,7 @@ async def test_each_choice_of_each_prompt_is_a_request_and_usage_is_summed(scene
 
 
 async def test_a_stream_interleaves_the_choices(scene: Scene) -> None:
-    pending = start(scene, CHAT, n=2, stream=True, stream_options={"include_usage": True})
+    pending = scene.start(CHAT, chat(n=2, stream=True, stream_options={"include_usage": True}))
     first, second = await submitted(scene, 2)
     at = scene.emit_text(first.request_id, " water")
     output = scene.reply(second.request_id, " stone", reason="stop")
@@ -461,37 +437,31 @@ async def test_a_stream_interleaves_the_choices(scene: Scene) -> None:
     assert response.headers["x-forebay-worker"] == "w1"
     *chunks, usage, done = events(response)
     choices = [chunk["choices"][0] for chunk in chunks]
-    content = ["", ""]
-    for choice in choices:
-        content[choice["index"]] += choice["delta"].get("content", "")
-    assert content == [" water river", " stone"]
+    assert [text_of(response, choice) for choice in range(2)] == [" water river", " stone"]
     assert [one["index"] for one in choices if one["delta"].get("role")] == [0, 1]
-    assert sorted((one["index"], one["finish_reason"]) for one in choices if one["finish_reason"]) == [
-        (0, "length"), (1, "stop"),
-    ]  # fmt: skip
+    ends = sorted((one["index"], one["finish_reason"]) for one in choices if one["finish_reason"])
+    assert ends == [(0, "length"), (1, "stop")]
     assert [one["index"] for one in choices].index(1) < len(choices) - 1
     assert (usage["choices"], usage["usage"]["completion_tokens"], done) == ([], at + output, "[DONE]")
     assert {chunk["id"] for chunk in chunks} == {first.request_id.removesuffix("-0")}
 
 
 async def test_a_choice_that_stops_is_cancelled_and_the_others_continue(scene: Scene) -> None:
-    pending = start(scene, CHAT, n=2, stop="stone")
+    pending = scene.start(CHAT, chat(n=2, stop="stone"))
     first, second = await submitted(scene, 2)
     scene.emit_text(first.request_id, " water stone river")
     cancelled = await scene.cancelled()
     assert (cancelled.request_id, cancelled.reason) == (first.request_id, "stop")
-    scene.reply(second.request_id, " river", reason="length")
+    scene.reply(second.request_id, " river")
     choices = (await pending).json()["choices"]
-    assert [(one["message"]["content"], one["finish_reason"]) for one in choices] == [
-        (" water ", "stop"),
-        (" river", "length"),
-    ]
+    found = [(one["message"]["content"], one["finish_reason"]) for one in choices]
+    assert found == [(" water ", "stop"), (" river", "length")]
     assert len(scene.requests(RequestCancelled)) == 1
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_the_failure_of_a_choice_fails_the_request(scene: Scene, stream: bool) -> None:
-    pending = start(scene, CHAT, n=3, stream=stream)
+    pending = scene.start(CHAT, chat(n=3, stream=stream), **{"x-request-id": "c"})
     requests = await submitted(scene, 3)
     scene.refuse(requests[1].request_id, 429, "queue_full")
     response = await pending
@@ -502,46 +472,36 @@ async def test_the_failure_of_a_choice_fails_the_request(scene: Scene, stream: b
     assert scene.ingress.admission.in_flight == 0
 
 
-async def test_a_failure_in_a_stream_is_its_last_event(scene: Scene) -> None:
-    pending = start(scene, CHAT, n=2, stream=True)
+async def test_the_failure_of_a_choice_in_a_stream_is_its_last_event(scene: Scene) -> None:
+    pending = scene.start(CHAT, chat(n=2, stream=True))
     first, second = await submitted(scene, 2)
     scene.emit_text(first.request_id, " water")
     await until(lambda: scene.metric(f'dynamo_frontend_time_to_first_token_seconds_count{{model="{NAME}"}} 1.0'))
     scene.refuse(second.request_id, 502, "worker_lost")
-    *_, last = events(await pending)
-    assert last["error"]["code"] == "worker_lost"
-
-
-class LateAcknowledgement:
-    """A log that acknowledges an append only after `event` is set."""
-
-    def __init__(self, log: Any, event: asyncio.Event) -> None:
-        self._log = log
-        self._event = event
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._log, name)
-
-    async def append(self, drafts: Any) -> list[int]:
-        offsets: list[int] = await self._log.append(drafts)
-        await self._event.wait()
-        return offsets
+    assert events(await pending)[-1]["error"]["code"] == "worker_lost"
 
 
 @pytest.mark.parametrize("rejects", [True, False])
-async def test_a_reply_may_arrive_before_the_append_is_acknowledged(rejects: bool) -> None:
-    acknowledged = asyncio.Event()
-    async with make_scene(wrap=lambda log: LateAcknowledgement(log, acknowledged)) as scene:
-        pending = start(scene, prompt=["a", "b"])
-        requests = await submitted(scene, 2)
-        for request in requests:
-            if rejects:
-                scene.refuse(request.request_id, 429, "pool_full")
-            else:
-                scene.reply(request.request_id, " water")
-        await until(lambda: scene.ingress.replies.position == (2 if rejects else 4))
-        acknowledged.set()
-        response = await pending
+async def test_a_reply_may_arrive_before_the_append_is_acknowledged(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, rejects: bool
+) -> None:
+    acknowledged, append = asyncio.Event(), scene.log.append
+
+    async def append_late(drafts: Any) -> list[int]:
+        offsets = await append(drafts)
+        await acknowledged.wait()
+        return offsets
+
+    monkeypatch.setattr(scene.log, "append", append_late)
+    pending = scene.start(TEXT, text(prompt=["a", "b"]))
+    for request in await submitted(scene, 2):
+        if rejects:
+            scene.refuse(request.request_id, 429, "pool_full")
+        else:
+            scene.reply(request.request_id, " water")
+    await until(lambda: scene.ingress.replies.position == (2 if rejects else 4))
+    acknowledged.set()
+    response = await pending
     if rejects:
         assert error(response) == (429, "pool_full")
     else:
@@ -554,6 +514,8 @@ async def test_output_that_a_client_does_not_read_waits_in_the_streams(
     monkeypatch.setattr("forebay.ingress.http.response.OBJECTS_MAX", 2)
     sent: list[bytes] = []
     reads = asyncio.Event()
+    body = text(prompt=["a", "b"], max_tokens=90, stream=True)
+    bodies = [{"type": "http.request", "body": json.dumps(body).encode()}]
 
     async def send(message: Any) -> None:
         sent.append(message.get("body", b""))
@@ -563,11 +525,7 @@ async def test_output_that_a_client_does_not_read_waits_in_the_streams(
     async def receive() -> Any:
         return bodies.pop() if bodies else await asyncio.Event().wait()
 
-    body = {"model": NAME, "prompt": ["a", "b"], "max_tokens": 90, "stream": True}
-    bodies = [{"type": "http.request", "body": json.dumps(body).encode()}]
-    scope = {"type": "http", "method": "POST", "path": TEXT, "query_string": b"", "http_version": "1.1"}
-    headers = [(b"host", b"test"), (b"content-type", b"application/json")]
-    serving = asyncio.create_task(scene.app({**scope, "headers": headers}, receive, send))
+    serving = asyncio.create_task(scene.app({**asgi_scope(TEXT), "http_version": "1.1"}, receive, send))
     requests = await submitted(scene, 2)
     for word in range(40):
         for request in requests:
@@ -587,11 +545,10 @@ async def test_output_that_a_client_does_not_read_waits_in_the_streams(
 
 async def test_every_choice_counts_for_admission(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "IN_FLIGHT_MAX", 3)
-    response = await start(scene, prompt="a", n=4)
-    assert error(response) == (503, "overloaded")
-    pending = start(scene, prompt="a", n=3)
+    assert error(await scene.start(TEXT, text(n=4))) == (503, "overloaded")
+    pending = scene.start(TEXT, text(n=3))
     requests = await submitted(scene, 3)
-    assert (await start(scene, prompt="a")).status_code == 503
+    assert (await scene.start(TEXT, text())).status_code == 503
     for request in requests:
         scene.reply(request.request_id, " water")
     assert (await pending).status_code == 200
@@ -602,16 +559,15 @@ async def test_every_choice_counts_for_admission(scene: Scene, monkeypatch: pyte
 @pytest.mark.parametrize("as_tokens", [True, False])
 async def test_echo_begins_with_the_prompt(scene: Scene, stream: bool, as_tokens: bool) -> None:
     prompt = scene.model.encode("Once upon") if as_tokens else "Once upon"
-    pending = start(scene, prompt=prompt, echo=True, stream=stream, stop="upon")
-    request = await scene.next_request()
-    scene.reply(request.request_id, " a time")
+    pending, name = await started(scene, text(prompt=prompt, echo=True, stream=stream, stop="upon"), TEXT)
+    scene.reply(name, " a time")
     response = await pending
-    chunks = [one for one in events(response) if one != "[DONE]"] if stream else [response.json()]
+    chunks = events(response)[:-1] if stream else [response.json()]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Once upon a time"
 
 
 async def test_the_kafka_api_sends_the_object_of_http(scene: Scene) -> None:
-    body = {"model": NAME, "prompt": ["a", "b"], "max_tokens": 4, "stop": "river"}
+    body = text(prompt=["a", "b"], stop="river")
     pending = scene.start(TEXT, body)
     requests = await submitted(scene, 2)
     scene.emit_text(requests[1].request_id, " stone river")
@@ -622,34 +578,10 @@ async def test_the_kafka_api_sends_the_object_of_http(scene: Scene) -> None:
     fold = scene.ingress.fold(same, parsed, prepared, created_s=given["created"])
     response = RecordResponse(WindowEntry(0, 0), ReplyAddress(same, ""), fold, scene.ingress)
     waiting = {one.request_id: PendingRequest(one.request_id, response, at, one) for at, one in enumerate(requests)}
-    pieces = [
+    (whole,) = [
         piece
         for record in scene.log.records(TOKENS.name, SLOT, 0, 1000)
         for changed in apply(waiting, decode(TOKENS, record.value), NAME)
         for piece in response.step(changed)
     ]
-    (whole,) = pieces
     assert (whole.last, msgspec.json.decode(whole.value)) == (True, given)
-
-
-async def test_unmodified_clients_get_every_choice(scene: Scene) -> None:
-    async with scene.openai_client() as client:
-        pending = asyncio.create_task(client.completions.create(model=NAME, prompt=[[5, 6], [7]], n=2, max_tokens=3))
-        for at, request in enumerate(await submitted(scene, 4)):
-            scene.reply(request.request_id, CHOICES[at])
-        assert [one.text for one in (await pending).choices] == [*CHOICES]
-        with pytest.raises(openai.BadRequestError, match="n: "):
-            await client.completions.create(model=NAME, prompt="a", n=1000)
-
-
-async def test_a_response_may_be_sent_back_as_a_message(scene: Scene) -> None:
-    pending = scene.start(CHAT, chat())
-    request = await scene.next_request()
-    scene.reply(request.request_id, " good day")
-    message = (await pending).json()["choices"][0]["message"]
-    again = scene.start(CHAT, chat(messages=[*HELLO, message, *HELLO]))
-    request = await scene.next_request()
-    turns = [*HELLO, {"role": "assistant", "content": " good day"}, *HELLO]
-    assert unpack_u32(request.token_ids) == scene.model.encode(scene.model.render(turns))
-    scene.end(request.request_id)
-    assert (await again).status_code == 200

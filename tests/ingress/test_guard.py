@@ -2,13 +2,13 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 from starlette.routing import Route
 
 from forebay.events.topics import CONTROL, REQUESTS
@@ -16,21 +16,25 @@ from forebay.ingress.errors import Unusable
 from forebay.ingress.http.app import build_app
 from forebay.ingress.http.guards import PAGES, UNCHECKED, allowed_hosts, allowed_origins, requires_api_key
 from forebay.ingress.served import OneModel
-from tests.ingress.conftest import ADMIN_TOKEN, HEADERS, NAME, Scene, make_scene
+from tests.ingress.conftest import (
+    ADMIN_TOKEN,
+    CHAT,
+    EMBED,
+    HEADERS,
+    MODULE_LOOP,
+    NAME,
+    ROUTE,
+    TEXT,
+    Scene,
+    client_of,
+    error,
+    make_scene,
+    text,
+)
 
 PUBLIC = {
-    "/docs/{name}",
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/embeddings",
-    "/v1/models",
-    "/v1/models/{name:path}",
-    "/v1/requests/{request_id:path}/explain",
-    "/v1/route",
-    "/v1/status",
-    "/tokenize",
-    "/detokenize",
-    "/version",
+    *("/docs/{name}", CHAT, TEXT, EMBED, ROUTE, "/v1/models", "/v1/models/{name:path}", "/v1/status", "/version"),
+    *("/v1/requests/{request_id:path}/explain", "/tokenize", "/detokenize"),
 }
 BODY = {"model": NAME, "prompt": "a", "input": "a", "lora_name": "x", "lora_path": "/x", "action": "pause"}
 KEYS = ("first-key", "second-key")
@@ -52,21 +56,15 @@ def admin_token() -> str:
     return ADMIN_TOKEN
 
 
-def operations(scene: Scene) -> list[tuple[str, str]]:
-    """Return method and path of each route except probes and documentation."""
+def operations(scene: Scene, *, checked: bool = True) -> list[tuple[str, str]]:
+    """Return method and path of each route; `checked` omits probes and documentation."""
     found = []
     for route in scene.app.routes:
         assert isinstance(route, Route), f"{route} has no path that this test could ask"
-        if route.path not in UNCHECKED | PAGES:
+        if not checked or route.path not in UNCHECKED | PAGES:
             found += [(method, route.path) for method in sorted(route.methods or ())]
     assert len(found) >= len(PUBLIC)
     return found
-
-
-def all_operations(scene: Scene) -> list[tuple[str, str]]:
-    """Return method and concrete path of all routes."""
-    routes = [route for route in scene.app.routes if isinstance(route, Route)]
-    return [(method, concrete(one.path)) for one in routes for method in sorted(one.methods or ())]
 
 
 def concrete(path: str) -> str:
@@ -79,22 +77,14 @@ def is_untouched(scene: Scene) -> bool:
     return not any(list(scene.log.records(topic.name, 0, 0, 10)) for topic in (REQUESTS, CONTROL))
 
 
-@asynccontextmanager
-async def over_tcp(scene: Scene) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
-    """Yield a client of a real HTTP server that sends only the given headers."""
-    async with scene.served() as (port, _), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as made:
-        yield made, port
-
-
 async def test_web_pages_are_rejected_on_every_route(scene: Scene) -> None:
-    async with over_tcp(scene) as (client, port):
+    async with scene.http_client() as (client, _):
         for method, path in operations(scene):
             for origin in FOREIGN:
-                headers = {**HEADERS, "origin": origin.format(port=port), "content-type": "text/plain"}
+                headers = {**HEADERS, "origin": origin.format(port=client.base_url.port), "content-type": "text/plain"}
                 response = await client.request(method, concrete(path), json=BODY, headers=headers)
-                error = response.json()["error"]
-                assert (response.status_code, error["code"]) == (403, "foreign_origin"), (method, path, origin)
-                assert set(error) == {"message", "type", "param", "code"}
+                assert error(response) == (403, "foreign_origin"), (method, path, origin)
+                assert set(response.json()["error"]) == {"message", "type", "param", "code"}
             for site in ("cross-site", "same-site"):
                 response = await client.request(method, concrete(path), json=BODY, headers={"sec-fetch-site": site})
                 assert (response.status_code, method, path) == (403, method, path)
@@ -105,17 +95,17 @@ async def test_web_pages_are_rejected_on_every_route(scene: Scene) -> None:
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
 async def test_a_body_must_be_declared_as_json(scene: Scene, kind: str | None) -> None:
-    async with over_tcp(scene) as (client, _):
+    async with scene.http_client() as (client, _):
         changing = [(method, path) for method, path in operations(scene) if method != "GET"]
         for method, path in changing:
             headers = {"authorization": HEADERS["authorization"], **({} if kind is None else {"content-type": kind})}
             response = await client.request(method, concrete(path), content=b'{"model": "x"}', headers=headers)
-            assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_media_type"), path
+            assert error(response) == (415, "unsupported_media_type"), path
     assert is_untouched(scene)
 
 
 async def test_the_admin_api_requires_its_token(scene: Scene) -> None:
-    async with over_tcp(scene) as (client, _):
+    async with scene.http_client() as (client, _):
         admin = [(method, path) for method, path in operations(scene) if path not in PUBLIC]
         assert len({path for _, path in admin}) >= 12
         for method, path in admin:
@@ -132,7 +122,7 @@ async def test_the_admin_api_requires_its_token(scene: Scene) -> None:
 async def test_without_a_token_there_is_no_admin_api() -> None:
     async with make_scene(admin_token=ADMIN_TOKEN) as scene:
         admin = [(method, path) for method, path in operations(scene) if path not in PUBLIC]
-    async with make_scene(admin_token="") as scene:
+    async with make_scene() as scene:
         assert {path for _, path in operations(scene)} == PUBLIC
         for method, path in admin:
             for token in ("", ADMIN_TOKEN):
@@ -152,13 +142,14 @@ async def test_without_a_token_there_is_no_admin_api() -> None:
         {"sec-fetch-site": "none"},
     ],
 )
-async def test_clients_and_pages_of_the_same_origin_are_served(scene: Scene, headers: dict[str, str]) -> None:
-    response = await scene.client.post("/v1/completions", json={"model": "other", "prompt": "a"}, headers=headers)
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+@MODULE_LOOP
+async def test_clients_and_pages_of_the_same_origin_are_served(shared_scene: Scene, headers: dict[str, str]) -> None:
+    response = await shared_scene.client.post(TEXT, json=text(model="other"), headers=headers)
+    assert error(response) == (404, "model_not_found")
 
 
 async def test_a_command_without_a_body_needs_no_content_type(scene: Scene) -> None:
-    async with over_tcp(scene) as (client, _):
+    async with scene.http_client() as (client, _):
         response = await client.post("/sleep?level=9", headers={"authorization": HEADERS["authorization"]})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "level")
 
@@ -179,15 +170,12 @@ async def test_a_command_without_a_body_needs_no_content_type(scene: Scene) -> N
         (("::ffff:127.0.0.1", "::ffff:127.0.0.1"), (), ("localhost",), ("any.example",)),
     ],
 )
+@MODULE_LOOP
 async def test_an_unknown_host_is_rejected(
-    scene: Scene,
-    listening: tuple[str, str],
-    names: tuple[str, ...],
-    served: tuple[str, ...],
-    refused: tuple[str, ...],
+    shared_scene: Scene, listening: tuple[str, str], names: Sequence[str], served: Sequence[str], refused: Sequence[str]
 ) -> None:
-    app = build_app(OneModel(scene.ingress), scene.registry, hosts=allowed_hosts(*listening, names))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+    app = build_app(OneModel(shared_scene.ingress), shared_scene.registry, hosts=allowed_hosts(*listening, names))
+    async with client_of(app) as client:
         for header in served:
             assert (await client.get("/v1/models", headers={"host": header})).status_code == 200, header
         for header in refused:
@@ -195,9 +183,8 @@ async def test_an_unknown_host_is_rejected(
             sent = {"host": header, "origin": f"http://{header}", "sec-fetch-site": "same-origin"}
             for path in ("/v1/models", *PAGES, "/nothing"):
                 response = await client.get(path, headers=sent)
-                error = response.json()["error"]
-                assert (response.status_code, error["code"]) == (403, "host_not_allowed"), header
-                assert "--allow-host" in error["message"]
+                assert error(response) == (403, "host_not_allowed"), header
+                assert "--allow-host" in response.json()["error"]["message"]
             for path in UNCHECKED:
                 assert (await client.get(path, headers=sent)).status_code == 200
         both = [("host", "localhost"), ("host", refused[0] if refused else "x")]
@@ -210,8 +197,9 @@ def test_an_allowed_host_is_a_name_or_an_address(name: str) -> None:
         allowed_hosts("127.0.0.1", "127.0.0.1", [name])
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def keyed() -> AsyncIterator[Scene]:
+    """Yield a scene with API keys, whose client has none."""
     async with make_scene(api_keys=KEYS, admin_token=ADMIN_TOKEN) as made:
         del made.client.headers["authorization"]
         yield made
@@ -225,30 +213,33 @@ async def status(scene: Scene, method: str, path: str, key: str | None) -> tuple
     return response.status_code, (response.json().get("error") or {}).get("code", "") if is_json else ""
 
 
+@MODULE_LOOP
 async def test_every_route_is_open_or_requires_a_key_or_the_admin_token(keyed: Scene) -> None:
     found: dict[str, set[str]] = {"open": set(), "key": set(), "admin": set()}
-    for method, path in all_operations(keyed):
-        code = (await status(keyed, method, path, None))[1]
-        found[{"invalid_api_key": "key", "admin_token_missing": "admin"}.get(code, "open")].add(path)
+    for method, path in operations(keyed, checked=False):
+        code = (await status(keyed, method, concrete(path), None))[1]
+        found[{"invalid_api_key": "key", "admin_token_missing": "admin"}.get(code, "open")].add(concrete(path))
     assert found["open"] <= OPEN
-    assert found["key"] >= {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/v1/route"}
+    assert found["key"] >= {CHAT, TEXT, EMBED, ROUTE, "/v1/models"}
     assert found["admin"] >= {"/v1/commands", "/v1/loras", "/v1/loras/x", "/pause", "/busy_threshold"}
     assert all(requires_api_key(path) for path in ("/tokenize", "/detokenize", "/v1/anything"))
     assert is_untouched(keyed)
 
 
+@MODULE_LOOP
 async def test_an_api_key_opens_no_admin_route_and_the_admin_token_no_other_route(keyed: Scene) -> None:
-    for method, path in all_operations(keyed):
-        if path in OPEN:
+    for method, path in operations(keyed, checked=False):
+        if concrete(path) in OPEN:
             continue
         admin = not requires_api_key(path)
         refused = (403, "admin_token_wrong") if admin else (401, "invalid_api_key")
-        assert await status(keyed, method, path, KEYS[0] if admin else ADMIN_TOKEN) == refused, path
+        assert await status(keyed, method, concrete(path), KEYS[0] if admin else ADMIN_TOKEN) == refused, path
     status_code, code = await status(keyed, "GET", "/busy_threshold", ADMIN_TOKEN)
     assert (status_code, code) == (200, "")
     assert (await status(keyed, "POST", "/v1/commands", ADMIN_TOKEN))[1] not in ("invalid_api_key", "admin_token_wrong")
 
 
+@MODULE_LOOP
 @pytest.mark.parametrize(
     "given",
     [
@@ -260,35 +251,33 @@ async def test_an_api_key_opens_no_admin_route_and_the_admin_token_no_other_rout
 )
 async def test_requests_without_a_valid_key_get_401(keyed: Scene, given: list[str]) -> None:
     headers = [(b"authorization", value.encode("latin-1")) for value in given]
+    before = keyed.refusals()
     response = await keyed.client.get("/v1/models", headers=headers)
-    error = response.json()["error"]
+    found = response.json()["error"]
     assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
-    assert (error["code"], error["type"], error["param"]) == ("invalid_api_key", "invalid_request_error", None)
+    assert (found["code"], found["type"], found["param"]) == ("invalid_api_key", "invalid_request_error", None)
     assert "first" not in response.text
-    assert keyed.metric('forebay_ingress_refused_total{code="invalid_api_key"} 1.0')
+    assert keyed.refusals() - before == {"invalid_api_key": 1}
 
 
+@MODULE_LOOP
 @pytest.mark.parametrize("given", ["Bearer first-key", "bearer second-key", "BEARER  first-key"])
 async def test_each_key_is_accepted(keyed: Scene, given: str) -> None:
     assert (await keyed.client.get("/v1/models", headers={"authorization": given})).status_code == 200
 
 
+@MODULE_LOOP
 async def test_the_openai_client_sends_its_key(keyed: Scene) -> None:
-    async with keyed.served() as (port, _):
-        for key in (KEYS[1], "wrong"):
-            client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0)
-            async with client:
-                pending = asyncio.create_task(client.completions.create(model=NAME, prompt="a"))
-                if key == "wrong":
-                    with pytest.raises(openai.AuthenticationError) as caught:
-                        await pending
-                    assert caught.value.code == "invalid_api_key"
-                else:
-                    request = await keyed.next_request()
-                    keyed.reply(request.request_id, " b")
-                    assert (await pending).choices[0].text == " b"
+    async with keyed.openai_client(KEYS[1]) as client:
+        pending = asyncio.create_task(client.completions.create(model=NAME, prompt="a"))
+        keyed.reply((await keyed.next_request()).request_id, " b")
+        assert (await pending).choices[0].text == " b"
+    async with keyed.openai_client("wrong") as client:
+        with pytest.raises(openai.AuthenticationError, match="401"):
+            await client.completions.create(model=NAME, prompt="a")
 
 
+@MODULE_LOOP
 async def test_the_document_names_the_key(keyed: Scene) -> None:
     whole = (await keyed.client.get("/openapi.json")).json()
     assert "ApiKey" in whole["components"]["securitySchemes"]
@@ -298,6 +287,7 @@ async def test_the_document_names_the_key(keyed: Scene) -> None:
             assert not requires_api_key(path) or "401" in operation["responses"]
 
 
+@MODULE_LOOP
 async def test_a_key_is_no_part_of_settings_and_logs(keyed: Scene, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG"):
         await status(keyed, "GET", "/v1/models", KEYS[0])
@@ -311,13 +301,18 @@ async def test_the_admin_token_must_differ_from_the_keys() -> None:
             pass
 
 
+ASKED = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-stainless-lang"}
+
+
 def preflight(origin: str) -> dict[str, str]:
-    return {
-        "origin": origin,
-        "access-control-request-method": "POST",
-        "access-control-request-headers": "authorization,content-type,x-stainless-lang",
-        "sec-fetch-site": "cross-site",
-    }
+    return {**ASKED, "origin": origin, "sec-fetch-site": "cross-site"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def paged() -> AsyncIterator[Scene]:
+    """Yield a scene that allows requests from `PAGE`."""
+    async with make_scene(cors_origins=allowed_origins((PAGE,))) as made:
+        yield made
 
 
 @pytest.mark.parametrize("allowed", [PAGE, "*"])
@@ -362,18 +357,18 @@ async def test_a_page_of_an_allowed_origin_reads_responses_and_errors(allowed: s
         preflight("https://evil.example"),
     ],
 )
-async def test_other_pages_are_rejected(headers: dict[str, str]) -> None:
-    async with make_scene(cors_origins=allowed_origins((PAGE,))) as scene:
-        response = await scene.client.request("OPTIONS" if len(headers) > 2 else "GET", "/v1/models", headers=headers)
-    assert (response.status_code, response.json()["error"]["code"]) == (403, "foreign_origin")
+@MODULE_LOOP
+async def test_other_pages_are_rejected(paged: Scene, headers: dict[str, str]) -> None:
+    response = await paged.client.request("OPTIONS" if len(headers) > 2 else "GET", "/v1/models", headers=headers)
+    assert error(response) == (403, "foreign_origin")
     assert "access-control-allow-origin" not in response.headers
     assert response.headers["vary"] == "origin"
 
 
-async def test_two_origins_must_both_be_allowed() -> None:
-    async with make_scene(cors_origins=allowed_origins((PAGE,))) as scene:
-        both = httpx.Headers([("origin", "https://evil.example"), ("origin", PAGE)])
-        assert (await scene.client.get("/v1/models", headers=both)).status_code == 403
+@MODULE_LOOP
+async def test_two_origins_must_both_be_allowed(paged: Scene) -> None:
+    both = httpx.Headers([("origin", "https://evil.example"), ("origin", PAGE)])
+    assert (await paged.client.get("/v1/models", headers=both)).status_code == 403
 
 
 @pytest.mark.parametrize(

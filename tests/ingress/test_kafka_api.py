@@ -37,15 +37,7 @@ from forebay.ingress.response_fold import CompletionFold, EmbeddingFold, was_rej
 from forebay.ingress.served import OneModel
 from forebay.ingress.settings import IngressSettings
 from forebay.transport.base import Draft, Record
-from tests.ingress.conftest import (
-    CHAT,
-    HELLO,
-    NAME,
-    SLOT,
-    Scene,
-    events,
-    make_scene,
-)
+from tests.ingress.conftest import CHAT, HELLO, NAME, SLOT, Scene, events, make_scene
 from tests.system import until
 
 BODY: dict[str, Any] = {"model": NAME, "messages": HELLO}
@@ -428,11 +420,7 @@ def test_a_stream_and_a_whole_response_have_the_same_text(cuts: set[int]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("records", "code"),
-    [
-        ([emitted((0, 2), (3, 4))], "tokens_missing"),
-        ([emitted((0, 2)), FAILED], "worker_lost"),
-    ],
+    ("records", "code"), [([emitted((0, 2), (3, 4))], "tokens_missing"), ([emitted((0, 2)), FAILED], "worker_lost")]
 )
 def test_output_before_an_error_is_sent(records: list[TokenEvent], code: str) -> None:
     fold = completion(stream=True)

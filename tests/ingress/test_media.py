@@ -33,13 +33,7 @@ from forebay.ingress.openai.fields import parse
 from forebay.ingress.openai.requests import ChatBody
 from forebay.ingress.prepare import PreparedRequest
 from tests.ingress import media_model
-from tests.ingress.conftest import (
-    CHAT,
-    MODULE_LOOP,
-    NAME,
-    Scene,
-    make_scene,
-)
+from tests.ingress.conftest import CHAT, MODULE_LOOP, NAME, Scene, make_scene
 from tests.ingress.media_model import IMAGE_TOKENS, VIDEO_TOKENS
 from tests.system import until
 

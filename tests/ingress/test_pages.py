@@ -12,17 +12,7 @@ from forebay.ingress.http.guards import UNCHECKED
 from forebay.ingress.http.queries import TokenizeTextBody
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.requests import TextBody
-from tests.ingress.conftest import (
-    ADMIN_TOKEN,
-    CHAT,
-    MODULE_LOOP,
-    NAME,
-    TEXT,
-    Scene,
-    chat,
-    error,
-    make_scene,
-)
+from tests.ingress.conftest import ADMIN_TOKEN, CHAT, MODULE_LOOP, NAME, TEXT, Scene, chat, error, make_scene
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 

@@ -34,18 +34,7 @@ from forebay.ingress.openai.requests import TextBody
 from forebay.ingress.settings import IngressSettings
 from forebay.ingress.token_bytes import TokenBytes
 from tests.depth import examples
-from tests.ingress.conftest import (
-    CHAT,
-    MODULE_LOOP,
-    NAME,
-    TEXT,
-    Scene,
-    chat,
-    error,
-    events,
-    make_scene,
-    text,
-)
+from tests.ingress.conftest import CHAT, MODULE_LOOP, NAME, TEXT, Scene, chat, error, events, make_scene, text
 from tests.system import submitted
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -328,12 +317,7 @@ async def test_a_header_overrides_the_body(hinting: Scene) -> None:
         "X-Dynamo-Session-ID": "head",
     }
     assert await hinted(hinting, nvext, headers) == RoutingHints(
-        worker_id="w9",
-        rank=0,
-        session_id="head",
-        priority=-5,
-        strict_priority=4294967295,
-        policy_class="latency",
+        worker_id="w9", rank=0, session_id="head", priority=-5, strict_priority=4294967295, policy_class="latency"
     )
 
 
@@ -461,14 +445,7 @@ def test_adapter_names_must_be_unique(loras: tuple[str, ...]) -> None:
 NAMES = ["session_id", "priority", "osl", "mode", "prefill_load_scale", "allowed_worker_ids", "preferred_taints", "x"]
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(NAMES),
-            inner,
-            max_size=3,
-        )
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3),
     max_leaves=6,
 )
 HEADERS = st.dictionaries(st.sampled_from(sorted(ROUTING_HEADERS)), st.text(max_size=12), max_size=3)

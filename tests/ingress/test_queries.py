@@ -41,16 +41,7 @@ from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, request
 from tests.harness.fake_runtime import FakeRuntime
 from tests.harness.memory_log import memory_log
-from tests.ingress.conftest import (
-    CHAT,
-    HELLO,
-    NAME,
-    ROUTE,
-    TEXT,
-    Scene,
-    error,
-    make_scene,
-)
+from tests.ingress.conftest import CHAT, HELLO, NAME, ROUTE, TEXT, Scene, error, make_scene
 from tests.replay.recorder import Recorder
 from tests.system import MODEL, System, until
 

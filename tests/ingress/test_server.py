@@ -29,14 +29,7 @@ from forebay.ingress.http.server import NotListening, PortTaken, build_server, l
 from tests.harness import fork_server
 from tests.harness.fork_server import ForkedProcess
 from tests.harness.local import free_ports
-from tests.ingress.conftest import (
-    EMBED,
-    NAME,
-    TEXT,
-    Scene,
-    error,
-    make_scene,
-)
+from tests.ingress.conftest import EMBED, NAME, TEXT, Scene, error, make_scene
 from tests.system import PATIENCE_S, until
 
 ROUNDS = 2

@@ -22,13 +22,7 @@ from forebay.ingress.parsers.composer import OutputPlan
 from forebay.ingress.parsers.deltas import OutputDelta, merge_deltas
 from forebay.ingress.parsers.parsers import call_ids
 from forebay.ingress.parsers.selection import ParseOptions, ParserFactory
-from tests.ingress.conftest import (
-    CHAT,
-    NAME,
-    Scene,
-    chat,
-    make_scene,
-)
+from tests.ingress.conftest import CHAT, NAME, Scene, chat, make_scene
 
 MODEL = Model(DEFAULT_MODEL)
 CITY = {"city": "Paris"}
