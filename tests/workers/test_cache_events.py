@@ -37,7 +37,6 @@ from forebay.workers.engine import EngineBatch, PromptPrefilled, Publish
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.runtime import cache_events
 from forebay.workers.runtime.cache_events import COSTS_INTERVAL_S, CacheEvents, CostReports, StoreEvents, chains
-from forebay.workers.runtime.rank_buffer import RankBuffer
 from forebay.workers.runtime.worker import Worker
 from tests.harness.fake_runtime import FakeRuntime
 from tests.harness.faulty_log import FaultyLog
@@ -224,16 +223,6 @@ def test_costs_are_reported_at_most_once_per_interval_and_rank() -> None:
         assert len(reports.report(0, costs(prefill_us=900.0), 0)) == 1
 
 
-def test_a_duration_that_was_zero_is_reported_once_it_is_measured() -> None:
-    clock = FakeRuntime()
-    with runtime.use(clock):
-        reports = CostReports(store_spec(), 7, 0)
-        assert len(reports.report(0, costs(prefill_us=0.0), 0)) == 1
-        clock.monotonic_shift_s = COSTS_INTERVAL_S
-        assert reports.report(0, costs(prefill_us=0.0), 0) == []
-        assert len(reports.report(0, costs(prefill_us=0.1), 0)) == 1
-
-
 class StoringEngine(MockEngine):
     """Mock engine with a shared store; the test publishes its batches."""
 
@@ -298,22 +287,6 @@ async def test_the_sources_of_a_prompt_are_passed_on(scene: Scene) -> None:
         await until(lambda: scene.progress(FirstTokenEmitted) and scene.progress(PrefillFinished))
     assert [event.onboarded for event in scene.progress(FirstTokenEmitted)] == [loads]
     assert [event.onboarded for event in scene.progress(PrefillFinished)] == [loads]
-
-
-def test_a_buffer_collects_tier_events_and_keeps_changes_of_the_store_on_a_reset() -> None:
-    buffer, item = RankBuffer(0, 64), work_item("r", [1], 1)
-    loads = (OnboardedTokens(tier="disk", tokens=4),)
-    buffer.take()
-    buffer.store_changed(StoreChange(stored=(1,)))
-    buffer.tier_costs = costs()
-    buffer.reset()
-    buffer.began(item, 4, loads)
-    batch = buffer.take()
-    assert batch is not None
-    assert list(batch.store_changes) == [StoreChange(stored=(1,))]
-    assert batch.tier_costs == costs()
-    assert [first.onboarded for first in batch.first_tokens] == [loads]
-    assert buffer.take() is None
 
 
 def over(scene: Scene, *names: str) -> bool:

@@ -8,12 +8,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from forebay.events.control import Command
-from forebay.events.fleet import WorkerLost
 from forebay.events.kv import BlocksStored
 from forebay.events.media import Media
 from forebay.events.progress import FirstTokenEmitted, PrefillFinished
-from forebay.events.tokens import ResponseEnded
-from forebay.events.topics import FLEET
 from forebay.events.work import ReleaseKv
 from forebay.workers.engine import EngineError
 from forebay.workers.engines.mock.engine import MockEngine
@@ -22,7 +19,7 @@ from forebay.workers.kv_transfer.api import REASONS
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.runtime import media_feed
 from forebay.workers.runtime.metrics import Probes, WorkerMetrics
-from tests.workers.conftest import PARTITION, Scene, engine_config, until
+from tests.workers.conftest import Scene, engine_config, until
 from tests.workers.disagg import BLOCK_BYTES, PROMPT, Pair, aggregated, kv_settings, pair_of, serving, side
 from tests.workers.pictures import Memory, hashes_with, shown
 
@@ -104,20 +101,6 @@ async def test_disagg_cached_blocks_are_not_fetched(scene: Scene) -> None:
     assert [one.transferred_bytes for one in first] == [BLOCK_BYTES]
 
 
-async def test_disagg_common_prefixes_share_slots(scene: Scene) -> None:
-    async with pair(scene) as both:
-        names = ("a", "b", "c")
-        for name, tail in zip(names, ([9, 10], [11], [9, 10]), strict=True):
-            await both.compute(name, [*PROMPT[:8], *tail])
-        assert both.prefill.kv.slots.used == 4
-        assert both.prefill.engine.kept() == 3
-        for name in names:
-            await both.answer(name, await both.computed(name))
-        answers = [await both.generated(name) for name in names]
-        await both.idle()
-    assert answers[0] == answers[2] != answers[1]
-
-
 @pytest.mark.parametrize(("length", "kind"), [(8, "nixl"), (10, "nixl"), (10, "modelled")])
 async def test_disagg_kv_contains_the_media(scene: Scene, length: int, kind: str) -> None:
     prompt = list(range(1, length + 1))
@@ -163,21 +146,6 @@ async def test_a_disagg_prompt_whose_images_another_worker_encoded(
         await both.idle()
     assert both.prefill.worker.media.fetched == 1
     assert both.decode.worker.media.fetched == 0
-
-
-async def test_disagg_requests_wait_for_free_blocks(scene: Scene) -> None:
-    kv = kv_settings()
-    prompts = {f"r{number}": [number, *PROMPT] for number in range(12)}
-    expected = {name: await aggregated(scene, f"alone.{name}", prompt, 20) for name, prompt in prompts.items()}
-    prefill, decode = side(scene, "prefill", kv), side(scene, "decode", kv, kv_blocks_total=20)
-    async with pair_of(scene, prefill, decode) as both:
-        for name, prompt in prompts.items():
-            await both.ask(name, prompt, 20)
-        for name in prompts:
-            await both.answer(name, await both.computed(name))
-        generated = {name: await both.generated(name) for name in prompts}
-        await both.idle()
-    assert generated == expected
 
 
 async def test_disagg_blocks_must_hold_whole_words(scene: Scene) -> None:
@@ -362,54 +330,6 @@ async def warmed(both: Pair) -> None:
     await both.generated("warm")
 
 
-async def test_disagg_cancellation_during_prefill(scene: Scene) -> None:
-    async with slow_pair(scene, prefill_speedup=0.1) as both:
-        await both.compute("warm", [5])
-        await both.cancel("warm", both.prefill)
-        await both.prefill.engine.command(Command(action="pause"))
-        await both.ask("waits")
-        await until(lambda: both.prefill.engine.requests() == {"waits": "prefill"})
-        await both.cancel("waits", both.prefill)
-        await both.idle()
-        await both.prefill.engine.command(Command(action="resume"))
-        await both.ask("runs")
-        await until(lambda: both.prefill.used)
-        await both.cancel("runs", both.prefill)
-        await both.idle()
-        # What was to be offered just then is not.
-        await both.ask("last")
-        await both.computed("last")
-        assert both.prefill.engine.kept() == 1
-        await both.cancel("last", both.prefill)
-        await both.idle()
-    assert [generated.request_id for generated in scene.progress(PrefillFinished)] == ["warm", "last"]
-
-
-async def test_disagg_cancellation_during_decode(scene: Scene) -> None:
-    kv = kv_settings()
-    prefill = side(scene, "prefill", kv)
-    decode = side(scene, "decode", kv, speedup=0.1, kv_blocks_total=6)
-    async with pair_of(scene, prefill, decode) as both:
-        await warmed(both)
-        gate = Gate(both)
-        for name in ("fetched", "waits"):
-            await both.answer(name, await both.compute(name, [ord(name[0]), *PROMPT, 7, 8, 9], 8))
-        await until(lambda: gate.waiting == 1 and len(both.decode.engine.requests()) == 2)
-        await both.cancel("waits", both.decode)
-        await until(lambda: list(both.decode.engine.requests()) == ["fetched"])
-        await both.cancel("fetched", both.decode)
-        await until(lambda: not both.decode.used and not gate.waiting)
-        # A cancelled fetch notifies the holder; for one that never began, the owner does.
-        await both.cancel("waits", both.prefill)
-        await both.idle()
-        gate.open.set()
-        await both.answer("answers", await both.compute("answers", PROMPT, 12))
-        await until(lambda: scene.output("answers"))
-        await both.cancel("answers", both.decode)
-        await both.idle()
-    assert {end.request_id for end in scene.tokens(ResponseEnded)} == {"warm"}
-
-
 @pytest.mark.parametrize("connector", ["nixl", "modelled"])
 async def test_a_second_disagg_attempt_at_the_same_worker_replaces_the_first(scene: Scene, connector: str) -> None:
     expected = await aggregated(scene, "alone")
@@ -453,62 +373,3 @@ async def test_disagg_released_kv_is_not_read_and_that_of_the_next_attempt_stays
 
 
 # Workers that lose their place, go to sleep, or stop
-
-
-async def test_disagg_kv_is_freed_with_a_lost_epoch(scene: Scene) -> None:
-    expected = await aggregated(scene, "alone")
-    async with slow_pair(scene) as both:
-        kept = await both.compute("kept")
-        before = both.prefill.kv
-        lost = WorkerLost(owner_epoch=0, worker_id="prefill-1", worker_epoch=both.prefill.epoch, reason="test")
-        await scene.append(FLEET, PARTITION, lost)
-        both.prefill.epoch = await scene.admit(both.prefill.worker, "t-prefill-1.2", slot=both.prefill.slot)
-        assert both.prefill.engine.kept() == 0
-        await until(lambda: not before.slots.used)
-        await both.answer("kept", kept)
-        assert await both.not_fetched("kept")
-        # The new epoch serves.
-        prefilled = await both.compute("next")
-        assert prefilled.worker_epoch == both.prefill.epoch
-        await both.answer("next", prefilled)
-        assert await both.generated("next") == expected
-        await both.idle()
-        # So does a decode worker that loses its place in the middle of a fetch.
-        gate = Gate(both)
-        await both.answer("there", await both.compute("there"))
-        await until(lambda: gate.waiting)
-        lost = WorkerLost(owner_epoch=0, worker_id="decode-1", worker_epoch=both.decode.epoch, reason="test")
-        await scene.append(FLEET, PARTITION, lost)
-        both.decode.epoch = await scene.admit(both.decode.worker, "t-decode-1.2", slot=both.decode.slot)
-        await until(lambda: not gate.waiting)
-        gate.open.set()
-        await both.cancel("there", both.prefill)
-        await both.idle()
-        await both.answer("last", await both.compute("last"))
-        assert await both.generated("last") == expected
-        await both.idle()
-
-
-async def test_disagg_sleeping_engines_keep_no_kv_and_continue_afterwards(scene: Scene) -> None:
-    expected = await aggregated(scene, "alone")
-    async with slow_pair(scene) as both:
-        await warmed(both)
-        gate = Gate(both)
-        kept = await both.compute("kept")
-        fetched = await both.compute("fetched")
-        await both.answer("fetched", fetched)
-        await until(lambda: gate.waiting)
-        for one in (both.prefill, both.decode):
-            await one.engine.command(Command(action="sleep"))
-        assert "the cache was cleared" in await both.not_fetched("fetched")
-        await both.answer("kept", kept)
-        await until(lambda: both.decode.engine.requests() == {"kept": "to_fetch"})
-        assert not both.prefill.engine.kept()
-        assert not (both.prefill.used or both.decode.used)
-        for one in (both.prefill, both.decode):
-            await one.engine.command(Command(action="wake_up"))
-        gate.open.set()
-        assert await both.not_fetched("kept")
-        await both.answer("next", await both.compute("next"))
-        assert await both.generated("next") == expected
-        await both.idle()

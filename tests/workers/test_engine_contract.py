@@ -407,13 +407,6 @@ async def test_calls_end_when_the_engine_dies() -> None:
 
 
 @pytest.mark.slow
-async def test_a_failed_check_has_its_cause() -> None:
-    async with driven(hosted(settings(check="fail")), HOSTED_SPEC) as one:
-        with pytest.raises(EngineError, match="the weights are broken"):
-            await one.engine.check()
-
-
-@pytest.mark.slow
 async def test_an_engine_starts_again_after_its_death() -> None:
     engine = hosted(settings())
     for _ in range(2):

@@ -4,11 +4,12 @@ import asyncio
 import threading
 from collections.abc import Callable
 from random import Random
+from typing import Any, cast
 
 import pytest
 
 from forebay import runtime
-from forebay.transport.base import Lease, LeaseError, Leases
+from forebay.transport.base import LeaseError, Leases
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
 from tests.harness.fake_runtime import FakeRuntime
 from tests.workers.conftest import until
@@ -17,7 +18,7 @@ GROUP = "model"
 
 
 class Unreliable:
-    """Leases whose next calls fail, with a count of successful calls."""
+    """Leases whose next calls fail, with a count of successful renewals."""
 
     def __init__(self, leases: Leases, failures: int = 0) -> None:
         self._leases = leases
@@ -25,37 +26,17 @@ class Unreliable:
         self.renewed = 0
         self.threads: set[int] = set()
 
-    def _pass(self) -> None:
-        self.threads.add(threading.get_ident())
-        if self.failures:
-            self.failures -= 1
-            raise LeaseError("the store is away")
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            self.threads.add(threading.get_ident())
+            if self.failures:
+                self.failures -= 1
+                raise LeaseError("the store is away")
+            result = getattr(self._leases, name)(*arguments)
+            self.renewed += name == "renew" and result
+            return result
 
-    def acquire(self, group: str, worker_id: str, token: str, payload: bytes, ttl_ms: int) -> None:
-        self._pass()
-        self._leases.acquire(group, worker_id, token, payload, ttl_ms)
-
-    def renew(self, group: str, worker_id: str, token: str, ttl_ms: int) -> bool:
-        self._pass()
-        renewed = self._leases.renew(group, worker_id, token, ttl_ms)
-        self.renewed += renewed
-        return renewed
-
-    def release(self, group: str, worker_id: str, token: str) -> None:
-        self._pass()
-        self._leases.release(group, worker_id, token)
-
-    def poll(self, group: str) -> list[Lease]:
-        return self._leases.poll(group)
-
-    def forget(self, group: str, worker_id: str, token: str) -> None:
-        self._leases.forget(group, worker_id, token)
-
-    def groups(self) -> list[str]:
-        return self._leases.groups()
-
-    def announce(self, group: str, ttl_ms: int) -> None:
-        self._leases.announce(group, ttl_ms)
+        return call
 
 
 def held(leases: Leases, worker_id: str) -> str | None:
@@ -76,7 +57,7 @@ def refuse(other: str) -> None:
 
 async def test_leases_are_acquired_renewed_and_released_off_the_loop(leases: Leases) -> None:
     store = Unreliable(leases)
-    keeper = LeaseKeeper(store, ttl_s=0.3)
+    keeper = LeaseKeeper(cast("Leases", store), ttl_s=0.3)
     keeper.start()
     for name in ("w1", "w2"):
         keeper.hold(GROUP, name, f"token-{name}", b"spec", refuse)
@@ -94,7 +75,7 @@ async def test_leases_are_acquired_renewed_and_released_off_the_loop(leases: Lea
 
 async def test_failed_store_is_retried(leases: Leases) -> None:
     store = Unreliable(leases, failures=2)
-    keeper = LeaseKeeper(store, ttl_s=0.1)
+    keeper = LeaseKeeper(cast("Leases", store), ttl_s=0.1)
     keeper.start()
     keeper.hold(GROUP, "w1", "t1", b"", refuse)
     await until(lambda: store.renewed >= 1)
@@ -137,7 +118,7 @@ async def test_keepers_that_start_together_do_not_call_the_store_together(leases
     scheduler = Scheduler()
     with runtime.use(scheduler):
         for number in range(workers):
-            keeper = LeaseKeeper(Unreliable(leases, failures=int(is_away)))
+            keeper = LeaseKeeper(cast("Leases", Unreliable(leases, failures=int(is_away))))
             keeper.start()
             keeper.hold(GROUP, f"w{number}", f"t{number}", b"spec", refuse)
         pauses_s = [step() for step in scheduler.steps]
@@ -147,7 +128,7 @@ async def test_keepers_that_start_together_do_not_call_the_store_together(leases
 
 async def test_vanished_lease_is_acquired_again(leases: Leases) -> None:
     store = Unreliable(leases)
-    keeper = LeaseKeeper(store, ttl_s=0.3)
+    keeper = LeaseKeeper(cast("Leases", store), ttl_s=0.3)
     keeper.start()
     keeper.hold(GROUP, "w1", "t1", b"spec", refuse)
     await until(lambda: store.renewed >= 1)
@@ -198,7 +179,7 @@ async def test_expired_foreign_lease_is_replaced(leases: Leases) -> None:
 
 async def test_failed_successors_keep_the_first_lease(leases: Leases) -> None:
     store = Unreliable(leases)
-    keeper = LeaseKeeper(store, ttl_s=60.0)
+    keeper = LeaseKeeper(cast("Leases", store), ttl_s=60.0)
     keeper.start()
     keeper.hold(GROUP, "w1", "t1", b"", refuse)
     await until(holds(leases, "t1"))

@@ -11,7 +11,7 @@ import pytest
 
 from forebay.engine_model.model import EngineConfig
 from forebay.events.requests import Sampling
-from forebay.ingress.model import DEFAULT_MODEL, DEFAULT_NAME, Model, word_token_ids
+from forebay.ingress.model import DEFAULT_MODEL, Model, word_token_ids
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.outputs import OutputScripts
 from forebay.workers.runtime.resume import continued
@@ -90,61 +90,6 @@ async def test_reasoning_is_that_of_a_mock_engine(earlier: int) -> None:
     async with served() as (_, client):
         found = await output(client, prompt + whole[:earlier], 40 - earlier, ignore_eos=False)
         assert found == whole[earlier:]
-
-
-async def test_stream_has_the_fields_of_vllm() -> None:
-    async with served() as (_, client):
-        chunks = await streamed(
-            client, stream_options={"include_usage": True}, logprobs=2, return_tokens_as_token_ids=True
-        )
-        *parts, last = chunks
-        choices = [part["choices"][0] for part in parts]
-        assert [choice["prompt_token_ids"] for choice in choices] == [PROMPT, None, None, None, None]
-        ids = [token for choice in choices for token in choice["token_ids"]]
-        assert ids == await mock_output(PROMPT, 5)
-        assert "".join(choice["text"] for choice in choices) == MODEL.decode(ids)
-        assert [choice["finish_reason"] for choice in choices] == [None] * 4 + ["length"]
-        assert choices[0]["logprobs"]["tokens"] == [f"token_id:{ids[0]}"]
-        assert len(choices[0]["logprobs"]["top_logprobs"][0]) == 2
-        assert set(choices[0]) == {
-            *("index", "text", "logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids")
-        }
-        assert last["choices"] == []
-        assert last["usage"] == {
-            "prompt_tokens": 30,
-            "total_tokens": 35,
-            "completion_tokens": 5,
-            "prompt_tokens_details": {"cached_tokens": 0},
-        }
-
-
-async def test_models_metrics_and_errors_are_those_of_vllm() -> None:
-    async with served() as (server, client):
-        (card,) = (await client.get("/v1/models")).json()["data"]
-        assert (card["id"], card["owned_by"], card["root"]) == (DEFAULT_NAME, "vllm", str(DEFAULT_MODEL))
-        assert card["max_model_len"] == 4095 * BLOCK
-        assert (await client.get("/health")).status_code == 200
-        await complete(client)
-        await complete(client)
-        metrics = (await client.get("/metrics")).text.splitlines()
-        labels = f'{{engine="0",model_name="{DEFAULT_NAME}"}}'
-        assert f"vllm:prefix_cache_queries_total{labels} 60.0" in metrics
-        assert f"vllm:prefix_cache_hits_total{labels} 28.0" in metrics
-        assert f"vllm:num_requests_running{labels} 0.0" in metrics
-        assert any(line.startswith('vllm:cache_config_info{block_size="4"') for line in metrics)
-        missing = await client.post("/v1/completions", json={"model": "other", "prompt": "hello"})
-        assert missing.status_code == 404
-        assert missing.json()["error"] == {
-            "message": f"The model `other` does not exist. Valid aliases: {DEFAULT_NAME}.",
-            "type": "NotFoundError",
-            "param": "model",
-            "code": 404,
-        }
-        long = await client.post("/v1/completions", json={"prompt": [300] * (server.engine.max_model_len + 1)})
-        assert long.status_code == 400
-        assert "maximum context length" in long.json()["error"]["message"]
-        wrong = await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": "many"})
-        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "body.max_tokens")
 
 
 async def test_stop_strings_and_stop_tokens_end_the_output() -> None:

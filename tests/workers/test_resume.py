@@ -287,19 +287,6 @@ async def test_moved_requests_share_one_read_of_a_slot(scene: Scene, worker: Wor
     assert worker.counters.reading.passes == 1
 
 
-async def test_other_requests_continue_during_the_read(scene: Scene, gate: GatedLog) -> None:
-    async with scene.serving(scene.worker(log=gate)) as epoch:
-        await scene.append(TOKENS, SLOT, emitted("a", 0, [7]))
-        await scene.send(later("a", epoch))
-        await until(lambda: gate.reading)
-        await scene.send(later("b", epoch, attempt=1))
-        await until(lambda: finished(scene, "b", 1))
-        await scene.send(later("c", epoch))
-        gate.open.set()
-        await until(lambda: finished(scene, "a") and finished(scene, "c"))
-    assert scene.chunks("a", 2)[0].first_index == 1
-
-
 async def test_cancellation_or_new_attempt_during_the_read(scene: Scene, gate: GatedLog) -> None:
     worker = scene.worker(log=gate)
     async with scene.serving(worker) as epoch:

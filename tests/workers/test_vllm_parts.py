@@ -4,7 +4,6 @@ import io
 import itertools
 import os
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,12 +20,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
-from forebay.engine_model.model import EngineLoad, Finished, FirstTokenStep, Removed, Stored
+from forebay.engine_model.model import Removed, Stored
 from forebay.events.control import Role
 from forebay.events.media import Media
 from forebay.events.requests import Sampling, StructuredOutput, TokenBias
-from forebay.events.tokens import ResponseError, TokenLogprob, TopLogprob
-from forebay.workers.engine import CacheChange, Cleared, EngineError, EngineRefused, Failed
+from forebay.events.tokens import TokenLogprob, TopLogprob
+from forebay.workers.engine import CacheChange, Cleared, EngineError, EngineRefused
 from forebay.workers.engines import free_ports, model_engine
 from forebay.workers.engines.loras import Loras
 from forebay.workers.engines.model_engine import PrefixedMetrics, check_model
@@ -163,76 +162,6 @@ def test_model_directory_is_checked(tmp_path: Path) -> None:
 
 
 FIRST, SECOND, THIRD = (item(f"r{number}", range(3), attempt=2) for number in (1, 2, 3))
-
-
-def test_rank_buffer_returns_every_event_once() -> None:
-    rank = RankBuffer(3, 10)
-    first = rank.take()
-    assert first is not None
-    assert (first.rank, first.load) == (3, EngineLoad(0, 0, 0, 10))
-    assert rank.take() is None
-    stored = Stored(None, (1, 2))
-    error = ResponseError(status=500, code="engine_error", message="no")
-    rank.changed([stored])
-    rank.began(FIRST, 32)
-    rank.add_tokens(FIRST, 4, [7])
-    rank.add_tokens(FIRST, 5, [8, 9], (TokenLogprob(logprob=-1.0),))
-    rank.add_tokens(SECOND, 0, [1])
-    rank.finished(Finished("r1", 2, "stop", 3, 7, 32))
-    rank.failed(SECOND, error)
-    rank.embedded(THIRD, b"\0\0\x80?")
-    rank.report(1, 2, 0.5)
-    batch = rank.take()
-    assert batch is not None
-    assert batch.cache_changes == [stored]
-    assert [(one.request_id, one.attempt, one.first_index, one.token_ids) for one in batch.emitted] == [
-        ("r1", 2, 4, struct.pack("<3I", 7, 8, 9)),
-        ("r2", 2, 0, struct.pack("<I", 1)),
-    ]
-    assert batch.emitted[0].logprobs == (TokenLogprob(logprob=-1.0),)
-    assert batch.first_tokens == [FirstTokenStep("r1", 2, 32)]
-    assert batch.finished == [Finished("r1", 2, "stop", 3, 7, 32)]
-    assert batch.failed == [Failed("r2", 2, error)]
-    assert batch.vectors[0].packed == b"\0\0\x80?"
-    assert batch.load == EngineLoad(1, 2, 5, 10)
-    assert rank.take() is None
-
-
-def test_clear_is_reported_at_once_and_changes_resume_after_the_engine_confirms_it() -> None:
-    rank = RankBuffer(0, 10)
-    rank.changed([Stored(None, (1,))])
-    before = rank.clears
-    rank.cleared(before)
-    assert rank.muted
-    rank.changed([Stored(None, (2,)), Removed((1,))])  # of before
-    rank.changed([Cleared(), Stored(None, (3,))])
-    batch = rank.take()
-    assert batch is not None
-    assert batch.cache_changes == [Stored(None, (1,)), Cleared(), Stored(None, (3,))]
-    # If the engine was first, there is nothing to add.
-    before = rank.clears
-    rank.changed([Cleared(), Stored(None, (4,))])
-    rank.cleared(before)
-    assert not rank.muted
-    batch = rank.take()
-    assert batch is not None
-    assert batch.cache_changes == [Cleared(), Stored(None, (4,))]
-
-
-def test_reset_drops_unpublished_events() -> None:
-    rank = RankBuffer(0, 10)
-    rank.report(4, 0, 0.4)
-    rank.add_tokens(FIRST, 0, [7])
-    rank.changed([Stored(None, (1,))])
-    rank.reset()
-    rank.changed([Stored(None, (2,))])
-    batch = rank.take()
-    assert batch is not None
-    assert (batch.emitted, batch.cache_changes, batch.load) == ([], (), EngineLoad(0, 0, 0, 10))
-    rank.changed([Cleared(), Stored(None, (3,))])
-    batch = rank.take()
-    assert batch is not None
-    assert batch.cache_changes == [Stored(None, (3,))]
 
 
 EVENTS = st.one_of(

@@ -169,13 +169,3 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="has no weight files"):
         weights_digest(tmp_path)
-
-
-def test_adapters_have_digests(tmp_path: Path) -> None:
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    (folder / "adapter_model.safetensors").write_bytes(CONTENT)
-    (folder / "adapter_config.json").write_bytes(b'{"r": 8}')
-    before = weights_digest(folder)
-    (folder / "adapter_config.json").write_bytes(b'{"r": 16}')
-    assert weights_digest(folder) != before

@@ -4,7 +4,6 @@ Tiers that fail serve nothing wrong, no request waits twice for a dead tier, and
 """
 
 import shutil
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,15 +74,6 @@ def test_blocks_go_down_all_tiers_and_are_read_from_the_fastest(tmp_path: Path) 
         assert counters.evicted["host"] == 4
 
 
-def test_a_smaller_disk_keeps_as_many_files_as_it_has_room_for(tmp_path: Path) -> None:
-    with rank(settings(tmp_path, disk=16)) as one:
-        one.offload(PROMPT)
-    with rank(settings(tmp_path, disk=5)) as two:
-        two.settle()
-        assert len(two.held["disk"]) == 5
-        assert len([*(tmp_path / "disk").rglob("*.kv")]) == 5
-
-
 def test_files_of_evicted_blocks_are_removed(tmp_path: Path) -> None:
     with rank(settings(tmp_path, disk=6)) as one:
         for first in range(0, 60, 3):
@@ -113,19 +103,6 @@ def test_a_wrong_hint_is_a_miss_that_is_reported(tmp_path: Path) -> None:
         assert one.resident("store") == {0, 1, 2}
 
 
-def test_stale_entries_of_the_store_are_reported(tmp_path: Path) -> None:
-    with rank(settings(tmp_path, store=True)) as one:
-        one.offload(PROMPT)
-        for path in (tmp_path / "store").rglob("*.kv"):
-            if path.stem.endswith(f"{6:016x}"):  # block 5
-                path.unlink()
-        assert one.load(PROMPT).blocks == 5
-        assert one.held["store"] == {*PROMPT} - {5}
-        assert one.match(PROMPT) == [TierRun("store", 5)]
-        one.offload(PROMPT)
-        assert one.load(PROMPT).blocks == 12
-
-
 def test_the_quota_of_the_shared_store_is_reported(tmp_path: Path) -> None:
     with rank(settings(tmp_path, store=True, store_bytes=40 * (BLOCK_BYTES + 4096))) as one:
         for first in range(0, 200, 4):
@@ -146,21 +123,6 @@ def test_offers_keep_their_memory_until_it_is_copied(tmp_path: Path, monkeypatch
         stores[0].gate.set()
         one.settle()
         assert one.offers == [2, 1]
-
-
-def test_blocks_are_copied_by_another_thread(tmp_path: Path) -> None:
-    threads: set[int] = set()
-
-    def memory(at: int) -> memoryview:
-        threads.add(threading.get_ident())
-        return memoryview(content(at))
-
-    with rank(settings(tmp_path, host=16)) as one:
-        one.tiers.offer([name_of(number) for number in PROMPT], memory)
-        one.settle()
-        assert one.load(PROMPT).blocks == 12
-    assert threads
-    assert threading.get_ident() not in threads
 
 
 def test_clear_empties_host_and_disk_but_not_the_shared_store(tmp_path: Path) -> None:

@@ -74,18 +74,9 @@ def test_a_block_is_written_once(place: Place) -> None:
 
 
 def bad_file(reason: str, place: Place) -> bytes:
-    good = place.get(place.path(1))
     match reason:
-        case "truncated":
-            return good[:-1]
-        case "empty":
-            return b""
-        case "short":
-            return good[: HEAD_BYTES - 1]
         case "never written":
             return bytes(FILE)
-        case "corrupt":
-            return good[:-1] + bytes([good[-1] ^ 1])
         case "foreign":
             return place.get(place.path(2))
         case "other identity":
@@ -108,11 +99,7 @@ def file_of(form: BlockFormat) -> bytes:
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        ("truncated", "truncated"),
-        ("empty", "truncated"),
-        ("short", "truncated"),
         ("never written", "truncated"),
-        ("corrupt", "corrupt"),
         ("foreign", "foreign"),
         ("other identity", "foreign"),
         ("other size", "foreign"),
