@@ -7,20 +7,11 @@ from typing import Any
 import pytest
 
 from forebay import runtime
-from forebay.events.codec import decode as decode_event
-from forebay.events.fleet import WorkerSpec
-from forebay.events.progress import AttemptRejected, RequestFailed
-from forebay.events.tokens import ResponseEnded, ResponseError
-from forebay.events.topics import PROGRESS, TOKENS
 from forebay.workers.engine import EngineError, Failed
 from forebay.workers.engines.attached.errors import RETRY_AFTER_S_MAX
-from forebay.workers.runtime.outbox import Outbox
-from forebay.workers.runtime.rank_buffer import RankBuffer
-from forebay.workers.runtime.request_table import RequestTable
 from tests.engines.driven import Answer, Driven
 from tests.harness.openai_server import OpenAiServer
 from tests.workers.attached import CUT, HANG, OddServer, Reply, attached, chunk, decode, described
-from tests.workers.conftest import work_item
 
 PROMPT = list(range(300, 312))
 WORD = chunk(text=" word")
@@ -434,42 +425,3 @@ async def test_the_proxies_of_the_environment_are_not_used(monkeypatch: pytest.M
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     async with OddServer() as server:
         assert (await described(server.url)).model == "m"
-
-
-# Records of the worker
-
-
-@pytest.mark.parametrize("has_token", [False, True])
-def test_only_the_owner_is_informed_of_a_rejection_before_the_first_token(has_token: bool) -> None:
-    spec = WorkerSpec(
-        worker_id="w", model="m", block_size=4, kv_blocks_total=64, max_num_seqs=8, max_num_batched_tokens=64
-    )
-    outbox, table, item = Outbox(spec, 7, "m", 0), RequestTable(), work_item("r", [1, 2], 8)
-    assert table.start(outbox.request(item), (0, 0, item.stage, item.attempt), resumes=False)
-    buffer = RankBuffer(0, 64)
-    if has_token:
-        buffer.began(item, 0)
-        buffer.add_tokens(item, 0, [5])
-    error = ResponseError(status=429, code="engine_overloaded", message="not now", retry_after_s=9)
-    buffer.failed(item, error, is_rejection=True)
-    batch = buffer.take()
-    assert batch is not None
-    drafts = outbox.batch(batch, table)
-    topics = {TOKENS.name: TOKENS, PROGRESS.name: PROGRESS}
-    events = [decode_event(topics[draft.topic], draft.value) for draft in drafts if draft.topic in topics]
-    ended = [event for event in events if isinstance(event, ResponseEnded)]
-    found = [event for event in events if isinstance(event, AttemptRejected | RequestFailed)]
-    if has_token:
-        assert [one.error for one in ended] == [error]
-        assert [type(one) for one in found] == [RequestFailed]
-    else:
-        assert not ended
-        (rejected,) = found
-        assert isinstance(rejected, AttemptRejected)
-        assert (rejected.status, rejected.code, rejected.error, rejected.retry_after_s) == (
-            429,
-            "engine_overloaded",
-            "not now",
-            9,
-        )
-    assert not table.in_flight

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from forebay import runtime
 from forebay.engine_model.model import Removed, Stored
-from forebay.engine_model.steps import EngineLoad, FirstTokenStep, StoreChange
+from forebay.engine_model.steps import EngineLoad, StoreChange
 from forebay.events.base import unpack_u64
 from forebay.events.codec import decode
-from forebay.events.fleet import WorkerLost, WorkerSpec
+from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import (
     BlocksRemoved,
     BlocksStored,
@@ -27,20 +27,17 @@ from forebay.events.kv import (
     StoreKvEvent,
 )
 from forebay.events.metrics import TierCost, TierCosts, TierCostsMeasured
-from forebay.events.progress import FirstTokenEmitted, OnboardedTokens, PrefillFinished, RequestFinished
-from forebay.events.topics import FLEET, KV_EVENTS, METRICS
-from forebay.events.transfer import Prefilled
-from forebay.events.work import ReannounceCache, WorkItem
+from forebay.events.progress import RequestFinished
+from forebay.events.topics import KV_EVENTS, METRICS
+from forebay.events.work import ReannounceCache
 from forebay.transport.base import Draft, LogError
 from forebay.transport.sqlite.log import SqliteLog
-from forebay.workers.engine import EngineBatch, PromptPrefilled, Publish
-from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.runtime import cache_events
 from forebay.workers.runtime.cache_events import COSTS_INTERVAL_S, CacheEvents, CostReports, StoreEvents, chains
 from forebay.workers.runtime.worker import Worker
 from tests.harness.fake_runtime import FakeRuntime
 from tests.harness.faulty_log import FaultyLog
-from tests.workers.conftest import PARTITION, Scene, engine_config, until, work_item
+from tests.workers.conftest import Scene, until, work_item
 
 EPOCH = 7
 
@@ -221,72 +218,6 @@ def test_costs_are_reported_at_most_once_per_interval_and_rank() -> None:
         assert reports.report(0, costs(prefill_us=900.0), 0) == []
         clock.monotonic_shift_s = COSTS_INTERVAL_S + 1.0
         assert len(reports.report(0, costs(prefill_us=900.0), 0)) == 1
-
-
-class StoringEngine(MockEngine):
-    """Mock engine with a shared store; the test publishes its batches."""
-
-    def __init__(self) -> None:
-        super().__init__(engine_config(), speedup=1000.0)
-        self.blocks: list[int] = []
-        self.publish: Publish | None = None
-        self.items: list[WorkItem] = []
-
-    def stored(self) -> Sequence[int]:
-        return self.blocks
-
-    async def run(self, publish: Publish) -> None:
-        self.publish = publish
-        await super().run(publish)
-
-    def submit(self, item: WorkItem) -> None:
-        self.items.append(item)
-
-    def emit(self, **what: Any) -> None:
-        assert self.publish is not None
-        self.publish(EngineBatch(rank=0, load=IDLE, **what))
-
-
-def storing(scene: Scene) -> tuple[Worker, StoringEngine]:
-    engine = StoringEngine()
-    return scene.worker(engine=engine, kv_store=STORE), engine
-
-
-def in_store(scene: Scene) -> list[tuple[type[StoreKvEvent], list[int]]]:
-    return facts([event for event in scene.kv() if isinstance(event, StoreBlocksAdded | StoreBlocksRemoved)])
-
-
-async def test_each_epoch_begins_with_the_whole_store_and_a_resync_concerns_the_ranks_only(scene: Scene) -> None:
-    worker, engine = storing(scene)
-    engine.blocks = [1]
-    async with scene.serving(worker) as epoch:
-        await until(lambda: in_store(scene))
-        await scene.send(ReannounceCache(owner_epoch=7, worker_epoch=epoch, rank=0))
-        await until(lambda: worker.counters.reannounced)
-        assert len(in_store(scene)) == 1
-        await scene.append(FLEET, PARTITION, WorkerLost(owner_epoch=7, worker_id="w1", worker_epoch=epoch))
-        await scene.admit(worker, "t1.2", owner_epoch=7)
-        await until(lambda: len(in_store(scene)) == 2)
-
-
-async def test_the_sources_of_a_prompt_are_passed_on(scene: Scene) -> None:
-    worker, engine = storing(scene)
-    loads = (OnboardedTokens(tier="store", tokens=8, us=120),)
-    async with scene.serving(worker) as epoch:
-        for name, stage in (("r", "aggregated"), ("p", "prefill")):
-            await scene.send(work_item(name, list(range(12)), 2, worker_epoch=epoch, stage=stage, store_blocks=2))
-        await until(lambda: len(engine.items) == 2)
-        assert [item.store_blocks for item in engine.items] == [2, 2]
-        kept = Prefilled(
-            worker_id="w1", worker_epoch=epoch, model="m", connector="nixl", descriptor=b"x", tokens=12, lease_us=9
-        )
-        engine.emit(
-            first_tokens=[FirstTokenStep("r", 1, 8, onboarded=loads)],
-            prefilled=[PromptPrefilled("p", 1, kept, 8, loads)],
-        )
-        await until(lambda: scene.progress(FirstTokenEmitted) and scene.progress(PrefillFinished))
-    assert [event.onboarded for event in scene.progress(FirstTokenEmitted)] == [loads]
-    assert [event.onboarded for event in scene.progress(PrefillFinished)] == [loads]
 
 
 def over(scene: Scene, *names: str) -> bool:

@@ -1,4 +1,4 @@
-"""Prefill and decode stages at a worker with any engine: events, released KV and repeated items."""
+"""Prefill and decode stages at a worker with any engine: events, rejections, released KV and repeated items."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -15,6 +15,7 @@ from forebay.events.control import Command
 from forebay.events.fleet import WorkerDraining, WorkerSpec
 from forebay.events.media import Media
 from forebay.events.progress import (
+    AttemptRejected,
     FirstTokenEmitted,
     PrefillFailed,
     PrefillFinished,
@@ -271,6 +272,22 @@ async def test_disagg_failure_before_the_first_token_drops_the_kv(scene: Scene, 
     engine.emit(failed=[Failed("refused", 1, refused)])
     await until(lambda: len(scene.progress(RequestFailed)) == 3)
     assert engine.dropped == [b"here"]
+
+
+@pytest.mark.parametrize("has_token", [False, True])
+async def test_only_the_owner_is_informed_of_a_rejection_before_the_first_token(
+    scene: Scene, stages: Stages, has_token: bool
+) -> None:
+    await stages.submit("r", "aggregated")
+    if has_token:
+        stages.engine.emit(first_tokens=[FirstTokenStep("r", 1, 0)], emitted=[Emitted("r", 1, 0, pack_u32([9]))])
+    error = ResponseError(status=429, code="engine_overloaded", message="not now", retry_after_s=9)
+    stages.engine.emit(failed=[Failed("r", 1, error, is_rejection=True)])
+    await until(lambda: scene.progress(RequestFailed) or scene.progress(AttemptRejected))
+    assert [end.error for end in scene.tokens(ResponseEnded)] == [error] * has_token
+    found = [(one.status, one.code, one.error, one.retry_after_s) for one in scene.progress(AttemptRejected)]
+    assert found == [] if has_token else [(429, "engine_overloaded", "not now", 9)]
+    assert not stages.worker.active_requests
 
 
 async def test_disagg_later_attempt_without_output_fetches(scene: Scene, stages: Stages) -> None:

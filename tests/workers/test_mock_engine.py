@@ -25,7 +25,7 @@ from forebay.workers.engines.mock.outputs import CHARS_MAX, DIMENSIONS, FORMATS,
 from forebay.workers.runtime.resume import continued
 from tests.engines.driven import Answer, Driven, driven
 from tests.workers.conftest import VOCABULARY, Scene, engine_config, until, work_item
-from tests.workers.work_items import finish, hashes_of, item, tokens_of
+from tests.workers.work_items import finish, tokens_of
 
 SPEC = WorkerSpec(
     worker_id="w1", model="m", block_size=4, kv_blocks_total=64, max_num_seqs=8, max_num_batched_tokens=64
@@ -270,9 +270,7 @@ def prompt(text: str, *tools: Any, **arguments: Any) -> str:
 
 def script_of(text: str, **sampling: Any) -> tuple[str, bool] | None:
     """Return the text of the script for a prompt, and whether the output ends after it."""
-    made = msgspec.structs.replace(
-        item("a", range(1)), token_ids=pack_u32(MODEL.encode(text)), sampling=Sampling(max_tokens=50, **sampling)
-    )
+    made = work_item("a", MODEL.encode(text), 50, sampling=Sampling(max_tokens=50, **sampling))
     script = SCRIPTS.script(made)
     return None if script is None else (MODEL.decode(script.token_ids), script.is_whole)
 
@@ -346,7 +344,7 @@ async def test_the_engine_emits_a_script_and_ends_with_stop(max_tokens: int, rea
     structured = StructuredOutput(kind="json_schema", text=text)
     sampling = Sampling(max_tokens=max_tokens, structured=structured)
     engine = MockEngine(EngineConfig(vocabulary=(7,), block_size=4, kv_blocks_total=200), speedup=1e5, scripts=SCRIPTS)
-    batches = await finish(engine, item("a", range(9), sampling=sampling))
+    batches = await finish(engine, work_item("a", list(range(9)), 50, sampling=sampling))
     tokens = tokens_of(batches)
     expected = MODEL.encode('"a text of more than three tokens"')[:max_tokens]
     (end,) = [end for batch in batches for end in batch.finished]
@@ -355,8 +353,7 @@ async def test_the_engine_emits_a_script_and_ends_with_stop(max_tokens: int, rea
 
 async def test_words_follow_a_script_that_is_not_whole() -> None:
     token_ids = MODEL.encode(prompt("Hello", enable_thinking=True))
-    made = item("a", range(1), sampling=Sampling(max_tokens=60))
-    made = msgspec.structs.replace(made, token_ids=pack_u32(token_ids), sequence_hashes=hashes_of(token_ids))
+    made = work_item("a", token_ids, 60, sampling=Sampling(max_tokens=60))
     script = SCRIPTS.script(made)
     assert script is not None
     engine = MockEngine(EngineConfig(vocabulary=(7,), block_size=4, kv_blocks_total=200), speedup=1e5, scripts=SCRIPTS)
@@ -389,9 +386,7 @@ def test_a_continued_response_equals_the_undisturbed_one(
 ) -> None:
     token_ids, constraints = PROMPTS[case]
     sampled = Sampling(max_tokens=max_tokens, **sampling, **constraints)
-    whole_item = msgspec.structs.replace(
-        item("a", range(1), sampling=sampled), token_ids=pack_u32(token_ids), sequence_hashes=hashes_of(token_ids)
-    )
+    whole_item = work_item("a", token_ids, max_tokens, sampling=sampled)
     config = EngineConfig(vocabulary=tuple(range(300, 400)), block_size=4, kv_blocks_total=400)
     engine = MockEngine(config, speedup=1e5, scripts=SCRIPTS)
 

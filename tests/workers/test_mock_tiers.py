@@ -12,6 +12,7 @@ from forebay.events.base import array_u64, unpack_u64
 from forebay.events.control import Command
 from forebay.events.kv import BlocksStored, StoreBlocksAdded
 from forebay.events.progress import FirstTokenEmitted, OnboardedTokens, PrefillFinished
+from forebay.events.work import ReannounceCache
 from forebay.workers.engine import EngineError
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.kv_tiers.offload_manager import OffloadManager
@@ -433,6 +434,15 @@ async def test_a_worker_announces_its_shared_store(scene: Scene, tmp_path: Path)
         await run_on(scene, one, "b", more)
         await until(lambda: {*hashes_of(more)} <= stored())
         await one.idle()
+        # The next epoch begins with the whole store. A re-announcement concerns the ranks only.
+        before = len(scene.kv())
+        await scene.lose(one.epoch, one.worker.spec.worker_id)
+        epoch = await scene.admit(one.worker, f"t-{one.worker.spec.worker_id}.2", slot=one.slot)
+        await until(lambda: any(isinstance(event, StoreBlocksAdded) for event in scene.kv()[before:]))
+        before = len(scene.kv())
+        await scene.send(ReannounceCache(owner_epoch=0, worker_epoch=epoch, rank=0), one.slot)
+        await until(lambda: one.worker.counters.reannounced)
+        assert not any(isinstance(event, StoreBlocksAdded) for event in scene.kv()[before:])
 
 
 def tiered_pair(scene: Scene, folder: Path) -> Any:

@@ -47,7 +47,6 @@ from tests.harness import local
 from tests.workers.conftest import work_item
 from tests.workers.engine_setup import lora_directory
 from tests.workers.pictures import png
-from tests.workers.work_items import item
 
 SETTINGS = EngineSettings(model=Path("/models/tiny"), model_name="tiny", block_size=32, kv_blocks=23)
 
@@ -159,9 +158,6 @@ def test_model_directory_is_checked(tmp_path: Path) -> None:
     (tmp_path / "m" / "config.json").write_text("{}")
     assert "no weights" in refusal()
     check_model(EngineSettings(model=tmp_path / "m", model_name="m", arguments={"load_format": "dummy"}))
-
-
-FIRST, SECOND, THIRD = (item(f"r{number}", range(3), attempt=2) for number in (1, 2, 3))
 
 
 EVENTS = st.one_of(

@@ -17,14 +17,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from forebay.core.block_hashes import hash_seed, mm_hash, sequence_hashes
 from forebay.events.base import pack_u32, unpack_u64
-from forebay.events.metrics import TierCost, TierCosts
-from forebay.events.progress import OnboardedTokens
 from forebay.kv_tiers.costs import CostModel
 from forebay.kv_tiers.manager import TierRun
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.core import engine_arguments
 from forebay.workers.engines.vllm.tiers.configuration import RequestHints, TierConfig, children, unsupported
-from forebay.workers.engines.vllm.tiers.rank import PromptNames, TierReport, VllmRank
+from forebay.workers.engines.vllm.tiers.rank import PromptNames, VllmRank
 from forebay.workers.kv_tiers.identity import BlockName, KeyChain, KvIdentity, media_by_block
 from forebay.workers.kv_tiers.metrics import TierCounters
 from forebay.workers.kv_tiers.settings import TierSettings
@@ -378,13 +376,6 @@ def test_names_depend_on_everything_that_changes_the_kv() -> None:
     assert renamed[0][0] == names(TOKENS, adapter="b")[0][0], "the content of an adapter counts, not its name"
 
 
-def test_configuration_survives_its_encoding() -> None:
-    config = TierConfig(TIERS, "weights", 2, "w1", Path("/errors"))
-    assert TierConfig.decode(config.encode()) == config
-    with pytest.raises(ValueError, match="host_bytes"):
-        TierConfig.decode({"tiers": {"host_bytes": "much"}})
-
-
 def test_tiers_and_transfers_are_combined() -> None:
     def transfer(role: Any) -> Any:
         settings = EngineSettings(model=Path("/m"), model_name="m", role=role, tiers=TIERS)
@@ -394,6 +385,8 @@ def test_tiers_and_transfers_are_combined() -> None:
     alone = transfer("aggregated")
     assert (alone["kv_connector"], alone["kv_load_failure_policy"]) == ("ForebayTiers", "recompute")
     assert TierConfig.decode(alone["kv_connector_extra_config"]) == TierConfig(TIERS, "w")
+    with pytest.raises(ValueError, match="host_bytes"):
+        TierConfig.decode({"tiers": {"host_bytes": "much"}})
     for role, policy in (("prefill", "recompute"), ("decode", "fail")):
         both = transfer(role)
         assert (both["kv_connector"], both["kv_load_failure_policy"]) == ("MultiConnector", policy)
@@ -425,12 +418,3 @@ def test_unsupported_engines_are_refused_with_the_reason() -> None:
     assert "got 2 and 1" in reason(world_size=2, tensor_parallel_size=2)
     assert "VLLM_ENABLE_V1_MULTIPROCESSING=0" in reason(distributed_executor_backend="mp")
     assert "encoder-decoder" in reason(is_encoder_decoder=True)
-
-
-def test_report_survives_its_encoding() -> None:
-    counters = TierCounters(matched_tokens=3, resident_blocks={"disk": 2})
-    counters.offloaded_blocks["device", "host"] += 4
-    counters.misses["disk", "corrupt"] += 1
-    costs = TierCosts(prefill_block_us=5.0, tiers=(TierCost(tier="disk", fixed_us=1.0, block_us=2.0),))
-    report = TierReport({"r1": (OnboardedTokens(tier="disk", tokens=64, us=9),)}, costs, counters)
-    assert TierReport.decode(report.encode()) == report
