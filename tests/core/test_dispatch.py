@@ -112,35 +112,6 @@ def test_a_deadline_in_the_queue_has_its_own_reason() -> None:
     assert drive.world.queues.waiting("default") == 0
 
 
-def test_a_request_may_be_cancelled_while_it_waits_and_one_that_ends_lets_another_go() -> None:
-    drive = Driver().fleet("a", queue=ONE_STEP)
-    for name in ("r0", "r1", "r2"):
-        big(drive, name)
-    (gone,) = drive.cancel("r1")
-    assert (gone.request_id, gone.worker_id) == ("r1", "")
-    made = drive.cancel("r0")
-    assert [(type(one), one.request_id) for one in made] == [(RequestAborted, "r0"), (RequestRouted, "r2")]
-
-
-def test_a_queue_is_emptied_by_a_new_worker_and_by_a_new_configuration() -> None:
-    drive = Driver().fleet("a", queue=ONE_STEP)
-    for name in ("r0", "r1", "r2"):
-        big(drive, name)
-    made = drive("fleet", joined("b", 1))
-    assert [(one.request_id, one.worker_id) for one in made] == [("r1", "b")]
-    made = drive("control", pool())
-    assert [one.request_id for one in made] == ["r2"]
-
-
-def test_requests_of_a_lost_worker_go_first_without_queueing() -> None:
-    drive = Driver().fleet("a", "b", queue=ONE_STEP)
-    first = big(drive, "r1")
-    big(drive, "r2")
-    big(drive, "r3")
-    made = drive.lose(first.worker_id)
-    assert [(one.request_id, one.attempt, one.waited_us) for one in made] == [("r1", 2, 0)]
-
-
 def test_a_policy_that_fails_in_the_queue_refuses_the_request() -> None:
     drive = Driver().fleet("a", queue=ONE_STEP)
     big(drive, "r0")
@@ -207,17 +178,6 @@ def test_one_event_lets_a_bounded_number_go_and_their_progress_the_rest() -> Non
     assert len(first_token(drive, running)) == DRAIN_MAX
     assert len(first_token(drive, made[0])) == 1
     assert drive.world.queues.waiting("default") == 0
-
-
-def test_blocks_that_an_engine_gave_back_let_a_request_go() -> None:
-    busy = BusyThresholds(active_decode_blocks_threshold=0.5)
-    drive = Driver().fleet("a", queue=ONE_STEP, busy=busy)
-    running = big(drive, "r1")
-    big(drive, "r2")
-    assert drive.report("a", used=33) == []
-    assert first_token(drive, running) == []
-    assert drive.report("a", used=34) == []
-    assert [one.request_id for one in drive.report("a", used=32)] == ["r2"]
 
 
 def test_thresholds_of_a_model_that_nobody_serves_are_counted() -> None:
@@ -460,15 +420,6 @@ def test_without_a_limit_a_rank_is_sent_everything_as_it_was_before() -> None:
     assert active(drive, "a") == 50
 
 
-def test_a_full_rank_is_no_candidate_though_it_has_the_prompt_cached() -> None:
-    drive = Driver().fleet("a", "b", queue=LIMITED)
-    for at in range(10):
-        submit(drive, f"r{at}", worker_id="a")
-    assert isinstance(submit(drive, "pinned", worker_id="a"), RequestHeld)
-    free = submit(drive, "free")
-    assert (free.worker_id, free.candidates) == ("b", 1)
-
-
 def test_an_engine_that_lets_requests_wait_gets_no_more_until_it_takes_them_up() -> None:
     drive = Driver().fleet("a", queue=LIMITED)
     submit_all(drive, 6)
@@ -541,14 +492,6 @@ def test_without_a_timeout_a_request_waits_for_its_deadline() -> None:
     assert drive.wait(HOUR_US // 2) == []
 
 
-def test_where_a_request_would_wait_is_told_with_what_everybody_would_cost() -> None:
-    drive = Driver().fleet("a", "b", queue=LIMITED)
-    submit_all(drive, 20)
-    response = drive.query()
-    assert isinstance(response, RouteAnswered)
-    assert (response.would_wait, len(response.candidates)) == (True, 2)
-
-
 def test_a_request_of_a_lost_worker_is_not_queued_again() -> None:
     drive = Driver().fleet("a", "b", queue=LIMITED)
     submit_all(drive, 20)
@@ -571,13 +514,6 @@ def test_what_is_prefilled_has_its_room_at_the_worker_that_decodes() -> None:
     (sent,) = drive.finish("r0")
     assert (sent.request_id, sent.stage) == ("held", "prefill")
     assert drive.world.requests.count_before_response("default") == 5
-
-
-def test_prefill_workers_that_are_full_hold_requests_though_decode_workers_have_room() -> None:
-    drive = disagg(LIMITED)
-    drive("fleet", joined("d2", 1, role="decode"))
-    made = submit_all(drive, 11)
-    assert [type(one) for one in made] == [RequestRouted] * 10 + [RequestHeld]
 
 
 @pytest.mark.parametrize("policy", ["always", "prefill_load"])

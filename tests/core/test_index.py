@@ -58,6 +58,7 @@ class Naive:
         self.epochs: dict[str, int] = {}
         self.seq: dict[str, int] = {}
         self.last: dict[str, CacheEvent] = {}
+        self.stale_blocks = 0
 
     def join(self, worker: str) -> None:
         self.leave(worker)
@@ -89,7 +90,9 @@ class Naive:
         return len({*self.stores, name}) <= STORES_MAX and sum(map(len, self.stores.values())) < STORE_BLOCKS_MAX
 
     def remove_from_store(self, name: str, blocks: list[int], worker: str) -> None:
-        self.index.apply_store(removed(name, blocks, worker, stale=bool(len(blocks) % 2)))
+        is_stale = bool(len(blocks) % 2)
+        self.index.apply_store(removed(name, blocks, worker, stale=is_stale))
+        self.stale_blocks += is_stale * len(blocks)
         self.stores.get(name, set()).difference_update(blocks)
         self.stores = {name: held for name, held in self.stores.items() if held}
 
@@ -209,6 +212,7 @@ def test_the_index_agrees_with_sets_of_blocks(history: list[Any], asked: list[li
         naive.perform(action)
         assert naive.index.stores.sizes() == {name: len(held) for name, held in sorted(naive.stores.items())}
     assert contents(naive.index) == expected(naive)
+    assert naive.index.stores.stale_blocks == naive.stale_blocks
     for worker, tiers in naive.caches.items():
         assert {tier: naive.index.blocks_held(worker, 0, tier) for tier in TIERS} == {
             tier: len(held) for tier, held in tiers.items()
@@ -436,29 +440,6 @@ def test_without_blocks_in_stores_the_digest_is_as_before() -> None:
     assert [*index.snapshot()] == [*plain.snapshot()]
 
 
-def test_blocks_of_the_store_follow_those_of_all_tiers_and_are_counted_for_its_readers_only() -> None:
-    index = PrefixIndex()
-    for worker, store in (("a", "s"), ("b", "s"), ("c", "t"), ("d", "")):
-        index.use_store(worker, store)
-        index.add_holder(worker, 0, 1)
-        index.add_holder(worker, 1, 1)
-    query = list(range(1, 10))
-    for seq, (tier, blocks) in enumerate((("device", [1, 2]), ("host", [3]), ("disk", [4, 5])), 1):
-        for worker in "ad":
-            index.apply(stored(seq, *blocks, worker_id=worker, worker_epoch=1, tier=tier))
-    index.apply_store(added("s", [1, 6, 7, 9]))
-    assert index.overlaps(query) == {
-        ("a", 0): Overlap(2, 1, 2, 2),
-        ("a", 1): Overlap(store=1),
-        ("b", 0): Overlap(store=1),
-        ("b", 1): Overlap(store=1),
-        ("d", 0): Overlap(2, 1, 2),
-    }
-    index.apply_store(removed("s", [1], stale=True))
-    assert index.overlaps(query) == {("a", 0): Overlap(2, 1, 2, 2), ("d", 0): Overlap(2, 1, 2)}
-    assert index.stores.stale_blocks == 1
-
-
 def test_a_store_that_no_worker_uses_makes_room_and_a_used_one_does_not() -> None:
     index = PrefixIndex()
     index.stores = StoreSets(stores_max=2, blocks_max=6)
@@ -637,35 +618,3 @@ def test_blocks_evicted_by_one_of_two_holders_stay_one_run() -> None:
     for block in range(30, 10, -1):
         sets.remove(1, [block])
     assert runs_of(sets) == [list(range(1, 11)), list(range(11, 31))]
-
-
-def test_a_cursor_sees_blocks_that_join_a_run_it_has_passed() -> None:
-    sets = BlockSets()
-    sets.add(1, [1, 2, 3, 4])
-    sets.add(2, [1, 2])
-    cursor = sets.cursor()
-    first = sets.next_run(cursor)
-    assert first is not None
-    assert first.blocks.tolist() == [1, 2]
-    sets.add(2, [3, 4], parent=2)
-    joined = sets.next_run(cursor)
-    assert joined is not None
-    assert joined.blocks.tolist() == [1, 2, 3, 4]
-    assert sets.next_run(cursor) is None
-
-
-def test_cursors_stay_where_they_are_when_another_run_loses_its_head() -> None:
-    sets = BlockSets()
-    sets.add(1, range(1, 6))
-    sets.add(1, range(11, 16))
-    ahead, behind = sets.cursor(), sets.cursor()
-    first = sets.next_run(ahead)
-    assert first is not None
-    for start in (1, 11):
-        sets.add(2, [start, start + 1])
-    seen: list[int] = []
-    for cursor in (ahead, behind):
-        while (run := sets.next_run(cursor)) is not None:
-            seen += run.blocks
-    assert set(range(1, 6)) <= set(seen)
-    assert set(range(11, 16)) <= set(seen)

@@ -4,6 +4,7 @@ import struct
 from dataclasses import dataclass, field
 
 import msgspec
+import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
@@ -54,10 +55,42 @@ def folded(*slot: TokenEvent) -> ResponseState:
     return reply
 
 
-def test_tokens_come_in_order_and_known_ones_are_dropped() -> None:
-    reply = folded(emitted(0, [10, 11]), emitted(1, [11, 12]), emitted(0, [10, 11]), emitted(3, [13]))
-    assert (reply.tokens, reply.next_index) == ([10, 11, 12, 13], 4)
-    assert (reply.worker_id, reply.rank, reply.attempt) == ("w1", 1, 1)
+OTHER_RESPONSES: list[TokenEvent] = [
+    RouteResponse(request_id=NAME, owner_epoch=9, pool="default", mode="kv", group=GROUP),
+    CommandResponse(command_id=NAME, owner_epoch=1, group=GROUP),
+]
+SLOTS: dict[str, tuple[list[TokenEvent], list[int], int, str]] = {
+    "known tokens are dropped": (
+        [emitted(0, [10, 11]), emitted(1, [11, 12]), emitted(0, [10, 11]), emitted(3, [13])], [10, 11, 12, 13], 1, "w1",
+    ),
+    "repeated tokens do not change the worker": (
+        [emitted(0, [10, 11]), started(2), emitted(0, [10], attempt=2)], [10, 11], 2, "w1",
+    ),
+    "a later attempt makes later records stale": (
+        [emitted(0, [10]), started(2), emitted(1, [99]), ended(1), emitted(1, [11], attempt=2)], [10, 11], 2, "w2",
+    ),
+    "a later owner voids an earlier one in the same attempt": (
+        [emitted(0, [10]), started(1, 7), emitted(1, [99], owner=6), ended(1, 6), emitted(1, [11], owner=7)],
+        [10, 11], 1, "w1",
+    ),
+    "a start that comes late takes nothing back": (
+        [started(3), started(2), emitted(0, [99], attempt=2), emitted(0, [10], attempt=3)], [10], 3, "w3",
+    ),
+    "tokens of a later attempt start it": (
+        [emitted(0, [10], attempt=2), emitted(1, [99], attempt=1), ended(0)], [10], 2, "w2",
+    ),
+    "other responses are not part of it": ([emitted(0, [10]), *OTHER_RESPONSES, emitted(1, [11])], [10, 11], 1, "w1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("slot", "tokens", "attempt", "worker_id"), SLOTS.values(), ids=SLOTS)
+def test_the_tokens_of_a_slot(slot: list[TokenEvent], tokens: list[int], attempt: int, worker_id: str) -> None:
+    reply = folded(*slot)
+    assert (reply.tokens, reply.next_index, reply.attempt) == (tokens, len(tokens), attempt)
+    assert (reply.worker_id, reply.rank, reply.ended, reply.gap) == (worker_id, int(worker_id[1:]), None, False)
+    assert reply.is_stale(attempt - 1, 9)
+    assert not reply.is_stale(attempt, 7)
+    assert not any(apply({NAME: reply}, other, GROUP) for other in OTHER_RESPONSES)
 
 
 def test_prefilled_by_comes_with_the_first_valid_token() -> None:
@@ -70,41 +103,11 @@ def test_prefilled_by_comes_with_the_first_valid_token() -> None:
     assert folded(started(2), response, emitted(0, [10], attempt=2)).prefilled is None, "it is void"
 
 
-def test_repeated_tokens_do_not_change_the_worker() -> None:
-    reply = folded(emitted(0, [10, 11]), started(2), emitted(0, [10], attempt=2))
-    assert (reply.worker_id, reply.attempt) == ("w1", 2)
-
-
 def test_tokens_taken_away_stay_counted() -> None:
     reply = folded(emitted(0, [10, 11]))
     reply.tokens.clear()
     assert apply({NAME: reply}, emitted(1, [11, 12]), GROUP) == [reply]
     assert (reply.tokens, reply.next_index) == ([12], 3)
-
-
-def test_a_later_attempt_makes_only_later_records_stale() -> None:
-    reply = folded(emitted(0, [10]), started(2), emitted(1, [99]), ended(1), emitted(1, [11], attempt=2))
-    assert reply.tokens == [10, 11]
-    assert reply.ended is None
-    assert reply.is_stale(1, 9)
-    assert not reply.is_stale(2, 1)
-
-
-def test_a_later_owner_voids_an_earlier_one_in_the_same_attempt() -> None:
-    reply = folded(emitted(0, [10]), started(1, 7), emitted(1, [99], owner=6), ended(1, 6), emitted(1, [11], owner=7))
-    assert reply.tokens == [10, 11]
-    assert reply.ended is None
-
-
-def test_a_start_that_comes_late_takes_nothing_back() -> None:
-    reply = folded(started(3), started(2), emitted(0, [99], attempt=2), emitted(0, [10], attempt=3))
-    assert (reply.tokens, reply.attempt) == ([10], 3)
-
-
-def test_tokens_of_a_later_attempt_start_it() -> None:
-    reply = folded(emitted(0, [10], attempt=2), emitted(1, [99], attempt=1), ended(0))
-    assert reply.tokens == [10]
-    assert reply.ended is None
 
 
 def test_nothing_counts_after_the_end() -> None:
@@ -113,13 +116,6 @@ def test_nothing_counts_after_the_end() -> None:
     reply = folded(emitted(0, [10]), end, *late)
     assert reply.ended is end
     assert (reply.tokens, reply.next_index, reply.attempt, reply.gap) == ([10], 1, 1, False)
-
-
-def test_a_route_response_is_not_part_of_a_response() -> None:
-    response = RouteResponse(request_id=NAME, owner_epoch=9, pool="default", mode="kv", group=GROUP)
-    reply = folded(emitted(0, [10]), response, emitted(1, [11]))
-    assert (reply.tokens, reply.ended, reply.attempt) == ([10, 11], None, 1)
-    assert apply({NAME: reply}, response, GROUP) == []
 
 
 def test_an_error_is_an_end() -> None:
@@ -256,10 +252,6 @@ def test_a_vector_counts_as_tokens_do() -> None:
     assert apply(replies, ended(2), GROUP) == [reply]
     assert apply(replies, embedded(3.5, attempt=2), GROUP) == [], "it is over"
     assert (reply.vector, reply.worker_id, reply.rank) == (struct.pack("<f", 2.5), "w2", 2)
-
-
-def test_a_command_response_is_not_part_of_a_response() -> None:
-    assert apply({NAME: ResponseState()}, CommandResponse(command_id=NAME, owner_epoch=1, group=GROUP), GROUP) == []
 
 
 def test_events_of_another_group_are_ignored() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from forebay.kv_tiers.decisions import leading_runs
 from forebay.kv_tiers.frequency import FrequencyLimits
-from forebay.kv_tiers.manager import LowerTier, TierChange, TierLimits, TierManager, TierRun, TierSet, Write
+from forebay.kv_tiers.manager import LowerTier, TierLimits, TierManager, TierRun, TierSet, Write
 
 PROMPT = list(range(8))
 
@@ -45,16 +45,6 @@ def test_written_blocks_go_from_tier_to_tier() -> None:
     assert fill(one) == [("device", "host", blocks), ("host", "disk", blocks), ("host", "store", blocks)]
     assert fill(one) == []
     assert one.match(PROMPT, 2) == [TierRun("host", 6)]
-
-
-def test_a_block_is_found_only_after_it_was_written() -> None:
-    one = manager(limits())
-    (write,) = one.offer(PROMPT)
-    assert one.match(PROMPT) == []
-    assert one.offer(PROMPT) == []
-    one.written(write.number, failed=[3])
-    assert one.match(PROMPT) == [TierRun("host", 3)]
-    assert one.match(PROMPT, 4) == [TierRun("host", 4)]
 
 
 def test_each_block_is_read_from_its_fastest_tier() -> None:
@@ -106,44 +96,6 @@ def test_the_end_of_the_oldest_prompt_is_evicted_first() -> None:
     assert one.counters["evicted_host"] == 3
 
 
-def test_blocks_in_use_are_not_evicted() -> None:
-    one = manager(limits(4))
-    fill(one, [0, 1, 2, 3])
-    (load,) = one.load([0, 1], 0, [TierRun("host", 2)])
-    (again,) = one.load([0], 0, [TierRun("host", 1)])
-    one.pin([3], until_us=10)
-    (write,) = one.offer([10, 11, 12])
-    assert (write.keys, write.evicted) == ((10,), (2,))
-    assert one.counters["skipped_full"] == 2
-    one.written(write.number)
-    one.loaded(load.number)
-    (write,) = one.offer([20, 21, 22])
-    assert write.evicted == (1, 10), "block 0 is still loaded once"
-    one.loaded(again.number)
-    one.unpin(10)
-    (write,) = one.offer([30, 31, 32])
-    assert {0, 3} == {*write.evicted}
-
-
-def test_pins_take_at_most_half_of_a_tier() -> None:
-    one = manager(limits(6), limits(4), limits(4))
-    one.pin(PROMPT, until_us=10)
-    assert one.counters["skipped_pin"] == 5
-    one.pin([100, 0], until_us=10)
-    assert one.counters["skipped_pin"] == 7
-    fill(one)
-    fill(one, range(100, 106))
-    fill(one, range(200, 206))
-    assert {*one.resident("host")} & {*PROMPT} == {0, 1, 2}
-    assert {*one.resident("disk")} & {*PROMPT} == {0, 1}, "half of the disk"
-    assert not {*one.resident("store")} & {*PROMPT}
-    assert [one.pinned("host"), one.pinned("disk"), one.pinned("store")] == [3, 2, 0]
-    one.unpin(10)
-    assert [one.pinned("host"), one.pinned("disk")] == [0, 0]
-    fill(one, range(300, 306))
-    assert not {*one.resident("host")} & {*PROMPT}
-
-
 def test_a_pin_extends_but_never_shortens_an_earlier_one() -> None:
     one = manager(limits(4))
     fill(one, [0, 1])
@@ -193,27 +145,6 @@ def test_a_load_ends_before_a_block_that_has_left_since_the_match() -> None:
     assert one.load(PROMPT, 4, runs[1:]) == []
 
 
-def test_a_removed_block_takes_room_until_its_last_load_ends() -> None:
-    one = manager(limits(2))
-    fill(one, [0, 1])
-    (load,) = one.load([0], 0, [TierRun("host", 1)])
-    one.clear()
-    assert (one.used("host"), one.count("host")) == (1, 0)
-    (write,) = one.offer([0, 5])
-    assert write.keys == (5,), "the memory of block 0 is still in use"
-    one.loaded(load.number, failed=[0])
-    assert one.used("host") == 1
-    assert one.counters["stale_host"] == 0
-
-
-def test_a_removed_block_does_not_come_back_with_a_write_in_flight() -> None:
-    one = manager(limits())
-    (write,) = one.offer(PROMPT)
-    one.remove("host", [1])
-    one.written(write.number)
-    assert one.match(PROMPT) == [TierRun("host", 1)]
-
-
 def test_a_tier_written_on_eviction_gets_old_blocks_before_they_are_evicted() -> None:
     one = manager(limits(8), limits(8, write="eviction"), limits(80, write="eviction"))
     assert fill(one, [0, 1, 2, 3]) == [("device", "host", (0, 1, 2, 3))]
@@ -236,14 +167,6 @@ def test_a_used_block_is_not_evicted_because_it_was_saved() -> None:
     fill(one, [0, 1, 2, 3])
     fill(one, [20, 21])
     assert one.match([0, 1, 2, 3]) == [TierRun("host", 4)]
-
-
-def test_a_saved_block_can_be_removed() -> None:
-    one = manager(limits(8), limits(80, write="eviction"))
-    fill(one, [0, 1, 2, 3])
-    fill(one, [10, 11, 12])
-    one.remove("host", [3])
-    assert one.match([0, 1, 2, 3]) == [TierRun("host", 3), TierRun("disk", 1)]
 
 
 def test_blocks_that_cannot_be_saved_are_evicted_and_counted() -> None:
@@ -322,20 +245,6 @@ def test_more_writes_than_allowed_are_skipped() -> None:
     assert len(one.offer(PROMPT)) == 1
 
 
-@pytest.mark.parametrize("tier", ["host", "disk", "store"])
-def test_a_tier_that_is_cleared_ends_transfers_without_effect(tier: LowerTier) -> None:
-    one = manager(**{tier: limits()})  # type: ignore[arg-type]
-    fill(one)
-    (write,) = one.offer([50])
-    (load,) = one.load(PROMPT, 0, one.match(PROMPT))
-    one.changes()
-    one.clear()
-    assert one.changes() == [TierChange(tier, (), tuple(sorted(PROMPT, reverse=True)))]
-    assert one.written(write.number) == []
-    one.loaded(load.number, failed=[0])
-    assert (one.match(PROMPT), one.resident(tier), one.changes(), one.used(tier)) == ([], [], [], 0)
-
-
 def test_without_host_memory_the_disk_takes_its_place() -> None:
     one = manager(disk=limits(), store=limits())
     assert fill(one, [1]) == [("device", "disk", (1,)), ("disk", "store", (1,))]
@@ -350,23 +259,6 @@ def test_an_inventory_fills_the_free_room() -> None:
     one.add("store", PROMPT)
     one.add("store", [20])
     assert [*one.resident("store")] == [1, 0, 20], "a store forgets the oldest"
-
-
-def test_changes_are_reported_in_order() -> None:
-    one = manager(limits(4))
-    fill(one, [0, 1])
-    fill(one, [2, 3])
-    fill(one, [4, 5])
-    one.remove("host", [4])
-    one.remove("host", [5])
-    assert one.changes() == [
-        TierChange("host", (0, 1), ()),
-        TierChange("host", (2, 3), ()),
-        TierChange("host", (), (1, 0)),
-        TierChange("host", (4, 5), ()),
-        TierChange("host", (), (4, 5)),
-    ]
-    assert one.changes() == []
 
 
 def test_clear_can_leave_a_tier() -> None:
