@@ -478,7 +478,7 @@ async def test_a_member_removes_the_older_cards_of_its_model(tmp_path: Path, mon
         assert partitions == {}
         return {"m": digest}
 
-    monkeypatch.setattr("forebay.transport.model_use.cards_in_use", in_use)
+    monkeypatch.setattr("forebay.transport.models.cards_in_use", in_use)
     joined = asyncio.Event()
     keeping = asyncio.create_task(keep_card(log, "m", digest, folder, joined.is_set))
     store = ModelStore(log)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from forebay import runtime
 from forebay.transport.base import Draft, LogError, LogFull, LogUnavailable, Record, Wake
-from forebay.transport.following import Following
+from forebay.transport.kafka.log import Following
 from tests.faults.loop import VirtualLoop
 from tests.faults.process import Process
 

@@ -13,7 +13,7 @@ from forebay.events.control import Action, Command, RouterConfig, WorkerCommande
 from forebay.events.requests import RouteQueried
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, KV_EVENTS, PROGRESS, REQUESTS, TOKENS
 from forebay.ingress.model import DEFAULT_MODEL, Model
-from forebay.live.router.readiness import ready
+from forebay.live.router.router import ready
 from forebay.transport.base import Draft, Log, LogError, LogUnavailable
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings

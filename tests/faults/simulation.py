@@ -249,7 +249,7 @@ def _standby_digests(cluster: Cluster) -> dict[int, int]:
         for one in cluster.routers()
         if one.router is not None
         for standby in one.router.standbys.values()
-        if standby.failed is None and standby.blocked is None and standby.rules == cluster.checks.rules
+        if standby.failed is None and standby.blocked is None and standby.validity.rules == cluster.checks.rules
     }
 
 

@@ -38,8 +38,7 @@ from forebay.events.topics import (
     Topic,
     work_topic,
 )
-from forebay.transport.base import Record
-from forebay.transport.decoding import event_of
+from forebay.transport.base import Record, event_of
 from forebay.transport.kafka.batches import DECOMPRESSED_BYTES_MAX
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.topics import TopicPlan

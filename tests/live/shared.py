@@ -19,9 +19,8 @@ from forebay.events.topics import DECISIONS, FLEET
 from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import Owner
 from forebay.live.owner.start_check import open_checked
-from forebay.live.router.abandoned_tail import AbandonedTail
 from forebay.live.router.router import Router, RouterSettings
-from forebay.live.router.standby import Standby
+from forebay.live.router.standby import AbandonedTail, Standby
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft, Lease, Log, Record, Tail, Wake
 from forebay.transport.directory import Directory

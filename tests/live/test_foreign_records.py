@@ -31,10 +31,8 @@ from forebay.events.topics import DEAD_LETTERS, DECISIONS, FLEET, HEARTBEATS, SN
 from forebay.events.work import WorkItem
 from forebay.live.owner import snapshots
 from forebay.live.owner.owner import Owner, OwnershipLost
-from forebay.live.router.abandoned_tail import AbandonedTail
-from forebay.live.router.readiness import ReadinessMetrics, ready
-from forebay.live.router.router import Router
-from forebay.live.router.standby import Standby
+from forebay.live.router.router import ReadinessMetrics, Router, ready
+from forebay.live.router.standby import AbandonedTail, Standby
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Draft, LogError
 from forebay.transport.heartbeats import RouterHeartbeats

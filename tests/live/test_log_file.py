@@ -19,8 +19,7 @@ from forebay.events.snapshots import IndexCursor, SnapshotChunk
 from forebay.events.tokens import TokenChunk, TokensEmitted
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, INPUTS, REQUESTS, SNAPSHOTS, TOKENS
 from forebay.live.owner.owner import GroupSettings, Owner
-from forebay.live.owner.retention import Retention, RetentionLimits
-from forebay.live.owner.retention_metrics import RetentionMetrics
+from forebay.live.owner.retention import Retention, RetentionLimits, RetentionMetrics
 from forebay.live.owner.start_check import GROUPS_MAX, open_checked
 from forebay.replay.recorded import applied
 from forebay.replay.verify.verify import VerifyReport, verify

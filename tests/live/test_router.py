@@ -16,8 +16,7 @@ from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import DECISIONS, HEARTBEATS
 from forebay.live.owner.owner import Owner
 from forebay.live.router import succession
-from forebay.live.router.readiness import ReadinessMetrics, ready
-from forebay.live.router.router import Router
+from forebay.live.router.router import ReadinessMetrics, Router, ready
 from forebay.live.router.standby import Standby
 from forebay.live.router.succession import BACKOFF_S, STEADY_S, Backoff, Succession
 from forebay.transport.base import Draft, Log, LogError, Record

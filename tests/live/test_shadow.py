@@ -22,10 +22,7 @@ from forebay.events.shadow import DecisionShadowed, ShadowEvent, ShadowStarted
 from forebay.events.topics import DECISIONS, SHADOW, topic_named
 from forebay.live.router.standby import RecoveryDiverged
 from forebay.live.shadow import shadow as shadow_module
-from forebay.live.shadow import topic as shadow_topic
-from forebay.live.shadow.metrics import ShadowMetrics
-from forebay.live.shadow.shadow import Shadow, ShadowSettings
-from forebay.live.shadow.topic import TopicSink
+from forebay.live.shadow.shadow import Shadow, ShadowMetrics, ShadowSettings, TopicSink
 from forebay.transport.base import Draft, LogError, Record
 from forebay.transport.history.reader import OtherRules
 from forebay.transport.sqlite.log import SqliteLog
@@ -232,7 +229,7 @@ async def test_a_restarted_shadow_neither_repeats_nor_skips_decisions(
 ) -> None:
     """The shadow is stopped or killed at random points while owners change and snapshots are taken."""
     monkeypatch.setattr(shadow_module, "SLICE_RECORDS", 3)
-    monkeypatch.setattr(shadow_topic, "PAGE_RECORDS", 4)
+    monkeypatch.setattr(shadow_module, "PAGE_RECORDS", 4)
     chance = random.Random(SEED)
     print(f"seed {SEED}")
     async with System(log).started(workers=2) as system:
@@ -430,4 +427,3 @@ async def test_statistics_are_exported_to_prometheus(log: SqliteLog) -> None:
     assert value("excess_blocks_total") == sum(max(0.0, -regret) for regret in regrets) > 0
     assert value("regret_blocks_count") == value("regret_blocks_bucket", le="+Inf") == 6
     assert registry.get_sample_value("forebay_shadow_lag_records", {"shadow": NAME}) == 0
-    assert registry.get_sample_value("forebay_shadow_journal_offset", {"shadow": NAME}) == shadow.position

@@ -17,8 +17,7 @@ from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted,
 from forebay.events.topics import DECISIONS, SNAPSHOTS
 from forebay.live.owner.owner import Owner, OwnershipLost
 from forebay.live.router import standby as standby_module
-from forebay.live.router.abandoned_tail import AbandonedTail
-from forebay.live.router.standby import RecoveryDiverged, Standby
+from forebay.live.router.standby import AbandonedTail, RecoveryDiverged, Standby
 from forebay.replay.spans import OtherSpan
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Draft, Log, LogError

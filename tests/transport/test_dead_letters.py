@@ -9,11 +9,19 @@ from forebay.events.codec import decode, encode
 from forebay.events.control import PolicySet
 from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
 from forebay.events.topics import CONTROL, DEAD_LETTERS, REQUESTS, Topic
-from forebay.transport import dead_letter_reader
+from forebay.transport import dead_letters
 from forebay.transport.base import Draft, Record
-from forebay.transport.dead_letter_reader import Letter, NoSuchLetter, letters, read_letter
-from forebay.transport.dead_letter_retry import NotRetriable, append_retry, retry_of
-from forebay.transport.dead_letters import CONTENT_BYTES_MAX, dead_letter
+from forebay.transport.dead_letters import (
+    CONTENT_BYTES_MAX,
+    Letter,
+    NoSuchLetter,
+    NotRetriable,
+    append_retry,
+    dead_letter,
+    letters,
+    read_letter,
+    retry_of,
+)
 from forebay.transport.sqlite.log import SqliteLog
 
 PARTITION = 2
@@ -58,7 +66,7 @@ async def listed(log: SqliteLog) -> list[Letter]:
 async def test_letters_are_listed_newest_first_with_their_origin(
     log: SqliteLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dead_letter_reader, "PAGE_RECORDS", 3)
+    monkeypatch.setattr(dead_letters, "PAGE_RECORDS", 3)
     for number in range(10):
         await bury(log, f"topic-{number}", b"x" * number, f"reason {number}")
     found = await listed(log)
@@ -80,7 +88,7 @@ async def test_letters_are_listed_newest_first_with_their_origin(
 async def test_a_retry_appends_the_original_record_and_marks_the_letter(
     log: SqliteLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dead_letter_reader, "PAGE_RECORDS", 2)
+    monkeypatch.setattr(dead_letters, "PAGE_RECORDS", 2)
     offset = await bury_event(log, CONTROL, POLICY)
     others = [await bury(log, "control", b"{}") for _ in range(3)]
     await log.append([Draft(CONTROL.name, PARTITION, b"earlier")])

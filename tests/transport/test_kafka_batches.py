@@ -23,9 +23,8 @@ from hypothesis import strategies as st
 
 from forebay.events.codec import DecodeError
 from forebay.events.schema import TOPICS
-from forebay.transport.base import Record
+from forebay.transport.base import Record, event_of
 from forebay.transport.dead_letters import CONTENT_BYTES_MAX, HEADERS_BYTES_MAX, dead_letter
-from forebay.transport.decoding import event_of
 from forebay.transport.kafka.batches import DECOMPRESSED_BYTES_MAX
 from forebay.transport.kafka.consumer import Batches, DenseRecords
 from forebay.transport.kafka.requests import (

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.transport.base import Draft, LogError, LogFull, Record, Tail
-from forebay.transport.following import Following
+from forebay.transport.kafka.log import Following
 from forebay.transport.sqlite import tail as sqlite_tail
 from forebay.transport.sqlite.log import RECORD_BYTES_MAX, SqliteLog
 from tests.depth import examples

@@ -199,9 +199,8 @@ async def test_a_changed_record_is_detected(path: Path, change: str) -> None:
     await make(path, [Draft("topic", 2, b"value", b"", {"a": "b"}) for _ in range(3)])
     edit(path, f'UPDATE topic SET {change} WHERE "offset" = 1')
     with closing(SqliteLog.open(path)) as log:
-        with pytest.raises(CorruptRecord, match="topic/2: the record at offset 1 ") as caught:
+        with pytest.raises(CorruptRecord, match="topic/2: the record at offset 1 "):
             stored(log, "topic", 2)
-        assert (caught.value.topic, caught.value.partition, caught.value.offset) == ("topic", 2, 1)
         assert len(log.records("topic", 2, 0, 1)) == len(log.records("topic", 2, 2, 1)) == 1
         tail = log.tail("topic", 2, 1, Wakes())
         for _ in range(2):

@@ -20,8 +20,7 @@ from forebay.cli.common.times import time_us
 from forebay.events.names import unknown_name
 from forebay.events.topics import DEAD_LETTERS, FIXED_TOPICS, topic_named
 from forebay.transport.base import Log, Record
-from forebay.transport.dead_letter_reader import Letter, letters, read_letter
-from forebay.transport.dead_letter_retry import NotRetriable, append_retry, original, retry_of
+from forebay.transport.dead_letters import Letter, NotRetriable, append_retry, letters, original, read_letter, retry_of
 from forebay.transport.history.groups import groups_of
 from forebay.transport.kafka.topics import partitions_of
 from forebay.transport.readable import readable

@@ -25,9 +25,7 @@ from forebay.events.codec import encode
 from forebay.events.shadow import ShadowEvent
 from forebay.events.topics import DECISIONS, SHADOW
 from forebay.live.router.standby import RecoveryDiverged
-from forebay.live.shadow.metrics import ShadowMetrics
-from forebay.live.shadow.shadow import Shadow, ShadowSettings, ShadowSink
-from forebay.live.shadow.topic import TopicSink
+from forebay.live.shadow.shadow import Shadow, ShadowMetrics, ShadowSettings, ShadowSink, TopicSink
 from forebay.replay.policies import require_allowed
 from forebay.transport.kafka.position import KafkaPosition
 from forebay.transport.kafka.topics import count_topics

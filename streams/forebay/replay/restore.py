@@ -27,8 +27,7 @@ from forebay.events.control import (
 from forebay.events.groups import GroupPlaced
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.topics import CONTROL, GROUPS
-from forebay.transport.base import Draft, Log, LogError
-from forebay.transport.decoding import event_of
+from forebay.transport.base import Draft, Log, LogError, event_of
 from forebay.transport.directory import PARTITION
 from forebay.transport.history.groups import groups_of, oldest_world_state
 from forebay.transport.history.reader import records_of

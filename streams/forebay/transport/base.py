@@ -6,9 +6,12 @@ after that. Appends of one caller keep their order. A log does not interpret its
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
+
+from forebay.events.codec import DecodeError, decode
+from forebay.events.topics import Topic
 
 # When a commit of the embedded log reaches the disk: `normal` leaves that to the operating system, so a commit survives
 # the death of the process. `full` waits for the disk, so a commit also survives a power loss.
@@ -176,3 +179,10 @@ class Leases(Protocol):
 
     def announce(self, group: str, ttl_ms: int) -> None:
         """Make `groups` return a group for `ttl_ms`, although no worker has a lease in it yet."""
+
+
+def event_of(topic: Topic, record: Record) -> Any:
+    """Return the event in a record of `topic`. Raises DecodeError, and no other error, if it does not decode."""
+    if record.fault is not None:
+        raise DecodeError(f"{topic.name}: {record.fault}")
+    return decode(topic, record.value)

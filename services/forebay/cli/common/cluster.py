@@ -17,8 +17,7 @@ from forebay.cli.common.metrics_server import Probe, metrics_served
 from forebay.cli.common.shutdown import CLOSE_S, SIGNALS, STOP_S, end_within, ending_within, on_second_signal
 from forebay.cli.common.sources import without_passwords
 from forebay.transport.base import LeaseError, LogError
-from forebay.transport.kafka.log import FLUSH_S, KafkaLog
-from forebay.transport.kafka.metrics import KafkaMetrics
+from forebay.transport.kafka.log import FLUSH_S, KafkaLog, KafkaMetrics
 from forebay.transport.redis.leases import LeaseKind, RedisLeases
 from forebay.workers.engine import EngineError
 from forebay.workers.runtime.worker import WorkerReplaced

@@ -11,9 +11,8 @@ from forebay.cli.common.metrics_server import process_registry
 from forebay.cli.planner.command import PlannerRunCommand
 from forebay.cli.planner.planner_file import PlannerFile, read_planner_file
 from forebay.cli.processes.options import named
-from forebay.live.planner.metrics import PlannerMetrics
 from forebay.live.planner.observer import PoolObserver
-from forebay.live.planner.planner import Planner
+from forebay.live.planner.planner import Planner, PlannerMetrics
 from forebay.planner.predictors import predictor
 from forebay.planner.simulation import simulator
 from forebay.transport.kafka.topics import count_topics

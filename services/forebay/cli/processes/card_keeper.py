@@ -18,8 +18,7 @@ from forebay.ingress.model_cards import read_card
 from forebay.transport.base import Log, LogError
 from forebay.transport.directory import PARTITION as GROUPS_PARTITION
 from forebay.transport.directory import Directory
-from forebay.transport.model_use import UseUnknown, remove_unused, superseded_by
-from forebay.transport.models import ModelStore
+from forebay.transport.models import ModelStore, UseUnknown, remove_unused, superseded_by
 
 logger = logging.getLogger(__name__)
 

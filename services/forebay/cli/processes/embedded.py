@@ -33,8 +33,7 @@ from forebay.ingress.http.endpoint import Endpoint
 from forebay.ingress.http.protocol import ConnectionLimits, connections_allowed
 from forebay.ingress.http.server import build_server, serve_until_drained
 from forebay.ingress.model import Model
-from forebay.live.owner.retention import Retention
-from forebay.live.owner.retention_metrics import RetentionMetrics
+from forebay.live.owner.retention import Retention, RetentionMetrics
 from forebay.live.owner.start_check import open_checked
 from forebay.transport.redis.leases import embedded_leases
 from forebay.transport.sqlite.log import SqliteLog

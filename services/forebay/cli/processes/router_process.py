@@ -23,8 +23,7 @@ from forebay.events.control import RouterConfig
 from forebay.events.pools import PoolRouting
 from forebay.live.router.faust_app import STATE_TOPICS, Assignments, RouterApp
 from forebay.live.router.faust_feed import FaustLog, Feed
-from forebay.live.router.readiness import ReadinessMetrics, ready
-from forebay.live.router.router import Router, RouterSettings
+from forebay.live.router.router import ReadinessMetrics, Router, RouterSettings, ready
 from forebay.transport.base import LogError, LogUnavailable
 from forebay.transport.directory import Directory
 from forebay.transport.kafka.errors import explain, is_transient

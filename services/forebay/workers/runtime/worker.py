@@ -37,9 +37,8 @@ from forebay.events.progress import EngineFailed
 from forebay.events.tokens import ResponseError
 from forebay.events.topics import FLEET, PROGRESS, work_topic
 from forebay.events.work import AnyWorkEvent, ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
-from forebay.transport.base import Draft, Log, LogError, Record, Tail
+from forebay.transport.base import Draft, Log, LogError, Record, Tail, event_of
 from forebay.transport.dead_letters import dead_letter
-from forebay.transport.decoding import event_of
 from forebay.transport.patience import until_available
 from forebay.workers.engine import Engine, EngineBatch, EngineError, StoreEngine, TierEngine
 from forebay.workers.kv_transfer.nixl_agent import TransferError

@@ -60,7 +60,6 @@ class OwnerMetrics(Collector):
         ahead = "seconds by which the last recorded clock reading was ahead of this machine's clock at start"
         yield self._gauge("forebay_owner_clock_ahead_seconds", ahead, owner.clock_ahead_us / 1e6)
         yield self._counter("forebay_owner_snapshots", "complete snapshots", snapshots.taken)
-        yield self._counter("forebay_owner_digests", "state digests in the journal", snapshots.digests)
         age = "seconds since the state of the newest snapshot was sealed, or since the start of the owner"
         yield self._gauge("forebay_owner_snapshot_age_seconds", age, snapshots.age_s)
         admission = owner.admission

@@ -54,21 +54,20 @@ from forebay.live.owner.effects import (
 )
 from forebay.live.owner.ingress_presence import IngressPresence
 from forebay.live.owner.journal import Journal, OwnershipLost
-from forebay.live.owner.lease_polling import LeasePolling
+from forebay.live.owner.lease_judgement import ObservedTime
 from forebay.live.owner.recorded_requests import SubmissionReader
 from forebay.live.owner.snapshots import Snapshots
 from forebay.live.owner.ttft_metrics import TtftRecorder
 from forebay.live.router.heartbeats import HeartbeatWriter
 from forebay.live.router.standby import Standby, Unconfirmed
-from forebay.transport.base import Draft, Leases, Log, LogError, Record, Tail
+from forebay.transport.base import Draft, Lease, LeaseError, Leases, Log, LogError, Record, Tail, event_of
 from forebay.transport.dead_letters import dead_letter
-from forebay.transport.decoding import event_of
 from forebay.transport.history.release import own_release
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["GroupSettings", "Owner", "OwnershipLost"]
 
-
-logger = logging.getLogger(__name__)
 
 RUN_US_MAX = 5_000  # bounds how long the records of one topic delay the records of the next topic
 RUN_SLICE = 16  # records between two readings of the clock
@@ -217,11 +216,7 @@ class Owner:
 
     async def run(self) -> None:
         """Repeat `turn` until `stop` is called. Raises LogError if the log fails or another owner took over."""
-        assert self.admission is not None
-        assert self.ingresses is not None
-        workers, ingresses = (self._leases, self.admission), (self._ingress_leases, self.ingresses)
-        leases = LeasePolling(self._settings.group, self.world, workers, ingresses)
-        polling = asyncio.create_task(leases.run(self._settings.poll_s), name="lease polling")
+        polling = asyncio.create_task(self._poll_leases(), name="lease polling")
         try:
             while not (self._stopping and self.snapshots.can_stop):
                 await self.turn()
@@ -237,6 +232,40 @@ class Owner:
         finally:
             polling.cancel()
             await asyncio.gather(polling, return_exceptions=True)
+
+    async def _poll_leases(self) -> None:
+        """Write the changes of leases to `fleet` until cancelled. Raises LogError if the log accepts no event."""
+        assert self.admission is not None
+        assert self.ingresses is not None
+        world, readable = self.world, True
+        workers, ingresses = ObservedTime(), ObservedTime()
+        while True:
+            try:
+                leases, observed_ms, applied = await self._read_leases(self._leases, workers)
+                ended = await self.admission.update(leases, world.pools, world.fleet, applied, observed_ms)
+                await self._forget_leases(self._leases, ended)
+                if self._ingress_leases is not None:
+                    leases, observed_ms, applied = await self._read_leases(self._ingress_leases, ingresses)
+                    ended = await self.ingresses.update(leases, world.fleet, applied, observed_ms)
+                    await self._forget_leases(self._ingress_leases, ended)
+                readable = True
+            except LeaseError as error:
+                # Without readable leases no worker counts as lost: the fleet stays as it is.
+                workers.failed()
+                ingresses.failed()
+                if readable:
+                    logger.warning("the leases cannot be read, retrying: %s", error)
+                readable = False
+            await asyncio.sleep(self._settings.poll_s)
+
+    async def _read_leases(self, leases: Leases, observed: ObservedTime) -> tuple[list[Lease], int, int]:
+        """Return the leases, the milliseconds observed since the last poll, and the applied offset of `fleet`."""
+        polled = await runtime.offload(leases.poll, self._settings.group)
+        return polled, observed.read(runtime.monotonic_s()), self.world.view.get(FLEET.name, 0)
+
+    async def _forget_leases(self, leases: Leases, ended: list[Lease]) -> None:
+        for lease in ended:
+            await runtime.offload(leases.forget, self._settings.group, lease.worker_id, lease.token)
 
     async def stop(self) -> None:
         """End `run` once the blocks for the last snapshot are walked. Until then the owner decides as before."""

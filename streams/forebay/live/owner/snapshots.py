@@ -99,7 +99,7 @@ class Snapshots:
         assert self._current is not None
         await self._current.finish()
         current, self._current = self._current, None
-        return current.sealed_record(world)
+        return Sealed(**current.fields(world))
 
     def begin(self, world: World) -> None:
         """Begin a snapshot now, unless one is in progress."""
@@ -125,7 +125,7 @@ class Snapshots:
         current = self._current
         if current is not None and current.is_written:
             self._current = None
-            return [current.taken(world)]
+            return [SnapshotTaken(**current.fields(world))]
         if current is not None and current.walk.done and current.sealed is None and not self._stopping:
             self.freeze_large_index(world)
             return [current.seal(world)]
@@ -219,12 +219,6 @@ class _Snapshot:
         self._parts.extend(world.snapshot_small())
         return self.sealed
 
-    def taken(self, world: World) -> SnapshotTaken:
-        return SnapshotTaken(**world.stamp(), **self._place())
-
-    def sealed_record(self, world: World) -> Sealed:
-        return Sealed(**world.stamp(), **self._place())
-
     async def finish(self) -> None:
         """Write all chunks that are left. Raises LogError.
 
@@ -245,9 +239,11 @@ class _Snapshot:
         if self._first_offset < 0:
             self._first_offset = first
 
-    def _place(self) -> dict[str, Any]:
+    def fields(self, world: World) -> dict[str, Any]:
+        """Return the fields of the record that names this snapshot."""
         assert self.sealed is not None
         return {
+            **world.stamp(),
             "first_offset": self._first_offset,
             "chunks": self._chunks,
             "digest": self.sealed.digest,

@@ -1,6 +1,5 @@
 """Execute the planner's decisions, each once, and record what became of them."""
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -71,17 +70,7 @@ class ActuatorService:
         """Execute decisions until cancelled. Raises LogError if the log fails."""
         await self._topic.catch_up()
         self._caught_up = True
-        following = asyncio.create_task(self._topic.follow(), name="scaling")
-        executing = asyncio.create_task(self._run(), name="actuator")
-        try:
-            await asyncio.wait([following, executing], return_when=asyncio.FIRST_COMPLETED)
-            for task in (following, executing):
-                if task.done():
-                    task.result()
-        finally:
-            for task in (following, executing):
-                task.cancel()
-            await asyncio.gather(following, executing, return_exceptions=True)
+        await self._topic.follow_beside(self._run())
 
     def _on_record(self, offset: int, event: ScalingEvent, outcome: Outcome) -> None:
         # Decisions that were stale before the start have a refusal already, or their planner is gone.

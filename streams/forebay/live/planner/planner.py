@@ -8,10 +8,12 @@ intervals. A planner that finds a newer claim stands by again. Its records after
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from forebay import runtime
 from forebay.core.scaling.decide import decide
@@ -91,17 +93,7 @@ class Planner:
         """Plan, or stand by, until `stop` is called. Raises LogError if the log fails."""
         await until_available(self.topic.catch_up)
         self._heard_s = runtime.monotonic_s()
-        following = asyncio.create_task(self.topic.follow(), name="scaling")
-        planning = asyncio.create_task(self._run(), name="planner")
-        try:
-            await asyncio.wait([following, planning], return_when=asyncio.FIRST_COMPLETED)
-            for task in (following, planning):
-                if task.done():
-                    task.result()
-        finally:
-            for task in (following, planning):
-                task.cancel()
-            await asyncio.gather(following, planning, return_exceptions=True)
+        await self.topic.follow_beside(self._run())
 
     def stop(self) -> None:
         """End `run` after the current step. An active planner writes that it stops."""
@@ -274,3 +266,47 @@ async def _within(waiting: Awaitable[object], seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await waiting
+
+
+LABELS = ("group", "pool")
+
+
+class PlannerMetrics(Collector):
+    """Metrics of one planner, active or standby, and of the pools that the active planner scales."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+
+    def collect(self) -> Iterator[Metric]:
+        planner, state = self._planner, self._planner.topic.state
+        yield GaugeMetricFamily(
+            "forebay_planner_active", "1 if this planner decides, 0 if it stands by", int(planner.is_active)
+        )
+        yield GaugeMetricFamily("forebay_planner_paused", "1 if an operator has paused the planner", int(state.paused))
+        yield GaugeMetricFamily(
+            "forebay_planner_open_changes", "decided changes of pools without reply of an actuator", len(state.open)
+        )
+        decisions = CounterMetricFamily(
+            "forebay_planner_decisions", "decisions of this process by effect", labels=["effect"]
+        )
+        decisions.add_metric(["applied"], planner.decisions)
+        decisions.add_metric(["stale"], planner.stale)
+        yield decisions
+        yield CounterMetricFamily(
+            "forebay_planner_forecast_failures", "intervals in which the predictor failed", planner.forecast_failures
+        )
+        yield CounterMetricFamily(
+            "forebay_planner_simulation_failures",
+            "intervals whose forecast could not be simulated",
+            planner.simulation_failures,
+        )
+        size = GaugeMetricFamily("forebay_pool_size", "workers of a pool as decided", labels=LABELS)
+        ready = GaugeMetricFamily("forebay_pool_ready", "ready workers of a pool as last observed", labels=LABELS)
+        for pool in state.settings.pools if state.settings else ():
+            decided, observed = state.size(pool), state.last_observed(pool)
+            if decided is not None:
+                size.add_metric((pool.group, pool.pool), decided)
+            if observed is not None:
+                ready.add_metric((pool.group, pool.pool), observed.ready)
+        yield size
+        yield ready

@@ -6,7 +6,8 @@ in the same order.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from forebay.core.scaling.state import Outcome, PlannerState
 from forebay.events.codec import DecodeError, decode, encode
@@ -51,6 +52,19 @@ class ScalingTopic:
                 await wake.wait()
         finally:
             tail.close()
+
+    async def follow_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Follow the topic until `work` ends. Raises the error of either."""
+        tasks = asyncio.create_task(self.follow(), name="scaling"), asyncio.create_task(work, name="beside scaling")
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def append(self, event: ScalingEvent) -> tuple[int, Outcome]:
         """Append a record, and wait until `follow` has applied it. Raises LogError."""

@@ -8,11 +8,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from forebay.core.rederive import Divergence, Rederivation
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies, PolicyMissing
 from forebay.core.state.requests import ACTIVE_REQUESTS_MAX
+from forebay.core.step import AnyDecision
 from forebay.core.step import claim as claim_group
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.decisions import (
@@ -27,8 +28,7 @@ from forebay.events.decisions import (
     Sealed,
     SnapshotTaken,
 )
-from forebay.events.topics import DECISIONS
-from forebay.live.router.abandoned_tail import AbandonedTail, abandoned_tail
+from forebay.events.topics import DECISIONS, SNAPSHOTS
 from forebay.transport.base import Log, LogError, PolicyNotAllowed, Record
 from forebay.transport.history.reader import (
     PAGE_RECORDS,
@@ -36,19 +36,83 @@ from forebay.transport.history.reader import (
     OtherRules,
     RecordedOrder,
     Validity,
+    decode_journal,
     journal_records,
     require_readable,
 )
 from forebay.transport.history.snapshots import (
+    BEGINNING,
     claim_at,
     load_continued,
     load_sealed,
     load_snapshot,
     newest_snapshot,
+    newest_snapshot_at,
     owner_state,
 )
+from forebay.transport.history.start import begins_of
 
 logger = logging.getLogger(__name__)
+
+
+class AbandonedTail(NamedTuple):
+    """Part of a journal that a new owner gives up. The new owner decides the counted requests again.
+
+    Attributes:
+        snapshot: Journal offset of the record of the snapshot from which the new owner continues. `BEGINNING` if it
+            continues from the empty state.
+        decisions: Number of decisions among the records, of the types that this version knows.
+    """
+
+    partition: int
+    snapshot: int
+    records: int
+    decisions: int
+    requests: int
+
+    def text(self) -> str:
+        place = f"the snapshot at journal offset {self.snapshot}" if self.snapshot != BEGINNING else "its beginning"
+        return (
+            f"control partition {self.partition} continues from {place}: the {self.records} journal records after it"
+            f" are given up, with {self.decisions} decisions about {self.requests} requests, which are decided again"
+        )
+
+
+async def abandoned_tail(log: Log, partition: int, end: int, custom: CustomPolicies = ONLY_BUILT_IN) -> AbandonedTail:
+    """Return what is lost if a journal that ends at `end` is continued from its newest usable snapshot.
+
+    Without one, the journal is continued from its beginning. Raises LogError if the log lacks records of the beginning.
+    """
+    snapshot, begin = await _newest_usable(log, partition, end, custom)
+    records = decisions = 0
+    requests: set[str] = set()
+    async for record in journal_records(log, partition, begin, end):
+        decision = decode_journal(record)
+        records += record.offset != snapshot
+        if isinstance(decision, AnyDecision):
+            decisions += 1
+            requests.add(getattr(decision, "request_id", ""))
+    return AbandonedTail(partition, snapshot, records, decisions, len(requests - {""}))
+
+
+async def _newest_usable(log: Log, partition: int, end: int, custom: CustomPolicies) -> tuple[int, int]:
+    """Return the offset of the newest snapshot that can be loaded, and the offset after its state."""
+    while (found := await newest_snapshot_at(log, partition, end)) is not None:
+        end, taken = found
+        try:
+            await load_sealed(log, partition, taken, custom)
+        except JournalBroken as error:
+            logger.warning("cannot continue from the snapshot at journal offset %d: %s", end, error)
+        else:
+            return end, taken.journal_offset
+    begins = await begins_of(log, partition)
+    if missing := [name for name, begin in begins.items() if begin and name != SNAPSHOTS.name]:
+        raise LogError(
+            f"control partition {partition} has no snapshot to continue from, and no first records of"
+            f" {', '.join(missing)}: use the program that wrote the journal, or start a new namespace"
+        )
+    return BEGINNING, 0
+
 
 # Effects follow their journal records within a turn, so only the newest effects can be missing. A turn makes fewer
 # decisions of most kinds than this. But one lost worker may abort every request in flight, or release its KV.
@@ -123,7 +187,7 @@ class Standby:
         self._observer = observer
         self._wake = asyncio.Event()
         self._order: RecordedOrder | None = None
-        self._validity = Validity()
+        self.validity = Validity()
         self.position = 0
         self.seal = -1
         self.snapshot = -1
@@ -143,14 +207,6 @@ class Standby:
         """Whether the last owner stopped as planned, and no router has claimed the group since."""
         return self.seal >= 0
 
-    @property
-    def rules(self) -> int:
-        return self._validity.rules
-
-    @property
-    def validity(self) -> Validity:
-        return self._validity
-
     async def prepare_claim(self) -> None:
         """Check that an owner can continue with this replica, and call `on_loss` if it must give up records.
 
@@ -161,7 +217,7 @@ class Standby:
         if self._on_loss is None:
             if self.stopped is not None:
                 raise JournalBroken(self.stopped)
-            raise OtherRules(self.position - 1, self._validity.rules, self._validity.release)
+            raise OtherRules(self.position - 1, self.validity.rules, self.validity.release)
         tail = await abandoned_tail(self._log, self._partition, self.position, self._custom)
         self._on_loss(tail)
         self.seal, self.snapshot = -1, tail.snapshot
@@ -240,9 +296,9 @@ class Standby:
 
     async def _stop(self, reason: str) -> None:
         """Derive no more records, and only follow which router owns the group."""
-        if self._order is None and self._validity.epoch < 0:
+        if self._order is None and self.validity.epoch < 0:
             self.position = await self._log.begin(DECISIONS.name, self._partition)
-            self._validity = Validity(nonce=None, seq=None) if self.position else Validity()
+            self.validity = Validity(nonce=None, seq=None) if self.position else Validity()
         self._order = RecordedOrder(self._log, self._partition, {})
         self.stopped, self._stopped_at = reason, self.position
         self._follow_owner(self.world.owner_policies)
@@ -259,16 +315,16 @@ class Standby:
                 try:
                     world = await load_snapshot(self._log, self._partition, taken, self._custom)
                 except JournalBroken:
-                    self.position, self._validity = taken.journal_offset, validity
+                    self.position, self.validity = taken.journal_offset, validity
                     raise
-                self.position, self._validity = taken.journal_offset, validity
+                self.position, self.validity = taken.journal_offset, validity
                 self.followed = Rederivation(world)
                 await self._remember_unconfirmed()
             else:
                 claim = await claim_at(self._log, self._partition, taken.owner_epoch)
-                self.position, self._validity = taken.journal_offset, validity
+                self.position, self.validity = taken.journal_offset, validity
                 self._block(claim, rules)
-        self._validity.warns = True
+        self.validity.warns = True
         if end - self.position > PROGRESS_EVERY:
             logger.info("following the journal from offset %d to %d", self.position, end)
         if self._observer is not None:
@@ -299,8 +355,8 @@ class Standby:
 
     async def _follow(self, records: Sequence[Record], end: int) -> None:
         for record in records:
-            decision = self._validity.read(record)
-            if self._validity.last == record.offset:
+            decision = self.validity.read(record)
+            if self.validity.last == record.offset:
                 await self._admit(record, decision)
             self.position = record.offset + 1
             if self.position % BATCH_RECORDS == 0:
@@ -311,19 +367,19 @@ class Standby:
     async def _admit(self, record: Record, decision: JournalRecord | None) -> None:
         """Derive a valid record, or note it if records of this owner are not derived. None if it does not decode."""
         offset = record.offset
-        if self._waits_for_seal and self._validity.rules != CORE_VERSION:
+        if self._waits_for_seal and self.validity.rules != CORE_VERSION:
             if isinstance(decision, OwnerClaimed):
                 self._block(decision, decision.core_version)
             self.seal, self._sealed = -1, (offset, decision) if isinstance(decision, Sealed) else None
             return
         if isinstance(decision, OwnerClaimed) and self._can_continue_from(decision):
             await self._continue_from(decision)
-            self._validity.seq = self.world.seq
+            self.validity.seq = self.world.seq
         elif self.stopped is not None:
             self._note_stopped(offset, decision)
             return
         if not isinstance(decision, OwnerClaimed):
-            self._validity.require_own_rules(offset)
+            self.validity.require_own_rules(offset)
         if decision is None:
             require_readable(record)
             return
@@ -359,7 +415,7 @@ class Standby:
         """Replace the world by one that only has the owner, because its records are not derived."""
         self._is_foreign = True
         world = World(self._custom)
-        claim_group(world, self._validity.epoch, policies)
+        claim_group(world, self.validity.epoch, policies)
         self.followed = Rederivation(world)  # frees the state
 
     def _block(self, claim: OwnerClaimed | None, rules: int) -> None:

@@ -127,7 +127,7 @@ class Succession:
         if self._standby.blocked is not None and not self._has_unread_release():
             return math.inf
         is_assigned = self._is_assigned()
-        rules = self._standby.rules
+        rules = self._standby.validity.rules
         place = (rules != CORE_VERSION, not (is_assigned and not self._backoff.delay_s), self._router_id)
         others = [beat for beat in self._heartbeats.standbys(LIVE_S) if beat.router_id != self._router_id]
         before = sum((not may_have_rules(beat, rules), not beat.preferred, beat.router_id) < place for beat in others)

@@ -11,11 +11,16 @@ therefore reads partitions without a consumer group. It commits offsets only for
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 from xxhash import xxh3_64_intdigest
 
 from forebay import runtime
@@ -24,17 +29,108 @@ from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies import CustomPolicies
 from forebay.core.world import World
 from forebay.events.base import hex_digest
+from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import JournalRecord, RequestRouted, RouteAnswered
 from forebay.events.shadow import DecisionShadowed, ShadowEvent, ShadowStarted
-from forebay.events.topics import DECISIONS
+from forebay.events.topics import DECISIONS, SHADOW
 from forebay.live.router.standby import RecoveryDiverged, Standby
-from forebay.live.shadow.statistics import ShadowStatistics
-from forebay.transport.base import Log, LogError, PolicyNotAllowed
+from forebay.transport.base import Draft, Log, LogError, PolicyNotAllowed, Record
 from forebay.transport.history.reader import OtherRules
 from forebay.transport.history.snapshots import newest_snapshot
 
 logger = logging.getLogger(__name__)
+
+REGRET_BUCKETS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)  # blocks
+NEWEST = 10_000  # newest regrets, of which the 99th percentile is computed exactly
+
+
+@dataclass(slots=True)
+class PoolStatistics:
+    """Statistics of one pool.
+
+    Regret is the cost of the recorded selection minus the cost of the shadow's selection, in blocks, by the shadow's
+    cost function. Overlap counts device blocks of the selected rank. `COUNTERS` explains the counts.
+
+    Attributes:
+        failures: Number of decisions for which the shadow selected no rank, by reason.
+        excess_blocks: Sum of the negative regrets, as a positive number. A shadow that does not always select the
+            cheapest rank has such decisions.
+        buckets: Number of regrets per bucket of `REGRET_BUCKETS`, and above the last bound.
+    """
+
+    decisions: int = 0
+    agreements: int = 0
+    held: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    incomparable: int = 0
+    compared: int = 0
+    regret_blocks: float = 0.0
+    excess_blocks: float = 0.0
+    overlap_blocks_won: int = 0
+    overlap_blocks_lost: int = 0
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(REGRET_BUCKETS) + 1))
+
+    def add(self, event: DecisionShadowed) -> None:
+        self.decisions += 1
+        if event.failure:
+            self.failures[event.failure.partition(":")[0]] += 1
+            return
+        self.agreements += event.agrees
+        self.held += event.would_hold
+        difference = event.shadow_overlap_blocks - event.overlap_blocks
+        self.overlap_blocks_won += max(0, difference)
+        self.overlap_blocks_lost += max(0, -difference)
+        if event.regret_blocks is None:
+            self.incomparable += 1
+            return
+        self.compared += 1
+        regret = max(0.0, event.regret_blocks)
+        self.regret_blocks += regret
+        self.excess_blocks += max(0.0, -event.regret_blocks)
+        self.buckets[bisect_left(REGRET_BUCKETS, regret)] += 1
+
+
+class ShadowStatistics:
+    def __init__(self) -> None:
+        self.pools: dict[str, PoolStatistics] = {}
+        self._newest: deque[float] = deque(maxlen=NEWEST)
+
+    def add(self, event: DecisionShadowed) -> None:
+        pool = self.pools.get(event.pool)
+        if pool is None:
+            pool = self.pools[event.pool] = PoolStatistics()
+        pool.add(event)
+        if event.regret_blocks is not None:
+            self._newest.append(event.regret_blocks)
+
+    @property
+    def decisions(self) -> int:
+        return sum(pool.decisions for pool in self.pools.values())
+
+    def __str__(self) -> str:
+        pools = self.pools.values()
+        decisions = self.decisions
+        if not decisions:
+            return "no decisions yet"
+        agreement = sum(pool.agreements for pool in pools) / decisions
+        compared = sum(pool.compared for pool in pools)
+        regret = sum(pool.regret_blocks - pool.excess_blocks for pool in pools) / compared if compared else 0.0
+        newest = sorted(self._newest)
+        p99 = newest[(len(newest) - 1) * 99 // 100] if newest else 0.0
+        won, lost = sum(pool.overlap_blocks_won for pool in pools), sum(pool.overlap_blocks_lost for pool in pools)
+        parts = [
+            f"{decisions} decisions, {agreement:.1%} agree",
+            f"regret mean {regret:.2f} p99 {p99:.2f} blocks",
+            f"overlap won {won} lost {lost} blocks",
+        ]
+        held, incomparable = sum(pool.held for pool in pools), sum(pool.incomparable for pool in pools)
+        failures = sum((pool.failures for pool in pools), Counter[str]())
+        parts += [f"{held} would wait"] if held else []
+        parts += [f"{incomparable} not comparable"] if incomparable else []
+        parts += [f"{count} failed ({reason})" for reason, count in sorted(failures.items())]
+        return ", ".join(parts)
+
 
 POLL_S = 0.25  # between two polls of the journal's end, because each pass reads every input topic once
 SLICE_RECORDS = 512  # journal records derived between two writes; bounds the number of pending events
@@ -298,3 +394,126 @@ def _event(settings: ShadowSettings, offset: int, attempt: int, evaluated: _Eval
         failure="" if found.refusal is None else f"{found.refusal.reason}: {found.refusal}",
         at_us=evaluated.now_us,
     )
+
+
+PAGE_RECORDS = 512
+
+
+class TopicSink:
+    """Sink that appends the events of the shadow `name` to its group's partition, with its name as the record key.
+
+    At most one process runs a shadow of a given name. A newer process writes `ShadowStarted`, and the older process
+    ends when it reads that event.
+    """
+
+    def __init__(self, log: Log, partition: int, name: str) -> None:
+        self._log = log
+        self._partition = partition
+        self._name = name
+        self._end: int | None = None  # offset after the last append of this process
+
+    async def last(self) -> ShadowEvent | None:
+        """Return the newest event of this shadow that the topic still holds. Raises LogError."""
+        begin = await self._log.begin(SHADOW.name, self._partition)
+        end = await self._log.end(SHADOW.name, self._partition)
+        while end > begin:
+            start = max(begin, end - PAGE_RECORDS)
+            ours = self._ours(await self._between(start, end))
+            if ours:
+                return ours[-1]
+            end = start
+        return None
+
+    async def write(self, events: Sequence[ShadowEvent]) -> None:
+        """Append the events. Raises LogError if this fails, or if another process has started the same shadow."""
+        key = self._name.encode()
+        drafts = [Draft(SHADOW.name, self._partition, encode(SHADOW, event), key) for event in events]
+        offsets = await self._log.append(drafts)
+        before = offsets[0] if self._end is None else self._end
+        self._end = offsets[-1] + 1
+        if self._end - before == len(offsets):
+            return
+        own = set(offsets)
+        others = [record for record in await self._between(before, self._end) if record.offset not in own]
+        if any(isinstance(event, ShadowStarted) for event in self._ours(others)):
+            raise LogError(
+                f"another process started the shadow {self._name}, so this process ends; choose another --id to"
+                " run both"
+            )
+
+    async def _between(self, start: int, end: int) -> list[Record]:
+        found: list[Record] = []
+        while start < end:
+            records = await self._log.read(SHADOW.name, self._partition, start, min(PAGE_RECORDS, end - start))
+            if not records:
+                raise LogError(f"{SHADOW.name}/{self._partition} ends at offset {start}, expected records up to {end}")
+            found += records
+            start = records[-1].offset + 1
+        return found
+
+    def _ours(self, records: Sequence[Record]) -> list[ShadowEvent]:
+        key = self._name.encode()
+        found: list[ShadowEvent] = []
+        for record in records:
+            if record.key == key:
+                try:
+                    event: ShadowEvent = decode(SHADOW, record.value)
+                except DecodeError:
+                    continue  # no decision depends on this topic, and any producer may write to it
+                found.append(event)
+        return found
+
+
+# Name of the metric, attribute of `PoolStatistics`, and help text.
+COUNTERS = (
+    ("forebay_shadow_decisions", "decisions", "recorded decisions that the shadow evaluated"),
+    ("forebay_shadow_agreements", "agreements", "decisions for which the shadow selected the same rank"),
+    ("forebay_shadow_held", "held", "decisions for which the shadow would have queued the request"),
+    ("forebay_shadow_incomparable", "incomparable", "decisions whose recorded rank was not a candidate of the shadow"),
+    (
+        "forebay_shadow_excess_blocks",
+        "excess_blocks",
+        "cost of the shadow's selections above the recorded ones, by the shadow's cost function, in blocks",
+    ),
+    (
+        "forebay_shadow_overlap_blocks_won",
+        "overlap_blocks_won",
+        "blocks of overlap of the shadow's selections above the recorded ones",
+    ),
+    (
+        "forebay_shadow_overlap_blocks_lost",
+        "overlap_blocks_lost",
+        "blocks of overlap of the recorded selections above the shadow's",
+    ),
+)
+
+
+class ShadowMetrics(Collector):
+    """Prometheus metrics of one shadow by pool, counted since the start of this process."""
+
+    def __init__(self, shadow: Shadow) -> None:
+        self._shadow = shadow
+
+    def collect(self) -> Iterator[Metric]:
+        shadow, name = self._shadow, self._shadow.settings.name
+        pools = sorted(shadow.statistics.pools.items())
+        text = "journal records that the shadow has not followed yet"
+        lag = GaugeMetricFamily("forebay_shadow_lag_records", text, labels=["shadow"])
+        lag.add_metric([name], max(0, shadow.end - shadow.position))
+        yield lag
+        for series, attribute, text in COUNTERS:
+            family = CounterMetricFamily(series, text, labels=["shadow", "pool"])
+            for pool, statistics in pools:
+                family.add_metric([name, pool], getattr(statistics, attribute))
+            yield family
+        text = "decisions for which the shadow selected no rank, by reason"
+        failures = CounterMetricFamily("forebay_shadow_failures", text, labels=["shadow", "pool", "reason"])
+        text = "cost of the recorded selection above the shadow's, by the shadow's cost function, in blocks"
+        regret = HistogramMetricFamily("forebay_shadow_regret_blocks", text, labels=["shadow", "pool"])
+        for pool, statistics in pools:
+            for reason, count in sorted(statistics.failures.items()):
+                failures.add_metric([name, pool, reason], count)
+            limits = [*map(str, REGRET_BUCKETS), "+Inf"]
+            buckets = list(zip(limits, accumulate(statistics.buckets), strict=True))
+            regret.add_metric([name, pool], buckets, statistics.regret_blocks)
+        yield from (failures, regret)

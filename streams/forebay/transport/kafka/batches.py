@@ -6,7 +6,7 @@ would fetch the same batch for ever. This module decompresses a batch up to a ma
 parser. If that fails, the parser below reads the batch record by record, and reports why the remaining records cannot
 be read.
 
-Format: https://kafka.apache.org/documentation/#recordbatch, version 2. aiokafka parses older batches.
+Format: https://kafka.apache.org/documentation/#recordbatch, version 2. Brokers convert the older formats on arrival.
 """
 
 import mmap
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import cramjam
 from aiokafka.record.default_records import DefaultRecordBatch
-from aiokafka.record.legacy_records import LegacyRecordBatch
 from aiokafka.record.util import calc_crc32c, decode_varint
 
 Buffer = bytes | memoryview
@@ -46,7 +45,7 @@ class BatchHead(NamedTuple):
     """Header of a record batch. `next_offset` is after the last offset that the batch occupies.
 
     The `attributes` are bits for compression, timestamp type, transaction and control batch. `producer_id` is None in
-    older formats.
+    other formats.
     """
 
     base_offset: int
@@ -110,8 +109,6 @@ def records_of(frame: memoryview, head: BatchHead, *, check_crcs: bool = True) -
 
     Raises BatchUnreadable if none of the records can be read.
     """
-    if head.magic in (0, 1):
-        return _legacy_records(frame, head)
     if head.magic != MAGIC or len(frame) < HEAD.size:
         raise BatchUnreadable(f"its batch has the unknown format version {head.magic}")
     if check_crcs:
@@ -123,13 +120,6 @@ def records_of(frame: memoryview, head: BatchHead, *, check_crcs: bool = True) -
         return list(DefaultRecordBatch(_uncompressed(frame, head, data))), ""
     except Exception:  # noqa: BLE001 - the C parser raises whatever comes up
         return _loose_records(data, head)
-
-
-def _legacy_records(frame: memoryview, head: BatchHead) -> tuple[list[Any], str]:
-    try:
-        return list(LegacyRecordBatch(frame, head.magic)), ""
-    except Exception as error:
-        raise BatchUnreadable(f"its message of format version {head.magic} cannot be read: {error!r}") from error
 
 
 def _uncompressed(frame: memoryview, head: BatchHead, data: Buffer) -> bytes:

@@ -67,8 +67,7 @@ class DenseRecords(fetcher.PartitionRecords):  # type: ignore[misc]
     def _unpack_records(self) -> Iterator[ConsumerRecord]:
         while (frame := self._records.next_batch()) is not None:
             head = head_of(frame)
-            # In format versions 0 and 1, the header of a compressed batch has the offset of its last record.
-            if head.magic > 1 and self.next_fetch_offset < head.base_offset:
+            if self.next_fetch_offset < head.base_offset:
                 yield from self._absent(head.base_offset, REMOVED, is_gap=True)
             yield from self._records_of(frame, head)
 
@@ -83,8 +82,7 @@ class DenseRecords(fetcher.PartitionRecords):  # type: ignore[misc]
         place, next_offset = self._tp, head.next_offset
         for record in records:
             offset = record.offset
-            # Format versions 0 and 1 do not contain the last offset of a batch.
-            if offset < self.next_fetch_offset or (offset >= next_offset and head.magic > 1):
+            if not self.next_fetch_offset <= offset < next_offset:
                 continue
             if offset > self.next_fetch_offset:
                 yield from self._absent(offset, reason or REMOVED, is_gap=not reason)

@@ -8,14 +8,17 @@ records. A rejection fails the log: its user must recover from the records that 
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 from aiokafka.errors import KafkaError
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from forebay.events.topics import DECISIONS
 from forebay.transport.base import Draft, LogError, Record, Wake
-from forebay.transport.following import Following
 from forebay.transport.kafka.errors import explain
 from forebay.transport.kafka.poll import RETRY_S
 from forebay.transport.kafka.producer import Producer
@@ -130,7 +133,7 @@ class KafkaLog:
                 async with asyncio.timeout(FLUSH_S):
                     await self._flush()
             except TimeoutError:
-                unwritten = self._writer.unacknowledged_bytes
+                unwritten = self._writer.buffered
                 logger.warning("Kafka did not acknowledge %d bytes of records, which may be lost", unwritten)
         await self._writer.cancel()
         stops = [self._tails.close(), self._reader.close(), *(producer.stop() for producer in self._producers)]
@@ -199,3 +202,96 @@ class KafkaLog:
     def _hop(self, topic: str, seconds: float) -> None:
         if self.on_hop is not None:
             self.on_hop(topic, seconds)
+
+
+Write = Callable[[Sequence[Draft], Callable[[], None] | None], None]
+"""Appends drafts without waiting, and calls the second argument later, once all of them are durable or were dropped.
+
+It never calls that argument if the log fails."""
+WriteFollowers = Callable[[Sequence[Draft]], None]
+"""Appends drafts that waited. It must not raise, because no caller waits for them any more."""
+
+
+class _Entry:
+    __slots__ = ("drafts", "is_due")
+
+    def __init__(self, drafts: Sequence[Draft], *, is_due: bool) -> None:
+        self.drafts = drafts
+        self.is_due = is_due
+
+
+class Following:
+    """Queue of records that wait until earlier records are durable. They are appended in the order of the calls."""
+
+    def __init__(self, write: Write, write_followers: WriteFollowers) -> None:
+        self._write = write
+        self._write_followers = write_followers
+        self._waiting: deque[_Entry] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def append(self, drafts: Sequence[Draft], then: Sequence[Draft]) -> None:
+        """Append `drafts` now, and `then` once they and the `then` of all earlier calls are durable or appended."""
+        if not then:
+            self._write(drafts, None)
+            return
+        entry = _Entry(then, is_due=not drafts)
+        if drafts:
+            self._write(drafts, lambda: self._on_durable(entry))
+        self._waiting.append(entry)  # after the write, which may raise
+        self._append_due()
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+    def _on_durable(self, entry: _Entry) -> None:
+        entry.is_due = True
+        self._append_due()
+
+    def _append_due(self) -> None:
+        while self._waiting and self._waiting[0].is_due:
+            self._write_followers(self._waiting.popleft().drafts)
+
+
+HOP_BUCKETS_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+
+
+class KafkaMetrics(Collector):
+    """Prometheus metrics of one Kafka log. The constructor registers them in `registry` and sets `log.on_hop`."""
+
+    def __init__(self, log: KafkaLog, registry: CollectorRegistry) -> None:
+        self._log = log
+        self._hops = Histogram(
+            "forebay_hop_seconds",
+            "seconds from the append of a record to its arrival in this process; the newest record of each fetch",
+            ["topic"],
+            buckets=HOP_BUCKETS_S,
+            registry=registry,
+        )
+        self._skewed = Counter(
+            "forebay_hop_negative",
+            "records whose append time is later than their arrival, because the clocks of two machines differ",
+            ["topic"],
+            registry=registry,
+        )
+        log.on_hop = self._on_hop
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        lag = GaugeMetricFamily(
+            "forebay_kafka_consumer_lag", "records not fetched yet, by partition", labels=["topic", "partition"]
+        )
+        for (topic, partition), records in sorted(self._log.lags().items()):
+            lag.add_metric([topic, str(partition)], records)
+        yield lag
+        text = "records dropped because their partition does not exist"
+        refused = CounterMetricFamily("forebay_kafka_refused_records", text)
+        refused.add_metric([], self._log.refused)
+        yield refused
+
+    def _on_hop(self, topic: str, seconds: float) -> None:
+        # Kafka's timestamps are whole milliseconds, rounded down.
+        if seconds < -0.001:
+            self._skewed.labels(topic).inc()
+        self._hops.labels(topic).observe(max(0.0, seconds))

@@ -77,7 +77,10 @@ class PendingAppend(NamedTuple):
 
 
 class KafkaWriter:
-    """Writer with one queue per partition. `name` maps a topic to its name on the broker."""
+    """Writer with one queue per partition. `name` maps a topic to its name on the broker.
+
+    `buffered` is the number of bytes of queued records, including those in flight.
+    """
 
     def __init__(
         self,
@@ -91,7 +94,7 @@ class KafkaWriter:
         self._queues: dict[tuple[str, int], deque[PendingAppend]] = {}
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._waiters: dict[Waiter, None] = {}  # ordered, so that failures resolve in the order of the appends
-        self._buffered = 0
+        self.buffered = 0
         self._queued: Counter[tuple[str, int]] = Counter()
         self._settled: Counter[tuple[str, int]] = Counter()  # of the queued drafts: written, dropped or failed
         self._has_settled = asyncio.Event()
@@ -115,17 +118,17 @@ class KafkaWriter:
         Raises ValueError for a large draft, and LogFull if more than `BUFFER_BYTES_MAX` would wait for the broker.
         """
         size = sum(map(self.check, drafts))
-        if self._buffered + size > BUFFER_BYTES_MAX:
+        if self.buffered + size > BUFFER_BYTES_MAX:
             raise LogFull(
-                f"{self._buffered >> 20} MiB of records wait for Kafka, the limit is {BUFFER_BYTES_MAX >> 20} MiB;"
+                f"{self.buffered >> 20} MiB of records wait for Kafka, the limit is {BUFFER_BYTES_MAX >> 20} MiB;"
                 " check the broker"
             )
-        self._buffered += size
+        self.buffered += size
         return size
 
     def release(self, size: int) -> None:
         """Uncount bytes that `reserve` counted, because their drafts will not be written."""
-        self._buffered -= size
+        self.buffered -= size
 
     def write_reserved(self, drafts: Sequence[Draft], waiter: Waiter | None) -> None:
         at_ms = runtime.wall_ns() // 1_000_000
@@ -157,11 +160,6 @@ class KafkaWriter:
         while any(place in self._tasks and self._settled[place] < goal for place, goal in goals.items()):
             self._has_settled.clear()
             await self._has_settled.wait()
-
-    @property
-    def unacknowledged_bytes(self) -> int:
-        """Bytes of queued records, including those in flight."""
-        return self._buffered
 
     async def cancel(self) -> None:
         tasks = list(self._tasks.values())
@@ -201,7 +199,7 @@ class KafkaWriter:
         try:
             first = await producer.append(TopicPartition(topic, partition), drafts, size)
         finally:
-            self._buffered -= size
+            self.buffered -= size
         self._settle(place, len(sent))
         for offset, pending in enumerate(sent, first):
             if pending.waiter is not None:
@@ -217,7 +215,7 @@ class KafkaWriter:
         logger.error("dropped %d records: %s", len(queue), reason)
         while queue:
             pending = queue.popleft()
-            self._buffered -= pending.size
+            self.buffered -= pending.size
             if pending.waiter is not None:
                 pending.waiter.refuse(pending.draft_index, reason)
 

@@ -129,15 +129,14 @@ class RedisLeases:
     def acquire(self, group: str, worker_id: str, token: str, payload: bytes, ttl_ms: int) -> None:
         assert ttl_ms >= 1
         with _lease_errors():
-            self._acquire(
-                keys=self._keys(group, worker_id), args=[*_escaped_names(group, worker_id), token, ttl_ms, payload]
-            )
+            args: list[str | int | bytes] = [_escape(worker_id), _escape(group), token, ttl_ms, payload]
+            self._acquire(keys=self._keys(group, worker_id), args=args)
 
     def renew(self, group: str, worker_id: str, token: str, ttl_ms: int) -> bool:
         """Extend the lease, even if it expired but was not deleted yet."""
         assert ttl_ms >= 1
         with _lease_errors():
-            args: list[str | int] = [*_escaped_names(group, worker_id), token, ttl_ms]
+            args: list[str | int] = [_escape(worker_id), _escape(group), token, ttl_ms]
             return bool(self._renew(keys=self._keys(group, worker_id), args=args))
 
     def release(self, group: str, worker_id: str, token: str) -> None:
@@ -198,10 +197,6 @@ class RedisLeases:
 def embedded_leases(namespace: str = "forebay") -> RedisLeases:
     """Return a lease store for this process only, on an in-process implementation of Redis."""
     return RedisLeases(fakeredis.FakeRedis(server=fakeredis.FakeServer()), namespace)
-
-
-def _escaped_names(group: str, worker_id: str) -> list[str]:
-    return [_escape(worker_id), _escape(group)]
 
 
 def _escape(name: str) -> str:

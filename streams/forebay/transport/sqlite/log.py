@@ -169,7 +169,7 @@ class SqliteLog:
         place = self._partition(topic, partition)
         self._require_open()
         if self._readonly:
-            self._look(place)
+            place.committed = place.next_offset = self._stored_end(topic, partition)
         elif self._pending:
             self._commit()
         if self._failure is not None:
@@ -338,11 +338,6 @@ class SqliteLog:
         if self._readonly and topic not in self._tables:
             self._tables.update(schema.table_names(self._db))
         return topic in self._tables
-
-    def _look(self, place: Partition) -> None:
-        """Update the end of a partition from the file, if this log is read-only."""
-        if self._readonly:
-            place.committed = place.next_offset = self._stored_end(place.topic, place.number)
 
     def _fetch(self, place: Partition, offset: int, limit: int, bytes_max: int | None) -> list[Record]:
         assert offset >= 0

@@ -55,9 +55,6 @@ class CorruptRecord(LogError):
             f"{topic}/{partition}: the record at offset {offset} does not match its checksum;"
             " the file was damaged or edited: restore a copy"
         )
-        self.topic = topic
-        self.partition = partition
-        self.offset = offset
 
 
 class MissingRecords(LogError):
@@ -68,8 +65,6 @@ class MissingRecords(LogError):
             f"{topic}/{partition}: the records at offsets {first} to {last} are missing;"
             " the file was damaged or edited: restore a copy"
         )
-        self.topic = topic
-        self.partition = partition
         self.first = first
         self.last = last
 
@@ -81,10 +76,6 @@ class TrimmedRecords(LogError):
         super().__init__(
             f"{topic}/{partition} no longer holds offset {offset}: retention removed the records before {first}"
         )
-        self.topic = topic
-        self.partition = partition
-        self.offset = offset
-        self.first = first
 
 
 def require_topic(name: str) -> None:
