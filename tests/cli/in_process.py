@@ -4,6 +4,7 @@ Use for tests of the output and the exit code of a command. Each command has one
 """
 
 import io
+import json
 import multiprocessing
 import re
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -31,6 +33,21 @@ def forebay(*arguments: object) -> Finished:
     with imports_undone():
         run = CliRunner().invoke(app, given, catch_exceptions=False)
     return Finished(given, run.exit_code, run.stdout, run.stderr)
+
+
+def error_of(*arguments: object, code: int = 2) -> str:
+    """Run a command that fails without output. Return its error, in one line unless the usage is wrong."""
+    run = forebay(*arguments)
+    assert (run.returncode, run.stdout) == (code, ""), run.stdout + run.stderr
+    assert run.stderr.count("\n") == 1 or run.stderr.startswith("Usage: "), run.stderr
+    return run.stderr.removeprefix("forebay: ").removesuffix("\n")
+
+
+def json_of(*arguments: object, code: int = 0) -> Any:
+    """Run a command with `--json`, and return its decoded output."""
+    run = forebay(*arguments, "--json")
+    assert run.returncode == code, run.stdout + run.stderr
+    return json.loads(run.stdout)
 
 
 class Terminal(io.StringIO):

@@ -1,7 +1,6 @@
 """`forebay simulate --against`: exact where the engines were the simulator's own, and honest elsewhere."""
 
 import asyncio
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from forebay.events.topics import DECISIONS
 from forebay.simulate.settings import Transfer
 from forebay.simulate.tiers.settings import DiskTier, FleetTiers, HostTier, StoreTier
 from forebay.transport.sqlite.log import SqliteLog
+from tests.cli.in_process import error_of, json_of
 from tests.cli.logs import at, made, written
 from tests.core.worlds import PROMPTS, request
 from tests.replay.disagg_history import history
@@ -57,27 +57,13 @@ def run_against(*arguments: Any) -> tuple[int, str, str]:
     return given.exit_code, given.stdout, given.stderr
 
 
-def found(*arguments: Any, code: int = 0) -> dict[str, Any]:
-    ended, out, err = run_against(*arguments, "--json")
-    assert ended == code, err
-    result: dict[str, Any] = json.loads(out)
-    return result
-
-
-def error_line(*arguments: Any) -> str:
-    code, out, err = run_against(*arguments)
-    assert (code, out) == (2, "")
-    (line,) = err.splitlines()
-    return line.removeprefix("forebay: ")
-
-
 def file(made: Recorder, path: Path) -> Path:
     made.seal()
     return written(made, path)
 
 
 def test_a_simulated_recording_is_reproduced_exactly(recording: Path) -> None:
-    report = found("--against", recording)
+    report = json_of("simulate", "--against", recording)
     assert (report["requests"], report["workers"], report["left_out"], report["above"]) == (66, 3, {}, [])
     assert (report["observed"]["requests"], report["failed"], report["same_worker"]) == (66, 0, 1)
     latencies = {f"{name}.{of}" for name in ("ttft_ms", "itl_ms", "e2e_ms") for of in STATISTICS}
@@ -89,7 +75,7 @@ def test_a_simulated_recording_is_reproduced_exactly(recording: Path) -> None:
 def test_placements_and_reuse_of_a_live_system_are_reproduced(tmp_path: Path) -> None:
     asyncio.run(_record_sequential_requests(tmp_path / "run.db"))
     made(tmp_path / "run.db", tmp_path / "rec")
-    report = found("--against", tmp_path / "rec", "--speedup", SPEEDUP)
+    report = json_of("simulate", "--against", tmp_path / "rec", "--speedup", SPEEDUP)
     assert (report["requests"], report["left_out"], report["same_worker"]) == (30, {}, 1)
     assert report["observed"]["prefix_reuse"] > 0.5
     assert report["errors"]["prefix_reuse"] == report["errors"]["load_max_over_mean"] == 0
@@ -124,7 +110,7 @@ def test_a_simulation_resumes_from_the_snapshot_of_a_recording(live: Path, tmp_p
         one for one in records[len(records) // 2 :] if isinstance(decode(DECISIONS, one.value), SnapshotTaken)
     )
     made("--from", at(middle.at_us), live, tmp_path / "rec")
-    report = found("--against", tmp_path / "rec", "--speedup", SPEEDUP)
+    report = json_of("simulate", "--against", tmp_path / "rec", "--speedup", SPEEDUP)
     assert 0 < report["requests"] < 60
     assert any("Caches start with the blocks of the index" in note for note in report["notes"])
     # Prompts share their first blocks, so a simulation with empty caches would have fewer hits.
@@ -140,7 +126,7 @@ def test_worker_lost_in_the_recording_is_lost_in_the_simulation(tmp_path: Path) 
     made("fleet", WorkerLost(owner_epoch=0, worker_id=lost, worker_epoch=worker.worker_epoch))
     for kind, fields in ((FirstTokenEmitted, {}), (RequestFinished, {"finish_reason": "length", "output_tokens": 3})):
         made.progress("r1", kind, 10_000, **fields)
-    report = found("--against", file(made, tmp_path / "run.db"))
+    report = json_of("simulate", "--against", file(made, tmp_path / "run.db"))
     assert (report["observed"]["requests"], report["failed"], report["same_worker"]) == (1, 0, 1)
 
 
@@ -157,7 +143,7 @@ def test_requests_unfinished_in_history_are_simulated_and_not_compared(tmp_path:
     made("requests", RequestCancelled(request_id="cancelled"), 30_000)
     made("requests", request("left", PROMPTS[2]))
     made("requests", request("nobody", PROMPTS[2], model="another"))
-    report = found("--against", file(made, tmp_path / "run.db"))
+    report = json_of("simulate", "--against", file(made, tmp_path / "run.db"))
     assert report["requests"] == 6
     assert report["left_out"] == {"cancelled by their clients": 1, "unfinished": 1, "rejected or never routed": 1}
     assert "3 unfinished requests are simulated with the median response length of the others, 7 tokens" in " ".join(
@@ -169,12 +155,12 @@ def test_requests_unfinished_in_history_are_simulated_and_not_compared(tmp_path:
 def test_a_recording_without_requests_is_rejected(tmp_path: Path) -> None:
     made = fleet("a")
     made("requests", request("r1", PROMPTS[0]))
-    assert error_line("--against", file(made, tmp_path / "run.db")).startswith("no recorded request finished")
+    assert error_of("simulate", "--against", file(made, tmp_path / "run.db")).startswith("no recorded request finished")
 
 
 def test_an_error_above_the_limit_exits_1(recording: Path) -> None:
     options = ["--against", recording, "--speedup", 2]
-    assert found(*options, "--fail-above", "reuse=100,load=1000")["above"] == []
+    assert json_of("simulate", *options, "--fail-above", "reuse=100,load=1000")["above"] == []
     code, out, err = run_against(*options, "--fail-above", "ttft=10,itl=10.5,reuse=100")
     assert code == 1
     assert "TTFT p50, ms" in out
@@ -224,7 +210,7 @@ def test_options_that_conflict_with_against_are_rejected(
     broken = tmp_path / "broken.rec"
     broken.write_text("no log at all")
     places = {"REC": recording, "BROKEN": broken}
-    assert reason in error_line(*(places.get(one, one) for one in given))
+    assert reason in error_of("simulate", *(places.get(one, one) for one in given))
 
 
 TRANSFER = Transfer(kv_bytes_per_token=100_000, kv_transfer_bandwidth=2.0, kv_transfer_latency_us=700)
@@ -242,7 +228,7 @@ def disaggregated(path: Path, policy: DisaggPolicy = "isl_bounding", transfer: T
 
 def test_disagg_a_simulated_recording_is_reproduced_exactly(tmp_path: Path) -> None:
     log = disaggregated(tmp_path / "run.db")
-    report = found("--against", log, *LINK)
+    report = json_of("simulate", "--against", log, *LINK)
     assert (report["requests"], report["workers"], report["left_out"], report["same_worker"]) == (66, 4, {}, 1)
     assert {"prefill_ms.p99", "transfer_ms.p99", "prefilled_remotely", "transferred_bytes"} < set(report["errors"])
     assert set(report["errors"].values()) == {0.0}
@@ -255,7 +241,7 @@ def test_disagg_a_simulated_recording_is_reproduced_exactly(tmp_path: Path) -> N
 
 def test_disagg_transfers_are_fitted_to_the_recording(tmp_path: Path) -> None:
     link = Transfer(kv_bytes_per_token=1_000, kv_transfer_bandwidth=0.5, kv_transfer_latency_us=3_000)
-    report = found("--against", disaggregated(tmp_path / "run.db", "always", link))
+    report = json_of("simulate", "--against", disaggregated(tmp_path / "run.db", "always", link))
     assert report["transfer"]["kv_bytes_per_token"] == 1_000
     assert report["transfer"]["kv_transfer_bandwidth"] == pytest.approx(0.5, rel=0.1)
     assert report["transfer"]["kv_transfer_latency_us"] == pytest.approx(3_000, rel=0.1)
@@ -264,7 +250,7 @@ def test_disagg_transfers_are_fitted_to_the_recording(tmp_path: Path) -> None:
 
 def test_disagg_settings_of_operators_are_applied(tmp_path: Path) -> None:
     path = written(history("always", by_hand="never"), tmp_path / "run.db")
-    assert found("--against", path)["simulated"]["prefilled_remotely"] == 0
+    assert json_of("simulate", "--against", path)["simulated"]["prefilled_remotely"] == 0
 
 
 SIZES = {"host": "900blocks", "disk": "1500blocks", "store": "4000blocks"}
@@ -278,13 +264,13 @@ def test_tiers_of_a_simulated_recording_are_reproduced_exactly(tmp_path: Path) -
     rows = conversations(sessions=11, turns=6, every_ms=2_000)
     asyncio.run(write(played(rows, RouterConfig(), workers=2, blocks=512, tiers=tiers).log, log))
     options = [part for tier, size in SIZES.items() for part in ("--kv-tier", f"{tier}:size={size}")]
-    report = found("--against", log, *options)
+    report = json_of("simulate", "--against", log, *options)
     assert {"from host", "from store"} < set(report["errors"])
     assert set(report["errors"].values()) == {0.0}
     assert "from host" in run_against("--against", log, *options)[1]
-    without = found("--against", log)
+    without = json_of("simulate", "--against", log)
     assert without["observed"]["from host"] > without["simulated"]["from host"] == 0.0
-    smaller = found("--against", log, "--kv-tier", "host:size=1GB", "--kv-bytes-per-token", "32768")
+    smaller = json_of("simulate", "--against", log, "--kv-tier", "host:size=1GB", "--kv-bytes-per-token", "32768")
     assert 0.0 < smaller["simulated"]["from host"] < report["observed"]["from host"]
     error = "--kv-tier host: got a size of 1KB, but one block has 8388608 bytes"
-    assert error in error_line("--against", log, "--kv-tier", "host:size=1KB")
+    assert error in error_of("simulate", "--against", log, "--kv-tier", "host:size=1KB")

@@ -18,7 +18,7 @@ from forebay.cli.common.cluster import leases_at
 from forebay.cli.common.command_class import SERVICE_OPTIONS, CliCommand
 from forebay.cli.common.config_file import SERVICES
 from forebay.cli.common.options import Number
-from tests.cli.in_process import forebay
+from tests.cli.in_process import error_of, forebay
 from tests.command_line import commands, options
 from tests.harness.local import free_ports
 
@@ -57,12 +57,6 @@ def test_every_command_shows_all_of_its_options() -> None:
         shown = runner.invoke(app, [*path, wanted]).output
         for option in options(command):
             assert option.hidden or re.search(rf"(^|\s){option.opts[-1]}\b", shown), (path, option.opts)
-
-
-def test_error_for_an_unknown_command_suggests_the_nearest() -> None:
-    refused = runner.invoke(app, ["simulat"])
-    assert refused.exit_code == 2
-    assert "did you mean simulate?" in refused.output
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -383,12 +377,6 @@ def test_error_for_a_url_without_a_scheme(arguments: tuple[str, ...]) -> None:
     assert "expected a URL such as http://127.0.0.1:8000" in refused(*arguments, "--url", "localhost:8000")
 
 
-@pytest.mark.parametrize("group", [(), ("planner",), ("control",), ("replay",)])
-def test_lists_of_commands_have_whole_sentences(group: tuple[str, ...]) -> None:
-    run = forebay(*group, "--help")
-    assert (run.returncode, "..." in run.stdout.partition("Commands:")[2]) == (0, False)
-
-
 def test_error_for_a_missing_file(tmp_path: Path) -> None:
     assert "missing.toml: No such file" in refused("up", "--config", str(tmp_path / "missing.toml"))
 
@@ -491,9 +479,7 @@ def test_an_option_rejects_an_invalid_name(command: str, option: str, name: str)
 def test_a_model_directory_with_an_invalid_model_name_is_rejected(tmp_path: Path) -> None:
     directory = tmp_path / "a\nb"
     directory.mkdir()
-    run = forebay("up", "--model", str(directory))
-    assert run.returncode == 2
-    assert "--model-name" in run.stderr
+    assert "--model-name" in error_of("up", "--model", directory)
 
 
 def test_options_with_the_same_name_take_the_same_kind_of_value() -> None:
@@ -590,20 +576,6 @@ def test_bad_input_exits_2(line: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.strip()
     assert {path.name for path in tmp_path.iterdir()} == {"README.md", "tests"}
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("up --engine vlm", "did you mean vllm?"),
-        ("worker --role encoder", "did you mean encode or decode?"),
-        ("up --router-mode round-robbin", "did you mean round-robin?"),
-        ("profile aiconfigurator some/model --engine tensorrt", "did you mean tensorrt-llm?"),
-        (f"topics tail {RECORDING} decision", "did you mean decisions?"),
-    ],
-)
-def test_error_for_an_unknown_value_suggests_similar_values(line: str, expected: str) -> None:
-    assert expected in forebay(*line.split()).stderr
 
 
 def test_topics_are_listed_as_json() -> None:

@@ -22,7 +22,7 @@ from forebay.events.scaling import (
 from forebay.replay.scaling.decisions import OUTCOMES, REASONS, DecisionOutcome, ScalingHistory
 from forebay.replay.scaling.status import PlannerStatus
 from forebay.transport.sqlite.log import SqliteLog
-from tests.cli.in_process import forebay
+from tests.cli.in_process import error_of, forebay
 from tests.cli.scaling_log import DECODE, GROUP, PREFILL, SETTINGS, PlannerDay, a_day, write_log
 from tests.core.scaling.scene import observation, worker
 
@@ -57,13 +57,6 @@ def text(command: str, *arguments: object, code: int = 0) -> str:
     run = forebay("planner", *words(command, arguments))
     assert run.returncode == code, run.stdout + run.stderr
     return run.stdout
-
-
-def error(*arguments: object) -> str:
-    run = forebay("planner", *map(str, arguments))
-    assert (run.returncode, run.stdout) == (2, ""), run.stdout + run.stderr
-    (line,) = run.stderr.splitlines()
-    return line.removeprefix("forebay: ")
 
 
 def tampered(path: Path, records: Sequence[ScalingEvent], offset: int) -> Path:
@@ -186,7 +179,7 @@ def test_decisions_of_another_version_are_not_verified(tmp_path: Path) -> None:
     records = a_day().records
     records[0] = msgspec.structs.replace(records[0], rules_version=99)
     path = write_log(tmp_path / "log.db", records)
-    run = forebay("planner", "status", str(path), "--history", "--verify")
+    run = forebay("planner", "status", path, "--history", "--verify")
     assert run.returncode == 1
     assert "not verified: 7 decisions by rules of another version" in run.stderr
     found = planner("explain", path, FIRST)
@@ -195,11 +188,11 @@ def test_decisions_of_another_version_are_not_verified(tmp_path: Path) -> None:
 
 
 def test_replay_verify_derives_scaling_decisions_again(log: Path, tmp_path: Path) -> None:
-    run = forebay("verify", str(log), "--json")
+    run = forebay("verify", log, "--json")
     assert (run.returncode, json.loads(run.stdout)["scaling"]["equal"]) == (0, 7), run.stderr
-    assert "7 of 8 decisions derived again: equal, 1 stale" in forebay("verify", str(log)).stdout
+    assert "7 of 8 decisions derived again: equal, 1 stale" in forebay("verify", log).stdout
     different = tampered(tmp_path / "different.db", a_day().records, REFUSED)
-    run = forebay("verify", str(different))
+    run = forebay("verify", different)
     assert run.returncode == 1
     assert f"{REFUSED}: {PREFILL_POOL} to_size: recorded 9, derived 5" in run.stdout
     records = a_day().records
@@ -213,7 +206,7 @@ def test_replay_verify_derives_scaling_decisions_again(log: Path, tmp_path: Path
 def test_an_order_without_a_planner_is_not_a_decision_to_verify(tmp_path: Path) -> None:
     day = a_day().records
     path = write_log(tmp_path / "log.db", [one for one in day if isinstance(one, PlannerPaused)])
-    run = forebay("verify", str(path), "--json")
+    run = forebay("verify", path, "--json")
     assert (run.returncode, json.loads(run.stdout)["scaling"]["decisions"]) == (0, 0)
 
 
@@ -253,11 +246,15 @@ def test_a_decision_is_found_by_time_or_as_the_latest(log: Path) -> None:
     assert planner("explain", log, "latest").decision.offset == OPEN
     assert planner("explain", log, "2026-05-28T20:26:50Z").decision.offset == FIRST
     assert planner("explain", log, "2026-05-28T20:26:50.000000Z").decision.offset == FIRST
-    several = error("status", log, "--decision", "2026-05-28T20:27:10Z")
+    several = error_of("planner", "status", log, "--decision", "2026-05-28T20:27:10Z")
     assert f"give the offset: {REFUSED} (" in several
-    assert "no decision at offset 4; the nearest are 3 (2026-05-28T20:26:50" in error("status", log, "--decision", 4)
-    assert "no decision at 2026-05-28T20:26:55" in error("status", log, "--decision", "2026-05-28T20:26:55Z")
-    assert error("status", log, "--decision", "yesterday").startswith("--decision yesterday: not a time")
+    assert "no decision at offset 4; the nearest are 3 (2026-05-28T20:26:50" in error_of(
+        "planner", "status", log, "--decision", 4
+    )
+    assert "no decision at 2026-05-28T20:26:55" in error_of(
+        "planner", "status", log, "--decision", "2026-05-28T20:26:55Z"
+    )
+    assert error_of("planner", "status", log, "--decision", "yesterday").startswith("--decision yesterday: not a time")
 
 
 def test_the_other_methods_are_explained(tmp_path: Path) -> None:
@@ -292,23 +289,34 @@ def test_the_other_methods_are_explained(tmp_path: Path) -> None:
 
 def test_errors_name_the_value_and_the_remedy(log: Path, tmp_path: Path) -> None:
     assert (
-        error("status", log, "--history", "--pool", f"{GROUP}/decode2")
+        error_of("planner", "status", log, "--history", "--pool", f"{GROUP}/decode2")
         == f"unknown pool '{GROUP}/decode2'; did you mean {DECODE_POOL}?"
     )
-    assert error("status") == "expected either a log file or --kafka"
-    assert error("status", log, "--changes") == "--pool, --from, --changes, --limit and --verify require --history"
-    assert error("status", log, "--history", "--decision", "3") == "--history and --decision exclude each other"
+    assert error_of("planner", "status") == "expected either a log file or --kafka"
+    assert (
+        error_of("planner", "status", log, "--changes")
+        == "--pool, --from, --changes, --limit and --verify require --history"
+    )
+    assert (
+        error_of("planner", "status", log, "--history", "--decision", "3")
+        == "--history and --decision exclude each other"
+    )
     empty = tmp_path / "empty.db"
     SqliteLog.open(empty).close()
     for more in ((), ("--history",), ("--decision", "latest")):
         assert (
-            error("status", empty, *more)
+            error_of("planner", "status", empty, *more)
             == "no planner has claimed the topic scaling; start one with `forebay planner run`"
         )
     idle = write_log(tmp_path / "idle.db", a_day().records[:1])
-    assert error("status", idle, "--decision", "latest") == "the planner has made no decision with an effect yet"
-    assert error("status", idle, "--decision", "7") == "no decision at offset 7; the topic has no decision"
-    assert "no such log file" in error("status", tmp_path / "nowhere.db")
+    assert (
+        error_of("planner", "status", idle, "--decision", "latest")
+        == "the planner has made no decision with an effect yet"
+    )
+    assert (
+        error_of("planner", "status", idle, "--decision", "7") == "no decision at offset 7; the topic has no decision"
+    )
+    assert "no such log file" in error_of("planner", "status", tmp_path / "nowhere.db")
 
 
 @pytest.mark.parametrize(
@@ -323,7 +331,7 @@ def test_errors_name_the_value_and_the_remedy(log: Path, tmp_path: Path) -> None
     ],
 )
 def test_an_order_that_cannot_be_recorded_is_an_error(arguments: tuple[str, ...], message: str) -> None:
-    assert error("set", *arguments).startswith(message)
+    assert error_of("planner", "set", *arguments).startswith(message)
 
 
 def test_every_reason_and_outcome_has_words_and_is_documented() -> None:

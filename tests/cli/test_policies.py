@@ -27,7 +27,7 @@ from forebay.events.topics import DECISIONS
 from forebay.ingress.errors import Unusable
 from forebay.transport.sqlite.log import SqliteLog
 from infra.kafka.kafka import HOST
-from tests.cli.in_process import forebay
+from tests.cli.in_process import error_of, forebay
 from tests.cli.logs import written
 from tests.cli.up import forebay as process
 from tests.core.worlds import PROMPTS, request
@@ -93,10 +93,9 @@ def write(made: Recorder) -> None:
 
 @pytest.mark.parametrize("command", READING, ids=" ".join)
 def test_a_policy_named_only_by_the_log_is_not_imported(log: str, command: tuple[str, ...]) -> None:
-    run = forebay(*(log if argument == "LOG" else argument for argument in command))
-    assert run.returncode == 2
-    assert f"policy {MODE}" in run.stderr
-    assert f"pass --allow-policy {MODE}" in run.stderr
+    error = error_of(*(log if argument == "LOG" else argument for argument in command))
+    assert f"policy {MODE}" in error
+    assert f"pass --allow-policy {MODE}" in error
     assert not Path("imported").exists()
     assert not Path("out.rec").exists() or "--anonymize" not in command
 
@@ -133,9 +132,7 @@ def test_rejections_by_an_owner_without_the_policy_need_no_option(log: str) -> N
     ],
 )
 def test_an_unusable_policy_is_rejected(log: str, path: str, message: str) -> None:
-    run = forebay("verify", log, "--allow-policy", path)
-    assert run.returncode == 2
-    assert message in run.stderr
+    assert message in error_of("verify", log, "--allow-policy", path)
 
 
 CUSTOM = """
@@ -183,9 +180,7 @@ def test_an_unusable_class_is_rejected_before_the_command_starts(path: str, mess
         require_policy(path)
     assert message in str(refusal.value)
     for command in (["up"], ["router", "--kafka", "127.0.0.1:1"]):
-        run = forebay(*command, "--router-mode", path)
-        assert (run.returncode, run.stdout) == (2, "")
-        assert run.stderr == f"forebay: --router-mode: {refusal.value}\n"
+        assert error_of(*command, "--router-mode", path) == f"--router-mode: {refusal.value}"
 
 
 POOL = PoolConfigured(pool="default", model="m", block_size=16, router=RouterConfig(temperature=0.5))
@@ -420,7 +415,5 @@ def test_invalid_options_are_rejected(
     if "slice.rec" in arguments:
         assert forebay("record", "run.db", "slice.rec").returncode == 0
     before = {path: path.read_bytes() for path in recorded.parent.glob("*.db")}
-    run = forebay("shadow", *arguments)
-    assert run.returncode == 2
-    assert why in run.stderr
+    assert why in error_of("shadow", *arguments)
     assert {path: path.read_bytes() for path in before} == before

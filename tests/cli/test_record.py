@@ -35,7 +35,7 @@ from forebay.transport.recording.manifest import utc
 from forebay.transport.recording.writer import part_of
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.transport.sqlite.schema import checksum
-from tests.cli.in_process import forebay
+from tests.cli.in_process import error_of, forebay
 from tests.cli.logs import US, at, invoke, made
 from tests.cli.up import forebay as process
 from tests.cli.up import verified
@@ -56,14 +56,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def joined(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return joined_log(source, tmp_path_factory.mktemp("joined"))
-
-
-def error_line(*arguments: str | Path, code: int = 2) -> str:
-    """Run a command that fails and return its error line."""
-    result = invoke("record", *arguments)
-    assert (result.exit_code, result.stdout) == (code, ""), result.output
-    (line,) = result.stderr.splitlines()
-    return line.removeprefix("forebay: ")
 
 
 def test_a_whole_log_is_recorded(source: Path, tmp_path: Path) -> None:
@@ -100,7 +92,7 @@ def test_windows_by_time(source: Path, tmp_path: Path) -> None:
     assert again["groups"][0]["first"] == by_time["groups"][0]["start"] == again["groups"][0]["start"]
     # A window that starts before the log would be incomplete.
     earliest = utc(journal[again["groups"][0]["start"]].at_us)
-    text = error_line("--from", "-1d", tmp_path / "a", tmp_path / "d")
+    text = error_of("record", "--from", "-1d", tmp_path / "a", tmp_path / "d")
     assert text.startswith("the window begins too early: control partition ")
     assert f" can be recorded from {earliest} on" in text
     assert ", no decisions before offset" in text
@@ -160,7 +152,7 @@ def test_last_is_relative_to_the_newest_decision(source: Path, tmp_path: Path, m
     fields = made("--last", "30s", idle, tmp_path / "rec")
     assert fields["groups"][0]["decisions"] == len(offsets)
     later(idle, 0, 1 << 62)
-    assert "invalid append time" in error_line("--last", "30s", idle, tmp_path / "again")
+    assert "invalid append time" in error_of("record", "--last", "30s", idle, tmp_path / "again")
 
 
 def later(path: Path, first: int, by_us: int) -> None:
@@ -197,36 +189,44 @@ def test_verification_can_be_skipped(source: Path, tmp_path: Path) -> None:
     ],
 )
 def test_invalid_options_are_rejected(source: Path, tmp_path: Path, options: list[str], text: str) -> None:
-    assert error_line(*options, source, tmp_path / "rec").startswith(text.replace("SOURCE", str(source)))
+    assert error_of("record", *options, source, tmp_path / "rec").startswith(text.replace("SOURCE", str(source)))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_invalid_output_paths_are_rejected(source: Path, tmp_path: Path) -> None:
-    assert error_line(tmp_path / "rec") == "expected LOG and OUT, or OUT and --kafka"
-    assert error_line("--kafka", "127.0.0.1:1", source, tmp_path / "rec") == "expected LOG and OUT, or OUT and --kafka"
-    assert "cannot be used" in error_line("--kafka", "127.0.0.1:1", tmp_path / "rec")
-    assert error_line(tmp_path / "none.db", tmp_path / "rec") == f"{tmp_path}/none.db: no such log file; check the path"
-    assert "there is no directory" in error_line(source, tmp_path / "deeper" / "rec")
-    assert "is a directory" in error_line(source, tmp_path)
+    assert error_of("record", tmp_path / "rec") == "expected LOG and OUT, or OUT and --kafka"
+    assert (
+        error_of("record", "--kafka", "127.0.0.1:1", source, tmp_path / "rec")
+        == "expected LOG and OUT, or OUT and --kafka"
+    )
+    assert "cannot be used" in error_of("record", "--kafka", "127.0.0.1:1", tmp_path / "rec")
+    assert (
+        error_of("record", tmp_path / "none.db", tmp_path / "rec")
+        == f"{tmp_path}/none.db: no such log file; check the path"
+    )
+    assert "there is no directory" in error_of("record", source, tmp_path / "deeper" / "rec")
+    assert "is a directory" in error_of("record", source, tmp_path)
     (tmp_path / "text").write_text("hello, world\n" * 99)
-    assert "is not a forebay log" in error_line(tmp_path / "text", tmp_path / "rec")
+    assert "is not a forebay log" in error_of("record", tmp_path / "text", tmp_path / "rec")
     SqliteLog.open(tmp_path / "empty.db").close()
-    assert "journal of group 0 is empty" in error_line(tmp_path / "empty.db", tmp_path / "rec")
-    assert error_line(source, tmp_path / "text").endswith("text: exists already; remove it or choose another path")
-    assert error_line(source, source).endswith("exists already; remove it or choose another path")
+    assert "journal of group 0 is empty" in error_of("record", tmp_path / "empty.db", tmp_path / "rec")
+    assert error_of("record", source, tmp_path / "text").endswith(
+        "text: exists already; remove it or choose another path"
+    )
+    assert error_of("record", source, source).endswith("exists already; remove it or choose another path")
     assert (tmp_path / "text").read_text().startswith("hello")
     os.mkfifo(tmp_path / "pipe")  # opening it would block until a writer opens it
     assert (
-        error_line(tmp_path / "pipe", tmp_path / "rec")
+        error_of("record", tmp_path / "pipe", tmp_path / "rec")
         == f"{tmp_path}/pipe: is not a regular file; choose another path"
     )
-    assert "pipe: is not a regular file" in error_line(source, tmp_path / "pipe")
+    assert "pipe: is not a regular file" in error_of("record", source, tmp_path / "pipe")
     os.mkfifo(part_of(tmp_path / "rec"))
-    assert "rec.part: is not a regular file" in error_line(source, tmp_path / "rec")
+    assert "rec.part: is not a regular file" in error_of("record", source, tmp_path / "rec")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    assert "link: exists already" in error_line(source, tmp_path / "link")
+    assert "link: exists already" in error_of("record", source, tmp_path / "link")
     for length in (252, 300):
-        assert "cannot be accessed (File name too long)" in error_line(source, tmp_path / ("x" * length))
+        assert "cannot be accessed (File name too long)" in error_of("record", source, tmp_path / ("x" * length))
 
 
 def test_groups_are_selected_by_name(joined: Path, tmp_path: Path) -> None:
@@ -261,9 +261,9 @@ def test_a_group_without_decisions_is_excluded_and_reported(joined: Path, tmp_pa
     assert f"group      {OTHER}" in result.stdout
     assert f"group      {MODEL}" not in result.stdout
     for options in (["--group", MODEL], ["--group", MODEL, "--group", OTHER]):
-        text = error_line(*options, "--from", at(newest + 1), joined, tmp_path / "named")
+        text = error_of("record", *options, "--from", at(newest + 1), joined, tmp_path / "named")
         assert f"group {MODEL} made no decision in the window" in text
-    text = error_line("--to", "2020-01-01", joined, tmp_path / "none")
+    text = error_of("record", "--to", "2020-01-01", joined, tmp_path / "none")
     assert text == (
         f"no selected group made a decision in the window; choose another window (groups: {MODEL}, {OTHER})"
     )
@@ -290,12 +290,14 @@ def test_an_interrupted_recording_is_resumed_only_by_the_same_command(
     assert part_of(out).exists()
     assert not out.exists()
     assert "run the `forebay record` command that began it again" in invoke("verify", part_of(out)).stderr
-    assert "(last 1h, now 2h); repeat the first command, or remove the file" in error_line("--last", "2h", source, out)
-    assert "(last 1h, now not given)" in error_line(source, out)
-    assert "(group not given, now model)" in error_line("--last", "1h", "--group", MODEL, source, out)
+    assert "(last 1h, now 2h); repeat the first command, or remove the file" in error_of(
+        "record", "--last", "2h", source, out
+    )
+    assert "(last 1h, now not given)" in error_of("record", source, out)
+    assert "(group not given, now model)" in error_of("record", "--last", "1h", "--group", MODEL, source, out)
     other = tmp_path / "other.db"
     other.write_bytes(source.read_bytes())
-    assert re.search(r"\(source log \w+, now log \w+\)", error_line("--last", "1h", other, out))
+    assert re.search(r"\(source log \w+, now log \w+\)", error_of("record", "--last", "1h", other, out))
     made("--last", "1h", source, out)
     made("--last", "1h", source, tmp_path / "undisturbed")
     assert rows(out) == rows(tmp_path / "undisturbed")
@@ -448,7 +450,7 @@ def test_several_groups_are_anonymised(joined: Path, tmp_path: Path) -> None:
 
 
 def test_an_anonymised_recording_is_always_verified(source: Path, tmp_path: Path) -> None:
-    text = error_line(source, tmp_path / "out.rec", "--anonymize", "--no-verify")
+    text = error_of("record", source, tmp_path / "out.rec", "--anonymize", "--no-verify")
     assert text == "an anonymised recording is always verified; remove --no-verify"
     assert not (tmp_path / "out.rec").exists()
 
@@ -473,29 +475,26 @@ def write(path: Path, partition: int, *events: Event) -> None:
     asyncio.run(append())
 
 
-def error(path: Path, *options: str) -> str:
-    """Run a restore that fails, and return its error line."""
-    run = forebay("restore", str(path), "--namespace", "new", *options)
-    assert (run.returncode, run.stdout) == (2, "")
-    (line,) = run.stderr.splitlines()
-    return line.removeprefix("forebay: ")
-
-
 def test_more_control_partitions_than_planned_are_required(path: Path) -> None:
     write(path, 5, RESTORED_POOL)
-    assert error(path) == "--partitions groups=4: m uses the control partition 5; expected at least 6"
+    assert (
+        error_of("restore", path, "--namespace", "new")
+        == "--partitions groups=4: m uses the control partition 5; expected at least 6"
+    )
 
 
 def test_an_unreachable_broker_and_a_missing_log_are_named(path: Path) -> None:
-    assert "no such log file" in error(path)
+    assert "no such log file" in error_of("restore", path, "--namespace", "new")
     write(path, 0, RESTORED_POOL)
     address = f"127.0.0.1:{free_ports(1)}"
-    assert error(path, "--kafka", address).startswith(f"Kafka at {address} cannot be used")
+    assert error_of("restore", path, "--namespace", "new", "--kafka", address).startswith(
+        f"Kafka at {address} cannot be used"
+    )
 
 
 def test_an_anonymised_recording_is_refused(tmp_path: Path) -> None:
     made("--anonymize", source_log(tmp_path), tmp_path / "masked.rec")
-    assert error(tmp_path / "masked.rec") == (
+    assert error_of("restore", tmp_path / "masked.rec", "--namespace", "new") == (
         "an anonymised recording has masked names of models and pools; use the original recording"
     )
 
@@ -517,7 +516,7 @@ def test_the_report_counts_what_is_restored(path: Path, monkeypatch: pytest.Monk
         return 17
 
     monkeypatch.setattr(restore, "restore_into", restored)
-    run = forebay("restore", str(path), "--namespace", "new")
+    run = forebay("restore", path, "--namespace", "new")
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.splitlines() == [
         "namespace new: 17 topics created, 1 group",

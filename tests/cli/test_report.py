@@ -26,7 +26,6 @@ from forebay.events.control import RouterConfig
 from forebay.simulate.outcome import RequestOutcome, RequestOutcomes, SimulationOutcome, summary
 from forebay.simulate.settings import engine_config, one_pool
 from forebay.simulate.slo import Slo, goodput
-from tests.cli.in_process import forebay
 from tests.cli.outcomes import run
 from tests.cli.report_page import HOSTILE, Page
 from tests.harness import fork_server
@@ -329,18 +328,6 @@ def test_a_report_overwrites_only_reports(tmp_path: Path, capsys: pytest.Capture
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (ended.value.exit_code, capsys.readouterr().err) == (1, f"forebay: --report {path}: File too large\n")
     assert (path.read_text(), sorted(tmp_path.iterdir())) == (before, sorted([mine, path, pipe]))
-
-
-def test_an_unwritable_report_is_rejected_before_the_simulation(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.html"
-    mine.write_text("mine")
-    trace = write(tmp_path / "trace.jsonl", conversations(sessions=2, turns=1))
-    done = forebay("simulate", str(trace), "--report", str(mine), "--json")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "is not a report of this command" in done.stderr
-    both = forebay("simulate", "--against", "some.rec", "--report", str(tmp_path / "page.html"))
-    assert both.returncode == 2
-    assert "--report" in both.stderr
 
 
 @pytest.mark.parametrize(

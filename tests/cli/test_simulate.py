@@ -10,7 +10,7 @@ from forebay.cli.simulate.options import FleetOptions, ShapeOptions
 from forebay.cli.simulate.planned import size_changes
 from forebay.cli.simulate.sweep_axes import axes_of, combinations
 from forebay.simulate.workloads.rows import MooncakeRow
-from tests.cli.in_process import forebay
+from tests.cli.in_process import error_of, forebay, json_of
 from tests.cli.logs import written
 from tests.cli.report_page import Page
 from tests.core.scaling.scene import decided
@@ -26,20 +26,14 @@ def trace(tmp_path: Path) -> Path:
     return write(tmp_path / "trace.jsonl", conversations(sessions=5, turns=4))
 
 
-def printed(trace: Path, *arguments: str) -> str:
-    run = forebay("simulate", str(trace), "--json", *arguments)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
-
-
 def test_output_is_independent_of_processes(trace: Path) -> None:
-    result: dict[str, Any] = json.loads(printed(trace, "--workers", "4"))
+    result: dict[str, Any] = json_of("simulate", trace, "--workers", "4")
     assert list(result["policies"]) == ["kv", "round-robin"]
     settings = result["settings"]
     assert (settings["workload"], settings["workload_options"]["speed"]) == ("trace.jsonl", 1.0)
     assert [group["count"] for pool in settings["pools"] for group in pool["groups"]] == [4]
     assert settings["policies"]["kv"]["temperature"] == 0.0
-    alone = json.loads(printed(trace, "--workers", "4", "--policy", "round-robin"))
+    alone = json_of("simulate", trace, "--workers", "4", "--policy", "round-robin")
     assert alone["policies"]["round-robin"] == result["policies"]["round-robin"]
     assert alone["digest"] != result["digest"]
 
@@ -52,7 +46,7 @@ def test_a_custom_policy_is_imported_from_the_current_directory(trace: Path, mon
     (trace.parent / "mine.py").write_text(source)
     names = ("mine.Last", "mine.First")
     monkeypatch.chdir(trace.parent)
-    result = json.loads(printed(trace, "--policy", names[0], "--policy", names[1], "--workers", "2"))
+    result = json_of("simulate", trace, "--policy", names[0], "--policy", names[1], "--workers", "2")
     count = len(conversations(sessions=5, turns=4))
     requests = [[worker["requests"] for worker in result["policies"][name]["workers"]] for name in names]
     assert requests == [[0, count], [count, 0]]
@@ -65,12 +59,12 @@ def test_a_fleet_with_several_pools_of_a_model_has_results_by_pool(trace: Path) 
     fleet = trace.with_name("fleet.toml")
     fleet.write_text(f"{pools}[[models]]\nname = 'simulated'\n[[models.grids]]\n{grid}")
     options = ("--fleet", str(fleet), "--policy", "kv")
-    by_pool = json.loads(printed(trace, *options))["policies"]["kv"]["pools"]
+    by_pool = json_of("simulate", trace, *options)["policies"]["kv"]["pools"]
     lengths = [row.input_length for row in conversations(sessions=5, turns=4)]
     short = sum(length < 2_048 for length in lengths)
     assert 0 < short < len(lengths)
     assert {name: one["requests"] for name, one in by_pool.items()} == {"short": short, "long": len(lengths) - short}
-    table = forebay("simulate", str(trace), *options).stdout
+    table = forebay("simulate", trace, *options).stdout
     assert [line.split()[1:3] for line in table.splitlines() if " short " in line or " long " in line] == [
         ["short", str(short)],
         ["long", str(len(lengths) - short)],
@@ -78,7 +72,7 @@ def test_a_fleet_with_several_pools_of_a_model_has_results_by_pool(trace: Path) 
 
 
 def test_the_table_shows_every_policy_with_its_metrics(trace: Path) -> None:
-    run = forebay("simulate", str(trace), "--policy", "kv", "--duration-s", "1")
+    run = forebay("simulate", trace, "--policy", "kv", "--duration-s", "1")
     assert run.returncode == 0
     assert "kv" in run.stdout
     assert "digest" in run.stdout
@@ -88,7 +82,7 @@ def test_the_table_shows_every_policy_with_its_metrics(trace: Path) -> None:
 def test_oversized_requests_are_named_and_exit_1(tmp_path: Path) -> None:
     rows = [MooncakeRow(at, 1024, 1, [2 * at, 2 * at + 1]) for at in range(7)]
     trace = write(tmp_path / "trace.jsonl", [*rows, MooncakeRow(9, 64, 1, [99])])
-    run = forebay("simulate", str(trace), "--policy", "kv", "--kv-blocks", "4")
+    run = forebay("simulate", trace, "--policy", "kv", "--kv-blocks", "4")
     assert run.returncode == 1
     assert "kv: request 5 failed: 1024 prompt tokens and 1 to generate need 17 KV blocks" in run.stdout
     assert "kv: and 2 more" in run.stdout
@@ -126,10 +120,7 @@ def test_oversized_requests_are_named_and_exit_1(tmp_path: Path) -> None:
 )
 def test_invalid_arguments_give_one_error_line(tmp_path: Path, arguments: list[str], reason: str) -> None:
     trace = write(tmp_path / "trace.jsonl", [MooncakeRow(50, 64, 1, [1])])
-    run = forebay("simulate", str(trace), *arguments)
-    assert run.returncode == 2
-    assert reason in run.stderr
-    assert run.stderr.count("\n") == 1
+    assert reason in error_of("simulate", trace, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -141,9 +132,7 @@ def test_invalid_arguments_give_one_error_line(tmp_path: Path, arguments: list[s
     ],
 )
 def test_numbers_have_bounds(option: str, value: str) -> None:
-    run = forebay("simulate", "synthetic:requests=2", option, value)
-    assert run.returncode == 2
-    assert f"Invalid value for '{option}'" in run.stderr
+    assert f"Invalid value for '{option}'" in error_of("simulate", "synthetic:requests=2", option, value)
 
 
 def test_missed_attainment_sets_the_exit_code(trace: Path) -> None:
@@ -165,7 +154,7 @@ def test_missed_attainment_sets_the_exit_code(trace: Path) -> None:
 def test_an_engine_profile_sets_timing_and_sizes(trace: Path) -> None:
     profile = trace.parent / "twice.toml"
     profile.write_text('kind = "linear"\n[costs_us]\nstep = 1000\n[sizes]\nkv_blocks = 4096\nmax_num_seqs = 8\n')
-    result = json.loads(printed(trace, "--engine-profile", str(profile), "--max-num-seqs", "16", "--policy", "kv"))
+    result = json_of("simulate", trace, "--engine-profile", profile, "--max-num-seqs", "16", "--policy", "kv")
     (group,) = result["settings"]["pools"][0]["groups"]
     assert group["profile"] == "twice"
     assert (group["engine"]["kv_blocks_total"], group["engine"]["max_num_seqs"]) == (4096, 16)
@@ -173,26 +162,26 @@ def test_an_engine_profile_sets_timing_and_sizes(trace: Path) -> None:
 
 
 def test_requests_of_a_killed_worker_complete_on_another(trace: Path) -> None:
-    figures = json.loads(
-        printed(trace, "--policy", "kv", "--workers", "2", "--kill", "mock-0@0.5+1", "--lease-ttl-s", "1")
+    figures = json_of(
+        "simulate", trace, "--policy", "kv", "--workers", "2", "--kill", "mock-0@0.5+1", "--lease-ttl-s", "1"
     )["policies"]["kv"]
     assert figures["failed"] == 0
     assert figures["retried"] > 0
-    whole = json.loads(printed(trace, "--policy", "kv", "--workers", "2"))["policies"]["kv"]
+    whole = json_of("simulate", trace, "--policy", "kv", "--workers", "2")["policies"]["kv"]
     assert whole["retried"] == 0
     assert whole["gpu_hours"] == pytest.approx(2 * whole["lasted_s"] / 3600)
     assert figures["e2e_ms"]["p99"] > whole["e2e_ms"]["p99"]
 
 
 def test_delays_are_part_of_client_latency(trace: Path) -> None:
-    near, far = (json.loads(printed(trace, "--policy", "kv", "--delays", name)) for name in ("none", "kafka"))
+    near, far = (json_of("simulate", trace, "--policy", "kv", "--delays", name) for name in ("none", "kafka"))
     assert far["policies"]["kv"]["ttft_ms"]["p50"] > near["policies"]["kv"]["ttft_ms"]["p50"] + 2.740
     assert far["settings"]["delays"]["submit"]["fixed_us"] == 2740
 
 
 def test_fault_after_the_end_of_a_run_is_reported(trace: Path) -> None:
     kills = ("--kill", "mock-0@0.5", "--kill", "mock-1@600000")
-    run = forebay("simulate", str(trace), "--policy", "kv", "--policy", "random", "--json", *kills)
+    run = forebay("simulate", trace, "--policy", "kv", "--policy", "random", "--json", *kills)
     assert run.returncode == 0
     kv, random = (json.loads(run.stdout)["policies"][name]["lasted_s"] for name in ("kv", "random"))
     reason = f"because these runs ended earlier: kv after {kv:.1f} s, random after {random:.1f} s"
@@ -202,11 +191,11 @@ def test_fault_after_the_end_of_a_run_is_reported(trace: Path) -> None:
 
 def test_report_matches_the_json_output(trace: Path) -> None:
     page = trace.parent / "page.html"
-    run = forebay("simulate", str(trace), "--json", "--slo", "ttft=80", "--report", str(page))
+    run = forebay("simulate", trace, "--json", "--slo", "ttft=80", "--report", page)
     assert run.returncode == 0
     assert json.loads(run.stdout)["digest"] in page.read_text()
     page.write_text("my diary")
-    run = forebay("simulate", str(trace), "--report", str(page))
+    run = forebay("simulate", trace, "--report", page)
     assert run.returncode == 2
     assert page.read_text() == "my diary"
 
@@ -214,10 +203,8 @@ def test_report_matches_the_json_output(trace: Path) -> None:
 def test_invalid_rows_are_errors_or_skipped_and_counted(trace: Path) -> None:
     with trace.open("a") as file:
         file.write('{"timestamp": 9e9, "input_length": -1, "output_length": 1, "hash_ids": [1]}\n')
-    run = forebay("simulate", str(trace), "--policy", "kv", "--json")
-    assert run.returncode == 2
-    assert "line 21" in run.stderr
-    run = forebay("simulate", str(trace), "--policy", "kv", "--json", "--skip-bad-rows")
+    assert "line 21" in error_of("simulate", trace, "--policy", "kv", "--json")
+    run = forebay("simulate", trace, "--policy", "kv", "--json", "--skip-bad-rows")
     assert run.returncode == 0
     result = json.loads(run.stdout)
     assert (result["skipped"], result["policies"]["kv"]["requests"]) == (1, 20)
@@ -246,27 +233,27 @@ back_s = 0.5
 def test_options_override_the_pools_of_a_fleet_file(trace: Path) -> None:
     file = trace.parent / "fleet.toml"
     file.write_text(FLEET)
-    result = json.loads(printed(trace, "--fleet", str(file), "--lease-ttl-s", "1", "--kill", "mock-0@0.4"))
+    result = json_of("simulate", trace, "--fleet", file, "--lease-ttl-s", "1", "--kill", "mock-0@0.4")
     settings = result["settings"]
     assert [group["count"] for group in settings["pools"][0]["groups"]] == [2, 1]
     assert settings["delays"]["submit"]["fixed_us"] == 1290
     assert (settings["life"]["cold_start_s"], settings["life"]["lease_ttl_s"]) == (3.0, 1.0)
     assert [fault["worker"] for fault in settings["life"]["faults"]] == ["mock-2", "mock-0"]
     assert all(one["retried"] > 0 and not one["failed"] for one in result["policies"].values())
-    near = json.loads(printed(trace, "--fleet", str(file), "--delays", "none"))
+    near = json_of("simulate", trace, "--fleet", file, "--delays", "none")
     assert near["settings"]["delays"]["submit"]["fixed_us"] == 0
 
 
 def test_no_policy_is_needed_if_every_pool_has_a_router(trace: Path) -> None:
     file = trace.parent / "fleet.toml"
     file.write_text('[[pools]]\nrouter = {mode = "random"}\n[[pools.workers]]\ncount = 2\n')
-    configured = json.loads(printed(trace, "--fleet", str(file)))["policies"]
+    configured = json_of("simulate", trace, "--fleet", file)["policies"]
     assert list(configured) == ["as configured"]
-    explicit = json.loads(printed(trace, "--workers", "2", "--policy", "random"))["policies"]
+    explicit = json_of("simulate", trace, "--workers", "2", "--policy", "random")["policies"]
     assert configured["as configured"] == explicit["random"]
-    run = forebay("simulate", str(trace), "--fleet", str(file), "--policy", "kv")
-    assert run.returncode == 2
-    assert "--policy kv: has no effect, because every pool has its own router" in run.stderr
+    assert "--policy kv: has no effect, because every pool has its own router" in error_of(
+        "simulate", str(trace), "--fleet", str(file), "--policy", "kv"
+    )
 
 
 @pytest.mark.parametrize(
@@ -280,17 +267,15 @@ def test_no_policy_is_needed_if_every_pool_has_a_router(trace: Path) -> None:
 def test_options_that_conflict_with_a_fleet_file_are_named(trace: Path, arguments: list[str], reason: str) -> None:
     file = trace.parent / "fleet.toml"
     file.write_text(FLEET)
-    run = forebay("simulate", str(trace), "--fleet", str(file), *arguments)
-    assert run.returncode == 2
-    assert reason in run.stderr
+    assert reason in error_of("simulate", trace, "--fleet", file, *arguments)
 
 
 def test_profile_with_work_us_delays_work(trace: Path) -> None:
     profile = trace.parent / "fitted.toml"
     profile.write_text('kind = "linear"\nwork_us = 7000\n[costs_us]\nstep = 1000\n')
-    result = json.loads(printed(trace, "--engine-profile", str(profile), "--policy", "kv"))
+    result = json_of("simulate", trace, "--engine-profile", profile, "--policy", "kv")
     assert result["settings"]["delays"]["work"]["fixed_us"] == 7000
-    result = json.loads(printed(trace, "--engine-profile", str(profile), "--policy", "kv", "--delays", "none"))
+    result = json_of("simulate", trace, "--engine-profile", profile, "--policy", "kv", "--delays", "none")
     assert result["settings"]["delays"]["work"]["fixed_us"] == 0
 
 
@@ -311,10 +296,8 @@ APART = ("--prefill-workers", "2", "--decode-workers", "1")
 
 
 def simulated(trace: Path, *arguments: str) -> dict[str, Any]:
-    run = forebay("simulate", str(trace), "--json", "--policy", "kv", *arguments)
-    assert run.returncode == 0, run.stderr
-    result: dict[str, Any] = json.loads(run.stdout)
-    return result
+    found: dict[str, Any] = json_of("simulate", trace, "--policy", "kv", *arguments)
+    return found
 
 
 def test_disaggregated_pools_complete_all_requests(trace: Path) -> None:
@@ -349,7 +332,7 @@ def test_transfer_time_matches_the_settings(trace: Path) -> None:
 
 def test_policy_decides_remote_prefills(trace: Path) -> None:
     name = "kv:disagg.policy=classic,disagg.max_local_prefill_length=1000000"
-    run = forebay("simulate", str(trace), "--json", *APART, "--policy", name)
+    run = forebay("simulate", trace, "--json", *APART, "--policy", name)
     figures = json.loads(run.stdout)["policies"][name]
     assert (figures["prefilled_remotely"], figures["transfer_ms"], figures["failed"]) == (0, {}, 0)
     assert figures["workers"][2]["computed_tokens"] > 0
@@ -357,7 +340,7 @@ def test_policy_decides_remote_prefills(trace: Path) -> None:
 
 def test_table_and_report_show_roles(trace: Path) -> None:
     page = trace.parent / "page.html"
-    run = forebay("simulate", str(trace), *APART, "--policy", "kv", "--report", str(page))
+    run = forebay("simulate", trace, *APART, "--policy", "kv", "--report", page)
     assert run.returncode == 0
     assert "2 prefill workers and 1 decode workers" in run.stdout
     for text in ("remote", "transfer"):
@@ -393,7 +376,7 @@ def test_workers_of_both_pools_can_die(trace: Path) -> None:
     ],
 )
 def test_conflicting_options_give_one_error_line(trace: Path, arguments: list[str], reason: str) -> None:
-    run = forebay("simulate", str(trace), *arguments)
+    run = forebay("simulate", trace, *arguments)
     assert run.returncode == 2
     assert reason.lower() in run.stderr.lower()
     assert run.stderr.count("\n") == 1
@@ -405,7 +388,7 @@ def test_pools_of_a_fleet_file_match_the_options(trace: Path) -> None:
     file.write_text(pool.format("prefill", 2) + pool.format("decode", 1) + "[transfer]\nkv_transfer_latency_us = 7\n")
     figures = simulated(trace, "--fleet", str(file))
     assert figures["policies"] == simulated(trace, *APART, "--kv-transfer-latency-us", "7")["policies"]
-    run = forebay("simulate", str(trace), "--fleet", str(file), *APART)
+    run = forebay("simulate", trace, "--fleet", file, *APART)
     assert "remove --prefill-workers and --decode-workers" in run.stderr
 
 
@@ -439,7 +422,7 @@ def test_sweep_finds_the_capacity_of_a_split(trace: Path) -> None:
         "--attain",
         "0.5",
     )
-    run = forebay("sweep", str(trace), "--json", "--policy", "kv", *arguments)
+    run = forebay("sweep", trace, "--json", "--policy", "kv", *arguments)
     assert run.returncode == 0, run.stderr
     (found,) = json.loads(run.stdout)["runs"]
     assert found["capacity_per_s"] > 0
@@ -485,10 +468,8 @@ def planner_file(path: Path, pool: str = "default", more: str = "") -> Path:
 
 
 def planned(planner: Path, *options: str) -> dict[str, Any]:
-    run = forebay(*COMMAND, str(planner), "--json", *options)
-    assert run.returncode == 0, run.stderr
-    result: dict[str, Any] = json.loads(run.stdout)
-    return result
+    found: dict[str, Any] = json_of(*COMMAND, planner, *options)
+    return found
 
 
 @pytest.mark.parametrize("predictor", ["constant", pytest.param("kalman", marks=pytest.mark.slow)])
@@ -524,7 +505,7 @@ def test_method_simulate_simulates_each_forecast(planner: Path) -> None:
 
 def test_the_report_shows_the_planner(planner: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.html"
-    run = forebay(*COMMAND, str(planner), "--report", str(report))
+    run = forebay(*COMMAND, planner, "--report", str(report))
     assert run.returncode == 0, run.stderr
     assert "GPU hours" in run.stdout
     page = Page(report.read_text())
@@ -538,7 +519,7 @@ def test_the_report_shows_the_planner(planner: Path, tmp_path: Path) -> None:
 )
 def test_a_planner_that_cannot_be_used_ends_the_command(planner: Path, pool: str, more: str, message: str) -> None:
     planner_file(planner, pool, more)
-    run = forebay("simulate", WORKLOAD, "--planner", str(planner))
+    run = forebay("simulate", WORKLOAD, "--planner", planner)
     assert run.returncode == 2
     assert len(run.stderr.strip().splitlines()) == 1
     assert str(planner) in run.stderr
@@ -566,19 +547,12 @@ def sessions(tmp_path: Path) -> Path:
     return write(tmp_path / "trace.jsonl", conversations(sessions=8, turns=4))
 
 
-def result(sessions: Path, *options: object) -> dict[str, Any]:
-    run = forebay("simulate", sessions, "--json", *options)
-    assert run.returncode == 0, run.stderr
-    found: dict[str, Any] = json.loads(run.stdout)
-    return found
-
-
 def test_tiers_are_reported_only_if_there_are_any(sessions: Path) -> None:
-    plain = result(sessions, *SMALL)
+    plain = json_of("simulate", sessions, *SMALL)
     assert "tiers" not in plain["policies"]["kv"]
     assert "tiers" not in plain["settings"]
     assert "tiers" not in plain["settings"]["pools"][0]["groups"][0]
-    tiered = result(sessions, *SMALL, *HOST)
+    tiered = json_of("simulate", sessions, *SMALL, *HOST)
     assert tiered["settings"]["tiers"]["host"]["size"] == "2000blocks"
     assert "tiers" not in tiered["settings"]["pools"][0]["groups"][0]
     tiers = tiered["policies"]["kv"]["tiers"]
@@ -586,8 +560,8 @@ def test_tiers_are_reported_only_if_there_are_any(sessions: Path) -> None:
     assert sum(tiers["tokens"].values()) == tiered["policies"]["kv"]["prompt_tokens"]
     assert sum(tiers["shares"].values()) == pytest.approx(1.0)
     assert tiered["policies"]["kv"]["prefix_reuse"] == pytest.approx(1.0 - tiers["shares"]["computed"])
-    assert tiered == result(sessions, *SMALL, *HOST)
-    assert result(sessions, *SMALL, "--kv-tier", "host:size=0")["policies"] == plain["policies"]
+    assert tiered == json_of("simulate", sessions, *SMALL, *HOST)
+    assert json_of("simulate", sessions, *SMALL, "--kv-tier", "host:size=0")["policies"] == plain["policies"]
     table = forebay("simulate", sessions, *SMALL, *HOST).stdout
     assert "prompt tokens by tier" in table
     assert f"{tiers['shares']['host']:.4f}" in table
@@ -602,7 +576,7 @@ def test_files_define_tiers_and_options_resize_them(sessions: Path) -> None:
         '[tiers.host]\nsize = "8GB"\n[tiers.store]\nsize = "1TB"\nbandwidth = 3\nlatency_us = 900\nfilter = false\n'
         "[transfer]\nkv_bytes_per_token = 65536\n"
     )
-    settings = result(sessions, "--fleet", fleet, "--policy", "kv")["settings"]
+    settings = json_of("simulate", sessions, "--fleet", fleet, "--policy", "kv")["settings"]
     first, second = settings["pools"][0]["groups"]
     assert first["tiers"]["host"] == {
         "size": "16GB", "bandwidth": 50.0, "latency_us": 20, "write": "through", "filter": None,
@@ -610,7 +584,9 @@ def test_files_define_tiers_and_options_resize_them(sessions: Path) -> None:
     assert "tiers" not in second
     assert settings["tiers"]["host"]["size"] == "8GB"
     assert (settings["tiers"]["store"]["bandwidth"], settings["tiers"]["store"]["filter"]) == (3.0, False)
-    resized = result(sessions, "--fleet", fleet, "--policy", "kv", "--kv-tier", "host:size=4GB")["settings"]
+    resized = json_of("simulate", sessions, "--fleet", fleet, "--policy", "kv", "--kv-tier", "host:size=4GB")[
+        "settings"
+    ]
     assert resized["pools"][0]["groups"][0]["tiers"]["host"] == {**first["tiers"]["host"], "size": "4GB"}
     assert resized["tiers"] == {**settings["tiers"], "host": {**settings["tiers"]["host"], "size": "4GB"}}
 

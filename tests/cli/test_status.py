@@ -25,7 +25,7 @@ from forebay.replay.status import GroupStatus
 from forebay.transport.base import Draft, Record
 from forebay.transport.dead_letters import dead_letter
 from forebay.transport.sqlite.log import SqliteLog
-from tests.cli.in_process import forebay
+from tests.cli.in_process import error_of, forebay, json_of
 from tests.cli.up import LONG_PREFIX, PATIENCE_S, running
 from tests.cli.up import forebay as process
 from tests.harness.local import free_ports
@@ -37,9 +37,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "status.md"
 
 
 def status(*arguments: str, code: int = 0) -> dict[str, Any]:
-    run = forebay("status", *arguments, "--json")
-    assert run.returncode == code, run.stdout + run.stderr
-    found: dict[str, Any] = json.loads(run.stdout)
+    found: dict[str, Any] = json_of("status", *arguments, code=code)
     msgspec.convert(found, GroupStatus)
     return found
 
@@ -69,9 +67,7 @@ def test_a_running_system_is_shown(tmp_path: Path) -> None:
             .json()
         )
         assert served.keys() == found.keys()
-        refused = forebay("status", "--url", up.url)
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert "; set FOREBAY_API_KEY or --api-key" in refused.stderr
+        assert "; set FOREBAY_API_KEY or --api-key" in error_of("status", "--url", up.url)
         shown = forebay("status", *of_this)
         assert shown.returncode == 0, shown.stderr
         for text in ("forebay-default, ready", "1 routed", "mock-1/0", "requests/0"):
@@ -90,7 +86,7 @@ def test_a_recording_is_shown(tmp_path: Path) -> None:
     found = status(str(path))
     assert (found["group"], found["ready"], found["owner"]["owner_id"]) == ("model", True, "second")
     assert {worker["worker_id"] for worker in found["workers"]} == {"w0", "w1", "w2"}
-    shown = forebay("status", str(path)).stdout
+    shown = forebay("status", path).stdout
     assert "a log does not show whether it runs" in shown
     assert "0 in flight" in shown
 
@@ -108,7 +104,7 @@ def test_watch_reads_the_status_again_until_interrupted(tmp_path: Path, monkeypa
             raise KeyboardInterrupt
 
     monkeypatch.setattr("forebay.cli.status.time.sleep", pause)
-    run = forebay("status", str(path), "--watch", "--json")
+    run = forebay("status", path, "--watch", "--json")
     assert [json.loads(line)["ready"] for line in run.stdout.splitlines()] == [True, True]
     assert (len(pauses), run.stderr.count("\n")) == (3, 1), run.stderr
     assert run.returncode == 130
@@ -118,7 +114,7 @@ def test_a_log_without_an_owner_is_not_ready(tmp_path: Path) -> None:
     path = tmp_path / "empty.db"
     SqliteLog.open(path).close()
     assert status(str(path), code=1)["problems"] == ["no router has owned the group yet", "no worker is ready"]
-    shown = forebay("status", str(path))
+    shown = forebay("status", path)
     assert shown.returncode == 1
     assert "problem    no worker is ready" in shown.stdout
 
@@ -245,7 +241,7 @@ def test_the_printed_events_give_the_same_index(tmp_path: Path, *, while_it_runs
     path = tmp_path / "log.db"
     index, printed = asyncio.run(write(path, dump_while_it_runs=while_it_runs))
     if not while_it_runs:
-        run = forebay("index", str(path))
+        run = forebay("index", path)
         assert run.returncode == 0, run.stderr
         printed = run.stdout
     copy = applied(printed, index)
@@ -258,25 +254,23 @@ def test_the_printed_events_give_the_same_index(tmp_path: Path, *, while_it_runs
 def test_one_worker_can_be_selected_and_an_unknown_one_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
     index, _ = asyncio.run(write(path))
-    run = forebay("index", str(path), "--worker", "w0")
+    run = forebay("index", path, "--worker", "w0")
     events = [msgspec.json.decode(line, type=AnyKvEvent) for line in run.stdout.splitlines()]
     assert {event.worker_id for event in events} == {"w0"}
     blocks = sum(len(event.sequence_hashes) // 8 for event in events if isinstance(event, BlocksStored))
     assert blocks == sum(index.blocks_held("w0", 0, tier) for tier in TIERS)
-    run = forebay("index", str(path), "--worker", "nobody")
-    assert (run.returncode, "unknown worker 'nobody'; workers are: w0, w1" in run.stderr) == (2, True)
+    assert "unknown worker 'nobody'; workers are: w0, w1" in error_of("index", path, "--worker", "nobody")
 
 
 def test_a_log_and_kafka_are_exclusive(tmp_path: Path) -> None:
     for arguments in ([], [str(tmp_path / "log.db"), "--kafka", "127.0.0.1:1"]):
-        run = forebay("index", *arguments)
-        assert (run.returncode, "expected either a log file or --kafka" in run.stderr) == (2, True)
+        assert "expected either a log file or --kafka" in error_of("index", *arguments)
 
 
 def test_an_empty_log_has_an_empty_index(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
     SqliteLog.open(path).close()
-    run = forebay("index", str(path))
+    run = forebay("index", path)
     assert (run.returncode, run.stdout) == (0, "")
 
 
@@ -311,13 +305,6 @@ def lines(*arguments: object) -> list[str]:
     return run.stdout.splitlines()
 
 
-def error(*arguments: object, code: int = 2) -> str:
-    run = forebay("dead-letters", *map(str, arguments))
-    assert (run.returncode, run.stdout) == (code, "")
-    (line,) = run.stderr.splitlines()
-    return line.removeprefix("forebay: ")
-
-
 def listed(*arguments: object) -> list[int]:
     return [json.loads(line)["offset"] for line in lines("list", *arguments, "--json")]
 
@@ -329,7 +316,10 @@ def test_filters_select_letters(log: Path) -> None:
     assert listed(log, "--from", "-1h") == [3, 2, 1, 0]
     assert listed(log, "--to", "-1h") == []
     assert lines("list", log, "--to", "-1h") == ["no dead letters"]
-    assert error("list", log, "--topic", "controls") == "--topic: unknown topic 'controls'; did you mean control?"
+    assert (
+        error_of("dead-letters", "list", log, "--topic", "controls")
+        == "--topic: unknown topic 'controls'; did you mean control?"
+    )
 
 
 def test_the_table_is_safe_and_states_that_it_is_cut_off(log: Path) -> None:
@@ -354,7 +344,10 @@ def test_an_owner_applies_a_retried_setting(log: Path) -> None:
     text = lines("retry", log, "0/2")
     (place,) = [one.removesuffix(")") for one in " ".join(text).split() if one.startswith("control/0/")]
     assert text[0].startswith("letter 0/2 decodes as control.policy_set; appended as control/0/")
-    assert error("retry", log, "0/2", code=1) == f"letter 0/2 was not retried: it was retried before, as {place}"
+    assert (
+        error_of("dead-letters", "retry", log, "0/2", code=1)
+        == f"letter 0/2 was not retried: it was retried before, as {place}"
+    )
     retried = {json.loads(line)["offset"]: json.loads(line)["retried_as"] for line in lines("list", log, "--json")}
     assert retried == {3: "", 2: place, 1: "", 0: ""}
 
@@ -367,19 +360,22 @@ def test_an_owner_applies_a_retried_setting(log: Path) -> None:
 
 
 def test_letters_that_cannot_be_retried_are_refused(log: Path) -> None:
-    assert "a record of kv-events is stale" in error("retry", log, "0/0", code=1)
-    assert "does not decode in this version either" in error("retry", log, "0/1", code=1)
-    assert "has no offset 9; letters are at offsets 0 to 3" in error("retry", log, "0/9")
-    assert error("list", log, "--letter", "x") == "--letter x: expected PARTITION/OFFSET, for example 0/12"
-    assert error("retry", log, "x") == "LETTER x: expected PARTITION/OFFSET, for example 0/12"
-    assert "no such log file" in error("retry", log.with_name("other.db"), "0/2")
+    assert "a record of kv-events is stale" in error_of("dead-letters", "retry", log, "0/0", code=1)
+    assert "does not decode in this version either" in error_of("dead-letters", "retry", log, "0/1", code=1)
+    assert "has no offset 9; letters are at offsets 0 to 3" in error_of("dead-letters", "retry", log, "0/9")
+    assert (
+        error_of("dead-letters", "list", log, "--letter", "x")
+        == "--letter x: expected PARTITION/OFFSET, for example 0/12"
+    )
+    assert error_of("dead-letters", "retry", log, "x") == "LETTER x: expected PARTITION/OFFSET, for example 0/12"
+    assert "no such log file" in error_of("dead-letters", "retry", log.with_name("other.db"), "0/2")
     assert not log.with_name("other.db").exists()
 
 
 def test_a_log_in_use_is_not_written(log: Path) -> None:
     with closing(SqliteLog.open(log)):
         assert listed(log) == [3, 2, 1, 0], "reading works beside the writer"
-        assert "another process (pid" in error("retry", log, "0/2")
+        assert "another process (pid" in error_of("dead-letters", "retry", log, "0/2")
 
 
 def test_the_command_runs_as_a_process(log: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forebay.workers.kv_tiers.object_store import ObjectStore
-from tests.cli.in_process import forebay
+from tests.cli.in_process import error_of, forebay
 from tests.workers.kv_tiers.buckets import BUCKET, KEYS, client, moto
 from tests.workers.kv_tiers.cases import QUOTA, identity, open_directory, path_of, write
 
@@ -38,13 +38,13 @@ def age(root: Path, number: int, days: float) -> None:
 
 
 def test_list_explains_the_identities(folder: Path) -> None:
-    run = forebay("tiers", "list", str(folder))
+    run = forebay("tiers", "list", folder)
     assert run.returncode == 0
     (row,) = (line for line in run.stdout.splitlines() if line.split()[0] == OTHER.short_digest)
     for text in ("other/model", "0 of 1", "NHD bfloat16", " 16 ", "5.0kB", OTHER.weights[:12], "2", "18.2kB"):
         assert text in row
     assert run.stdout.splitlines()[-1].endswith(": 2 identities, 45.5kB")
-    lines = [json.loads(line) for line in forebay("tiers", "list", str(folder), "--json").stdout.splitlines()]
+    lines = [json.loads(line) for line in forebay("tiers", "list", folder, "--json").stdout.splitlines()]
     assert {line["identity"]: line["blocks"] for line in lines} == {ONE.short_digest: 3, OTHER.short_digest: 2}
     assert {line["meaning"]["weights"] for line in lines} == {ONE.weights, OTHER.weights}
 
@@ -53,25 +53,25 @@ def test_list_shows_ages_and_the_quarantine(folder: Path) -> None:
     for number, days in ((0, 0.5), (1, 30)):
         age(folder, number, days)
     damage(folder, 2)
-    assert forebay("tiers", "verify", str(folder), "--quarantine").returncode == 1
-    run = forebay("tiers", "list", str(folder), "--identity", ONE.short_digest[:6])
+    assert forebay("tiers", "verify", folder, "--quarantine").returncode == 1
+    run = forebay("tiers", "list", folder, "--identity", ONE.short_digest[:6])
     assert run.returncode == 0
     (row,) = (line for line in run.stdout.splitlines() if line.split()[0] == ONE.short_digest)
     assert row.split()[-7:] == ["2", "18.2kB", "12h", "to", "30d", "1", "corrupt"]
-    (line,) = forebay("tiers", "list", str(folder), "--identity", ONE.short_digest, "--json").stdout.splitlines()
+    (line,) = forebay("tiers", "list", folder, "--identity", ONE.short_digest, "--json").stdout.splitlines()
     found = json.loads(line)
     assert found["bytes_by_age"] == {"under 1h": 0, "1h to 1d": 9096, "1d to 7d": 0, "over 7d": 9096}
     assert (found["quarantine"], found["blocks"]) == ({"corrupt": 1}, 2)
 
 
 def test_verify_reports_every_bad_block(folder: Path) -> None:
-    assert forebay("tiers", "verify", str(folder)).stdout == "5 blocks verified, 45.5kB\n"
+    assert forebay("tiers", "verify", folder).stdout == "5 blocks verified, 45.5kB\n"
     damage(folder, 0)
     path_of(folder, 1).write_bytes(path_of(folder, 2).read_bytes())
     with path_of(folder, 2).open("r+b") as file:
         file.truncate(5000)
     path_of(folder, 1, OTHER).write_bytes(b"")
-    run = forebay("tiers", "verify", str(folder))
+    run = forebay("tiers", "verify", folder)
     assert run.returncode == 1
     assert sorted(line.split()[0] for line in run.stdout.splitlines()) == [
         "corrupt",
@@ -80,20 +80,20 @@ def test_verify_reports_every_bad_block(folder: Path) -> None:
         "truncated",
     ]
     assert run.stderr == "forebay: 4 of 5 blocks are bad; --quarantine moves them away\n"
-    run = forebay("tiers", "verify", str(folder), "--identity", OTHER.short_digest, "--json")
+    run = forebay("tiers", "verify", folder, "--identity", OTHER.short_digest, "--json")
     assert [json.loads(line) for line in run.stdout.splitlines()][-1] == {"blocks": 2, "bad": 1}
-    assert forebay("tiers", "verify", str(folder), "--quarantine").returncode == 1
-    run = forebay("tiers", "verify", str(folder))
+    assert forebay("tiers", "verify", folder, "--quarantine").returncode == 1
+    run = forebay("tiers", "verify", folder)
     assert (run.returncode, run.stdout) == (0, "1 block verified, 9.1kB\n")
 
 
 def test_verify_finds_blocks_without_a_known_identity(folder: Path) -> None:
     (folder / OTHER.short_digest / "identity.json").write_bytes(b"damaged")
-    run = forebay("tiers", "verify", str(folder), "--quarantine")
+    run = forebay("tiers", "verify", folder, "--quarantine")
     assert run.returncode == 1
     assert run.stderr.startswith("forebay: 2 of 5 blocks are bad")
     assert not list(folder.glob("*/quarantine/*"))  # the blocks may be good
-    assert "unknown" in forebay("tiers", "list", str(folder)).stdout
+    assert "unknown" in forebay("tiers", "list", folder).stdout
 
 
 def test_purge_removes_what_was_selected(folder: Path) -> None:
@@ -101,14 +101,14 @@ def test_purge_removes_what_was_selected(folder: Path) -> None:
     foreign = folder / ONE.short_digest / "ab" / "notes.txt"
     foreign.write_bytes(b"not of forebay")
     age(folder, 1, 8)
-    run = forebay("tiers", "purge", str(folder), "--to", "-7d", "--yes")
+    run = forebay("tiers", "purge", folder, "--to", "-7d", "--yes")
     assert run.stdout == "removed 1 block and 0 other files, 9.1kB\n"
-    run = forebay("tiers", "purge", str(folder), "--identity", OTHER.short_digest, "--yes")
+    run = forebay("tiers", "purge", folder, "--identity", OTHER.short_digest, "--yes")
     assert run.stdout == "removed 2 blocks and 0 other files, 18.2kB\n"
-    assert "1 without blocks" in forebay("tiers", "list", str(folder)).stdout
+    assert "1 without blocks" in forebay("tiers", "list", folder).stdout
     damage(folder, 0)
-    forebay("tiers", "verify", str(folder), "--quarantine")
-    run = forebay("tiers", "purge", str(folder), "--all", "--yes")
+    forebay("tiers", "verify", folder, "--quarantine")
+    run = forebay("tiers", "purge", folder, "--all", "--yes")
     assert run.stdout == "removed 1 block and 1 other file, 18.2kB\n"
     assert foreign.exists()
     store = open_directory(folder, shared=True)
@@ -116,30 +116,27 @@ def test_purge_removes_what_was_selected(folder: Path) -> None:
 
 
 def test_purge_needs_a_selection_and_a_confirmation(folder: Path) -> None:
-    run = forebay("tiers", "purge", str(folder), "--all")
+    run = forebay("tiers", "purge", folder, "--all")
     assert (run.returncode, run.stdout) == (2, "")
     assert "5 blocks and 0 other files, 45.5kB would be removed from" in run.stderr
     assert "confirm with --yes" in run.stderr
     for arguments in ([], ["--all", "--to", "-1d"], ["--all", "--identity", "ab"]):
-        run = forebay("tiers", "purge", str(folder), "--yes", *arguments)
-        assert run.returncode == 2
-        assert "give --all, or --identity and --to" in run.stderr
-    assert forebay("tiers", "verify", str(folder)).stdout.startswith("5 blocks")
+        assert "give --all, or --identity and --to" in error_of("tiers", "purge", folder, "--yes", *arguments)
+    assert forebay("tiers", "verify", folder).stdout.startswith("5 blocks")
 
 
 @pytest.mark.parametrize("command", ["list", "verify", "purge"])
 def test_places_without_a_store_are_refused(tmp_path: Path, command: str) -> None:
     more = ["--all", "--yes"] if command == "purge" else []
-    run = forebay("tiers", command, str(tmp_path), *more)
-    assert run.returncode == 1
-    assert run.stderr == f"forebay: {tmp_path} is not a store of KV blocks: it has no store.json\n"
+    assert (
+        error_of("tiers", command, tmp_path, *more, code=1)
+        == f"{tmp_path} is not a store of KV blocks: it has no store.json"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_identity_is_refused(folder: Path) -> None:
-    run = forebay("tiers", "verify", str(folder), "--identity", "zz")
-    assert run.returncode == 2
-    assert "the store has no such identity; it has" in run.stderr
+    assert "the store has no such identity; it has" in error_of("tiers", "verify", folder, "--identity", "zz")
 
 
 @pytest.fixture
@@ -171,6 +168,4 @@ def test_a_bucket_is_managed_like_a_directory(bucket: str) -> None:
     assert run.stdout == "removed 3 blocks and 1 other file, 27.3kB\n"
     assert "1 identity, 1 without blocks" in forebay("tiers", "list", place).stdout
     assert "InvalidBucketName" not in forebay("tiers", "list", "s3://").stderr
-    run = forebay("tiers", "list", "s3://no-such-bucket/x")
-    assert run.returncode == 1
-    assert "NoSuchBucket" in run.stderr
+    assert "NoSuchBucket" in error_of("tiers", "list", "s3://no-such-bucket/x", code=1)

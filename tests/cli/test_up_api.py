@@ -119,19 +119,6 @@ def test_a_tool_is_called_and_its_result_answered(client: openai.OpenAI) -> None
     assert answer.choices[0].message.content
 
 
-@pytest.mark.parametrize(("parallel", "count"), [(True, 2), (False, 1)])
-def test_parallel_calls(client: openai.OpenAI, parallel: bool, count: int) -> None:
-    completion = client.chat.completions.create(
-        model=MODEL,
-        messages=ask("Get the weather in Bogotá and send an email to Bob"),
-        tools=[WEATHER, EMAIL],
-        parallel_tool_calls=parallel,
-    )
-    calls = completion.choices[0].message.tool_calls
-    assert calls is not None
-    assert [call.function.name for call in calls if call.type == "function"] == ["get_weather", "send_email"][:count]
-
-
 def test_tool_choice(client: openai.OpenAI) -> None:
     def call_of(choice: Any, text: str = "Hello") -> Any:
         given = client.chat.completions.create(
@@ -225,19 +212,6 @@ def test_reasoning_when_asked(client: openai.OpenAI, options: dict[str, Any]) ->
     deltas = [chunk.choices[0].delta for chunk in stream]
     assert any((delta.model_extra or {}).get("reasoning_content") for delta in deltas)
     assert any(delta.content for delta in deltas)
-
-
-def test_reasoning_before_a_call_and_none_unless_asked(client: openai.OpenAI) -> None:
-    thinking = client.chat.completions.create(
-        model=MODEL, messages=ask("What is the weather?"), tools=[WEATHER], reasoning_effort="high"
-    )
-    message = thinking.choices[0].message
-    assert message.tool_calls
-    assert (message.model_extra or {})["reasoning_content"]
-    plain = client.chat.completions.create(
-        model=MODEL, messages=ask("What is the weather?"), reasoning_effort="minimal", max_tokens=5
-    )
-    assert "reasoning_content" not in (plain.choices[0].message.model_extra or {})
 
 
 @pytest.mark.parametrize(("temperature", "texts"), [(openai.omit, 3), (0.7, 3), (0, 1)])

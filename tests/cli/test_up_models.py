@@ -21,7 +21,7 @@ from forebay.ingress.model_cards import read_card
 from forebay.transport.base import Log
 from forebay.transport.models import ModelStore, stored_card
 from forebay.transport.sqlite.log import SqliteLog
-from tests.cli.in_process import forebay
+from tests.cli.in_process import error_of, forebay
 from tests.cli.up import ADMIN_TOKEN, Up, running
 from tests.harness import fork_server
 from tests.harness.hub_stub import COMMIT, RESTRICTED, HubStub, hub_stub
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rejected(*options: str) -> str:
     """Return the error of a start."""
-    run = forebay("up", "--port", str(free_ports(1)), *options)
+    run = forebay("up", "--port", free_ports(1), *options)
     assert run.returncode == 2, run.stderr
     return run.stderr
 
@@ -178,11 +178,10 @@ def test_routes_about_one_model_need_its_name(system: tuple[Up, Path], client: h
     assert required["code"] == "model_required"
     status = client.get("/v1/status", params={"model": "org/beta"}).json()
     assert ([one["worker_id"] for one in status["workers"]], status["owner"]["alive"]) == (["mock-2"], True)
-    shown = forebay("status", "--url", up.url, "--json")
-    assert (shown.returncode, f"{required['message']}; pass --group NAME" in shown.stderr) == (2, True)
+    assert f"{required['message']}; pass --group NAME" in error_of("status", "--url", up.url, "--json")
     shown = forebay("status", "--url", up.url, "--group", "alpha", "--json")
     assert json.loads(shown.stdout)["group"] == "alpha"
-    shown = forebay("status", str(log), "--group", "org/beta", "--json")
+    shown = forebay("status", log, "--group", "org/beta", "--json")
     assert json.loads(shown.stdout)["ready"]
 
 
@@ -199,10 +198,13 @@ def test_control_names_the_model(system: tuple[Up, Path], monkeypatch: pytest.Mo
     assert (run.returncode, json.loads(run.stdout)["pools"][0]["policy"]) == (0, "round-robin")
     run = forebay("control", "pools", "--url", up.url, "--model", "alpha", "--json")
     assert json.loads(run.stdout)["pools"][0]["policy"] == "kv"
-    run = forebay("control", "pools", "--url", up.url, "--model", "alphaa")
-    assert (run.returncode, run.stderr) == (2, "forebay: unknown model 'alphaa'; did you mean alpha?\n")
-    run = forebay("control", "power", "sleep", "--url", up.url, "--model", "alpha", "--worker", "mock-2")
-    assert (run.returncode, "workers are: mock-0, mock-1" in run.stderr) == (2, True), run.stderr
+    assert (
+        error_of("control", "pools", "--url", up.url, "--model", "alphaa")
+        == "unknown model 'alphaa'; did you mean alpha?"
+    )
+    assert "workers are: mock-0, mock-1" in error_of(
+        "control", "power", "sleep", "--url", up.url, "--model", "alpha", "--worker", "mock-2"
+    )
 
 
 def require_console(url: str, model: str) -> None:
@@ -245,14 +247,13 @@ def test_a_log_keeps_the_groups_of_all_models(folder: Path, tmp_path: Path, monk
             assert listed == models
             assert up.end(signal.SIGKILL) == -signal.SIGKILL
     for group in ("alpha", "org/beta"):
-        run = forebay("verify", str(log), "--group", group, "--json")
+        run = forebay("verify", log, "--group", group, "--json")
         report = json.loads(run.stdout)
         assert (run.returncode, report["divergence"], report["claims"]) == (0, None, 2), run.stdout
         assert report["verified"] == report["decisions"] >= 2
-    required = forebay("verify", str(log))
-    assert (required.returncode, "--group is required; groups of" in required.stderr) == (2, True)
+    assert "--group is required; groups of" in error_of("verify", log)
     recorded = tmp_path / "both.rec"
-    assert forebay("record", str(log), str(recorded)).returncode == 0
+    assert forebay("record", log, str(recorded)).returncode == 0
     with closing(SqliteLog.open(recorded, readonly=True)) as recording:
         assert recording.recording is not None
         assert [group.name for group in recording.recording.groups] == ["alpha", "org/beta"]

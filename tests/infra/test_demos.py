@@ -1,6 +1,5 @@
 """The verdicts of the demos, their checks of responses, and the faults that they inject."""
 
-import argparse
 import asyncio
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import pytest
 from forebay.core.world import CORE_VERSION
 from forebay.engine_model.model import EngineConfig
 from forebay.events.base import pack_u32, unpack_u32
-from forebay.events.decisions import CostTerms, RequestRouted, ScoredCandidate
 from forebay.events.requests import RequestSubmitted, Sampling
 from forebay.events.tokens import AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted
 from forebay.events.work import WorkItem
@@ -24,12 +22,10 @@ from forebay.workers.engine import EngineBatch
 from forebay.workers.engines.mock.engine import MockEngine
 from tests.harness import demo_disagg, demo_failover, demo_kafka, demo_tiers, demo_upgrade
 from tests.harness.cluster import Ownership
-from tests.harness.demo_upgrade import WARM, HandOff, by_turns, hand_off_in, kept, longest_gap_s, selects_other
+from tests.harness.demo_upgrade import WARM, HandOff, hand_off_in, kept
 from tests.harness.failover import Counts
 from tests.harness.mock_words import Words
 from tests.harness.other_version import OTHER_VERSION
-from tests.harness.s3 import faulty_s3
-from tests.harness.tier_faults import BlockDamage
 from tests.harness.tier_system import Reuse
 from tests.integration.stream_clients import StreamClients, StreamResult, prompt
 
@@ -190,13 +186,6 @@ def test_a_failover_that_takes_longer_than_its_limit_is_a_problem() -> None:
     assert row.problems == ["the time without routing is 0.21 s, the limit is 0.2 s"]
 
 
-def test_parts_are_known_names() -> None:
-    assert demo_failover.parts_of("owner,redis") == ["owner", "redis"]
-    assert demo_failover.parts_of(",".join(demo_failover.PARTS)) == list(demo_failover.PARTS)
-    with pytest.raises(argparse.ArgumentTypeError, match=r"unknown parts \['disk'\]; parts are: owner, stop"):
-        demo_failover.parts_of("owner,disk")
-
-
 def test_the_generated_trace_is_deterministic_and_shares_prefixes(tmp_path: Path) -> None:
     one, two, other = tmp_path / "one", tmp_path / "two", tmp_path / "other"
     for path, seed in ((one, SEED), (two, SEED), (other, SEED + 1)):
@@ -277,34 +266,6 @@ def test_disagg_wrong_responses_are_detected() -> None:
     assert words.wrong([submission()], [emitted(1, 0, whole[:4]), begins, emitted(2, 4, other), late]) != []
 
 
-def test_files_and_objects_are_damaged(tmp_path: Path) -> None:
-    content = bytes(range(100))
-    with faulty_s3("kv-blocks") as bucket:
-        client = bucket.client
-        for number in range(12):
-            (tmp_path / f"{number}.kv").write_bytes(content)
-            client.put_object(Bucket=bucket.bucket, Key=f"kv/{number}.kv", Body=content)
-        (tmp_path / "store.json").write_text("{}")
-        damage = BlockDamage(1, [tmp_path], bucket)
-        for _ in range(12):
-            damage.damage()
-        assert {kind.split()[0] for kind in damage.done} == {"truncated", "flipped", "deleted"}
-        files = [*tmp_path.glob("*.kv")]
-        assert len(files) == 12 - damage.done["deleted file"]
-        assert any(file.read_bytes() != content for file in files)
-        assert (tmp_path / "store.json").read_text() == "{}"
-        assert len(bucket.keys()) == 12 - damage.done["deleted object"]
-        before = sum(damage.done.values())
-        bucket.stop()
-        damage.damage()
-        bucket.start()
-        bucket.deny()
-        damage.damage()
-        assert sum(damage.done.values()) == before + 2, "the bucket does not serve, the directory does"
-        bucket.start()
-        assert len(bucket.keys()) == 12 - damage.done["deleted object"], "objects survive a stop"
-
-
 def problems(hand_offs: list[HandOff]) -> list[str]:
     result = upgrade(hand_offs=hand_offs)
     result.judge()
@@ -350,49 +311,3 @@ def test_a_prefix_is_kept_if_its_worker_has_it_cached() -> None:
     answers = [answer("w1", 64), answer("w2", 64), answer("w1", 0), StreamResult("r", [1], problem="503")]
     assert kept(holders, answers) == 1
     assert holders == [{"w1"}, {"w1", "w2"}, {"w1"}, {"w1"}]
-
-
-def test_prompts_with_the_same_holder_are_not_asked_one_after_the_other() -> None:
-    holders = [{"w1"}, {"w2"}, {"w1"}, {"w3"}, {"w2"}, {"w3"}]
-    assert by_turns(holders) == [0, 1, 3, 2, 4, 5]
-    assert by_turns([set(), set()]) == [0, 1]
-
-
-def test_the_longest_gap_ends_after_the_stop_and_spans_owners() -> None:
-    old = Ownership("a", 1, 0, routed_us=[0, 900_000, 1_000_000])
-    new = Ownership("b", 8, 0, routed_us=[1_300_000, 1_400_000])
-    assert longest_gap_s([old, new], 950_000) == 0.3
-
-
-def terms(prefill: float, credit: float, decode: float, cost: float) -> CostTerms:
-    return CostTerms(
-        cost=cost,
-        prefill_blocks=prefill,
-        overlap_credit=credit,
-        decode_blocks=decode,
-        active_requests=0,
-        device_overlap=0,
-    )
-
-
-def test_a_changed_decision_has_a_runner_up_that_is_cheaper_by_the_rule_of_this_tree() -> None:
-    def routed(runner_up: CostTerms | None) -> RequestRouted:
-        return RequestRouted(
-            request_id="r",
-            attempt=1,
-            pool="default",
-            worker_id="a",
-            worker_epoch=1,
-            slot=0,
-            rank=0,
-            mode="kv",
-            candidates=2,
-            table_digest="0" * 16,
-            terms=terms(4.0, 0.0, 1.0, 6.0),
-            ties=1,
-            runner_up=None if runner_up is None else ScoredCandidate(worker_id="b", rank=0, terms=runner_up),
-        )
-
-    assert selects_other(routed(terms(4.0, 4.0, 4.0, 8.0)))
-    assert not selects_other(routed(terms(4.0, 0.0, 2.0, 8.0)))
-    assert not selects_other(routed(None))

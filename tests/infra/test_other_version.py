@@ -13,7 +13,6 @@ from tests.harness.other_version import (
     BATCH_MEASURED,
     COST_NOTED,
     OTHER_VERSION,
-    PATCH,
     PatchOutdated,
     Replacement,
     build,
@@ -78,7 +77,3 @@ def test_a_patch_that_does_not_fit_the_sources_is_refused(
     monkeypatch.setattr(other_version, "PATCH", [Replacement("schemas/a.py", before, "x")])
     with pytest.raises(PatchOutdated, match=f"schemas/a.py has the text to replace {times} times, expected once"):
         build(tmp_path / "other")
-
-
-def test_each_replacement_changes_its_file() -> None:
-    assert all(one.before != one.after for one in PATCH)

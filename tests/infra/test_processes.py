@@ -1,14 +1,12 @@
 """Processes of a cluster end with their run, and an unexpected end is detected."""
 
-import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.harness.processes import ProcessError, Processes, still_running
+from tests.harness.processes import ProcessError, Processes
 
 SLEEPS = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]
 IGNORES = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
@@ -73,33 +71,6 @@ async def test_a_command_ends_with_its_code_and_output(processes: Processes, tmp
     assert "command" not in processes
 
 
-async def test_a_paused_process_resumes(processes: Processes) -> None:
-    process = processes.start("one", SLEEPS)
-    await first_output(processes, "one")
-    processes.pause("one")
-
-    async def stopped() -> bool:
-        return state(process.process.pid) == "T"
-
-    await processes.until("one is stopped", stopped)
-    processes.resume("one")
-
-    async def resumed() -> bool:
-        return state(process.process.pid) != "T"
-
-    await processes.until("one resumes", resumed)
-
-
-async def test_a_reused_name_continues_its_log(processes: Processes) -> None:
-    first = processes.start("one", SLEEPS)
-    await first_output(processes, "one")
-    processes.kill("one")
-    second = processes.start("one", SLEEPS)
-    await first_output(processes, "one")
-    assert (first.log, second.output()) == (second.log, "ready\n")
-    assert second.log.read_text() == "ready\nready\n"
-
-
 async def test_all_processes_end_even_paused_ones_and_those_that_ignore_sigterm(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,21 +93,6 @@ async def test_all_processes_end_even_paused_ones_and_those_that_ignore_sigterm(
         return state(child) in {"", "Z"}  # another process reaps an orphan
 
     await processes.until("the child has ended too", ended)
-
-
-async def test_a_process_killed_alone_leaves_its_children_running(processes: Processes) -> None:
-    one = processes.start("parent", [sys.executable, "-c", WITH_CHILD])
-    child = int(await first_output(processes, "parent"))
-    family = one.family()
-    assert family == [one.process.pid, child] == still_running(family)
-    processes.kill("parent", alone=True)
-    assert still_running(family) == [child]
-    os.kill(child, signal.SIGKILL)
-
-    async def ended() -> bool:
-        return not still_running(family)
-
-    await processes.until("the child has ended", ended)
 
 
 async def test_a_service_with_a_bad_exit_code_raises(processes: Processes) -> None:

@@ -50,9 +50,3 @@ async def test_a_ticker_steps_until_its_end_in_the_runtime_of_its_start() -> Non
     ticker.wake()
     await ticker.ended()
     assert seen == [True, True]
-
-
-def test_entropy_has_the_requested_size() -> None:
-    assert len(runtime.random_bytes(7)) == 7
-    assert 0 <= runtime.random_int(2) < 1 << 16
-    assert len({runtime.random_id() for _ in range(100)}) == 100
