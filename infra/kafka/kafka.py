@@ -8,6 +8,7 @@ Tests also start clusters of several brokers, whose first broker is the controll
 
 import argparse
 import base64
+import fcntl
 import os
 import re
 import shutil
@@ -232,6 +233,13 @@ def fetch_jars() -> None:
     Raises:
         BrokerError: There is no Maven, or it failed.
     """
+    LIB.parent.mkdir(exist_ok=True)
+    with (LIB.parent / "lock").open("w") as lock:  # several test runs may start brokers at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _fetch_missing_jars()
+
+
+def _fetch_missing_jars() -> None:
     pom = HERE / "pom.xml"
     fetched = LIB / "pom.xml"
     if fetched.exists() and fetched.read_bytes() == pom.read_bytes():
@@ -240,7 +248,6 @@ def fetch_jars() -> None:
     if maven is None:
         raise BrokerError("no mvn on PATH: install Maven (it fetches Kafka), or use another broker")
     print("kafka: fetching Kafka into .kafka/lib, once (45 MB)", file=sys.stderr)
-    LIB.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=LIB.parent) as folder:
         # Maven keeps its own copies of the pom's folder out of the tree; what is half fetched never becomes `lib`.
         fresh = Path(folder) / "lib"

@@ -1,5 +1,6 @@
 """A cluster whose workers are real vLLM, watched from three sides: its clients, its log, and the engines themselves."""
 
+import itertools
 import json
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -34,6 +35,7 @@ TIMEOUT_S = 120.0
 STARTED_WITHIN_S = 240.0  # two vLLM side by side on two cores
 PORTS = 2  # of each worker: the replay of its KV events, its metrics
 READ_MAX = 1_000
+NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,12 @@ class Answer:
     """What a client observed of one answer.
 
     Attributes:
+        request_id: id that the client chose.
         served: forebay's own part of the last chunk: who answered in the end, after how many attempts.
         problem: an error in place of the answer or of its rest; empty for none.
     """
 
-    request_id: str
+    request_id: str = field(default_factory=lambda: f"answer-{next(NUMBERS)}")
     status: int = 0
     worker: str = ""
     pieces: list[str] = field(default_factory=list)
@@ -113,25 +116,27 @@ class Serving:
     """Clients of the cluster's first ingress, readers of its log and of its workers' metrics."""
 
     def __init__(self, cluster: Cluster, log: KafkaLog, client: httpx.AsyncClient, ports: dict[str, Ports]) -> None:
-        self._ids: dict[str, str] = {}  # on the log, by the id that the client chose
         self.cluster = cluster
         self.ports = ports
         self._log = log
         self._client = client
         (self.url,) = cluster.urls.values()
 
-    async def chat(self, request_id: str, messages: list[dict[str, str]], tokens: int, **body: Any) -> Answer:
-        return await self._stream(request_id, "/v1/chat/completions", tokens, messages=messages, **body)
+    async def chat(self, messages: list[dict[str, str]], tokens: int, **body: Any) -> Answer:
+        return await self.stream(Answer(), tokens, path="/v1/chat/completions", messages=messages, **body)
 
-    async def complete(self, request_id: str, prompt: list[int], tokens: int, worker: str = "", **body: Any) -> Answer:
+    async def complete(self, prompt: list[int], tokens: int, worker: str = "", **body: Any) -> Answer:
         """Stream a greedy completion of token ids, optionally on a given worker."""
-        return await self.observe(Answer(request_id), prompt, tokens, worker, **body)
+        return await self.observe(Answer(), prompt, tokens, worker, **body)
 
     async def observe(self, answer: Answer, prompt: list[int], tokens: int, worker: str = "", **body: Any) -> Answer:
         """Stream a completion into a response that can be read meanwhile."""
-        if worker:
-            body["nvext"] = {"decode_worker_id": worker}
-        return await self._stream(answer.request_id, "/v1/completions", tokens, answer, prompt=prompt, **body)
+        hints: dict[str, Any] = {"nvext": {"decode_worker_id": worker}} if worker else {}
+        return await self.stream(answer, tokens, prompt=prompt, **hints, **body)
+
+    async def until_begun(self, answer: Answer) -> None:
+        """Wait until a client has received the first tokens."""
+        await self.cluster.until("the answer has begun", lambda: answer.pieces)
 
     async def overlaps(self, prompt: list[int]) -> dict[str, int]:
         """Blocks of a prompt that each worker has on its device, for the router; nothing is booked."""
@@ -142,9 +147,9 @@ class Serving:
         """Send another request to the ingress."""
         return await self._client.request(method, f"{self.url}{path}", json=body or None)
 
-    async def generated(self, request_id: str, group: str = MODEL) -> ResponseState:
-        """Return a response from the log. `request_id` is that of the client, or that on the log."""
-        reply, name = ResponseState(), self._ids.get(request_id, request_id)
+    async def generated(self, answer: Answer, group: str = MODEL) -> ResponseState:
+        """Return a response from the log."""
+        reply, name = ResponseState(), answer.served["request_id"]
         for slot in range(PLAN.replies):
             position, end = 0, await self._log.end(TOKENS.name, slot)
             while position < end:
@@ -157,13 +162,14 @@ class Serving:
                     apply({name: reply}, event, group)
         return reply
 
-    async def stages(self, request_id: str, group: str = MODEL) -> list[tuple[str, str]]:
-        """Return stage and worker of each routing of a request, by the id of the client."""
-        decided = await self.cluster.events(DECISIONS, group)
-        routed = [
-            one for one in decided if isinstance(one, RequestRouted) and client_id_of(one.request_id) == request_id
-        ]
-        return [(one.stage, one.worker_id) for one in routed]
+    async def tokens(self, answer: Answer, group: str = MODEL) -> list[int]:
+        """Return the output tokens of a response from the log."""
+        return (await self.generated(answer, group)).tokens
+
+    async def stages(self, answer: Answer, group: str = MODEL) -> list[tuple[str, str]]:
+        """Return stage and worker of each routing of a request."""
+        decided = await self.cluster.events(DECISIONS, RequestRouted, group)
+        return [(one.stage, one.worker_id) for one in decided if client_id_of(one.request_id) == answer.request_id]
 
     async def metric(self, worker: str, name: str) -> float:
         """Return a metric of a worker, summed over its labels. Raises KeyError if it is missing."""
@@ -183,7 +189,7 @@ class Serving:
 
         Workers that have nothing are left out.
         """
-        where = ["--kafka", self._log.settings.bootstrap, "--namespace", self.cluster.namespace, "--group", MODEL]
+        where = [*self.cluster.where, "--group", MODEL]
         code, out = await self.cluster.command("index", "index", *where, within_s=TIMEOUT_S)
         assert code == 0, (self.cluster.processes.folder / "index.log").read_text()
         events = [msgspec.json.decode(line, type=BlocksStored) for line in out.splitlines()]
@@ -193,10 +199,8 @@ class Serving:
             held.setdefault(event.worker_id, set()).update(unpack_u64(event.sequence_hashes))
         return held
 
-    async def _stream(
-        self, request_id: str, path: str, tokens: int, answer: Answer | None = None, **body: Any
-    ) -> Answer:
-        observed = answer or Answer(request_id)
+    async def stream(self, answer: Answer, tokens: int, path: str = "/v1/completions", **body: Any) -> Answer:
+        """Stream a greedy response of this many tokens, which can be read meanwhile."""
         requested = {
             "model": MODEL,
             "max_tokens": tokens,
@@ -206,18 +210,17 @@ class Serving:
             "stream_options": {"include_usage": True},
             **body,
         }
-        headers = {"x-request-id": request_id}
+        headers = {"x-request-id": answer.request_id}
         async with self._client.stream("POST", f"{self.url}{path}", json=requested, headers=headers) as response:
-            observed.status = response.status_code
-            observed.worker = response.headers.get("x-forebay-worker", "")
+            answer.status = response.status_code
+            answer.worker = response.headers.get("x-forebay-worker", "")
             if response.status_code != httpx.codes.OK:
-                observed.problem = (await response.aread()).decode()
-                return observed
+                answer.problem = (await response.aread()).decode()
+                return answer
             async for line in response.aiter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
-                    _note(observed, line.removeprefix("data: "))
-        self._ids[request_id] = observed.served.get("request_id", request_id)
-        return observed
+                    _note(answer, line.removeprefix("data: "))
+        return answer
 
 
 def _note(observed: Answer, data: str) -> None:
@@ -262,11 +265,7 @@ async def vllm_cluster(
         cluster.router("r1")
         shared = ("--model", str(model), "--model-name", MODEL, "--block-size", str(BLOCK))
         cluster.ingress("i1", *shared, *ingress_options)
-
-        async def joined() -> bool:
-            return len(await cluster.members(MODEL)) == len(workers)
-
-        await cluster.processes.until("both vLLM are members", joined, within_s=STARTED_WITHIN_S)
+        await cluster.until_members(count=len(workers), group=MODEL, within_s=STARTED_WITHIN_S)
         await cluster.until_serving(len(workers), MODEL)
         async with kafka_api.opened(cluster.settings) as log, served(cluster, log, ports) as serving:
             yield serving

@@ -9,9 +9,12 @@ model. The tests share one cluster and run in order; the last ones kill the serv
 import asyncio
 import importlib.util
 import json
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +24,29 @@ import pytest
 import pytest_asyncio
 
 from forebay.events.fleet import WorkerLost
-from forebay.events.request_ids import client_id_of
 from forebay.events.topics import FLEET
 from forebay.transport.kafka.topics import TopicPlan
+from infra.kafka.kafka import HOST
 from tests.engines.oracle import GREEDY, Transformers
 from tests.engines.serving import (
     BLOCK,
+    BLOCKS,
+    CONTEXT_TOKENS,
+    LEASE_TTL_S,
+    LORA_RANK_MAX,
     MODEL,
     STARTED_WITHIN_S,
     TIMEOUT_S,
     Answer,
+    Ports,
     Serving,
     ports_of,
     prompt_of,
     served,
     vllm_options,
 )
-from tests.engines.vllm_server import VllmServer, lora_options, vllm_server
 from tests.harness.cluster import GROUP, PLAN, Cluster
+from tests.harness.local import free_ports
 from tests.integration import kafka_api
 from tests.integration.conftest import RUN
 
@@ -53,6 +61,8 @@ TOKENS = 24
 LONG = 400  # tokens of a response that outlasts what is done to its server
 HITS = "vllm:prefix_cache_hits_total"
 GENERATED = "vllm:generation_tokens_total"
+PORTS = 4  # of each server: its API, its KV events, their replay, NIXL's side channel
+ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -62,58 +72,79 @@ pytestmark = [
 
 
 @dataclass(frozen=True, slots=True)
+class VllmServer:
+    """Addresses of a server.
+
+    Attributes:
+        first_port: first of its `PORTS` ports.
+    """
+
+    model_names: tuple[str, ...]
+    first_port: int
+
+    @property
+    def url(self) -> str:
+        """Base address of the API."""
+        return f"http://{HOST}:{self.first_port}"
+
+    @property
+    def ports(self) -> Ports:
+        """Ports of its metrics, which the API serves, and of its replay socket."""
+        return Ports(replay=self.first_port + 2, metrics=self.first_port)
+
+    def command(self, model: Path, transfer: Mapping[str, Any], *options: str) -> list[str]:
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{self.first_port + 1}",
+            "replay_endpoint": f"tcp://*:{self.first_port + 2}",
+            "topic": "kv-events",
+        }
+        nixl = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.first_port + 3)}
+        values: dict[str, Any] = {
+            "model": model,
+            "host": HOST,
+            "port": self.first_port,
+            "dtype": "float32",
+            "max-model-len": CONTEXT_TOKENS,
+            "block-size": BLOCK,
+            "max-num-seqs": 8,
+            "num-gpu-blocks-override": BLOCKS,
+            "kv-events-config": json.dumps(events),
+            "kv-transfer-config": json.dumps(transfer),
+        }
+        return [
+            *("env", *(f"{name}={value}" for name, value in (ENVIRONMENT | nixl).items())),
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"),
+            *(text for name, value in values.items() for text in (f"--{name}", str(value))),
+            *("--served-model-name", *self.model_names),
+            *options,
+        ]
+
+    def upstream(self) -> list[str]:
+        """Return the options of `forebay worker` that attach the server."""
+        events = ",".join(f"tcp://{HOST}:{self.first_port + at}" for at in (1, 2))
+        return ["--upstream", self.url, "--upstream-kv-events", events, "--lease-ttl-s", str(LEASE_TTL_S)]
+
+
+@dataclass(frozen=True, slots=True)
 class System:
     serving: Serving
     client: openai.AsyncOpenAI
     server: VllmServer
     command: list[str]
 
-    async def complete(self, prompt: list[int], worker: str = "", model: str = MODEL, **body: Any) -> Answer:
-        response = Answer("")
-        await self.receive(response, prompt, worker, model, **body)
-        return response
-
-    async def receive(
-        self,
-        response: Answer,
-        prompt: list[int],
-        worker: str = "",
-        model: str = MODEL,
-        tokens: int = TOKENS,
-        **body: Any,
-    ) -> None:
-        """Stream a completion into a response that can be read meanwhile."""
-        hints = {"nvext": {"decode_worker_id": worker}} if worker else {}
-        chunks = await self.client.completions.create(
-            model=model,
-            prompt=prompt,
-            max_tokens=tokens,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"ignore_eos": True, **hints, **body},
-        )
-        async for chunk in chunks:
-            response.pieces += [choice.text for choice in chunk.choices if choice.text]
-            response.usage = response.usage if chunk.usage is None else chunk.usage.model_dump()
-            response.served = (chunk.model_extra or {}).get("forebay") or response.served
-        response.worker = response.served["worker"]
-
-    async def tokens(self, response: Answer, model: str = MODEL) -> list[int]:
-        """Return the output tokens of a response from the log."""
-        return (await self.serving.generated(response.served["request_id"], model)).tokens
-
-    async def stages(self, response: Answer) -> list[tuple[str, str]]:
-        """Return stage and worker of each routing of a response of `SPLIT`."""
-        return await self.serving.stages(client_id_of(response.served["request_id"]), SPLIT)
+    async def complete(self, prompt: list[int], worker: str = "", tokens: int = TOKENS, **body: Any) -> Answer:
+        """Return a response, whose worker is that which ended it."""
+        answer = await self.serving.complete(prompt, tokens, worker, **body)
+        answer.worker = answer.served.get("worker", "")
+        return answer
 
     async def until_known(self, prompt: list[int], blocks: int) -> None:
         """Wait until the router knows that the attached server has these leading blocks of a prompt, and it alone."""
-
-        async def known() -> bool:
-            return await self.serving.overlaps(prompt) == {ATTACHED: blocks, HOSTED: 0}
-
-        await self.serving.cluster.processes.until(f"the router knows {blocks} blocks", known)
+        known = {ATTACHED: blocks, HOSTED: 0}
+        overlaps = partial(self.serving.overlaps, prompt)
+        await self.serving.cluster.until(f"the router knows {blocks} blocks", overlaps, partial(eq, known))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -122,12 +153,12 @@ async def system(
 ) -> AsyncIterator[System]:
     """A router, an ingress, and the workers of three models, all serving."""
     folder = tmp_path_factory.mktemp("vllm-attached")
-    server, prefill = vllm_server(MODEL, SPLIT), vllm_server(SPLIT)
+    server, prefill = VllmServer((MODEL, SPLIT), free_ports(PORTS)), VllmServer((SPLIT,), free_ports(PORTS))
     ports = {**ports_of([HOSTED]), ATTACHED: server.ports, PREFILL: prefill.ports}
     plan = TopicPlan(groups=3, slots=PLAN.slots, replies=PLAN.replies, kafka_api=1)
     transfer = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
     async with Cluster(kafka, redis_url, NAMESPACE, folder, plan) as cluster:
-        options = ("--enable-prompt-tokens-details", *lora_options())
+        options = ("--enable-prompt-tokens-details", "--enable-lora", "--max-lora-rank", str(LORA_RANK_MAX))
         command = server.command(model, transfer | {"kv_role": "kv_consumer"}, *options)
         cluster.processes.start(SERVER, command)
         cluster.processes.start("prefill", prefill.command(model, transfer | {"kv_role": "kv_producer"}))
@@ -139,12 +170,8 @@ async def system(
         cluster.worker(PREFILL, *prefill.upstream(), "--role", "prefill")
         cluster.worker(DECODE, *server.upstream(), "--role", "decode", "--model-name", SPLIT)
         cluster.worker(HOSTED, *vllm_options(model, ports[HOSTED], folder / f"{HOSTED}.ipc"))
-
-        async def joined() -> bool:
-            sizes = [len(await cluster.members(group)) for group in (MODEL, SPLIT, GROUP)]
-            return sizes == [2, 2, 1]
-
-        await cluster.processes.until("all workers are members", joined, within_s=STARTED_WITHIN_S)
+        for group, count in ((MODEL, 2), (SPLIT, 2), (GROUP, 1)):
+            await cluster.until_members(count=count, group=group, within_s=STARTED_WITHIN_S)
         await cluster.until_serving(2, MODEL)
         async with (
             kafka_api.opened(cluster.settings) as log,
@@ -172,7 +199,7 @@ async def test_one_ingress_serves_all_models(system: System, oracle: Transformer
         for prompt, _ in GREEDY:
             response = await system.complete(prompt, worker)
             assert (response.worker, response.usage["completion_tokens"]) == (worker, TOKENS)
-            assert await system.tokens(response) == oracle.greedy(prompt, TOKENS)
+            assert await system.serving.tokens(response) == oracle.greedy(prompt, TOKENS)
     other = await system.client.chat.completions.create(
         model=GROUP, messages=[{"role": "user", "content": "hello"}], max_tokens=4
     )
@@ -195,13 +222,13 @@ async def test_a_shared_prefix_goes_to_the_attached_server_and_vllm_counts_the_h
         await system.until_known(prompt, 6)
         warm = await system.complete(prompt)
         assert (warm.worker, warm.cached_tokens) == (ATTACHED, 6 * BLOCK)
-        assert await system.tokens(warm) == oracle.greedy(prompt, TOKENS)
+        assert await system.serving.tokens(warm) == oracle.greedy(prompt, TOKENS)
         hits[ATTACHED] += warm.cached_tokens
 
-    async def counted() -> bool:
-        return {name: await system.serving.metric(name, HITS) for name in hits} == hits
+    async def counted() -> dict[str, float]:
+        return {name: await system.serving.metric(name, HITS) for name in hits}
 
-    await system.serving.cluster.processes.until("vLLM counts the hits, at the attached server alone", counted)
+    await system.serving.cluster.until("vLLM counts the hits, at the attached server alone", counted, partial(eq, hits))
 
 
 async def test_a_salt_separates_the_cache_of_the_attached_server(system: System) -> None:
@@ -250,27 +277,21 @@ async def test_sampling_parameters_have_the_same_effect_on_both_vllm(system: Sys
     ]
     for one in parameters:
         attached, hosted = [await system.complete(prompt, worker, **one) for worker in (ATTACHED, HOSTED)]
-        tokens = await system.tokens(attached)
+        tokens = await system.serving.tokens(attached)
         assert (attached.worker, hosted.worker) == (ATTACHED, HOSTED)
-        assert tokens == await system.tokens(hosted), one
+        assert tokens == await system.serving.tokens(hosted), one
         assert tokens != greedy, one
 
 
 async def test_a_client_that_disconnects_frees_the_attached_server(system: System) -> None:
-    serving, response = system.serving, Answer("")
-    receiving = asyncio.create_task(system.receive(response, prompt_of(8), ATTACHED, tokens=LONG))
-
-    async def begun() -> bool:
-        return bool(response.pieces)
-
-    async def idle() -> bool:
-        return await serving.metric(ATTACHED, "vllm:num_requests_running") == 0
-
+    serving, response = system.serving, Answer()
     before = await serving.metric(ATTACHED, GENERATED)
-    await serving.cluster.processes.until("the response has begun", begun)
+    receiving = asyncio.create_task(serving.observe(response, prompt_of(8), LONG, ATTACHED))
+    await serving.until_begun(response)
     receiving.cancel()
     await asyncio.gather(receiving, return_exceptions=True)
-    await serving.cluster.processes.until("vLLM runs no request", idle)
+    running = partial(serving.metric, ATTACHED, "vllm:num_requests_running")
+    await serving.cluster.until("vLLM runs no request", running, partial(eq, 0))
     assert await serving.metric(ATTACHED, GENERATED) < before + LONG
 
 
@@ -291,9 +312,9 @@ async def test_structured_responses_of_the_attached_server(system: System) -> No
 
 
 async def test_an_invalid_request_gets_the_error_of_the_attached_server(system: System) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        await system.complete(prompt_of(3), ATTACHED, structured_outputs={"regex": "("})
-    assert "regex" in str(caught.value).lower()
+    response = await system.complete(prompt_of(3), ATTACHED, structured_outputs={"regex": "("})
+    assert response.status == httpx.codes.BAD_REQUEST
+    assert "regex" in response.problem.lower()
 
 
 async def test_an_adapter_is_loaded_used_and_unloaded(
@@ -304,17 +325,17 @@ async def test_an_adapter_is_loaded_used_and_unloaded(
     assert loaded.status_code == httpx.codes.OK, loaded.text
     assert {one["worker_id"]: one["loras"] for one in loaded.json()["outcomes"]} == {ATTACHED: [LORA], HOSTED: [LORA]}
 
-    async def listed() -> bool:
-        return LORA in {one.id async for one in system.client.models.list()}
+    async def listed() -> set[str]:
+        return {one.id async for one in system.client.models.list()}
 
-    await serving.cluster.processes.until("the adapter is a model", listed)
+    await serving.cluster.until("the adapter is a model", listed, lambda names: LORA in names)
     expected = Transformers(model, lora).greedy(prompt, TOKENS)
     assert expected != oracle.greedy(prompt, TOKENS)
     for worker in (ATTACHED, HOSTED):
-        adapted = await system.complete(prompt, worker, LORA)
-        assert (adapted.worker, await system.tokens(adapted)) == (worker, expected)
+        adapted = await system.complete(prompt, worker, model=LORA)
+        assert (adapted.worker, await system.serving.tokens(adapted)) == (worker, expected)
     base = await system.complete(prompt, ATTACHED)
-    assert (base.cached_tokens, await system.tokens(base)) == (0, oracle.greedy(prompt, TOKENS))
+    assert (base.cached_tokens, await system.serving.tokens(base)) == (0, oracle.greedy(prompt, TOKENS))
     unloaded = await serving.request("DELETE", f"/v1/loras/{LORA}?model={MODEL}")
     assert unloaded.status_code == httpx.codes.OK, unloaded.text
     async with client_of(system.server.url) as direct:
@@ -324,68 +345,60 @@ async def test_an_adapter_is_loaded_used_and_unloaded(
 async def test_attached_servers_compute_and_decode_a_prompt_over_nixl(system: System, oracle: Transformers) -> None:
     prompts = [prompt_of(100 + number, blocks=2 + number) for number in range(4)]
     names = ("vllm:external_prefix_cache_hits_total", "vllm:nixl_bytes_transferred_count")
-    before = [await system.serving.metric(ATTACHED, name) for name in names]
+
+    async def counted() -> list[float]:
+        return [await system.serving.metric(ATTACHED, name) for name in names]
+
+    before = await counted()
     for prompt in prompts:
         split, together = await system.complete(prompt, model=SPLIT), await system.complete(prompt, HOSTED)
         assert split.worker == DECODE
         assert (split.served["prefill"]["worker"], split.cached_tokens) == (PREFILL, 0)
-        tokens = [await system.tokens(split, SPLIT), await system.tokens(together)]
+        tokens = [await system.serving.tokens(split, SPLIT), await system.serving.tokens(together)]
         assert tokens == [oracle.greedy(prompt, TOKENS)] * 2
-        assert await system.stages(split) == [("prefill", PREFILL), ("decode", DECODE)]
-    expected = [sum(map(len, prompts)), len(prompts)]
-
-    async def counted() -> bool:
-        after = [await system.serving.metric(ATTACHED, name) for name in names]
-        return [now - earlier for now, earlier in zip(after, before, strict=True)] == expected
-
-    await system.serving.cluster.processes.until("vLLM counts the KV that it fetched", counted)
+        assert await system.serving.stages(split, SPLIT) == [("prefill", PREFILL), ("decode", DECODE)]
+    expected = [before[0] + sum(map(len, prompts)), before[1] + len(prompts)]
+    await system.serving.cluster.until("vLLM counts the KV that it fetched", counted, partial(eq, expected))
     assert await system.serving.metric(ATTACHED, "vllm:nixl_num_failed_transfers_total") == 0
 
 
 async def test_a_stream_of_a_killed_server_continues_on_the_hosted_one(system: System, oracle: Transformers) -> None:
-    cluster, prompt, response = system.serving.cluster, prompt_of(6), Answer("")
+    cluster, prompt, response = system.serving.cluster, prompt_of(6), Answer()
     await system.complete(prompt, ATTACHED, tokens=1)
     await system.until_known(prompt, 6)
-    receiving = asyncio.create_task(system.receive(response, prompt, tokens=LONG))
-
-    async def begun() -> bool:
-        return bool(response.pieces)
-
-    await cluster.processes.until("the response has begun", begun)
+    receiving = asyncio.create_task(system.serving.observe(response, prompt, LONG))
+    await system.serving.until_begun(response)
     cluster.processes.kill(SERVER)
     assert not receiving.done()
     await receiving
-    assert await system.tokens(response) == oracle.greedy(prompt, LONG), "the rest does not follow the earlier output"
-    assert (response.worker, response.served["attempts"]) == (HOSTED, 2)
+    assert await system.serving.tokens(response) == oracle.greedy(prompt, LONG), (
+        "the rest does not follow the earlier output"
+    )
+    assert (response.served["worker"], response.served["attempts"]) == (HOSTED, 2)
     assert response.usage["completion_tokens"] == LONG
-    lost = [event for event in await cluster.events(FLEET, MODEL) if isinstance(event, WorkerLost)]
-    assert [event.worker_id for event in lost] == [ATTACHED]
+    assert [event.worker_id for event in await cluster.events(FLEET, WorkerLost, MODEL)] == [ATTACHED]
 
 
 async def test_a_server_that_returns_is_attached_again(system: System, oracle: Transformers) -> None:
     cluster, prompt = system.serving.cluster, prompt_of(6)
     cluster.processes.start(SERVER, system.command)
-
-    async def joined() -> bool:
-        return len(await cluster.members(MODEL)) == len(await cluster.members(SPLIT)) == 2
-
-    await cluster.processes.until("both workers of the server have joined again", joined, within_s=STARTED_WITHIN_S)
+    for group in (MODEL, SPLIT):
+        await cluster.until_members(count=2, group=group, within_s=STARTED_WITHIN_S)
     assert (await system.serving.overlaps(prompt))[ATTACHED] == 0, "the cache of the killed server is still indexed"
     response = await system.complete(prompt, ATTACHED)
     assert (response.worker, response.cached_tokens) == (ATTACHED, 0)
-    assert await system.tokens(response) == oracle.greedy(prompt, TOKENS)
-
-    async def known() -> bool:
-        return (await system.serving.overlaps(prompt))[ATTACHED] == len(prompt) // BLOCK
-
-    await cluster.processes.until("the router knows the blocks of the new server", known)
+    assert await system.serving.tokens(response) == oracle.greedy(prompt, TOKENS)
+    await cluster.until(
+        "the router knows the blocks of the new server",
+        partial(system.serving.overlaps, prompt),
+        lambda overlaps: overlaps[ATTACHED] == len(prompt) // BLOCK,
+    )
     split = await system.complete(prompt_of(9), model=SPLIT)
-    assert await system.stages(split) == [("prefill", PREFILL), ("decode", DECODE)]
-    assert await system.tokens(split, SPLIT) == oracle.greedy(prompt_of(9), TOKENS)
+    assert await system.serving.stages(split, SPLIT) == [("prefill", PREFILL), ("decode", DECODE)]
+    assert await system.serving.tokens(split, SPLIT) == oracle.greedy(prompt_of(9), TOKENS)
 
 
 async def test_every_decision_verifies(system: System) -> None:
     for group in (MODEL, SPLIT, GROUP):
-        report = await system.serving.cluster.verify(group)
-        assert (report["divergence"], report["verified"]) == (None, report["decisions"])
+        await system.serving.cluster.require_verified(group)
     system.serving.cluster.processes.check()

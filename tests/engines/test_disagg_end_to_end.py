@@ -22,7 +22,7 @@ from forebay.events.request_ids import client_id_of
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS
 from forebay.ingress.model import Model
 from tests.engines.oracle import GREEDY, Transformers
-from tests.engines.serving import BLOCK, MODEL, Serving, prompt_of, vllm_cluster
+from tests.engines.serving import BLOCK, MODEL, Answer, Serving, prompt_of, vllm_cluster
 from tests.harness.processes import still_running
 from tests.integration.conftest import RUN
 
@@ -48,10 +48,11 @@ async def serving(
         yield serving
 
 
-async def reported(serving: Serving, kind: type[ProgressEvent], request_id: str | None = None) -> list[Any]:
-    """Return the progress events of the workers."""
-    events = await serving.cluster.events(PROGRESS, MODEL)
-    return [one for one in events if isinstance(one, kind) and request_id in (None, client_id_of(one.request_id))]
+async def reported(serving: Serving, kind: type[ProgressEvent], answer: Answer) -> Any:
+    """Return the only progress event of a type for a response."""
+    events = await serving.cluster.events(PROGRESS, kind, MODEL)
+    (event,) = [one for one in events if client_id_of(one.request_id) == answer.request_id]
+    return event
 
 
 def is_core(pid: int) -> bool:
@@ -67,28 +68,24 @@ async def disaggregate(serving: Serving, policy: str) -> None:
 
 async def test_disagg_processes_prefill_and_decode(serving: Serving, oracle: Transformers) -> None:
     moved = 0
-    prompts = {f"apart-{at}": prompt for at, prompt in enumerate([*(one for one, _ in GREEDY), prompt_of(0)])}
-    for request_id, prompt in prompts.items():
-        observed = await serving.complete(request_id, prompt, TOKENS)
+    prompts = [*(one for one, _ in GREEDY), prompt_of(0)]
+    for prompt in prompts:
+        observed = await serving.complete(prompt, TOKENS)
         assert (observed.status, observed.problem, observed.worker) == (200, "", "d1")
-        assert (await serving.generated(request_id)).tokens == oracle.greedy(prompt, TOKENS)
-        assert await serving.stages(request_id) == [("prefill", "p1"), ("decode", "d1")]
-        (computed,) = await reported(serving, PrefillFinished, request_id)
+        assert await serving.tokens(observed) == oracle.greedy(prompt, TOKENS)
+        assert await serving.stages(observed) == [("prefill", "p1"), ("decode", "d1")]
+        computed = await reported(serving, PrefillFinished, observed)
         assert (computed.worker_id, computed.prefilled.tokens) == ("p1", len(prompt))
         assert computed.prefilled.bytes > 0
-        (first,) = await reported(serving, FirstTokenEmitted, request_id)
+        first = await reported(serving, FirstTokenEmitted, observed)
         assert (first.worker_id, first.cached_tokens) == ("d1", len(prompt)), "it was computed once more"
         moved += computed.prefilled.bytes
     # A block that the decode worker had from an earlier prompt did not move again.
     shared = 1
     block_bytes = computed.prefilled.bytes // -(-computed.prefilled.tokens // BLOCK)
 
-    expected: int = moved - shared * block_bytes
-
-    async def counted() -> bool:
-        return await serving.metric("d1", "vllm:nixl_bytes_transferred_sum") == expected
-
-    await serving.cluster.processes.until("vLLM counts the bytes that it moved", counted)
+    counted = lambda: serving.metric("d1", "vllm:nixl_bytes_transferred_sum")  # noqa: E731
+    await serving.cluster.until("vLLM counts them", counted, lambda found: found == moved - shared * block_bytes)
     assert await serving.metric("p1", "vllm:generation_tokens_total") >= len(prompts)
 
 
@@ -100,19 +97,19 @@ async def test_disagg_response_equals_the_aggregated_one(serving: Serving, oracl
     text = "".join(decoder.push([token]) for token in expected)
     requested = {"model": MODEL, "messages": messages, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     whole = (await serving.request("POST", "/v1/chat/completions", **requested)).raise_for_status().json()
-    streamed = await serving.chat("streamed", messages, TOKENS)
+    streamed = await serving.chat(messages, TOKENS)
     await disaggregate(serving, "never")
     cleared = await serving.request("POST", "/clear_kv_blocks")
     assert cleared.status_code == httpx.codes.OK, cleared.text
-    together = await serving.chat("together", messages, TOKENS)
+    together = await serving.chat(messages, TOKENS)
     assert whole["choices"][0]["message"]["content"] == streamed.text == together.text == text
-    assert (await serving.generated("together")).tokens == (await serving.generated("streamed")).tokens == expected
-    assert await serving.stages("streamed") == [("prefill", "p1"), ("decode", "d1")]
-    assert await serving.stages("together") == [("aggregated", "d1")]
+    assert await serving.tokens(together) == await serving.tokens(streamed) == expected
+    assert await serving.stages(streamed) == [("prefill", "p1"), ("decode", "d1")]
+    assert await serving.stages(together) == [("aggregated", "d1")]
     await disaggregate(serving, "always")
-    long = await serving.complete("long", prompt_of(1), LONG)
+    long = await serving.complete(prompt_of(1), LONG)
     assert len(long.pieces) > 1, "it came in one piece: that is no stream"
-    assert (await serving.generated("long")).tokens == oracle.greedy(prompt_of(1), LONG)
+    assert await serving.tokens(long) == oracle.greedy(prompt_of(1), LONG)
 
 
 async def test_disagg_prefill_worker_killed_during_prefill(serving: Serving, oracle: Transformers) -> None:
@@ -120,39 +117,37 @@ async def test_disagg_prefill_worker_killed_during_prefill(serving: Serving, ora
     family = cluster.processes["p1"].family()
     assert len(family) > 1, "vLLM's core is a process of its own"
     (core,) = [pid for pid in family if is_core(pid)]
-    prompts = {f"killed-{number}": prompt_of(10 + number) for number in range(UNDER_WAY)}
-    done = len(await reported(serving, PrefillFinished))
-    first, *others = prompts
-    answers = [asyncio.create_task(serving.complete(first, prompts[first], TOKENS))]
+    prompts = [prompt_of(10 + number) for number in range(UNDER_WAY)]
+    answers = [Answer() for _ in prompts]
 
-    async def computed() -> bool:
-        return len(await reported(serving, PrefillFinished)) > done
+    async def computed() -> int:
+        return len(await cluster.events(PROGRESS, PrefillFinished, MODEL))
 
+    done = await computed()
+    listening = [asyncio.create_task(serving.observe(answers[0], prompts[0], TOKENS))]
     # Its core stops where it is: prompts are not computed, and what is computed is not read.
-    await cluster.processes.until("a prompt is computed", computed)
+    await cluster.until("a prompt is computed", computed, lambda count: count > done)
     os.kill(core, signal.SIGSTOP)
-    answers += [asyncio.create_task(serving.complete(name, prompts[name], TOKENS)) for name in others]
+    for answer, prompt in zip(answers[1:], prompts[1:], strict=True):
+        listening.append(asyncio.create_task(serving.observe(answer, prompt, TOKENS)))
 
-    async def routed() -> bool:
-        decided = await cluster.events(DECISIONS, MODEL)
-        return set(prompts) <= {client_id_of(one.request_id) for one in decided if isinstance(one, RequestRouted)}
+    def are_routed(decided: list[RequestRouted]) -> bool:
+        return {one.request_id for one in answers} <= {client_id_of(one.request_id) for one in decided}
 
-    await cluster.processes.until("all of them are on their way", routed)
+    routed = lambda: cluster.events(DECISIONS, RequestRouted, MODEL)  # noqa: E731
+    await cluster.until("all of them are on their way", routed, are_routed)
     cluster.kill("p1")
-    for name, observed in zip(prompts, await asyncio.gather(*answers), strict=True):
+    await asyncio.gather(*listening)
+    for observed, prompt in zip(answers, prompts, strict=True):
         assert (observed.status, observed.problem) == (200, "")
-        assert (await serving.generated(name)).tokens == oracle.greedy(prompts[name], TOKENS)
+        assert await serving.tokens(observed) == oracle.greedy(prompt, TOKENS)
         assert observed.served["worker"] == "d1"
-    lost = [one for one in await cluster.events(FLEET, MODEL) if isinstance(one, WorkerLost)]
-    assert [one.worker_id for one in lost] == ["p1"]
-    assert [await serving.stages(name) for name in others] == [[("prefill", "p1"), ("aggregated", "d1")]] * len(others)
+    assert [one.worker_id for one in await cluster.events(FLEET, WorkerLost, MODEL)] == ["p1"]
+    for one in answers[1:]:
+        assert await serving.stages(one) == [("prefill", "p1"), ("aggregated", "d1")]
     assert still_running(family) == []
-    after = await serving.complete("after", prompt_of(30), TOKENS)
+    after = await serving.complete(prompt_of(30), TOKENS)
     assert (after.status, after.problem) == (200, "")
-    assert (await serving.generated("after")).tokens == oracle.greedy(prompt_of(30), TOKENS)
-    assert await serving.stages("after") == [("aggregated", "d1")]
-
-
-async def test_the_recording_is_derived_again(serving: Serving) -> None:
-    report = await serving.cluster.verify(MODEL)
-    assert (report["divergence"], report["verified"]) == (None, await serving.cluster.decided(MODEL))
+    assert await serving.tokens(after) == oracle.greedy(prompt_of(30), TOKENS)
+    assert await serving.stages(after) == [("aggregated", "d1")]
+    assert (await cluster.require_verified(MODEL))["verified"] == await cluster.decided(MODEL)

@@ -7,21 +7,27 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from operator import eq
 from pathlib import Path
+from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
+import zmq
+import zmq.asyncio
 
-from forebay.core.block_hashes import sequence_hashes
-from forebay.events.base import pack_u32, unpack_u64
+from forebay.core.block_hashes import block_hashes, extend_chain, hash_seed, sequence_hashes
+from forebay.core.state.prefix_index import PrefixIndex
+from forebay.events.base import pack_u32, pack_u64, unpack_u64
 from forebay.events.fleet import WorkerLost
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
 from forebay.events.topics import FLEET, KV_EVENTS
 from forebay.ingress.model import Model
 from tests.engines.oracle import Transformers
-from tests.engines.replayed import canonical, digest_of, replayed
 from tests.engines.serving import BLOCK, BLOCKS, LORA_RANK_MAX, MODEL, Answer, Serving, vllm_cluster
 from tests.harness.models import make_tiny_model
 from tests.harness.processes import still_running
@@ -36,6 +42,9 @@ QUESTIONS = ("tell me a story", "what is a cache", "hello world", "return x + 1"
 LORA = "tiny-lora"
 SYSTEM = {"role": "system", "content": "you are a helpful assistant. the quick brown fox jumps over the lazy dog. " * 6}
 COMMAND_WITHIN_S = 60.0
+REPLAYED_WITHIN_S = 30.0
+END_OF_REPLAY = b"\xff" * 8
+EPOCH = 1  # of a private index
 DRAINED_WITHIN_S = 60.0  # the answer is finished, then vLLM ended
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -59,8 +68,8 @@ async def test_chat_streams_the_tokens_of_transformers(serving: Serving, oracle:
     messages = [{"role": "user", "content": "hello world"}]
     prompt = oracle.prompt(messages)
     expected = oracle.greedy(prompt, TOKENS)
-    observed = await serving.chat("chat", messages, TOKENS)
-    reply = await serving.generated("chat")
+    observed = await serving.chat(messages, TOKENS)
+    reply = await serving.generated(observed)
     assert (observed.status, observed.problem) == (200, "")
     assert reply.tokens == expected
     decoder = Model(model).decoder()
@@ -76,46 +85,44 @@ async def test_a_shared_prefix_goes_to_the_warm_worker_and_vllm_counts_the_hits(
 ) -> None:
     chats = [[SYSTEM, {"role": "user", "content": question}] for question in QUESTIONS]
     first, *others = (oracle.prompt(messages) for messages in chats)
-    cold = await serving.chat("cold", chats[0], TOKENS)
+    cold = await serving.chat(chats[0], TOKENS)
     assert cold.cached_tokens == 0
     hits = {name: await serving.metric(name, "vllm:prefix_cache_hits_total") for name in WORKERS}
     for number, prompt in enumerate(others, 1):
         shared = max(common(prompt, earlier) for earlier in (first, *others[: number - 1])) // BLOCK
         assert shared >= 3
-
-        async def known(prompt: list[int] = prompt, shared: int = shared) -> bool:
-            return await serving.overlaps(prompt) == {**dict.fromkeys(WORKERS, 0), cold.worker: shared}
-
-        await serving.cluster.processes.until("the router knows the prefix", known)
-        warm = await serving.chat(f"warm-{number}", chats[number], TOKENS)
+        known = {**dict.fromkeys(WORKERS, 0), cold.worker: shared}
+        await serving.cluster.until(
+            "the router knows the prefix", partial(serving.overlaps, prompt), partial(eq, known)
+        )
+        warm = await serving.chat(chats[number], TOKENS)
         assert warm.worker == cold.worker
         assert warm.cached_tokens == shared * BLOCK
-        assert (await serving.generated(f"warm-{number}")).tokens == oracle.greedy(prompt, TOKENS)
+        assert await serving.tokens(warm) == oracle.greedy(prompt, TOKENS)
         hits[cold.worker] += shared * BLOCK
 
-    async def counted() -> bool:
-        return {name: await serving.metric(name, "vllm:prefix_cache_hits_total") for name in WORKERS} == hits
+    async def counted() -> dict[str, float]:
+        return {name: await serving.metric(name, "vllm:prefix_cache_hits_total") for name in WORKERS}
 
-    await serving.cluster.processes.until("vLLM counts the hits, at that worker alone", counted)
+    await serving.cluster.until("vLLM counts the hits, at that worker alone", counted, partial(eq, hits))
 
 
 async def test_evictions_are_events_and_the_index_is_vllms_own(serving: Serving, oracle: Transformers) -> None:
     for number in range(LONG_PROMPTS):
-        observed = await serving.complete(f"long-{number}", long_prompt(number), TOKENS, "v1")
+        observed = await serving.complete(long_prompt(number), TOKENS, "v1")
         assert (observed.worker, observed.problem) == ("v1", "")
-        expected = oracle.greedy(long_prompt(number), TOKENS)
-        assert (await serving.generated(f"long-{number}")).tokens == expected
+        assert await serving.tokens(observed) == oracle.greedy(long_prompt(number), TOKENS)
     first = set(unpack_u64(sequence_hashes(pack_u32(long_prompt(0)), BLOCK)))
 
-    async def evicted() -> bool:
-        removed = [event for event in await events(serving, "v1") if isinstance(event, BlocksRemoved)]
-        return first <= {block for event in removed for block in unpack_u64(event.sequence_hashes)}
+    async def evicted() -> set[int]:
+        removed = await events(serving, BlocksRemoved, "v1")
+        return {block for event in removed for block in unpack_u64(event.sequence_hashes)}
 
-    await serving.cluster.processes.until("the first prompt is evicted, all of it", evicted)
+    await serving.cluster.until("the first prompt is evicted, all of it", evicted, first.issubset)
     assert await serving.metric("v1", "vllm:cache_config_info") == 1
     await agreed(serving)
     assert 0 < len((await serving.index())["v1"]) < BLOCKS
-    again = await serving.complete("long-again", long_prompt(0), 1, "v1")
+    again = await serving.complete(long_prompt(0), 1, "v1")
     assert again.cached_tokens == 0
 
 
@@ -123,24 +130,18 @@ async def test_a_lora_is_loaded_used_and_unloaded_over_http(
     serving: Serving, oracle: Transformers, model: Path, lora: Path
 ) -> None:
     prompt = list(range(100, 180))
-    missing = await serving.complete("lora-before", prompt, TOKENS, model=LORA)
+    missing = await serving.complete(prompt, TOKENS, model=LORA)
     assert missing.status == httpx.codes.NOT_FOUND
     loaded = await serving.request("POST", "/v1/loras", lora_name=LORA, lora_path=str(lora))
     assert loaded.status_code == httpx.codes.OK, loaded.text
     assert outcomes(loaded) == dict.fromkeys(WORKERS, ("done", [LORA]))
-
-    async def listed() -> bool:
-        models = (await serving.request("GET", "/v1/models")).raise_for_status().json()
-        return LORA in {one["id"] for one in models["data"]}
-
-    await serving.cluster.processes.until("the adapter is a model", listed)
-    observed = await serving.complete("lora", prompt, TOKENS, model=LORA)
+    await serving.cluster.until("the adapter is a model", lambda: models(serving), lambda names: LORA in names)
+    observed = await serving.complete(prompt, TOKENS, model=LORA)
     assert (observed.status, observed.problem) == (200, "")
     expected = Transformers(model, lora).greedy(prompt, TOKENS)
     assert expected != oracle.greedy(prompt, TOKENS)
-    assert (await serving.generated("lora")).tokens == expected
-    await serving.complete("base", prompt, TOKENS)
-    assert (await serving.generated("base")).tokens == oracle.greedy(prompt, TOKENS)
+    assert await serving.tokens(observed) == expected
+    assert await serving.tokens(await serving.complete(prompt, TOKENS)) == oracle.greedy(prompt, TOKENS)
     options = ("--url", serving.url, "--json", *serving.cluster.admin_options)
     code, out = await serving.cluster.command("control", "control", "adapters", *options, within_s=COMMAND_WITHIN_S)
     reported = {one["worker_id"]: one["loras"] for one in json.loads(out)["outcomes"]}
@@ -148,12 +149,8 @@ async def test_a_lora_is_loaded_used_and_unloaded_over_http(
     unloaded = await serving.request("DELETE", f"/v1/loras/{LORA}")
     assert unloaded.status_code == httpx.codes.OK, unloaded.text
     assert outcomes(unloaded) == dict.fromkeys(WORKERS, ("done", []))
-
-    async def unlisted() -> bool:
-        return not await listed()
-
-    await serving.cluster.processes.until("the adapter is no model any more", unlisted)
-    gone = await serving.complete("lora-after", prompt, TOKENS, model=LORA)
+    await serving.cluster.until("it is no model any more", lambda: models(serving), lambda names: LORA not in names)
+    gone = await serving.complete(prompt, TOKENS, model=LORA)
     assert gone.status == httpx.codes.NOT_FOUND
 
 
@@ -163,60 +160,52 @@ async def test_incompatible_lora_is_refused_with_a_reason(serving: Serving, tmp_
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "command_refused")
     assert outcomes(refused) == dict.fromkeys(WORKERS, ("refused", []))
     assert f"rank {2 * LORA_RANK_MAX}" in refused.json()["error"]["message"]
-    models = (await serving.request("GET", "/v1/models")).raise_for_status().json()
-    assert "wide" not in {one["id"] for one in models["data"]}
+    assert "wide" not in await models(serving)
 
 
 async def test_a_cleared_cache_is_an_event_and_leaves_the_index(serving: Serving, oracle: Transformers) -> None:
     prompt = list(range(150, 290))
     for name in WORKERS:
-        await serving.complete(f"before-clear-{name}", prompt, 1, name)
+        await serving.complete(prompt, 1, name)
     await agreed(serving)
-    before = {name: count_of(CacheCleared, await events(serving, name)) for name in WORKERS}
+    before = {name: len(await events(serving, CacheCleared, name)) for name in WORKERS}
     cleared = await serving.request("POST", "/clear_kv_blocks")
     assert cleared.status_code == httpx.codes.OK, cleared.text
 
     async def empty() -> bool:
-        counts = [count_of(CacheCleared, await events(serving, name)) > before[name] for name in WORKERS]
-        return all(counts) and not any((await serving.overlaps(prompt)).values())
+        cleared = [len(await events(serving, CacheCleared, name)) > before[name] for name in WORKERS]
+        return all(cleared) and not any((await serving.overlaps(prompt)).values())
 
-    await serving.cluster.processes.until("both caches are cleared", empty)
+    await serving.cluster.until("both caches are cleared", empty)
     for name in WORKERS:
-        observed = await serving.complete(f"after-clear-{name}", prompt, TOKENS, name)
+        observed = await serving.complete(prompt, TOKENS, name)
         assert observed.cached_tokens == 0
-        assert (await serving.generated(observed.request_id)).tokens == oracle.greedy(prompt, TOKENS)
+        assert await serving.tokens(observed) == oracle.greedy(prompt, TOKENS)
     await agreed(serving)
 
 
 async def test_response_of_a_killed_worker_continues_on_another(serving: Serving, oracle: Transformers) -> None:
     cluster, prompt = serving.cluster, list(range(120, 280))
     assert set(await serving.index()) == set(WORKERS)
-    observed = Answer("killed")
+    observed = Answer()
     listening = asyncio.create_task(serving.observe(observed, prompt, LONG))
-    await cluster.processes.until("the answer has begun", lambda: begun(observed))
+    await serving.until_begun(observed)
     victim, (other,) = observed.worker, set(WORKERS) - {observed.worker}
     epoch = (await cluster.members(MODEL))[victim].worker_epoch
     family = cluster.processes[victim].family()
     assert len(family) > 1, "vLLM's core is a process of its own"
     cluster.kill(victim, alone=True)
     assert not listening.done()
-
-    async def lost() -> bool:
-        facts = [event for event in await cluster.events(FLEET, MODEL) if isinstance(event, WorkerLost)]
-        return [(fact.worker_id, fact.worker_epoch) for fact in facts] == [(victim, epoch)]
-
-    await cluster.processes.until("the worker is lost", lost)
+    (fact,) = await cluster.until("the worker is lost", lambda: cluster.events(FLEET, WorkerLost, MODEL))
+    assert (fact.worker_id, fact.worker_epoch) == (victim, epoch)
     await listening
-    reply = await serving.generated("killed")
-    assert reply.tokens == oracle.greedy(prompt, LONG), "the continuation does not follow the earlier output"
+    assert await serving.tokens(observed) == oracle.greedy(prompt, LONG), (
+        "the continuation does not follow the earlier output"
+    )
     assert (observed.problem, observed.usage["completion_tokens"]) == ("", LONG)
     assert (observed.served["worker"], observed.served["attempts"]) == (other, 2)
-
-    async def nothing_left() -> bool:
-        return not still_running(family)
-
     try:
-        await cluster.processes.until("nothing that it started still runs", nothing_left)
+        await cluster.until("nothing that it started still runs", lambda: not still_running(family))
     finally:
         for pid in still_running(family):
             os.kill(pid, signal.SIGKILL)
@@ -227,22 +216,16 @@ async def test_response_of_a_killed_worker_continues_on_another(serving: Serving
 async def test_stopped_worker_finishes_its_response(serving: Serving, oracle: Transformers) -> None:
     cluster, prompt = serving.cluster, list(range(110, 200))
     (last,) = await cluster.members(MODEL)
-    observed = Answer("drained")
+    observed = Answer()
     listening = asyncio.create_task(serving.observe(observed, prompt, LONG))
-    await cluster.processes.until("the answer has begun", lambda: begun(observed))
+    await serving.until_begun(observed)
     family = cluster.processes[last].family()
     await cluster.stop(last, within_s=DRAINED_WITHIN_S)
     await listening
     assert (observed.problem, observed.served["worker"], observed.served["attempts"]) == ("", last, 1)
-    assert (await serving.generated("drained")).tokens == oracle.greedy(prompt, LONG)
+    assert await serving.tokens(observed) == oracle.greedy(prompt, LONG)
     assert still_running(family) == []
-    report = await cluster.verify(MODEL)
-    assert (report["divergence"], report["verified"]) == (None, await cluster.decided(MODEL))
-
-
-async def begun(observed: Answer) -> bool:
-    """Return whether a client has received the first tokens."""
-    return bool(observed.pieces)
+    assert (await cluster.require_verified(MODEL))["verified"] == await cluster.decided(MODEL)
 
 
 async def agreed(serving: Serving) -> None:
@@ -252,12 +235,12 @@ async def agreed(serving: Serving) -> None:
         for name in WORKERS
     }
 
-    async def equal() -> bool:
+    async def indexed() -> dict[str, int]:
         await serving.overlaps([100])  # journaled by the query: the index is read as of the journal's end
         index = await serving.index()
-        return {name: digest_of(index.get(name, set())) for name in WORKERS} == expected
+        return {name: digest_of(index.get(name, set())) for name in WORKERS}
 
-    await serving.cluster.processes.until("the index equals the cache of vLLM", equal)
+    await serving.cluster.until("the index equals the cache of vLLM", indexed, partial(eq, expected))
 
 
 def outcomes(answer: httpx.Response) -> dict[str, tuple[str, list[str]]]:
@@ -265,12 +248,66 @@ def outcomes(answer: httpx.Response) -> dict[str, tuple[str, list[str]]]:
     return {one["worker_id"]: (one["status"], one["loras"]) for one in answer.json()["outcomes"]}
 
 
-async def events(serving: Serving, worker: str) -> list[BlocksStored | BlocksRemoved | CacheCleared]:
-    return [event for event in await serving.cluster.events(KV_EVENTS, MODEL) if event.worker_id == worker]
+async def models(serving: Serving) -> set[str]:
+    listed = (await serving.request("GET", "/v1/models")).raise_for_status().json()
+    return {one["id"] for one in listed["data"]}
 
 
-def count_of(kind: type, events: list[BlocksStored | BlocksRemoved | CacheCleared]) -> int:
-    return sum(isinstance(event, kind) for event in events)
+async def events(serving: Serving, kind: type, worker: str) -> list[Any]:
+    return [event for event in await serving.cluster.events(KV_EVENTS, kind, MODEL) if event.worker_id == worker]
+
+
+async def replayed(port: int) -> list[Any]:
+    """Return every KV event since the engine started, in order, without forebay's adapter. Raises TimeoutError.
+
+    Source: vLLM 0.32 `ZmqEventPublisher`: a DEALER asks `["", first sequence number]` and gets `["", topic, sequence
+    number, batch]` for each batch that is kept, then one with sequence number -1. A batch is `[timestamp, events,
+    rank]`.
+    """
+    events: list[Any] = []
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        await socket.send_multipart([b"", bytes(8)])
+        while True:
+            if not await socket.poll(REPLAYED_WITHIN_S * 1000):
+                raise TimeoutError(f"no replay from port {port}")
+            _, *frames = await socket.recv_multipart()
+            number, payload = frames[-2:]
+            if number == END_OF_REPLAY:
+                return events
+            _, reported, _ = msgspec.msgpack.decode(payload)
+            events += reported
+
+
+def canonical(events: Sequence[Any]) -> set[int]:
+    """Sequence hashes of the blocks that are there after these events, by the tokens that the engine names."""
+    held: dict[int, int] = {}  # by the engine's own hash
+    for event in events:
+        match event["type"]:
+            case "BlockStored":
+                seed = hash_seed(event.get("lora_name") or "")
+                blocks = block_hashes(pack_u32(event["token_ids"]), event["block_size"], seed)
+                parent = event["parent_block_hash"]
+                chain = extend_chain(None if parent is None else held[parent], blocks)
+                held.update(zip(event["block_hashes"], chain, strict=True))
+            case "BlockRemoved":
+                for engine_hash in event["block_hashes"]:
+                    del held[engine_hash]
+            case "AllBlocksCleared":
+                held.clear()
+            case other:
+                raise AssertionError(f"what is a {other}?")
+    return set(held.values())
+
+
+def digest_of(blocks: set[int]) -> int:
+    """Return the digest of an index in which one worker holds these blocks."""
+    index = PrefixIndex()
+    index.add_holder("worker", 0, EPOCH)
+    packed = pack_u64(sorted(blocks))
+    index.apply(BlocksStored(worker_id="worker", worker_epoch=EPOCH, seq=1, sequence_hashes=packed))
+    return index.digest()
 
 
 def common(left: list[int], right: list[int]) -> int:

@@ -1,54 +1,43 @@
-"""`forebay up --engine vllm` as in the README, with a tiny model: prefill and decode, and engines that are killed."""
+"""`forebay up --engine vllm` as in the README, with a tiny model: roles, killed engines, and `forebay profile run`."""
 
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from forebay.events.scaling import DecodePoint, PrefillPoint
 from forebay.ingress.model import Model
-from tests.cli.up import children_of
+from tests.cli.in_process import forebay
+from tests.cli.up import FOREBAY, Up, children_of
 from tests.engines.oracle import Transformers
 from tests.engines.vllm_settings import ARGUMENTS, BLOCK, KV_BLOCKS
-from tests.harness.local import free_ports
 from tests.harness.processes import still_running
 
-FOREBAY = str(Path(sys.executable).with_name("forebay"))
 STARTED_WITHIN_S = 240.0  # two vLLM side by side on two cores
 TOKENS = 900  # takes seconds, so that an engine can be killed meanwhile
+GRID = ("--isl", "64,128,2048", "--context", "128", "--concurrency", "1,2", "--output-tokens", "16", "--repeats", "1")
 PROMPT = [100 + number * 7 % 200 for number in range(2 * BLOCK + 9)]
 
 pytestmark = pytest.mark.timeout(600)
 
 
-class System:
-    """A running `forebay up` with real engines, which is added to `started`."""
+class System(Up):
+    """A running `forebay up` with real engines."""
 
-    def __init__(self, started: "list[System]", model: Path, *options: str) -> None:
-        port = free_ports(1)
-        self.url = f"http://127.0.0.1:{port}"
-        sizes = ["--block-size", str(BLOCK), "--kv-blocks", str(KV_BLOCKS), "--max-num-seqs", "8"]
+    def __init__(self, model: Path, *options: str, kv_blocks: int = KV_BLOCKS) -> None:
+        sizes = ["--block-size", str(BLOCK), "--kv-blocks", str(kv_blocks), "--max-num-seqs", "8"]
         engine = ["--engine", "vllm", "--model", str(model), "--model-name", "tiny", *sizes]
-        command = [FOREBAY, "up", "--port", str(port), *engine, "--engine-args", json.dumps(ARGUMENTS), *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        started.append(self)
-        self.until(self._is_ready)
+        super().__init__(*engine, "--engine-args", json.dumps(ARGUMENTS), *options, program=[FOREBAY])
 
-    def _is_ready(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/ready", timeout=5).status_code == httpx.codes.OK
-        except httpx.TransportError:
-            return False
-
-    def until(self, reached: Any) -> None:
+    def until(self, reached: Callable[[], bool]) -> None:
         ends_s = time.monotonic() + STARTED_WITHIN_S
         while not reached():
             assert self.process.poll() is None
@@ -77,16 +66,14 @@ class System:
                     if kill and pieces:
                         kill = False
                         number = int(response.headers["x-forebay-worker"].rpartition("-")[2])
-                        host = children_of(self.process.pid)[number]
+                        host = self.children()[number]
                         os.kill(children_of(host)[-1], signal.SIGKILL)
         return "".join(pieces), served
 
     def end(self, number: signal.Signals) -> int:
         """End the system, and check that no process of an engine is left."""
-        hosts = children_of(self.process.pid)
-        pids = [*hosts, *(pid for host in hosts for pid in children_of(host))]
-        self.process.send_signal(number)
-        code = self.process.wait(60)
+        pids = [*self.children(), *(pid for host in self.children() for pid in children_of(host))]
+        code = super().end(number)
         ends_s = time.monotonic() + 60
         while still_running(pids):
             assert time.monotonic() < ends_s
@@ -100,18 +87,27 @@ def expected(model: Path, oracle: Transformers) -> str:
     return "".join(decoder.push([token]) for token in oracle.greedy(PROMPT, TOKENS))
 
 
+Start = Callable[..., System]
+
+
 @pytest.fixture
-def systems() -> Iterator[list[System]]:
-    """Systems that are killed after the test."""
+def start(model: Path) -> Iterator[Start]:
+    """Yield a function that starts a system of the model with options. Systems are killed after the test."""
     started: list[System] = []
-    yield started
+
+    def start(*options: str, **sizes: int) -> System:
+        started.append(System(model, *options, **sizes))
+        started[-1].wait_ready(STARTED_WITHIN_S)
+        return started[-1]
+
+    yield start
     for one in started:
         one.process.kill()
         one.process.wait()
 
 
-def test_prefill_and_decode_on_two_engines(model: Path, oracle: Transformers, systems: list[System]) -> None:
-    system = System(systems, model, "--prefill-workers", "1", "--decode-workers", "1")
+def test_prefill_and_decode_on_two_engines(model: Path, oracle: Transformers, start: Start) -> None:
+    system = start("--prefill-workers", "1", "--decode-workers", "1")
     text, served = system.generated()
     assert text == expected(model, oracle)
     assert (served["worker"], served["prefill"]["worker"]) == ("decode-0", "prefill-0")
@@ -121,7 +117,7 @@ def test_prefill_and_decode_on_two_engines(model: Path, oracle: Transformers, sy
 def test_a_killed_engine_core_is_replaced_while_its_response_continues(
     model: Path, oracle: Transformers, systems: list[System]
 ) -> None:
-    system = System(systems, model, "--workers", "2")
+    system = start("--workers", "2")
     text, served = system.generated(kill=True)
     assert text == expected(model, oracle)
     assert served["attempts"] == 2
@@ -129,3 +125,14 @@ def test_a_killed_engine_core_is_replaced_while_its_response_continues(
     assert sum(system.metric("forebay_worker_engine_failures_total").values()) == 1
     assert system.generated()[0] == text
     assert system.end(signal.SIGKILL) == -signal.SIGKILL
+
+
+def test_vllm_is_profiled(start: Start, tmp_path: Path) -> None:
+    system, out = start(kv_blocks=128), tmp_path / "profile.json"
+    run = forebay("profile", "run", "--url", system.url, "--out", str(out), *GRID)
+    assert run.returncode == 0, run.stderr
+    assert system.end(signal.SIGTERM) == 0
+    found = json.loads(out.read_text())
+    assert [one.isl for one in msgspec.convert(found["prefill"], list[PrefillPoint])] == [64, 128]
+    assert [one.concurrency for one in msgspec.convert(found["decode"], list[DecodePoint])] == [1, 2]
+    assert [one["point"]["tokens"] for one in found["left_out"]] == [2048], "the context has 1,024 tokens"

@@ -1,12 +1,11 @@
 """vLLM that does not start or dies: a clear error each time, and no process left."""
 
 import asyncio
-import contextlib
 import math
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,26 +14,16 @@ from forebay.workers.engine import EngineError
 from forebay.workers.engines.vllm.engine import VllmEngine
 from tests.engines.driven import driven
 from tests.engines.vllm_settings import ARGUMENTS, SPEC, settings
+from tests.harness.processes import descendants
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # as in test_vllm_engine
 
 ROOT = Path(__file__).parents[2]
 
 
-def processes() -> Iterator[tuple[int, str, int]]:
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            text = path.read_text()
-            state, parent = text.rpartition(")")[2].split()[:2]
-            yield int(text.split()[0]), state, int(parent)
-
-
 def children() -> set[int]:
-    """Return the children of this process and theirs, but not the dead and not Python's own helpers."""
-    found, parents = set[int](), {os.getpid()}
-    while parents:
-        parents = {pid for pid, state, parent in processes() if parent in parents and state != "Z"} - found
-        found |= parents
+    """Return the descendants of this process, but not the dead and not Python's own helpers."""
+    found = descendants(os.getpid())
     return {pid for pid in found if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 

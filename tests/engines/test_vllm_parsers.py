@@ -1,13 +1,18 @@
-"""vLLM's parsers behind the interface of the ingress. Forebay's parsers agree with them on well-formed output."""
+"""vLLM's parsers behind the interface of the ingress, which agree with forebay's, and its request parameters."""
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forebay.ingress.errors import ApiError, Unusable
+from forebay.ingress.http.queries import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.ingress.openai.embeddings import EmbeddingBody
+from forebay.ingress.openai.fields import Body
+from forebay.ingress.openai.requests import ChatBody, StreamOptions, TextBody
 from forebay.ingress.openai.sampling import JsonObject
 from forebay.ingress.openai.tools import Function, Tool, ToolSelection
 from forebay.ingress.parsers.deltas import OutputDelta, merge_deltas
@@ -116,3 +121,22 @@ def test_parsers_agree_with_those_of_vllm(model: Model, tool: str, reasoning: st
     theirs = [name if name == "none" else f"vllm:{name}" for name in (tool, reasoning)]
     ours = found(generated(model, ParserFactory(model, tool, reasoning), text, 1))
     assert ours == found(generated(model, ParserFactory(model, *theirs), text, 1))
+
+
+PAIRS = [
+    (ChatBody, "openai.chat_completion.protocol", "ChatCompletionRequest"),
+    (TextBody, "openai.completion.protocol", "CompletionRequest"),
+    (StreamOptions, "generate.base.protocol", "StreamOptions"),
+    (EmbeddingBody, "pooling.embed.protocol", "EmbeddingCompletionRequest"),
+    (EmbeddingBody, "pooling.embed.protocol", "EmbeddingChatRequest"),
+    (TokenizeChatBody, "serve.tokenize.protocol", "TokenizeChatRequest"),
+    (TokenizeTextBody, "serve.tokenize.protocol", "TokenizeCompletionRequest"),
+    (DetokenizeBody, "serve.tokenize.protocol", "DetokenizeRequest"),
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # as in test_vllm_engine
+@pytest.mark.parametrize(("ours", "module", "name"), PAIRS)
+def test_every_parameter_of_vllm_is_known(ours: type[Body], module: str, name: str) -> None:
+    theirs = getattr(import_module(f"vllm.entrypoints.{module}"), name)
+    assert theirs.model_fields.keys() <= {*ours.model_fields, *ours.neutral, *ours.ignored}

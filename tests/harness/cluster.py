@@ -1,16 +1,19 @@
 """The distributed system as processes of this machine, watched through its log.
 
-The demo and the takeover tests start the system, inject failures, and read the outcome from the log.
+Demos and tests start the system, inject failures, and read the outcome from the log.
 """
 
 import asyncio
 import contextlib
 import functools
+import inspect
 import json
 import secrets
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import UnionType
 from typing import Any, Self
 
 import httpx
@@ -33,16 +36,12 @@ from forebay.transport.kafka.topics import TopicPlan, create_topics, partitions_
 from infra.kafka.kafka import HOST, tail
 from tests.harness.hosts import Host
 from tests.harness.local import free_ports
-from tests.harness.processes import STOP_S, ProcessError, Processes, Spawn, spawn
-
-__all__ = ["GROUP", "Cluster", "Ownership", "ProcessError", "remove_topics"]
+from tests.harness.processes import PATIENCE_S, STOP_S, ProcessError, Processes, Spawn, spawn
 
 FOREBAY = str(Path(sys.executable).with_name("forebay"))
 GROUP = "forebay-default"  # the name of the default model
 POOL = "default"
-PLAN = TopicPlan(
-    groups=1, slots=16, replies=4, kafka_api=2
-)  # one group, which one router owns while the others stand by
+PLAN = TopicPlan(groups=1, slots=16, replies=4, kafka_api=2)  # of one group, which one router owns
 READ_MAX = 500
 INGRESSES_MAX = 16  # ports; restarts take new ones
 VERIFIED_WITHIN_S = 300.0
@@ -156,25 +155,51 @@ class Cluster:
     async def __aexit__(self, *_: object) -> None:
         await self._exit.aclose()
 
-    def router(self, name: str, *options: str, program: str = FOREBAY) -> None:
-        self._service(program, "router", name, "--id", name, *options)
-        self._routers.add(name)
-
-    def worker(self, name: str, *options: str, on: Host | None = None, program: str = FOREBAY) -> None:
-        """Start a worker, by default a mock one, on this host or on `on`."""
-        self._service(program, "worker", name, "--id", name, *options, on=on)
-
-    def ingress(self, name: str, *options: str, program: str = FOREBAY) -> str:
-        """Start an ingress and return its URL, which is also added to `urls`."""
-        port = next(self._ports)
-        admin = ("--admin-api", *self.admin_options)
-        self._service(program, "ingress", name, "--id", name, "--port", str(port), *admin, *options)
-        url = self.urls[name] = f"http://{HOST}:{port}"
-        return url
+    @property
+    def where(self) -> tuple[str, ...]:
+        """Return the options of a command for Kafka and the namespace."""
+        return "--kafka", self.settings.bootstrap, "--namespace", self.namespace
 
     @property
     def admin_headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.admin_token}"}
+
+    async def serve(
+        self,
+        routers: Sequence[str] = ("r1",),
+        workers: Sequence[str] = ("w1",),
+        ingresses: Sequence[str] = ("i1",),
+        *,
+        router: Sequence[str] = (),
+        worker: Sequence[str] = (),
+        ingress: Sequence[str] = (),
+    ) -> None:
+        """Start services with these names and the options of their kind. If there are workers, wait until all serve."""
+        for name in routers:
+            self.router(name, *router)
+        for name in workers:
+            self.worker(name, *worker)
+        for name in ingresses:
+            self.ingress(name, *ingress)
+        if workers:
+            await self.until_serving(len(workers))
+
+    def router(self, name: str, *options: str, program: str = FOREBAY) -> None:
+        self.processes.start(name, [*self.command_of("router", program), "--id", name, *options])
+        self._routers.add(name)
+
+    def worker(self, name: str, *options: str, on: Host | None = None, program: str = FOREBAY) -> None:
+        """Start a worker, by default a mock one, on this host or on `on`."""
+        command = [*self.command_of("worker", program), "--id", name, *options]
+        self.processes.start(name, command if on is None else on.command(*command))
+
+    def ingress(self, name: str, *options: str, program: str = FOREBAY) -> str:
+        """Start an ingress and return its URL, which is also added to `urls`."""
+        port = next(self._ports)
+        own = ("--id", name, "--port", str(port), "--admin-api", *self.admin_options)
+        self.processes.start(name, [*self.command_of("ingress", program), *own, *options])
+        url = self.urls[name] = f"http://{HOST}:{port}"
+        return url
 
     def kill(self, name: str, *, alone: bool = False) -> int:
         """Kill a process with SIGKILL, with its children unless `alone`; return the wall clock in microseconds."""
@@ -182,13 +207,6 @@ class Cluster:
         at_us = self.processes.kill(name, alone=alone)
         self._forget(name)
         return at_us
-
-    def pause(self, name: str) -> None:
-        self.processes.pause(name)
-
-    def resume(self, name: str) -> None:
-        """Resume a paused process (SIGCONT)."""
-        self.processes.resume(name)
 
     async def stop(self, name: str, *, within_s: float = STOP_S) -> None:
         """Stop a service gracefully. Raises ProcessError."""
@@ -211,6 +229,33 @@ class Cluster:
         code = await self.processes.ended(name, within_s=within_s)
         return code, (self.processes.folder / f"{name}.out").read_text()
 
+    async def until(
+        self,
+        what: str,
+        fetch: Callable[[], Any],
+        reached: Callable[[Any], object] = bool,
+        *,
+        within_s: float = PATIENCE_S,
+    ) -> Any:
+        """Return what `fetch`, a function or a coroutine function, returns once it is accepted. Raises ProcessError.
+
+        Args:
+            reached: accepts a value; by default any truthy one.
+        """
+
+        async def accepted() -> tuple[Any] | None:
+            found = fetch()
+            found = await found if inspect.isawaitable(found) else found
+            return (found,) if reached(found) else None
+
+        return (await self.processes.until(what, accepted, within_s=within_s))[0]
+
+    async def require_verified(self, group: str = GROUP, *options: str) -> dict[str, Any]:
+        """Require that every decision of the group is derived equal, and return the report of `verify`."""
+        report = await self.verify(group, *options)
+        assert (report["divergence"], report["verified"]) == (None, report["decisions"])
+        return report
+
     async def verify(self, group: str = GROUP, *options: str, program: str = FOREBAY) -> dict[str, Any]:
         """Verify the group's decisions in a separate process and return the report. Raises ProcessError."""
         return await self._replay("verify", group, *options, program=program)
@@ -231,10 +276,11 @@ class Cluster:
                 journal.apply(record)
         return [journal.owners[epoch] for epoch in sorted(journal.owners)]
 
-    async def owner(self, group: str = GROUP) -> str | None:
-        """Return the router that owns the group, or None before the first claim."""
+    async def owner(self, group: str = GROUP) -> str:
+        """Return the router that owns the group."""
         owners = await self.ownerships(group)
-        return owners[-1].router if owners else None
+        assert owners, f"no router has claimed {group}"
+        return owners[-1].router
 
     async def routed(self, group: str = GROUP) -> int:
         """Return the number of requests routed so far."""
@@ -253,21 +299,18 @@ class Cluster:
 
         return await self.processes.until(f"another router than {before} routes", routes, within_s=within_s)
 
-    async def events(self, topic: Topic, group: str = GROUP) -> list[Any]:
-        """Return all events of a group's control topic in order, without undecodable records."""
-        partition = self.partition(group)
-        assert partition is not None, f"{group} has no partition"
-        return [event for _, event in await self._events(topic, partition)]
+    async def events(self, topic: Topic, kind: type | UnionType = object, group: str = GROUP) -> list[Any]:
+        """Return the events of a type on a group's control topic, in order."""
+        found = await self._events(topic, self.partition(group))
+        return [event for _, event in found if isinstance(event, kind)]
 
-    async def unknown(self, topic: Topic, tag: str, group: str = GROUP) -> list[int]:
-        """Return the times of records with this tag, which this version does not know, on a group's control topic.
+    async def unknown(self, topic: Topic, tag: str) -> list[int]:
+        """Return the times of records with this tag, which this version does not know, on a control topic of the group.
 
         The times are Kafka's, in microseconds.
         """
-        partition = self.partition(group)
-        assert partition is not None, f"{group} has no partition"
-        end = await self.log.end(topic.name, partition)
-        records = [record async for record in records_of(self.log, topic, partition, 0, end)]
+        end = await self.log.end(topic.name, self.partition())
+        records = [record async for record in records_of(self.log, topic, self.partition(), 0, end)]
         return [record.at_us for record in records if unknown_tag(topic, record.value) == tag]
 
     async def replies(self) -> list[Any]:
@@ -277,9 +320,11 @@ class Cluster:
             found += [event for _, event in await self._events(TOKENS, slot)]
         return found
 
-    def partition(self, group: str = GROUP) -> int | None:
-        """Return the control partition of a group, or None before placement."""
-        return self._directory.partition_of(group)
+    def partition(self, group: str = GROUP) -> int:
+        """Return the control partition of a group, which must have been placed."""
+        partition = self._directory.partition_of(group)
+        assert partition is not None, f"{group} has no partition"
+        return partition
 
     async def members(self, group: str = GROUP) -> dict[str, FleetWorker]:
         """Return the admitted workers by worker id."""
@@ -290,17 +335,29 @@ class Cluster:
                 fleet.apply(event, offset)
         return {worker.spec.worker_id: worker for worker in fleet.workers()}
 
+    async def until_members(
+        self, *names: str, count: int | None = None, group: str = GROUP, within_s: float = PATIENCE_S
+    ) -> None:
+        """Wait until the group has exactly these members, or `count` members. Raises ProcessError."""
+        what = f"the members are {', '.join(names)}" if count is None else f"{count} workers are members"
+
+        def are(members: dict[str, FleetWorker]) -> bool:
+            return members.keys() == {*names} if count is None else len(members) == count
+
+        await self.until(what, lambda: self.members(group), are, within_s=within_s)
+
+    async def until_joined(self, router: str) -> None:
+        """Wait until a router is a member of the consumer group. Raises ProcessError."""
+        text = f"router {router} is a member of"
+        await self.until(f"{router} runs", self.processes[router].output, lambda output: text in output)
+
     async def until_serving(self, workers: int, group: str = GROUP) -> None:
         """Wait until ownership is settled, `workers` workers are admitted and each ingress is ready.
 
         Raises ProcessError.
         """
-
-        async def admitted() -> bool:
-            return len(await self.members(group)) == workers
-
         await self.until_owned()
-        await self.processes.until(f"{workers} workers are members", admitted)
+        await self.until_members(count=workers, group=group)
         async with httpx.AsyncClient() as client:
             for name, url in self.urls.items():
                 await self.processes.until(f"{name} is ready", functools.partial(_ready, client, url))
@@ -332,7 +389,7 @@ class Cluster:
 
     async def _replay(self, command: str, group: str, *arguments: str, program: str = FOREBAY) -> dict[str, Any]:
         """Return the JSON report of a replay command on a group. Raises ProcessError."""
-        where = ["--kafka", self.settings.bootstrap, "--namespace", self.namespace, "--group", group, "--json"]
+        where = [*self.where, "--group", group, "--json"]
         _, out = await self.command(command, command, *arguments, *where, within_s=VERIFIED_WITHIN_S, program=program)
         if not out:
             raise ProcessError(f"{command} printed nothing: {tail(self.processes.folder / f'{command}.log')}")
@@ -341,12 +398,7 @@ class Cluster:
 
     def command_of(self, kind: str, program: str = FOREBAY) -> list[str]:
         """Return the command of a service with the options that all services share."""
-        shared = ["--kafka", self.settings.bootstrap, "--redis", self._redis_url, "--namespace", self.namespace]
-        return [program, kind, *shared]
-
-    def _service(self, program: str, kind: str, name: str, *options: str, on: Host | None = None) -> None:
-        command = [*self.command_of(kind, program), *options]
-        self.processes.start(name, command if on is None else on.command(*command))
+        return [program, kind, *self.where, "--redis", self._redis_url]
 
     def _forget(self, name: str) -> None:
         self._routers.discard(name)

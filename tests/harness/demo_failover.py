@@ -17,21 +17,27 @@ import asyncio
 import contextlib
 import logging
 import statistics
+import subprocess
 import sys
+import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import redis
 
+from forebay.events.decisions import CacheResyncRequested
+from forebay.events.fleet import WorkerLost, WorkerSuspect
+from forebay.events.topics import DECISIONS, FLEET
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import MIN_INSYNC
-from tests.harness import failover
 from tests.harness.brokers import StoppableBroker, create_topics_on
 from tests.harness.cluster import PLAN, POOL, Cluster
-from tests.harness.demos import judged
-from tests.harness.failover import Counts, System
+from tests.harness.demos import Demo
+from tests.harness.failover import PATIENCE_S, TAKEN_S, Counts, System, lost, stop_worker
 from tests.harness.local import (
     CLUSTER_BROKERS,
     CLUSTER_SESSION_S,
@@ -40,8 +46,9 @@ from tests.harness.local import (
     local_kafka_cluster,
     stoppable_redis,
 )
+from tests.integration.stream_clients import prompt
 
-ROUTERS, INGRESSES, WORKERS = 2, 2, 4
+ROUTERS, INGRESSES, WORKERS = ("r1", "r2"), ("i1", "i2"), ("w1", "w2", "w3", "w4")
 SPEEDUP = "0.1"  # of the mock engines: about 57 ms per token, so that streams last longer than a failover
 TIMES = 10  # kills of the owner, restarts of the broker, flushes of Redis
 STOPS = 3
@@ -51,6 +58,9 @@ STOPPED_S = 5.0  # longer than a lease of 3 s
 ASK_EVERY_S = 0.05
 DENSE_S = 0.025  # between requests where a gap of 200 ms is measured
 LEADER, FOLLOWER, CONTROLLER = 2, 3, 1  # numbers of the brokers
+LONG_TOKENS = 120
+UNACKNOWLEDGED_US = 500_000  # an owner makes its last decision before an outage within this time
+DEMO = Demo("demo-failover", __doc__)
 
 
 class Bars(msgspec.Struct, frozen=True):
@@ -125,88 +135,126 @@ class Result:
         return "\n  ".join(["results", *table, f"verified {decisions}: {verdict}"])
 
 
-def report(text: str) -> None:
-    """Print a line of progress."""
-    print(f"demo-failover: {text}", flush=True)
-
-
 def spread(seconds: Sequence[float]) -> str:
     """Return median and maximum of measurements as text."""
     return f"p50 {statistics.median(seconds):.2f} s, max {max(seconds):.2f} s"
 
 
 async def part_owner(system: System, times: int) -> Row:
-    """Kill the owner again and again."""
-    row = Row(f"owner killed {times} times")
+    """Kill the owner again and again, each time with a new standby."""
+    row, cluster = Row(f"owner killed {times} times"), system.cluster
     gaps: list[float] = []
     async with system.load(ASK_EVERY_S, row.counts):
         for number in range(times):
-            claimed_s, gap_s = await failover.kill_owner(system)
+            owner = await cluster.owner()
+            killed_us = cluster.kill(owner)
+            newest = await cluster.taken_over(owner, within_s=TAKEN_S)
+            assert newest.first_routed_us is not None
+            await system.replace_router()
+            claimed_s, gap_s = (newest.claimed_us - killed_us) / 1e6, (newest.first_routed_us - killed_us) / 1e6
             gaps.append(gap_s)
-            report(f"kill {number + 1} of the owner: claimed after {claimed_s:.2f} s, no routing for {gap_s:.2f} s")
+            DEMO.report(
+                f"kill {number + 1} of the owner: claimed after {claimed_s:.2f} s, no routing for {gap_s:.2f} s"
+            )
     row.measured = f"no routing for {spread(gaps)}"
     row.require("the median time without routing", statistics.median(gaps), BARS.owner_p50_s)
     return row
 
 
 async def part_stop(system: System) -> Row:
-    row = Row(f"owner stopped as planned {STOPS} times")
+    """Stop the owner as planned, each time with a new standby."""
+    row, cluster = Row(f"owner stopped as planned {STOPS} times"), system.cluster
     gaps: list[float] = []
     async with system.load(DENSE_S, row.counts):
         for _ in range(STOPS):
-            gaps.append(await failover.stop_owner(system))
-            report(f"planned stop of the owner: no routing for {gaps[-1]:.2f} s")
+            owner = await cluster.owner()
+            await cluster.stop(owner)
+            newest = await cluster.taken_over(owner, within_s=TAKEN_S)
+            before = next(one for one in reversed(await cluster.ownerships()) if one.router == owner)
+            assert newest.first_routed_us is not None
+            assert before.last_routed_us is not None
+            await system.replace_router()
+            gaps.append((newest.first_routed_us - before.last_routed_us) / 1e6)
+            DEMO.report(f"planned stop of the owner: no routing for {gaps[-1]:.2f} s")
     row.measured = f"no routing for {spread(gaps)}"
     row.require("the time without routing", max(gaps), BARS.stop_max_s)
     return row
 
 
 async def part_worker(system: System, streams: int) -> Row:
-    """Kill one of four workers with long streams, and stop its replacement."""
-    row = Row(f"one of {WORKERS} workers killed with {streams} streams")
-    lost_s, moved = await failover.kill_worker(system, "w1", streams, row.counts)
-    system.cluster.worker("w1-again", "--speedup", SPEEDUP)
-    await system.until_members(WORKERS)
-    exit_s = await failover.stop_worker(system, "w1-again")
-    system.cluster.worker("w1-more", "--speedup", SPEEDUP)
-    await system.until_members(WORKERS)
+    """Kill one of four workers once all of its long streams have begun, and stop its replacement."""
+    row, cluster = Row(f"one of {len(WORKERS)} workers killed with {streams} streams"), system.cluster
+    async with system.clients() as clients:
+        results = [clients.submit(prompt(number), LONG_TOKENS) for number in range(streams)]
+        begun = lambda: all(one.text or one.problem for one in results)  # noqa: E731
+        await cluster.until("all streams have begun", begun, within_s=PATIENCE_S)
+        killed_us = cluster.kill("w1")
+        lost_s = ((await lost(cluster, "w1")).at_us - killed_us) / 1e6
+        await clients.all()
+        system.count(clients, LONG_TOKENS, row.counts)
+        moved = sum(one.attempts > 1 for one in results if one.served)
+    cluster.worker("w1-again", "--speedup", SPEEDUP)
+    await cluster.until_members(count=len(WORKERS))
+    exit_s = await stop_worker(cluster, "w1-again")
+    cluster.worker("w1-more", "--speedup", SPEEDUP)
+    await cluster.until_members(count=len(WORKERS))
     row.measured = f"{moved} streams moved; loss recorded {lost_s:.2f} s after the kill, {exit_s:+.2f} s after an exit"
-    report(row.measured)
     if not moved:
         row.problems.append("the killed worker had no stream")
     row.require("the time from exit to fact", exit_s, BARS.exit_max_s)
     return row
 
 
+async def fleet_facts(cluster: Cluster) -> Counter[type]:
+    """Count suspect and lost workers, and orders to re-announce a cache, since the beginning of the log."""
+    facts = await cluster.events(FLEET, WorkerSuspect | WorkerLost)
+    return Counter(map(type, [*facts, *await cluster.events(DECISIONS, CacheResyncRequested)]))
+
+
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for one in busy:
+            one.kill()
+            one.wait()
+
+
 async def part_busy(system: System, seconds: float) -> Row:
     """Run busy processes beside the system, which lose no worker and no owner."""
     row = Row(f"{BUSY_PROCESSES} busy processes for {seconds:g} s")
-    before, claims = await failover.fleet_facts(system.cluster), len(await system.cluster.ownerships())
+    before, claims = await fleet_facts(system.cluster), len(await system.cluster.ownerships())
     async with system.load(ASK_EVERY_S * 2, row.counts):
-        with failover.busy_processes(BUSY_PROCESSES):
+        with busy_processes(BUSY_PROCESSES):
             await asyncio.sleep(seconds)
-    after = await failover.fleet_facts(system.cluster)
+    new = await fleet_facts(system.cluster) - before
     changes = len(await system.cluster.ownerships()) - claims
-    suspect, lost = after.suspect - before.suspect, after.lost - before.lost
-    row.measured = f"workers {suspect} times suspect, {lost} times lost; {changes} takeovers"
-    report(row.measured)
-    if lost:
+    row.measured = f"workers {new[WorkerSuspect]} times suspect, {new[WorkerLost]} times lost; {changes} takeovers"
+    if new[WorkerLost]:
         row.problems.append("a worker that runs was declared lost")
     return row
 
 
 async def part_broker(system: System, broker: StoppableBroker, times: int) -> Row:
-    """Kill and restart the broker again and again."""
+    """Kill the broker and restart it with its data, again and again."""
     row = Row(f"broker killed and restarted {times} times")
     away: list[float] = []
     after: list[float] = []
     pids = system.pids()
     async with system.load(ASK_EVERY_S * 2, row.counts) as clients:
         for number in range(times):
-            away_s, after_s = await failover.restart_broker(system, broker, clients)
-            away.append(away_s)
-            after.append(after_s)
-            report(f"restart {number + 1} of the broker: {away_s:.1f} s away, first response {after_s:.2f} s later")
+            broker.kill()
+            killed_s, first = time.monotonic(), len(clients.results)
+            await broker.restart()
+            back_s = time.monotonic()
+            await system.until_served(clients, 1, first)
+            away.append(back_s - killed_s)
+            after.append(time.monotonic() - back_s)
+            await system.until_served(clients, 20, first)
+            times_s = f"{away[-1]:.1f} s away, first response {after[-1]:.2f} s later"
+            DEMO.report(f"restart {number + 1} of the broker: {times_s}")
     row.measured = f"away for {spread(away)}; first response {spread(after)} after the return"
     if system.pids() != pids:
         row.problems.append("a process was restarted")
@@ -215,18 +263,38 @@ async def part_broker(system: System, broker: StoppableBroker, times: int) -> Ro
 
 async def part_redis(system: System, store: StoppableRedis, times: int) -> Row:
     """Flush Redis again and again, stop it for longer than a lease, and start it empty."""
-    row = Row(f"Redis flushed {times} times, then stopped for {STOPPED_S:g} s and started empty")
-    before = await failover.fleet_facts(system.cluster)
+    row, cluster = (
+        Row(f"Redis flushed {times} times, then stopped for {STOPPED_S:g} s and started empty"),
+        system.cluster,
+    )
+    before, members = await fleet_facts(cluster), len(await cluster.members())
+
+    async def until_held() -> None:
+        """Wait until every worker holds its lease again."""
+        with redis.Redis.from_url(store.url) as client:
+            leases = lambda: list(client.scan_iter(match=f"{cluster.namespace}:lease:*"))  # noqa: E731
+            await cluster.until("leases are held again", leases, lambda found: len(found) == members)
+
     async with system.load(ASK_EVERY_S, row.counts) as clients:
         for _ in range(times):
-            await failover.flush_redis(system, store, clients)
-        await failover.restart_redis(system, store, clients, STOPPED_S)
-    after = await failover.fleet_facts(system.cluster)
-    resyncs = after.resyncs - before.resyncs
-    suspect, lost = after.suspect - before.suspect, after.lost - before.lost
-    row.measured = f"workers {suspect} times suspect, {lost} times lost; {resyncs} caches re-announced"
-    report(row.measured)
-    if lost or resyncs:
+            first = len(clients.results)
+            with redis.Redis.from_url(store.url) as client:
+                client.flushall()
+            await until_held()
+            await system.until_served(clients, 20, first)
+        store.stop()
+        first = len(clients.results)
+        await asyncio.sleep(STOPPED_S)
+        await system.until_served(clients, 20, first)
+        await asyncio.to_thread(store.start)
+        await until_held()
+        await system.until_served(clients, 20, len(clients.results))
+    new = await fleet_facts(cluster) - before
+    lost_workers, resyncs = new[WorkerLost], new[CacheResyncRequested]
+    row.measured = (
+        f"workers {new[WorkerSuspect]} times suspect, {lost_workers} times lost; {resyncs} caches re-announced"
+    )
+    if lost_workers or resyncs:
         row.problems.append(row.measured)
     return row
 
@@ -235,12 +303,18 @@ async def part_brokers(system: System, brokers: list[StoppableBroker]) -> Row:
     """Kill the broker that leads all partitions, and restart it."""
     settings = f"replication {CLUSTER_BROKERS}, min.insync.replicas {MIN_INSYNC}, session {CLUSTER_SESSION_S} s"
     row = Row(f"leader of all partitions killed ({CLUSTER_BROKERS} brokers, {settings})")
-    pids = system.pids()
+    pids, leader = system.pids(), brokers[LEADER - 1]
     async with system.load(ASK_EVERY_S * 2, row.counts) as clients:
-        gap_s, served_s = await failover.kill_leader(system, brokers[LEADER - 1], clients)
-        await brokers[LEADER - 1].restart()
+        leader.kill()
+        killed_us = time.time_ns() // 1000
+        await system.until_served(clients, 1, len(clients.results))
+        served_s = time.time_ns() / 1e9 - killed_us / 1e6
+        # A decision of the moment of the kill waits for its acknowledgement. Later ones are made once it has arrived.
+        begin_us = killed_us + UNACKNOWLEDGED_US
+        routed_us = min(at for one in await system.cluster.ownerships() for at in one.routed_us if at > begin_us)
+        await leader.restart()
+    gap_s = (routed_us - killed_us) / 1e6
     row.measured = f"no routing for {gap_s:.2f} s, no response for {served_s:.2f} s"
-    report(row.measured)
     row.require("the time without routing", gap_s, BARS.leader_max_s)
     if system.pids() != pids:
         row.problems.append("a process was restarted")
@@ -258,14 +332,8 @@ async def running(
         nodes = [LEADER, FOLLOWER, CONTROLLER]
         await create_topics_on(KafkaSettings(kafka, namespace), plan, [POOL], nodes)
     async with Cluster(kafka, redis_url, namespace, folder, plan) as cluster:
-        for number in range(ROUTERS):
-            cluster.router(f"r{number + 1}")
-        for number in range(WORKERS):
-            cluster.worker(f"w{number + 1}", "--speedup", SPEEDUP)
-        for number in range(INGRESSES):
-            cluster.ingress(f"i{number + 1}")
-        report(f"{ROUTERS} routers, {WORKERS} workers and {INGRESSES} ingresses start")
-        await cluster.until_serving(WORKERS)
+        DEMO.report(f"{len(ROUTERS)} routers, {len(WORKERS)} workers and {len(INGRESSES)} ingresses start")
+        await cluster.serve(ROUTERS, WORKERS, INGRESSES, worker=("--speedup", SPEEDUP))
         system = System(cluster)
         yield system
         result.problems += await system.settled()
@@ -300,14 +368,16 @@ async def run(folder: Path, options: argparse.Namespace) -> Result:
                 async with running(one.address, store.url, systems[0], result) as system:
                     for part in chosen:
                         result.rows.append(await part(system))
+                        DEMO.report(result.rows[-1].measured)
                 broker.end()
         if "brokers" in options.parts:
-            report(f"{CLUSTER_BROKERS} brokers start")
+            DEMO.report(f"{CLUSTER_BROKERS} brokers start")
             with local_kafka_cluster(folder / "brokers") as three:
                 brokers = [StoppableBroker(one) for one in three]
                 kafka = ",".join(one.address for one in three)
                 async with running(kafka, store.url, systems[1], result, replicas=CLUSTER_BROKERS) as system:
                     result.rows.append(await part_brokers(system, brokers))
+                    DEMO.report(result.rows[-1].measured)
                 for each in brokers:
                     each.end()
     result.judge()
@@ -326,20 +396,13 @@ def parts_of(text: str) -> list[str]:
 
 
 def main() -> int:
-    """Run the demo of the command line.
-
-    Returns:
-        Exit code: 0 on success, 1 if the demo failed, 2 if it could not run.
-    """
-    parser = argparse.ArgumentParser(prog="demo-failover", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--parts", type=parts_of, default=list(PARTS), help=f"of {','.join(PARTS)} (default all)")
-    parser.add_argument("--times", type=int, default=TIMES, help="kills, restarts and flushes (default %(default)s)")
-    parser.add_argument("--streams", type=int, default=STREAMS, help="of the killed worker's part (%(default)s)")
-    parser.add_argument("--busy-s", type=float, default=BUSY_S, help="seconds of the busy part (%(default)s)")
-    options = parser.parse_args()
+    DEMO.add("--parts", type=parts_of, default=list(PARTS), help=f"of {','.join(PARTS)} (default all)")
+    DEMO.add("--times", type=int, default=TIMES, help="kills, restarts and flushes (default %(default)s)")
+    DEMO.add("--streams", type=int, default=STREAMS, help="of the killed worker's part (%(default)s)")
+    DEMO.add("--busy-s", type=float, default=BUSY_S, help="seconds of the busy part (%(default)s)")
     # The clients of this process log every attempt to reconnect to a killed broker.
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
-    return judged(report, lambda folder: run(folder, options))
+    return DEMO.run_alone(run)
 
 
 if __name__ == "__main__":

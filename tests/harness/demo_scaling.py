@@ -8,13 +8,11 @@ it observes. Exits 1 unless every bar of the table at the end holds. Kafka and R
 
 import argparse
 import asyncio
-import contextlib
 import json
 import statistics
 import sys
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from math import ceil
@@ -26,9 +24,12 @@ from forebay.core.scaling.interpolation import decode_capacity, prefill_speed
 from forebay.core.scaling.rederive import RecordedDecision
 from forebay.events.scaling import DecodePoint, PrefillPoint
 from infra.kafka.kafka import tail
-from tests.harness.cluster import Cluster, ProcessError, remove_topics
-from tests.harness.demos import demo, positive
-from tests.harness.scaling import Scaling, Sent, SteppedLoad, scaling_of, start_planner, supervised
+from tests.harness.cluster import Cluster
+from tests.harness.demos import Demo, Place, positive
+from tests.harness.demos import Result as DemoResult
+from tests.harness.processes import ProcessError
+from tests.harness.scaling import Scaling, SteppedLoad, scaling_of, start_planner, stepped_load, supervised
+from tests.integration.stream_clients import StreamResult
 
 ISL, OSL = 128, 8  # tokens of each prompt and of each response
 LOW, HIGH = 1.5, 5.5  # workers that the two rates keep busy, in the middle between two sizes
@@ -37,14 +38,9 @@ TTFT_MS, ITL_MS = 2_200.0, 1_500.0
 SILENT_S = 5.0  # a standby waits two intervals and this time
 LATE_S = 2.0  # until the claim of a standby is on the topic, on a busy machine
 PROFILED_WITHIN_S = 120.0
-SCALED_WITHIN_S = 120.0
 REPORT_EVERY_S = 5.0
 SEED = 2026
-
-
-def report(text: str) -> None:
-    """Print a line of progress."""
-    print(f"demo-scaling: {text}", flush=True)
+DEMO = Demo("demo-scaling", __doc__)
 
 
 @dataclass(slots=True)
@@ -58,10 +54,9 @@ class Bar:
 
 
 @dataclass(slots=True)
-class Result:
+class Result(DemoResult):
     seconds: float = 0.0
     bars: list[Bar] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
 
     def add(self, text: str, limit: str, measured: str, *, holds: bool) -> None:
         self.bars.append(Bar(text, limit, measured, holds))
@@ -70,20 +65,16 @@ class Result:
 
     def show(self) -> None:
         """Print the bars as a table."""
-        rows = [("bar", "limit", "measured", ""), *((b.text, b.limit, b.measured, _verdict(b)) for b in self.bars)]
+        verdicts = {True: "holds", False: "FAILS"}
+        rows = [("bar", "limit", "measured", "")]
+        rows += [(one.text, one.limit, one.measured, verdicts[one.holds]) for one in self.bars]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         for row in rows:
-            report("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+            DEMO.report("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
     def line(self) -> str:
-        verdict = f"FAILED ({'; '.join(self.problems)})" if self.problems else "ok"
-        return (
-            f"{len(self.bars) - len(self.problems)} of {len(self.bars)} bars hold after {self.seconds:.0f} s: {verdict}"
-        )
-
-
-def _verdict(bar: Bar) -> str:
-    return "holds" if bar.holds else "FAILS"
+        holding = len(self.bars) - len(self.problems)
+        return f"{holding} of {len(self.bars)} bars hold after {self.seconds:.0f} s: {self.verdict}"
 
 
 @dataclass(slots=True)
@@ -111,31 +102,9 @@ class Run:
     killed_s: float = 0.0
     dropped_s: float = 0.0
 
-    async def until(self, what: str, condition: Callable[[], bool], within_s: float = SCALED_WITHIN_S) -> float:
-        """Wait for a condition and return the time. Raises ProcessError if it takes too long or a process ends."""
-
-        async def holds() -> bool:
-            return condition()
-
-        await self.cluster.processes.until(what, holds, within_s=within_s)
-        return time.time()
-
-    async def until_members(self, count: int) -> float:
-        """Wait until the pool has `count` members, and return the time."""
-
-        async def are() -> bool:
-            return len(await self.cluster.members()) == count
-
-        await self.cluster.processes.until(f"{count} workers are members", are, within_s=SCALED_WITHIN_S)
-        return time.time()
-
-    def is_decided(self, size: int) -> bool:
-        """Return whether the last decision that changed the size led to `size`."""
-        return bool(self.scaling.changes) and self.scaling.changes[-1].to_size == size
-
     def log(self, text: str) -> None:
         """Print a line of the timeline."""
-        report(f"{time.time() - self.began_s:4.0f} s: {text}")
+        DEMO.report(f"{time.time() - self.began_s:4.0f} s: {text}")
 
 
 async def measured(cluster: Cluster, speed: tuple[str, ...], url: str) -> Path:
@@ -161,7 +130,7 @@ def worker_seconds(path: Path) -> float:
     decode = msgspec.convert(raw["decode"], tuple[DecodePoint, ...])
     speed = prefill_speed(prefill, ISL)
     capacity = decode_capacity(decode, ISL + OSL / 2, ITL_MS, None)
-    report(
+    DEMO.report(
         f"profile of a worker: {speed.ttft_ms:.0f} ms to the first token of {ISL} tokens, {speed.tokens_per_s:.0f} "
         f"prompt tokens/s, {capacity.tokens_per_s:.0f} output tokens/s"
     )
@@ -197,14 +166,14 @@ async def _status(run: Run) -> str:
     now_s = time.time()
     begun = [one for one in run.load.sent if one.ttft_s is not None and now_s - REPORT_EVERY_S <= one.at_s + one.ttft_s]
     ttft = "TTFT -" if not begun else f"TTFT mean {_mean_ttft_ms(begun):5.0f} ms"
-    in_flight = sum(not one.ended and not one.problem for one in run.load.sent)
+    in_flight = sum(not one.ends and not one.problem for one in run.load.sent)
     settings = run.scaling.state.settings
     size = run.scaling.state.size(settings.pools[0]) if settings else None
     members = len(await run.cluster.members())
     return f"rate {run.load.rate:4.1f}/s, decided {size or 0}, members {members}, {ttft}, {in_flight} in flight"
 
 
-def _mean_ttft_ms(sent: list[Sent]) -> float:
+def _mean_ttft_ms(sent: list[StreamResult]) -> float:
     return 1000 * statistics.fmean(one.ttft_s for one in sent if one.ttft_s is not None)
 
 
@@ -219,9 +188,9 @@ async def play(run: Run, seconds: float) -> None:
     await asyncio.sleep(2.5 * run.interval_s)
     run.load.rate, run.stepped_s = HIGH / seconds, time.time()
     run.log(f"the rate rises from {LOW / seconds:.1f} to {HIGH / seconds:.1f} requests per second")
-    await run.until(f"{LARGE} workers are decided", lambda: run.is_decided(LARGE))
+    await run.scaling.until_decided(LARGE)
     run.decided_s = run.scaling.changes[-1].at_s
-    run.ready_s = await run.until_members(LARGE)
+    run.ready_s = await run.scaling.until_members(LARGE)
     run.log(f"{LARGE} workers are ready, {run.ready_s - run.decided_s:.1f} s after the decision")
     await asyncio.sleep(max(0.0, deadline_s(run) + run.interval_s - time.time()))
     run.claims, (_, active) = len(run.scaling.claims), run.scaling.claims[-1]
@@ -230,9 +199,9 @@ async def play(run: Run, seconds: float) -> None:
     await asyncio.sleep(run.interval_s)
     run.load.rate, run.dropped_s = LOW / seconds, time.time()
     run.log(f"the rate falls to {LOW / seconds:.1f} requests per second")
-    await run.until("the standby claims the topic", lambda: len(run.scaling.claims) > run.claims)
-    await run.until(f"{SMALL} workers are decided", lambda: run.is_decided(SMALL))
-    await run.until_members(SMALL)
+    await run.scaling.until_claimed(run.claims)
+    await run.scaling.until_decided(SMALL)
+    await run.scaling.until_members(SMALL)
     run.log(f"{SMALL} workers are left")
     await asyncio.sleep(run.interval_s)
 
@@ -270,8 +239,8 @@ def judge(run: Run, decisions: list[RecordedDecision], result: Result) -> None:
         result.add(f"TTFT {name}", f"mean {TTFT_MS:.0f} ms", text, holds=mean_ms <= TTFT_MS)
     rise = [one for one in run.load.sent if run.stepped_s <= one.at_s < deadline_s(run) and one.ttft_s is not None]
     highest_ms = max(1000 * (one.ttft_s or 0.0) for one in rise)
-    report(f"TTFT in the meantime: mean {_mean_ttft_ms(rise):.0f} ms, highest {highest_ms:.0f} ms")
-    failed = [one for one in run.load.sent if not one.ended]
+    DEMO.report(f"TTFT in the meantime: mean {_mean_ttft_ms(rise):.0f} ms, highest {highest_ms:.0f} ms")
+    failed = run.load.failed()
     of = f"{len(failed)} of {len(run.load.sent)}"
     result.add("requests that failed", "0", of + (f": {failed[0].problem}" if failed else ""), holds=not failed)
     taken_s = run.scaling.claims[run.claims][0] - run.killed_s
@@ -287,57 +256,38 @@ def judge(run: Run, decisions: list[RecordedDecision], result: Result) -> None:
     result.add("changes that the supervisor executed", "all", text, holds=len(replies) == len(run.scaling.changes))
 
 
-async def run_demo(kafka: str, redis_url: str, folder: Path, options: argparse.Namespace, *, keep: bool) -> Result:
-    result, began_s, namespace = Result(), time.monotonic(), f"demo-{uuid.uuid4().hex[:8]}"
+async def run_demo(place: Place, options: argparse.Namespace) -> Result:
+    result, began_s = Result(), time.monotonic()
     speed = ("--speedup", str(options.speedup))
     pool: dict[str, object] = {"min_size": 1, "max_size": 8, "startup_s": 10, "profile": "profile.json"}
     settings: dict[str, object] = {"interval_s": options.interval_s, "ttft_ms": TTFT_MS, "itl_ms": ITL_MS}
-    try:
-        async with contextlib.AsyncExitStack() as stack:
-            cluster = await stack.enter_async_context(Cluster(kafka, redis_url, namespace, folder))
-            cluster.router("r1")
-            url = cluster.ingress("i1")
-            report(f"a router and an ingress start; logs in {folder}")
-            seconds = worker_seconds(await measured(cluster, speed, url))
-            scaling = await stack.enter_async_context(scaling_of(cluster))
-            await stack.enter_async_context(supervised(cluster, "s", redis_url, *speed))
-            run = Run(cluster, scaling, SteppedLoad(url, isl=ISL, osl=OSL, seed=SEED), options.interval_s, time.time())
+    async with place.cluster() as cluster:
+        cluster.router("r1")
+        url = cluster.ingress("i1")
+        DEMO.report(f"a router and an ingress start; logs in {place.folder}")
+        seconds = worker_seconds(await measured(cluster, speed, url))
+        async with scaling_of(cluster) as scaling, supervised(cluster, "s", *speed):
             for name in ("p1", "p2"):
                 start_planner(cluster, name, settings, pool)
-                await run.until("a planner claims the topic", lambda: bool(scaling.claims))
-            async with reporting(run):
-                await scaling.set_size(SMALL)
-                await run.until_members(SMALL)
-                await scaling.set_size(None)
-                async with run.load.running():
+                await scaling.until_claimed()
+            await scaling.set_size(SMALL)
+            await scaling.until_members(SMALL)
+            await scaling.set_size(None)
+            async with stepped_load(url, isl=ISL, osl=OSL, seed=SEED) as load:
+                run = Run(cluster, scaling, load, options.interval_s, time.time())
+                async with reporting(run):
                     await play(run, seconds)
             judge(run, await scaling.decisions(), result)
-    finally:
-        if not keep:
-            await remove_topics(kafka, namespace)
     result.seconds = time.monotonic() - began_s
     result.show()
     return result
 
 
 def main() -> int:
-    """Run the demo of the command line.
-
-    Returns:
-        Exit code: 0 on success, 1 if the demo failed, 2 if it could not run.
-    """
-    parser = argparse.ArgumentParser(prog="demo-scaling", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--interval-s", type=positive, default=8.0, help="interval of the planner in seconds (default %(default)s)"
-    )
-    parser.add_argument(
-        "--speedup",
-        type=positive,
-        default=0.03,
-        help="speed of the mock engines relative to the GPU (default %(default)s)",
-    )
-    options = parser.parse_args()
-    return demo(report, lambda kafka, redis_url, folder, keep: run_demo(kafka, redis_url, folder, options, keep=keep))
+    text = "interval of the planner in seconds (default %(default)s)"
+    DEMO.add("--interval-s", type=positive, default=8.0, help=text)
+    DEMO.add_speedup(0.03)
+    return DEMO.run(run_demo)
 
 
 if __name__ == "__main__":

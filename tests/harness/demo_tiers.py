@@ -11,12 +11,10 @@ of your own: FOREBAY_KAFKA (host:port) and FOREBAY_REDIS (URL), as for `make dem
 import argparse
 import asyncio
 import sys
-import uuid
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from tests.harness.cluster import Cluster, remove_topics
-from tests.harness.demos import demo, positive
+from tests.harness.demos import Demo, Place, positive
+from tests.harness.demos import Result as DemoResult
 from tests.harness.s3 import faulty_s3
 from tests.harness.tier_system import Reuse, TierSystem
 from tests.integration.stream_clients import StreamResult, stream_clients
@@ -27,10 +25,11 @@ WITHOUT_HOST = ("w2", "w4")
 CONVERSATIONS, TURNS = 24, 8
 FAILS_S = 4.0  # how long the bucket denies access, and how long it is stopped
 AGAIN = 8  # conversations that continue after a restart
+DEMO = Demo("demo-tiers", __doc__)
 
 
 @dataclass(slots=True)
-class Result:
+class Result(DemoResult):
     """The result of the demo.
 
     Attributes:
@@ -40,7 +39,6 @@ class Result:
         restarted: KV loaded by the restarted worker.
         newcomers: KV loaded by the new workers, by the kind of their store.
         stale: blocks that workers expected in a shared store and could not use.
-        verified: number of decisions that were derived equal.
     """
 
     exact: int = 0
@@ -50,9 +48,6 @@ class Result:
     newcomers: dict[str, Reuse] = field(default_factory=dict)
     damaged: dict[str, int] = field(default_factory=dict)
     stale: int = 0
-    verified: int = 0
-    decisions: int = 0
-    problems: list[str] = field(default_factory=list)
 
     def judge(self) -> None:
         """Add every unmet requirement to `problems`."""
@@ -69,38 +64,33 @@ class Result:
                 self.problems.append(f"the new worker loaded no KV from the {kind}")
         if not self.damaged:
             self.problems.append("nothing was damaged")
-        if not self.decisions or self.verified != self.decisions:
-            self.problems.append(f"{self.decisions} decisions were recorded and {self.verified} of them derived equal")
+        self.judge_decisions()
 
     def line(self) -> str:
-        verdict = f"FAILED ({'; '.join(self.problems)})" if self.problems else "ok"
         return (
             f"{self.exact} answers exact, {len(self.wrong)} wrong; {sum(self.damaged.values())} blocks damaged, "
-            f"{self.stale} stale entries of stores found; verified {self.verified} of {self.decisions}: {verdict}"
+            f"{self.stale} stale entries of stores found; verified {self.verified} of {self.decisions}: {self.verdict}"
         )
-
-
-def report(text: str) -> None:
-    """Print a line of progress."""
-    print(f"demo-tiers: {text}", flush=True)
 
 
 async def under_load(system: TierSystem, result: Result, turns: int) -> None:
     """Hold conversations while blocks are damaged, and while the bucket fails twice."""
-    report(f"{CONVERSATIONS} conversations of {turns} turns begin; blocks are truncated, flipped and deleted meanwhile")
+    DEMO.report(
+        f"{CONVERSATIONS} conversations of {turns} turns begin; blocks are truncated, flipped and deleted meanwhile"
+    )
     async with system.damaging():
         talking = asyncio.create_task(system.converse(range(CONVERSATIONS), turns))
         for failure, fail in (("denies access", system.bucket.deny), ("is stopped", system.bucket.stop)):
             await asyncio.wait([talking], timeout=FAILS_S)
             await asyncio.to_thread(fail)
-            report(f"the bucket {failure} for {FAILS_S:g} s")
+            DEMO.report(f"the bucket {failure} for {FAILS_S:g} s")
             await asyncio.wait([talking], timeout=FAILS_S)
             await asyncio.to_thread(system.bucket.start)
         results = await talking
     result.reuse = await system.reuse(results)
     result.damaged = dict(system.damage.done)
-    report(f"prompt tokens loaded instead of computed: {result.reuse.line()}")
-    report("damaged: " + ", ".join(f"{count} {kind}s" for kind, count in sorted(result.damaged.items())))
+    DEMO.report(f"prompt tokens loaded instead of computed: {result.reuse.line()}")
+    DEMO.report("damaged: " + ", ".join(f"{count} {kind}s" for kind, count in sorted(result.damaged.items())))
 
 
 async def only(
@@ -109,71 +99,55 @@ async def only(
     """Let workers leave, and continue some conversations of certain workers on the worker that remains."""
     for other in leaving:
         await system.cluster.stop(other)
-    await system.members(name)
+    await system.cluster.until_members(name)
     return await system.converse(system.served_by(*served_by)[:AGAIN], 1)
 
 
 async def after_load(system: TierSystem, result: Result) -> None:
     """Restart a worker with its disk, and replace all workers by new ones with the same stores."""
     await system.restart("w1")
-    report("kill -9 of w1, which starts again with its disk; the other workers leave")
+    DEMO.report("kill -9 of w1, which starts again with its disk; the other workers leave")
     result.restarted = await system.reuse(await only(system, "w1", ("w2", *ON_BUCKET), ("w1",)))
-    report(f"the restarted w1 loaded {result.restarted.line()}")
+    DEMO.report(f"the restarted w1 loaded {result.restarted.line()}")
     previous = "w1"
     for name, kind, others in (("w5", "directory", ON_DIRECTORY), ("w6", "bucket", ON_BUCKET)):
         system.worker(name, bucket=kind == "bucket")
-        await system.members(previous, name)
+        await system.cluster.until_members(previous, name)
         found = result.newcomers[kind] = await system.reuse(await only(system, name, (previous,), others))
-        report(
+        DEMO.report(
             f"{name} is new, with the same {kind}, and loaded {found.line()}; {found.own:,} only others had computed"
         )
         previous = name
 
 
-async def run(kafka: str, redis_url: str, folder: Path, options: argparse.Namespace, *, keep: bool) -> Result:
-    result, namespace = Result(), f"demo-{uuid.uuid4().hex[:8]}"
-    try:
-        with faulty_s3("kv-blocks") as bucket:
-            async with Cluster(kafka, redis_url, namespace, folder) as cluster:
-                cluster.router("r1")
-                url = cluster.ingress("i1")
-                async with stream_clients([url], "demo") as clients:
-                    system = TierSystem(cluster, clients, folder, bucket)
-                    for name in (*ON_DIRECTORY, *ON_BUCKET):
-                        system.worker(name, bucket=name in ON_BUCKET, host=name not in WITHOUT_HOST)
-                    report(
-                        f"four workers start, {' and '.join(ON_DIRECTORY)} with a shared directory, "
-                        f"{' and '.join(ON_BUCKET)} with the bucket {bucket.url}/{bucket.bucket}, "
-                        f"{' and '.join(WITHOUT_HOST)} without host memory; logs in {folder}"
-                    )
-                    await cluster.until_serving(len(ON_DIRECTORY + ON_BUCKET))
-                    await under_load(system, result, options.turns)
-                    await after_load(system, result)
-                    result.stale = await system.stale()
-                    result.verified, result.decisions = await system.verified()
-                    result.exact, result.wrong = system.exact, system.wrong
-    finally:
-        if not keep:
-            await remove_topics(kafka, namespace)
+async def run(place: Place, options: argparse.Namespace) -> Result:
+    result = Result()
+    with faulty_s3("kv-blocks") as bucket:
+        async with place.cluster() as cluster, stream_clients([cluster.ingress("i1")], "demo") as clients:
+            cluster.router("r1")
+            system = TierSystem(cluster, clients, place.folder, bucket)
+            for name in (*ON_DIRECTORY, *ON_BUCKET):
+                system.worker(name, bucket=name in ON_BUCKET, host=name not in WITHOUT_HOST)
+            DEMO.report(
+                f"four workers start, {' and '.join(ON_DIRECTORY)} with a shared directory, "
+                f"{' and '.join(ON_BUCKET)} with the bucket {bucket.url}/{bucket.bucket}, "
+                f"{' and '.join(WITHOUT_HOST)} without host memory; logs in {place.folder}"
+            )
+            await cluster.until_serving(len(ON_DIRECTORY + ON_BUCKET))
+            await under_load(system, result, options.turns)
+            await after_load(system, result)
+            result.stale = await system.stale()
+            await result.verify(cluster)
+            result.exact, result.wrong = system.exact, system.wrong
     result.judge()
     return result
 
 
 def main() -> int:
-    """Run the demo of the command line.
-
-    Returns:
-        Exit code: 0 on success, 1 if the demo failed, 2 if it could not run.
-    """
-    parser = argparse.ArgumentParser(prog="demo-tiers", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--turns",
-        type=lambda text: round(positive(text)),
-        default=TURNS,
-        help="turns per conversation (default %(default)s)",
+    DEMO.add(
+        "--turns", type=lambda text: round(positive(text)), default=TURNS, help="turns per conversation (%(default)s)"
     )
-    options = parser.parse_args()
-    return demo(report, lambda kafka, redis_url, folder, keep: run(kafka, redis_url, folder, options, keep=keep))
+    return DEMO.run(run)
 
 
 if __name__ == "__main__":

@@ -12,40 +12,39 @@ import argparse
 import asyncio
 import sys
 import time
-import uuid
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 
 from forebay.core.rederive import Divergence
 from forebay.core.step import claim
 from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import CostTerms, RequestRouted
 from forebay.events.progress import RequestFinished
-from forebay.events.topics import DECISIONS, HEARTBEATS, PROGRESS
+from forebay.events.topics import DECISIONS, PROGRESS
 from forebay.replay.spans import spans_of
 from forebay.replay.walk import Start, Walk
 from forebay.transport.history.start import EMPTY_STATE
-from tests.harness.cluster import FOREBAY, PLAN, Cluster, Ownership
-from tests.harness.demos import demo
-from tests.harness.failover import Counts, System, served, stop_worker
+from tests.harness.cluster import FOREBAY, Cluster, Ownership
+from tests.harness.demos import Demo, Place
+from tests.harness.failover import Counts, System, stop_worker
 from tests.harness.other_version import BATCH_MEASURED, COST_NOTED, OTHER_VERSION, build
 from tests.harness.processes import ProcessError
-from tests.integration.stream_clients import StreamClients, StreamResult, prompt, stream_clients
+from tests.integration.stream_clients import StreamClients, StreamResult, prompt
 
 SPEEDUP = "0.1"  # of the mock engines: about 57 ms per token, so that streams last longer than a hand-off
 WARM, WARM_BLOCKS = 40, 16
 WARM_TOKENS = 2
 FIRST_WARM = 1_000_000  # number of the first warm prompt; the load uses lower ones
-TOKENS, LONG_TOKENS = 6, 120
+LONG_TOKENS = 120
 STREAMS = 40
 ASK_EVERY_S = 0.04
 AFTER_REQUESTS = 25  # requests routed after a hand-off before the next step
 TAKEN_S, DRAIN_S, COMMAND_S = 60.0, 60.0, 60.0
 READ_US = 1_000_000  # a worker has read the announcement of a new owner after this time
 OTHER_WORKER = "w4-1"  # the only worker of the other version
-KEPT_WORKERS = 3  # these run all the time; the cache of a replaced worker ends with its process
+KEPT_WORKERS = ("w1", "w2", "w3")  # these run all the time; the cache of a replaced worker ends with its process
+DEMO = Demo("demo-upgrade", __doc__)
 
 
 @dataclass(slots=True)
@@ -143,11 +142,6 @@ class Result:
         return "\n  ".join([*lines, verdict])
 
 
-def report(text: str) -> None:
-    """Print a line of progress."""
-    print(f"demo-upgrade: {text}", flush=True)
-
-
 class Rollout:
     """Replaces processes of one version with those of the other one, while clients send requests."""
 
@@ -161,9 +155,9 @@ class Rollout:
         """Start the routers `new`, then stop the routers `old` one by one, the owner first. Raises ProcessError."""
         for name in new:
             self._cluster.router(name, program=program)
-        await self._until_followed(new)
+        await self._system.until_followed(new, await self._system.journal_end())
         while old:
-            owner = await self._system.owner()
+            owner = await self._cluster.owner()
             name = owner if owner in old else old[0]
             old.remove(name)
             if name == owner:
@@ -175,15 +169,15 @@ class Rollout:
         """Start the worker `new`, then stop `old`, which finishes its requests in flight. Raises ProcessError."""
         members = len(await self._cluster.members())
         self._cluster.worker(new, "--speedup", SPEEDUP, "--drain-s", f"{DRAIN_S:g}", program=program)
-        await self._system.until_members(members + 1)
+        await self._cluster.until_members(count=members + 1)
         await self._until_more_routed(AFTER_REQUESTS)
-        in_flight = self._in_flight()
-        exit_s = await stop_worker(self._system, old)
+        in_flight = sum(not one.ends and not one.problem for one in self._clients.results)
+        exit_s = await stop_worker(self._cluster, old)
         self._result.in_flight.append(
             f"worker {old} replaced by {new} with {in_flight} responses in flight in the system; loss recorded"
             f" {exit_s:+.2f} s after its exit"
         )
-        report(self._result.in_flight[-1])
+        DEMO.report(self._result.in_flight[-1])
 
     async def ingress(self, old: str, new: str, program: str) -> None:
         """Start the ingress `new`, send no more requests to `old`, and stop `old`. Raises ProcessError."""
@@ -195,10 +189,7 @@ class Rollout:
         self._clients.urls[:] = list(urls.values())
         await self._cluster.stop(old, within_s=DRAIN_S)
         self._result.in_flight.append(f"ingress {old} replaced by {new} with {in_flight} of its responses in flight")
-        report(self._result.in_flight[-1])
-
-    def _in_flight(self) -> int:
-        return sum(not one.ends and not one.problem for one in self._clients.results)
+        DEMO.report(self._result.in_flight[-1])
 
     async def _hand_off(self, owner: str) -> None:
         stopped_us = time.time_ns() // 1000
@@ -207,25 +198,11 @@ class Rollout:
         await self._until_more_routed(AFTER_REQUESTS)
         ownerships = await self._cluster.ownerships()
         self._result.hand_offs.append(hand_off_in(ownerships, owner, after, stopped_us))
-        report(f"hand-off from {self._result.hand_offs[-1].line()}")
+        DEMO.report(f"hand-off from {self._result.hand_offs[-1].line()}")
 
     async def _until_more_routed(self, count: int) -> None:
-        first = await self._cluster.routed()
-
-        async def routed() -> bool:
-            return await self._cluster.routed() >= first + count
-
-        await self._cluster.processes.until("requests are routed", routed)
-
-    async def _until_followed(self, routers: list[str]) -> None:
-        """Wait until these routers write heartbeats and have read the journal up to its present end."""
-        end = max(beat.position for beat in await self._cluster.events(HEARTBEATS))
-
-        async def followed() -> bool:
-            beats = await self._cluster.events(HEARTBEATS)
-            return set(routers) <= {beat.router_id for beat in beats if beat.position >= end}
-
-        await self._cluster.processes.until(f"{routers} follow the journal", followed)
+        least = await self._cluster.routed() + count
+        await self._cluster.until("requests are routed", self._cluster.routed, lambda routed: routed >= least)
 
 
 def hand_off_in(ownerships: list[Ownership], stopped: str, after: Ownership, since_us: int) -> HandOff:
@@ -246,7 +223,7 @@ def longest_gap_s(ownerships: list[Ownership], since_us: int) -> float:
 async def ask_warm(system: System, holders: list[set[str]], counts: Counts) -> list[StreamResult]:
     """Send the warm prompts one after the other, and return their responses in the order of `holders`."""
     found: dict[int, StreamResult] = {}
-    async with stream_clients(list(system.cluster.urls.values()), uuid.uuid4().hex[:8]) as clients:
+    async with system.clients() as clients:
         for number in by_turns(holders):
             (found[number],) = await clients.answers([prompt(FIRST_WARM + number, WARM_BLOCKS)], WARM_TOKENS)
         system.count(clients, WARM_TOKENS, counts)
@@ -292,7 +269,6 @@ def selects_other(decided: RequestRouted) -> bool:
 async def first_difference(cluster: Cluster) -> Divergence | None:
     """Derive the decisions of the other version by the rules of this tree. Return the first one that differs."""
     log, partition = cluster.log, cluster.partition()
-    assert partition is not None
     end = await log.end(DECISIONS.name, partition)
     for span in await spans_of(log, partition, EMPTY_STATE, end):
         if span.is_own or span.claim is None:
@@ -307,7 +283,7 @@ async def first_difference(cluster: Cluster) -> Divergence | None:
 
 async def prove(cluster: Cluster, other: str, result: Result) -> None:
     """Verify the journal with both versions, and look for decisions that the changed rule changed."""
-    covered = 0
+    covered, end = 0, await cluster.log.end(DECISIONS.name, cluster.partition())
     for version, program in ((CORE_VERSION, FOREBAY), (OTHER_VERSION, other)):
         found = await cluster.verify(program=program)
         result.verified[version] = found["verified"], found["decisions"]
@@ -316,12 +292,11 @@ async def prove(cluster: Cluster, other: str, result: Result) -> None:
         others = {span["rules"] for span in found["others"]}
         if others != {CORE_VERSION, OTHER_VERSION} - {version}:
             result.problems.append(f"version {version} names the other versions {others}")
-        covered += await journal_end(cluster) - sum(span["end"] - span["first"] for span in found["others"])
-    if covered != await journal_end(cluster):
-        result.problems.append(f"the versions verified {covered} records, the journal has {await journal_end(cluster)}")
+        covered += end - sum(span["end"] - span["first"] for span in found["others"])
+    if covered != end:
+        result.problems.append(f"the versions verified {covered} records, the journal has {end}")
     epochs = {one.epoch for one in await cluster.ownerships() if one.rules == OTHER_VERSION}
-    decided = [one for one in await cluster.events(DECISIONS) if isinstance(one, RequestRouted)]
-    decided = [one for one in decided if one.owner_epoch in epochs]
+    decided = [one for one in await cluster.events(DECISIONS, RequestRouted) if one.owner_epoch in epochs]
     result.routed, result.changed = len(decided), sum(map(selects_other, decided))
     result.noted = len(await cluster.unknown(DECISIONS, COST_NOTED))
     await count_measured(cluster, result)
@@ -329,7 +304,7 @@ async def prove(cluster: Cluster, other: str, result: Result) -> None:
     if difference is None:
         result.problems.append("the rules of this tree derive every decision of the other version")
     else:
-        report(f"by the rules of this tree, journal record {difference.offset} {difference.reason}")
+        DEMO.report(f"by the rules of this tree, journal record {difference.offset} {difference.reason}")
     result.problems += [f"{name} printed a traceback" for name in cluster.processes.tracebacks()]
 
 
@@ -347,14 +322,8 @@ async def count_measured(cluster: Cluster, result: Result) -> None:
     written = await cluster.unknown(PROGRESS, BATCH_MEASURED)
     result.measured = sum(map(is_known, written))
     result.early = len(written) - result.measured
-    finished = [one for one in await cluster.events(PROGRESS) if isinstance(one, RequestFinished)]
+    finished = await cluster.events(PROGRESS, RequestFinished)
     result.unmeasured = sum(one.worker_id == OTHER_WORKER and not is_known(one.at_us) for one in finished)
-
-
-async def journal_end(cluster: Cluster) -> int:
-    partition = cluster.partition()
-    assert partition is not None
-    return await cluster.log.end(DECISIONS.name, partition)
 
 
 async def check_program(cluster: Cluster, other: str) -> None:
@@ -362,17 +331,13 @@ async def check_program(cluster: Cluster, other: str) -> None:
     _, out = await cluster.command("version", "--version", within_s=COMMAND_S, program=other)
     if not out.strip().endswith(f"decision rules {OTHER_VERSION}"):
         raise ProcessError(f"the other version is {out.strip()}, expected decision rules {OTHER_VERSION}")
-    report(f"this tree has decision rules {CORE_VERSION}, the other version is {out.strip()}")
+    DEMO.report(f"this tree has decision rules {CORE_VERSION}, the other version is {out.strip()}")
 
 
 async def replace(system: System, result: Result, generation: int, names: dict[str, list[str]], program: str) -> None:
     """Replace the processes `names` under load with processes of `program`, and update `names`."""
-    cluster = system.cluster
     new = {kind: [f"{name[:2]}-{generation}" for name in old] for kind, old in names.items()}
-    async with (
-        system.load(ASK_EVERY_S, result.counts, TOKENS) as clients,
-        stream_clients(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as long,
-    ):
+    async with system.load(ASK_EVERY_S, result.counts) as clients, system.clients() as long:
         rollout = Rollout(system, clients, result)
         for number in range(STREAMS):
             long.submit(prompt(2 * FIRST_WARM + generation * STREAMS + number), LONG_TOKENS)
@@ -384,36 +349,28 @@ async def replace(system: System, result: Result, generation: int, names: dict[s
             await rollout.worker(names["workers"][0], new["workers"][0], program)
         await rollout.ingress(names["ingresses"][0], new["ingresses"][0], program)
         await long.all()
-        first = len(clients.results)
-        await cluster.processes.until("requests are served", lambda: served(clients, AFTER_REQUESTS, first))
+        await system.until_served(clients, AFTER_REQUESTS, len(clients.results))
         system.count(long, LONG_TOKENS, result.counts)
     names.update(new)
 
 
-async def run(kafka: str, redis_url: str, folder: Path, *, keep: bool = False) -> Result:
-    del keep  # the namespace is new, and the broker ends with the demo unless it is the user's
+async def run(place: Place, _options: argparse.Namespace) -> Result:
     result = Result()
-    other = await asyncio.to_thread(build, folder / "other")
-    async with Cluster(kafka, redis_url, f"demo-{uuid.uuid4().hex[:8]}", folder, PLAN) as cluster:
+    other = await asyncio.to_thread(build, place.folder / "other")
+    async with place.cluster() as cluster:
         await check_program(cluster, other)
         names = {"routers": ["r1", "r2"], "workers": ["w4"], "ingresses": ["i2"]}
-        for name in names["routers"]:
-            cluster.router(name)
-        for number in range(KEPT_WORKERS):
-            cluster.worker(f"w{number + 1}", "--speedup", SPEEDUP)
-        for name in ("i1", "i2"):
-            cluster.ingress(name)
-        await cluster.until_serving(KEPT_WORKERS)
+        await cluster.serve(names["routers"], KEPT_WORKERS, ("i1", "i2"), worker=("--speedup", SPEEDUP))
         system = System(cluster)
         holders: list[set[str]] = [set() for _ in range(WARM)]
         kept(holders, await ask_warm(system, holders, result.counts))
         cluster.worker("w4", "--speedup", SPEEDUP)
-        await system.until_members(KEPT_WORKERS + 1)
-        report(f"{WARM} prefixes are warm")
+        await cluster.until_members(count=len(KEPT_WORKERS) + 1)
+        DEMO.report(f"{WARM} prefixes are warm")
         for generation, program in enumerate((other, FOREBAY), start=1):
             await replace(system, result, generation, names, program)
             result.kept.append(kept(holders, await ask_warm(system, holders, result.counts)))
-            report(f"{result.kept[-1]} of {WARM} warm prefixes kept")
+            DEMO.report(f"{result.kept[-1]} of {WARM} warm prefixes kept")
         result.problems += await system.settled()
         await prove(cluster, other, result)
     result.judge()
@@ -421,13 +378,7 @@ async def run(kafka: str, redis_url: str, folder: Path, *, keep: bool = False) -
 
 
 def main() -> int:
-    """Run the demo of the command line.
-
-    Returns:
-        Exit code: 0 on success, 1 if the demo failed, 2 if it could not run.
-    """
-    argparse.ArgumentParser(prog="demo-upgrade", description=__doc__.splitlines()[0] if __doc__ else None).parse_args()
-    return demo(report, lambda kafka, redis_url, folder, keep: run(kafka, redis_url, folder, keep=keep))
+    return DEMO.run(run)
 
 
 if __name__ == "__main__":

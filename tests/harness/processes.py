@@ -82,11 +82,7 @@ class Process:
 
     def family(self) -> list[int]:
         """Return the process ids of the process and all its descendants. Linux only."""
-        parents = _running()
-        found = [self.process.pid]
-        for one in found:
-            found += [pid for pid, parent in parents.items() if parent == one]
-        return found
+        return [self.process.pid, *descendants(self.process.pid)]
 
     def signal(self, number: signal.Signals) -> None:
         os.killpg(self.process.pid, number)
@@ -214,6 +210,15 @@ def still_running(pids: Sequence[int]) -> list[int]:
     """Return the processes of `pids` that have not ended; a zombie counts as ended. Linux only."""
     running = _running()
     return [pid for pid in pids if pid in running]
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the process ids of all descendants of a process that have not ended. Linux only."""
+    parents = _running()
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
 
 
 def _running() -> dict[int, int]:

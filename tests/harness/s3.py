@@ -4,26 +4,19 @@ The server runs in threads of this process. Its objects survive a stop.
 """
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
-import boto3
+import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from moto.server import MotoRequestHandler
 from werkzeug.serving import BaseWSGIServer, make_server
 
 from infra.kafka.kafka import HOST
 from tests.harness.local import free_ports
+from tests.harness.s3_process import CREDENTIALS, s3_client
 
-# Of clients of the server. boto3 and NIXL read them from the environment.
-CREDENTIALS = {
-    "AWS_ACCESS_KEY_ID": "test",
-    "AWS_SECRET_ACCESS_KEY": "test",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_EC2_METADATA_DISABLED": "true",
-}
 DENIED = (
     b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>'
 )
@@ -56,13 +49,7 @@ class FaultyS3:
 
     @property
     def client(self) -> Any:
-        return boto3.client(
-            "s3",
-            endpoint_url=self.url,
-            aws_access_key_id=CREDENTIALS["AWS_ACCESS_KEY_ID"],
-            aws_secret_access_key=CREDENTIALS["AWS_SECRET_ACCESS_KEY"],
-            region_name=CREDENTIALS["AWS_DEFAULT_REGION"],
-        )
+        return s3_client(self.url)
 
     def keys(self, suffix: str = "") -> list[str]:
         """Return the keys of all objects that end with `suffix`."""
@@ -103,15 +90,11 @@ class FaultyS3:
 @contextlib.contextmanager
 def faulty_s3(bucket: str) -> Iterator[FaultyS3]:
     """Run a server that the body may stop and start. Set the credentials of its clients in the environment."""
-    before = {name: os.environ.get(name) for name in CREDENTIALS}
-    os.environ |= CREDENTIALS
-    server = FaultyS3(bucket)
-    try:
-        yield server
-    finally:
-        server.stop()
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in CREDENTIALS.items():
+            patched.setenv(name, value)
+        server = FaultyS3(bucket)
+        try:
+            yield server
+        finally:
+            server.stop()

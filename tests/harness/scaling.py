@@ -1,6 +1,6 @@
-"""A planner, its standby and a supervisor of mock workers on one cluster, and a client whose rate changes.
+"""A planner, its standby and a supervisor of mock workers on one cluster, and clients whose rate changes.
 
-The demo and the test of scaling start these parts and read the outcome from the topic `scaling`.
+The demo and the tests of scaling start these parts and read the outcome from the topic `scaling`.
 """
 
 import asyncio
@@ -11,8 +11,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import httpx
 
 from forebay.core.scaling.rederive import RecordedDecision
 from forebay.core.scaling.state import Outcome, PlannerState
@@ -25,11 +23,11 @@ from forebay.transport.base import Draft
 from forebay.transport.kafka.log import KafkaLog
 from tests.harness.cluster import FOREBAY, GROUP, Cluster
 from tests.harness.scaling_decisions import decisions_of
+from tests.integration.stream_clients import TOKEN_IDS, StreamClients, StreamResult, stream_clients
 
 POOL = "default"
 READ_MAX = 1_000
-TIMEOUT_S = 300.0
-TOKEN_IDS = 1_000  # valid in every vocabulary
+WITHIN_S = 120.0
 
 
 @dataclass(slots=True)
@@ -52,6 +50,7 @@ class Scaling:
         claims: wall clock in seconds and name of each planner that has claimed the topic.
     """
 
+    cluster: Cluster
     log: KafkaLog
     state: PlannerState = field(default_factory=PlannerState)
     changes: list[Change] = field(default_factory=list)
@@ -61,6 +60,22 @@ class Scaling:
         """Set the size of the pool as an operator, or release it."""
         event = PoolSizeSet(group=GROUP, pool=POOL, size=size, operator="test", at_us=time.time_ns() // 1000)
         await self.log.append([Draft(SCALING.name, 0, encode(SCALING, event))])
+
+    async def until_claimed(self, claims: int = 0) -> None:
+        """Wait until planners have claimed the topic more than `claims` times. Raises ProcessError."""
+        await self.cluster.until("a planner claims the topic", lambda: len(self.claims) > claims, within_s=WITHIN_S)
+
+    async def until_decided(self, size: int) -> None:
+        """Wait until the last change of the size led to `size`. Raises ProcessError."""
+        last = lambda: self.changes[-1:]  # noqa: E731
+        await self.cluster.until(
+            f"{size} workers are decided", last, lambda ch: ch and ch[0].to_size == size, within_s=WITHIN_S
+        )
+
+    async def until_members(self, count: int) -> float:
+        """Wait until the pool has `count` members, and return the time. Raises ProcessError."""
+        await self.cluster.until_members(count=count, within_s=WITHIN_S)
+        return time.time()
 
     async def decisions(self) -> list[RecordedDecision]:
         """Derive all decisions of the topic again and return them."""
@@ -86,7 +101,7 @@ class Scaling:
 async def scaling_of(cluster: Cluster) -> AsyncIterator[Scaling]:
     """Follow the topic `scaling` while the body runs."""
     log = await KafkaLog.open(cluster.settings)
-    scaling = Scaling(log)
+    scaling = Scaling(cluster, log)
     topic = ScalingTopic(log, scaling.on_record)
     scaling.state = topic.state
     following = asyncio.create_task(topic.follow())
@@ -98,58 +113,49 @@ async def scaling_of(cluster: Cluster) -> AsyncIterator[Scaling]:
         await log.close()
 
 
-def where(cluster: Cluster) -> list[str]:
-    return ["--kafka", cluster.settings.bootstrap, "--namespace", cluster.namespace]
-
-
 def start_planner(cluster: Cluster, name: str, settings: Mapping[str, object], pool: Mapping[str, object]) -> None:
+    """Start a planner, whose settings are files in the folder of the cluster."""
+    _start(cluster, name, settings, pool, "run", "--id", name)
+
+
+def start_supervisor(cluster: Cluster, name: str, *options: str, pool: str = POOL) -> None:
+    """Start a supervisor of mock workers of a pool with these options, whose state is in the folder of the cluster."""
+    command = [*cluster.command_of("worker"), "--pool", pool, *options]
+    settings = {"actuator": "processes", "state": f"{name}-state"}
+    _start(cluster, name, settings, {"pool": pool, "command": command}, "supervise")
+
+
+def _start(
+    cluster: Cluster, name: str, settings: Mapping[str, object], pool: Mapping[str, object], kind: str, *options: str
+) -> None:
     file = cluster.processes.folder / f"{name}.toml"
-    tables = [*_toml(settings), "[[pools]]", f'group = "{GROUP}"', f'pool = "{POOL}"', *_toml(pool)]
+    tables = [*_toml(settings), "[[pools]]", *_toml({"group": GROUP, "pool": POOL, **pool})]
     file.write_text("\n".join(tables) + "\n")
-    cluster.processes.start(name, [FOREBAY, "planner", "run", str(file), *where(cluster), "--id", name])
-
-
-@asynccontextmanager
-async def supervised(cluster: Cluster, name: str, redis_url: str, *options: str) -> AsyncIterator[Path]:
-    """Run a supervisor of mock workers with these options. Yield its state directory, and kill its workers at the end.
-
-    Workers outlive their supervisor, so nothing else would end them.
-    """
-    folder = cluster.processes.folder
-    command = [FOREBAY, "worker", *where(cluster), "--redis", redis_url, *options]
-    file = folder / f"{name}.toml"
-    head = ['actuator = "processes"', f'state = "{name}"', "[[pools]]", f'group = "{GROUP}"', f'pool = "{POOL}"']
-    file.write_text("\n".join([*head, f"command = {json.dumps(command)}"]) + "\n")
-    cluster.processes.start(name, [FOREBAY, "planner", "supervise", str(file), *where(cluster)])
-    try:
-        yield folder / name
-    finally:
-        if name in cluster.processes:
-            cluster.processes.kill(name)
-        for path in (folder / name).glob("*/*.process"):
-            identity = recorded_identity(path)
-            if identity is not None:
-                kill_session(identity)
+    cluster.processes.start(name, [FOREBAY, "planner", kind, str(file), *cluster.where, *options])
 
 
 def _toml(values: Mapping[str, object]) -> list[str]:
     return [f"{key} = {json.dumps(value)}" for key, value in values.items()]
 
 
-@dataclass(slots=True)
-class Sent:
-    """A request of the client.
+@asynccontextmanager
+async def supervised(cluster: Cluster, name: str, *options: str) -> AsyncIterator[None]:
+    """Run a supervisor of mock workers with these options, and kill its workers at the end."""
+    start_supervisor(cluster, name, *options)
+    try:
+        yield
+    finally:
+        if name in cluster.processes:
+            cluster.processes.kill(name)
+        kill_supervised(cluster.processes.folder)
 
-    Attributes:
-        at_s: wall clock at which it was due.
-        ttft_s: seconds until its first token; None before.
-        problem: why it failed; empty for no reason.
-    """
 
-    at_s: float
-    ttft_s: float | None = None
-    ended: bool = False
-    problem: str = ""
+def kill_supervised(folder: Path) -> None:
+    """Kill the workers of supervisors whose states are in a folder. Nothing else ends them."""
+    for path in folder.rglob("*.process"):
+        identity = recorded_identity(path)
+        if identity is not None:
+            kill_session(identity)
 
 
 class SteppedLoad:
@@ -157,78 +163,45 @@ class SteppedLoad:
 
     Attributes:
         rate: requests per second; may be changed at any time.
-        sent: all requests so far.
     """
 
-    def __init__(self, url: str, *, isl: int, osl: int, seed: int) -> None:
+    def __init__(self, clients: StreamClients, *, isl: int, osl: int, seed: int) -> None:
         self.rate = 0.0
-        self.sent: list[Sent] = []
-        self._url = f"{url}/v1/completions"
+        self.osl = osl
+        self._clients = clients
         self._isl = isl
-        self._osl = osl
         self._random = random.Random(seed)
-        self._requests: set[asyncio.Task[None]] = set()
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Send requests while the body runs, then wait for their responses."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as client:
-            sending = asyncio.create_task(self._send_all(client))
-            try:
-                yield
-                sending.cancel()
-                await asyncio.gather(sending, return_exceptions=True)
-                await asyncio.gather(*self._requests)
-            finally:
-                for task in (sending, *self._requests):
-                    task.cancel()
-                await asyncio.gather(sending, *self._requests, return_exceptions=True)
+    @property
+    def sent(self) -> list[StreamResult]:
+        return self._clients.results
 
-    async def _send_all(self, client: httpx.AsyncClient) -> None:
+    def failed(self) -> list[StreamResult]:
+        """Return the requests that have not ended with all their tokens."""
+        return [
+            one for one in self.sent if one.problem or one.ends != 1 or one.usage.get("completion_tokens") != self.osl
+        ]
+
+    async def send(self) -> None:
+        """Send requests until cancelled. A late request does not delay the later ones, so the rate is kept."""
         due_s = time.time()
         while True:
-            # A late request does not delay the later ones, so the rate is kept.
             due_s = due_s + 1 / self.rate if self.rate else time.time() + 0.05
             await asyncio.sleep(max(0.0, due_s - time.time()))
             if self.rate:
-                one = Sent(due_s)
-                self.sent.append(one)
-                task = asyncio.create_task(self._send(client, one))
-                self._requests.add(task)
-                task.add_done_callback(self._requests.discard)
+                prompt = [self._random.randrange(TOKEN_IDS) for _ in range(self._isl)]
+                self._clients.submit(prompt, self.osl).at_s = due_s
 
-    async def _send(self, client: httpx.AsyncClient, one: Sent) -> None:
+
+@asynccontextmanager
+async def stepped_load(url: str, *, isl: int, osl: int, seed: int) -> AsyncIterator[SteppedLoad]:
+    """Send requests while the body runs, then wait for their responses."""
+    async with stream_clients([url], f"load-{seed}") as clients:
+        load = SteppedLoad(clients, isl=isl, osl=osl, seed=seed)
+        sending = asyncio.create_task(load.send())
         try:
-            await self._stream(client, one)
-        except httpx.HTTPError as error:
-            one.problem = f"{type(error).__name__} {error}"
-
-    async def _stream(self, client: httpx.AsyncClient, one: Sent) -> None:
-        body = {
-            "model": GROUP,
-            "prompt": [self._random.randrange(TOKEN_IDS) for _ in range(self._isl)],
-            "max_tokens": self._osl,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        tokens, is_done = 0, False
-        async with client.stream("POST", self._url, json=body) as response:
-            if response.status_code != httpx.codes.OK:
-                one.problem = f"{response.status_code} {(await response.aread()).decode()}"
-                return
-            async for line in response.aiter_lines():
-                if line == "data: [DONE]":
-                    is_done = True
-                elif line.startswith("data: "):
-                    chunk = json.loads(line.removeprefix("data: "))
-                    if "error" in chunk:
-                        one.problem = line
-                        return
-                    if chunk["choices"] and one.ttft_s is None:
-                        one.ttft_s = time.time() - one.at_s
-                    tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
-        one.ended = is_done and tokens == self._osl
-        if not one.ended:
-            one.problem = f"{tokens} of {self._osl} tokens" + ("" if is_done else ", without an end")
+            yield load
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+        await clients.all()

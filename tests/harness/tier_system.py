@@ -6,18 +6,21 @@ answers follow from the prompts alone, so each answer is checked as soon as it a
 
 import asyncio
 import contextlib
+import random
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forebay.events.kv import StoreBlocksAdded, StoreBlocksRemoved
+from botocore.exceptions import BotoCoreError, ClientError
+
+from forebay.events.kv import StoreBlocksRemoved
 from forebay.events.progress import FirstTokenEmitted, PrefillFinished
 from forebay.events.topics import KV_EVENTS, PROGRESS
-from tests.harness.cluster import GROUP, Cluster
+from forebay.workers.kv_tiers.block_store import QUARANTINE
+from tests.harness.cluster import Cluster
 from tests.harness.mock_words import Words
 from tests.harness.s3 import FaultyS3
-from tests.harness.tier_faults import BlockDamage
 from tests.integration.stream_clients import StreamClients, StreamResult, problems
 
 BLOCK = 16  # tokens per block
@@ -32,7 +35,71 @@ PROFILE = 'kind = "linear"\ncosts_us = { step = 500, prefill_token = 1000, decod
 SIZES = ("--block-size", str(BLOCK), "--kv-blocks", "64", "--kv-bytes-per-token", "1024", "--lease-ttl-s", "3")
 HOST = ("--kv-tier", "host:size=2MB")
 DAMAGE_EVERY_S = 0.2
-SERVED_WITHIN_S = 60.0
+SUFFIX = ".kv"  # of block files and objects
+SAMPLE_MAX = 4_096  # file names that one search reads, because a directory may have many more
+
+
+class BlockDamage:
+    """Truncates, flips and deletes random blocks.
+
+    Args:
+        bucket: server with objects; None for none.
+    """
+
+    def __init__(self, seed: int, folders: Sequence[Path], bucket: FaultyS3 | None = None) -> None:
+        self._rng = random.Random(seed)
+        self._folders = folders
+        self._bucket = bucket
+        self.done: Counter[str] = Counter()
+
+    def damage(self) -> None:
+        """Damage one random file of each directory, and one random object. What no longer exists is skipped."""
+        for folder in self._folders:
+            files = [file for file, _ in zip(folder.rglob(f"*{SUFFIX}"), range(SAMPLE_MAX), strict=False)]
+            files = [file for file in files if QUARANTINE not in file.parts]
+            if files:
+                kind, change = self._kind()
+                with contextlib.suppress(FileNotFoundError):  # the worker evicted the block
+                    file = self._rng.choice(files)
+                    changed = change(file.read_bytes())
+                    if changed is None:
+                        file.unlink()
+                    else:
+                        file.write_bytes(changed)
+                    self.done[f"{kind} file"] += 1
+        if self._bucket is not None and self._bucket.state == "serves":
+            with contextlib.suppress(BotoCoreError, ClientError):  # the same, or the server stops
+                self._damage_object(self._bucket)
+
+    def _damage_object(self, bucket: FaultyS3) -> None:
+        keys = [key for key in bucket.keys(SUFFIX) if QUARANTINE not in key]
+        if not keys:
+            return
+        kind, change = self._kind()
+        key, client = self._rng.choice(keys), bucket.client
+        changed = change(client.get_object(Bucket=bucket.bucket, Key=key)["Body"].read())
+        if changed is None:
+            client.delete_object(Bucket=bucket.bucket, Key=key)
+        else:
+            client.put_object(Bucket=bucket.bucket, Key=key, Body=changed)
+        self.done[f"{kind} object"] += 1
+
+    def _kind(self) -> tuple[str, Callable[[bytes], bytes | None]]:
+        kinds: list[tuple[str, Callable[[bytes], bytes | None]]] = [
+            ("truncated", self._truncated),
+            ("flipped", self._flipped),
+            ("deleted", lambda _: None),
+        ]
+        return self._rng.choice(kinds)
+
+    def _truncated(self, content: bytes) -> bytes:
+        return content[: self._rng.randrange(len(content))] if content else content
+
+    def _flipped(self, content: bytes) -> bytes:
+        if not content:
+            return content
+        at = self._rng.randrange(len(content))
+        return content[:at] + bytes([content[at] ^ (1 << self._rng.randrange(8))]) + content[at + 1 :]
 
 
 @dataclass(slots=True)
@@ -107,26 +174,16 @@ class TierSystem:
             *("--kv-tier", disk, "--kv-tier", f"store:path={store}", *options),
         )
 
-    async def members(self, *names: str) -> None:
-        """Wait until exactly these workers are members."""
-
-        async def are() -> bool:
-            return set(await self.cluster.members()) == set(names)
-
-        expected = ", ".join(names) or "none"
-        await self.cluster.processes.until(f"the members are {expected}", are, within_s=SERVED_WITHIN_S)
-
     async def restart(self, name: str, *options: str, bucket: bool = False) -> None:
         """Kill a worker with SIGKILL, and start it again with the same disk."""
         before = (await self.cluster.members())[name].worker_epoch
         self.cluster.kill(name)
         self.worker(name, *options, bucket=bucket)
-
-        async def joined_again() -> bool:
-            member = (await self.cluster.members()).get(name)
-            return member is not None and member.worker_epoch > before
-
-        await self.cluster.processes.until(f"{name} joined again", joined_again, within_s=SERVED_WITHIN_S)
+        await self.cluster.until(
+            f"{name} joined again",
+            self.cluster.members,
+            lambda members: name in members and members[name].worker_epoch > before,
+        )
 
     async def converse(self, numbers: Sequence[int], turns: int) -> list[StreamResult]:
         """Let conversations continue for some turns each, a few conversations at a time."""
@@ -162,8 +219,8 @@ class TierSystem:
         """Return the KV that these requests have loaded from tiers."""
         ids = {one.request_id for one in results}
         found = Reuse()
-        for event in await self.cluster.events(PROGRESS):
-            if isinstance(event, FirstTokenEmitted | PrefillFinished) and event.request_id in ids:
+        for event in await self.cluster.events(PROGRESS, FirstTokenEmitted | PrefillFinished):
+            if event.request_id in ids:
                 for part in event.onboarded:
                     found.tokens[part.tier] += part.tokens
                 found.own += max(0, sum(part.tokens for part in event.onboarded) - PREFIX)
@@ -171,19 +228,8 @@ class TierSystem:
 
     async def stale(self) -> int:
         """Return the number of blocks that workers expected in a shared store and could not use."""
-        events = await self.cluster.events(KV_EVENTS)
-        return sum(len(one.sequence_hashes) // 8 for one in events if isinstance(one, StoreBlocksRemoved) and one.stale)
-
-    async def stores(self) -> set[str]:
-        """Return the names of the shared stores that workers have announced blocks of."""
-        return {one.store for one in await self.cluster.events(KV_EVENTS) if isinstance(one, StoreBlocksAdded)}
-
-    async def verified(self) -> tuple[int, int]:
-        """Return the number of decisions that were derived equal, and of all decisions."""
-        report = await self.cluster.verify(GROUP)
-        if report["divergence"] is not None:
-            self.wrong.append(f"a divergence: {report['divergence']}")
-        return report["verified"], report["decisions"]
+        events = await self.cluster.events(KV_EVENTS, StoreBlocksRemoved)
+        return sum(len(one.sequence_hashes) // 8 for one in events if one.stale)
 
     def served_by(self, *names: str) -> list[int]:
         """Return the numbers of the conversations of which one of these workers has served a turn."""

@@ -44,7 +44,7 @@ HAND_OFFS = [hand_off(CORE_VERSION, OTHER_VERSION), hand_off(OTHER_VERSION, CORE
 def disagg(**changes: Any) -> demo_disagg.Result:
     stages = Counter({"prefill": 9, "decode": 9, "decode again": 1})
     good = {"answered_once": 9, "stages": stages, "moved_bytes": 2_500_000, "verified": 18, "decisions": 18}
-    return demo_disagg.Result(9, **{**good, **changes})
+    return demo_disagg.Result(requests=9, **{**good, **changes})
 
 
 def failover(**changes: Any) -> demo_failover.Result:
@@ -55,7 +55,7 @@ def failover(**changes: Any) -> demo_failover.Result:
 
 def kafka(**changes: Any) -> demo_kafka.Result:
     good = {"answered_once": 9, "killed_at": 5, "resumed_s": 6.04, "verified": 9, "decisions": 9, "owners": 2}
-    return demo_kafka.Result(9, **{**good, **changes})
+    return demo_kafka.Result(requests=9, **{**good, **changes})
 
 
 def tiers(**changes: Any) -> demo_tiers.Result:

@@ -3,29 +3,42 @@
 If a service is unavailable, its tests are skipped with the reason, or fail if FOREBAY_REQUIRE_PARTS=1.
 """
 
+import asyncio
 import contextlib
 import itertools
 import logging
 import os
 import re
+import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import httpx
 import pytest
+import pytest_asyncio
 
-from infra.kafka.kafka import Broker
-from tests.harness.local import Missing, local_redis
+from forebay.transport.kafka.settings import KafkaSettings
+from forebay.transport.kafka.topics import TopicPlan, create_topics
+from infra.kafka.kafka import HOST, Broker
+from tests.harness import fork_server
+from tests.harness.cluster import FOREBAY, PLAN, POOL, Cluster
+from tests.harness.local import Missing, free_ports, local_redis
 from tests.harness.local import local_kafka as local_kafka_of
-from tests.integration import idle_standby, parts
-from tests.integration.idle_standby import IdleCluster
+from tests.harness.processes import Processes
+from tests.integration import parts
+from tests.integration.stream_clients import TIMEOUT_S as CLIENT_TIMEOUT_S
+from tests.integration.stream_clients import StreamClients, stream_clients
 
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 180  # per test; the first test includes the start of the services
 RUN = f"test-{uuid.uuid4().hex[:8]}"  # unique prefix of topics and keys on a shared broker
 NUMBERS = itertools.count()
+IDLE_STANDBY = "idle_standby"  # marks the tests of idle routers, which run last
 Part = TypeVar("Part")
+MakeCluster = Callable[..., Cluster]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.integration)
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(TIMEOUT_S))
-    items.sort(key=lambda item: item.get_closest_marker(idle_standby.MARK) is not None)  # stable sort
+    items.sort(key=lambda item: item.get_closest_marker(IDLE_STANDBY) is not None)  # stable sort
 
 
 @contextlib.contextmanager
@@ -83,22 +96,75 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
+@dataclass(slots=True)
+class IdleCluster:
+    """Processes with their Kafka and namespace, and the monotonic start time of the routers."""
+
+    processes: Processes
+    where: Sequence[str]
+    url: str
+    began_s: float
+
+
 @pytest.fixture(scope="session")
 def idle_cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[IdleCluster]:
-    """Yield two routers that are idle from the start of the run."""
-    folder = tmp_path_factory.mktemp("idle")
-    cluster = idle_standby.start(kafka, redis_url, f"{RUN}-idle", folder)
+    """Yield two routers, a worker and an ingress that are idle from the start of the run."""
+    settings, processes = KafkaSettings(kafka, f"{RUN}-idle"), Processes(tmp_path_factory.mktemp("idle"))
+    asyncio.run(create_topics(settings, PLAN, [POOL]))
+    where, port = ("--kafka", kafka, "--namespace", settings.namespace), str(free_ports(1))
+    kinds = {"r1": ("router", "--verbose"), "r2": ("router", "--verbose"), "w1": ("worker",)}
+    for name, (kind, *options) in {**kinds, "i1": ("ingress", "--port", port)}.items():
+        processes.start(name, [FOREBAY, kind, *where, "--redis", redis_url, "--id", name, *options])
     try:
-        yield cluster
+        yield IdleCluster(processes, where, f"http://{HOST}:{port}", time.monotonic())
     finally:
-        cluster.processes.end_all()
+        processes.end_all()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _idle_from_the_beginning(request: pytest.FixtureRequest) -> None:
     """Start the processes of the `idle_standby` tests at once, if any of these tests is selected."""
-    if any(item.get_closest_marker(idle_standby.MARK) for item in request.session.items):
+    if any(item.get_closest_marker(IDLE_STANDBY) for item in request.session.items):
         request.getfixturevalue("idle_cluster")
+
+
+@pytest.fixture(scope="module")
+def make_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MakeCluster:
+    """Return a function that creates a cluster with a name of its own, by default on the shared Kafka and Redis."""
+
+    def make(name: str, plan: TopicPlan = PLAN, *, kafka: str = "", redis_url: str = "") -> Cluster:
+        kafka = kafka or request.getfixturevalue("kafka")
+        redis_url = redis_url or request.getfixturevalue("redis_url")
+        folder = tmp_path_factory.mktemp(name)
+        return Cluster(kafka, redis_url, f"{RUN}-{name}", folder, plan, spawn=fork_server.spawn)
+
+    return make
+
+
+def cluster_fixture(name: str, *services: Sequence[str], **options: Sequence[str]) -> Any:
+    """Return the fixture `cluster` of a module, with services and options as `Cluster.serve` takes them."""
+
+    @pytest_asyncio.fixture(scope="module", loop_scope="module")
+    async def cluster(make_cluster: MakeCluster) -> AsyncIterator[Cluster]:
+        async with make_cluster(name) as running:
+            await running.serve(*services, **options)
+            yield running
+
+    return cluster
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def clients(cluster: Cluster) -> AsyncIterator[StreamClients]:
+    """Yield streaming clients of all ingresses of the module's cluster."""
+    async with stream_clients(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
+    """Yield a client of the ingress `i1` of the module's cluster."""
+    async with httpx.AsyncClient(base_url=cluster.urls["i1"], timeout=CLIENT_TIMEOUT_S) as running:
+        yield running
 
 
 @pytest.fixture

@@ -145,22 +145,20 @@ class OwnerAndWorkerStub:
             token_ids=pack_u32(token_ids),
             reply_key=request.reply_key,
         )
-        await self._send(request, TokensEmitted(worker_id="w1", worker_epoch=1, owner_epoch=1, chunks=(chunk,)))
+        await self.send(request, TokensEmitted(worker_id="w1", worker_epoch=1, owner_epoch=1, chunks=(chunk,)))
         return first + len(token_ids)
 
     async def end(self, request: RequestSubmitted, output_tokens: int) -> None:
         usage = Usage(prompt_tokens=request.prompt_tokens, output_tokens=output_tokens)
-        await self._send(
-            request,
-            ResponseEnded(
-                request_id=request.request_id,
-                attempt=1,
-                owner_epoch=1,
-                finish_reason="length",
-                usage=usage,
-                reply_key=request.reply_key,
-            ),
+        ended = ResponseEnded(
+            request_id=request.request_id,
+            attempt=1,
+            owner_epoch=1,
+            finish_reason="length",
+            usage=usage,
+            reply_key=request.reply_key,
         )
+        await self.send(request, ended)
 
     async def answer(self, request: RequestSubmitted, *texts: str) -> None:
         """Emit texts, one chunk each, and end the response."""
@@ -184,7 +182,8 @@ class OwnerAndWorkerStub:
             if not tail:
                 await wake.wait()
 
-    async def _send(self, request: RequestSubmitted, event: TokenEvent) -> None:
+    async def send(self, request: RequestSubmitted, event: TokenEvent) -> None:
+        """Write an event of a response."""
         event = msgspec.structs.replace(event, group=request.model)
         await self.log.append([Draft(TOKENS.name, request.reply_slot, encode(TOKENS, event))])
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ class StreamResult:
         request_id: id of the request; until the response begins, the id that the client chose.
         url: the ingress to which the request was sent.
         problem: error that replaced or ended the response; empty for none.
+        at_s: wall clock at which the request was due.
+        ttft_s: seconds until its first token; None before.
     """
 
     request_id: str
@@ -38,6 +41,8 @@ class StreamResult:
     served: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
     url: str = ""
+    at_s: float = field(default_factory=time.time)
+    ttft_s: float | None = None
 
     @property
     def worker(self) -> str:
@@ -132,11 +137,14 @@ class StreamClients:
             "stream_options": {"include_usage": True},
         }
         give_up_s = asyncio.get_running_loop().time() + TIMEOUT_S
-        while (after_s := await self._receive_once(result, body)) is not None:
-            if asyncio.get_running_loop().time() > give_up_s:
-                result.problem = f"rejected for {TIMEOUT_S:g} s"
-                return
-            await asyncio.sleep(after_s)
+        try:
+            while (after_s := await self._receive_once(result, body)) is not None:
+                if asyncio.get_running_loop().time() > give_up_s:
+                    result.problem = f"rejected for {TIMEOUT_S:g} s"
+                    return
+                await asyncio.sleep(after_s)
+        except httpx.HTTPError as error:
+            result.problem = f"{type(error).__name__} {error}"
 
     async def _receive_once(self, result: StreamResult, body: dict[str, Any]) -> float | None:
         """Send a request. Return the seconds to wait before a retry if it was rejected, otherwise None."""
@@ -171,6 +179,7 @@ def _record(result: StreamResult, data: str) -> None:
     result.request_id = chunk["id"]
     for choice in chunk["choices"]:
         result.text += choice["text"]
+        result.ttft_s = result.ttft_s or time.time() - result.at_s
     result.usage = chunk.get("usage") or result.usage
     result.served = chunk.get("forebay") or result.served
 

@@ -16,11 +16,10 @@ import pytest_asyncio
 from forebay.events.fleet import WorkerLost
 from forebay.events.topics import FLEET
 from forebay.transport.kafka.topics import TopicPlan
-from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster
 from tests.harness.openai_server.server import OpenAiServer
 from tests.harness.openai_server.settings import ServerSettings
-from tests.integration.conftest import RUN
+from tests.integration.conftest import MakeCluster
 from tests.integration.stream_clients import BLOCK, prompt
 
 PLAIN = "plain-model"
@@ -56,14 +55,6 @@ class System:
         body = {"model": model, "prompt": token_ids, "max_tokens": TOKENS, "seed": SEED, "ignore_eos": True} | fields
         return await self.client.post("/v1/completions", json=body)
 
-    async def until_joined(self, *workers: str) -> None:
-        """Wait until the group has exactly these workers."""
-
-        async def joined() -> bool:
-            return set(await self.cluster.members()) == set(workers)
-
-        await self.cluster.processes.until(f"the workers are {', '.join(workers)}", joined)
-
 
 def on(worker: str) -> dict[str, Any]:
     return {"nvext": {"decode_worker_id": worker}}
@@ -78,8 +69,7 @@ def text_of(response: httpx.Response) -> str:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def system(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
-    folder, plan = tmp_path_factory.mktemp("attached"), TopicPlan(groups=3, slots=12, replies=1, kafka_api=1)
+async def system(make_cluster: MakeCluster) -> AsyncIterator[System]:
     vllm = ServerSettings(block_size=BLOCK, kv_events=True)
     async with (
         OpenAiServer(vllm) as first,
@@ -87,17 +77,13 @@ async def system(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFa
         OpenAiServer(flavor="plain", model_name=PLAIN) as plain,
         OpenAiServer(vllm, model_name=SPLIT, kv_transfer=True) as prefill,
         OpenAiServer(vllm, model_name=SPLIT, kv_transfer=True) as decode,
-        Cluster(kafka, redis_url, f"{RUN}-attached", folder, plan, spawn=fork_server.spawn) as cluster,
+        make_cluster("attached", TopicPlan(groups=3, slots=12, replies=1, kafka_api=1)) as cluster,
     ):
         servers = {f"127.0.0.1-{one.port}": one for one in (first, second)}
         cluster.router("r1")
         url = cluster.ingress("i1", "--routing-hints")
-        upstreams = [option for one in servers.values() for option in ("--upstream", one.url)]
-        events = [
-            option
-            for one in servers.values()
-            for option in ("--upstream-kv-events", f"{one.kv_events},{one.kv_replay}")
-        ]
+        upstreams = [f"--upstream={one.url}" for one in servers.values()]
+        events = [f"--upstream-kv-events={one.kv_events},{one.kv_replay}" for one in servers.values()]
         cluster.processes.start("w1", [*cluster.command_of("worker"), *upstreams, *events])
         cluster.worker(MOCK, "--speedup", "1000")
         model = str(plain.settings.model)
@@ -137,34 +123,26 @@ async def test_a_shared_prefix_goes_to_the_server_that_has_it(system: System) ->
         cached = server.counters.cached_tokens
         for at in range(3):
             # Until the owner has read the end of the previous request, it counts as load of the server.
-            await system.cluster.processes.until("the owner knows the prefix", is_preferred)
+            await system.cluster.until("the owner knows the prefix", is_preferred)
             response = await system.complete([*shared, at], max_tokens=1)
             assert worker_of(response) == name
             assert response.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 6 * BLOCK
         assert server.counters.cached_tokens - cached == 3 * 6 * BLOCK
 
 
-async def test_a_cut_stream_continues_on_its_server(system: System) -> None:
+async def test_a_cut_stream_continues_on_its_server_unless_it_has_penalties(system: System) -> None:
     expected = text_of(await system.complete(prompt(1), **on(MOCK)))
     name, server = next(iter(system.servers.items()))
     server.faults.cut_after_tokens = TOKENS // 2
     try:
         response = await system.complete(prompt(1), **on(name))
+        penalized = await system.complete(prompt(2), frequency_penalty=0.5, **on(name))
     finally:
         server.faults.cut_after_tokens = None
     assert (worker_of(response), text_of(response)) == (name, expected)
     assert response.json()["usage"]["completion_tokens"] == TOKENS
     assert "was cut after" in system.cluster.processes["w1"].output()
-
-
-async def test_streams_with_penalties_end_with_an_error_if_they_are_cut(system: System) -> None:
-    name, server = next(iter(system.servers.items()))
-    server.faults.cut_after_tokens = TOKENS // 2
-    try:
-        response = await system.complete(prompt(2), frequency_penalty=0.5, **on(name))
-    finally:
-        server.faults.cut_after_tokens = None
-    assert (response.status_code, response.json()["error"]["code"]) == (502, "response_interrupted")
+    assert (penalized.status_code, penalized.json()["error"]["code"]) == (502, "response_interrupted")
 
 
 async def test_the_requests_of_a_lost_server_continue_elsewhere_and_it_may_return(system: System) -> None:
@@ -177,20 +155,15 @@ async def test_the_requests_of_a_lost_server_continue_elsewhere_and_it_may_retur
     pinned: dict[str, Any] = {"nvext": {"routing_constraints": {"allowed_worker_ids": [name, MOCK]}}}
     before = server.counters.generated_tokens
     tasks = [asyncio.create_task(system.complete(one, **pinned)) for one in prompts]
-
-    async def is_streaming() -> bool:
-        return server.counters.generated_tokens >= before + 8
-
-    await system.cluster.processes.until("the server streams", is_streaming)
+    await system.cluster.until("the server streams", lambda: server.counters.generated_tokens >= before + 8)
     await server.stop()
     assert [text_of(response) for response in await asyncio.gather(*tasks)] == expected
-    await system.until_joined(*others)
-    lost = [event for event in await system.cluster.events(FLEET) if isinstance(event, WorkerLost)]
-    assert [event.worker_id for event in lost] == [name]
+    await system.cluster.until_members(*others)
+    assert [event.worker_id for event in await system.cluster.events(FLEET, WorkerLost)] == [name]
     await server.start()
     for one in system.servers.values():
         one.faults.token_s = None
-    await system.until_joined(name, *others)
+    await system.cluster.until_members(name, *others)
     assert text_of(await system.complete(prompts[0], **on(name))) == expected[0]
 
 
@@ -198,15 +171,12 @@ async def test_a_server_that_serves_another_model_is_refused(system: System) -> 
     name, server = next(iter(system.servers.items()))
     others = [other for other in (*system.servers, MOCK) if other != name]
     server.faults.model_name = "another"
-    await system.until_joined(*others)
+    await system.cluster.until_members(*others)
     assert worker_of(await system.complete(prompt(3))) in others
-
-    async def is_reported() -> bool:
-        return "serves another, not forebay-default" in system.cluster.processes["w1"].output()
-
-    await system.cluster.processes.until("the other model is reported", is_reported)
+    output = system.cluster.processes["w1"].output
+    await system.cluster.until("it is reported", output, lambda text: "serves another, not forebay-default" in text)
     server.faults.model_name = None
-    await system.until_joined(name, *others)
+    await system.cluster.until_members(name, *others)
 
 
 async def test_one_server_computes_the_prompt_and_another_the_response(system: System) -> None:
@@ -228,16 +198,13 @@ async def test_one_server_computes_the_prompt_and_another_the_response(system: S
 
 async def test_a_server_that_returns_text_only_serves_text(system: System) -> None:
     question = "what is on the log?"
-    direct = httpx.AsyncClient(base_url=system.plain.url, timeout=PATIENCE_S)
-    async with direct:
+    async with httpx.AsyncClient(base_url=system.plain.url, timeout=PATIENCE_S) as direct:
         body = {"model": PLAIN, "prompt": question, "max_tokens": TOKENS, "seed": SEED}
         expected = text_of(await direct.post("/v1/completions", json=body))
     response = await system.complete(question, PLAIN, ignore_eos=False)
     assert text_of(response) == expected
     assert worker_of(response) == "p1"
-
-
-async def test_a_server_that_cannot_separate_its_cache_gets_no_salted_request(system: System) -> None:
+    # A server that cannot separate its cache gets no salted request.
     response = await system.complete("hello", PLAIN, cache_salt="tenant-1")
     assert response.status_code in (400, 404, 503), response.text
     assert "separates the cache" in response.text
@@ -258,6 +225,5 @@ async def test_a_cut_stream_of_text_ends_with_an_error(system: System) -> None:
 
 async def test_every_decision_can_be_derived_again(system: System) -> None:
     for group in (GROUP, PLAIN, SPLIT):
-        report = await system.cluster.verify(group)
-        assert (report["divergence"], report["verified"]) == (None, report["decisions"])
+        await system.cluster.require_verified(group)
     system.cluster.processes.check()

@@ -1,19 +1,19 @@
 """Takeovers between real processes: complete responses for clients and a verified journal."""
 
-import functools
+import sys
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
 
-from forebay.core.state.fleet import FleetWorker
 from forebay.events.fleet import WorkerLost
 from forebay.events.topics import FLEET
-from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster, Ownership
-from tests.integration.conftest import RUN
+from tests.integration.conftest import RUN, MakeCluster, cluster_fixture
 from tests.integration.stream_clients import BLOCK, StreamClients, StreamResult, post, problems, prompt, stream_clients
 
 WORKERS = ("w1", "w2", "w3")
@@ -23,19 +23,10 @@ STREAMS = 12
 ASK_EVERY_S = 0.1
 PATIENCE_S = 60.0
 WARM = 40  # prompts
+FAUST = Path(sys.executable).with_name("faust")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    folder = tmp_path_factory.mktemp("cluster")
-    async with Cluster(kafka, redis_url, f"{RUN}-cluster", folder, spawn=fork_server.spawn) as cluster:
-        for name in WORKERS:
-            cluster.worker(name, *SLOW)
-        for name in ("i1", "i2"):
-            cluster.ingress(name)
-        yield cluster
+running = cluster_fixture("cluster", ("r1", "r2"), WORKERS, ("i1", "i2"), worker=SLOW)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -44,21 +35,15 @@ async def cluster(running: Cluster) -> Cluster:
     for name in ("r1", "r2"):
         if name not in running.processes:
             running.router(name)
-            await running.processes.until(f"{name} runs", functools.partial(member, running, name))
+            await running.until_joined(name)
     await running.until_serving(len(WORKERS))
     return running
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def clients(cluster: Cluster) -> AsyncIterator[StreamClients]:
-    async with stream_clients(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as speaking:
-        yield speaking
 
 
 async def test_clients_survive_the_kill_of_the_owner(
     cluster: Cluster, clients: StreamClients, report: Callable[[str], None]
 ) -> None:
-    owner = await owner_of(cluster)
+    owner = await cluster.owner()
     streams = [clients.submit(prompt(number), LONG) for number in range(STREAMS)]
     await until_started(cluster, streams)
     killed_us = cluster.kill(owner)
@@ -83,7 +68,7 @@ async def test_the_first_request_to_a_new_ingress_is_served(cluster: Cluster) ->
             except httpx.ConnectError:  # the process does not listen yet
                 return None
 
-        response = await cluster.processes.until("the ingress listens", first)
+        response = await cluster.until("the ingress listens", first, lambda found: found is not None)
     assert response.status_code == httpx.codes.OK
     await cluster.stop("i3")
 
@@ -91,7 +76,7 @@ async def test_the_first_request_to_a_new_ingress_is_served(cluster: Cluster) ->
 async def test_clients_survive_a_planned_stop_of_the_owner(
     cluster: Cluster, clients: StreamClients, report: Callable[[str], None]
 ) -> None:
-    owner = await owner_of(cluster)
+    owner = await cluster.owner()
     async with clients.load(ASK_EVERY_S, SHORT, first=2_000):
         await until_started(cluster, clients.results)
         await cluster.stop(owner)
@@ -107,12 +92,12 @@ async def test_clients_survive_a_planned_stop_of_the_owner(
 async def test_a_paused_owner_is_fenced_when_it_resumes(
     cluster: Cluster, clients: StreamClients, report: Callable[[str], None]
 ) -> None:
-    sleeper = await owner_of(cluster)
+    sleeper = await cluster.owner()
     async with clients.load(ASK_EVERY_S, SHORT, first=3_000):
         await until_started(cluster, clients.results)
-        cluster.pause(sleeper)
+        cluster.processes.pause(sleeper)
         after = await cluster.taken_over(sleeper, within_s=PATIENCE_S)
-        cluster.resume(sleeper)
+        cluster.processes.resume(sleeper)
         await cluster.until_owned()
     owners = await cluster.ownerships()
     paused = next(one for one in reversed(owners) if one.epoch < after.epoch)
@@ -120,7 +105,7 @@ async def test_a_paused_owner_is_fenced_when_it_resumes(
     assert problems(clients.results, SHORT) == []
     await check_journal(cluster, clients)
     # The resumed router takes over again when the other one stops, unless it already owns the group.
-    if await owner_of(cluster) == after.router:
+    if await cluster.owner() == after.router:
         await cluster.stop(after.router)
     result = clients.submit(prompt(3_999), SHORT)
     assert (await cluster.taken_over(after.router, within_s=PATIENCE_S)).router == sleeper
@@ -137,7 +122,11 @@ async def test_clients_survive_the_kill_of_a_worker(cluster: Cluster, clients: S
     await until_started(cluster, streams)
     before = [stream.text for stream in streams]
     cluster.kill("w4")
-    await cluster.processes.until("w4 is lost", lambda: lost(cluster, victim))
+
+    def is_lost(facts: list[WorkerLost]) -> bool:
+        return any(fact.worker_epoch == victim.worker_epoch for fact in facts)
+
+    await cluster.until("w4 is lost", lambda: cluster.events(FLEET, WorkerLost), is_lost)
     await clients.all()
     assert problems(streams, LONG) == []
     moved = [number for number, stream in enumerate(streams) if stream.attempts > 1]
@@ -163,49 +152,70 @@ async def test_all_prefixes_are_found_after_a_takeover(cluster: Cluster, clients
     cold = await clients.answers([prompt(5_000 + number, blocks=6) for number in range(WARM)], 1)
     assert [one.cached_tokens for one in cold] == [0] * WARM
     assert {one.worker for one in cold} == set(WORKERS)
-    owner = await owner_of(cluster)
+    owner = await cluster.owner()
     cluster.kill(owner)
     # One by one, after the owner has applied the end of the previous response, so that load does not spread them.
     warm = []
     for one in cold:
         warm += await clients.answers([one.prompt], 1)
-        await cluster.processes.until("no request is in flight", functools.partial(idle, cluster))
+        await cluster.until("no request is in flight", lambda: active_requests(cluster), lambda all_: all_ == [0] * 3)
     assert problems(warm, 1) == []
-    assert await owner_of(cluster) != owner
+    assert await cluster.owner() != owner
     assert [(one.worker, one.cached_tokens) for one in warm] == [(one.worker, 6 * BLOCK) for one in cold]
     await check_journal(cluster, clients)
 
 
-async def idle(cluster: Cluster) -> bool:
-    """Return whether the owner has no active request at any worker, by a route query."""
+async def test_faust_runs_a_router(make_cluster: MakeCluster, redis_url: str) -> None:
+    """A router that Faust's own command line runs owns a group, and hands it over like `forebay router`."""
+    prompts = [prompt(number) for number in range(8)]
+    async with make_cluster("faust") as cluster:
+        settings = {"KAFKA": cluster.settings.bootstrap, "REDIS": redis_url, "NAMESPACE": f"{RUN}-faust", "ID": "faust"}
+        environment = [f"FOREBAY_{name}={value}" for name, value in settings.items()]
+        app = ("-A", "forebay.cli.processes.faust_router", "worker", "-l", "warn")
+        cluster.processes.start("faust", ["/usr/bin/env", *environment, str(FAUST), *app])
+        await cluster.serve(routers=())
+        async with stream_clients(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as clients:
+            assert problems(await clients.answers(prompts, SHORT), SHORT) == []
+            assert await cluster.owner() == "faust"
+            cluster.router("r2")
+            await cluster.processes.stop("faust", within_s=PATIENCE_S)
+            assert problems(await clients.answers(prompts, SHORT), SHORT) == []
+        assert await cluster.owner() == "r2"
+        await cluster.require_verified()
+
+
+async def test_a_healthy_start_and_stop_log_no_error_and_each_event_once(make_cluster: MakeCluster) -> None:
+    async with make_cluster("logs") as cluster:
+        await cluster.serve()
+        async with httpx.AsyncClient(timeout=60) as client:
+            body = {"model": GROUP, "prompt": "a secret prompt", "max_tokens": 3}
+            (await client.post(f"{cluster.urls['i1']}/v1/completions", json=body)).raise_for_status()
+        outputs = {name: cluster.processes[name] for name in ("i1", "w1", "r1")}
+        for name in outputs:
+            await cluster.stop(name)
+        logs = {name: process.output() for name, process in outputs.items()}
+    lines = [line for text in logs.values() for line in text.splitlines()]
+    assert [line for line in lines if " ERROR " in line or " WARNING " in line] == []
+    assert "a secret prompt" not in "".join(logs.values())
+    assert logs["i1"].count("forebay.access: POST /v1/completions 200 request_id=") == 1
+    shared = ("worker w1 joined the pool default", "worker w1 is draining")
+    assert [logs["w1"].count(event) for event in (*shared, "worker w1 left")] == [1] * 3
+    assert [logs["r1"].count(event) for event in shared] == [1] * 2
+    assert "Starting..." not in logs["r1"]
+
+
+async def active_requests(cluster: Cluster) -> list[int]:
+    """Return the number of active requests of each worker, as the owner of the group knows them."""
     async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         url = next(iter(cluster.urls.values()))
-        response = (
-            (await post(client, f"{url}/v1/route", json={"model": GROUP, "prompt": "?"})).raise_for_status().json()
-        )
-    return len(response["candidates"]) == len(WORKERS) and not any(
-        one["active_requests"] for one in response["candidates"]
-    )
-
-
-async def member(cluster: Cluster, router: str) -> bool:
-    """Return whether a router has joined the consumer group."""
-    return f"router {router} is a member of" in cluster.processes[router].output()
-
-
-async def owner_of(cluster: Cluster) -> str:
-    owner = await cluster.owner()
-    assert owner is not None
-    return owner
+        response = await post(client, f"{url}/v1/route", json={"model": GROUP, "prompt": "?"})
+    candidates: list[dict[str, Any]] = response.raise_for_status().json()["candidates"]
+    return [one["active_requests"] for one in candidates]
 
 
 async def until_started(cluster: Cluster, results: list[StreamResult]) -> None:
     """Wait until the first `STREAMS` responses have started."""
-
-    async def began() -> bool:
-        return bool(results) and all(one.text for one in results[:STREAMS])
-
-    await cluster.processes.until("every stream has begun", began)
+    await cluster.until("every stream has begun", lambda: results and all(one.text for one in results[:STREAMS]))
 
 
 def resumed_after(owner: Ownership, since_us: int) -> float:
@@ -214,15 +224,9 @@ def resumed_after(owner: Ownership, since_us: int) -> float:
     return (owner.first_routed_us - since_us) / 1e6
 
 
-async def lost(cluster: Cluster, worker: FleetWorker) -> bool:
-    facts = [event for event in await cluster.events(FLEET) if isinstance(event, WorkerLost)]
-    return any(fact.worker_epoch == worker.worker_epoch for fact in facts)
-
-
 async def check_journal(cluster: Cluster, clients: StreamClients) -> None:
     """Check that every decision is verified and every response ended once."""
     assert {one.ends for one in clients.results} == {1}
-    report = await cluster.verify()
-    assert report["divergence"] is None
-    assert report["verified"] == report["decisions"] == await cluster.decided()
+    report = await cluster.require_verified()
+    assert report["verified"] == await cluster.decided()
     assert report["claims"] == len(await cluster.ownerships())

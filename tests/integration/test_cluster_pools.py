@@ -3,8 +3,8 @@
 The tests of this file share a cluster and depend on their order.
 """
 
-import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,9 +17,8 @@ from forebay.events.fleet import WorkerDraining
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.topics import CONTROL, DECISIONS, FLEET
 from forebay.transport.kafka.topics import create_topics
-from tests.harness import fork_server
 from tests.harness.cluster import GROUP, PLAN, Cluster
-from tests.integration.conftest import RUN
+from tests.integration.conftest import MakeCluster
 from tests.integration.stream_clients import TIMEOUT_S
 
 RULES = f"""
@@ -38,19 +37,28 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+async def cluster(make_cluster: MakeCluster) -> AsyncIterator[Cluster]:
     """Run a router with a file of rules, a worker in each of two pools, and two ingresses."""
-    folder = tmp_path_factory.mktemp("pools")
-    (folder / "rules.toml").write_text(RULES)
-    async with Cluster(kafka, redis_url, f"{RUN}-pools", folder, spawn=fork_server.spawn) as running:
+    async with make_cluster("pools") as running:
+        rules_of(running).write_text(RULES)
         await create_topics(running.settings, PLAN, ["short", "long"])
-        running.router("r1", "--pool-routing", str(folder / "rules.toml"))
         for name in ("short", "long"):
             running.worker(name, "--pool", name, "--speedup", "20")
-        for name in ("i1", "i2"):
-            running.ingress(name)
+        await running.serve(("r1",), (), ("i1", "i2"), router=("--pool-routing", str(rules_of(running))))
         await running.until_serving(2)
         yield running
+
+
+def rules_of(cluster: Cluster) -> Path:
+    return cluster.processes.folder / "rules.toml"
+
+
+async def take_over(cluster: Cluster, router: str) -> None:
+    """Start a router with the same file, and let it take over from the owner, which is stopped."""
+    before = await cluster.owner()
+    cluster.router(router, "--pool-routing", str(rules_of(cluster)))
+    await cluster.until_owned()
+    await cluster.stop(before)
 
 
 async def complete(cluster: Cluster, prompt: str) -> str:
@@ -92,43 +100,31 @@ async def test_changes_through_one_ingress_apply_to_requests_of_another(cluster:
 
 
 async def test_rules_survive_a_takeover_and_the_file_is_written_once(cluster: Cluster) -> None:
-    cluster.router("r2", "--pool-routing", os.fspath(cluster.processes.folder / "rules.toml"))
-    await cluster.until_owned()
-    before = await cluster.owner()
-    assert before is not None
-    await cluster.stop(before)
+    await take_over(cluster, "r2")
     assert await complete(cluster, SHORT) == "long"
     assert await control(cluster, "drain", "short", "--remove") == 0
     assert await complete(cluster, SHORT) == "short"
     assert await control(cluster, "policy", "short", "round-robin", "--operator", "alice") == 0
-    assert {one["pool"]: one["policy"] for one in (await listed(cluster, "i1"))["pools"]} == {
-        "long": "kv",
-        "short": "round-robin",
-    }
+    policies = {one["pool"]: one["policy"] for one in (await listed(cluster, "i1"))["pools"]}
+    assert policies == {"long": "kv", "short": "round-robin"}
     events = [type(event) for event in await cluster.events(CONTROL) if not isinstance(event, PoolConfigured)]
     assert events == [PoolRoutingConfigured, PoolCanarySet, PoolCanarySet, PoolDrainSet, PoolDrainSet, PolicySet]
-    report = await cluster.verify()
-    assert (report["divergence"], report["verified"]) == (None, report["decisions"])
+    await cluster.require_verified()
 
 
 async def test_a_policy_survives_a_takeover(cluster: Cluster) -> None:
-    before = await cluster.owner()
-    assert before is not None
-    cluster.router("r3", "--pool-routing", os.fspath(cluster.processes.folder / "rules.toml"))
-    await cluster.until_owned()
-    await cluster.stop(before)
+    await take_over(cluster, "r3")
     assert await complete(cluster, SHORT) == "short"
-    routed = [event for event in await cluster.events(DECISIONS) if isinstance(event, RequestRouted)]
-    assert (routed[-1].pool, routed[-1].mode) == ("short", "round-robin")
+    last = (await cluster.events(DECISIONS, RequestRouted))[-1]
+    assert (last.pool, last.mode) == ("short", "round-robin")
 
 
 async def test_a_drained_worker_leaves_and_its_process_ends(cluster: Cluster) -> None:
+    cluster.processes["short"].ends = True
     assert await control(cluster, "drain", "--worker", "short", "--operator", "alice") == 0
     assert await cluster.processes.ended("short", within_s=TIMEOUT_S) == 0
     assert await complete(cluster, SHORT) == "long"
-    drained = [event for event in await cluster.events(FLEET) if isinstance(event, WorkerDraining)]
-    assert [event.worker_id for event in drained] == ["short"]
-    (command,) = [event for event in await cluster.events(CONTROL) if isinstance(event, WorkerCommanded)]
+    assert [event.worker_id for event in await cluster.events(FLEET, WorkerDraining)] == ["short"]
+    (command,) = await cluster.events(CONTROL, WorkerCommanded)
     assert (command.worker_ids, command.operator) == (("short",), "alice")
-    report = await cluster.verify()
-    assert (report["divergence"], report["verified"]) == (None, report["decisions"])
+    await cluster.require_verified()

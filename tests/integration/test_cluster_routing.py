@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -17,11 +18,9 @@ from forebay.events.kv import BlocksStored, CacheCleared
 from forebay.events.topics import DECISIONS, KV_EVENTS
 from forebay.transport.base import Draft
 from forebay.transport.kafka.log import KafkaLog
-from forebay.transport.kafka.settings import KafkaSettings
-from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster
 from tests.integration import kafka_api
-from tests.integration.conftest import RUN
+from tests.integration.conftest import MakeCluster
 from tests.integration.stream_clients import BLOCK, TIMEOUT_S, post, prompt
 
 WORKERS = ("w1", "w2")
@@ -29,7 +28,6 @@ SPEEDUP = 0.05  # about 115 ms per token, and 13 s to prefill 400 blocks
 SHORT, LONG = 2, 400  # prompt blocks
 ENDLESS = 100_000  # output tokens
 HELD_S = 1.0  # request timeout of the second ingress
-NAMESPACE = f"{RUN}-routing"
 SESSION = "x-dynamo-session-id"
 
 CONFIG = """
@@ -47,27 +45,27 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+async def cluster(make_cluster: MakeCluster) -> AsyncIterator[Cluster]:
     """Run two workers, two ingresses, and a router that queues requests while every worker has prefill load."""
-    folder = tmp_path_factory.mktemp("routing")
+    running = make_cluster("routing")
+    folder = running.processes.folder
     (folder / "router.yaml").write_text(CONFIG)
     (folder / "mine.py").write_text(POLICY)
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)  # custom policies are imported from here
-        async with Cluster(kafka, redis_url, NAMESPACE, folder, spawn=fork_server.spawn) as running:
+        async with running:
             running.router("r1", "--router-policy-config", "router.yaml")
-            for name in WORKERS:
-                running.worker(name, "--speedup", str(SPEEDUP), "--max-num-batched-tokens", "100000")
             running.ingress("i1", "--routing-hints")
             running.ingress("i2", "--routing-hints", "--timeout-s", str(HELD_S))
-            await running.until_serving(len(WORKERS))
+            slow = ("--speedup", str(SPEEDUP), "--max-num-batched-tokens", "100000")
+            await running.serve((), WORKERS, (), worker=slow)
             yield running
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def log(kafka: str, cluster: Cluster) -> AsyncIterator[KafkaLog]:
+async def log(cluster: Cluster) -> AsyncIterator[KafkaLog]:
     """Open the cluster's log from outside of the cluster."""
-    async with kafka_api.opened(KafkaSettings(kafka, NAMESPACE)) as opened:
+    async with kafka_api.opened(cluster.settings) as opened:
         yield opened
 
 
@@ -103,7 +101,8 @@ class RoutingClient:
         """Keep each worker busy with an endless request, cancelled when the body ends."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._endless(first + at, blocks, name)) for at, name in enumerate(WORKERS)]
-            await self._cluster.processes.until("each worker has a request", self._all_occupied)
+            one_each = lambda active: active == [1] * len(WORKERS)  # noqa: E731
+            await self._cluster.until("each worker has a request", self._active_requests, one_each)
             yield
             for task in tasks:
                 task.cancel()
@@ -112,9 +111,9 @@ class RoutingClient:
         options: dict[str, Any] = {"max_tokens": ENDLESS, "ignore_eos": True, "stream": True}
         await self.post("/v1/completions", prompt=prompt(number, blocks), nvext={"decode_worker_id": worker}, **options)
 
-    async def _all_occupied(self) -> bool:
+    async def _active_requests(self) -> list[int]:
         route = (await self.post("/v1/route", prompt="?")).json()
-        return [one["active_requests"] for one in route.get("candidates", ())] == [1] * len(WORKERS)
+        return [one["active_requests"] for one in route.get("candidates", ())]
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -124,11 +123,8 @@ async def client(cluster: Cluster) -> AsyncIterator[RoutingClient]:
 
 
 async def test_route_queries_are_answered_and_busy_workers_reject(cluster: Cluster, client: RoutingClient) -> None:
-    async def is_busy() -> bool:
-        return "error" in (await client.post("/v1/route", prompt=prompt(1))).json()
-
-    async def is_free() -> bool:
-        return not await is_busy()
+    async def route_query() -> Any:
+        return (await client.post("/v1/route", prompt=prompt(1))).json()
 
     route = (await client.post("/v1/route", prompt=prompt(0))).json()
     assert [one["cost"] for one in route["candidates"]] == [2 * (SHORT * BLOCK + 1) / BLOCK - 1 / BLOCK] * 2
@@ -138,7 +134,8 @@ async def test_route_queries_are_answered_and_busy_workers_reject(cluster: Clust
     async with client.occupied(10, SHORT):
         changed = await client.post("/busy_threshold", active_decode_blocks_threshold=0.0)
         assert changed.json() == {"model": GROUP, "active_decode_blocks_threshold": 0.0, **off}
-        await cluster.processes.until("the owner has applied the threshold", is_busy)  # it is only on the log
+        # The threshold is only on the log.
+        await cluster.until("the owner has applied the threshold", route_query, lambda route: "error" in route)
         rejected = await client.complete(1)
         assert (rejected.status_code, rejected.headers["retry-after"]) == (503, "1")
         assert rejected.json()["error"]["code"] == "busy"
@@ -146,7 +143,7 @@ async def test_route_queries_are_answered_and_busy_workers_reject(cluster: Clust
         assert route["error"]["code"] == "busy"
         changed = await client.post("/busy_threshold", "i2", active_decode_blocks_threshold=None)
         assert changed.json() == {"model": GROUP, "active_decode_blocks_threshold": None, **off}
-        await cluster.processes.until("the owner has applied the removal of the threshold", is_free)
+        await cluster.until("the owner has applied its removal", route_query, lambda route: "error" not in route)
         answered = await client.complete(1)
         assert answered.status_code == httpx.codes.OK, answered.text
 
@@ -157,10 +154,9 @@ async def test_a_response_is_explained_by_its_ingress_and_the_command(cluster: C
     name = answer.json()["id"]
 
     async def explained() -> Any:
-        explanation = (await client.get(f"/v1/requests/{name}/explain")).raise_for_status().json()
-        return explanation if explanation["ending"] else None
+        return (await client.get(f"/v1/requests/{name}/explain")).raise_for_status().json()
 
-    explanation = await cluster.processes.until("its end is on the log", explained)
+    explanation = await cluster.until("its end is on the log", explained, lambda found: found["ending"])
     assert (explanation["request_id"], explanation["state"], explanation["divergence"]) == (name, "finished", None)
     (routing,) = explanation["routings"]
     seen = routing["candidates"][routing["winner"]]["seen"]
@@ -175,13 +171,13 @@ async def test_a_response_is_explained_by_its_ingress_and_the_command(cluster: C
 async def test_a_worker_reannounces_its_cache_after_a_gap_in_its_kv_events(
     cluster: Cluster, client: RoutingClient, log: KafkaLog
 ) -> None:
-    async def is_resynced() -> bool:
-        return await client.overlaps(20) == {**dict.fromkeys(WORKERS, 0), home: SHORT}
-
     home = (await client.complete(20)).json()["forebay"]["worker"]
-    await cluster.processes.until("its cache is known", is_resynced)
-    place, member = cluster.partition(), (await cluster.members())[home]
-    assert place is not None
+    none = dict.fromkeys(WORKERS, 0)
+    known = partial(
+        cluster.until, fetch=partial(client.overlaps, 20), reached=lambda found: found == {**none, home: SHORT}
+    )
+    await known("its cache is known")
+    member = (await cluster.members())[home]
     sequence_numbers = [event.seq for event in await cluster.events(KV_EVENTS) if event.worker_id == home]
     forged = BlocksStored(
         worker_id=home,
@@ -189,26 +185,20 @@ async def test_a_worker_reannounces_its_cache_after_a_gap_in_its_kv_events(
         seq=max(sequence_numbers) + 10,
         sequence_hashes=sequence_hashes(pack_u32(prompt(21)), BLOCK),
     )
-    await log.append([Draft(KV_EVENTS.name, place, value) for value in (b"no event", encode(KV_EVENTS, forged))])
+    values = (b"no event", encode(KV_EVENTS, forged))
+    await log.append([Draft(KV_EVENTS.name, cluster.partition(), value) for value in values])
 
-    async def continues() -> bool:
-        return (await client.overlaps(22))[home] == SHORT
-
-    async def is_applied() -> bool:
-        return await client.overlaps(21) == dict.fromkeys(WORKERS, 0)
-
-    async def is_cleared() -> bool:
-        events = [event for event in await cluster.events(KV_EVENTS) if isinstance(event, CacheCleared)]
+    def is_cleared(events: list[CacheCleared]) -> bool:
         return [(event.worker_id, event.seq) for event in events] == [(home, forged.seq + 1)]
 
-    await cluster.processes.until("the worker cleared its cache", is_cleared)
-    await cluster.processes.until("the owner has applied the cleared cache", is_applied)
-    await cluster.processes.until("the worker has re-announced its cache", is_resynced)
-    (resync,) = [event for event in await cluster.events(DECISIONS) if isinstance(event, CacheResyncRequested)]
+    await cluster.until("the worker cleared its cache", lambda: cluster.events(KV_EVENTS, CacheCleared), is_cleared)
+    await cluster.until("the cleared cache is applied", lambda: client.overlaps(21), lambda found: found == none)
+    await known("the worker has re-announced its cache")
+    (resync,) = await cluster.events(DECISIONS, CacheResyncRequested)
     assert (resync.worker_id, resync.expected_seq, resync.found_seq) == (home, max(sequence_numbers) + 1, forged.seq)
-    assert await is_applied()
+    assert await client.overlaps(21) == none
     await client.complete(22, decode_worker_id=home)
-    await cluster.processes.until("events go on after that", continues)
+    await cluster.until("events go on", lambda: client.overlaps(22), lambda found: found[home] == SHORT)
 
 
 async def test_a_session_keeps_its_worker_when_a_router_with_a_custom_policy_takes_over(
@@ -218,52 +208,40 @@ async def test_a_session_keeps_its_worker_when_a_router_with_a_custom_policy_tak
         answer = (await client.complete(number, session, **nvext)).raise_for_status().json()
         return str(answer["forebay"]["worker"])
 
-    async def member() -> bool:
-        return "router r2 is a member of" in cluster.processes["r2"].output()
-
-    async def decides() -> bool:
-        return bool((await client.post("/v1/route", prompt="?")).json()["mode"] == "mine.Last")
+    async def mode() -> str:
+        return str((await client.post("/v1/route", prompt="?")).json()["mode"])
 
     assert await routed(30, "s", routing_constraints={"allowed_worker_ids": ["w1"]}) == "w1"
     cluster.router("r2", "--router-policy-config", "router.yaml", "--router-mode", "mine.Last")
-    await cluster.processes.until("r2 runs", member)
+    await cluster.until_joined("r2")
     await cluster.stop("r1")
     assert await routed(31, "s") == "w1"
     # The settings of r2 are a record on `control`. Earlier requests are decided by the settings of r1.
-    await cluster.processes.until("r2 decides by its policy", decides)
+    await cluster.until("r2 decides by its policy", mode, lambda mode: mode == "mine.Last")
     assert [await routed(number) for number in (30, 31, 33)] == ["w2", "w2", "w2"]
     assert await routed(34, "s") == "w1"
-    decided = [event for event in await cluster.events(DECISIONS) if isinstance(event, RequestRouted)]
+    decided = await cluster.events(DECISIONS, RequestRouted)
     assert [event.mode for event in decided[-4:]] == ["mine.Last"] * 4
 
 
 async def test_queued_requests_expire_or_are_routed_when_a_worker_is_free(
     cluster: Cluster, client: RoutingClient
 ) -> None:
-    async def decisions(kind: type) -> list[Any]:
-        return [event for event in await cluster.events(DECISIONS) if isinstance(event, kind)]
+    async def ids(kind: type) -> list[str]:
+        return [event.request_id for event in await cluster.events(DECISIONS, kind)]
 
-    async def held() -> list[str]:
-        return [one.request_id for one in await decisions(RequestHeld)][before:]
-
-    async def two_held() -> bool:
-        return len(await held()) == 2
-
-    async def first_routed() -> bool:
-        return waits in {event.request_id for event in await decisions(RequestRouted)}
-
-    before = len(await decisions(RequestHeld))
+    before = len(await ids(RequestHeld))
     async with asyncio.TaskGroup() as group:
         async with client.occupied(40, LONG):
             patient = group.create_task(client.complete(42))
             late = await client.complete(43, ingress="i2")
             assert (late.status_code, late.json()["error"]["code"]) == (504, "queue_deadline_exceeded")
-            await cluster.processes.until("both were held", two_held)
-            (expired,) = [one for one in await decisions(RequestAborted) if one.reason == "queue_deadline"]
-            (waits,) = set(await held()) - {expired.request_id}
-            assert not await first_routed()
-        await cluster.processes.until("the other one is routed", first_routed)
+            held = await cluster.until("both are held", lambda: ids(RequestHeld), lambda ids: len(ids) == before + 2)
+            aborted = await cluster.events(DECISIONS, RequestAborted)
+            (expired,) = [one.request_id for one in aborted if one.reason == "queue_deadline"]
+            (waits,) = {*held[before:]} - {expired}
+            assert waits not in await ids(RequestRouted)
+        await cluster.until("the other one is routed", lambda: ids(RequestRouted), lambda ids: waits in ids)
         patient.cancel()  # the engines are still busy with cancelled requests
-    report = await cluster.verify(GROUP, "--allow-policy", "mine.Last")
-    assert report["divergence"] is None
+    report = await cluster.require_verified(GROUP, "--allow-policy", "mine.Last")
     assert (report["verified"], report["claims"]) == (await cluster.decided(), 2)

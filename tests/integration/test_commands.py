@@ -1,46 +1,23 @@
-"""Worker commands on real services: adapters used by several ingresses, and deaths of workers and owners."""
+"""Commands to workers of a system on Kafka, across deaths of workers and owners, and the status of that system."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 
 from forebay.events.topics import DECISIONS
-from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster
-from tests.integration.conftest import RUN
-from tests.integration.stream_clients import TIMEOUT_S, prompt
+from tests.integration.conftest import cluster_fixture
+from tests.integration.stream_clients import prompt
 
-WORKERS = ("w1", "w2")
+ROUTERS, WORKERS = ("r1", "r2"), ("w1", "w2")
 LEASE_S = 3
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """Run two routers, two workers and two ingresses."""
-    folder = tmp_path_factory.mktemp("commands")
-    async with Cluster(kafka, redis_url, f"{RUN}-commands", folder, spawn=fork_server.spawn) as running:
-        running.router("r1")
-        running.router("r2")
-        for name in WORKERS:
-            running.worker(name, "--lease-ttl-s", str(LEASE_S))
-        running.ingress("i1")
-        running.ingress("i2")
-        await running.until_serving(len(WORKERS))
-        yield running
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=cluster.admin_headers) as opened:
-        yield opened
+cluster = cluster_fixture("commands", ROUTERS, WORKERS, ("i1", "i2"), worker=("--lease-ttl-s", str(LEASE_S)))
 
 
 async def control(cluster: Cluster, *arguments: str) -> tuple[int, dict[str, str]]:
@@ -50,19 +27,27 @@ async def control(cluster: Cluster, *arguments: str) -> tuple[int, dict[str, str
     return code, {one["worker_id"]: one["status"] for one in json.loads(out)["outcomes"]}
 
 
-async def complete(cluster: Cluster, client: httpx.AsyncClient, ingress: str, model: str) -> httpx.Response:
+async def complete(cluster: Cluster, client: httpx.AsyncClient, ingress: str, model: str = GROUP) -> httpx.Response:
     """Return the response, once the ingress knows the adapters of all models: until then the response is 503."""
     body = {"model": model, "prompt": prompt(1), "max_tokens": 1}
+    answer: httpx.Response = await cluster.until(
+        f"{ingress} knows the adapters",
+        lambda: client.post(f"{cluster.urls[ingress]}/v1/completions", json=body),
+        lambda answer: answer.status_code != 503 or "adapters_unknown" not in answer.text,
+    )
+    return answer
 
-    async def answered() -> httpx.Response | None:
-        answer = await client.post(f"{cluster.urls[ingress]}/v1/completions", json=body)
-        return None if answer.status_code == 503 and "adapters_unknown" in answer.text else answer
 
-    return await cluster.processes.until(f"{ingress} knows the adapters", answered)
+async def until_sent(cluster: Cluster, action: str) -> None:
+    def is_sent(events: list[Any]) -> bool:
+        return any(getattr(event, "action", "") == action for event in events)
+
+    await cluster.until("the command is in the journal", lambda: cluster.events(DECISIONS), is_sent)
 
 
-async def sent(cluster: Cluster, action: str) -> bool:
-    return any(getattr(event, "action", "") == action for event in await cluster.events(DECISIONS))
+async def status(cluster: Cluster, *options: str) -> tuple[int, dict[str, Any]]:
+    code, out = await cluster.command("status", "status", *options, "--json", within_s=60)
+    return code, json.loads(out)
 
 
 async def test_an_adapter_is_loaded_at_one_ingress_and_served_by_another(
@@ -82,15 +67,14 @@ async def test_an_adapter_is_loaded_at_one_ingress_and_served_by_another(
 
 async def test_a_command_survives_the_death_of_its_owner(cluster: Cluster, client: httpx.AsyncClient) -> None:
     """The worker is paused, the owner that sent the command dies, and the next owner receives the response."""
-    cluster.pause("w2")
-    load = asyncio.create_task(client.post(f"{cluster.urls['i2']}/pause", json={"timeout_s": 100, "pool": "default"}))
-    await cluster.processes.until("the command is in the journal", lambda: sent(cluster, "pause"))
+    cluster.processes.pause("w2")
+    body, url = {"timeout_s": 100, "pool": "default"}, f"{cluster.urls['i2']}/pause"
+    load = asyncio.create_task(client.post(url, json=body, headers=cluster.admin_headers))
+    await until_sent(cluster, "pause")
     owner = await cluster.owner()
-    assert owner is not None
     cluster.kill(owner)
-    cluster.resume("w2")
-    answer = await load
-    outcomes: list[dict[str, Any]] = answer.json()["outcomes"]
+    cluster.processes.resume("w2")
+    outcomes: list[dict[str, Any]] = (await load).json()["outcomes"]
     assert outcomes[0]["status"] == "done"
     # A worker paused for longer than its lease has left. Otherwise it has executed the command.
     assert outcomes[1]["status"] in ("done", "left")
@@ -100,14 +84,42 @@ async def test_a_command_survives_the_death_of_its_owner(cluster: Cluster, clien
 
 
 async def test_a_command_to_a_dying_worker_fails(cluster: Cluster, client: httpx.AsyncClient) -> None:
-    cluster.pause("w1")
-    load = asyncio.create_task(client.post(f"{cluster.urls['i1']}/sleep", json={"timeout_s": 100}))
-    await cluster.processes.until("the command is in the journal", lambda: sent(cluster, "sleep"))
+    cluster.processes.pause("w1")
+    load = asyncio.create_task(client.post("/sleep", json={"timeout_s": 100}, headers=cluster.admin_headers))
+    await until_sent(cluster, "sleep")
     cluster.kill("w1")
     answer = await load
     assert answer.status_code == 502
     found = [(one["worker_id"], one["status"]) for one in answer.json()["outcomes"]]
     assert found == [("w1", "left"), ("w2", "done")]
     assert await control(cluster, "power", "wake-up", "--worker", "w2") == (0, {"w2": "done"})
-    report = await cluster.verify()
-    assert (report["divergence"], report["verified"]) == (None, report["decisions"])
+    await cluster.require_verified()
+
+
+async def test_the_status_of_a_system_on_kafka(cluster: Cluster, client: httpx.AsyncClient) -> None:
+    """Through an ingress and from Kafka itself, with and without an owner. The last test: it kills the owners."""
+    for name in ROUTERS:
+        if name not in cluster.processes:
+            cluster.router(name)
+    cluster.worker("w1")
+    await cluster.until_serving(len(WORKERS))
+    (await complete(cluster, client, "i1")).raise_for_status()
+    sources, owner = (("--url", cluster.urls["i1"]), cluster.where), await cluster.owner()
+    (standby,) = {*ROUTERS} - {owner}
+    for options in sources:
+        code, found = await status(cluster, *options)
+        assert (code, found["group"], found["source"], found["problems"]) == (0, GROUP, "log", [])
+        assert (found["owner"]["owner_id"], found["owner"]["alive"]) == (owner, True)
+        assert found["owner"]["standbys"] == [standby]
+        assert [worker["worker_id"] for worker in found["workers"]] == [*WORKERS]
+        assert [pool["routed"] for pool in found["pools"]] == [await cluster.routed()]
+        assert found["requests"]["in_flight"] == 0
+    for name in ROUTERS:
+        cluster.kill(name)
+    is_down = lambda answer: answer.status_code == httpx.codes.SERVICE_UNAVAILABLE  # noqa: E731
+    await cluster.until("the ingress has no owner", lambda: client.get("/ready"), is_down)
+    for options in sources:
+        code, found = await status(cluster, *options)
+        assert (code, found["ready"], found["owner"]["alive"]) == (1, False, False)
+        assert found["problems"] == ["no router owns the group now, so requests wait"]
+        assert found["owner"]["owner_id"] == owner

@@ -4,17 +4,27 @@ The tests share one system, and run in this order: the last ones look back at wh
 they are skipped with the reason, or fail if FOREBAY_REQUIRE_BROWSER=1.
 """
 
+import asyncio
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar
 
+import httpx
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from forebay.events.control import PolicySet, WorkerCommanded
 from forebay.events.scaling import PoolSizeSet
-from forebay.events.topics import CONTROL, SCALING
+from forebay.events.topics import CONTROL, SCALING, Topic
+from forebay.replay.at_time import seek_time
+from forebay.replay.moment import Moment
+from forebay.replay.read_only import ReadOnlyLog
+from forebay.transport.base import Log, Record
+from forebay.transport.kafka.log import KafkaLog
 from tests.console.conftest import browser
 from tests.console.pages import (
     CONTRAST,
@@ -30,12 +40,16 @@ from tests.console.pages import (
     require_fleet,
     review_action,
     shown,
+    wait_indexed,
+    wait_until,
 )
-from tests.console.serving import comparable
+from tests.console.serving import TOKEN, comparable
 from tests.harness.browser import Scheme
-from tests.harness.cluster import GROUP
-from tests.integration.conftest import RUN
-from tests.integration.console_system import PROMPTS, ROUNDS, ROUTERS, WORKERS, ConsoleSystem, console_system
+from tests.harness.cluster import GROUP, Cluster, Ownership
+from tests.harness.local import free_ports
+from tests.harness.scaling import start_planner, supervised
+from tests.integration.conftest import MakeCluster
+from tests.integration.stream_clients import TIMEOUT_S, post, prompt
 
 __all__ = ["browser"]
 
@@ -43,6 +57,16 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("browser")]
 
 SEED = 20_261_125
 MOMENTS = 50
+ROUTERS = ("r1", "r2")
+WORKERS = ("w1", "w2", "w3")
+PROMPTS = 4
+ROUNDS = 4  # requests per prompt: a policy without a cache index sends them to several workers
+TAKEOVER_WITHIN_S = 60.0
+READ_MAX = 1_000
+T = TypeVar("T")
+# Method `load` never has enough observations, so only an operator changes the size of the pool.
+PLANNER = {"interval_s": 1.0, "method": "load", "min_observations": 1_000}
+POOL = {"max_size": 4, "startup_s": 0}
 REQUESTS = PROMPTS * ROUNDS
 # Widths and schemes, with axe's rules. Recordings show the light scheme at 390 px.
 SHOWN: tuple[tuple[int, Scheme, Sequence[str]], ...] = (
@@ -55,13 +79,153 @@ UTC = "us => new Date(us / 1000).toISOString().replace('T', ' ').replace('Z', ''
 VIEWS = ("fleet", "requests", "time", "what-if", "scaling")
 
 
+class LoopThread:
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class CopiedLog(ReadOnlyLog):
+    """View of a log that reads each partition once, because reading a part of one from Kafka takes 0.1 s."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._records: dict[tuple[str, int], tuple[int, list[Record]]] = {}
+
+    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        """Return up to `limit` records from `offset` on."""
+        _, records = await self._partition(topic, partition)
+        return [record for record in records if record.offset >= offset][:limit]
+
+    async def begin(self, topic: str, partition: int) -> int:
+        return (await self._partition(topic, partition))[0]
+
+    async def end(self, topic: str, partition: int) -> int:
+        """Return the offset after the last record."""
+        begin, records = await self._partition(topic, partition)
+        return records[-1].offset + 1 if records else begin
+
+    async def _partition(self, topic: str, partition: int) -> tuple[int, list[Record]]:
+        if (topic, partition) not in self._records:
+            position, end = await self._log.begin(topic, partition), await self._log.end(topic, partition)
+            self._records[topic, partition] = found = (position, list[Record]())
+            while position < end:
+                page = await self._log.read(topic, partition, position, READ_MAX)
+                found[1].extend(page)
+                position = page[-1].offset + 1
+        return self._records[topic, partition]
+
+
+class ConsoleSystem:
+    """A running system with its console.
+
+    Args:
+        url: origin of the console's page.
+        thread: runs the loop of `cluster` and `log`.
+    """
+
+    def __init__(self, cluster: Cluster, log: KafkaLog, url: str, thread: LoopThread) -> None:
+        self.cluster = cluster
+        self.url = url
+        self._log = log
+        self._thread = thread
+
+    def complete(self, *numbers: int) -> None:
+        """Send a request per number, one after another, and wait for the responses."""
+        self._thread.run(complete(self.cluster, *numbers))
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self._thread.run(coroutine)
+
+    def finished(self) -> int:
+        return len(read(self.url, "/v1/console/requests", state="finished", limit=500)["requests"])
+
+    def owner(self) -> str:
+        return self.run(self.cluster.owner())
+
+    def events(self, topic: Topic, kind: type[T]) -> list[T]:
+        """Return the events of a type on a topic, whose partition is that of the group."""
+        return self.run(self.cluster.events(topic, kind))
+
+    def copy(self) -> CopiedLog:
+        """Return a view of the log, whose partitions do not grow after their first use."""
+        return CopiedLog(self._log)
+
+    def moment_at(self, log: Log, at_us: int) -> Moment:
+        """Return the state that `forebay replay at --time` derives from a log of this system."""
+
+        async def derived() -> Moment:
+            return await (await seek_time(log, self.cluster.partition(), at_us)).moment()
+
+        return self.run(derived())
+
+    def forebay(self, name: str, *arguments: str) -> str:
+        """Run a command that succeeds on the log of the system, and return its output."""
+        code, output = self.run(self.cluster.command(name, *arguments, *self.cluster.where, within_s=TIMEOUT_S))
+        assert code == 0, (self.cluster.processes.folder / f"{name}.log").read_text()
+        return output
+
+    def kill_owner(self) -> Ownership:
+        """Kill the owner, wait until another router has routed a request, and return its ownership."""
+
+        async def replace() -> Ownership:
+            owner = await self.cluster.owner()
+            self.cluster.kill(owner)
+            await complete(self.cluster, PROMPTS)
+            return await self.cluster.taken_over(owner, within_s=TAKEOVER_WITHIN_S)
+
+        return self.run(replace())
+
+
+async def complete(cluster: Cluster, *numbers: int) -> None:
+    """Send a request per number, one after another, and wait for the responses."""
+    async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+        for number in numbers:
+            body = {"model": GROUP, "prompt": prompt(number), "max_tokens": 4}
+            (await post(client, f"{cluster.urls['i1']}/v1/completions", json=body)).raise_for_status()
+
+
+async def start(stack: AsyncExitStack, cluster: Cluster, thread: LoopThread) -> ConsoleSystem:
+    """Run two routers, three workers, an ingress, a planner with its supervisor, and a console."""
+    await stack.enter_async_context(cluster)
+    await cluster.serve(ROUTERS, WORKERS)
+    start_planner(cluster, "planner", PLANNER, POOL)
+    await stack.enter_async_context(supervised(cluster, "supervisor"))
+    log = await KafkaLog.open(cluster.settings)
+    stack.push_async_callback(log.close)
+    port, token_file = free_ports(1), cluster.processes.folder / "console-token"
+    token_file.write_text(TOKEN)
+    served = ("--port", str(port), "--token-file", str(token_file), "--url", cluster.urls["i1"])
+    cluster.begin("console", "console", *cluster.where, "--cache-dir", str(cluster.processes.folder), *served)
+    return ConsoleSystem(cluster, log, f"http://127.0.0.1:{port}", thread)
+
+
 @pytest.fixture(scope="module")
-def system(
-    browser: Browser, kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ConsoleSystem]:
-    """Run a system with a console. It needs the browser, so that nothing is started without Chromium."""
-    with console_system(kafka, redis_url, f"{RUN}-console", tmp_path_factory.mktemp("console")) as running:
-        yield running
+def system(browser: Browser, make_cluster: MakeCluster) -> Iterator[ConsoleSystem]:
+    """Run a system with a console, and send requests of which the caches have some.
+
+    It needs the browser, so that nothing is started without Chromium. The loop of the browser runs in the thread of the
+    tests, so the loop that controls the processes has a thread of its own.
+    """
+    thread, stack = LoopThread(), AsyncExitStack()
+    try:
+        system = thread.run(start(stack, make_cluster("console"), thread))
+        wait_indexed(system.url)
+        system.complete(*[*range(PROMPTS)] * ROUNDS)
+        wait_until(lambda: system.finished() == REQUESTS, "the console shows all requests as finished")
+        yield system
+    finally:
+        thread.run(stack.aclose())
+        thread.close()
 
 
 def workers_of(page: Page) -> Locator:

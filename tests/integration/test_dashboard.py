@@ -11,11 +11,11 @@ import pytest
 from forebay.transport.kafka.settings import KafkaSettings
 from infra.kafka.kafka import HOST
 from tests.dashboard import APART, KAFKA, SHADOW, SHARED, of_rows, without_zero
-from tests.harness import fork_server
-from tests.harness.cluster import GROUP, Cluster
+from tests.harness.cluster import GROUP
 from tests.harness.local import free_ports
 from tests.harness.prometheus import require_prometheus, scraping
 from tests.integration import kafka_api
+from tests.integration.conftest import MakeCluster
 from tests.integration.stream_clients import problems, stream_clients
 
 SERVICES = ("r1", "p1", "d1", "round")  # those with --metrics-port; the ingress serves metrics on its port
@@ -23,7 +23,7 @@ ROLES = {"p1": "prefill", "d1": "decode"}
 ASK_EVERY_S = 0.1
 TOKENS = 8
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 @asynccontextmanager
@@ -47,11 +47,9 @@ async def kafka_api_load(settings: KafkaSettings) -> AsyncIterator[None]:
             await asyncio.gather(completing, return_exceptions=True)
 
 
-async def test_queries_have_data_on_a_distributed_system(
-    kafka: str, redis_url: str, namespace: str, tmp_path: Path
-) -> None:
+async def test_queries_have_data_on_a_distributed_system(make_cluster: MakeCluster, tmp_path: Path) -> None:
     require_prometheus()
-    async with Cluster(kafka, redis_url, namespace, tmp_path, spawn=fork_server.spawn) as cluster:
+    async with make_cluster("dashboard") as cluster:
         first = free_ports(len(SERVICES))
         ports = {name: ("--metrics-port", str(first + number)) for number, name in enumerate(SERVICES)}
         cluster.router("r1", *ports["r1"])
@@ -59,11 +57,10 @@ async def test_queries_have_data_on_a_distributed_system(
             cluster.worker(name, "--role", role, *ports[name])
         url = cluster.ingress("i1")
         await cluster.until_serving(len(ROLES))
-        where = ("--kafka", kafka, "--namespace", namespace, "--group", GROUP)
-        cluster.begin("round", "shadow", *where, "--policy", "round-robin", *ports["round"])
+        cluster.begin("round", "shadow", *cluster.where, "--group", GROUP, "--policy", "round-robin", *ports["round"])
         targets = {name: [f"{HOST}:{port}"] for name, (_, port) in ports.items()}
         targets["ingress"] = [url.removeprefix("http://")]
-        async with stream_clients([url], namespace) as clients, kafka_api_load(KafkaSettings(kafka, namespace)):
+        async with stream_clients([url], "load") as clients, kafka_api_load(cluster.settings):
             async with clients.load(ASK_EVERY_S, TOKENS, first=0):
                 await asyncio.to_thread(check, tmp_path, targets)
             assert problems(clients.results, TOKENS) == []

@@ -3,10 +3,8 @@
 The tests of this file share a cluster and depend on their order.
 """
 
-import functools
 import itertools
 import json
-import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -18,11 +16,10 @@ import pytest_asyncio
 
 from forebay.events.decisions import RequestRouted
 from forebay.events.topics import DECISIONS, REQUESTS
-from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster
 from tests.harness.mock_words import Words
-from tests.integration.conftest import RUN
-from tests.integration.stream_clients import StreamClients, StreamResult, problems, prompt, stream_clients
+from tests.integration.conftest import MakeCluster
+from tests.integration.stream_clients import StreamClients, StreamResult, problems, prompt
 
 PREFILL, DECODE = ("p1", "p2", "p3", "p4"), ("d1", "d2", "d3", "d4")
 MORE = ("d5", "d6")
@@ -44,24 +41,11 @@ def worker(cluster: Cluster, name: str, *options: str) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+async def cluster(make_cluster: MakeCluster) -> AsyncIterator[Cluster]:
     """Run two routers, an ingress and the decode workers. Prefill workers are started by the tests."""
-    async with Cluster(
-        kafka, redis_url, f"{RUN}-disagg", tmp_path_factory.mktemp("disagg"), spawn=fork_server.spawn
-    ) as running:
-        for name in ("r1", "r2"):
-            running.router(name)
-        for name in DECODE:
-            worker(running, name)
-        running.ingress("i1")
-        await running.until_serving(len(DECODE))
+    async with make_cluster("disagg") as running:
+        await running.serve(("r1", "r2"), DECODE, worker=("--role", "decode", *SIZES))
         yield running
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def clients(cluster: Cluster) -> AsyncIterator[StreamClients]:
-    async with stream_clients(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as speaking:
-        yield speaking
 
 
 @pytest.fixture(scope="module")
@@ -73,35 +57,33 @@ def submit(clients: StreamClients, count: int, tokens: int) -> list[StreamResult
     return [clients.submit(prompt(next(NUMBERS), blocks=3), tokens) for _ in range(count)]
 
 
-async def members(cluster: Cluster, *names: str) -> None:
-    """Wait until exactly these workers are members."""
-
-    async def are() -> bool:
-        return set(await cluster.members()) == set(names)
-
-    await cluster.processes.until(f"{', '.join(names)} are the members", are)
-
-
 async def routings(cluster: Cluster, results: Sequence[StreamResult]) -> list[RequestRouted]:
     """Return the routing decisions of these requests, in order."""
     ids = {one.request_id for one in results}
-    decided = await cluster.events(DECISIONS)
-    return [one for one in decided if isinstance(one, RequestRouted) and one.request_id in ids]
+    return [one for one in await cluster.events(DECISIONS, RequestRouted) if one.request_id in ids]
 
 
-async def check_responses(cluster: Cluster, words: Words, results: Sequence[StreamResult], tokens: int) -> None:
+def check_responses(words: Words, results: Sequence[StreamResult], tokens: int) -> None:
     """Check that each response ended once and has the expected tokens."""
     assert problems(results, tokens) == []
     for one in results:
         assert one.text == words.text(one.prompt, tokens), one.request_id
 
 
-async def at_work(cluster: Cluster, results: Sequence[StreamResult], name: str) -> bool:
-    """Return whether a worker has started to stream one of these responses."""
-    routed = await routings(cluster, results)
-    spoke = {one.request_id for one in results if one.text and not one.ends}
-    last = {one.request_id: one.worker_id for one in routed}
-    return any(last.get(request_id) == name for request_id in spoke)
+async def until_streaming(cluster: Cluster, results: Sequence[StreamResult], name: str) -> None:
+    """Wait until a worker has started to stream one of these responses, which have not ended."""
+
+    def is_streaming(routed: list[RequestRouted]) -> bool:
+        last = {one.request_id: one.worker_id for one in routed}
+        return any(last.get(one.request_id) == name for one in results if one.text and not one.ends)
+
+    await cluster.until(f"{name} is in the middle of an answer", lambda: routings(cluster, results), is_streaming)
+
+
+async def until_begun(cluster: Cluster, streams: Sequence[StreamResult]) -> None:
+    """Wait until half of the responses have started."""
+    begun = lambda: sum(bool(one.text) for one in streams)  # noqa: E731
+    await cluster.until("streams have begun", begun, lambda count: count >= len(streams) // 2)
 
 
 async def test_disagg_decode_workers_prefill_without_prefill_workers(
@@ -109,7 +91,7 @@ async def test_disagg_decode_workers_prefill_without_prefill_workers(
 ) -> None:
     results = submit(clients, STREAMS, SHORT)
     await clients.all()
-    await check_responses(cluster, words, results, SHORT)
+    check_responses(words, results, SHORT)
     places = [(one.stage, one.prefill and one.prefill.reason) for one in await routings(cluster, results)]
     assert places == [("aggregated", "no_prefill_worker")] * STREAMS
 
@@ -117,29 +99,21 @@ async def test_disagg_decode_workers_prefill_without_prefill_workers(
 async def test_disagg_enforcement_without_prefill_workers_is_not_ready(cluster: Cluster) -> None:
     (url,) = cluster.urls.values()
     async with httpx.AsyncClient(timeout=PATIENCE_S, headers=cluster.admin_headers) as client:
-
-        async def ready(status: int) -> bool:
-            return (await client.get(f"{url}/ready")).status_code == status
-
         for enforce, status in ((True, 503), (False, 200)):
             response = await client.post(f"{url}/disaggregation", json={"model": GROUP, "enforce": enforce})
             assert response.json()["enforce"] is enforce
-            await cluster.processes.until(f"readiness is {status}", functools.partial(ready, status))
+            is_reached = lambda answer, status=status: answer.status_code == status  # noqa: E731
+            await cluster.until(f"readiness is {status}", lambda: client.get(f"{url}/ready"), is_reached)
 
 
 async def test_disagg_a_worker_with_another_block_size_is_rejected(cluster: Cluster) -> None:
     worker(cluster, "p9", "--kv-bytes-per-token", "128")
     owner = await cluster.owner()
-    assert owner is not None
     message = (
         "worker p9 was rejected: its KV block layout is uint8, 8192 bytes, 1 layer, nixl connector, "
         "but the layout of d1 in the pool decode is uint8, 16384 bytes, 1 layer, nixl connector"
     )
-
-    async def is_rejected() -> bool:
-        return message in cluster.processes[owner].output()
-
-    await cluster.processes.until("p9 is refused", is_rejected)
+    await cluster.until("p9 is refused", cluster.processes[owner].output, lambda output: message in output)
     assert set(await cluster.members()) == set(DECODE)
     await cluster.stop("p9")
 
@@ -149,7 +123,7 @@ async def test_disagg_workers_change_roles_and_are_killed_under_load(
 ) -> None:
     for name in PREFILL:
         worker(cluster, name)
-    await members(cluster, *DECODE, *PREFILL)
+    await cluster.until_members(*DECODE, *PREFILL)
     streams: list[StreamResult] = []
     async with clients.load(ASK_EVERY_S, SHORT, first=10_000):
         first = submit(clients, STREAMS, LONG)
@@ -159,17 +133,16 @@ async def test_disagg_workers_change_roles_and_are_killed_under_load(
             cluster.processes.ask_to_end(name)
         for name in PREFILL[2:]:
             assert await cluster.processes.ended(name, within_s=PATIENCE_S) == 0
-        await members(cluster, *DECODE, *PREFILL[:2], *MORE)
+        await cluster.until_members(*DECODE, *PREFILL[:2], *MORE)
         second = submit(clients, STREAMS, LONG)
-        working = functools.partial(at_work, cluster, second, "d1")
-        await cluster.processes.until("d1 is in the middle of an answer", working)
+        await until_streaming(cluster, second, "d1")
         cluster.kill("d1")
         cluster.kill("p1")
-        await members(cluster, *DECODE[1:], "p2", *MORE)
+        await cluster.until_members(*DECODE[1:], "p2", *MORE)
         streams = [*first, *second, *submit(clients, STREAMS, LONG)]
     others = [one for one in clients.results if one not in streams]
-    await check_responses(cluster, words, streams, LONG)
-    await check_responses(cluster, words, others, SHORT)
+    check_responses(words, streams, LONG)
+    check_responses(words, others, SHORT)
     routed = await routings(cluster, clients.results)
     stages = Counter((one.stage, one.attempt) for one in routed)
     with capsys.disabled():
@@ -185,14 +158,13 @@ async def test_disagg_clients_survive_the_kill_of_the_owner(
     cluster: Cluster, clients: StreamClients, words: Words
 ) -> None:
     owner = await cluster.owner()
-    assert owner is not None
     async with clients.load(ASK_EVERY_S, SHORT, first=20_000):
         streams = submit(clients, STREAMS, LONG)
-        await cluster.processes.until("streams have begun", functools.partial(begun, streams))
+        await until_begun(cluster, streams)
         cluster.kill(owner)
         await cluster.taken_over(owner, within_s=PATIENCE_S)
-    await check_responses(cluster, words, streams, LONG)
-    await check_responses(cluster, words, [one for one in clients.results if one not in streams], SHORT)
+    check_responses(words, streams, LONG)
+    check_responses(words, [one for one in clients.results if one not in streams], SHORT)
 
 
 async def test_disagg_clients_survive_the_kill_of_all_prefill_workers(
@@ -200,25 +172,22 @@ async def test_disagg_clients_survive_the_kill_of_all_prefill_workers(
 ) -> None:
     worker(cluster, "p5")
     decoding = (*DECODE[1:], *MORE)
-    await members(cluster, *decoding, "p2", "p5")
+    await cluster.until_members(*decoding, "p2", "p5")
     async with clients.load(ASK_EVERY_S, SHORT, first=30_000):
         streams = submit(clients, STREAMS, LONG)
-        await cluster.processes.until("streams have begun", functools.partial(begun, streams))
+        await until_begun(cluster, streams)
         for name in ("p2", "p5"):
             cluster.kill(name)
-        await members(cluster, *decoding)
+        await cluster.until_members(*decoding)
         after = submit(clients, STREAMS, LONG)
-    await check_responses(cluster, words, [*streams, *after], LONG)
-    await check_responses(
-        cluster, words, [one for one in clients.results if one not in streams and one not in after], SHORT
-    )
+    check_responses(words, [*streams, *after], LONG)
+    check_responses(words, [one for one in clients.results if one not in [*streams, *after]], SHORT)
     assert {one.stage for one in await routings(cluster, after)} == {"aggregated"}
 
 
 async def test_disagg_the_recording_of_these_tests_verifies(cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "slice.db"
-    where = ("--kafka", cluster.settings.bootstrap, "--namespace", cluster.namespace)
-    code, output = await cluster.command("record", "record", *where, "--json", str(out), within_s=PATIENCE_S)
+    code, output = await cluster.command("record", "record", *cluster.where, "--json", str(out), within_s=PATIENCE_S)
     assert code == 0, output
     code, output = await cluster.command("verify", "verify", str(out), "--json", within_s=PATIENCE_S)
     report: dict[str, Any] = json.loads(output)
@@ -228,7 +197,3 @@ async def test_disagg_the_recording_of_these_tests_verifies(cluster: Cluster, tm
     submitted = await cluster.events(REQUESTS)
     assert len(submitted) >= report["decisions"] // 3
     assert Words().wrong(submitted, await cluster.replies()) == []
-
-
-async def begun(streams: Sequence[StreamResult]) -> bool:
-    return sum(bool(one.text) for one in streams) >= len(streams) // 2

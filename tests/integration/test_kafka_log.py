@@ -5,6 +5,7 @@ import gc
 import random
 import socket
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from aiokafka import AIOKafkaProducer, TopicPartition
@@ -62,14 +63,20 @@ class Reader:
         return taken
 
 
-async def grow(settings: KafkaSettings, topic: str, count: int) -> None:
-    """Add partitions and wait until the broker reports them."""
-    admin = AIOKafkaAdminClient(bootstrap_servers=settings.bootstrap)
+@asynccontextmanager
+async def admin_of(settings: KafkaSettings) -> AsyncIterator[AIOKafkaAdminClient]:
+    admin = AIOKafkaAdminClient(**settings.client_options())
     await admin.start()
     try:
-        await admin.create_partitions({settings.topic(topic): NewPartitions(total_count=count)})
+        yield admin
     finally:
         await admin.close()
+
+
+async def grow(settings: KafkaSettings, topic: str, count: int) -> None:
+    """Add partitions and wait until the broker reports them."""
+    async with admin_of(settings) as admin:
+        await admin.create_partitions({settings.topic(topic): NewPartitions(total_count=count)})
     async with asyncio.timeout(PATIENCE_S):
         while (await partitions_of(settings))[topic] != count:
             pass
@@ -92,12 +99,8 @@ async def test_offsets_are_dense_per_partition_and_follow_the_order_of_calls(log
     calls = [asyncio.ensure_future(log.append(drafts(2, first=5 + 2 * number))) for number in range(50)]
     assert [await call for call in calls] == [[5 + 2 * number, 6 + 2 * number] for number in range(50)]
     assert numbers(await log.read(TOPIC, 0, 0, 1_000)) == list(range(105))
-    assert [await log.end(*place) for place in ((TOPIC, 0), (TOPIC, 1), (FLEET.name, 0), (FLEET.name, 1))] == [
-        105,
-        2,
-        1,
-        0,
-    ]
+    places = ((TOPIC, 0), (TOPIC, 1), (FLEET.name, 0), (FLEET.name, 1))
+    assert [await log.end(*place) for place in places] == [105, 2, 1, 0]
     assert await log.begin(TOPIC, 0) == 0
     assert await log.append([]) == []
 
@@ -228,48 +231,33 @@ async def test_batches_that_exceed_a_request_of_the_broker_are_written(log: Kafk
         assert await log.append([Draft(TOKENS.name, partition, large) for partition in range(count)]) == [1] * count
 
 
-async def test_the_first_append_to_a_topic_waits_for_a_hung_broker(
-    local_kafka: Broker, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings, hung = KafkaSettings(local_kafka.address, namespace), StoppableBroker(local_kafka)
-    await create_topics(settings, PLAN, ["default"])
-    monkeypatch.setattr("forebay.transport.kafka.settings.REQUEST_MS", HANG_MS)
-    log = await KafkaLog.open(settings)
-    hung.pause()
-    try:
-        appended = asyncio.create_task(log.append(drafts(1)))
-        await asyncio.wait([appended], timeout=HANG_S)
-        assert not appended.done()
-    finally:
-        hung.resume()
-    async with asyncio.timeout(PATIENCE_S):
-        assert await appended == [0]
-    await log.close()
-
-
+@pytest.mark.parametrize("is_known", [False, True], ids=["first append to a topic", "topic and tail in use"])
 async def test_tails_and_appends_survive_a_hung_broker(
-    local_kafka: Broker, namespace: str, monkeypatch: pytest.MonkeyPatch
+    local_kafka: Broker, namespace: str, monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:
     """Requests without response are sent again on new connections, and every record is written once."""
     settings, hung = KafkaSettings(local_kafka.address, namespace), StoppableBroker(local_kafka)
     await create_topics(settings, PLAN, ["default"])
     monkeypatch.setattr("forebay.transport.kafka.settings.REQUEST_MS", HANG_MS)
     log = await KafkaLog.open(settings)
-    reader = Reader(log, TOPIC)
-    await log.append(drafts(10))
-    assert numbers(await reader.take(10)) == list(range(10))
+    reader = Reader(log, TOPIC) if is_known else None
+    count = 10 if is_known else 0
+    if reader is not None:
+        await log.append(drafts(count))
+        assert numbers(await reader.take(count)) == list(range(count))
     hung.pause()
     try:
-        appended = asyncio.create_task(log.append(drafts(10, first=10)))
+        appended = asyncio.create_task(log.append(drafts(10, first=count)))
         await asyncio.wait([appended], timeout=HANG_S)
         assert not appended.done()
     finally:
         hung.resume()
     async with asyncio.timeout(PATIENCE_S):
-        assert await appended == list(range(10, 20))
-    assert numbers(await reader.take(10)) == list(range(10, 20))
-    assert await log.append(drafts(1, first=20)) == [20]
-    assert numbers(await reader.take(1)) == [20]
+        assert await appended == list(range(count, count + 10))
+    if reader is not None:
+        assert numbers(await reader.take(10)) == list(range(10, 20))
+        assert await log.append(drafts(1, first=20)) == [20]
+        assert numbers(await reader.take(1)) == [20]
     await log.close()
 
 
@@ -300,10 +288,8 @@ async def test_a_deleted_topic_ends_appends_and_tails(
     await log.append(drafts(1))
     reader = Reader(log, TOPIC)
     assert numbers(await reader.take(1)) == [0]
-    admin = AIOKafkaAdminClient(**settings.client_options())
-    await admin.start()
-    await admin.delete_topics([settings.topic(TOPIC)])
-    await admin.close()
+    async with admin_of(settings) as admin:
+        await admin.delete_topics([settings.topic(TOPIC)])
     with pytest.raises(LogError, match="was deleted"):
         async with asyncio.timeout(60):
             await reader.take(1)
@@ -315,12 +301,8 @@ async def test_a_deleted_topic_ends_appends_and_tails(
 
 async def test_error_names_records_removed_by_retention(log: KafkaLog, settings: KafkaSettings) -> None:
     await log.append(drafts(10))
-    admin = AIOKafkaAdminClient(bootstrap_servers=settings.bootstrap)
-    await admin.start()
-    try:
+    async with admin_of(settings) as admin:
         await admin.delete_records({TopicPartition(settings.topic(TOPIC), 0): RecordsToDelete(before_offset=4)})
-    finally:
-        await admin.close()
     assert await log.begin(TOPIC, 0) == 4
     assert numbers(await log.read(TOPIC, 0, 4, 100)) == [4, 5, 6, 7, 8, 9]
     with pytest.raises(LogError, match="no longer holds offset 2"):
@@ -384,10 +366,8 @@ async def test_an_upgrade_of_an_empty_namespace_is_refused(kafka: str, namespace
 
 
 async def test_topics_read_from_their_beginning_have_unlimited_retention(settings: KafkaSettings, kafka: str) -> None:
-    admin = AdminClient({"bootstrap.servers": kafka})
-    resources = [
-        ConfigResource(ResourceType.TOPIC, settings.topic(topic.name)) for topic in (CONTROL, GROUPS, DECISIONS)
-    ]
+    admin, topics = AdminClient({"bootstrap.servers": kafka}), (CONTROL, GROUPS, DECISIONS)
+    resources = [ConfigResource(ResourceType.TOPIC, settings.topic(topic.name)) for topic in topics]
     found = await asyncio.to_thread(lambda: [one.result() for one in admin.describe_configs(resources).values()])
     control_ms, groups_ms, decisions_ms = (int(config["retention.ms"].value) for config in found)
     assert (control_ms, groups_ms) == (-1, -1)

@@ -1,11 +1,9 @@
 """Leases on a Redis that is flushed and restarted, and leases of killed workers."""
 
 import asyncio
-import contextlib
 import uuid
 from collections.abc import AsyncIterator, Iterator
 
-import httpx
 import pytest
 import pytest_asyncio
 import redis
@@ -13,10 +11,9 @@ import redis
 from forebay.events.decisions import CacheResyncRequested, RequestAborted
 from forebay.events.fleet import IngressLost, WorkerLost
 from forebay.events.topics import DECISIONS, FLEET
-from tests.harness import fork_server
 from tests.harness.cluster import Cluster
 from tests.harness.local import StoppableRedis, stoppable_redis
-from tests.integration.conftest import RUN, available_or_skipped
+from tests.integration.conftest import MakeCluster, available_or_skipped
 from tests.integration.stream_clients import StreamClients, problems, prompt, stream_clients
 
 WORKERS = ("w1", "w2", "w3")
@@ -35,27 +32,16 @@ def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoppableRed
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(
-    kafka: str, own_redis: StoppableRedis, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Cluster]:
-    folder = tmp_path_factory.mktemp("leases")
-    async with Cluster(kafka, own_redis.url, f"{RUN}-leases", folder, spawn=fork_server.spawn) as running:
-        for name in WORKERS:
-            running.worker(name)
-        running.router("r1")
-        running.ingress("i1")
-        await running.until_serving(len(WORKERS))
+async def cluster(make_cluster: MakeCluster, own_redis: StoppableRedis) -> AsyncIterator[Cluster]:
+    async with make_cluster("leases", redis_url=own_redis.url) as running:
+        await running.serve(workers=WORKERS)
         yield running
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def clients(cluster: Cluster) -> AsyncIterator[StreamClients]:
-    async with stream_clients(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as speaking:
-        yield speaking
-
-
-async def lost(cluster: Cluster) -> list[WorkerLost]:
-    return [fact for fact in await cluster.events(FLEET) if isinstance(fact, WorkerLost)]
+async def require_unharmed(cluster: Cluster) -> None:
+    """Require that no worker was lost, and none had to re-announce its cache."""
+    assert await cluster.events(FLEET, WorkerLost) == []
+    assert await cluster.events(DECISIONS, CacheResyncRequested) == []
 
 
 async def test_flushing_redis_under_load_loses_no_request(
@@ -66,12 +52,11 @@ async def test_flushing_redis_under_load_loses_no_request(
             results = [clients.submit(prompt(number * 1_000 + one), TOKENS) for one in range(PER_ROUND)]
             for _ in range(2):
                 client.flushall()
-                await cluster.processes.until("leases are taken again", lambda: all_registered(client, cluster))
+                await until_registered(client, cluster)
                 await polled(client, cluster)
             await clients.all()
             assert problems(results, TOKENS) == []
-    assert await lost(cluster) == []
-    assert await resyncs(cluster) == []
+    await require_unharmed(cluster)
 
 
 async def test_requests_are_served_without_redis_and_workers_register_at_an_empty_one(
@@ -85,15 +70,9 @@ async def test_requests_are_served_without_redis_and_workers_register_at_an_empt
             await asyncio.sleep(1.0)  # an outage is longer than a lease
     await asyncio.to_thread(own_redis.start)
     with redis.Redis.from_url(own_redis.url) as client:
-        await cluster.processes.until("leases are taken again", lambda: all_registered(client, cluster))
+        await until_registered(client, cluster)
     assert problems(await clients.answers([prompt(8_000)], TOKENS), TOKENS) == []
-    assert await lost(cluster) == []
-    assert await resyncs(cluster) == []
-
-
-async def resyncs(cluster: Cluster) -> list[CacheResyncRequested]:
-    """Return the orders of owners to workers to re-announce their caches."""
-    return [one for one in await cluster.events(DECISIONS) if isinstance(one, CacheResyncRequested)]
+    await require_unharmed(cluster)
 
 
 async def polled(client: redis.Redis, cluster: Cluster) -> None:
@@ -109,15 +88,12 @@ async def polled(client: redis.Redis, cluster: Cluster) -> None:
 
     # Every poll reads the leases of workers and of ingresses, each with one ZRANGE.
     wanted = reads() + 4
-
-    async def done() -> bool:
-        return reads() >= wanted
-
-    await cluster.processes.until("the owner reads the leases twice", done)
+    await cluster.until("the owner reads the leases twice", reads, lambda found: found >= wanted)
 
 
-async def all_registered(client: redis.Redis, cluster: Cluster) -> bool:
-    return len(list(client.scan_iter(match=f"{cluster.namespace}:lease:*"))) == len(WORKERS)
+async def until_registered(client: redis.Redis, cluster: Cluster) -> None:
+    leases = lambda: list(client.scan_iter(match=f"{cluster.namespace}:lease:*"))  # noqa: E731
+    await cluster.until("leases are taken again", leases, lambda found: len(found) == len(WORKERS))
 
 
 async def test_a_killed_worker_is_lost_after_the_default_ttl_and_its_streams_continue(
@@ -126,17 +102,9 @@ async def test_a_killed_worker_is_lost_after_the_default_ttl_and_its_streams_con
     cluster.worker("w4", "--speedup", "0.1")
     await cluster.until_serving(len(WORKERS) + 1)
     streams = [clients.submit(prompt(9_000 + number), TOKENS) for number in range(12)]
-
-    async def begun() -> bool:
-        return all(one.text for one in streams)
-
-    await cluster.processes.until("every stream has begun", begun)
+    await cluster.until("every stream has begun", lambda: all(one.text for one in streams))
     cluster.kill("w4")
-
-    async def worker_lost() -> list[WorkerLost]:
-        return await lost(cluster)
-
-    (fact,) = await cluster.processes.until("w4 is lost", worker_lost)
+    (fact,) = await cluster.until("w4 is lost", lambda: cluster.events(FLEET, WorkerLost))
     assert (fact.worker_id, fact.reason) == ("w4", "its lease of 3000 ms expired")
     await clients.all()
     assert problems(streams, TOKENS) == []
@@ -151,25 +119,19 @@ async def test_requests_of_a_killed_ingress_are_aborted_and_of_a_stopped_one_fin
         async with stream_clients([cluster.urls["i3"]], f"{prefix}-stopped") as stopped:
             orphans = [killed.submit(prompt(20_000 + number), 5_000) for number in range(8)]
             others = [stopped.submit(prompt(30_000 + number), 200) for number in range(8)]
-
-            async def begun() -> bool:
-                return all(one.text for one in orphans + others)
-
-            await cluster.processes.until("every stream has begun", begun)
+            await cluster.until("every stream has begun", lambda: all(one.text for one in orphans + others))
             cluster.kill("i2")
             await cluster.stop("i3", within_s=90.0)
             await stopped.all()
             assert problems(others, 200) == []
 
-            async def aborted() -> bool:
-                made = [one for one in await cluster.events(DECISIONS) if isinstance(one, RequestAborted)]
+            def are_aborted(made: list[RequestAborted]) -> bool:
                 found = {one.request_id for one in made if one.reason == "ingress_lost"}
                 return found == {one.request_id for one in orphans}
 
-            await cluster.processes.until("the orphans are aborted", aborted)
-        with contextlib.suppress(httpx.TransportError):
-            await killed.all()
-    facts = {fact.ingress_id: fact.reason for fact in await cluster.events(FLEET) if isinstance(fact, IngressLost)}
+            aborted = lambda: cluster.events(DECISIONS, RequestAborted)  # noqa: E731
+            await cluster.until("the orphans are aborted", aborted, are_aborted)
+        await killed.all()
+    facts = {fact.ingress_id: fact.reason for fact in await cluster.events(FLEET, IngressLost)}
     assert facts == {"i2": "its lease of 3000 ms expired", "i3": "its lease was released"}
-    report = await cluster.verify()
-    assert report["verified"] == report["decisions"] == await cluster.decided()
+    await cluster.require_verified()

@@ -14,9 +14,8 @@ from forebay.events.topics import MODELS
 from forebay.ingress.model import DEFAULT_MODEL
 from forebay.transport.base import Draft
 from forebay.transport.kafka.topics import TopicPlan
-from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster
-from tests.integration.conftest import RUN
+from tests.integration.conftest import MakeCluster
 from tests.integration.kafka_api import Client
 
 OTHER, THIRD = "org/other-model:chat", "third"
@@ -37,25 +36,14 @@ def model_directory(folder: Path, context_tokens: int) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+async def cluster(make_cluster: MakeCluster) -> AsyncIterator[Cluster]:
     """Run two models with a worker each, and one ingress."""
-    folder = tmp_path_factory.mktemp("many-models")
-    plan = TopicPlan(groups=3, slots=6, replies=1, kafka_api=2)
-    other = str(model_directory(folder, CONTEXT_TOKENS))
-    async with Cluster(kafka, redis_url, f"{RUN}-many-models", folder, plan, spawn=fork_server.spawn) as running:
-        running.router("r1")
-        running.ingress("i1")
-        running.worker("a1", *FAST)
+    async with make_cluster("many-models", TopicPlan(groups=3, slots=6, replies=1, kafka_api=2)) as running:
+        other = str(model_directory(running.processes.folder, CONTEXT_TOKENS))
         running.worker("b1", *FAST, "--model", other, "--model-name", OTHER)
-        await running.until_serving(1)
+        await running.serve(workers=("a1",), worker=FAST)
         await running.until_serving(1, OTHER)
         yield running
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=cluster.urls["i1"], timeout=PATIENCE_S) as client:
-        yield client
 
 
 async def listed(client: httpx.AsyncClient) -> dict[str, int]:
@@ -128,8 +116,7 @@ async def test_the_kafka_api_serves_every_model(cluster: Cluster) -> None:
 
 
 async def test_an_alias_is_moved_under_load_without_an_error(cluster: Cluster, client: httpx.AsyncClient) -> None:
-    where = ["--kafka", cluster.settings.bootstrap, "--namespace", cluster.namespace]
-    assert (await cluster.command("alias", "model", "alias", "prod", GROUP, *where, within_s=60))[0] == 0
+    assert await model(cluster, "alias", "prod", GROUP) == 0
     await until_listed(client, GROUP, OTHER, "prod")
     moved = asyncio.Event()
     statuses, models = set(), []
@@ -142,19 +129,23 @@ async def test_an_alias_is_moved_under_load_without_an_error(cluster: Cluster, c
 
     loads = [asyncio.create_task(load()) for _ in range(8)]
     before = await routed(cluster)
-    moving = await cluster.command("alias", "model", "alias", "prod", OTHER, *where, within_s=60)
-    async with asyncio.timeout(PATIENCE_S):
-        while (await routed(cluster))[OTHER] < before[OTHER] + 20:  # noqa: ASYNC110 - polls other processes
-            await asyncio.sleep(0.1)
+    assert await model(cluster, "alias", "prod", OTHER) == 0
+    more = lambda routed: routed[OTHER] >= before[OTHER] + 20  # noqa: E731
+    await cluster.until("the other model serves the alias", lambda: routed(cluster), more)
     moved.set()
     await asyncio.gather(*loads)
-    assert (moving[0], statuses, set(models)) == (0, {200}, {"prod"})
+    assert (statuses, set(models)) == ({200}, {"prod"})
     after = await routed(cluster)
     assert after[GROUP] > before[GROUP]
     chosen = await client.post("/v1/completions", json={"model": "prod", "prompt": "a", "max_tokens": 1})
     assert chosen.status_code == 200
     assert (await routed(cluster))[GROUP] == after[GROUP], "the alias names only the other model now"
-    assert (await cluster.command("alias", "model", "alias", "prod", "--remove", *where, within_s=60))[0] == 0
+    assert await model(cluster, "alias", "prod", "--remove") == 0
+
+
+async def model(cluster: Cluster, *arguments: str) -> int:
+    """Run `forebay model` on the cluster, and return its exit code."""
+    return (await cluster.command("model", "model", *arguments, *cluster.where, within_s=PATIENCE_S))[0]
 
 
 async def routed(cluster: Cluster) -> dict[str, int]:
@@ -180,9 +171,9 @@ async def test_models_come_and_go(cluster: Cluster, client: httpx.AsyncClient, t
     assert (await client.post("/v1/chat/completions", json=chat(OTHER, long))).status_code == 200
 
 
-async def stored(cluster: Cluster, where: list[str]) -> dict[str, str]:
+async def stored(cluster: Cluster) -> dict[str, str]:
     """Return the model of each stored card by its digest."""
-    code, output = await cluster.command("list", "model", "list", "--json", *where, within_s=60)
+    code, output = await cluster.command("list", "model", "list", "--json", *cluster.where, within_s=PATIENCE_S)
     assert code == 0
     found = map(json.loads, output.splitlines())
     return {one["digest"]: one["model"] for one in found if "digest" in one}
@@ -190,11 +181,10 @@ async def stored(cluster: Cluster, where: list[str]) -> dict[str, str]:
 
 async def test_cards_that_no_worker_uses_are_removed(cluster: Cluster, client: httpx.AsyncClient) -> None:
     """The previous test replaced the workers of OTHER, which have another card."""
-    where = ["--kafka", cluster.settings.bootstrap, "--namespace", cluster.namespace]
-    async with asyncio.timeout(PATIENCE_S):
-        while sorted((cards := await stored(cluster, where)).values()) != sorted([GROUP, OTHER]):
-            pass
-    assert (await cluster.command("alias", "model", "alias", "prod", GROUP, *where, within_s=60))[0] == 0
+    cards: dict[str, str] = await cluster.until(
+        "an unused card is removed", lambda: stored(cluster), lambda found: sorted(found.values()) == [GROUP, OTHER]
+    )
+    assert await model(cluster, "alias", "prod", GROUP) == 0
     newest = next(iter(cards))[:8]
     for name, message in (
         (OTHER, f"workers of {OTHER} use the card"),
@@ -202,23 +192,19 @@ async def test_cards_that_no_worker_uses_are_removed(cluster: Cluster, client: h
         (newest, f"is the newest card of {cards[next(iter(cards))]}; `forebay model remove"),
         ("other", f"unknown model 'other'; models are: {GROUP}, {OTHER}; `forebay model list` shows the digests"),
     ):
-        code, _ = await cluster.command("remove", "model", "remove", name, *where, within_s=60)
-        error = (cluster.processes.folder / "remove.log").read_text()
+        code = await model(cluster, "remove", name)
+        error = (cluster.processes.folder / "model.log").read_text()
         assert (code, message in error) == (2, True), error
-    assert (await cluster.command("alias", "model", "alias", "prod", "--remove", *where, within_s=60))[0] == 0
-    assert (await cluster.command("remove", "model", "remove", GROUP, *where, within_s=60))[0] == 2
+    assert await model(cluster, "alias", "prod", "--remove") == 0
+    assert await model(cluster, "remove", GROUP) == 2
     await cluster.stop("b2")
-    async with asyncio.timeout(PATIENCE_S):
-        while (await cluster.command("remove", "model", "remove", OTHER, *where, within_s=60))[0]:
-            pass
-    assert list((await stored(cluster, where)).values()) == [GROUP]
+    await cluster.until("it is removed", lambda: model(cluster, "remove", OTHER), lambda code: code == 0)
+    assert list((await stored(cluster)).values()) == [GROUP]
     end = await cluster.log.end(MODELS.name, 1)
     (last,) = await cluster.log.read(MODELS.name, 1, end - 1, 1)
     assert (last.value, last.fault) == (b"", "its value is null")
     (digest,) = (one for one, model in cards.items() if model == GROUP)
     await cluster.log.append([Draft(MODELS.name, 0, b"", digest.encode())])
-    async with asyncio.timeout(PATIENCE_S):
-        while not await stored(cluster, where):
-            pass
+    await cluster.until("the card is stored again", lambda: stored(cluster))
     await until_listed(client, GROUP, THIRD)
     assert (await client.post("/v1/chat/completions", json=chat(THIRD))).status_code == 200

@@ -1,6 +1,7 @@
 """Routers stay members of their consumer group while idle, and report crashes of the consumer."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,6 +31,13 @@ class Member:
         self.partitions = partitions
 
 
+@pytest.fixture
+async def settings(kafka: str, namespace: str) -> KafkaSettings:
+    settings = KafkaSettings(kafka, namespace)
+    await create_topics(settings, PLAN, ["default"])
+    return settings
+
+
 @asynccontextmanager
 async def member(settings: KafkaSettings) -> AsyncIterator[Member]:
     """Run a member of the consumer group of routers."""
@@ -42,10 +50,6 @@ async def member(settings: KafkaSettings) -> AsyncIterator[Member]:
         await joined.app.stop()
 
 
-def _names(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()]
-
-
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - Faust's callbacks set no event
@@ -53,19 +57,15 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_a_member_writes_nothing_to_the_working_directory(
-    kafka: str, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: KafkaSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = KafkaSettings(kafka, namespace)
-    await create_topics(settings, PLAN, ["default"])
     monkeypatch.chdir(tmp_path)
     async with member(settings) as joined:
         await until(lambda: joined.partitions == {0})
-    assert _names(tmp_path) == []
+    assert await asyncio.to_thread(os.listdir, tmp_path) == []
 
 
-async def test_an_idle_member_stays_beyond_the_poll_interval_and_takes_over(kafka: str, namespace: str) -> None:
-    settings = KafkaSettings(kafka, namespace)
-    await create_topics(settings, PLAN, ["default"])
+async def test_an_idle_member_stays_beyond_the_poll_interval_and_takes_over(settings: KafkaSettings) -> None:
     async with member(settings) as one, member(settings) as other:
         await until(lambda: {0} in (one.partitions, other.partitions) and set() in (one.partitions, other.partitions))
         busy, idle = (one, other) if one.partitions else (other, one)
@@ -79,9 +79,7 @@ async def test_an_idle_member_stays_beyond_the_poll_interval_and_takes_over(kafk
         assert idle.app.is_member
 
 
-async def test_a_crashed_app_is_reported(kafka: str, namespace: str) -> None:
-    settings = KafkaSettings(kafka, namespace)
-    await create_topics(settings, PLAN, ["default"])
+async def test_a_crashed_app_is_reported(settings: KafkaSettings) -> None:
     async with member(settings) as joined:
         await until(lambda: joined.app.is_member)
         watching = asyncio.create_task(joined.app.until_broken())
@@ -91,9 +89,7 @@ async def test_a_crashed_app_is_reported(kafka: str, namespace: str) -> None:
         assert not joined.app.is_member
 
 
-async def test_a_router_joins_again_after_a_crash_of_its_app(kafka: str, namespace: str) -> None:
-    settings = KafkaSettings(kafka, namespace)
-    await create_topics(settings, PLAN, ["default"])
+async def test_a_router_joins_again_after_a_crash_of_its_app(settings: KafkaSettings) -> None:
     async with member(settings) as crashed:
         await until(lambda: crashed.partitions == {0})
         await crashed.app.crash(RuntimeError("out of luck"))
@@ -103,9 +99,7 @@ async def test_a_router_joins_again_after_a_crash_of_its_app(kafka: str, namespa
         await until(lambda: joined.partitions == {0})
 
 
-async def test_a_router_that_may_not_join_ends(kafka: str, namespace: str) -> None:
-    settings = KafkaSettings(kafka, namespace)
-    await create_topics(settings, PLAN, ["default"])
+async def test_a_router_that_may_not_join_ends(settings: KafkaSettings) -> None:
     async with member(settings) as denied:
         await denied.app.crash(GroupAuthorizationFailedError("router"))
         with pytest.raises(LogError, match="GroupAuthorizationFailed") as caught:

@@ -8,10 +8,9 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 from operator import le
-from typing import TypeVar
 
 import httpx
 import msgspec
@@ -43,11 +42,10 @@ from forebay.transport.kafka.batches import DECOMPRESSED_BYTES_MAX
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.topics import TopicPlan
 from tests.cli.in_process import forebay
-from tests.harness import fork_server
 from tests.harness.cluster import GROUP, INGRESSES_MAX, POOL, Cluster
 from tests.harness.local import free_ports
 from tests.harness.samples import samples
-from tests.integration.conftest import RUN
+from tests.integration.conftest import MakeCluster
 from tests.raw_batches import CODECS, LOG_APPEND_TIME, ZSTD, RawBatch, RawProducer, RawRecord
 
 SEED = int(os.environ.get("FOREBAY_FUZZ_SEED") or random.SystemRandom().getrandbits(32))
@@ -74,7 +72,6 @@ COUNTED = {
 ROUTERS = ("r1", "r2")
 METRICS: dict[str, str] = {}  # addresses of the routers' metrics, set when they run
 BODY = {"model": GROUP, "prompt": "what is on the log?", "max_tokens": 3}
-Found = TypeVar("Found")
 Produced = dict[tuple[str, int], list[int]]
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -128,19 +125,14 @@ def large() -> list[tuple[str, bytes]]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    async with Cluster(
-        kafka, redis_url, f"{RUN}-odd", tmp_path_factory.mktemp("odd"), PLAN, spawn=fork_server.spawn
-    ) as cluster:
+async def cluster(make_cluster: MakeCluster) -> AsyncIterator[Cluster]:
+    async with make_cluster("odd", PLAN) as cluster:
         # After the ports reserved for ingresses.
         first = free_ports(INGRESSES_MAX + len(ROUTERS)) + INGRESSES_MAX
         for port, name in enumerate(ROUTERS, first):
             cluster.router(name, "--metrics-port", str(port))
             METRICS[name] = f"http://127.0.0.1:{port}"
-        cluster.worker("w1")
-        cluster.worker("w2")
-        cluster.ingress("i1")
-        await cluster.until_serving(2)
+        await cluster.serve((), ("w1", "w2"))
         yield cluster
 
 
@@ -155,7 +147,7 @@ async def test_odd_records_stop_no_service(cluster: Cluster, capsys: pytest.Capt
         await asyncio.to_thread(transactions, cluster)
         await check_service(cluster, log, "after")
         await check_accounting(cluster, log, produced)
-        await cluster.stop(str(await cluster.owner()))
+        await cluster.stop(await cluster.owner())
         cluster.kill("i1")
         cluster.router("r3")
         cluster.ingress("i2")
@@ -163,8 +155,7 @@ async def test_odd_records_stop_no_service(cluster: Cluster, capsys: pytest.Capt
         await check_service(cluster, log, "fresh")
     finally:
         await log.close()
-    report = await cluster.verify()
-    assert (report["divergence"], report["verified"]) == (None, report["decisions"])
+    report = await cluster.require_verified()
     assert report["decisions"] >= 3 * REQUEST_COUNT
     await asyncio.to_thread(check_tails, cluster, produced)
     cluster.processes.check()
@@ -228,11 +219,10 @@ async def check_service(cluster: Cluster, log: KafkaLog, name: str) -> None:
         responses = await asyncio.gather(*(client.post(f"{url}/v1/completions", json=BODY) for url in urls))
     assert [response.status_code for response in responses] == [200] * len(urls)
 
-    async def response_statuses() -> dict[str, str | None]:
-        found = await statuses(log)
-        return {one: found.get(one) for one in ids}
+    def are_complete(found: dict[str, str]) -> bool:
+        return [found.get(one) for one in ids] == ["200"] * len(ids)
 
-    await until(response_statuses, lambda found: found == dict.fromkeys(ids, "200"))
+    await cluster.until("the responses are complete", lambda: statuses(log), are_complete)
 
 
 async def statuses(log: KafkaLog) -> dict[str, str]:
@@ -261,16 +251,16 @@ async def check_accounting(cluster: Cluster, log: KafkaLog, produced: Produced) 
             begin = await log.begin(topic.name, partition)
             kept = [offset for offset in produced[topic.name, partition] if offset >= begin]
             assert wanted >= {(topic.name, partition, offset) for offset in kept}
-    await until(lambda: letters(log), lambda found: found >= wanted)
+    await cluster.until("all records are dead letters", lambda: letters(log), lambda found: found >= wanted)
     request_ids = {
         f"kafka-api-{at}-{offset}" for at in range(PLAN.kafka_api) for offset in produced[OPENAI_REQUESTS.name, at]
     }
-    rejected = await until(lambda: statuses(log), lambda found: found.keys() >= request_ids)
+    rejected = await cluster.until("responses", lambda: statuses(log), lambda found: found.keys() >= request_ids)
     assert {rejected[one][0] for one in request_ids} == {"4"}
     for name, metric in COUNTED.items():
         # An ingress reads one reply slot beside those of its Kafka API.
         least = min(len(offsets) for (topic_name, _), offsets in produced.items() if topic_name == name)
-        await until(partial(counted, cluster, metric), partial(le, least))
+        await cluster.until(f"{metric} reaches {least}", partial(counted, cluster, metric), partial(le, least))
 
 
 def is_event(topic: Topic, record: Record) -> bool:
@@ -305,10 +295,9 @@ async def counted(cluster: Cluster, metric: str) -> float:
 
 def check_tails(cluster: Cluster, produced: Produced) -> None:
     """Check that `forebay topics tail` shows every record of every partition."""
-    where = ["--kafka", cluster.settings.bootstrap, "--namespace", cluster.namespace]
     for topic, partitions in PARTITIONS.items():
         for partition in range(partitions):
-            run = forebay("topics", "tail", topic.name, *where, "-p", str(partition), "--offset", "0")
+            run = forebay("topics", "tail", topic.name, *cluster.where, "-p", str(partition), "--offset", "0")
             lines = [msgspec.json.decode(line) for line in run.stdout.split("\n") if line]
             assert run.returncode == 0
             offsets = [line["offset"] for line in lines]
@@ -326,13 +315,4 @@ async def everything(log: KafkaLog, topic: str, partition: int) -> list[Record]:
     while at < end:
         found += await log.read(topic, partition, at, PAGE)
         at = found[-1].offset + 1
-    return found
-
-
-async def until(fetch: Callable[[], Awaitable[Found]], condition: Callable[[Found], bool]) -> Found:
-    """Fetch repeatedly until the condition holds and return the value."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition(found := await fetch()):
-        assert time.monotonic() < deadline, found
-        await asyncio.sleep(0.1)
     return found

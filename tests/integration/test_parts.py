@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import redis
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
-from aiokafka.errors import KafkaConnectionError, for_code
+from aiokafka.errors import for_code
 from confluent_kafka import Consumer, KafkaError, Producer
 from confluent_kafka import TopicPartition as Assignment
 from redis.connection import parse_url
@@ -16,7 +16,6 @@ from redis.connection import parse_url
 from forebay.transport.redis.leases import RedisLeases
 from infra.kafka.kafka import Broker, BrokerError, answers, pid_of, start, stop
 from tests.harness.local import free_ports
-from tests.integration import parts
 
 # The contract works with any Redis. Here its `client` uses the shared one.
 from tests.transport.test_redis_leases import (  # noqa: F401
@@ -86,17 +85,6 @@ async def test_records_are_compatible_between_client_libraries(
     assert consumed(kafka, topic, 20) == values
 
 
-async def test_a_consumer_group_reads_records_of_another_library(kafka: str, namespace: str) -> None:
-    topic = f"{namespace}.records"
-    await create(kafka, topic)
-    produced(kafka, topic, [b"one", b"two"])
-    consumer = AIOKafkaConsumer(topic, bootstrap_servers=kafka, group_id=topic, auto_offset_reset="earliest")
-    async with consumer:
-        assert [(await consumer.getone()).value for _ in range(2)] == [b"one", b"two"]
-        await consumer.commit()
-        assert await consumer.committed(TopicPartition(topic, 0)) == 2
-
-
 async def test_the_longest_record_is_accepted(kafka: str, namespace: str) -> None:
     topic = f"{namespace}.records"
     await create(kafka, topic, **{"max.message.bytes": str(LARGEST + MIB)})
@@ -117,23 +105,6 @@ def test_topics_are_not_created_automatically(kafka: str, namespace: str) -> Non
     assert reports[0] is not None
     assert reports[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART
     assert topic not in producer.list_topics(timeout=PATIENCE_S).topics
-
-
-@pytest.mark.parametrize("password", [parts.SASL[1], "wrong"])
-async def test_credentials_are_checked(local_kafka: Broker, password: str) -> None:
-    producer = AIOKafkaProducer(
-        bootstrap_servers=local_kafka.sasl_address,
-        security_protocol="SASL_PLAINTEXT",
-        sasl_mechanism="PLAIN",
-        sasl_plain_username=parts.SASL[0],
-        sasl_plain_password=password,
-    )
-    if password == "wrong":
-        with pytest.raises(KafkaConnectionError):
-            await producer.start()
-    else:
-        await producer.start()
-    await producer.stop()
 
 
 @pytest.fixture
@@ -184,9 +155,3 @@ def client(redis_url: str) -> Iterator[redis.Redis]:
 @pytest.fixture
 def leases(client: redis.Redis) -> RedisLeases:
     return RedisLeases(client, "test")
-
-
-def test_redis_values_round_trip(client: redis.Redis, namespace: str) -> None:
-    assert client.set(f"{namespace}:key", b"value", px=60_000)
-    assert client.get(f"{namespace}:key") == b"value"
-    assert 0 < client.pttl(f"{namespace}:key") <= 60_000

@@ -5,27 +5,22 @@ import itertools
 import json
 import os
 import subprocess
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from forebay.events.fleet import WorkerLost
 from forebay.events.topics import FLEET, METRICS
-from tests.harness import fork_server
 from tests.harness.cluster import FOREBAY, GROUP, Cluster
-from tests.integration.conftest import RUN
-from tests.integration.stream_clients import StreamClients, problems, stream_clients
+from tests.integration.conftest import RUN, cluster_fixture
+from tests.integration.stream_clients import StreamClients, problems
 
 ROUTERS = ("r1", "r2")
-WORKERS = ("w1", "w2", "w3")
 NAMESPACE = f"{RUN}-record"
-EVERY = ("--snapshot-every", "60")
 SHORT = 6  # output tokens
 ASK_EVERY_S = 0.05
 PATIENCE_S = 60.0
@@ -33,27 +28,13 @@ COMMAND_S = 120.0
 ROUTED = 80  # requests before and after each incident
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """Run two routers with frequent snapshots, three workers and an ingress."""
-    async with Cluster(
-        kafka, redis_url, NAMESPACE, tmp_path_factory.mktemp("record"), spawn=fork_server.spawn
-    ) as running:
-        for name in ROUTERS:
-            running.router(name, *EVERY)
-        for name in WORKERS:
-            running.worker(name, "--speedup", "50", "--lease-ttl-s", "3")
-        running.ingress("i1")
-        await running.until_serving(len(WORKERS))
-        yield running
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def clients(cluster: Cluster) -> AsyncIterator[StreamClients]:
-    async with stream_clients(list(cluster.urls.values()), "record") as speaking:
-        yield speaking
+cluster = cluster_fixture(
+    "record",
+    ROUTERS,
+    ("w1", "w2", "w3"),
+    router=("--snapshot-every", "60"),
+    worker=("--speedup", "50", "--lease-ttl-s", "3"),
+)
 
 
 async def run(*arguments: str | Path, hash_seed: int = 0) -> "subprocess.CompletedProcess[str]":
@@ -82,19 +63,14 @@ async def recorded(kafka: str, out: Path, *options: str) -> dict[str, Any]:
 
 async def until_more_routed(cluster: Cluster) -> None:
     """Wait until some more requests are routed."""
-    before = await cluster.routed()
-
-    async def enough() -> bool:
-        return await cluster.routed() >= before + ROUTED
-
-    await cluster.processes.until(f"{ROUTED} more requests are routed", enough, within_s=PATIENCE_S)
+    least = await cluster.routed() + ROUTED
+    await cluster.until(f"{ROUTED} more requests are routed", cluster.routed, lambda routed: routed >= least)
 
 
 async def test_slices_recorded_under_load_across_a_lost_worker_and_a_takeover(
     cluster: Cluster, clients: StreamClients, kafka: str, tmp_path: Path
 ) -> None:
     owner = await cluster.owner()
-    assert owner is not None
     numbers = itertools.count()
     async with clients.load(ASK_EVERY_S, SHORT, first=0):
         await until_more_routed(cluster)
@@ -102,11 +78,7 @@ async def test_slices_recorded_under_load_across_a_lost_worker_and_a_takeover(
         first = asyncio.create_task(recorded(kafka, tmp_path / f"{next(numbers)}.rec"))
         await until_more_routed(cluster)
         cluster.kill("w3")
-
-        async def lost() -> bool:
-            return any(isinstance(event, WorkerLost) for event in await cluster.events(FLEET))
-
-        await cluster.processes.until("w3 is lost", lost)
+        await cluster.until("w3 is lost", lambda: cluster.events(FLEET, WorkerLost))
         cluster.kill(owner)
         await cluster.taken_over(owner, within_s=PATIENCE_S)
         second = asyncio.create_task(recorded(kafka, tmp_path / f"{next(numbers)}.rec", "--from", began.isoformat()))

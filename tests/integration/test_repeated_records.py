@@ -7,7 +7,7 @@ environment variable FOREBAY_REPEATS sets the number of attacks per topic. By de
 import os
 import random
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import pytest_asyncio
@@ -16,54 +16,35 @@ from forebay.events.topics import FIXED_TOPICS, Topic, work_topic
 from forebay.transport.base import Draft, Record
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.topics import partitions_of
-from tests.harness import fork_server
-from tests.harness.cluster import POOL, Cluster
-from tests.integration.conftest import RUN
+from tests.harness.cluster import GROUP, POOL, Cluster
+from tests.integration.conftest import MakeCluster, cluster_fixture
 from tests.integration.stream_clients import problems, stream_clients
 
 REPEATS = int(os.environ.get("FOREBAY_REPEATS", "0"))
 SEED = int(os.environ.get("FOREBAY_FUZZ_SEED") or random.SystemRandom().getrandbits(32))
 TOPICS = (*FIXED_TOPICS, work_topic(POOL))
-WORKERS = ("w1", "w2")
 SPEED = ("--speedup", "0.5")
 COPIES = 8  # per partition, source and attack
 READ_MAX = 200  # newest records from which copies are drawn
 TOKENS, EVERY_S = 6, 0.1
 PATIENCE_S = 60.0
 
+SNAPSHOTS = ("--snapshot-every", "50")
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+cluster = cluster_fixture("repeats", ("r1", "r2"), ("w1", "w2"), ("i1", "i2"), router=SNAPSHOTS, worker=SPEED)
 Stored = dict[tuple[str, int], list[Record]]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def foreign(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Stored:
+async def foreign(make_cluster: MakeCluster) -> Stored:
     """Return the records of another namespace, whose group has the same name."""
-    folder = tmp_path_factory.mktemp("foreign")
-    async with Cluster(kafka, redis_url, f"{RUN}-foreign", folder, spawn=fork_server.spawn) as other:
-        other.router("r1", "--snapshot-every", "20")
-        other.worker("w1", *SPEED)
-        other.ingress("i1")
-        await other.until_serving(1)
+    async with make_cluster("foreign") as other:
+        await other.serve(router=("--snapshot-every", "20"), worker=SPEED)
         async with stream_clients(list(other.urls.values()), "foreign") as clients:
             await clients.answers([[number] * 70 for number in range(30)], TOKENS)
         await other.stop("r1")
         return await newest(other.log, other, TOPICS)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(
-    foreign: Stored, kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Cluster]:
-    folder = tmp_path_factory.mktemp("repeats")
-    async with Cluster(kafka, redis_url, f"{RUN}-repeats", folder, spawn=fork_server.spawn) as running:
-        for name in WORKERS:
-            running.worker(name, *SPEED)
-        for name in ("i1", "i2"):
-            running.ingress(name)
-        for name in ("r1", "r2"):
-            running.router(name, "--snapshot-every", "50")
-        await running.until_serving(len(WORKERS))
-        yield running
 
 
 async def newest(log: KafkaLog, cluster: Cluster, topics: Sequence[Topic]) -> Stored:
@@ -93,21 +74,17 @@ async def survive(
     """Attack under load, kill the owner, and return the number of requests and the seconds until routing resumed."""
     async with stream_clients(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as clients:
         async with clients.load(EVERY_S, TOKENS, first=first):
-            await cluster.processes.until("a response ends", lambda: _any_ended(clients.results))
+            await cluster.until("a response ends", lambda: any(one.ends for one in clients.results))
             await attack(cluster, topics, foreign, chance)
-            owner = str(await cluster.owner())
+            owner = await cluster.owner()
             killed_us = cluster.kill(owner)
             after = await cluster.taken_over(owner, within_s=PATIENCE_S)
-            cluster.router(owner, "--snapshot-every", "50")
+            cluster.router(owner, *SNAPSHOTS)
         assert problems(clients.results, TOKENS) == []
         cluster.processes.check()
         await cluster.until_owned()
         assert after.first_routed_us is not None
         return len(clients.results), (after.first_routed_us - killed_us) / 1e6
-
-
-async def _any_ended(results: Sequence[object]) -> bool:
-    return any(getattr(result, "ends", 0) for result in results)
 
 
 @pytest.mark.timeout(7_200 if REPEATS else 600)
@@ -124,6 +101,6 @@ async def test_repeated_and_foreign_records(
     for number in range(max(1, REPEATS)):
         requests, resumed_s = await survive(cluster, topics, foreign, chance, chance.randrange(1 << 30))
         report(f"attack {number}: {requests} requests complete, routing resumed after {resumed_s:.2f} s")
-    verified = await cluster.verify("forebay-default", "--allow", "foreign-records", "--allow", "foreign-progress")
-    assert (verified["divergence"], verified["verified"]) == (None, verified["decisions"])
+    allowed = ("--allow", "foreign-records", "--allow", "foreign-progress")
+    verified = await cluster.require_verified(GROUP, *allowed)
     report(f"verified {verified['verified']} of {verified['decisions']} decisions")

@@ -1,10 +1,8 @@
 """Shadows of a cluster under load evaluate each decision once and write only to their topic."""
 
 import contextlib
-import functools
 import json
 import signal
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,51 +19,32 @@ from forebay.transport.history.reader import Validity, journal
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, create_topics, partitions_of
-from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster
 from tests.integration import kafka_api
-from tests.integration.conftest import RUN
-from tests.integration.stream_clients import StreamClients, problems, prompt, stream_clients
+from tests.integration.conftest import cluster_fixture
+from tests.integration.stream_clients import StreamClients, problems, prompt
 
-WORKERS = ("w1", "w2", "w3")
-NAMESPACE = f"{RUN}-shadow"
 TOKENS = 24
 PATIENCE_S = 60.0
 ASK_EVERY_S = 0.02
 SHADOWS = {"same": ("--set", "temperature=0"), "round": ("--policy", "round-robin")}
 
+BESIDE = {SHADOW.name, HEARTBEATS.name}  # these grow while the cluster is idle
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    folder = tmp_path_factory.mktemp("shadow")
-    async with Cluster(kafka, redis_url, NAMESPACE, folder, spawn=fork_server.spawn) as running:
-        for name in ("r1", "r2"):
-            running.router(name, "--snapshot-every", "50")
-        for name in WORKERS:
-            running.worker(name)
-        running.ingress("i1")
-        await running.until_serving(len(WORKERS))
-        yield running
+cluster = cluster_fixture("shadow", ("r1", "r2"), ("w1", "w2", "w3"), router=("--snapshot-every", "50"))
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def log(kafka: str, cluster: Cluster) -> AsyncIterator[KafkaLog]:
+async def log(cluster: Cluster) -> AsyncIterator[KafkaLog]:
     """Open the cluster's log from outside of the cluster."""
-    async with kafka_api.opened(KafkaSettings(kafka, NAMESPACE)) as opened:
+    async with kafka_api.opened(cluster.settings) as opened:
         yield opened
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def clients(cluster: Cluster) -> AsyncIterator[StreamClients]:
-    async with stream_clients(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as speaking:
-        yield speaking
-
-
-def start(cluster: Cluster, kafka: str, name: str, *options: str) -> None:
-    where = ("--kafka", kafka, "--namespace", NAMESPACE, "--group", GROUP)
-    cluster.begin(name, "shadow", *where, "--id", name, *SHADOWS.get(name, ()), *options)
+def start(cluster: Cluster, name: str, *options: str) -> None:
+    shared = (*cluster.where, "--group", GROUP, "--id", name)
+    cluster.begin(name, "shadow", *shared, *SHADOWS.get(name, ()), *options)
 
 
 async def stop(cluster: Cluster, name: str) -> str:
@@ -94,45 +73,43 @@ async def routed(log: KafkaLog) -> list[tuple[int, str, int]]:
     return [(at, one.request_id, one.attempt) async for at, one in records if isinstance(one, RequestRouted)]
 
 
-async def started(log: KafkaLog, name: str, times: int) -> bool:
-    return len(await shadow_events(log, name, ShadowStarted)) == times
+async def until_started(cluster: Cluster, log: KafkaLog, name: str, times: int) -> None:
+    starts = lambda: shadow_events(log, name, ShadowStarted)  # noqa: E731
+    await cluster.until(f"{name} looks on", starts, lambda found: len(found) == times)
 
 
-async def evaluated_all(log: KafkaLog, name: str) -> bool:
-    evaluated = await shadow_events(log, name)
-    return bool(evaluated) and evaluated[-1].decision_offset == (await routed(log))[-1][0]
+async def until_evaluated_all(cluster: Cluster, log: KafkaLog, name: str) -> None:
+    async def evaluated_all() -> bool:
+        evaluated = await shadow_events(log, name)
+        return bool(evaluated) and evaluated[-1].decision_offset == (await routed(log))[-1][0]
+
+    await cluster.until(f"{name} has seen all", evaluated_all)
 
 
-BESIDE = {SHADOW.name, HEARTBEATS.name}  # these grow while the cluster is idle
-
-
-async def ends(kafka: str, log: KafkaLog) -> dict[str, int]:
+async def ends(log: KafkaLog) -> dict[str, int]:
     """Return the end offset of every partition except those of shadows and heartbeats."""
-    partitions = await partitions_of(KafkaSettings(kafka, NAMESPACE))
+    partitions = await partitions_of(log.settings)
     places = [(topic, number) for topic in partitions if topic not in BESIDE for number in range(partitions[topic])]
     return {f"{topic}/{number}": await log.end(topic, number) for topic, number in places}
 
 
-async def test_shadows_of_a_cluster_under_load(
-    cluster: Cluster, kafka: str, log: KafkaLog, clients: StreamClients
-) -> None:
+async def test_shadows_of_a_cluster_under_load(cluster: Cluster, log: KafkaLog, clients: StreamClients) -> None:
     """The owner and one of the shadows are killed meanwhile."""
     for name in SHADOWS:
-        start(cluster, kafka, name)
-        await cluster.processes.until(f"{name} looks on", functools.partial(started, log, name, 1))
+        start(cluster, name)
+        await until_started(cluster, log, name, 1)
     begin = {name: (await shadow_events(log, name, ShadowStarted))[0].from_offset for name in SHADOWS}
     async with clients.load(ASK_EVERY_S, TOKENS, first=0):
-        await cluster.processes.until("decisions are evaluated", functools.partial(shadow_events, log, "same"))
+        await cluster.until("decisions are evaluated", lambda: shadow_events(log, "same"))
         cluster.processes.kill("same")
-        start(cluster, kafka, "same")
+        start(cluster, "same")
         owner = await cluster.owner()
-        assert owner is not None
         cluster.kill(owner)
         await cluster.taken_over(owner, within_s=PATIENCE_S)
-        await cluster.processes.until("same goes on", functools.partial(started, log, "same", 2))
+        await until_started(cluster, log, "same", 2)
     assert problems(clients.results, TOKENS) == []
     for name in SHADOWS:
-        await cluster.processes.until(f"{name} has seen all", functools.partial(evaluated_all, log, name))
+        await until_evaluated_all(cluster, log, name)
     decided = await routed(log)
     for name in SHADOWS:
         evaluated = [(one.decision_offset, one.request_id, one.attempt) for one in await shadow_events(log, name)]
@@ -144,9 +121,7 @@ async def test_shadows_of_a_cluster_under_load(
     assert "% agree, regret mean -" in await stop(cluster, "round")
 
 
-async def test_a_shadow_writes_to_its_topic_alone(
-    cluster: Cluster, kafka: str, log: KafkaLog, clients: StreamClients
-) -> None:
+async def test_a_shadow_writes_to_its_topic_alone(cluster: Cluster, log: KafkaLog, clients: StreamClients) -> None:
     """Only a shadow runs, and it reads the whole log."""
     results = await clients.answers([prompt(number) for number in range(8)], 1)
     assert problems(results, 1) == []
@@ -154,17 +129,17 @@ async def test_a_shadow_writes_to_its_topic_alone(
 
     async def quiet() -> bool:
         last = dict(before)
-        before.update(await ends(kafka, log))
+        before.update(await ends(log))
         return before == last
 
-    await cluster.processes.until("the system is idle", quiet)
-    start(cluster, kafka, "late", "--policy", "random", "--from-start")
-    await cluster.processes.until("it has seen all", functools.partial(evaluated_all, log, "late"))
+    await cluster.until("the system is idle", quiet)
+    start(cluster, "late", "--policy", "random", "--from-start")
+    await until_evaluated_all(cluster, log, "late")
     assert len(await shadow_events(log, "late")) == len(await routed(log))
     await stop(cluster, "late")
-    assert await ends(kafka, log) == before
-    where = ("--kafka", kafka, "--namespace", NAMESPACE)
-    code, output = await cluster.command("lag", "topics", "list", "--lag", "--json", *where, within_s=PATIENCE_S)
+    assert await ends(log) == before
+    listing = ("topics", "list", "--lag", "--json", *cluster.where)
+    code, output = await cluster.command("lag", *listing, within_s=PATIENCE_S)
     found = json.loads(output)
     assert code == 0
     assert all(one["lag"] == one["end"] - one["at"] for one in found["readers"])
@@ -174,18 +149,18 @@ async def test_a_shadow_writes_to_its_topic_alone(
     assert lags.keys() == {"shadow-late", "shadow-same", "shadow-round"}
 
 
-async def test_other_records_of_the_topic_are_ignored(cluster: Cluster, kafka: str, log: KafkaLog) -> None:
+async def test_other_records_of_the_topic_are_ignored(cluster: Cluster, log: KafkaLog) -> None:
     await log.append([Draft(SHADOW.name, 0, b"?", b"same"), Draft(SHADOW.name, 0, b"?")])
     before = len(await shadow_events(log, "same"))
-    start(cluster, kafka, "same")
-    await cluster.processes.until("same goes on", functools.partial(started, log, "same", 3))
-    await cluster.processes.until("same has seen all", functools.partial(evaluated_all, log, "same"))
+    start(cluster, "same")
+    await until_started(cluster, log, "same", 3)
+    await until_evaluated_all(cluster, log, "same")
     await stop(cluster, "same")
     assert len(await shadow_events(log, "same")) == before + 8, "the decisions of the previous test"
 
 
 async def test_a_cluster_without_the_shadow_topic_is_reported(kafka: str, cluster: Cluster) -> None:
-    settings = KafkaSettings(kafka, f"{NAMESPACE}-old")
+    settings = KafkaSettings(kafka, f"{cluster.namespace}-old")
     await create_topics(settings, TopicPlan(groups=1, slots=1, replies=1, kafka_api=1), ["default"])
     admin = AIOKafkaAdminClient(**settings.client_options())
     await admin.start()
@@ -193,11 +168,7 @@ async def test_a_cluster_without_the_shadow_topic_is_reported(kafka: str, cluste
         await admin.delete_topics([settings.topic(SHADOW.name)])
     finally:
         await admin.close()
-
-    async def is_deleted() -> bool:
-        return SHADOW.name not in await partitions_of(settings)
-
-    await cluster.processes.until("the topic is deleted", is_deleted)
+    await cluster.until("it is deleted", lambda: partitions_of(settings), lambda found: SHADOW.name not in found)
     where = ("--kafka", kafka, "--namespace", settings.namespace)
     code, _ = await cluster.command("old", "shadow", *where, "--policy", "random", within_s=PATIENCE_S)
     assert code == 2

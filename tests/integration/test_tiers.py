@@ -16,12 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from forebay.events.kv import StoreBlocksAdded
 from forebay.events.topics import KV_EVENTS
 from infra.kafka.kafka import HOST
-from tests.harness import fork_server
-from tests.harness.cluster import Cluster
 from tests.harness.local import free_ports
 from tests.harness.s3 import faulty_s3
 from tests.harness.tier_system import TierSystem
-from tests.integration.conftest import RUN
+from tests.integration.conftest import MakeCluster
 from tests.integration.stream_clients import stream_clients
 
 ON_DIRECTORY, ON_BUCKET = ("w1", "w2"), ("w3", "w4")
@@ -32,19 +30,19 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def system(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TierSystem]:
+async def system(make_cluster: MakeCluster) -> AsyncIterator[TierSystem]:
     """Run two workers on a shared directory, and two on a bucket."""
-    folder = tmp_path_factory.mktemp("tiers")
     with faulty_s3("kv-blocks") as bucket:
-        async with Cluster(kafka, redis_url, f"{RUN}-tiers", folder, spawn=fork_server.spawn) as cluster:
+        async with (
+            make_cluster("tiers") as cluster,
+            stream_clients([cluster.ingress("i1")], uuid.uuid4().hex[:8]) as clients,
+        ):
             cluster.router("r1")
-            url = cluster.ingress("i1")
-            async with stream_clients([url], uuid.uuid4().hex[:8]) as clients:
-                running = TierSystem(cluster, clients, folder, bucket)
-                for name in (*ON_DIRECTORY, *ON_BUCKET):
-                    running.worker(name, bucket=name in ON_BUCKET)
-                await cluster.until_serving(len(ON_DIRECTORY + ON_BUCKET))
-                yield running
+            running = TierSystem(cluster, clients, cluster.processes.folder, bucket)
+            for name in (*ON_DIRECTORY, *ON_BUCKET):
+                running.worker(name, bucket=name in ON_BUCKET)
+            await cluster.until_serving(len(ON_DIRECTORY + ON_BUCKET))
+            yield running
 
 
 async def test_tiers_answers_are_exact_while_files_are_damaged_and_the_bucket_fails(
@@ -70,9 +68,8 @@ async def test_tiers_answers_are_exact_while_files_are_damaged_and_the_bucket_fa
 async def test_tiers_both_stores_are_holders_of_their_own(system: TierSystem) -> None:
     """Blocks of a store were announced by several workers, under one name."""
     writers: dict[str, set[str]] = {}
-    for event in await system.cluster.events(KV_EVENTS):
-        if isinstance(event, StoreBlocksAdded):
-            writers.setdefault(event.store, set()).add(event.worker_id)
+    for event in await system.cluster.events(KV_EVENTS, StoreBlocksAdded):
+        writers.setdefault(event.store, set()).add(event.worker_id)
     assert sorted(map(sorted, writers.values())) == [[*ON_DIRECTORY], [*ON_BUCKET]]
 
 
@@ -80,7 +77,7 @@ async def test_tiers_a_restarted_worker_loads_from_its_disk(system: TierSystem, 
     await system.restart("w1")
     for name in ("w2", *ON_BUCKET):
         await system.cluster.stop(name)
-    await system.members("w1")
+    await system.cluster.until_members("w1")
     reuse = await system.reuse(await system.converse(range(8), 1))
     report(f"restarted: loaded {reuse.line()}")
     assert system.wrong == []
@@ -91,9 +88,9 @@ async def test_tiers_stale_entries_are_misses_and_counted(system: TierSystem, tm
     """A file that the index still names was removed: the worker computes the block, and tells everyone."""
     port = free_ports(1)
     system.worker("w5", "--metrics-port", str(port))
-    await system.members("w1", "w5")
+    await system.cluster.until_members("w1", "w5")
     await system.cluster.stop("w1")
-    await system.members("w5")
+    await system.cluster.until_members("w5")
     before = await system.stale()
     for file in system.shared.rglob("*.kv"):
         file.unlink()
@@ -119,9 +116,9 @@ async def test_tiers_a_new_worker_loads_what_others_computed(
 ) -> None:
     is_bucket = others == ON_BUCKET
     system.worker(name, bucket=is_bucket)
-    await system.members(previous, name)
+    await system.cluster.until_members(previous, name)
     await system.cluster.stop(previous)
-    await system.members(name)
+    await system.cluster.until_members(name)
     reuse = await system.reuse(await system.converse(system.served_by(*others), 1))
     report(f"new worker with the {'bucket' if is_bucket else 'directory'}: loaded {reuse.line()}")
     assert system.wrong == []
@@ -130,10 +127,10 @@ async def test_tiers_a_new_worker_loads_what_others_computed(
 
 async def test_tiers_with_prefill_and_decode_workers(system: TierSystem, report: Callable[[str], None]) -> None:
     await system.cluster.stop("w7")  # a group has aggregated workers, or prefill and decode workers
-    await system.members()
+    await system.cluster.until_members()
     for name, role in (("p1", "prefill"), ("d1", "decode")):
         system.worker(name, "--role", role)
-    await system.members("p1", "d1")
+    await system.cluster.until_members("p1", "d1")
     async with system.damaging():
         reuse = await system.reuse(await system.converse(range(8), 3))
     report(f"prefill and decode: loaded {reuse.line()}")
@@ -142,7 +139,6 @@ async def test_tiers_with_prefill_and_decode_workers(system: TierSystem, report:
 
 
 async def test_tiers_every_decision_is_derived_equal(system: TierSystem) -> None:
-    verified, decisions = await system.verified()
-    assert verified == decisions > CONVERSATIONS * TURNS
+    assert (await system.cluster.require_verified())["verified"] > CONVERSATIONS * TURNS
     assert system.wrong == []
     assert system.cluster.processes.tracebacks() == []

@@ -5,7 +5,6 @@ The tests of this file share a cluster and depend on their order.
 """
 
 import contextlib
-import functools
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -22,17 +21,16 @@ from tests.harness.hosts import Host, two_hosts
 from tests.harness.local import Missing, local_kafka, local_redis
 from tests.harness.mock_words import Words
 from tests.integration.conftest import available_or_skipped
-from tests.integration.stream_clients import StreamClients, stream_clients
+from tests.integration.stream_clients import StreamClients
 from tests.integration.test_disagg import (
     LONG,
     SHORT,
     SIZES,
     STREAMS,
-    at_work,
     check_responses,
-    members,
     routings,
     submit,
+    until_streaming,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -55,9 +53,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     with contextlib.ExitStack() as stack:
         try:
             one, two = stack.enter_context(two_hosts())
-        except (
-            Missing
-        ) as missing:  # also if services are required, because not every machine can create network namespaces
+        except Missing as missing:  # even if services are required: not every machine can create network namespaces
             pytest.skip(str(missing))
         stack.enter_context(one.network())
         kafka = stack.enter_context(available_or_skipped(local_kafka(folder / "kafka", host=one.address)))
@@ -71,18 +67,11 @@ async def cluster(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Asy
     folder = tmp_path_factory.mktemp("nixl")
     # Not by the fork server, which is in the network of this machine.
     async with Cluster(place.kafka, place.redis_url, f"hosts-{uuid.uuid4().hex[:8]}", folder) as running:
-        running.router("r1")
         running.worker("p1", "--role", "prefill", *SIZES, on=place.one)
         running.worker("d1", "--role", "decode", *SIZES, on=place.two)
-        running.ingress("i1")
+        await running.serve(workers=())
         await running.until_serving(2)
         yield running
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def clients(cluster: Cluster) -> AsyncIterator[StreamClients]:
-    async with stream_clients(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as speaking:
-        yield speaking
 
 
 async def test_hosts_disagg_kv_is_transferred_between_hosts(
@@ -92,11 +81,11 @@ async def test_hosts_disagg_kv_is_transferred_between_hosts(
     results = submit(clients, STREAMS, SHORT)
     await clients.all()
     crossed = place.one.sent_bytes() - before
-    await check_responses(cluster, Words(), results, SHORT)
+    check_responses(Words(), results, SHORT)
     stages = [(one.stage, one.worker_id, one.attempt) for one in await routings(cluster, results)]
     assert sorted(stages) == [("decode", "d1", 1)] * STREAMS + [("prefill", "p1", 1)] * STREAMS
     ids = {one.request_id for one in results}
-    first_tokens = [one for one in await cluster.events(PROGRESS) if isinstance(one, FirstTokenEmitted)]
+    first_tokens = await cluster.events(PROGRESS, FirstTokenEmitted)
     fetched = sum(one.transferred_bytes for one in first_tokens if one.request_id in ids)
     assert fetched >= STREAMS * 3 * 64 * 256, "prompts have more than three blocks"
     assert crossed > fetched
@@ -106,19 +95,18 @@ async def test_hosts_disagg_responses_continue_when_the_link_is_cut(
     cluster: Cluster, clients: StreamClients, place: Place
 ) -> None:
     cluster.worker("d2", "--role", "decode", *SIZES, on=place.one)
-    await members(cluster, "p1", "d1", "d2")
+    await cluster.until_members("p1", "d1", "d2")
     results = submit(clients, STREAMS, LONG)
-    working = functools.partial(at_work, cluster, results, "d1")
-    await cluster.processes.until("d1 is in the middle of an answer", working)
+    await until_streaming(cluster, results, "d1")
     place.two.cut()
     try:
-        await members(cluster, "p1", "d2")
+        await cluster.until_members("p1", "d2")
         results += submit(clients, STREAMS, SHORT)
         await clients.all()
     finally:
         place.two.mend()
-    await check_responses(cluster, Words(), results[:STREAMS], LONG)
-    await check_responses(cluster, Words(), results[STREAMS:], SHORT)
+    check_responses(Words(), results[:STREAMS], LONG)
+    check_responses(Words(), results[STREAMS:], SHORT)
     by_d1 = {one.request_id for one in await routings(cluster, results) if one.worker_id == "d1"}
     assert {one.worker for one in results if one.request_id in by_d1} == {"d2"}
-    await members(cluster, "p1", "d1", "d2")
+    await cluster.until_members("p1", "d1", "d2")

@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
+import httpx
 import pytest
 import pytest_asyncio
 
@@ -13,12 +14,12 @@ from forebay.events.request_ids import client_id_of
 from forebay.events.tokens import TokensEmitted
 from forebay.events.topics import PROGRESS
 from forebay.transport.kafka.topics import TopicPlan
-from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster
-from tests.integration.conftest import RUN
+from tests.integration.conftest import MakeCluster
 from tests.integration.stream_clients import StreamResult, problems, prompt, stream_clients
 
 OTHER = "org/other-model:chat"
+NOBODYS = "nobodys-model"
 REQUESTS = 1_000  # per model
 IN_FLIGHT = 100  # per model; as many as a busy machine handles without a queue
 TOKENS = 4
@@ -27,15 +28,13 @@ SHARED_WORKER = "w"
 WORKERS = {GROUP: ("a1", SHARED_WORKER), OTHER: ("b1", SHARED_WORKER)}
 INGRESSES = {GROUP: "i1", OTHER: "i2"}
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+async def cluster(make_cluster: MakeCluster) -> AsyncIterator[Cluster]:
     """Run two models with two workers and an ingress each, and one reply slot read by both ingresses."""
-    folder = tmp_path_factory.mktemp("two-models")
-    plan = TopicPlan(groups=2, slots=4, replies=1, kafka_api=2)
-    async with Cluster(kafka, redis_url, f"{RUN}-two-models", folder, plan, spawn=fork_server.spawn) as running:
+    async with make_cluster("two-models", TopicPlan(groups=2, slots=4, replies=1, kafka_api=2)) as running:
         running.router("r1")
         for model, workers in WORKERS.items():
             running.ingress(INGRESSES[model], "--model-name", model)
@@ -75,8 +74,8 @@ async def executions(cluster: Cluster, prefix: str) -> Counter[str]:
     return Counter(first_tokens)
 
 
-@pytest.mark.timeout(600)
 async def test_each_model_runs_its_own_requests_exactly_once(cluster: Cluster) -> None:
+    assert {cluster.partition(model) for model in WORKERS} == {0, 1}
     results = await answers(cluster, "same", [GROUP, OTHER], REQUESTS)
     for model in (GROUP, OTHER):
         assert problems(results[model], TOKENS) == []
@@ -86,13 +85,10 @@ async def test_each_model_runs_its_own_requests_exactly_once(cluster: Cluster) -
     # Each id was used for one request per model, so it has two first tokens.
     assert Counter((await executions(cluster, "same")).values()) == {2: REQUESTS}
     for model in (GROUP, OTHER):
-        code, out = await cluster.command("verify", *verify_arguments(cluster, model), within_s=300)
-        report = json.loads(out)
-        assert (code, report["decisions"], report["verified"]) == (0, REQUESTS, REQUESTS)
-        assert (report["divergence"], report["unverified"]) == (None, {})
+        report = await cluster.require_verified(model)
+        assert (report["decisions"], report["unverified"]) == (REQUESTS, {})
 
 
-@pytest.mark.timeout(600)
 async def test_a_command_for_one_model_does_not_affect_the_other(cluster: Cluster) -> None:
     at_first = ["--url", cluster.urls[INGRESSES[GROUP]], "--json", *cluster.admin_options]
     code, out = await cluster.command("control", "control", "power", "pause", *at_first, within_s=60)
@@ -104,12 +100,26 @@ async def test_a_command_for_one_model_does_not_affect_the_other(cluster: Cluste
     assert code == 0
     results = await answers(cluster, "after", [GROUP], IN_FLIGHT)
     assert problems(results[GROUP], TOKENS) == []
-    answered = [event for event in await cluster.events(PROGRESS, OTHER) if isinstance(event, CommandDone)]
-    refused = [event for event in await cluster.events(PROGRESS, OTHER) if isinstance(event, CommandRefused)]
-    assert (answered, refused) == ([], [])
+    assert await cluster.events(PROGRESS, CommandDone | CommandRefused, group=OTHER) == []
 
 
-def verify_arguments(cluster: Cluster, model: str) -> list[str]:
-    """Return the command line that verifies one model."""
-    where = ["--kafka", cluster.settings.bootstrap, "--namespace", cluster.namespace]
-    return ["verify", *where, "--group", model, "--json"]
+async def test_models_of_other_ingresses_and_without_workers_are_rejected_at_once(cluster: Cluster) -> None:
+    url = cluster.ingress("i3", "--model-name", NOBODYS)
+
+    async def complete(url: str, model: str) -> httpx.Response | None:
+        try:
+            return await client.post(f"{url}/v1/completions", json={"model": model, "prompt": "Hello"})
+        except httpx.ConnectError:
+            return None
+
+    async with httpx.AsyncClient() as client:
+        unlisted = await complete(cluster.urls["i1"], OTHER)
+        rejected: httpx.Response = await cluster.until(
+            "i3 answers", lambda: complete(url, NOBODYS), lambda answer: answer is not None
+        )
+        assert (await client.get(f"{url}/ready")).status_code == httpx.codes.SERVICE_UNAVAILABLE
+    assert unlisted is not None
+    for answer, expected, name in ((unlisted, (404, "model_not_found"), GROUP), (rejected, (503, "no_group"), NOBODYS)):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == expected
+        assert name in error["message"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.logs import invoke
-from tests.harness.recordings import META_DESCRIPTIONS
+from tests.harness.schemas import META_DESCRIPTIONS
 from tests.replay import incident
 from tests.replay.duck import query_export
 

@@ -1,13 +1,14 @@
-"""Engine of the stand-in: admits requests, computes prompts in its block cache, and generates output tokens."""
+"""Engine of the stand-in: admits requests, computes or fetches prompts, and generates output tokens."""
 
 import asyncio
-import bisect
-import itertools
+import uuid
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import httpx
 from xxhash import xxh3_64_intdigest
 
 from forebay.events.requests import Sampling
@@ -15,9 +16,8 @@ from forebay.ingress.model import Model
 from tests.harness.openai_server.cache import BlockCache, BlockTable, CacheEvent, Prefix
 from tests.harness.openai_server.settings import Counters, Faults, ServerSettings
 from tests.harness.openai_server.tokens import TokenSource
-from tests.harness.openai_server.transfer import FetchFailed, KvKeeper
 
-US_PER_S = 1_000_000
+FETCH_TIMEOUT_S = 5.0
 FinishReason = Literal["stop", "length", "error"]
 
 
@@ -29,7 +29,6 @@ class EngineRequest:
         client_id: id that the client gave; the seed of sampling depends on it.
         sampling: sampling parameters; `max_tokens` fits into the context.
         prefix: what cached blocks depend on besides tokens.
-        priority: a lower value goes first.
     """
 
     request_id: str
@@ -37,7 +36,6 @@ class EngineRequest:
     prompt: list[int]
     sampling: Sampling
     prefix: Prefix
-    priority: int = 0
     transfer: dict[str, Any] | None = None
 
 
@@ -61,11 +59,93 @@ class Delta:
 
 @dataclass(slots=True)
 class _Entry:
-    """Request in the queue, which is ordered by `key`."""
+    """Request in the queue."""
 
-    key: tuple[int, int]
     blocks: int
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class FetchFailed(Exception):
+    """The KV of a prompt cannot be fetched."""
+
+
+class KvKeeper:
+    """Keeps the KV of prompts until another server has fetched it, and fetches KV from others.
+
+    The parameters are those of vLLM's NixlConnector. KV is the contents of blocks, fetched over HTTP from the port of
+    the server itself. As with NIXL, a known server is found by the id of its engine, and its blocks are read even if it
+    has freed them. If it has used them again, the output is wrong, without an error.
+
+    Args:
+        freed: called when blocks were freed.
+
+    Attributes:
+        engine_id: id of this engine, which is different after a restart.
+    """
+
+    def __init__(self, cache: BlockCache, counters: Counters, freed: Callable[[], None]) -> None:
+        self.engine_id = str(uuid.uuid4())
+        self.port = 0
+        self.blocks = 0
+        self._cache = cache
+        self._counters = counters
+        self._freed = freed
+        self._kept: dict[str, BlockTable] = {}  # by request id
+        self._peers: dict[str, str] = {}  # URLs by the id of the engine
+
+    def offer(self, request_id: str, table: BlockTable, prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:
+        """Keep the blocks of a prompt, and return the parameters with which another server fetches them."""
+        kept = self._kept[request_id] = BlockTable(table.prefix, [], list(table.blocks))
+        for block in kept.blocks:
+            block.users += 1
+        self.blocks += len(kept.blocks)
+        self._counters.kv_offered += 1
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [[block.number for block in kept.blocks]],
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": request_id,
+            "remote_host": "127.0.0.1",
+            "remote_port": self.port,
+            "tp_size": 1,
+            "remote_num_tokens": prompt_tokens,
+            "remote_prefill_cached_tokens": cached_tokens,
+        }
+
+    def read(self, params: dict[str, Any]) -> list[int] | None:
+        """Return the contents of blocks, and free them if they are kept; None if these are blocks of another engine."""
+        if params.get("remote_engine_id") != self.engine_id:
+            return None
+        contents = self._cache.contents(params["remote_block_ids"][0])
+        self._counters.kv_fetched += contents is not None
+        if params.get("remote_request_id") in self._kept:
+            self._release(params["remote_request_id"])
+        return contents
+
+    async def fetch(self, params: dict[str, Any]) -> list[int]:
+        """Return the contents of blocks of another server.
+
+        Raises FetchFailed if the server does not answer, or has another engine.
+        """
+        engine_id = str(params.get("remote_engine_id"))
+        url = self._peers.get(engine_id, f"http://{params.get('remote_host')}:{params.get('remote_port')}/kv")
+        try:
+            async with httpx.AsyncClient(timeout=FETCH_TIMEOUT_S) as client:
+                response = await client.post(url, json=params)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise FetchFailed(str(error)) from error
+        if response.status_code != httpx.codes.OK:
+            raise FetchFailed(response.text)
+        self._peers[engine_id] = url
+        contents: list[int] = response.json()["contents"]
+        return contents
+
+    def _release(self, request_id: str) -> None:
+        kept = self._kept.pop(request_id)
+        self.blocks -= len(kept.blocks)
+        self._cache.close(kept)
+        self._freed()
 
 
 class StandInEngine:
@@ -88,7 +168,7 @@ class StandInEngine:
     ) -> None:
         is_vllm = settings.flavor == "vllm"
         self.cache = BlockCache(settings.kv_blocks - is_vllm, settings.block_size, counts_copies=is_vllm)
-        self.keeper = KvKeeper(self.cache, counters, settings.kv_lease_s, self._admit) if settings.kv_transfer else None
+        self.keeper = KvKeeper(self.cache, counters, self._admit) if settings.kv_transfer else None
         longest = settings.max_model_len or model.context_tokens
         self.max_model_len = min(longest, self.cache.total * settings.block_size)
         self.running = 0
@@ -97,8 +177,7 @@ class StandInEngine:
         self._counters = counters
         self._faults = faults
         self._publish = publish
-        self._queue: list[_Entry] = []
-        self._numbers = itertools.count()
+        self._queue: deque[_Entry] = deque()
         self._reserved = 0  # blocks that the running requests use or will use
 
     @property
@@ -113,14 +192,12 @@ class StandInEngine:
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache, unless a request uses blocks. vLLM publishes the event with the next step."""
         done = self.cache.clear()
-        self._counters.cache_resets += done
         if self._settings.flavor == "sglang":
             self._flush()
         return done
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
         """Yield the output of a request, token by token. Closing the iterator aborts the request."""
-        self._counters.requests += 1
         finished = False
         try:
             async with self._place(request):
@@ -153,8 +230,9 @@ class StandInEngine:
             fetched = len(prompt) - cached
         remote = params.get("remote_prefill_cached_tokens") if fetched else None
         reported = remote if isinstance(remote, int) else cached + fetched
-        self._count_prompt(len(prompt), cached, fetched)
-        await asyncio.sleep((len(prompt) - cached - fetched) * self._settings.prefill_us_per_token / US_PER_S)
+        self._counters.prompt_tokens += len(prompt)
+        self._counters.cached_tokens += cached
+        self._counters.fetched_tokens += fetched
         first = len(table.blocks)
         self.cache.compute(table, len(prompt))
         expected = [block.content for block in table.blocks]
@@ -175,9 +253,8 @@ class StandInEngine:
             transfer = None
             if reason is not None and params.get("do_remote_decode") and self.keeper is not None:
                 transfer = self.keeper.offer(request.request_id, table, len(prompt), cached)
-            ids = [] if token is None else [token]
             yield Delta(
-                token_ids=ids,
+                token_ids=[] if token is None else [token],
                 cached_tokens=reported,
                 finish_reason=reason,
                 stop_reason=stopped,
@@ -199,11 +276,6 @@ class StandInEngine:
         slow = self._faults().token_s
         return self._settings.token_s if slow is None else slow
 
-    def _count_prompt(self, tokens: int, cached: int, fetched: int) -> None:
-        self._counters.prompt_tokens += tokens
-        self._counters.cached_tokens += cached
-        self._counters.fetched_tokens += fetched
-
     def _flush(self) -> None:
         events, self.cache.events = self.cache.events, []
         if events:
@@ -213,9 +285,8 @@ class StandInEngine:
     async def _place(self, request: EngineRequest) -> AsyncIterator[None]:
         """Wait until the request may run. All blocks that it may need are reserved, so no request is preempted."""
         tokens = len(request.prompt) + request.sampling.max_tokens
-        priority = request.priority if self._settings.priorities else 0
-        entry = _Entry((priority, next(self._numbers)), -(-tokens // self.cache.block_size))
-        bisect.insort(self._queue, entry, key=lambda one: one.key)
+        entry = _Entry(-(-tokens // self.cache.block_size))
+        self._queue.append(entry)
         self._admit()
         try:
             await entry.admitted.wait()
@@ -234,7 +305,7 @@ class StandInEngine:
             entry = self._queue[0]
             if self._reserved + kept + entry.blocks > self.cache.total:
                 return
-            del self._queue[0]
+            self._queue.popleft()
             self.running += 1
             self._reserved += entry.blocks
             entry.admitted.set()

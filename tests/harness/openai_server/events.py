@@ -29,10 +29,9 @@ class EventPublisher:
         drops: whether batches are only replayed, as if they were lost on the way.
     """
 
-    def __init__(self, flavor: Flavor, block_size: int, topic: str) -> None:
+    def __init__(self, flavor: Flavor, block_size: int) -> None:
         self._flavor = flavor
         self._block_size = block_size
-        self._topic = topic.encode()
         self._context = zmq.asyncio.Context()
         self._pub_context = zmq.Context()  # a PUB socket never blocks, so it needs no event loop
         self._pub = self._pub_context.socket(zmq.PUB)
@@ -61,7 +60,7 @@ class EventPublisher:
         self.batches += 1
         self._replay.append((seq, payload))
         if not self.drops:
-            self._pub.send_multipart([self._topic, seq, payload])
+            self._pub.send_multipart([b"", seq, payload])
 
     async def _serve(self) -> None:
         while True:
@@ -70,7 +69,7 @@ class EventPublisher:
                 continue
             client, _, start = frames
             for seq, payload in itertools.dropwhile(lambda one: one[0] < start, list(self._replay)):  # noqa: B023
-                await self._router.send_multipart([client, b"", self._topic, seq, payload])
+                await self._router.send_multipart([client, b"", b"", seq, payload])
             await self._router.send_multipart([client, b"", b"", END_OF_REPLAY, b""])
 
 
@@ -117,7 +116,7 @@ def _vllm_event(event: CacheEvent, block_size: int) -> dict[str, Any]:
 def _sglang_event(event: CacheEvent, block_size: int) -> dict[str, Any]:
     match event:
         case BlocksStored(hashes, parent, token_ids, prefix):
-            stored: dict[str, Any] = {
+            return {
                 "type": "BlockStored",
                 "block_hashes": [_signed(one) for one in hashes],
                 "parent_block_hash": None if parent is None else _signed(parent),
@@ -125,12 +124,9 @@ def _sglang_event(event: CacheEvent, block_size: int) -> dict[str, Any]:
                 "block_size": block_size,
                 "lora_id": prefix.lora_id or None,
                 "medium": "GPU",
+                **({"cache_salt": prefix.salt} if prefix.salt else {}),
+                **({"lora_name": prefix.lora_name} if prefix.lora_name else {}),
             }
-            if prefix.salt:
-                stored["cache_salt"] = prefix.salt
-            if prefix.lora_name:
-                stored["lora_name"] = prefix.lora_name
-            return stored
         case BlockRemoved(removed):
             return {"type": "BlockRemoved", "block_hashes": [_signed(removed)], "medium": "GPU"}
         case BlocksCleared():

@@ -1,9 +1,9 @@
-"""HTTP server of the stand-in: the routes of the imitated server, and routes that tests use."""
+"""HTTP server of the stand-in: the routes of the imitated server."""
 
 import asyncio
 import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -11,46 +11,95 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forebay.ingress.http.server import Server, listen
 from forebay.ingress.model import Model
 from tests.harness.local import free_ports
 from tests.harness.openai_server.cache import CacheEvent
-from tests.harness.openai_server.completions import Completion
-from tests.harness.openai_server.engine import StandInEngine
-from tests.harness.openai_server.events import REPLAY_BATCHES, EventPublisher
-from tests.harness.openai_server.metrics import MALFORMED, EngineCollector, metrics_text
-from tests.harness.openai_server.protocol import (
+from tests.harness.openai_server.completions import (
     ApiFailure,
+    Completion,
     CompletionBody,
     LoraBody,
     answer_failure,
     request_id_of,
     validation_failure,
 )
+from tests.harness.openai_server.engine import StandInEngine
+from tests.harness.openai_server.events import EventPublisher
 from tests.harness.openai_server.settings import Counters, Faults, ServerSettings
 
 HOST = "127.0.0.1"
-VLLM_VERSION = "0.32.0"
 SGLANG_VERSION = "0.5.23"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-PERMISSION = {
-    "id": "modelperm-standin",
-    "object": "model_permission",
-    "created": 0,
-    "allow_create_engine": False,
-    "allow_sampling": True,
-    "allow_logprobs": True,
-    "allow_search_indices": False,
-    "allow_view": True,
-    "allow_fine_tuning": False,
-    "organization": "*",
-    "group": None,
-    "is_blocking": False,
-}
-CONTROL_ROUTES = ("/fault", "/counters")
+MALFORMED = 'vllm:num_requests_running{engine="0" 1.0\nsglang:num_running_reqs{} one\n'
 T = TypeVar("T")
+
+
+class EngineCollector(Collector):
+    def __init__(self, settings: ServerSettings, engine: StandInEngine, counters: Counters, model_name: str) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._counters = counters
+        self._model_name = model_name
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._vllm() if self._settings.flavor == "vllm" else self._sglang()
+
+    def _vllm(self) -> Iterable[Metric]:
+        engine, counters, settings = self._engine, self._counters, self._settings
+        labels = {"engine": "0", "model_name": self._model_name}
+        gauges = {
+            "num_requests_running": engine.running,
+            "num_requests_waiting": engine.waiting,
+            "kv_cache_usage_perc": engine.cache.used / engine.cache.total,
+        }
+        totals = {
+            "prefix_cache_queries": counters.prompt_tokens,
+            "prefix_cache_hits": counters.cached_tokens,
+            "external_prefix_cache_hits": counters.fetched_tokens,
+            "prompt_tokens": counters.prompt_tokens,
+            "generation_tokens": counters.generated_tokens,
+        }
+        yield from _families("vllm", labels, gauges, totals)
+        blocks = str(settings.kv_blocks)
+        info = {"block_size": str(settings.block_size), "num_gpu_blocks": blocks, "num_gpu_blocks_override": blocks}
+        yield from _families("vllm", {**info, "engine": "0"}, {"cache_config_info": 1}, {})
+
+    def _sglang(self) -> Iterable[Metric]:
+        engine, counters, settings = self._engine, self._counters, self._settings
+        labels = {"model_name": self._model_name, "engine_type": "unified", "tp_rank": "0", "pp_rank": "0"}
+        tokens, used = engine.cache.total * settings.block_size, engine.cache.used * settings.block_size
+        gauges = {
+            "num_running_reqs": engine.running,
+            "num_queue_reqs": engine.waiting,
+            "token_usage": used / tokens,
+            "cache_hit_rate": counters.cached_tokens / max(1, counters.prompt_tokens),
+            "max_total_num_tokens": tokens,
+            "page_size": settings.block_size,
+            "context_len": engine.max_model_len,
+        }
+        totals = {
+            "prompt_tokens": counters.prompt_tokens,
+            "generation_tokens": counters.generated_tokens,
+            "cached_tokens": counters.cached_tokens,
+        }
+        yield from _families("sglang", labels, gauges, totals)
+
+
+def _families(
+    engine: str, labels: dict[str, str], gauges: Mapping[str, float], totals: Mapping[str, float]
+) -> Iterable[Metric]:
+    for values, kind in ((gauges, GaugeMetricFamily), (totals, CounterMetricFamily)):
+        for name, value in values.items():
+            family = kind(f"{engine}:{name}", name.replace("_", " "), labels=list(labels))
+            family.add_metric(list(labels.values()), value)
+            yield family
 
 
 class OpenAiServer:
@@ -110,7 +159,7 @@ class OpenAiServer:
         self.engine = self._new_engine()
         if settings.kv_events and settings.flavor != "plain":
             self._events_port = self._events_port or free_ports(2)
-            self.events = EventPublisher(settings.flavor, settings.block_size, settings.kv_events_topic)
+            self.events = EventPublisher(settings.flavor, settings.block_size)
             await self.events.open(self.kv_events, self.kv_replay)
         self.port = self.port or free_ports(1)
         listener = listen(HOST, self.port)
@@ -135,8 +184,6 @@ class OpenAiServer:
             self._server.should_exit = True
             await self._serving
         self._server = self._serving = None
-        if self.engine.keeper is not None:
-            self.engine.keeper.expire()
         if self.events is not None:
             await self.events.close()
             self.events = None
@@ -171,8 +218,6 @@ class OpenAiServer:
 
         app.get("/v1/models")(self._models)
         app.post("/v1/completions", response_model=None)(self._complete)
-        app.post("/fault")(self._set_faults)
-        app.get("/counters")(self._counters)
         if flavor != "plain":
             app.get("/health")(self._health)
             app.get("/metrics")(self._metrics)
@@ -186,7 +231,7 @@ class OpenAiServer:
         """Return the application with the fault `hang_all`."""
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-            if self.faults.hang_all and scope["path"] not in CONTROL_ROUTES:
+            if self.faults.hang_all:
                 await _disconnected(receive)
             else:
                 await app(scope, receive, send)
@@ -194,9 +239,7 @@ class OpenAiServer:
         return serve
 
     def _add_vllm(self, app: FastAPI) -> None:
-        app.get("/version")(self._version)
         app.post("/reset_prefix_cache")(self._reset_prefix_cache)
-        app.get("/kv_event_sources")(self._kv_event_sources)
         if self.settings.enable_lora:
             app.post("/v1/load_lora_adapter")(self._load_lora)
             app.post("/v1/unload_lora_adapter")(self._unload_lora)
@@ -204,10 +247,7 @@ class OpenAiServer:
             app.post("/kv")(self._kv)
 
     def _add_sglang(self, app: FastAPI) -> None:
-        for path in ("/get_model_info", "/model_info"):
-            app.get(path)(self._sglang_model)
-        for path in ("/get_server_info", "/server_info"):
-            app.get(path)(self._sglang_server)
+        app.get("/server_info")(self._sglang_server)
         app.api_route("/flush_cache", methods=["GET", "POST"])(self._flush_cache)
         if self.settings.enable_lora:
             app.post("/load_lora_adapter")(self._load_lora)
@@ -261,19 +301,15 @@ class OpenAiServer:
         card = {"id": name, "object": "model", "created": self._created, "owned_by": flavor}
         if flavor == "plain":
             return JSONResponse({"object": "list", "data": [card]})
-        more = {"permission": [{**PERMISSION, "created": self._created}]} if flavor == "vllm" else {}
         root = str(self.settings.model) if flavor == "vllm" else name
         longest = self.engine.max_model_len
-        cards = [{**card, "root": root, "parent": None, "max_model_len": longest, **more}]
+        cards = [{**card, "root": root, "parent": None, "max_model_len": longest}]
         for lora, (path, _) in self._loras.items():
-            cards.append({**card, "id": lora, "root": path, "parent": name, "max_model_len": None, **more})
+            cards.append({**card, "id": lora, "root": path, "parent": name, "max_model_len": None})
         return JSONResponse({"object": "list", "data": cards})
 
     async def _health(self) -> Response:
         return Response(status_code=self.faults.health_status or 200)
-
-    async def _version(self) -> JSONResponse:
-        return JSONResponse({"version": VLLM_VERSION})
 
     async def _metrics(self) -> Response:
         match self.faults.metrics:
@@ -282,8 +318,9 @@ class OpenAiServer:
             case "malformed":
                 return PlainTextResponse(MALFORMED)
             case "ok":
-                collector = EngineCollector(self.settings, self.engine, self.counters, self._model_name)
-                return PlainTextResponse(metrics_text(collector), media_type=METRICS_TYPE)
+                registry = CollectorRegistry(auto_describe=False)
+                registry.register(EngineCollector(self.settings, self.engine, self.counters, self._model_name))
+                return PlainTextResponse(generate_latest(registry), media_type=METRICS_TYPE)
 
     async def _reset_prefix_cache(self) -> JSONResponse:
         return JSONResponse({"success": self.engine.reset_prefix_cache()})
@@ -293,38 +330,18 @@ class OpenAiServer:
         text = "Cache flushed.\n" if done else "Flush cache failed.\n"
         return PlainTextResponse(text, 200 if done else 400)
 
-    async def _kv_event_sources(self) -> JSONResponse:
-        if self.events is None:
-            return JSONResponse({})
-        source = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": f"tcp://*:{self._events_port}",
-            "replay_endpoint": f"tcp://*:{self._events_port + 1}",
-            "buffer_steps": REPLAY_BATCHES,
-            "hwm": 100_000,
-            "max_queue_size": 100_000,
-            "topic": self.settings.kv_events_topic,
-        }
-        return JSONResponse({"0": source})
-
     async def _load_lora(self, body: LoraBody) -> Response:
         name, path = body.lora_name, body.lora_path
         if not name or not path:
             raise ApiFailure(400, "Both 'lora_name' and 'lora_path' must be provided.", "InvalidUserInput")
         if name == self._model_name:
             raise ApiFailure(400, f"The lora adapter '{name}' conflicts with a served base model.", "InvalidUserInput")
-        if name in self._loras and not body.load_inplace:
-            message = (
-                f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set"
-                " 'load_inplace' to True."
-            )
-            raise ApiFailure(400, message, "InvalidUserInput")
+        if name in self._loras:
+            raise ApiFailure(400, f"The lora adapter '{name}' has already been loaded.", "InvalidUserInput")
         if not os.path.isdir(path):  # noqa: ASYNC240, PTH112
             raise ApiFailure(404, f"Loading lora {name} failed: No adapter found for {path}", "NotFoundError")
-        if name not in self._loras:
-            self._loras_loaded += 1
-        self._loras[name] = path, self._loras[name][1] if name in self._loras else self._loras_loaded
+        self._loras_loaded += 1
+        self._loras[name] = path, self._loras_loaded
         return self._loaded(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload_lora(self, body: LoraBody) -> Response:
@@ -345,27 +362,6 @@ class OpenAiServer:
         contents = None if keeper is None or self.faults.lose_kv else keeper.read(await request.json())
         return JSONResponse({"error": "no such KV"}, 404) if contents is None else JSONResponse({"contents": contents})
 
-    async def _sglang_model(self) -> JSONResponse:
-        path = str(self.settings.model)
-        return JSONResponse(
-            {
-                "model_path": path,
-                "served_model_name": self._model_name,
-                "tokenizer_path": path,
-                "is_generation": True,
-                "preferred_sampling_params": None,
-                "weight_version": "default",
-                "load_format": "auto",
-                "reasoning_parser": None,
-                "tool_call_parser": None,
-                "disaggregation_mode": "null",
-                "has_image_understanding": False,
-                "has_audio_understanding": False,
-                "model_type": None,
-                "architectures": None,
-            }
-        )
-
     async def _sglang_server(self) -> JSONResponse:
         settings, engine = self.settings, self.engine
         info: dict[str, Any] = {
@@ -375,34 +371,13 @@ class OpenAiServer:
             "max_running_requests": settings.max_num_seqs,
             "context_length": engine.max_model_len,
             "max_total_num_tokens": engine.cache.total * settings.block_size,
-            "tp_size": 1,
-            "dp_size": 1,
-            "disaggregation_mode": "null",
             "kv_events": None,
             "version": SGLANG_VERSION,
         }
         if self.events is not None:
-            info["kv_events"] = {
-                "publisher": "zmq",
-                "endpoint_host": "*",
-                "endpoint_port_base": self._events_port,
-                "topic": settings.kv_events_topic,
-                "block_size": settings.block_size,
-                "dp_size": 1,
-            }
+            place = {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": self._events_port}
+            info["kv_events"] = {**place, "topic": "", "block_size": settings.block_size}
         return JSONResponse(info)
-
-    async def _set_faults(self, request: Request) -> JSONResponse:
-        """Change the faults that the body has; the others stay."""
-        try:
-            present = msgspec.to_builtins(self.faults)
-            self.faults = msgspec.convert({**present, **await request.json()}, Faults)
-        except (msgspec.ValidationError, TypeError, ValueError) as error:
-            raise ApiFailure(400, f"invalid fault: {error}") from error
-        return JSONResponse(msgspec.to_builtins(self.faults))
-
-    async def _counters(self) -> JSONResponse:
-        return JSONResponse(msgspec.to_builtins(self.counters))
 
 
 async def _disconnected(receive: Receive) -> None:

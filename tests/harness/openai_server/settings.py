@@ -17,13 +17,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kv_blocks: KV blocks. With vLLM one of them is never used.
         max_model_len: maximum tokens of a prompt and its response; 0 for the maximum of the model.
-        prefill_us_per_token: microseconds to compute a prompt token that is not cached.
-        chunk_tokens: maximum output tokens per chunk of a stream.
         kv_events_port: port of the PUB socket; replays are on the next port. 0 for two free ports.
         kv_transfer: whether prompts can be computed for, and fetched from, other servers.
-        kv_lease_s: seconds for which the KV of a prompt is kept for another server.
         prompt_tokens_details: whether `usage` has the number of cached tokens.
-        priorities: whether a lower `priority` goes first, as with vLLM's `--scheduling-policy priority`.
     """
 
     model: Path = DEFAULT_MODEL
@@ -34,25 +30,20 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 64
     max_model_len: int = 0
     token_s: float = 0.0
-    prefill_us_per_token: float = 0.0
-    chunk_tokens: int = 1
     kv_events: bool = False
     kv_events_port: int = 0
-    kv_events_topic: str = ""
     kv_transfer: bool = False
-    kv_lease_s: float = 30.0
     enable_lora: bool = False
     prompt_tokens_details: bool = True
-    priorities: bool = False
 
 
-class Faults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Faults(msgspec.Struct, kw_only=True):
     """Faults, which may be changed at any time, and apply to the requests that arrive from then on.
 
     Attributes:
         cut_after_tokens: number of output tokens after which the connection of a stream is closed.
         hang: whether completions are accepted and never answered.
-        hang_all: whether no route is answered, except `/fault` and `/counters`.
+        hang_all: whether no route is answered.
         without_token_ids: whether `return_token_ids` is ignored.
         model_name: name of the served model, instead of that of the settings.
         token_s: seconds per output token, instead of those of the settings; also for running requests.
@@ -78,7 +69,6 @@ class Counters(msgspec.Struct, kw_only=True):
         aborted: prompts that ended because their client closed the connection, or by a fault.
     """
 
-    requests: int = 0
     finished: int = 0
     aborted: int = 0
     refused: int = 0
@@ -88,4 +78,3 @@ class Counters(msgspec.Struct, kw_only=True):
     generated_tokens: int = 0
     kv_offered: int = 0
     kv_fetched: int = 0
-    cache_resets: int = 0

@@ -129,7 +129,7 @@ class TokenizerManager:
     async def handle_loop(self) -> None:
         self.event_loop = self.event_loop or asyncio.get_running_loop()
         if self.config.get("publisher") == "zmq":
-            self.publishers = [EventPublisher("sglang", cache.block_size, "") for cache in self.caches]
+            self.publishers = [EventPublisher("sglang", cache.block_size) for cache in self.caches]
             for rank, publisher in enumerate(self.publishers):
                 source = KvSource(self.config["endpoint"], self.config["replay_endpoint"]).at_rank(rank)
                 assert source.replay_endpoint is not None

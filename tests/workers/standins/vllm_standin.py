@@ -59,7 +59,7 @@ class AsyncLLM:
             )
             for index in range(ranks)
         }
-        self.publishers = [EventPublisher("vllm", block_size, "") for _ in range(ranks)]
+        self.publishers = [EventPublisher("vllm", block_size) for _ in range(ranks)]
 
     async def open(self) -> None:
         for source, publisher in zip(self.sources.values(), self.publishers, strict=True):
