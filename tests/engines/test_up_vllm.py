@@ -44,7 +44,7 @@ class System(Up):
             assert time.monotonic() < ends_s
             time.sleep(0.2)
 
-    def metric(self, name: str) -> dict[str, float]:
+    def metric_by_worker(self, name: str) -> dict[str, float]:
         text = httpx.get(f"{self.url}/metrics", timeout=60).text
         families = text_string_to_metric_families(text)
         samples = (sample for family in families for sample in family.samples)
@@ -121,8 +121,8 @@ def test_a_killed_engine_core_is_replaced_while_its_response_continues(
     text, served = system.generated(kill=True)
     assert text == expected(model, oracle)
     assert served["attempts"] == 2
-    system.until(lambda: system.metric("forebay_worker_member") == {"vllm-0": 1.0, "vllm-1": 1.0})
-    assert sum(system.metric("forebay_worker_engine_failures_total").values()) == 1
+    system.until(lambda: system.metric_by_worker("forebay_worker_member") == {"vllm-0": 1.0, "vllm-1": 1.0})
+    assert sum(system.metric_by_worker("forebay_worker_engine_failures_total").values()) == 1
     assert system.generated()[0] == text
     assert system.end(signal.SIGKILL) == -signal.SIGKILL
 
