@@ -2,31 +2,29 @@
 
 import asyncio
 import base64
-import copy
 import json
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from forebay.events.base import unpack_u32
 from forebay.ingress.errors import ApiError
 from forebay.ingress.http.body import SMALL_BYTES, BodyLimits, BodyMemory
 from forebay.ingress.kafka_api.request import body_of
 from forebay.ingress.model import DEFAULT_MODEL, Model
-from forebay.ingress.token_bytes import BYTE_OF, text_chars_max
 from forebay.ingress.tokenizer import CHARS_PER_TOKEN, INLINE_CHARS_MAX, PIECE_CHARS, QUEUE_CHARS_MAX, encode_prompt
 from forebay.transport.base import Record
 from tests.depth import examples
 from tests.ingress import media_model
-from tests.ingress.conftest import BODY_MAX, NAME, Scene, make_scene
+from tests.ingress.conftest import BODY_MAX, CHAT, EMBED, MODULE_LOOP, NAME, ROUTE, TEXT, Scene, error, make_scene
 from tests.system import until
 
-CHAT, TEXT, EMBED, ROUTE = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/route"
 CONTEXT = 2_000
 WORDS = "The log is the truth, and every decision on it can be derived again. "
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
@@ -48,6 +46,19 @@ class CountingModel(Model):
 COUNTED = CountingModel(DEFAULT_MODEL)
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def short() -> AsyncIterator[Scene]:
+    """Yield a scene whose model has a small context."""
+    async with make_scene(CountingModel(DEFAULT_MODEL)) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def large() -> AsyncIterator[Scene]:
+    async with make_scene(body_bytes_max=4 << 20) as made:
+        yield made
+
+
 def words(chars: int) -> str:
     return (WORDS * (chars // len(WORDS) + 1))[:chars]
 
@@ -66,19 +77,14 @@ def bodies(text: str) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-@pytest.mark.parametrize("bounded", [True, False])
+@MODULE_LOOP
 @pytest.mark.parametrize(("path", "body"), bodies(words(BODY_MAX - 1_000)))
-async def test_a_text_beyond_the_context_is_not_tokenized_whole(path: str, body: Any, *, bounded: bool) -> None:
-    model = copy.copy(COUNTED)
-    model.context_tokens, model.whole = CONTEXT, []
-    model.text_chars_max = CONTEXT * 12 if bounded else None  # else the pieces are counted
-    async with make_scene(model) as scene:
-        response = await scene.client.post(path, json={"model": NAME, **body})
-        assert response.status_code == 400
-        error = response.json()["error"]
-        assert error["code"] == "context_length_exceeded"
-        assert f"{CONTEXT}" in error["message"]
-        assert max(model.whole, default=0) <= CONTEXT * CHARS_PER_TOKEN
+async def test_a_text_beyond_the_context_is_not_tokenized_whole(short: Scene, path: str, body: Any) -> None:
+    response = await short.client.post(path, json={"model": NAME, **body})
+    assert error(response) == (400, "context_length_exceeded")
+    assert f"{CONTEXT}" in response.json()["error"]["message"]
+    assert isinstance(short.model, CountingModel)
+    assert max(short.model.whole, default=0) <= CONTEXT * CHARS_PER_TOKEN
 
 
 @examples(0.6)
@@ -89,7 +95,7 @@ async def test_a_text_beyond_the_context_is_not_tokenized_whole(path: str, body:
 def test_only_texts_beyond_the_context_are_rejected(parts: list[tuple[str, int]], context: int) -> None:
     """Rejected texts have more tokens than the context; accepted texts get the tokens of the model."""
     text = "".join(part * often for part, often in parts)
-    COUNTED.context_tokens, COUNTED.text_chars_max = context, None
+    COUNTED.context_tokens = context
     whole = COUNTED.encode(text)
     try:
         assert encode_prompt(COUNTED, text, "prompt", "prompt") == whole
@@ -100,7 +106,6 @@ def test_only_texts_beyond_the_context_are_rejected(parts: list[tuple[str, int]]
 
 async def test_a_long_prompt_that_fits_has_the_tokens_of_the_whole_text() -> None:
     model = CountingModel(DEFAULT_MODEL, 35_000)
-    model.text_chars_max = None
     long = max((token for token in model.tokenizer.get_vocab() if token[0] == "Ġ"), key=len).replace("Ġ", " ")
     text = words(PIECE_CHARS) + long * 12_000 + words(PIECE_CHARS)  # few tokens for its length: it is counted first
     assert len(text) > model.context_tokens * CHARS_PER_TOKEN
@@ -121,7 +126,7 @@ async def test_a_full_tokenizer_queue_is_503_but_short_prompts_are_served(scene:
         await until(lambda: scene.ingress.tokenizer_pool.chars_queued == QUEUE_CHARS_MAX)
         for path, body in bodies(words(INLINE_CHARS_MAX * 2)):
             response = await scene.client.post(path, json={"model": NAME, **body})
-            assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded"), path
+            assert error(response) == (503, "overloaded"), path
             assert response.headers["retry-after"]
         pending = scene.start(TEXT, {"model": NAME, "prompt": "short"})
         scene.end((await scene.next_request()).request_id)
@@ -140,7 +145,7 @@ async def test_rendering_stops_at_the_limit(tmp_path: Path) -> None:
     async with make_scene(Model(media_model.make(tmp_path / "m", template))) as scene:
         body = {"model": NAME, "messages": [{"role": "user", "content": words(100_000)}]}
         response = await scene.client.post(CHAT, json=body)
-        assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert error(response) == (400, "context_length_exceeded")
         assert "rendered prompt exceeds" in response.json()["error"]["message"]
 
 
@@ -160,10 +165,12 @@ async def test_rendering_stops_at_the_limit(tmp_path: Path) -> None:
         ),
     ],
 )
-async def test_bodies_with_too_many_values_are_rejected(path: str, body: Any, status: int, code: str) -> None:
-    async with make_scene(body_bytes_max=4 << 20) as scene:
-        response = await scene.client.post(path, content=json.dumps({"model": NAME, **body}))
-        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+@MODULE_LOOP
+async def test_bodies_with_too_many_values_are_rejected(
+    large: Scene, path: str, body: Any, status: int, code: str
+) -> None:
+    response = await large.client.post(path, content=json.dumps({"model": NAME, **body}))
+    assert error(response) == (status, code)
 
 
 def test_separators_within_strings_do_not_count() -> None:
@@ -189,7 +196,7 @@ async def test_the_memory_of_all_bodies_is_bounded(scene: Scene) -> None:
     first = asyncio.create_task(scene.client.post(TEXT, content=slowly()))
     await until(lambda: scene.ingress.front.bodies.held)
     response = await scene.client.post(TEXT, json=large)
-    assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
+    assert error(response) == (503, "overloaded")
     assert response.headers["retry-after"]
     small = scene.start(TEXT, {"model": NAME, "prompt": "x"})
     scene.end((await scene.next_request()).request_id)
@@ -219,11 +226,11 @@ async def test_images_have_a_higher_limit_than_text(tmp_path: Path) -> None:
             ({"model": NAME, "messages": [{"role": "user", "content": "x" * 100_001}]}, "--body-bytes-max"),
         ):
             response = await scene.client.post(CHAT, json=body)
-            assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
+            assert error(response) == (413, "body_too_large")
             assert option in response.json()["error"]["message"]
     async with make_scene(**limits) as scene:  # of a model without images
         response = await scene.client.post(CHAT, json=image_body(100_000, 100))
-        assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
+        assert error(response) == (413, "body_too_large")
 
 
 def test_the_kafka_api_has_the_same_limits() -> None:
@@ -237,59 +244,3 @@ def test_the_kafka_api_has_the_same_limits() -> None:
         with pytest.raises(ApiError) as raised:
             body_of(record(value), limits)
         assert raised.value.code == code
-
-
-def byte_level(**changes: Any) -> Tokenizer:
-    vocabulary = {char: at for at, char in enumerate(BYTE_OF)} | {"Ġthe": 256}
-    made = Tokenizer(models.BPE(vocabulary, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    for name, value in changes.items():
-        setattr(made, name, value)
-    return made
-
-
-def test_the_maximum_text_length_per_kind_of_tokenizer() -> None:
-    assert text_chars_max(byte_level(), 10) == 10 * len("Ġthe".encode())
-    assert text_chars_max(byte_level(normalizer=normalizers.NFC()), 10) == 4 * 10 * len("Ġthe".encode())
-    fallback = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁word": 256}
-    sentencepiece = Tokenizer(models.BPE(fallback, [], byte_fallback=True))
-    sentencepiece.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    assert text_chars_max(sentencepiece, 10) == 10 * len("▁word".encode())
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        pytest.param(byte_level(normalizer=normalizers.NFKC()), id="may shorten a text by any factor"),
-        pytest.param(byte_level(normalizer=normalizers.Strip()), id="strips"),
-        pytest.param(byte_level(normalizer=normalizers.Replace("aa", "a")), id="replaces by less"),
-        pytest.param(
-            byte_level(
-                pre_tokenizer=pre_tokenizers.Sequence(
-                    [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-                )
-            ),
-            id="removes",
-        ),
-        pytest.param(byte_level(pre_tokenizer=pre_tokenizers.WhitespaceSplit()), id="drops white space"),
-        pytest.param(Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?")), id="unknown words"),
-        pytest.param(Tokenizer(models.BPE({"a": 0}, [])), id="unknown characters"),
-    ],
-)
-def test_a_tokenizer_that_may_drop_text_has_no_maximum_length(made: Tokenizer) -> None:
-    assert text_chars_max(made, 10) is None
-    swallows = byte_level()
-    swallows.add_special_tokens([AddedToken("<end>", rstrip=True)])
-    assert text_chars_max(swallows, 10) is None
-    truncates = byte_level()
-    truncates.enable_truncation(5)
-    assert text_chars_max(truncates, 10) is None
-
-
-@given(text=st.text(max_size=400), normalizer=st.sampled_from([None, normalizers.NFC()]))
-def test_no_text_exceeds_the_maximum_length_of_its_tokens(text: str, normalizer: Any) -> None:
-    made = byte_level(normalizer=normalizer)
-    bound = text_chars_max(made, len(made.encode(text).ids))
-    assert bound is not None
-    assert len(text) <= bound

@@ -20,7 +20,7 @@ from forebay.events.names import NameInvalid, require_name
 from forebay.ingress.chat_template import COMPILE_ERRORS, RENDERED_CHARS_MAX, TEMPLATE_ERRORS, ChatTemplate, TooLong
 from forebay.ingress.errors import Unusable, invalid
 from forebay.ingress.media.tokens import media_tokens_of
-from forebay.ingress.token_bytes import TokenBytes, text_chars_max
+from forebay.ingress.token_bytes import TokenBytes
 from forebay.ingress.word_tokens import word_tokens
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,6 @@ class Model:
     Attributes:
         context_tokens: maximum number of tokens of a prompt and its response together.
         vocabulary_size: number of token ids, including added tokens.
-        text_chars_max: maximum characters of a text that fits into the context; None if there is no such bound.
         dimensions: lengths to which embeddings may be truncated; None if truncation is not allowed, empty for any.
     """
 
@@ -88,7 +87,6 @@ class Model:
         self.token_bytes = TokenBytes(self.tokenizer)
         self._words = word_tokens(self.tokenizer)
         self._texts = TokenTexts(self.tokenizer) if isinstance(self.tokenizer.decoder, ByteLevel) else None
-        self.text_chars_max = text_chars_max(self.tokenizer, self.context_tokens)
         self.end_ids = _end_ids(directory, config, self.tokenizer, special.get("eos_token", ""))
         self.dimensions = _dimensions(config)
         self.media = media_tokens_of(config, self.tokenizer.id_to_token)

@@ -1,10 +1,10 @@
 """Tokenize prompts off the event loop, with bounded work.
 
 Theory of operation. Tokenizing takes about one second per megabyte of text, and 100 bytes of memory per byte of text.
-So a text that cannot fit into the context is rejected before it is tokenized as a whole. If the tokenizer allows a
-bound, a text of more than `Model.text_chars_max` characters is rejected at once. The tokens of a text of more than
-`CHARS_PER_TOKEN` characters per token of the context are first counted piece by piece, until they exceed the context.
-The count has no other effect: an accepted text is tokenized as a whole, so its tokens do not depend on the pieces.
+So a text that cannot fit into the context is rejected before it is tokenized as a whole. The tokens of a text of more
+than `CHARS_PER_TOKEN` characters per token of the context are first counted piece by piece, until they exceed the
+context. The count has no other effect: an accepted text is tokenized as a whole, so its tokens do not depend on the
+pieces.
 """
 
 import asyncio
@@ -68,16 +68,13 @@ def encode_prompt(model: Model, text: str, what: str, param: str, *, special: bo
         param: parameter of the request that contains the text.
         special: whether to add the special tokens that the tokenizer puts around a prompt.
     """
-    require_fits(model, text, what, param)
+    _require_fits(model, text, what, param)
     return model.encode(text, special=special)
 
 
-def require_fits(model: Model, text: str, what: str, param: str) -> None:
+def _require_fits(model: Model, text: str, what: str, param: str) -> None:
     """Raise ApiError (400) for a text with more tokens than the context, without tokenizing all of it."""
     context = model.context_tokens
-    if model.text_chars_max is not None and len(text) > model.text_chars_max:
-        problem = f"{what} has {len(text):,} characters, more than the context of {context} tokens can hold; shorten it"
-        raise invalid(problem, param, "context_length_exceeded")
     if len(text) <= context * CHARS_PER_TOKEN:
         return
     count = at = 0

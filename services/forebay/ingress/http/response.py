@@ -4,7 +4,7 @@ The head is sent with the first token, so a request that the router or an engine
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -20,67 +20,6 @@ from forebay.ingress.streams import Stream, interruption
 
 PARTS_IN_FLIGHT_MAX = 64  # per client request, so that other requests are interleaved
 DISCONNECTED = "client disconnected"
-
-# Gets the stream of a part, and the JSON objects that its step returned. The part's output waits in its stream until
-# this returns.
-OnStep = Callable[[Stream, list[bytes]], Awaitable[None]]
-
-
-class PartRunner:
-    """Submits the parts of one client request, and folds their output into one response. If a part fails, all end.
-
-    If `run` is cancelled, parts in flight are cancelled with `interrupt_reason`.
-    """
-
-    def __init__(self, ingress: Ingress, fold: ResponseFold, parts: Sequence[PreparedRequest]) -> None:
-        self.interrupt_reason = DISCONNECTED
-        self._ingress = ingress
-        self._fold = fold
-        self._parts = parts
-        self._capacity = asyncio.Semaphore(PARTS_IN_FLIGHT_MAX)
-
-    async def run(self, on_step: OnStep) -> None:
-        """Run all parts until the response is complete. Raises ApiError if a part failed or was interrupted."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index in range(len(self._parts)):
-                    group.create_task(self._run_part(index, on_step))
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-
-    async def _run_part(self, index: int, on_step: OnStep) -> None:
-        async with self._capacity:
-            try:
-                stream = await self._ingress.submit(self._fold.ids[index], self._parts[index])
-                await self._follow(stream, index, on_step)
-            except ApiError as error:
-                if self._fold.error is None:
-                    self._fold.fail(error)
-                raise
-
-    async def _follow(self, stream: Stream, index: int, on_step: OnStep) -> None:
-        ingress, fold, request_id = self._ingress, self._fold, self._fold.ids[index]
-        try:
-            while fold.error is None and not fold.is_part_over(index):
-                await stream.ready()
-                has_ended = stream.ended is not None  # perhaps before its append was acknowledged
-                await on_step(stream, fold.step(stream, index))
-                if has_ended:
-                    break
-                if stream.interrupt_reason is not None:
-                    self.interrupt_reason = stream.interrupt_reason
-                    raise interruption(stream.interrupt_reason)
-            if was_rejected(stream):
-                ingress.metrics.rejected(fold.endpoint)
-            if fold.error is not None:
-                raise ingress.observe(fold.error)
-        finally:
-            ingress.replies.close(request_id)
-            if stream.ended is None:
-                stopped = "stop" if fold.is_part_over(index) else ""
-                ingress.cancel(request_id, stopped or fold.cancel_reason or self.interrupt_reason)
-
-
 TIMED_OUT = "deadline"
 BEGIN, END = b"data: ", b"\n\n"  # begin and end of a server-sent event
 DONE = b"data: [DONE]\n\n"
@@ -235,13 +174,19 @@ class OneResponse(Response):
 
 
 class PartsResponse(OneResponse):
-    """ASGI response that is several requests on the log, its choices or inputs. Chunks of a stream are interleaved."""
+    """ASGI response that is several requests on the log, its choices or inputs. Chunks of a stream are interleaved.
+
+    If a part fails or the client disconnects, all parts in flight are cancelled. The output of a part waits in its
+    stream while the client reads more slowly.
+    """
 
     def __init__(self, ingress: Ingress, fold: ResponseFold, parts: Sequence[PreparedRequest], began_s: float) -> None:
         # No event is dispatched to this stream. It is notified when a step of the fold returned objects.
         super().__init__(ingress, fold, Stream(), began_s)
-        self._runner = PartRunner(ingress, fold, parts)
+        self._prepared = parts
         self._parts = len(parts)
+        self._capacity = asyncio.Semaphore(PARTS_IN_FLIGHT_MAX)
+        self._cut_reason = DISCONNECTED  # of parts that are cancelled while none has failed
         self._objects: list[bytes] = []
         self._has_room = asyncio.Event()
         self._has_room.set()
@@ -262,19 +207,55 @@ class PartsResponse(OneResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._runner.interrupt_reason = self._stream.interrupt_reason or DISCONNECTED
+            self._cut_reason = self._stream.interrupt_reason or DISCONNECTED
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             admission.leave(more)
 
     async def _run(self) -> None:
+        """Run all parts. `_next` raises the error of the first one that fails, which ends the others."""
         try:
-            await self._runner.run(self._on_step)
-        except Exception as error:  # noqa: BLE001 - `_next` raises it
-            self._failure = error
+            async with asyncio.TaskGroup() as group:
+                for index in range(self._parts):
+                    group.create_task(self._run_part(index))
+        except ExceptionGroup as errors:
+            self._failure = errors.exceptions[0]
         self._stream.notify()
 
-    async def _on_step(self, stream: Stream, objects: list[bytes]) -> None:
+    async def _run_part(self, index: int) -> None:
+        async with self._capacity:
+            try:
+                stream = await self._ingress.submit(self._fold.ids[index], self._prepared[index])
+                await self._follow(stream, index)
+            except ApiError as error:
+                if self._fold.error is None:
+                    self._fold.fail(error)
+                raise
+
+    async def _follow(self, stream: Stream, index: int) -> None:
+        ingress, fold, request_id = self._ingress, self._fold, self._fold.ids[index]
+        try:
+            while fold.error is None and not fold.is_part_over(index):
+                await stream.ready()
+                has_ended = stream.ended is not None  # perhaps before its append was acknowledged
+                await self._add(stream, fold.step(stream, index))
+                if has_ended:
+                    break
+                if stream.interrupt_reason is not None:
+                    self._cut_reason = stream.interrupt_reason
+                    raise interruption(stream.interrupt_reason)
+            if was_rejected(stream):
+                self._metrics.rejected(fold.endpoint)
+            if fold.error is not None:
+                raise ingress.observe(fold.error)
+        finally:
+            ingress.replies.close(request_id)
+            if stream.ended is None:
+                stopped = "stop" if fold.is_part_over(index) else ""
+                ingress.cancel(request_id, stopped or fold.cancel_reason or self._cut_reason)
+
+    async def _add(self, stream: Stream, objects: list[bytes]) -> None:
+        """Add the JSON objects of a part, and wait while the client has too many to read."""
         if stream.next_index:
             self._observe_tokens()
         self._stream.worker_id = self._stream.worker_id or stream.worker_id
@@ -286,7 +267,7 @@ class PartsResponse(OneResponse):
         await self._has_room.wait()
 
     def _close(self) -> None:
-        """Do nothing, because `PartRunner` cancels the requests."""
+        """Do nothing, because `_follow` cancels the requests."""
 
     async def _next(self) -> list[bytes]:
         while not self._objects:
