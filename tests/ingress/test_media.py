@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+import re
 import shutil
 import socket
 import ssl
@@ -73,17 +74,29 @@ async def prepare(scene: Scene, *parts: dict[str, Any], **changes: Any) -> Prepa
     return prepared
 
 
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """Return a model that accepts images and videos."""
+    return Model(media_model.make(tmp_path_factory.mktemp("media") / "m"))
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
-    model = Model(media_model.make(tmp_path_factory.mktemp("media") / "m"))
-    async with make_scene(model, body_bytes_max=64 << 20) as made:
+async def shared_scene(loaded: Model) -> AsyncIterator[Scene]:
+    async with make_scene(loaded, body_bytes_max=64 << 20) as made:
         yield made
 
 
 @pytest.fixture
-async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
-    async with make_scene(Model(media_model.make(tmp_path / "m"))) as made:
+async def scene(loaded: Model) -> AsyncIterator[Scene]:
+    async with make_scene(loaded) as made:
         yield made
+
+
+async def rejects(scene: Scene, status: int, says: str, *parts: dict[str, Any]) -> None:
+    """Check that a chat with these parts gets an error."""
+    with pytest.raises(ApiError, match=says) as caught:
+        await prepare(scene, *parts)
+    assert caught.value.status == status
 
 
 async def test_an_image_is_expanded_to_the_tokens_of_the_model(scene: Scene) -> None:
@@ -108,9 +121,10 @@ async def test_an_image_is_expanded_to_the_tokens_of_the_model(scene: Scene) -> 
     assert event.sequence_hashes != sequence_hashes(event.token_ids, 4)
 
 
-async def test_block_hashes_depend_on_the_pixels(scene: Scene) -> None:
+@MODULE_LOOP
+async def test_block_hashes_depend_on_the_pixels(shared_scene: Scene) -> None:
     one, again, other = [
-        await prepare(scene, text("see"), image(png(color))) for color in ((1, 2, 3), (1, 2, 3), (1, 2, 4))
+        await prepare(shared_scene, text("see"), image(png(color))) for color in ((1, 2, 3), (1, 2, 3), (1, 2, 4))
     ]
     assert one.token_ids == again.token_ids == other.token_ids
     assert one.sequence_hashes == again.sequence_hashes != other.sequence_hashes
@@ -124,12 +138,14 @@ async def test_text_templates_get_placeholders_in_the_text(tmp_path: Path) -> No
         assert prompt.prompt_tokens == len(scene.model.encode("<|user|>ab")) + IMAGE_TOKENS
 
 
-async def test_list_templates_get_a_list_for_text_too(scene: Scene) -> None:
-    prompt = await prepare(scene, text("hello"))
-    assert (unpack_u32(prompt.token_ids), prompt.media) == (scene.model.encode("<|user|>hello"), ())
+@MODULE_LOOP
+async def test_list_templates_get_a_list_for_text_too(shared_scene: Scene) -> None:
+    prompt = await prepare(shared_scene, text("hello"))
+    assert (unpack_u32(prompt.token_ids), prompt.media) == (shared_scene.model.encode("<|user|>hello"), ())
 
 
-async def test_photos_of_phones_are_jpegs(scene: Scene) -> None:
+@MODULE_LOOP
+async def test_photos_of_phones_are_jpegs(shared_scene: Scene) -> None:
     """A JPEG may have further pictures, any orientation and any color mode."""
     photo, turned = Image.new("RGB", (16, 8)), Image.Exif()
     turned[0x0112] = 6
@@ -143,12 +159,13 @@ async def test_photos_of_phones_are_jpegs(scene: Scene) -> None:
     for one, kind, fields in options:
         content = io.BytesIO()
         one.save(content, kind, **fields)
-        (place,) = (await prepare(scene, image(content.getvalue()))).media
+        (place,) = (await prepare(shared_scene, image(content.getvalue()))).media
         assert (place.mime, place.content) == ("image/jpeg", content.getvalue())
 
 
+@MODULE_LOOP
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF"])
-async def test_animations_and_all_color_modes_are_images(scene: Scene, kind: str) -> None:
+async def test_animations_and_all_color_modes_are_images(shared_scene: Scene, kind: str) -> None:
     modes = {
         "PNG": ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"],
         "WEBP": ["RGB", "RGBA"],
@@ -158,7 +175,7 @@ async def test_animations_and_all_color_modes_are_images(scene: Scene, kind: str
         for frames in (1, 3):
             content, frame = io.BytesIO(), Image.new(mode, (8, 8))
             frame.save(content, kind, **({"save_all": True, "append_images": [frame] * 2} if frames > 1 else {}))
-            (place,) = (await prepare(scene, image(content.getvalue()))).media
+            (place,) = (await prepare(shared_scene, image(content.getvalue()))).media
             assert place.mime == f"image/{kind.lower()}"
 
 
@@ -192,6 +209,7 @@ async def test_base64_may_be_folded_without_padding_and_for_urls(
     assert place.content == content
 
 
+@MODULE_LOOP
 @pytest.mark.parametrize(
     ("head", "mime"),
     [
@@ -201,8 +219,8 @@ async def test_base64_may_be_folded_without_padding_and_for_urls(
         (b"RIFF\x00\x00\x00\x00AVI LIST", "video/x-msvideo"),
     ],
 )
-async def test_video_types_are_detected_from_the_bytes(scene: Scene, head: bytes, mime: str) -> None:
-    (place,) = (await prepare(scene, video(head + bytes(30)))).media
+async def test_video_types_are_detected_from_the_bytes(shared_scene: Scene, head: bytes, mime: str) -> None:
+    (place,) = (await prepare(shared_scene, video(head + bytes(30)))).media
     assert place.mime == mime
 
 
@@ -244,13 +262,13 @@ async def test_unsupported_media_are_rejected_with_their_path(
 ) -> None:
     before = shared_scene.refusals()
     response = await shared_scene.client.post(CHAT, json=body(text("see"), part))
-    error = response.json()["error"]
+    found = response.json()["error"]
     assert response.status_code == status
-    assert error["code"] == code or not code
-    assert says in error["message"]
-    assert error["message"].startswith(f"messages[0].content[1].{part['type']}.url: ")
-    assert error["param"] == f"messages[0].content[1].{part['type']}.url"
-    assert shared_scene.refusals() - before == {error["code"]: 1}
+    assert found["code"] == code or not code
+    assert says in found["message"]
+    assert found["message"].startswith(f"messages[0].content[1].{part['type']}.url: ")
+    assert found["param"] == f"messages[0].content[1].{part['type']}.url"
+    assert shared_scene.refusals() - before == {found["code"]: 1}
     assert shared_scene.requests() == []
 
 
@@ -265,37 +283,38 @@ async def test_unsupported_media_are_rejected_with_their_path(
         ({"type": "input_audio", "input_audio": {}}, "parts of type input_audio are not supported"),
     ],
 )
-async def test_invalid_parts_are_rejected_by_name(scene: Scene, part: dict[str, Any], says: str) -> None:
-    response = await scene.client.post(CHAT, json=body(part))
-    assert response.status_code == 400
-    assert says in response.json()["error"]["message"]
+@MODULE_LOOP
+async def test_invalid_parts_are_rejected_by_name(shared_scene: Scene, part: dict[str, Any], says: str) -> None:
+    await rejects(shared_scene, 400, re.escape(says), part)
 
 
-async def test_too_many_images_are_rejected_before_any_is_fetched(scene: Scene) -> None:
-    with pytest.raises(ApiError, match=r"messages\[0\].content\[16\].image_url.url: a request may have at most 16"):
-        await prepare(scene, *[image("http://127.0.0.1/")] * 17)
+HALF = MP4 + bytes(9 + MEDIA_BYTES_MAX // 2)
 
 
-async def test_images_share_one_limit(scene: Scene) -> None:
-    half = b"\x00" * 9 + bytes(MEDIA_BYTES_MAX // 2)
-    with pytest.raises(ApiError, match="exceed 8 MiB together") as refused:
-        await prepare(scene, video(MP4 + half), video(MP4 + half))
-    assert refused.value.status == 413
-
-
-@pytest.mark.parametrize(("most", "says"), [(100, "has 16 x 16 pixels; the limit is 100 pixels"), (1_000, None)])
-async def test_images_with_too_many_pixels_are_rejected(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, most: int, says: str | None
+@MODULE_LOOP
+@pytest.mark.parametrize(
+    ("parts", "status", "says"),
+    [
+        # Rejected before any is fetched.
+        ([image("http://127.0.0.1/")] * 17, 400, r"content\[16\].image_url.url: a request may have at most 16"),
+        ([video(HALF)] * 2, 413, "exceed 8 MiB together"),
+        ([text("<image>"), image(png())], 400, "more placeholders of images than the 1 images of the request"),
+        ([text("<video>")], 400, "more placeholders of videos than the 0 videos of the request"),
+    ],
+)
+async def test_numbers_and_sizes_of_images_are_limited(
+    shared_scene: Scene, parts: list[dict[str, Any]], status: int, says: str
 ) -> None:
-    monkeypatch.setattr(fetching, "IMAGE_PIXELS_MAX", most)
-    if says is None:
-        await prepare(scene, image(png()))
-        return
-    with pytest.raises(ApiError, match=says):
-        await prepare(scene, image(png()))
+    await rejects(shared_scene, status, says, *parts)
+
+
+async def test_images_with_too_many_pixels_are_rejected(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "IMAGE_PIXELS_MAX", 1_000)
+    await prepare(scene, image(png()))
+    monkeypatch.setattr(fetching, "IMAGE_PIXELS_MAX", 100)
+    await rejects(scene, 413, "has 16 x 16 pixels; the limit is 100 pixels", image(png()))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(ApiError, match="too many pixels"):
-        await prepare(scene, image(png()))
+    await rejects(scene, 413, "too many pixels", image(png()))
 
 
 async def test_without_pillow_images_are_rejected_with_the_install_command(
@@ -303,57 +322,38 @@ async def test_without_pillow_images_are_rejected_with_the_install_command(
 ) -> None:
     content = png()
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ApiError, match=r"install Pillow with pip install 'forebay\[media\]'") as refused:
-        await prepare(scene, image(content))
-    assert (refused.value.status, refused.value.code) == (501, "media_not_installed")
+    await rejects(scene, 501, r"install Pillow with pip install 'forebay\[media\]'", image(content))
     assert (await prepare(scene, video(MP4))).media
 
 
 async def test_a_text_model_rejects_images() -> None:
     async with make_scene() as scene:
-        with pytest.raises(ApiError, match=r"content\[0\].image_url.url: this model does not support images"):
-            await prepare(scene, image(png()))
+        await rejects(scene, 400, r"content\[0\].image_url.url: this model does not support images", image(png()))
         assert (await prepare(scene, text("a"), text("b"))).media == ()
 
 
+SILENT = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+UNKNOWN = "images are not supported, because their tokens depend on"
+
+
 @pytest.mark.parametrize(
-    "config",
+    ("template", "config", "status", "says"),
     [
-        {"model_type": "qwen2_vl"},
-        {"image_seq_length": 576, "image_grid_pinpoints": [[336, 672]]},
-        {"image_seq_length": True},
-        {"image_seq_length": 0},
-        {"image_seq_length": 1 << 20},
+        (media_model.LISTED, {"model_type": "qwen2_vl"}, 501, UNKNOWN),
+        (media_model.LISTED, {"image_seq_length": 576, "image_grid_pinpoints": [[336, 672]]}, 501, UNKNOWN),
+        (media_model.LISTED, {"image_seq_length": True}, 501, UNKNOWN),
+        (media_model.LISTED, {"image_seq_length": 0}, 501, UNKNOWN),
+        (media_model.LISTED, {"image_seq_length": 1 << 20}, 501, UNKNOWN),
+        (media_model.LISTED, {"image_seq_length": 4_090}, 400, "exceed the context of 4096 tokens"),
+        (SILENT, {}, 400, "the chat template omitted 1 of 1 images and videos"),
     ],
 )
-async def test_models_without_a_fixed_number_of_image_tokens_are_rejected(
-    tmp_path: Path, config: dict[str, Any]
+async def test_models_that_cannot_expand_an_image_reject_it(
+    tmp_path: Path, template: str, config: dict[str, Any], status: int, says: str
 ) -> None:
-    async with make_scene(Model(media_model.make(tmp_path / "m", **config))) as scene:
-        with pytest.raises(ApiError, match="images are not supported, because their tokens depend on") as refused:
-            await prepare(scene, image(png()))
-        assert refused.value.status == 501
+    async with make_scene(Model(media_model.make(tmp_path / "m", template, **config))) as scene:
+        await rejects(scene, status, says, text("see this"), image(png()))
         assert (await prepare(scene, text("but text is served"))).prompt_tokens
-
-
-async def test_the_numbers_of_placeholders_and_images_must_match(tmp_path: Path, scene: Scene) -> None:
-    with pytest.raises(ApiError, match="more placeholders of images than the 1 images of the request"):
-        await prepare(scene, text("<image>"), image(png()))
-    with pytest.raises(ApiError, match="more placeholders of videos than the 0 videos of the request"):
-        await prepare(scene, text("<video>"))
-    silent = media_model.make(
-        tmp_path / "silent", "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
-    )
-    async with make_scene(Model(silent)) as other:
-        with pytest.raises(ApiError, match="the chat template omitted 1 of 1 images and videos"):
-            await prepare(other, text("see"), image(png()))
-
-
-async def test_expanded_placeholders_must_fit_the_context(tmp_path: Path) -> None:
-    config: dict[str, Any] = {"image_seq_length": 4_090, "max_position_embeddings": 4_096}
-    async with make_scene(Model(media_model.make(tmp_path / "m", **config))) as scene:
-        with pytest.raises(ApiError, match="exceed the context of 4096 tokens"):
-            await prepare(scene, text("see this"), image(png()))
 
 
 def test_unknown_placeholder_tokens_are_ignored() -> None:

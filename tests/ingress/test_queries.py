@@ -41,7 +41,7 @@ from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, request
 from tests.harness.fake_runtime import FakeRuntime
 from tests.harness.memory_log import memory_log
-from tests.ingress.conftest import CHAT, HELLO, NAME, ROUTE, TEXT, Scene, error, make_scene
+from tests.ingress.conftest import CHAT, HELLO, NAME, ROUTE, TEXT, Scene, client_of, error, make_scene
 from tests.replay.recorder import Recorder
 from tests.system import MODEL, System, until
 
@@ -198,9 +198,7 @@ async def pending(scene: Scene, source: LogSource | None, **options: Any) -> Asy
     explainer = Explainer(source, **options)
     app = build_app(OneModel(scene.ingress), CollectorRegistry(), explainer)
     try:
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://test", timeout=60
-        ) as client:
+        async with client_of(app) as client:
 
             async def start_request(name: str) -> httpx.Response:
                 return await client.get(f"/v1/requests/{name}/explain")
@@ -208,10 +206,6 @@ async def pending(scene: Scene, source: LogSource | None, **options: Any) -> Asy
             yield explainer, start_request
     finally:
         await explainer.close()
-
-
-def code(response: httpx.Response) -> tuple[int, str]:
-    return response.status_code, response.json()["error"]["code"]
 
 
 async def test_explanations_equal_those_of_this_process_and_share_one_worker(
@@ -234,32 +228,32 @@ async def test_explanations_equal_those_of_this_process_and_share_one_worker(
 async def test_an_unknown_id_is_a_404(scene: Scene, log: Path) -> None:
     async with pending(scene, LogSource(path=str(log))) as (_, start_request):
         missing = await start_request("q")
-        assert code(missing) == (404, "request_not_found")
+        assert error(missing) == (404, "request_not_found")
         assert missing.json()["error"]["message"] == "unknown request 'q'; check the ID"
         slashes = await start_request("q/1%2F2")
-        assert code(slashes) == (404, "request_not_found")
+        assert error(slashes) == (404, "request_not_found")
         assert slashes.json()["error"]["message"] == "unknown request 'q/1/2'; check the ID"
 
 
 async def test_a_log_in_memory_is_rejected_with_the_remedy(scene: Scene) -> None:
     async with pending(scene, None) as (_, start_request):
         refused = await start_request("r")
-        assert code(refused) == (501, "not_recorded")
+        assert error(refused) == (501, "not_recorded")
         assert "--log FILE" in refused.json()["error"]["message"]
-    assert code(await scene.client.get("/v1/requests/r/explain")) == (501, "not_recorded")
+    assert error(await scene.client.get("/v1/requests/r/explain")) == (501, "not_recorded")
 
 
 @pytest.mark.slow
 async def test_unreadable_logs_and_policies_of_users_are_rejected(scene: Scene, tmp_path: Path) -> None:
     async with pending(scene, LogSource(path=str(tmp_path / "none.db"))) as (_, start_request):
         refused = await start_request("r")
-        assert code(refused) == (503, "log_unavailable")
+        assert error(refused) == (503, "log_unavailable")
         assert "none.db" in refused.json()["error"]["message"]
     mode = f"{__name__}.Here"
     log = await written(tmp_path / "log.db", {mode: Here}, mode=mode)
     async with pending(scene, LogSource(path=str(log))) as (_, start_request):
         refused = await start_request("r")
-        assert code(refused) == (501, "policy_not_here")
+        assert error(refused) == (501, "policy_not_here")
         assert f"pass --allow-policy {mode}; restart the ingress" in refused.json()["error"]["message"]
     async with pending(scene, LogSource(path=str(log), policies=(mode,))) as (_, start_request):
         assert (await start_request("r")).json()["routings"][0]["reason"] == "policy"
@@ -280,10 +274,10 @@ async def test_a_timeout_fails_the_queued_explanations_too(
         waiting = [asyncio.create_task(start_request("r")) for _ in range(CALLERS_MAX)]
         await asyncio.sleep(0)  # all of them begin before the next request
         refused = await start_request("r")
-        assert code(refused) == (503, "explain_busy")
+        assert error(refused) == (503, "explain_busy")
         assert f"{CALLERS_MAX} requests" in refused.json()["error"]["message"]
         assert refused.headers["retry-after"] == "1"
-        responses = [code(reply) for reply in await asyncio.gather(*waiting)]
+        responses = [error(reply) for reply in await asyncio.gather(*waiting)]
         assert responses[0] == (504, "explain_timeout")
         assert set(responses[1:]) <= {(503, "explain_busy"), (504, "explain_timeout")}
         assert "forebay explain" in (await waiting[0]).json()["error"]["message"]
@@ -306,12 +300,12 @@ async def test_a_crash_is_reported_and_no_process_starts_after_close(
         waiting = asyncio.create_task(start_request("r"))
         await until(lambda: processes)
         os.kill(processes[0].pid, signal.SIGKILL)
-        assert code(await waiting) == (503, "explain_failed")
+        assert error(await waiting) == (503, "explain_failed")
         waiting = asyncio.create_task(start_request("r"))
         await until(lambda: len(processes) == 2)
         await explainer.close()
-        assert code(await waiting) == (503, "explain_failed")
-        assert code(await start_request("r")) == (503, "explain_failed")
+        assert error(await waiting) == (503, "explain_failed")
+        assert error(await start_request("r")) == (503, "explain_failed")
     assert [process.returncode is None for process in processes] == [False, False]
 
 
@@ -388,8 +382,7 @@ async def real_status() -> GroupStatus:
 @asynccontextmanager
 async def status_client(scene: Scene, read: StatusReader) -> AsyncIterator[httpx.AsyncClient]:
     app = build_app(OneModel(scene.ingress), CollectorRegistry(), read_status=read)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as made:
+    async with client_of(app) as made:
         yield made
 
 
