@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from forebay.cli.replay.at_view import facts_table
+from forebay.cli.replay.at import facts_table
 from forebay.core.world import World
 from forebay.events.base import pack_u64
 from forebay.events.control import DisaggConfig, DisaggregationSet, QueueConfig

@@ -9,7 +9,7 @@ from forebay.cli.common.cluster_options import KafkaOptions, ServiceOptions, Top
 from forebay.cli.common.logs import LoggingOptions
 from forebay.cli.common.operator_name import OperatorOption
 from forebay.cli.common.options import Argument, JsonOption, Option
-from forebay.cli.common.recording import KafkaSource, LogArgument, Recording
+from forebay.cli.common.recording import KafkaSource, Recording, Source
 from forebay.cli.common.times import TIMES_HELP
 from forebay.cli.control.client import URL, UrlOption
 from forebay.cli.policies.allowed import AllowPolicyOption
@@ -44,9 +44,7 @@ class IndexCommand:
 
     RUN: ClassVar = "index:run_dump"
 
-    source: KafkaSource
-    log: LogArgument = None
-    group: Annotated[str, Option(help="Model to read, if the log has several.")] = ""
+    recording: Recording
     worker: Annotated[str, Option(help="Print only the blocks of this worker.")] = ""
     allow_policy: AllowPolicyOption = None
 
@@ -75,8 +73,7 @@ class TopicsListCommand:
 
     RUN: ClassVar = "topics:run_list"
 
-    source: KafkaSource
-    log: LogArgument = None
+    source: Source
     lag: Annotated[
         bool,
         Option("--lag", help="Show by how many records each reader on Kafka is behind, and who owns each group."),
@@ -108,8 +105,7 @@ class DeadLettersListCommand:
 
     RUN: ClassVar = "dead_letters:run_list"
 
-    source: KafkaSource
-    log: LogArgument = None
+    source: Source
     letter: Annotated[
         str, Option(metavar="LETTER", help="Show only this letter, with its record, as PARTITION/OFFSET.")
     ] = ""

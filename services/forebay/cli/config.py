@@ -4,13 +4,12 @@ import json as jsonlib
 from typing import Any
 
 import click
-from rich.table import Table
 
 from forebay.cli.command import ConfigCommand
 from forebay.cli.common.config_file import MODELS, OPTION, model_tables
 from forebay.cli.common.errors import fail
 from forebay.cli.common.sources import long_name, masked, place_of, source_of
-from forebay.cli.common.terminal import in_markup, results
+from forebay.cli.common.terminal import print_table
 
 
 def run_config(options: ConfigCommand) -> None:
@@ -22,11 +21,9 @@ def run_config(options: ConfigCommand) -> None:
     if options.json:
         click.echo(jsonlib.dumps({row["option"]: {"value": row["value"], "source": row["source"]} for row in rows}))
         return
-    table = Table("option", "value", "source", box=None, pad_edge=False)
-    for row in rows:
-        name = f"[[{MODELS}]]" if row["option"] == MODELS else f"--{row['option']}"
-        table.add_row(in_markup(name), in_markup(_text(row["value"])), in_markup(row["source"]))
-    results().print(table)
+    names = (f"[[{MODELS}]]" if row["option"] == MODELS else f"--{row['option']}" for row in rows)
+    cells = ((name, _text(row["value"]), row["source"]) for name, row in zip(names, rows, strict=True))
+    print_table(("option", "value", "source"), cells)
 
 
 def _parsed(name: str, rest: list[str]) -> click.Context:

@@ -5,17 +5,15 @@ import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 import msgspec
-from rich.table import Table
 
 from forebay.cli.command import DeadLettersListCommand, DeadLettersRetryCommand
-from forebay.cli.common.errors import BROKEN, complain, explained, fail
-from forebay.cli.common.recording import KafkaSource, Recording
-from forebay.cli.common.terminal import in_markup, printable, results
+from forebay.cli.common.errors import BROKEN, explained, fail
+from forebay.cli.common.recording import Source
+from forebay.cli.common.terminal import print_table, printable
 from forebay.cli.common.times import time_us
 from forebay.events.names import unknown_name
 from forebay.events.topics import DEAD_LETTERS, FIXED_TOPICS, topic_named
@@ -45,9 +43,9 @@ def run_list(options: DeadLettersListCommand) -> None:
     def keep(letter: Letter) -> bool:
         return options.topic in ("", letter.topic) and from_us <= letter.at_us < to_us
 
+    options.source.require_one_source()
     with explained():
-        recording = _recording(options.source, options.log)
-        found = asyncio.run(_list(recording, keep, options.limit))
+        found = asyncio.run(_list(options.source, keep, options.limit))
     for letter in found if options.json else ():
         click.echo(msgspec.json.encode(letter))
     if not options.json:
@@ -58,8 +56,9 @@ def _show_one(options: DeadLettersListCommand) -> None:
     if options.topic or options.start or options.end:
         fail("--letter shows one letter; omit --topic, --from and --to")
     place = _place("--letter", options.letter)
+    options.source.require_one_source()
     with explained():
-        found, record, verdict = asyncio.run(_show(_recording(options.source, options.log), *place))
+        found, record, verdict = asyncio.run(_show(options.source, *place))
     _print_letter(found, record, verdict, json=options.json)
 
 
@@ -87,13 +86,13 @@ def _print_letter(letter: Letter, record: Record, verdict: str, *, json: bool) -
 
 
 def run_retry(options: DeadLettersRetryCommand) -> None:
-    recording = options.source.recording(options.where, "LETTER")
+    source = options.source.recording(options.where, "LETTER")
     place = _place("LETTER", options.where[-1])
     with explained():
         try:
-            letter, tag, retried_as, note = asyncio.run(_retry(recording, *place))
+            letter, tag, retried_as, note = asyncio.run(_retry(source, *place))
         except NotRetriable as error:
-            _refuse(f"letter {place[0]}/{place[1]} was not retried: {error}")
+            fail(f"letter {place[0]}/{place[1]} was not retried: {error}", BROKEN)
     if options.json:
         line = {"letter": f"{letter.partition}/{letter.offset}", "event": tag, "retried_as": retried_as, "note": note}
         click.echo(msgspec.json.encode(line))
@@ -101,22 +100,11 @@ def run_retry(options: DeadLettersRetryCommand) -> None:
     click.echo(f"letter {letter.partition}/{letter.offset} decodes as {tag}; appended as {retried_as} ({note})")
 
 
-def _refuse(message: str) -> NoReturn:
-    complain(message)
-    raise click.exceptions.Exit(BROKEN)
-
-
 def _require_topic(name: str) -> None:
     try:
         topic_named(name)
     except KeyError:
         fail(f"--topic: {unknown_name('topic', name, [*(topic.name for topic in FIXED_TOPICS), 'work.POOL'])}")
-
-
-def _recording(source: KafkaSource, log: Path | None) -> Recording:
-    recording = Recording(source.kafka, source.namespace, source.kafka_config, log)
-    recording.require_one_source()
-    return recording
 
 
 def _place(name: str, text: str) -> tuple[int, int]:
@@ -127,10 +115,10 @@ def _place(name: str, text: str) -> tuple[int, int]:
     return int(found[1] or 0), int(found[2])
 
 
-async def _list(recording: Recording, keep: Any, limit: int) -> list[Letter]:
+async def _list(source: Source, keep: Any, limit: int) -> list[Letter]:
     found: list[Letter] = []
-    async with recording.source() as log:
-        for partition in await _partitions(recording, log):
+    async with source.source() as log:
+        for partition in await _partitions(source, log):
             count = 0
             async for letter in letters(log, partition, keep):
                 found.append(letter)
@@ -140,9 +128,9 @@ async def _list(recording: Recording, keep: Any, limit: int) -> list[Letter]:
     return sorted(found, key=lambda one: (-one.at_us, one.partition, -one.offset))[:limit]
 
 
-async def _show(recording: Recording, partition: int, offset: int) -> tuple[Letter, Record, str]:
-    async with recording.source() as log:
-        await _require_partition(recording, log, partition)
+async def _show(source: Source, partition: int, offset: int) -> tuple[Letter, Record, str]:
+    async with source.source() as log:
+        await _require_partition(source, log, partition)
         letter, record = await read_letter(log, partition, offset)
         try:
             note = retry_of(letter, record, await _group_in(log, letter), time.time_ns() // 1000).note
@@ -151,9 +139,9 @@ async def _show(recording: Recording, partition: int, offset: int) -> tuple[Lett
     return letter, record, f"possible: {note}"
 
 
-async def _retry(recording: Recording, partition: int, offset: int) -> tuple[Letter, str, str, str]:
-    async with _writable(recording) as log:
-        await _require_partition(recording, log, partition)
+async def _retry(source: Source, partition: int, offset: int) -> tuple[Letter, str, str, str]:
+    async with _writable(source) as log:
+        await _require_partition(source, log, partition)
         letter, record = await read_letter(log, partition, offset)
         retry = retry_of(letter, record, await _group_in(log, letter), time.time_ns() // 1000)
         tag = str(type(retry.event).__struct_config__.tag)
@@ -161,14 +149,14 @@ async def _retry(recording: Recording, partition: int, offset: int) -> tuple[Let
 
 
 @asynccontextmanager
-async def _writable(recording: Recording) -> AsyncIterator[Log]:
-    if recording.log is None:
-        async with recording.source() as log:
+async def _writable(source: Source) -> AsyncIterator[Log]:
+    if source.log is None:
+        async with source.source() as log:
             yield log
         return
-    with closing(SqliteLog.open(recording.log, readonly=True)) as reader:  # a missing file must not be created
+    with closing(SqliteLog.open(source.log, readonly=True)) as reader:  # a missing file must not be created
         namespace = reader.namespace
-    with closing(SqliteLog.open(recording.log, namespace=namespace)) as log:
+    with closing(SqliteLog.open(source.log, namespace=namespace)) as log:
         yield log
 
 
@@ -177,15 +165,15 @@ async def _group_in(log: Log, letter: Letter) -> str | None:
     return next((name for name, partition in groups.items() if partition == letter.source_partition), None)
 
 
-async def _partitions(recording: Recording, log: Log) -> Sequence[int]:
+async def _partitions(source: Source, log: Log) -> Sequence[int]:
     if isinstance(log, SqliteLog):
         return [partition for topic, partition, _ in log.topics() if topic == DEAD_LETTERS.name]
-    return range((await partitions_of(recording.settings())).get(DEAD_LETTERS.name, 0))
+    return range((await partitions_of(source.settings())).get(DEAD_LETTERS.name, 0))
 
 
-async def _require_partition(recording: Recording, log: Log, partition: int) -> None:
+async def _require_partition(source: Source, log: Log, partition: int) -> None:
     """End the command if Kafka has no such partition, because its client would retry forever."""
-    if not isinstance(log, SqliteLog) and partition not in (known := await _partitions(recording, log)):
+    if not isinstance(log, SqliteLog) and partition not in (known := await _partitions(source, log)):
         fail(f"{DEAD_LETTERS.name} has {len(known)} partitions, counted from 0; got {partition}")
 
 
@@ -193,12 +181,12 @@ def _print_table(found: list[Letter], limit: int) -> None:
     if not found:
         click.echo("no dead letters")
         return
-    table = Table("letter", "time", "record", "bytes", "retried as", "reason", box=None)
+    rows = []
     for one in found:
         reason = one.reason if len(one.reason) <= REASON_CHARS else f"{one.reason[: REASON_CHARS - 1]}…"
         place = f"{one.topic}/{one.source_partition}/{one.source_offset}"
-        cells = (f"{one.partition}/{one.offset}", utc(one.at_us), place, str(one.value_bytes), one.retried_as, reason)
-        table.add_row(*map(in_markup, cells))
-    results().print(table)
+        number = f"{one.partition}/{one.offset}"
+        rows.append((number, utc(one.at_us), place, str(one.value_bytes), one.retried_as, reason))
+    print_table(("letter", "time", "record", "bytes", "retried as", "reason"), rows)
     if len(found) == limit:
         click.echo(f"only the newest {limit} letters are shown; --limit shows more")

@@ -22,7 +22,6 @@ from forebay.events.names import unknown_name
 from forebay.events.snapshots import IndexBlocks, StoreBlocks
 from forebay.events.topics import DECISIONS
 from forebay.live.router.standby import Standby
-from forebay.replay.policies import require_allowed
 
 EVENT_HASHES_MAX = 8_192  # about 90 kB per line
 DUMPED = "index"  # stands for the workers that reported the blocks of shared stores, which the index does not keep
@@ -31,9 +30,7 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
 def run_dump(options: IndexCommand) -> None:
-    recording = Recording(
-        options.source.kafka, options.source.namespace, options.source.kafka_config, options.log, options.group
-    )
+    recording = options.recording
     recording.require_one_source()
     with explained():
         custom = allowed_policies(options.allow_policy)
@@ -49,9 +46,8 @@ def run_dump(options: IndexCommand) -> None:
 
 async def _index_of(recording: Recording, progress: Progress, task: TaskID, custom: CustomPolicies) -> PrefixIndex:
     """Return the prefix index that a new owner would restore from the log."""
-    async with recording.opened() as (log, partition):
+    async with recording.opened(custom) as (log, partition):
         end = await log.end(DECISIONS.name, partition)
-        await require_allowed(log, partition, custom)
         standby = Standby(log, partition, custom=custom)
         following = asyncio.create_task(standby.catch_up(end))
         while not following.done():

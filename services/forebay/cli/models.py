@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 
 import click
 import msgspec
-from rich.table import Table
 
 from forebay.cli.command import ModelAliasCommand, ModelListCommand, ModelPublishCommand, ModelRemoveCommand
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.operator_name import operator_name
-from forebay.cli.common.terminal import in_markup, printable, results
+from forebay.cli.common.recording import kafka_log
+from forebay.cli.common.terminal import print_table, printable
 from forebay.cli.processes.model_source import find_model
 from forebay.cli.processes.options import named
 from forebay.events.models import TARGETS_MAX, WEIGHT_MAX, AliasSet, AliasTarget, ModelCard, ModelStored
@@ -21,7 +21,6 @@ from forebay.events.names import unknown_name
 from forebay.ingress.model_cards import read_card
 from forebay.transport.base import Log
 from forebay.transport.directory import Directory
-from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import count_topics
 from forebay.transport.models import FILE_BYTES_MAX, ModelStore, cards_in_use
@@ -55,18 +54,12 @@ def run_list(options: ModelListCommand) -> None:
     if not cards and not aliases:
         click.echo("no model cards")
         return
-    table = Table("digest", "model", "stored", "context", "bytes", box=None)
+    rows = []
     for digest, stored in cards:
         size = sum(file.size for file in stored.card.files)
-        cells = (
-            digest[:SHOWN_DIGITS],
-            in_markup(stored.model),
-            utc(stored.at_us),
-            str(stored.card.context_tokens),
-            str(size),
-        )
-        table.add_row(*cells)
-    results().print(table)
+        shown = digest[:SHOWN_DIGITS]
+        rows.append((shown, stored.model, utc(stored.at_us), str(stored.card.context_tokens), str(size)))
+    print_table(("digest", "model", "stored", "context", "bytes"), rows)
     for alias in aliases:
         click.echo(f"alias {printable(alias.alias)}: {_described(alias)}")
 
@@ -159,37 +152,29 @@ def _described(alias: AliasSet) -> str:
 
 
 async def _set_alias(settings: KafkaSettings, event: AliasSet) -> None:
-    async with _store(settings) as store:
+    async with _opened(settings) as (_, store):
         await store.set_alias(event)
 
 
 async def _publish(settings: KafkaSettings, name: str, card: ModelCard, files: Mapping[str, bytes]) -> str:
-    async with _store(settings) as store:
+    async with _opened(settings) as (_, store):
         return await store.store(name, card, files)
 
 
 async def _list(settings: KafkaSettings) -> tuple[list[tuple[str, ModelStored]], list[AliasSet]]:
-    async with _store(settings) as store:
+    async with _opened(settings) as (_, store):
         cards = sorted(store.cards.items(), key=lambda one: -one[1].at_us)
         return cards, [alias for _, alias in sorted(store.aliases.items())]
-
-
-@asynccontextmanager
-async def _store(settings: KafkaSettings) -> AsyncIterator[ModelStore]:
-    """Connect to the topic `models`. Raises LogError if Kafka has no topics of forebay."""
-    async with _opened(settings) as (_, store):
-        yield store
 
 
 @asynccontextmanager
 async def _opened(settings: KafkaSettings) -> AsyncIterator[tuple[Log, ModelStore]]:
     """Connect to Kafka and its topic `models`. Raises LogError if Kafka has no topics of forebay."""
     await count_topics(settings)
-    log = await KafkaLog.open(settings)
-    store = ModelStore(log)
-    try:
-        await store.start()
-        yield log, store
-    finally:
-        store.close()
-        await log.close()
+    async with kafka_log(settings) as log:
+        store = ModelStore(log)
+        try:
+            await store.start()
+            yield log, store
+        finally:
+            store.close()

@@ -8,17 +8,17 @@ from typing import Any
 
 import click
 import msgspec
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TaskID
 from xxhash import xxh3_64_hexdigest
 
 from forebay.cli.command import RecordCommand
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.recording import Recording
-from forebay.cli.common.scaling_lines import verification_lines
-from forebay.cli.common.terminal import bar, own_stdout, printable
+from forebay.cli.common.terminal import counting_bar, own_stdout, printable
 from forebay.cli.common.times import span_us, time_us
 from forebay.cli.common.unverified import DIVERGED, complaint
 from forebay.cli.policies.allowed import allowed_policies
+from forebay.cli.replay.verify import verification_lines
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.names import unknown_name
 from forebay.events.topics import GROUPS, SCALING
@@ -77,8 +77,7 @@ def run_record(options: RecordCommand) -> None:
     if options.anonymize and not options.check:
         fail("an anonymised recording is always verified; remove --no-verify")
     window = _window(options)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with explained(), bar(*columns) as progress, own_stdout():
+    with explained(), counting_bar() as progress, own_stdout():
         custom = allowed_policies(options.allow_policy)
         result = asyncio.run(_record(source, Path(options.where[-1]), options, window, progress, custom))
         _show_left_out(result, progress)

@@ -7,13 +7,13 @@ from typing import Any
 
 import click
 import msgspec
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import Progress
 
 from forebay.cli.command import RestoreCommand
 from forebay.cli.common.errors import complain, explained, fail
-from forebay.cli.common.terminal import bar, counted, printable
+from forebay.cli.common.recording import kafka_log
+from forebay.cli.common.terminal import counted, counting_bar, printable
 from forebay.replay.restore import RestoredGroup, restored_groups, write_group
-from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics, partitions_of
 from forebay.transport.sqlite.log import SqliteLog
@@ -22,12 +22,11 @@ NOT_RESTORED = "not restored: workers, leases, requests, sessions, caches, and t
 
 
 def run_restore(options: RestoreCommand) -> None:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with explained():
         settings = options.kafka.settings()
         with closing(SqliteLog.open(options.recording, readonly=True)) as log:
             groups = asyncio.run(restored_groups(log))
-        with bar(*columns) as progress:
+        with counting_bar() as progress:
             created = asyncio.run(restore_into(groups, settings, options.plan.plan(), progress))
     for group in groups:
         if group.read.undecodable:
@@ -63,13 +62,10 @@ async def restore_into(
             f" partition {highest}; delete these topics or choose another namespace"
         )
     progress.update(task, description="restoring groups", total=len(groups), completed=0)
-    log = await KafkaLog.open(settings)
-    try:
+    async with kafka_log(settings) as log:
         for group in groups:
             await write_group(log, group, time.time_ns() // 1000)
             progress.advance(task)
-    finally:
-        await log.close()
     return len(created)
 
 
@@ -78,8 +74,7 @@ async def _require_empty(settings: KafkaSettings, progress: Progress) -> None:
     there = await partitions_of(settings)
     places = [(topic, number) for topic in sorted(there) for number in range(there[topic])]
     task = progress.add_task("checking the namespace", total=len(places))
-    log = await KafkaLog.open(settings)
-    try:
+    async with kafka_log(settings) as log:
         for topic, number in places:
             if end := await log.end(topic, number):
                 fail(
@@ -87,8 +82,6 @@ async def _require_empty(settings: KafkaSettings, progress: Progress) -> None:
                     f" offset {end}; pass a new --namespace, and start no service in it before the restore"
                 )
             progress.advance(task)
-    finally:
-        await log.close()
     progress.remove_task(task)
 
 

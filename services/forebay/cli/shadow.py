@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 import click
 import msgspec
@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 
 from forebay.cli.command import ShadowCommand
 from forebay.cli.common.cluster import run_service, until_signal
-from forebay.cli.common.errors import complain, explained, fail
+from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.metrics_server import metrics_served, process_registry
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import own_stdout
@@ -26,7 +26,6 @@ from forebay.events.shadow import ShadowEvent
 from forebay.events.topics import DECISIONS, SHADOW
 from forebay.live.router.standby import RecoveryDiverged
 from forebay.live.shadow.shadow import Shadow, ShadowMetrics, ShadowSettings, ShadowSink, TopicSink
-from forebay.replay.policies import require_allowed
 from forebay.transport.kafka.position import KafkaPosition
 from forebay.transport.kafka.topics import count_topics
 from forebay.transport.sqlite.log import SqliteLog
@@ -67,7 +66,7 @@ async def _serve(
             try:
                 await until_signal(_run(shadow, chosen), stop=shadow.stop)
             except RecoveryDiverged as error:
-                _diverged(error)
+                fail(str(error), DIVERGED)
 
 
 async def _run(shadow: Shadow, chosen: Alternative) -> None:
@@ -103,26 +102,19 @@ def _summary(shadow: Shadow) -> str:
     return f"forebay: shadow {shadow.settings.name}: {shadow.statistics}{behind}"
 
 
-def _diverged(error: RecoveryDiverged) -> NoReturn:
-    complain(str(error))
-    raise click.exceptions.Exit(DIVERGED)
-
-
 @asynccontextmanager
 async def _opened(recording: Recording, settings: ShadowSettings, printed_to: TextIO | None) -> AsyncIterator[Shadow]:
     """Open a shadow with its log and its sink."""
     async with AsyncExitStack() as stack:
         if recording.kafka is None:
-            log, partition = await stack.enter_async_context(recording.opened())
+            log, partition = await stack.enter_async_context(recording.opened(settings.custom))
             if isinstance(log, SqliteLog) and log.recording is not None:
                 fail(f"{recording.name} is a recording, which does not grow; use forebay replay diff instead")
-            await require_allowed(log, partition, settings.custom)
             yield Shadow(log, partition, settings, PrintingSink(None, printed_to))
             return
         kafka = recording.settings()
         await count_topics(kafka)  # a cluster of an earlier version may lack topic `shadow`
-        log, partition = await stack.enter_async_context(recording.opened())
-        await require_allowed(log, partition, settings.custom)
+        log, partition = await stack.enter_async_context(recording.opened(settings.custom))
         sink = PrintingSink(TopicSink(log, partition, settings.name), printed_to)
         position = await KafkaPosition.open(kafka, DECISIONS.name, partition, SHADOW_GROUP + settings.name)
         stack.push_async_callback(position.close)

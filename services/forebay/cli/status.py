@@ -2,31 +2,35 @@
 
 import asyncio
 import time
+from collections.abc import Iterator
+from http import HTTPStatus
 
 import click
-import httpx
 import msgspec
+from rich.console import Console, RenderableType
 
 from forebay.cli.command import StatusCommand
 from forebay.cli.common.api_key import VARIABLE, client_headers
-from forebay.cli.common.errors import USAGE, complain, explained, fail
+from forebay.cli.common.errors import USAGE, explained, fail
 from forebay.cli.common.recording import Recording
-from forebay.cli.common.terminal import own_stdout, results
+from forebay.cli.common.tables import span, titled_table
+from forebay.cli.common.terminal import own_stdout, printable, results
 from forebay.cli.common.unverified import DIVERGED
 from forebay.cli.control.client import IngressClient
 from forebay.cli.policies.allowed import allowed_policies
-from forebay.cli.status_view import show
 from forebay.core.routing.policies import CustomPolicies
 from forebay.replay.at import JournalDiverged
 from forebay.replay.policies import require_allowed
-from forebay.replay.status import GroupStatus, read_status, with_heartbeats
+from forebay.replay.status import GroupStatus, OwnerStatus, RankStatus, WorkerStatus, read_status, with_heartbeats
 from forebay.transport.heartbeats import RouterHeartbeats
 from forebay.transport.history.groups import groups_of
+from forebay.transport.recording.manifest import utc
 
 DERIVED_WITHIN_S = 30.0  # an ingress on Kafka derives the status from the log
 HEARTBEATS_S = 2.5  # standbys write a heartbeat every second
 NOT_READY = 1
 WATCH_S = 2.0  # an ingress on Kafka takes a second of CPU time to derive the status
+RECENT_US = 2 * 3_600_000_000  # older times are shown without their age
 
 
 def run_status(options: StatusCommand) -> None:
@@ -63,7 +67,7 @@ def _query(url: str, api_key: str | None, group: str) -> GroupStatus:
     client = IngressClient(url, headers, group)
     response = client.request("/v1/status", timeout_s=DERIVED_WITHIN_S)
     answer = client.decode(response, "version")
-    if response.status_code == httpx.codes.OK:
+    if response.status_code == HTTPStatus.OK:
         try:
             return msgspec.convert(answer, GroupStatus)
         except msgspec.ValidationError as error:
@@ -71,8 +75,7 @@ def _query(url: str, api_key: str | None, group: str) -> GroupStatus:
     problem = answer["error"]
     hints = {"invalid_api_key": f"; set {VARIABLE} or --api-key", "model_required": "; pass --group NAME"}
     hint = hints.get(str(problem.get("code")), "")
-    complain(f"{url}: {problem['message']}{hint}")
-    raise click.exceptions.Exit(USAGE if response.is_client_error else NOT_READY)
+    fail(f"{url}: {problem['message']}{hint}", USAGE if response.is_client_error else NOT_READY)
 
 
 def _derive(recording: Recording, allow_policy: list[str] | None) -> GroupStatus:
@@ -82,8 +85,7 @@ def _derive(recording: Recording, allow_policy: list[str] | None) -> GroupStatus
             with own_stdout():
                 return asyncio.run(_read(recording, custom))
         except JournalDiverged as diverged:
-            complain(f"{recording.name}: {diverged}")
-            raise click.exceptions.Exit(DIVERGED) from None
+            fail(f"{recording.name}: {diverged}", DIVERGED)
 
 
 async def _read(recording: Recording, custom: CustomPolicies) -> GroupStatus:
@@ -104,3 +106,85 @@ async def _read(recording: Recording, custom: CustomPolicies) -> GroupStatus:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
         return with_heartbeats(found, heartbeats)
+
+
+def show(console: Console, status: GroupStatus) -> None:
+    for name, text in _facts(status):
+        console.print(printable(f"{name:<10} {text}"), markup=False)
+    for table in (_workers(status), _topics(status)):
+        console.print()
+        console.print(table)
+
+
+def _facts(status: GroupStatus) -> Iterator[tuple[str, str]]:
+    yield "group", f"{status.group}, {'ready' if status.ready else 'not ready'}"
+    for problem in status.problems:
+        yield "problem", problem
+    if status.owner.epoch >= 0:
+        yield "owner", _owner(status.owner)
+    if status.owner.standbys is not None:
+        yield "standbys", ", ".join(status.owner.standbys) or "none"
+    source = "as its owner sees it" if status.source == "owner" else "derived from the log"
+    yield "state", f"{source}, newest event {recent_time(status.at_us)}" if status.at_us else source
+    requests = status.requests
+    phases = ", ".join(f"{count:,} {phase}" for phase, count in requests.by_phase.items())
+    yield "requests", f"{requests.in_flight:,} in flight" + (f": {phases}" if phases else "")
+    for pool in status.pools:
+        text = f"{pool.pool}: {pool.role}, policy {pool.policy}, {pool.routed:,} routed, {pool.queued:,} queued"
+        if pool.canary_of is not None:
+            text += f", canary of {pool.canary_of} with {pool.canary_share:.1%} of its requests"
+        yield "pool", text + (", drained" if pool.drained else "")
+
+
+def _owner(owner: OwnerStatus) -> str:
+    parts = [owner.owner_id or "unknown, because its claim is no longer on the log", f"epoch {owner.epoch}"]
+    if owner.since_us is not None:
+        parts.append(f"since {recent_time(owner.since_us)}")
+    if owner.heartbeat_age_s is not None:
+        parts.append(f"heartbeat {owner.heartbeat_age_s:.1f} s ago")
+    elif owner.alive is False:
+        parts.append("no heartbeat")
+    elif owner.alive is None:
+        parts.append("a log does not show whether it runs")
+    return ", ".join(parts)
+
+
+def clock(at_us: int) -> str:
+    """Return a time to the second."""
+    try:
+        return f"{utc(at_us).partition('.')[0]}Z"
+    except OverflowError:  # the clock of a damaged record
+        return f"{at_us} us"
+
+
+def recent_time(at_us: int) -> str:
+    age_us = time.time_ns() // 1_000 - at_us
+    return f"{clock(at_us)} ({span(age_us)} ago)" if 0 <= age_us < RECENT_US else clock(at_us)
+
+
+def _workers(status: GroupStatus) -> RenderableType:
+    rows = [_row(worker, rank) for worker in status.workers for rank in worker.ranks]
+    columns = ("worker", "state", "role", "pool", "active", "run+wait", "prefill", "KV used", "cached")
+    return titled_table("workers", columns, rows, {"worker", "state", "role", "pool"}, "none")
+
+
+def _row(worker: WorkerStatus, rank: RankStatus) -> tuple[str, ...]:
+    return (
+        f"{worker.worker_id}/{rank.rank}",
+        worker.state,
+        worker.role,
+        worker.pool,
+        str(rank.active_requests),
+        "" if rank.running is None else f"{rank.running}+{rank.waiting}",
+        str(rank.prefill_tokens),
+        f"{'?' if rank.kv_blocks_used is None else rank.kv_blocks_used}/{rank.kv_blocks_total}",
+        str(rank.cached_blocks),
+    )
+
+
+def _topics(status: GroupStatus) -> RenderableType:
+    rows = [
+        (f"{topic.topic}/{topic.partition}", str(topic.applied), str(topic.end), str(topic.lag))
+        for topic in status.topics
+    ]
+    return titled_table("topics", ("topic", "applied", "end", "lag"), rows, {"topic"}, "none")

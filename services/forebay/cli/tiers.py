@@ -18,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.table import Table
 
 from forebay.cli.command import TiersListCommand, TiersPurgeCommand, TiersVerifyCommand
-from forebay.cli.common.errors import BROKEN, complain, explained, fail
+from forebay.cli.common.errors import BROKEN, explained, fail
 from forebay.cli.common.terminal import bar, counted, in_markup, printable, results
 from forebay.cli.common.times import time_us
 from forebay.workers.kv_tiers.block_format import BAD_REASONS, BlockFormat, file_path, parse_file_name
@@ -91,8 +91,7 @@ def run_verify(options: TiersVerifyCommand) -> None:
         click.echo(f"… ({len(bad) - BAD_SHOWN} more; --json prints all)")
     if bad:
         then = f"{moved} moved to the quarantine" if options.quarantine else "--quarantine moves them away"
-        complain(f"{len(bad)} of {counted(good + len(bad), 'block')} are bad; {then}")
-        raise click.exceptions.Exit(BROKEN)
+        fail(f"{len(bad)} of {counted(good + len(bad), 'block')} are bad; {then}", BROKEN)
     if not options.json:
         click.echo(f"{counted(good, 'block')} verified, {size_text(sum(file.bytes for file in blocks))}")
 

@@ -1,18 +1,16 @@
 """`forebay topics`: show the records of a log, and create and inspect the topics of a broker."""
 
 import asyncio
-from contextlib import closing
-from pathlib import Path
+from contextlib import AsyncExitStack
 
 import click
 import msgspec
 from aiokafka.admin import AIOKafkaAdminClient
-from rich.table import Table
 
 from forebay.cli.command import TopicsCreateCommand, TopicsListCommand, TopicsTailCommand
 from forebay.cli.common.errors import complain, explained, fail
-from forebay.cli.common.recording import KafkaSource
-from forebay.cli.common.terminal import results
+from forebay.cli.common.recording import Recording, Source, kafka_log
+from forebay.cli.common.terminal import print_table
 from forebay.cli.processes.options import named
 from forebay.cli.shadow import SHADOW_GROUP
 from forebay.events.names import unknown_name
@@ -21,7 +19,6 @@ from forebay.transport.base import Log, Record
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import RouterHeartbeats
 from forebay.transport.history.start import recorded_view
-from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import count_topics, create_topics, partitions_of, plan_of
 from forebay.transport.readable import readable
@@ -50,23 +47,16 @@ def run_create(options: TopicsCreateCommand) -> None:
 
 
 def run_list(options: TopicsListCommand) -> None:
-    log, source = options.log, options.source
+    source = options.source
     if options.lag:
-        if source.kafka is None or log is not None:
+        if source.kafka is None or source.log is not None:
             fail("--lag requires --kafka, and no log file")
         _list_lags(source, json=options.json)
         return
-    starts: dict[tuple[str, int], int] = {}
+    source.require_one_source()
     with explained():
-        if (log is None) == (source.kafka is None):
-            fail("expected a log file or --kafka")
-        if log is not None:
-            with closing(SqliteLog.open(log, readonly=True)) as opened:
-                ends, starts = opened.topics(), opened.starts()
-        else:
-            ends = asyncio.run(_ends(source.settings()))
-    for topic, partition, end in ends:
-        first = starts.get((topic, partition), 0)
+        found = asyncio.run(_topics(source))
+    for topic, partition, first, end in found:
         if options.json:
             click.echo(msgspec.json.encode({"topic": topic, "partition": partition, "first": first, "end": end}))
             continue
@@ -74,30 +64,12 @@ def run_list(options: TopicsListCommand) -> None:
 
 
 def run_tail(options: TopicsTailCommand) -> None:
-    if len(options.where) != (1 if options.source.kafka else 2):
-        fail("expected LOG and TOPIC, or TOPIC and --kafka")
-    topic = options.where[-1]
+    recording = options.source.recording(options.where, "TOPIC")
     with explained():
-        if options.source.kafka is not None:
-            asyncio.run(
-                _tail_kafka(
-                    options.source.settings(),
-                    topic,
-                    options.partition,
-                    options.count,
-                    options.offset,
-                    follow=options.follow,
-                )
-            )
-            return
-        with closing(SqliteLog.open(Path(options.where[0]), readonly=True)) as opened:
-            if topic not in {name for name, _, _ in opened.topics()}:
-                known = sorted({name for name, _, _ in opened.topics()})
-                fail(f"{options.where[0]}: {unknown_name('topic', topic, known)}")
-            asyncio.run(_tail(opened, topic, options.partition, options.count, options.offset, follow=options.follow))
+        asyncio.run(_tail(recording, options.where[-1], options))
 
 
-def _list_lags(source: KafkaSource, *, json: bool) -> None:
+def _list_lags(source: Source, *, json: bool) -> None:
     with explained():
         found, groups = asyncio.run(_lags(source.settings()))
     if json:
@@ -105,50 +77,43 @@ def _list_lags(source: KafkaSource, *, json: bool) -> None:
         readers = [{**dict(zip(names, one, strict=True)), "lag": one[3] - one[2]} for one in found]
         click.echo(msgspec.json.encode({"readers": readers, "groups": groups}))
         return
-    table = Table("reader", "topic", "at", "end", "lag", box=None)
-    for reader, topic, position, end in found:
-        table.add_row(reader, topic, str(position), str(end), str(end - position))
-    results().print(table)
+    rows = ((reader, topic, str(at), str(end), str(end - at)) for reader, topic, at, end in found)
+    print_table(("reader", "topic", "at", "end", "lag"), rows)
     for line in groups:
         click.echo(line)
 
 
-async def _ends(settings: KafkaSettings) -> list[tuple[str, int, int]]:
-    partitions = await partitions_of(settings)
-    log = await KafkaLog.open(settings)
-    try:
+async def _topics(source: Source) -> list[tuple[str, int, int, int]]:
+    """Return topic, partition, first offset and end offset of every partition that has records."""
+    async with source.source(is_complete=False) as log:
+        if isinstance(log, SqliteLog):
+            starts = log.starts()
+            return [(topic, number, starts.get((topic, number), 0), end) for topic, number, end in log.topics()]
+        partitions = await partitions_of(log.settings)
         places = [(topic, number) for topic in sorted(partitions) for number in range(partitions[topic])]
-        ends = [(topic, number, await log.end(topic, number)) for topic, number in places]
-    finally:
-        await log.close()
-    return [place for place in ends if place[2]]
+        ends = [(topic, number, 0, await log.end(topic, number)) for topic, number in places]
+        return [place for place in ends if place[3]]
 
 
-async def _tail_kafka(
-    settings: KafkaSettings, topic: str, partition: int, count: int, start: int | None, *, follow: bool
-) -> None:
-    partitions = await partitions_of(settings)
-    if topic not in partitions:
-        fail(f"{settings.namespace} on {settings.bootstrap}: {unknown_name('topic', topic, sorted(partitions))}")
-    if partition >= partitions[topic]:
-        fail(f"topic {topic} has {partitions[topic]} partitions, counted from 0; got --partition {partition}")
-    log = await KafkaLog.open(settings)
-    try:
-        await _tail(log, topic, partition, count, start, follow=follow)
-    finally:
-        await log.close()
-
-
-async def _tail(log: Log, topic: str, partition: int, count: int, start: int | None, *, follow: bool) -> None:
-    begin = await log.begin(topic, partition)
-    if start is not None and start < begin:
-        complain(f"{topic}/{partition} begins at offset {begin}; earlier records were removed by retention")
-    offset = max(begin, start if start is not None else await log.end(topic, partition) - count)
-    while True:
+async def _tail(recording: Recording, topic: str, options: TopicsTailCommand) -> None:
+    partition, start = options.partition, options.offset
+    async with recording.source(is_complete=False) as log:
+        if isinstance(log, SqliteLog):
+            known = {name: number + 1 for name, number, _ in log.topics()}
+        else:
+            known = await partitions_of(log.settings)
+        if topic not in known:
+            fail(f"{recording.name}: {unknown_name('topic', topic, sorted(known))}")
+        if partition >= known[topic] and not isinstance(log, SqliteLog):  # its client would retry forever
+            fail(f"topic {topic} has {known[topic]} partitions, counted from 0; got --partition {partition}")
+        begin = await log.begin(topic, partition)
+        if start is not None and start < begin:
+            complain(f"{topic}/{partition} begins at offset {begin}; earlier records were removed by retention")
+        offset = max(begin, start if start is not None else await log.end(topic, partition) - options.count)
         offset = await _print_from(log, topic, partition, offset)
-        if not follow:
-            return
-        await asyncio.sleep(FOLLOW_S)
+        while options.follow:
+            await asyncio.sleep(FOLLOW_S)
+            offset = await _print_from(log, topic, partition, offset)
 
 
 async def _print_from(log: Log, topic: str, partition: int, offset: int) -> int:
@@ -166,10 +131,10 @@ async def _print_from(log: Log, topic: str, partition: int, offset: int) -> int:
 async def _lags(settings: KafkaSettings) -> tuple[list[tuple[str, str, int, int]], list[str]]:
     """Return (name, topic, position, end offset) of each reader, and a line per group that has a partition."""
     counts = await count_topics(settings)
-    log = await KafkaLog.open(settings)
-    admin = AIOKafkaAdminClient(**settings.client_options())
     found = []
-    try:
+    async with kafka_log(settings) as log, AsyncExitStack() as stack:
+        admin = AIOKafkaAdminClient(**settings.client_options())
+        stack.push_async_callback(admin.close)
         await admin.start()
         groups = sorted(name for name, *_ in await admin.list_consumer_groups())
         shadows = [
@@ -186,9 +151,6 @@ async def _lags(settings: KafkaSettings) -> tuple[list[tuple[str, str, int, int]
                 end = await log.end(topic, partition)
                 found.append((f"owner of {partition}", f"{topic}/{partition}", position, end))
         groups, standbys = await _groups(log)
-    finally:
-        await admin.close()
-        await log.close()
     return found + standbys, groups
 
 

@@ -29,8 +29,7 @@ def explained() -> Iterator[None]:
     try:
         yield
     except NotDerivable as error:
-        complain(str(error))
-        raise click.exceptions.Exit(OTHER_RULES) from None
+        fail(str(error), OTHER_RULES)
     except (LogError, Unusable) as error:
         fail(str(error))
     except Exception as error:
@@ -39,8 +38,7 @@ def explained() -> Iterator[None]:
 
         if not isinstance(error, EngineError):
             raise
-        complain(str(error))
-        raise click.exceptions.Exit(USAGE if isinstance(error, PackageMissing) else BROKEN) from None
+        fail(str(error), USAGE if isinstance(error, PackageMissing) else BROKEN)
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -50,10 +48,10 @@ def cause_of(error: BaseException) -> BaseException:
     return error
 
 
-def fail(message: str) -> NoReturn:
-    """Print an error and exit with code 2. Raises click.exceptions.Exit."""
+def fail(message: str, code: int = USAGE) -> NoReturn:
+    """Print an error and exit with this code. Raises click.exceptions.Exit."""
     complain(message)
-    raise click.exceptions.Exit(USAGE)
+    raise click.exceptions.Exit(code)
 
 
 def complain(message: str) -> None:

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import click
 import msgspec
 
-from forebay.cli.common.errors import BROKEN, complain, fail
+from forebay.cli.common.errors import BROKEN, fail
 from forebay.cli.common.terminal import printable
 
 if TYPE_CHECKING:
@@ -192,7 +191,6 @@ def write(option: str, path: Path, page: Callable[[], str]) -> None:
         part.write_text(page(), encoding="utf-8")
         part.replace(path)
     except OSError as error:
-        complain(f"{option} {path}: {error.strerror}")
-        raise click.exceptions.Exit(BROKEN) from None
+        fail(f"{option} {path}: {error.strerror}", BROKEN)
     finally:
         part.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from forebay.transport.base import Log
 from forebay.transport.kafka.settings import KafkaSettings
 
 if TYPE_CHECKING:
+    from forebay.core.routing.policies import CustomPolicies
     from forebay.transport.kafka.log import KafkaLog
     from forebay.transport.sqlite.log import SqliteLog
 
@@ -45,12 +46,23 @@ class KafkaSource:
         return Recording(self.kafka, self.namespace, self.kafka_config, log, group)
 
 
+@asynccontextmanager
+async def kafka_log(settings: KafkaSettings) -> "AsyncIterator[KafkaLog]":
+    """Open a log on Kafka, and close it after the body. Raises LogError if Kafka does not respond."""
+    from forebay.transport.kafka.log import KafkaLog  # noqa: PLC0415 - --help does not wait for the client of Kafka
+
+    log = await KafkaLog.open(settings)
+    try:
+        yield log
+    finally:
+        await log.close()
+
+
 @dataclass(frozen=True, slots=True)
-class Recording(KafkaSource):
+class Source(KafkaSource):
     """Options that select a source of recorded events. Either `log` or `kafka` is set."""
 
     log: LogArgument = None
-    group: GroupOption = ""
 
     def require_one_source(self) -> None:
         """End the command with an error unless the options name exactly one source."""
@@ -63,8 +75,11 @@ class Recording(KafkaSource):
         return str(self.log) if self.log is not None else f"{self.namespace} on {self.kafka}"
 
     @asynccontextmanager
-    async def source(self) -> "AsyncIterator[SqliteLog | KafkaLog]":
-        """Open the log read-only. Raises LogError if the log is unreadable."""
+    async def source(self, *, is_complete: bool = True) -> "AsyncIterator[SqliteLog | KafkaLog]":
+        """Open the log read-only. Raises LogError if the log is unreadable.
+
+        A namespace on Kafka that lacks topics ends the command, if the log must be `is_complete`.
+        """
         if self.log is not None:
             from forebay.transport.sqlite.log import SqliteLog  # noqa: PLC0415 - --help does not wait for SQLite
 
@@ -73,28 +88,37 @@ class Recording(KafkaSource):
             return
         # Imported here, because neither --help nor a command that reads a file should wait for the client of Kafka.
         from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SNAPSHOTS  # noqa: PLC0415
-        from forebay.transport.kafka.log import KafkaLog  # noqa: PLC0415
         from forebay.transport.kafka.topics import partitions_of  # noqa: PLC0415
 
         settings = self.settings()
-        there = await partitions_of(settings)
+        there = await partitions_of(settings) if is_complete else ()
         missing = [topic.name for topic in (GROUPS, DECISIONS, SNAPSHOTS, *INPUTS) if topic.name not in there]
-        if missing:  # the client would retry forever
+        if is_complete and missing:  # the client would retry forever
             fail(f"{self.kafka} has no topic {settings.topic(missing[0])}; check --namespace")
-        log = await KafkaLog.open(settings)
-        try:
+        async with kafka_log(settings) as log:
             yield log
-        finally:
-            await log.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Recording(Source):
+    """Options that select a group in a source of recorded events."""
+
+    group: GroupOption = ""
 
     @asynccontextmanager
-    async def opened(self) -> AsyncIterator[tuple[Log, int]]:
-        """Open the log read-only. Yield the log and the group's control partition. Raises LogError if unreadable."""
-        from forebay.transport.history.groups import groups_of  # noqa: PLC0415 - imports the state machine of an owner
+    async def opened(self, custom: "CustomPolicies") -> AsyncIterator[tuple[Log, int]]:
+        """Open the log read-only. Yield the log and the group's control partition.
+
+        Raises LogError if the log is unreadable, or names policies that are not among `custom`.
+        """
+        from forebay.replay.policies import require_allowed  # noqa: PLC0415 - imports the state machine of an owner
+        from forebay.transport.history.groups import groups_of  # noqa: PLC0415 - as above
 
         async with self.source() as log:
             placed = await groups_of(log)
-            yield log, placed[self.group_among(placed)]
+            partition = placed[self.group_among(placed)]
+            await require_allowed(log, partition, custom)
+            yield log, partition
 
     def group_among(self, placed: Collection[str]) -> str:
         """Return the group to read. If it is not one of the log's groups `placed`, end the command with an error."""

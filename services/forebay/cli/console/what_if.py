@@ -12,7 +12,7 @@ import msgspec
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.policies.alternative import AlternativeOptions
 from forebay.cli.policies.pool_rules import PoolRuleOptions
-from forebay.cli.replay.compared import Compared
+from forebay.cli.replay.diff import Compared
 from forebay.console.jobs import WhatIf, WhatIfFrame
 from forebay.console.settings import ConsoleSettings
 from forebay.ingress.child_process import ChildConnection

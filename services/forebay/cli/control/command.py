@@ -4,11 +4,11 @@ Values are sent without validation. The ingress validates them and reports error
 """
 
 import json as jsonlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import click
 import msgspec
@@ -17,14 +17,11 @@ from forebay.cli.common.admin_token import AdminTokenFileOption
 from forebay.cli.common.errors import fail
 from forebay.cli.common.operator_name import OperatorOption, operator_name
 from forebay.cli.common.options import Argument, JsonOption, Option
-from forebay.cli.common.terminal import in_markup, results
+from forebay.cli.common.terminal import in_markup, print_table, results
 from forebay.cli.control.client import URL, IngressClient, ServedOption, UrlOption
 from forebay.events.control import Action, BusyThresholds, DisaggConfig
 from forebay.events.names import unknown_name
 from forebay.simulate.pool_routing_file import PoolRoutingUnusable, routing_of
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 NONE = "none"  # value of an option that disables a threshold
 UNITS = {"ttft": "TTFT", "itl": "ITL"}
@@ -198,7 +195,7 @@ def _send(action: Action, workers: WorkerOptions, ingress: IngressOptions, **fie
             )
             for one in result["outcomes"]
         )
-        results().print(_table(("worker", "pool", "outcome", "adapters", ""), rows))
+        print_table(("worker", "pool", "outcome", "adapters", ""), rows)
     client.exit_unless_ok(result, response)
 
 
@@ -306,7 +303,7 @@ def run_policy(options: PolicyCommand) -> None:
     rows = ((name, *(_text(one[name]) for one in ((before, now) if is_change else (now,)))) for name in names)
     console = results()
     console.print(in_markup(f"model {model}" + (f", pool {now['pool']}" if "pool" in now else "")))
-    console.print(_table(("setting", "before", "now") if is_change else ("setting", "now"), rows))
+    print_table(("setting", "before", "now") if is_change else ("setting", "now"), rows)
 
 
 def _changes(sets: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -352,7 +349,7 @@ def _show_pools(rules: dict[str, Any], *, json: bool) -> None:
         share = one["canary"] and f"{one['canary']['share']:.4g} of those for {one['canary']['base']}"
         state = "none, drained" if one["drained"] else share or "yes"
         rows.append((one["pool"], one["role"], one["policy"], str(one["block_size"]), state))
-    console.print(_table(("pool", "role", "policy", "block size", "new requests"), rows))
+    print_table(("pool", "role", "policy", "block size", "new requests"), rows)
     for grid in rules["grids"]:
         console.print()
         speeds = ", ".join(f"{one['pool']} ({one['priority']})" for one in grid["pools"])
@@ -362,7 +359,7 @@ def _show_pools(rules: dict[str, Any], *, json: bool) -> None:
         targets = _ranges(grid["target_min_ms"], grid["target_max_ms"], len(grid["cells"][0]))
         columns = ("prompt tokens", *(f"{UNITS[grid['target']]} {one} ms" for one in targets))
         cells = ((length, *row) for length, row in zip(lengths, grid["cells"], strict=True))
-        console.print(_table(columns, cells))
+        print_table(columns, cells)
         for one in grid["overrides"]:
             text = f"requests with a priority from {one['min_priority']} to {one['max_priority']} go to {one['pool']}"
             console.print(in_markup(text))
@@ -377,12 +374,3 @@ def _ranges(low: float, high: float, count: int) -> list[str]:
     ends = [f"{low + (high - low) * at / count:g}" for at in range(count + 1)]
     inner = [f"{one} to {other}" for one, other in pairwise(ends[1:-1])]
     return [f"below {ends[1]}", *inner, f"from {ends[-2]}"]
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
-    from rich.table import Table  # noqa: PLC0415 - --help does not wait for it
-
-    table = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*map(in_markup, row))
-    return table

@@ -8,7 +8,7 @@ from forebay.cli.common.cluster_options import KafkaOptions, ServiceOptions
 from forebay.cli.common.logs import LoggingOptions
 from forebay.cli.common.operator_name import OperatorOption
 from forebay.cli.common.options import Argument, JsonOption, Option
-from forebay.cli.common.recording import KafkaSource, LogArgument
+from forebay.cli.common.recording import Source
 from forebay.cli.common.times import TIMES_HELP
 
 AUTO = "auto"
@@ -57,8 +57,7 @@ class PlannerStatusCommand:
 
     RUN: ClassVar = "planner.decisions:run_status"
 
-    source: KafkaSource
-    log: LogArgument = None
+    source: Source
     decision: Annotated[
         str,
         Option(metavar="DECISION", help="Explain this decision: its number in the history, its time, or latest."),

@@ -3,17 +3,16 @@
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import click
 import msgspec
 
 from forebay.cli.common.errors import complain, explained, fail
-from forebay.cli.common.recording import KafkaSource
-from forebay.cli.common.terminal import bar, results
+from forebay.cli.common.recording import Source
+from forebay.cli.common.terminal import results, shown_reading
 from forebay.cli.common.times import time_us
 from forebay.cli.common.unverified import DIVERGED
 from forebay.cli.planner.command import LIMIT, PlannerStatusCommand
@@ -23,7 +22,6 @@ from forebay.replay.scaling.decisions import explain_decision, read_history
 from forebay.replay.scaling.journal import OnProgress
 from forebay.replay.scaling.status import read_planner_status
 from forebay.transport.base import Log
-from forebay.transport.sqlite.log import SqliteLog
 
 LATEST = "latest"
 NOT_ACTIVE = 1
@@ -49,7 +47,7 @@ def run_status(options: PlannerStatusCommand) -> None:
 
 
 def _show_status(options: PlannerStatusCommand) -> None:
-    now_us = time.time_ns() // 1000 if options.log is None else None
+    now_us = time.time_ns() // 1000 if options.source.log is None else None
     found = _read(options, lambda opened, on_progress: read_planner_status(opened, now_us, on_progress))
     if options.json:
         click.echo(msgspec.json.encode(found).decode())
@@ -93,34 +91,21 @@ def _explain(options: PlannerStatusCommand) -> None:
 
 def _read(options: PlannerStatusCommand, read: Callable[[Log, OnProgress], Awaitable[FoundT]]) -> FoundT:
     """Return what `read` finds on the topic `scaling`."""
-    source, path = options.source, options.log
-    require_one_source(source, path)
+    options.source.require_one_source()
 
     async def run(on_progress: OnProgress) -> FoundT:
-        async with scaling_log(source, path) as opened:
+        async with _scaling_log(options.source) as opened:
             return await read(opened, on_progress)
 
-    with explained(), shown_reading() as on_progress:
+    with explained(), shown_reading("deriving decisions") as on_progress:
         return asyncio.run(run(on_progress))
 
 
-@contextmanager
-def shown_reading() -> Iterator[OnProgress]:
-    """Show on stderr how many records of the topic were read, if stderr is a terminal."""
-    with bar() as progress:
-        task = progress.add_task("deriving decisions", total=None)
-
-        def on_progress(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-
-        yield on_progress
-
-
 @asynccontextmanager
-async def scaling_log(source: KafkaSource, path: Path | None) -> AsyncIterator[Log]:
-    """Open the log file `path`, or else Kafka, to read. Raises LogError if it is unreadable."""
-    if path is not None:
-        with closing(SqliteLog.open(path, readonly=True)) as log:
+async def _scaling_log(source: Source) -> AsyncIterator[Log]:
+    """Open the log file, or the topic `scaling` on Kafka, to read. Raises LogError if it is unreadable."""
+    if source.log is not None:
+        async with source.source() as log:
             yield log
         return
     try:
@@ -128,12 +113,6 @@ async def scaling_log(source: KafkaSource, path: Path | None) -> AsyncIterator[L
             yield kafka
     except OrderInvalid as error:
         fail(str(error))
-
-
-def require_one_source(source: KafkaSource, path: Path | None) -> None:
-    """End the command with an error unless the options name exactly one source."""
-    if (path is None) == (source.kafka is None):
-        fail("expected either a log file or --kafka")
 
 
 def _window_us(text: str) -> tuple[int, int]:

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
-from forebay.cli.common.scaling_lines import verification_lines
+from forebay.cli.common.tables import span, titled_table
 from forebay.cli.common.terminal import counted, printable
-from forebay.cli.replay.at_view import span, titled_table
-from forebay.cli.status_view import recent_time
+from forebay.cli.replay.verify import verification_lines
+from forebay.cli.status import clock, recent_time
 from forebay.core.scaling.decide import MethodProposal
 from forebay.core.scaling.proposal import DecodeNeed, LoadSignal, PrefillNeed, SimulatedAttainment
 from forebay.events.scaling import PlannerSettings, PoolDemand, PoolObserved, PoolScaling
@@ -20,7 +20,6 @@ from forebay.replay.scaling.decisions import (
     ScalingHistory,
 )
 from forebay.replay.scaling.status import ObservedDemand, PlannerStatus, ScaledPoolStatus
-from forebay.transport.recording.manifest import utc
 
 VERIFIED = {"equal": "equal", "different": "DIFFERENT", "stale": "", "other_rules": "other rules"}
 
@@ -51,14 +50,6 @@ def show_history(console: Console, history: ScalingHistory) -> None:
 
 COLUMNS = ("decision", "time", "pool", "size", "proposed", "reason", "outcome", "derived again")
 TEXTS = {"time", "pool", "reason", "outcome", "derived again"}
-
-
-def clock(at_us: int) -> str:
-    """Return a time to the second."""
-    try:
-        return f"{utc(at_us).partition('.')[0]}Z"
-    except OverflowError:  # the clock of a damaged record
-        return f"{at_us} us"
 
 
 def outcome_text(entry: DecisionEntry) -> str:

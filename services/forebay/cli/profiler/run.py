@@ -6,18 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 import httpx
 import msgspec
 import uvloop
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from forebay.cli.common.api_key import client_headers
 from forebay.cli.common.errors import BROKEN, complain, explained, fail
 from forebay.cli.common.extras import require_extra
 from forebay.cli.common.failures import advice, status_failure
 from forebay.cli.common.page import require_writable
-from forebay.cli.common.terminal import bar
+from forebay.cli.common.terminal import counting_bar
 from forebay.cli.profiler.command import CONCURRENCY_MAX, NUMBER, TITLE, TOKENS_MAX, VALUES_MAX, ProfileRunCommand
 from forebay.cli.profiler.measure import (
     MeasurementFailed,
@@ -143,8 +141,7 @@ def measure_all(system: ProfiledSystem, profile: MeasuredProfile, out: Path, tim
     todo = [point for point in points if not profile.has(point)]
     if len(todo) < len(points):
         complain(f"{out}: {len(points) - len(todo)} of {len(points)} points were measured before")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with bar(*columns) as progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with counting_bar() as progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         task = progress.add_task("", total=len(points), completed=len(points) - len(todo))
 
         async def measured() -> MeasuredProfile:
@@ -163,8 +160,7 @@ def measure_all(system: ProfiledSystem, profile: MeasuredProfile, out: Path, tim
         try:
             return runner.run(measured())
         except KeyboardInterrupt:
-            complain(f"interrupted; {CONTINUE}")
-            raise click.exceptions.Exit(INTERRUPTED) from None
+            fail(f"interrupted; {CONTINUE}", INTERRUPTED)
 
 
 async def _try(worker: ProfiledWorker) -> None:
@@ -186,8 +182,7 @@ async def _measured(worker: ProfiledWorker, point: GridPoint, before: MeasuredPr
             left_out = LeftOut(point=point, reason=str(error))
             complain(f"left out: {point}: {error}")
         except MeasurementFailed as error:
-            complain(f"{point}: {error}; {CONTINUE}")
-            raise click.exceptions.Exit(BROKEN) from None
+            fail(f"{point}: {error}; {CONTINUE}", BROKEN)
     return MeasuredProfile(settings=before.settings, left_out=(left_out,))
 
 

@@ -99,7 +99,7 @@ class VerifyCommand:
     Exits 3 if there is no other part.
     """
 
-    RUN: ClassVar = "replay.verify_log:run_verify"
+    RUN: ClassVar = "replay.verify:run_verify"
 
     recording: Recording
     allow: Annotated[list[str] | None, allow_option(UNVERIFIED)] = None

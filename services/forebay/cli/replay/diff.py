@@ -2,27 +2,30 @@
 
 import asyncio
 from collections.abc import Set
+from dataclasses import dataclass
 
 import click
 import msgspec
 
-from forebay.cli.common.errors import complain, explained, fail
+from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import own_stdout
 from forebay.cli.common.unverified import DIVERGED, allowed_of, complaint, exit_code
 from forebay.cli.policies.allowed import allowed_policies
+from forebay.cli.policies.alternative import Alternative
 from forebay.cli.policies.pool_rules import PoolRuleOptions
+from forebay.cli.replay.at import log_time_us
 from forebay.cli.replay.command import DIFF_CHECKS, DiffCommand
-from forebay.cli.replay.compared import Compared
 from forebay.cli.replay.diff_view import show
-from forebay.cli.replay.log_time import log_time_us
 from forebay.cli.replay.verify import shown_progress
 from forebay.core.routing.policies import CustomPolicies
+from forebay.replay.diff.diff import diff
+from forebay.replay.diff.other_rules import OtherPoolRules
 from forebay.replay.diff.report import DiffReport
-from forebay.replay.diff.span import span_of
-from forebay.replay.policies import require_allowed
+from forebay.replay.diff.span import Span, span_of
 from forebay.replay.verify.verify import OnProgress
 from forebay.transport.base import Log
+from forebay.transport.history.groups import pools_of
 from forebay.transport.sqlite.log import SqliteLog
 
 
@@ -42,6 +45,24 @@ def run_diff(options: DiffCommand) -> None:
     _complain(found, allowed, options.recording)
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Configuration and rules for the choice of pools with which a recorded span is compared."""
+
+    other: Alternative
+    options: PoolRuleOptions
+    rules: OtherPoolRules
+
+    async def report(self, log: Log, partition: int, span: Span, on_progress: OnProgress) -> DiffReport:
+        pools = await pools_of(log, partition)
+        self.other.require_pools(pools)
+        self.options.require_pools(self.rules, pools)
+        report = await diff(log, partition, self.other.of, on_progress, self.other.named, self.rules, span)
+        report.alternative = f"{self.other} {self.options}".strip()
+        report.idle = self.other.idle(pools, report.undone)
+        return report
+
+
 async def _diff(
     recording: Recording,
     compared: Compared,
@@ -49,10 +70,9 @@ async def _diff(
     on_progress: OnProgress,
     custom: CustomPolicies,
 ) -> DiffReport:
-    async with recording.opened() as (log, partition):
+    async with recording.opened(custom) as (log, partition):
         if isinstance(log, SqliteLog):
             log.check()
-        await require_allowed(log, partition, custom)
         span = await span_of(log, partition, *await _window_us(log, partition, *window), custom=custom)
         return await compared.report(log, partition, span, on_progress)
 
@@ -71,9 +91,7 @@ def _complain(report: DiffReport, allowed: Set[str], recording: Recording) -> No
     if report.divergence is not None:
         divergence = report.divergence
         where = f"{recording.name}: history diverges at journal offset {divergence.offset}: {divergence.reason}"
-        complain(f"{where}; `forebay verify` shows the details")
-        raise click.exceptions.Exit(DIVERGED)
+        fail(f"{where}; `forebay verify` shows the details", DIVERGED)
     failed = {name: count for name, count in report.unverified.items() if name not in allowed}
     if failed:
-        complain(complaint(failed))
-        raise click.exceptions.Exit(exit_code(failed))
+        fail(complaint(failed), exit_code(failed))

@@ -1,31 +1,68 @@
-"""`forebay explain`: timeline and routing decisions of one request."""
+"""`forebay explain`: timeline of one request, with a cost table per routing decision."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 
 import click
 import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from forebay.cli.common.errors import OTHER_RULES, explained, fail
 from forebay.cli.common.recording import Recording
-from forebay.cli.common.terminal import bar, own_stdout
+from forebay.cli.common.tables import span
+from forebay.cli.common.terminal import own_stdout, printable, results, shown_reading
 from forebay.cli.common.unverified import DIVERGED, tell_unverified
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.replay.command import ExplainCommand
-from forebay.cli.replay.explain_view import show
 from forebay.core.routing.policies import CustomPolicies
+from forebay.core.ttft_parts import Part
+from forebay.core.world import CORE_VERSION
+from forebay.events.control import RouterConfig
 from forebay.replay.explain.explain import explain
-from forebay.replay.explain.explanation import Explanation
+from forebay.replay.explain.explanation import (
+    CandidateCost,
+    ExcludedRank,
+    Explanation,
+    Routing,
+    Submission,
+    TimelineEntry,
+    TokenSource,
+)
 from forebay.replay.explain.find import OnProgress, UnknownRequest
-from forebay.replay.policies import require_allowed
+from forebay.transport.history.release import rules_text
+from forebay.transport.recording.manifest import utc
+
+CANDIDATES_SHOWN = 10  # number of the cheapest candidates shown; --all shows all
+LEFT_OUT_SHOWN = 5  # maximum number of lines about excluded ranks
+OTHERS_SHOWN = 5  # IDs of other requests with the searched ID
+NAMES_SHOWN = 6  # maximum number of ranks per reason
+INDENT = 14  # columns by which the details of a timeline entry are indented
+TABLE_INDENT = 4
+PARTS: dict[Part, str] = {
+    "queue": "in the queue",
+    "encode": "encode",
+    "prefill": "prefill",
+    "wait": "waiting for a worker",
+    "transfer": "KV transfer",
+    "decode": "network and first decode step",
+}
+SOURCES: dict[TokenSource, str] = {
+    "device": "cached on the device",
+    "host": "from host memory",
+    "disk": "from disk",
+    "store": "from the shared store",
+    "transferred": "transferred",
+    "computed": "computed",
+}
 
 
 def run_explain(options: ExplainCommand) -> None:
     recording = options.source.recording(options.where, "REQUEST", options.group)
     with explained():
         custom = allowed_policies(options.allow_policy)
-    with explained(), _shown_progress() as on_progress, own_stdout():
+    with explained(), shown_reading("searching the journal") as on_progress, own_stdout():
         try:
             explanation = asyncio.run(_explain(recording, options.where[-1], on_progress, custom))
         except UnknownRequest as unknown:
@@ -33,7 +70,7 @@ def run_explain(options: ExplainCommand) -> None:
     if options.json:
         click.echo(msgspec.json.encode(explanation).decode())
     else:
-        show(explanation, everything=options.everything)
+        show(results(), explanation, everything=options.everything)
     if explanation.divergence is not None:
         raise click.exceptions.Exit(DIVERGED)
     tell_unverified(explanation.unverified)
@@ -44,18 +81,234 @@ def run_explain(options: ExplainCommand) -> None:
 async def _explain(
     recording: Recording, request_id: str, on_progress: OnProgress, custom: CustomPolicies
 ) -> Explanation:
-    async with recording.opened() as (log, partition):
-        await require_allowed(log, partition, custom)
+    async with recording.opened(custom) as (log, partition):
         return await explain(log, partition, request_id, progress=on_progress, custom=custom)
 
 
-@contextmanager
-def _shown_progress() -> Iterator[OnProgress]:
-    """Show on stderr how many journal records were read, if stderr is a terminal."""
-    with bar() as progress:
-        task = progress.add_task("searching the journal", total=None)
+def show(console: Console, explanation: Explanation, *, everything: bool) -> None:
+    """Print the explanation of a request. `everything` shows all candidates of each decision."""
+    routings = {one.offset: one for one in explanation.routings}
+    for line in _head(explanation):
+        _print_hanging(console, line, 2)
+    console.print()
+    for moment in explanation.timeline:
+        _show_moment(console, explanation, moment)
+        routing = routings.get(moment.offset) if moment.what in ("routed", "answered") else None
+        if routing is not None:
+            _show_routing(console, routing, everything=everything)
+    if explanation.ending is not None:
+        _show_left_out(console, explanation.ending.left_out, everything=everything)
+    console.print()
+    for line in _foot(explanation):
+        _print_hanging(console, line, 2)
 
-        def on_progress(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
 
-        yield on_progress
+def _head(explanation: Explanation) -> Iterator[str]:
+    submission = explanation.submitted
+    yield f"{explanation.kind} {explanation.request_id}: {_outcome(explanation)}"
+    if submission is not None:
+        yield ", ".join(_submission_text(submission))
+        if submission.hints:
+            yield "hints: " + ", ".join(f"{name} {_value(value)}" for name, value in submission.hints.items())
+        if submission.now_us is not None:
+            yield f"submitted at {utc(submission.now_us)} on the owner's clock, offset {submission.offset} of requests"
+    if explanation.earlier_uses:
+        times = "once" if explanation.earlier_uses == 1 else f"{explanation.earlier_uses} times"
+        yield f"the ID was used {times} before; this is the last use"
+    if explanation.others:
+        yield _others(explanation.others)
+
+
+def _others(others: Sequence[str]) -> str:
+    """Name other requests with the searched ID: parts of the same request, or requests with the same client ID."""
+    count = "another request has" if len(others) == 1 else f"{len(others)} other requests have"
+    more = f" and {len(others) - OTHERS_SHOWN} more; --json lists them" if len(others) > OTHERS_SHOWN else ""
+    shown = ", ".join(others[:OTHERS_SHOWN])
+    return f"{count} this ID too: {shown}{more}"
+
+
+def _outcome(explanation: Explanation) -> str:
+    ending = explanation.ending
+    if ending is None:
+        return "unknown" if explanation.state == "unknown" else explanation.state
+    reason = f" ({ending.reason})" if ending.reason else ""
+    tokens = "" if ending.output_tokens is None else f", {ending.output_tokens:,} output tokens"
+    length = "" if not ending.duration_us else f" after {_seconds(ending.duration_us)}"
+    return f"{ending.state}{reason}{length}{tokens}"
+
+
+def _submission_text(submission: Submission) -> Iterator[str]:
+    yield f"model {submission.model}"
+    if submission.lora_name:
+        yield f"adapter {submission.lora_name}"
+    yield f"{submission.prompt_tokens:,} prompt tokens in {submission.full_blocks:,} full blocks"
+    if submission.max_tokens is not None:
+        yield f"at most {submission.max_tokens:,} output tokens"
+    if submission.timeout_us is not None:
+        yield f"deadline after {submission.timeout_us / 1e6:g} s"
+    yield f"tie seed {submission.tie_seed}"
+    if submission.anonymised:
+        yield "anonymised"
+
+
+def _foot(explanation: Explanation) -> Iterator[str]:
+    divergence = explanation.divergence
+    if divergence is not None:
+        where = "during this request" if explanation.timeline else "before this request"
+        yield f"DIVERGENCE at journal offset {divergence.offset}, {where}: {divergence.reason}"
+        for name, values in divergence.differs.items():
+            yield f"  {name}: recorded {_value(values['recorded'])}, derived {_value(values['derived'])}"
+        yield "later events cannot be explained; `forebay verify` shows the divergence in detail"
+        return
+    first = explanation.first_token
+    if first is not None and first.ttft_us is not None:
+        wall = (
+            ""
+            if first.wall_ttft_us is None
+            else f" ({_seconds(first.wall_ttft_us)} on the clocks of ingress and worker)"
+        )
+        yield f"time to first token {_seconds(first.ttft_us)} on the owner's clock{wall}"
+    elif first is not None and first.wall_ttft_us is not None:
+        yield f"time to first token {_seconds(first.wall_ttft_us)} on the clocks of ingress and worker"
+    parts = {} if first is None or first.parts_us is None else first.parts_us
+    if len(parts) > 1:
+        yield "of this: " + ", ".join(f"{PARTS[part]} {span(us)}" for part, us in parts.items())
+    if first is not None and first.loads_us:
+        yield "prompt tokens: " + ", ".join(f"{tokens:,} {SOURCES[source]}" for source, tokens in first.sources.items())
+    offsets = " and ".join(f"{first} to {end - 1}" for first, end in _derived(explanation))
+    if offsets:
+        yield f"verified: journal offsets {offsets} derived again, every record equal"
+    for part in explanation.recorded:
+        remedy = f"forebay {part.release}" if part.release else "that version"
+        yield (
+            f"as recorded: journal offsets {part.first} to {part.end - 1} were decided by"
+            f" {rules_text(part.rules, part.release)}, this program has version {CORE_VERSION}; use {remedy} for the"
+            " reasons"
+        )
+
+
+def _derived(explanation: Explanation) -> Iterator[tuple[int, int]]:
+    """Yield the first offset of each derived part of the journal, and the offset after it."""
+    begin = explanation.derived_from
+    for part in explanation.recorded:
+        if begin < part.first:
+            yield begin, part.first
+        begin = max(begin, part.end)
+    if begin < explanation.derived_to:
+        yield begin, explanation.derived_to
+
+
+def _show_moment(console: Console, explanation: Explanation, moment: TimelineEntry) -> None:
+    when = "" if moment.after_us is None else f"+{moment.after_us / 1e6:.3f} s"
+    text = moment.text
+    if moment.now_us is None and explanation.state != "submitted":
+        text += " (on the log, not in the journal yet)"
+    if not moment.counted:
+        text += " (no effect)"
+    _print_hanging(console, f"{when:>{INDENT - 2}}  {text}", INDENT)
+
+
+def _show_routing(console: Console, routing: Routing, *, everything: bool) -> None:
+    settings = _settings(routing)
+    if settings:
+        _print_hanging(console, f"{'':{INDENT}}{routing.mode}: {settings}", INDENT + 2)
+    order = sorted(range(len(routing.candidates)), key=lambda at: (routing.candidates[at].cost, at))
+    shown = order if everything else order[:CANDIDATES_SHOWN]
+    if routing.winner not in shown:
+        shown = [*shown[:-1], routing.winner]
+    console.print(_table(routing, shown))
+    if len(shown) < len(order):
+        most = routing.candidates[order[-1]].cost
+        more = f"{len(order) - len(shown)} more candidates with costs up to {most:,.2f}; --all shows them"
+        _print_hanging(console, f"{'':{INDENT}}{more}", INDENT)
+    _show_left_out(console, routing.left_out, everything=everything)
+
+
+def _settings(routing: Routing) -> str:
+    """Return the settings that are not at their default or that the request overrode."""
+    defaults = RouterConfig()
+    found = []
+    for name, value in routing.config.items():
+        if name in routing.overridden:
+            found.append(f"{name} {_value(value)} (set by the request)")
+        elif value != getattr(defaults, name, None):
+            found.append(f"{name} {_value(value)}")
+    return ", ".join(found)
+
+
+def _table(routing: Routing, shown: Sequence[int]) -> Table:
+    columns = list(_columns(routing))
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("", justify="right", width=TABLE_INDENT + 1)
+    table.add_column("candidate", no_wrap=True)
+    for name, _ in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    several = any(one.seen.rank for one in routing.candidates)
+    for at in shown:
+        one = routing.candidates[at]
+        mark = "*" if at == routing.winner else ""
+        name = f"{one.seen.worker_id}/{one.seen.rank}" if several else one.seen.worker_id
+        cells = [Text(mark), Text(printable(name)), *(Text(cell(one)) for _, cell in columns)]
+        table.add_row(*cells, style="bold" if mark else None)
+    return table
+
+
+def _columns(routing: Routing) -> Iterator[tuple[str, Callable[[CandidateCost], str]]]:
+    """Yield column names and cell formatters; terms that are zero for all candidates are omitted."""
+    candidates = routing.candidates
+    yield "cost", lambda one: f"{one.cost:,.2f}"
+    if any(one.probability is not None for one in candidates):
+        yield "probability", lambda one: f"{100 * (one.probability or 0):.1f} %"
+    yield "prefill", lambda one: f"{one.prefill_blocks:,.2f}"
+    yield "credit", lambda one: f"{one.overlap_credit:,.2f}"
+    yield "decode", lambda one: f"{one.decode_blocks:,.2f}"
+    yield "active", lambda one: f"{one.active_requests:,}"
+    if any(one.eviction_cost for one in candidates):
+        yield "eviction", lambda one: f"{one.eviction_cost:,.2f}"
+    if any(one.taint_factor != 1.0 for one in candidates):
+        yield "taints", lambda one: f"x{one.taint_factor:.3f}"
+    yield "cached", lambda one: f"{one.seen.device_overlap:,}"
+    if any(one.seen.assumed_overlap for one in candidates):
+        yield "assumed", lambda one: f"{one.seen.assumed_overlap:,}"
+    if any(one.seen.host_overlap for one in candidates):
+        yield "on host", lambda one: f"{one.seen.host_overlap:,}"
+    if any(one.seen.disk_overlap for one in candidates):
+        yield "on disk", lambda one: f"{one.seen.disk_overlap:,}"
+    if any(one.seen.store_overlap for one in candidates):
+        yield "in store", lambda one: f"{one.seen.store_overlap:,}"
+    yield "cache size", lambda one: f"{one.seen.device_blocks + one.seen.host_blocks + one.seen.disk_blocks:,}"
+    yield "waiting", lambda one: f"{one.seen.waiting_tokens:,}"
+    if routing.reason in ("tie_computed_tokens", "tie_seed"):
+        yield "computed", lambda one: f"{one.seen.computed_tokens:,}"
+
+
+def _show_left_out(console: Console, left_out: Sequence[ExcludedRank], *, everything: bool) -> None:
+    by_text: dict[str, list[ExcludedRank]] = {}
+    for one in left_out:
+        by_text.setdefault(one.text, []).append(one)
+    lines = []
+    for text, alike in by_text.items():
+        names = [f"{one.seen.worker_id}/{one.seen.rank}" for one in alike]
+        listed = names if everything else names[:NAMES_SHOWN]
+        more = f" and {len(names) - len(listed)} more" if len(listed) < len(names) else ""
+        lines.append(f"excluded {', '.join(listed)}{more}: {text}")
+    shown = lines if everything else lines[:LEFT_OUT_SHOWN]
+    for line in shown:
+        _print_hanging(console, f"{'':{INDENT}}{line}", INDENT + 2)
+    if len(shown) < len(lines):
+        _print_hanging(console, f"{'':{INDENT}}and {len(lines) - len(shown)} more reasons; --all shows them", INDENT)
+
+
+def _print_hanging(console: Console, line: str, hang: int) -> None:
+    text = Text(printable(line))
+    longest = max(map(len, text.plain.split()), default=0)
+    for at, part in enumerate(text.wrap(console, max(console.width - hang, longest))):
+        console.print(Text(" " * hang if at else "").append_text(part), soft_wrap=True)
+
+
+def _seconds(us: int) -> str:
+    return f"{us / 1e6:.3f} s"
+
+
+def _value(value: object) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()

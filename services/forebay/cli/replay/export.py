@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 import msgspec
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import Progress
 
 from forebay.cli.common.errors import explained, fail
-from forebay.cli.common.terminal import bar
+from forebay.cli.common.terminal import counting_bar
 from forebay.cli.replay.columns import view_of
 from forebay.cli.replay.command import ExportCommand
 from forebay.events.codec import DecodeError, decode
@@ -37,12 +37,11 @@ class ExportedTopic(msgspec.Struct, kw_only=True):
 
 
 def run_export(options: ExportCommand) -> None:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with explained():
         recording = SqliteLog.open(options.log, readonly=True)
         try:
             _require_empty(options.folder)
-            with bar(*columns) as progress:
+            with counting_bar() as progress:
                 exported = asyncio.run(_export(recording, options.folder, progress, token_ids=options.token_ids))
         except OSError as error:
             fail(f"cannot write to {options.folder}: {error.strerror}; choose another directory")

@@ -1,29 +1,78 @@
-"""Terminal output of `forebay verify`."""
+"""`forebay verify`: derive the decisions of a recorded log again."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
+import click
 import msgspec
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table as Grid
 
-from forebay.cli.common.scaling_lines import verification_lines
-from forebay.cli.common.terminal import bar, counted, in_markup, results
+from forebay.cli.common.errors import OTHER_RULES, complain, explained, fail
+from forebay.cli.common.recording import Recording
+from forebay.cli.common.terminal import bar, counted, in_markup, own_stdout, results
+from forebay.cli.common.unverified import DIVERGED, allowed_of, complaint, exit_code
+from forebay.cli.policies.allowed import allowed_policies
+from forebay.cli.replay.command import VerifyCommand
+from forebay.core.routing.policies import CustomPolicies
 from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import CostTerms
+from forebay.events.topics import DECISIONS
 from forebay.replay.checks import UNKNOWN_EVENTS, UNVERIFIED
+from forebay.replay.scaling.journal import ScalingVerification, has_scaling
 from forebay.replay.verify.cost_tables import CostTableRow, CostTables
 from forebay.replay.verify.divergence import DivergenceReport
 from forebay.replay.verify.suspects import EventSummary
-from forebay.replay.verify.verify import OnProgress, VerifyReport
+from forebay.replay.verify.verify import OnProgress, VerifyReport, include_scaling, verify
+from forebay.transport.history.groups import groups_of
 from forebay.transport.history.release import rules_text
+from forebay.transport.sqlite.log import SqliteLog
 
 ROWS_SHOWN = 32  # per cost table, winner, runner-up and differences first; --json has all
 TERMS = CostTerms.__struct_fields__
 RARE_TERMS = ("host_overlap", "disk_overlap", "store_overlap", "taint_factor", "eviction_cost")
+
+
+def run_verify(options: VerifyCommand) -> None:
+    options.recording.require_one_source()
+    allowed = allowed_of(options.allow, UNVERIFIED)
+    with explained():
+        custom = allowed_policies(options.allow_policy)
+    with explained(), shown_progress() as on_progress, own_stdout():
+        report = asyncio.run(_verify(options.recording, on_progress, allowed, custom))
+    if options.json:
+        click.echo(msgspec.json.encode(report).decode())
+    else:
+        show(report)
+    if report.diverged:
+        raise click.exceptions.Exit(DIVERGED)
+    if report.failed:
+        fail(complaint(report.failed, report.unknown_event), exit_code(report.failed))
+    if report.is_empty:
+        versions = " and ".join(sorted({rules_text(span.rules, span.release) for span in report.others}))
+        complain(
+            f"nothing was verified: this program has version {CORE_VERSION} of the rules, the journal was decided by"
+            f" {versions}; run `verify` of a forebay with that version"
+        )
+        raise click.exceptions.Exit(OTHER_RULES)
+
+
+async def _verify(
+    recording: Recording, on_progress: OnProgress, allowed: Set[str], custom: CustomPolicies
+) -> VerifyReport:
+    async with recording.opened(custom) as (log, partition):
+        if isinstance(log, SqliteLog):
+            log.check()
+        ends = [await of(DECISIONS.name, partition) for of in (log.begin, log.end)]
+        if ends[0] == ends[1] and "" not in await groups_of(log) and not await has_scaling(log):
+            fail(f"nothing to verify: the journal of control partition {partition} in {recording.name} is empty")
+        report = await verify(log, partition, on_progress, allowed, custom)
+        await include_scaling(log, report)
+        return report
 
 
 @contextmanager
@@ -88,6 +137,23 @@ def show(report: VerifyReport) -> None:
             console.print(in_markup(line))
     if report.divergence is not None:
         _show_divergence(console, report.divergence)
+
+
+def verification_lines(verification: ScalingVerification) -> Iterator[str]:
+    """Yield lines about the second derivation of decisions."""
+    parts = [f"{verification.equal:,} of {verification.decisions:,} decisions derived again: equal"]
+    if verification.stale:
+        parts.append(f"{verification.stale:,} stale, without effect")
+    if verification.other_rules:
+        parts.append(f"{verification.other_rules:,} by rules of another version, not derived again")
+    if verification.undecodable:
+        parts.append(f"{verification.undecodable:,} records do not decode")
+    yield f"scaling    {', '.join(parts)}"
+    if verification.different:
+        yield f"DIFFERENT  {verification.different:,} decisions do not follow from the records before them"
+    for one in verification.first:
+        for name, values in one.differs.items():
+            yield f"  {one.offset}: {name}: recorded {values['recorded']}, derived {values['derived']}"
 
 
 def _show_divergence(console: Console, divergence: DivergenceReport) -> None:

@@ -38,7 +38,6 @@ from forebay.events.snapshots import WorkerState
 from forebay.events.topics import CONTROL, FLEET, REQUESTS
 from forebay.ingress.errors import Unusable
 from forebay.replay.observed import ObservedHistory, RecordedRequest, observe_history
-from forebay.replay.policies import require_allowed
 from forebay.simulate.arrivals import Arrival
 from forebay.simulate.outcome import (
     LOWER_TIERS,
@@ -141,10 +140,9 @@ def recorded_history(source: Recording, custom: CustomPolicies) -> ObservedHisto
     """Read the recorded history up to the first decision that is derived differently from the journal."""
 
     async def read() -> ObservedHistory:
-        async with source.opened() as (log, partition):
+        async with source.opened(custom) as (log, partition):
             if isinstance(log, SqliteLog):
                 log.check()
-            await require_allowed(log, partition, custom)
             return await observe_history(log, partition, on_progress, custom)
 
     with shown_progress() as on_progress:

@@ -8,12 +8,11 @@ from typing import Any
 
 import click
 import uvloop
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from forebay.cli.common.api_key import client_headers
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.survey import print_survey
-from forebay.cli.common.terminal import bar, results, table
+from forebay.cli.common.terminal import counting_bar, results, table
 from forebay.cli.trace.client import NoSystem, TraceOutcome, play
 from forebay.cli.trace.command import URL, TraceCommand
 from forebay.simulate.outcome import percentiles
@@ -36,8 +35,7 @@ def run_trace(command: TraceCommand) -> None:
     except WorkloadUnusable as error:
         fail(str(error))
     outcome = TraceOutcome()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with bar(*columns) as progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with counting_bar() as progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         task = progress.add_task("answered", total=survey.requests)
         try:
             runner.run(play(todo, urls, headers, concurrency_max, outcome, lambda: progress.advance(task)))

@@ -1,13 +1,60 @@
-"""Console whose lines break only between words. A word may be an id that a user copies, so it may exceed the width."""
+"""Tables on a terminal, and a console whose lines break only between words.
 
-from collections.abc import Sequence
+A word may be an id that a user copies, so it may exceed the width.
+"""
+
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
+from forebay.cli.common.terminal import printable
+
+ROWS_MAX = 64  # per table with a title; `--json` has all rows
 COLUMNS_MAX = 100_000  # columns for measuring; wider than any table
+
+
+def plain_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], texts: Set[str] | None = None, *, show_header: bool = True
+) -> Table:
+    """Return a table without borders. The columns `texts`, by default all, are left-aligned; the others are numbers."""
+    table = Table(box=None, pad_edge=False, show_header=show_header)
+    for column in columns:
+        table.add_column(Text(printable(column)), justify="left" if texts is None or column in texts else "right")
+    for cells in rows:
+        table.add_row(*(Text(printable(cell)) for cell in cells))
+    return table
+
+
+def titled_table(
+    name: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    texts: Set[str],
+    empty: str,
+    rows_max: int = ROWS_MAX,
+) -> RenderableType:
+    """Return the first `rows_max` rows as a table with a title, or the text `empty` if there are none."""
+    title = Text(printable(name), style="bold")
+    if not rows:
+        return Text.assemble(title, f": {empty}")
+    more = [Text(f"and {len(rows) - rows_max} more", style="dim")] if len(rows) > rows_max else []
+    return Group(title, plain_table(columns, rows[:rows_max], texts), *more)
+
+
+def span(us: int) -> str:
+    """Format a duration in microseconds for display, rounded."""
+    sign, us = ("-", -us) if us < 0 else ("", us)
+    if us < 1_000:
+        return f"{sign}{us} us"
+    if us < 1_000_000:
+        return f"{sign}{us / 1_000:.1f} ms"
+    if us < 120_000_000:
+        return f"{sign}{us / 1_000_000:.1f} s"
+    return f"{sign}{us // 60_000_000} min {us // 1_000_000 % 60} s"
 
 
 class WholeWordsConsole(Console):
